@@ -1,0 +1,108 @@
+"""The formulas that every runtime shares: noise per client, next clip norm.
+
+They are written with operators only, so that they take Python floats, numpy
+arrays and TensorFlow tensors alike; this module imports neither.
+
+Notation: S is the clip norm, z the noise multiplier (stddev of the noise on
+the *sum* of updates divided by S), m the clients per round, sigma_b the stddev
+of the noise on the count of unclipped updates.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+
+def update_noise_multiplier(
+    noise_multiplier: Any, count_noise_stddev: Any
+) -> Any:
+    """Returns z_delta, the noise multiplier left for the updates themselves.
+
+    With adaptive clipping a round releases two noised sums: the updates and
+    the count of unclipped ones. A bit centred at +-1/2 has sensitivity 1/2, so
+    its multiplier is 2 sigma_b, and the two cost together what one Gaussian of
+    multiplier z costs when
+
+        z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2).
+
+    Computed as z (1 - (z / (2 sigma_b))^2)^(-1/2), which is the same for z > 0
+    and is 0 at z = 0.
+
+    Source: Andrew, Thakkar, McMahan & Ramaswamy, "Differentially Private
+    Learning with Adaptive Clipping" (2021), Theorem 1.
+
+    Args:
+      noise_multiplier: z >= 0, what the two releases together cost.
+      count_noise_stddev: sigma_b, in clients; above z / 2.
+
+    Returns:
+      z_delta >= z, of the arguments' type. Where an argument is a tensor the
+      condition is not checked, and a violation gives NaN or infinity.
+
+    Raises:
+      ValueError: if plain numbers are given and z >= 2 sigma_b > 0: the count
+        alone would cost all of z or more.
+    """
+    z, sigma_b = noise_multiplier, count_noise_stddev
+    if isinstance(z, numbers.Real) and isinstance(sigma_b, numbers.Real):
+        if z == 0:
+            return 0.0
+        if not z < 2 * sigma_b:
+            raise ValueError(
+                "noise_multiplier must be below 2 * count_noise_stddev, or "
+                "the count of unclipped updates alone costs more than the "
+                f"round may; got noise_multiplier={z!r} and "
+                f"count_noise_stddev={sigma_b!r}."
+            )
+    return z * (1.0 - (z / (2.0 * sigma_b)) ** 2) ** -0.5
+
+
+def next_clip_norm(
+    clip_norm: Any,
+    noised_fraction: Any,
+    target_quantile: Any,
+    learning_rate: Any,
+    exp: Callable[[Any], Any] = math.exp,
+) -> Any:
+    """Returns the next round's clip norm: S exp(-eta (b - gamma)).
+
+    Source: Andrew et al. (2021), Algorithm 1 and Section 2.2 (the geometric
+    update).
+
+    Args:
+      clip_norm: S, the norm with which the clients of this round clipped.
+      noised_fraction: b, the noised count of updates with norm <= S, divided
+        by m. It may lie outside [0, 1].
+      target_quantile: gamma.
+      learning_rate: eta.
+      exp: the exponential of the arguments' library: `math.exp`, `np.exp` or
+        `tf.exp`.
+
+    Returns:
+      The next S, above 0: it falls where more than gamma of the updates were
+      not clipped, and rises otherwise.
+    """
+    return clip_norm * exp(-learning_rate * (noised_fraction - target_quantile))
+
+
+def client_noise_stddev(
+    clip_norm: Any, noise_multiplier: Any, clients_per_round: Any
+) -> Any:
+    """Returns what each of m clients adds so that the sum carries z S.
+
+    m independent draws of N(0, (z S)^2 / m) sum to N(0, (z S)^2), the noise of
+    McMahan et al. (2018), Section 2, Eq. (1). It is right only if exactly m
+    clients answer.
+
+    Args:
+      clip_norm: S, with which the clients of this round clip.
+      noise_multiplier: z, or z_delta where the clip norm adapts.
+      clients_per_round: m, a plain number (or a float tensor).
+
+    Returns:
+      z S / sqrt(m), a standard deviation per coordinate.
+    """
+    return noise_multiplier * clip_norm / clients_per_round**0.5
