@@ -1,0 +1,1 @@
+"""Command-line programs, installed as the package `tfdp_fl_scripts`."""
