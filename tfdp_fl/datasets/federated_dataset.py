@@ -1,0 +1,689 @@
+"""Data that lies with many clients, the input of federated training."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import _validate
+from tfdp_fl.datasets import nests, npz, sources
+from tfdp_fl.datasets.nests import Nest
+from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
+
+
+class FederatedDataset:
+    """The examples of N clients, each a pair (features, labels).
+
+    A client has an id, which is the caller's name for it, and a position from
+    0 to N - 1, by which training samples it. Clients may have different
+    numbers of examples, and none at all. Features and labels may be any nest
+    that Keras takes: an array, or a dict, tuple or list of nests.
+
+    Made from arrays (`from_client_arrays`, `from_indices`), a dataset is
+    *indexed*: every example is held once, in flat CPU tensors which the
+    dataset owns, and a client is a list of rows. 64-bit floating point becomes
+    32-bit, every other dtype is kept. Made from what must be read first
+    (`from_tf_datasets`, `from_client_data`, `from_client_fn`), it is
+    *streamed*: nothing is held, a client is read when it takes part in a round,
+    and one that cannot be read fails alone. `in_memory()` makes the first of
+    the second.
+
+    A dataset does not change after it was made.
+    """
+
+    def __init__(
+        self,
+        source: sources.IndexedSource | sources.StreamedSource,
+        client_ids: Sequence[Any] | None = None,
+        config: dict[str, Any] | None = None,
+    ):
+        """Use one of the `from_...` class methods instead.
+
+        Args:
+          source: Where the examples come from.
+          client_ids: N distinct ids; None: 0 to N - 1.
+          config: What `tfdp_fl.datasets.load_from_config` makes the same
+            dataset of, or None.
+        """
+        if not source.num_clients:
+            raise ValueError(
+                "A FederatedDataset must have at least one client, got none."
+            )
+        if client_ids is None:
+            client_ids = range(source.num_clients)
+        if len(client_ids) != source.num_clients:
+            raise ValueError(
+                f"client_ids must have one id for each of the "
+                f"{source.num_clients} clients, got {len(client_ids)}."
+            )
+        self._source = source
+        self._client_ids = client_ids
+        self._config = config
+        self._position_of: dict[Any, int] | None = None
+
+    # Construction.
+
+    @classmethod
+    def from_client_arrays(
+        cls, clients: Mapping[Any, tuple[Nest, Nest]]
+    ) -> FederatedDataset:
+        """Makes a dataset of every client's own arrays.
+
+        The arrays of all clients are packed into one, so this holds one copy
+        of the data beside the caller's.
+
+        Args:
+          clients: Maps a client's id to `(x, y)`, nests of arrays whose leading
+            dimension is the client's number of examples, which may be 0. The
+            nests, and the arrays' dtypes and other dimensions, are the same
+            for all clients that have examples.
+
+        Raises:
+          TypeError, ValueError: If a client's arrays do not fit together or do
+            not fit the other clients' (naming it), or if there is no client.
+        """
+        _validate.instance_of(Mapping, clients=clients)
+        _at_least_one_client(clients=clients)
+        return cls(sources.pack(list(clients.items())), list(clients))
+
+    @classmethod
+    def from_indices(
+        cls,
+        x: Nest,
+        y: Nest,
+        indices: Mapping[Any, Any] | Sequence[Any] | np.ndarray,
+        client_ids: Sequence[Any] | None = None,
+    ) -> FederatedDataset:
+        """Makes a dataset of many clients over the same arrays.
+
+        A client is the list of its rows in the arrays. No example is copied
+        for a client, and an example may belong to many.
+
+        Args:
+          x: Features, a nest of arrays of shape [n, ...]. TensorFlow tensors
+            on the CPU are kept, anything else is copied once into one.
+          y: Labels, likewise.
+          indices: The rows of each client, from 0 to n - 1: a 2-D array of
+            integers, one line per client (if it is int32 it is kept and must
+            not be changed afterwards); or a sequence of 1-D arrays; or a
+            mapping from the client's id to a 1-D array.
+          client_ids: The clients' ids; None: the mapping's keys, or 0 to N - 1.
+
+        Raises:
+          TypeError, ValueError: If x and y do not fit together, if an index is
+            no integer or out of range, or if there is no client.
+        """
+        x, y = nests.as_tensors(x, "x"), nests.as_tensors(y, "y")
+        num_rows = nests.common_length(x, y)
+        if isinstance(indices, Mapping):
+            if client_ids is not None:
+                raise ValueError(
+                    "client_ids must be None where indices is a mapping, got "
+                    f"{client_ids!r}."
+                )
+            client_ids, indices = list(indices), list(indices.values())
+        _at_least_one_client(indices=indices)
+        table, lengths = _row_table(indices, num_rows)
+        source = sources.IndexedSource(
+            x,
+            y,
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            table=table,
+        )
+        return cls(source, _distinct(client_ids))
+
+    @classmethod
+    def from_tf_datasets(
+        cls, clients: Mapping[Any, tf.data.Dataset]
+    ) -> FederatedDataset:
+        """Makes a dataset of every client's own `tf.data.Dataset`.
+
+        Args:
+          clients: Maps a client's id to a finite dataset whose elements are
+            single examples, not batches: `(x, y)` or `{"x": x, "y": y}`.
+
+        Raises:
+          TypeError, ValueError: If elements are no such pairs, are batches,
+            differ between clients or never end, or if there is no client.
+        """
+        _validate.instance_of(Mapping, clients=clients)
+        _at_least_one_client(clients=clients)
+        spec = None
+        for client_id, dataset in clients.items():
+            try:
+                _validate.instance_of(tf.data.Dataset, dataset=dataset)
+                client_spec = _example_spec(dataset)
+                spec = spec or client_spec
+                _check_same_spec(client_spec, spec)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"Client {client_id!r}: {error}") from error
+        datasets = dict(clients)
+        source = sources.StreamedSource(
+            list(datasets),
+            lambda client_id: sources.read_tf_dataset(datasets[client_id]),
+            spec,
+        )
+        return cls(source, list(datasets))
+
+    @classmethod
+    def from_client_data(
+        cls,
+        client_data: Any,
+        preprocess_fn: Callable[[tf.data.Dataset], tf.data.Dataset]
+        | None = None,
+    ) -> FederatedDataset:
+        """Makes a dataset of a `tff.simulation.datasets.ClientData`.
+
+        Clients stay where the client data has them (on disk, for TFF's own)
+        and are read when they take part.
+
+        Args:
+          client_data: Anything with `client_ids` and
+            `create_tf_dataset_for_client(client_id)`.
+          preprocess_fn: Applied to every client's dataset. Its elements are
+            then single examples, `(x, y)` or `{"x": x, "y": y}`.
+
+        Raises:
+          TypeError, ValueError: If this is no client data, if its first
+            client's elements are no such examples, or if it has no client.
+        """
+        for attribute in ("client_ids", "create_tf_dataset_for_client"):
+            if not hasattr(client_data, attribute):
+                raise TypeError(
+                    "client_data must be a tff.simulation.datasets.ClientData, "
+                    f"got {type(client_data).__name__}, which has no "
+                    f"{attribute}."
+                )
+        client_ids = list(client_data.client_ids)
+        _at_least_one_client(client_data=client_ids)
+
+        def dataset_of(client_id: Any) -> tf.data.Dataset:
+            dataset = client_data.create_tf_dataset_for_client(client_id)
+            return dataset if preprocess_fn is None else preprocess_fn(dataset)
+
+        source = sources.StreamedSource(
+            client_ids,
+            lambda client_id: sources.read_tf_dataset(dataset_of(client_id)),
+            _example_spec(dataset_of(client_ids[0])),
+        )
+        return cls(source, client_ids)
+
+    @classmethod
+    def from_client_fn(
+        cls,
+        client_ids: Sequence[Any],
+        fn: Callable[[Any], tuple[Nest, Nest]],
+        element_spec: Nest | None = None,
+    ) -> FederatedDataset:
+        """Makes a dataset of clients that a function reads, say from disk.
+
+        Args:
+          client_ids: The clients' ids.
+          fn: Takes a client's id and returns its `(x, y)`, nests of arrays. It
+            may raise: the client fails, the others do not.
+          element_spec: A pair of nests of `tf.TensorSpec` of one example,
+            without a leading dimension; None: that of the first client that
+            can be read, found out by reading when it is needed.
+
+        Raises:
+          TypeError, ValueError: If `fn` cannot be called, if ids repeat, or if
+            there is no client.
+        """
+        if not callable(fn):
+            raise TypeError(f"fn must be callable, got {fn!r}.")
+        if element_spec is not None and not (
+            isinstance(element_spec, tuple)
+            and len(element_spec) == 2
+            and all(
+                isinstance(leaf, tf.TensorSpec)
+                for leaf in tf.nest.flatten(element_spec)
+            )
+        ):
+            raise TypeError(
+                "element_spec must be a pair of nests of tf.TensorSpec, got "
+                f"{element_spec!r}."
+            )
+        _at_least_one_client(client_ids=client_ids)
+        client_ids = _distinct(client_ids)
+        source = sources.StreamedSource(client_ids, fn, element_spec)
+        return cls(source, client_ids)
+
+    @classmethod
+    def from_npz(cls, path: str | os.PathLike[str]) -> FederatedDataset:
+        """Loads what `save_npz` wrote, as an indexed dataset.
+
+        Its `config` names the file, so that workers which see the same path
+        read it themselves.
+
+        Raises:
+          OSError: If there is no such file.
+          ValueError: If it was not written by `save_npz`.
+        """
+        source, client_ids = npz.load(path)
+        config = {"loader": "npz", "path": os.path.abspath(path)}
+        return cls(source, client_ids, config)
+
+    # What there is.
+
+    @property
+    def num_clients(self) -> int:
+        """The number of clients, N."""
+        return self._source.num_clients
+
+    @property
+    def client_ids(self) -> Sequence[Any]:
+        """The clients' ids, in the order of their positions."""
+        return self._client_ids
+
+    @property
+    def element_spec(self) -> tuple[Nest, Nest]:
+        """The `tf.TensorSpec`s (x, y) of one example."""
+        return self._source.element_spec
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """What `load_from_config` makes the same dataset of, if anything."""
+        return self._config
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether every example is in memory, in the tensors of `flat()`."""
+        return isinstance(self._source, sources.IndexedSource)
+
+    def client_sizes(self, positions: Any = None) -> np.ndarray:
+        """Returns the number of examples of clients, int64[k].
+
+        Args:
+          positions: int[k]; None: all clients.
+
+        Raises:
+          Exception: Of a streamed dataset, which reads every one of these
+            clients to count: what reading a client raised.
+        """
+        return self._source.sizes(self._checked(positions))
+
+    def num_examples(self, positions: Any = None) -> int:
+        """Returns the number of examples of clients (None: all) in total."""
+        return int(self.client_sizes(positions).sum())
+
+    def position(self, client_id: Any) -> int:
+        """Returns the position of a client.
+
+        Raises:
+          KeyError: If there is no such client.
+        """
+        if isinstance(self._client_ids, range):
+            if client_id not in self._client_ids:
+                raise KeyError(client_id)
+            return self._client_ids.index(client_id)
+        if self._position_of is None:
+            self._position_of = {
+                client: place for place, client in enumerate(self._client_ids)
+            }
+        return self._position_of[client_id]
+
+    def client(self, client_id: Any) -> tuple[Nest, Nest]:
+        """Returns the examples (x, y) of a client, as NumPy nests.
+
+        Raises:
+          KeyError: If there is no such client.
+        """
+        return self._source.read(self.position(client_id))
+
+    def create_tf_dataset_for_client(self, client_id: Any) -> tf.data.Dataset:
+        """Returns a client's examples, one by one, under TFF's name for it.
+
+        Raises:
+          KeyError: If there is no such client.
+        """
+        return tf.data.Dataset.from_tensor_slices(self.client(client_id))
+
+    # Other datasets from this one.
+
+    def take(self, positions: Any) -> FederatedDataset:
+        """Returns the dataset of the clients at some positions, int[k].
+
+        It shares the examples with this one; the clients keep their ids.
+
+        Raises:
+          ValueError: If a position is out of range or repeated, or if there
+            is none.
+        """
+        positions = self._checked(positions)
+        if len(np.unique(positions)) < len(positions):
+            raise ValueError("positions must be distinct, got some repeatedly.")
+        if not len(positions):
+            raise ValueError("positions must name at least one, got none.")
+        config = self._config and {
+            "loader": "take",
+            "dataset": self._config,
+            "positions": positions.tolist(),
+        }
+        return FederatedDataset(
+            self._source.take(positions),
+            _TakenIds(self._client_ids, positions),
+            config,
+        )
+
+    def subset(self, client_ids: Sequence[Any]) -> FederatedDataset:
+        """Returns the dataset of the clients with some ids; see `take`.
+
+        Raises:
+          KeyError: If there is no such client.
+          ValueError: If an id is repeated, or if there is none.
+        """
+        return self.take([self.position(client) for client in client_ids])
+
+    def split_clients(
+        self, fraction: float, seed: int = 0
+    ) -> tuple[FederatedDataset, FederatedDataset]:
+        """Splits the clients at random, say to hold some out for validation.
+
+        Whole clients are held out. Where an example belongs to several (the
+        repeated points of `load_mnist`), it may be on both sides.
+
+        Args:
+          fraction: The share of the clients in the second dataset, between 0
+            and 1; rounded to at least one client on either side.
+          seed: Which clients.
+
+        Returns:
+          The dataset of the other clients, and that of the held-out ones.
+
+        Raises:
+          ValueError: If there are fewer than two clients.
+        """
+        fraction = _validate.inside_unit_interval(fraction=fraction)
+        seed = _validate.non_negative_integer(seed=seed)
+        if self.num_clients < 2:
+            raise ValueError(
+                "split_clients must have at least two clients, got one."
+            )
+        held_out = round(fraction * self.num_clients)
+        held_out = min(max(held_out, 1), self.num_clients - 1)
+        order = np.random.default_rng(seed).permutation(self.num_clients)
+        return (
+            self.take(np.sort(order[held_out:])),
+            self.take(np.sort(order[:held_out])),
+        )
+
+    def map(
+        self, fn: Callable[[Nest, Nest], tuple[Nest, Nest]]
+    ) -> FederatedDataset:
+        """Returns the dataset with every example changed by a function.
+
+        Args:
+          fn: Takes any number of examples as nests of arrays (x, y) and
+            returns as many, row by row: `lambda x, y: (x / 255, y)`. An
+            indexed dataset calls it once, with all the examples it holds; a
+            streamed one for each client that is read.
+        """
+        if not callable(fn):
+            raise TypeError(f"fn must be callable, got {fn!r}.")
+        return FederatedDataset(self._source.map(fn), self._client_ids)
+
+    def in_memory(self) -> FederatedDataset:
+        """Returns this dataset as an indexed one; reads every client if not.
+
+        Raises:
+          Exception: What reading a client raised.
+        """
+        if self.is_indexed:
+            return self
+        clients = [
+            (client_id, self._source.read(position))
+            for position, client_id in enumerate(self._client_ids)
+        ]
+        return FederatedDataset(
+            sources.pack(clients), self._client_ids, self._config
+        )
+
+    def save_npz(self, path: str | os.PathLike[str]) -> None:
+        """Writes this dataset to a file that `from_npz` loads, anywhere.
+
+        Only the examples that clients have are written, each once. The file
+        appears whole or not at all.
+
+        Raises:
+          TypeError: If it holds strings, nests of other than dicts, tuples
+            and lists, or client ids that are neither integers nor strings.
+        """
+        npz.save(path, self.in_memory()._source, self._client_ids)
+
+    # How the engine reads it.
+
+    def flat(self) -> tuple[Nest, Nest]:
+        """Returns the tensors (x, y) that hold every example of all clients.
+
+        They are CPU tensors, always the same ones. Only indexed datasets have
+        them.
+        """
+        source = self._indexed("flat")
+        return source.x, source.y
+
+    def client_rows(self, positions: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Returns which rows of `flat()` are the examples of some clients.
+
+        Only indexed datasets have rows. The cost is that of the rows asked
+        for, whatever the number of clients.
+
+        Args:
+          positions: int64[k].
+
+        Returns:
+          int32[sum of lengths], the rows of one client after the other, each in
+          its own order; and int64[k], the clients' lengths.
+        """
+        return self._indexed("client_rows").rows(self._checked(positions))
+
+    def read_clients(
+        self, positions: Any
+    ) -> Iterator[ClientExamples | ClientFailure]:
+        """Yields the examples of some clients, in the order asked for.
+
+        Args:
+          positions: int64[k].
+
+        Yields:
+          For each position, `ClientExamples` with NumPy nests, or
+          `ClientFailure` with what was raised. One does not stop the others.
+        """
+        return sources.read_clients(self._source, self._checked(positions))
+
+    def _indexed(self, method: str) -> sources.IndexedSource:
+        if not isinstance(self._source, sources.IndexedSource):
+            raise ValueError(
+                f"{method} must be called on an indexed dataset, got a "
+                "streamed one; in_memory() makes it indexed."
+            )
+        return self._source
+
+    def _checked(self, positions: Any) -> np.ndarray:
+        """Returns client positions as int64[k], within range."""
+        if positions is None:
+            return np.arange(self.num_clients)
+        positions = np.asarray(positions)
+        if positions.ndim != 1 or (
+            positions.size and positions.dtype.kind not in "iu"
+        ):
+            raise TypeError(
+                "positions must be a 1-D array of integers, got "
+                f"{positions.dtype}{list(positions.shape)}."
+            )
+        if positions.size and not (
+            positions.min() >= 0 and positions.max() < self.num_clients
+        ):
+            raise ValueError(
+                f"positions must be from 0 to {self.num_clients - 1}, got "
+                f"{positions.min()} to {positions.max()}."
+            )
+        return positions.astype(np.int64)
+
+    # In words.
+
+    def __repr__(self) -> str:
+        kind = "indexed" if self.is_indexed else "streamed"
+        return f"<FederatedDataset: {self.num_clients} clients, {kind}>"
+
+    def describe(self) -> str:
+        """Returns a few lines on the clients and the examples.
+
+        Of a streamed dataset no client is read to count its examples.
+        """
+        ids = self._client_ids
+        shown = [repr(ids[place]) for place in range(min(3, len(ids)))]
+        lines = [
+            f"clients: {len(ids)} ({', '.join(shown)}"
+            + (", ...)" if len(ids) > 3 else ")")
+        ]
+        if isinstance(self._source, sources.IndexedSource):
+            sizes = self._source.lengths
+            flat = self.flat()
+            lines += [
+                f"examples: {sizes.sum()} in clients, "
+                f"{nests.common_length(*flat)} stored "
+                f"({nests.num_bytes(flat) / 1e6:.1f} MB)",
+                f"examples per client: {sizes.min()} to {sizes.max()}, median "
+                f"{np.median(sizes):g}, {np.sum(sizes == 0)} clients empty",
+            ]
+        else:
+            lines.append("examples: read from each client when it takes part")
+        x_spec, y_spec = self.element_spec
+        lines += [
+            f"x: {nests.describe_spec(x_spec)}",
+            f"y: {nests.describe_spec(y_spec)}",
+        ]
+        return "FederatedDataset\n" + textwrap.indent("\n".join(lines), "  ")
+
+
+class _TakenIds(Sequence):
+    """Some of a sequence's items; nothing is looked up before it is used."""
+
+    def __init__(self, ids: Sequence[Any], positions: np.ndarray):
+        self._ids = ids
+        self._positions = positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return _TakenIds(self._ids, self._positions[place])
+        return self._ids[int(self._positions[place])]
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # Like a list's.
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+def _at_least_one_client(**checked: Any) -> None:
+    ((name, value),) = checked.items()
+    if not len(value):
+        raise ValueError(f"{name} must hold at least one client, got none.")
+
+
+def _distinct(client_ids: Sequence[Any] | None) -> Sequence[Any] | None:
+    if client_ids is None or isinstance(client_ids, range):
+        return client_ids
+    client_ids = list(client_ids)
+    if len(set(client_ids)) < len(client_ids):
+        raise ValueError("client_ids must be distinct, got some repeatedly.")
+    return client_ids
+
+
+def _row_table(
+    indices: Sequence[Any] | np.ndarray, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int32[slots], the rows of all clients, and int64[N] lengths."""
+    if num_rows > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"x must have at most 2**31 - 1 examples, got {num_rows}."
+        )
+    if isinstance(indices, np.ndarray) and indices.dtype != object:
+        if indices.ndim != 2:
+            raise ValueError(
+                "indices must be 2-D where it is an array, one line per "
+                f"client, got {indices.ndim} dimensions."
+            )
+        flat = indices.reshape(-1)
+        lengths = np.full(len(indices), indices.shape[1], np.int64)
+    else:
+        rows = [np.asarray(client) for client in indices]
+        for place, client in enumerate(rows):
+            if client.ndim != 1:
+                raise ValueError(
+                    "indices must be one 1-D array per client, got "
+                    f"{client.ndim} dimensions for client number {place}."
+                )
+        lengths = np.array([len(client) for client in rows], np.int64)
+        rows = [client for client in rows if len(client)]
+        flat = np.concatenate(rows) if rows else np.zeros(0, np.int32)
+    if flat.size:
+        if flat.dtype.kind not in "iu":
+            raise TypeError(
+                f"indices must be integers, got dtype {flat.dtype}."
+            )
+        if flat.min() < 0 or flat.max() >= num_rows:
+            raise ValueError(
+                f"indices must be from 0 to {num_rows - 1}, the examples of x, "
+                f"got {flat.min()} to {flat.max()}."
+            )
+    return flat.astype(np.int32, copy=False), lengths
+
+
+def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
+    """Returns the spec of what `read_tf_dataset` makes of one example."""
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "A client's dataset must end, got one that repeats for ever."
+        )
+    spec = sources.element_pair(dataset.element_spec)
+    leaves = tf.nest.flatten(spec)
+    for leaf in leaves:
+        if not isinstance(leaf, tf.TensorSpec):
+            raise TypeError(
+                f"A client's examples must be dense tensors, got {leaf!r}."
+            )
+    if all(leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
+        raise ValueError(
+            "The elements of a client's dataset must be single examples, got "
+            f"what looks like batches, {nests.describe_spec(spec)}; "
+            ".unbatch() makes single examples of them."
+        )
+    return tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec(
+            leaf.shape,
+            tf.float32 if leaf.dtype == tf.float64 else leaf.dtype,
+        ),
+        spec,
+    )
+
+
+def _check_same_spec(spec: Nest, expected: Nest) -> None:
+    try:
+        tf.nest.assert_same_structure(spec, expected)
+        same = all(
+            leaf.is_compatible_with(other)
+            for leaf, other in zip(
+                tf.nest.flatten(spec), tf.nest.flatten(expected), strict=True
+            )
+        )
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(
+            "Examples must be the same for every client, "
+            f"{nests.describe_spec(expected)}, got {nests.describe_spec(spec)}."
+        )

@@ -1,0 +1,325 @@
+"""Where clients' examples come from: arrays in memory, or reading on demand.
+
+`IndexedSource` holds every example once, in flat tensors, and says for each
+client which rows are its own. `StreamedSource` reads a client when it is asked
+to. Both know clients by position, 0 to N - 1, and nothing about their ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl.datasets import nests
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientExamples:
+    """The examples of one client.
+
+    Attributes:
+      position: The client's place in the dataset, from 0.
+      x: Features, a nest of arrays with leading dimension n.
+      y: Labels, a nest of arrays with leading dimension n.
+    """
+
+    position: int
+    x: nests.Nest
+    y: nests.Nest
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientFailure:
+    """A client whose examples could not be read.
+
+    Attributes:
+      position: The client's place in the dataset, from 0.
+      error: What was raised.
+    """
+
+    position: int
+    error: Exception
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedSource:
+    """Clients as rows of flat tensors.
+
+    Client k owns the slots `starts[k]` to `starts[k] + lengths[k] - 1`. A slot
+    is a row of the tensors, or, if there is a `table`, a place of the table
+    that holds the row. So a client's rows need not be neighbours, a row may be
+    many clients', and taking some of the clients copies no table.
+
+    Attributes:
+      x: Features, a nest of CPU tensors with leading dimension n.
+      y: Labels, a nest of CPU tensors with leading dimension n.
+      starts: int64[N].
+      lengths: int64[N].
+      table: int32[slots] or None.
+    """
+
+    x: nests.Nest
+    y: nests.Nest
+    starts: np.ndarray
+    lengths: np.ndarray
+    table: np.ndarray | None = None
+
+    @property
+    def num_clients(self) -> int:
+        """The number of clients, N."""
+        return len(self.starts)
+
+    @property
+    def element_spec(self) -> nests.Nest:
+        """The `tf.TensorSpec`s (x, y) of one example."""
+        return nests.spec_of((self.x, self.y))
+
+    def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the row numbers of some clients, one client after another.
+
+        Args:
+          positions: int64[k].
+
+        Returns:
+          int32[sum of lengths] rows and int64[k] lengths.
+        """
+        lengths = self.lengths[positions]
+        ends = np.cumsum(lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        first_slots = self.starts[positions] - (ends - lengths)
+        slots = np.repeat(first_slots, lengths) + np.arange(total)
+        if self.table is not None:
+            return self.table[slots], lengths
+        return slots.astype(np.int32), lengths
+
+    def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
+        """Returns the examples of one client as NumPy nests (x, y)."""
+        start, length = int(self.starts[position]), int(self.lengths[position])
+        rows: Any = slice(start, start + length)
+        if self.table is not None:
+            rows = self.table[rows]
+        return nests.take(nests.views((self.x, self.y)), rows)
+
+    def sizes(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the number of examples of some clients, int64[k]."""
+        return self.lengths[positions]
+
+    def take(self, positions: np.ndarray) -> IndexedSource:
+        """Returns the source of some of the clients, sharing everything."""
+        return dataclasses.replace(
+            self, starts=self.starts[positions], lengths=self.lengths[positions]
+        )
+
+    def map(self, fn: Callable[..., Any]) -> IndexedSource:
+        """Returns the source with `fn(x, y)` applied once to all examples."""
+        x, y = _mapped(fn, *nests.views((self.x, self.y)))
+        x, y = nests.as_tensors(x, "x"), nests.as_tensors(y, "y")
+        length = nests.common_length(x, y)
+        stored = nests.common_length(self.x, self.y)
+        if length != stored:
+            raise ValueError(
+                "fn must return as many examples as it is given, got "
+                f"{length} for {stored}."
+            )
+        return dataclasses.replace(self, x=x, y=y)
+
+
+class StreamedSource:
+    """Clients that are read when they are asked for."""
+
+    def __init__(
+        self,
+        keys: Sequence[Any],
+        read_fn: Callable[[Any], Any],
+        element_spec: nests.Nest | None,
+    ):
+        """Initialises the source.
+
+        Args:
+          keys: What `read_fn` knows the clients by, in their order.
+          read_fn: Takes a key, returns that client's nests (x, y); may raise.
+          element_spec: The `tf.TensorSpec`s (x, y) of one example; None: those
+            of the first client that can be read.
+        """
+        self._keys = keys
+        self._read_fn = read_fn
+        self._element_spec = element_spec
+
+    @property
+    def num_clients(self) -> int:
+        """The number of clients, N."""
+        return len(self._keys)
+
+    @property
+    def element_spec(self) -> nests.Nest:
+        """The `tf.TensorSpec`s (x, y) of one example.
+
+        Raises:
+          ValueError: If it was not given and no client can be read.
+        """
+        if self._element_spec is None:
+            error: Exception | None = None
+            for key in self._keys:
+                try:
+                    x, y, length = _client_arrays(self._read_fn(key))
+                except Exception as raised:  # Any client's code may run here.
+                    error = error or raised
+                    continue
+                if length:
+                    self._element_spec = nests.spec_of((x, y))
+                    break
+            else:
+                raise ValueError(
+                    "element_spec must be given, because no client with "
+                    f"examples could be read; the first error was {error!r}."
+                ) from error
+        return self._element_spec
+
+    def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
+        """Returns the examples of one client as NumPy nests (x, y).
+
+        Raises:
+          Exception: Whatever the client's reading raises.
+          ValueError: If its examples are not of the spec.
+        """
+        x, y, length = _client_arrays(self._read_fn(self._keys[position]))
+        if not length:
+            return nests.no_examples(self.element_spec)
+        nests.check_matches(x, y, self.element_spec)
+        return x, y
+
+    def sizes(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the number of examples of some clients, by reading them."""
+        return np.array(
+            [nests.common_length(*self.read(p)) for p in positions], np.int64
+        )
+
+    def take(self, positions: np.ndarray) -> StreamedSource:
+        """Returns the source of some of the clients."""
+        keys = [self._keys[position] for position in positions]
+        return StreamedSource(keys, self._read_fn, self._element_spec)
+
+    def map(self, fn: Callable[..., Any]) -> StreamedSource:
+        """Returns the source with `fn(x, y)` applied to what a client reads."""
+        read_fn = self._read_fn
+        return StreamedSource(
+            self._keys, lambda key: _mapped(fn, *_pair(read_fn(key))), None
+        )
+
+
+def _pair(examples: Any) -> tuple[nests.Nest, nests.Nest]:
+    if not (isinstance(examples, tuple) and len(examples) == 2):
+        raise TypeError(
+            "A client's examples must be a pair (x, y), got "
+            f"{_outline(examples)}."
+        )
+    return examples
+
+
+def _client_arrays(examples: Any) -> tuple[nests.Nest, nests.Nest, int]:
+    """Returns a client's `(x, y)` as arrays, and its number of examples."""
+    x, y = _pair(examples)
+    x, y = nests.as_arrays(x, "x"), nests.as_arrays(y, "y")
+    # `[]` is nobody's nest of arrays; it can only mean that there is nothing.
+    if not tf.nest.flatten((x, y)):
+        return x, y, 0
+    return x, y, nests.common_length(x, y)
+
+
+def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
+    mapped = fn(x, y)
+    if not (isinstance(mapped, tuple) and len(mapped) == 2):
+        raise TypeError(
+            f"fn must return a pair (x, y), got {_outline(mapped)}."
+        )
+    return mapped
+
+
+def _outline(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def pack(
+    clients: Sequence[tuple[Any, tuple[nests.Nest, nests.Nest]]],
+) -> IndexedSource:
+    """Packs clients' arrays one after another into flat tensors.
+
+    Args:
+      clients: Pairs of a client's id (for errors) and its `(x, y)`.
+
+    Raises:
+      ValueError, TypeError: If they do not fit together, naming the client.
+    """
+    filled, empty, lengths, spec = [], [], [], None
+    for client_id, examples in clients:
+        try:
+            x, y, length = _client_arrays(examples)
+            if length:
+                spec = spec or nests.spec_of((x, y))
+                nests.check_matches(x, y, spec)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"Client {client_id!r}: {error}") from error
+        lengths.append(length)
+        if length:
+            filled.append((x, y))
+        elif tf.nest.flatten(x) and tf.nest.flatten(y):
+            empty.append((x, y))
+    if not (filled or empty):
+        raise ValueError(
+            "clients must have at least one array among them, got only empty "
+            "lists."
+        )
+    # If every client is empty, the first one's arrays say what of.
+    x, y = nests.concatenate(filled or empty[:1])
+    lengths = np.array(lengths, np.int64)
+    return IndexedSource(
+        nests.as_tensors(x, "x"),
+        nests.as_tensors(y, "y"),
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+    )
+
+
+def read_tf_dataset(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:
+    """Reads a dataset of single examples into NumPy nests (x, y)."""
+    chunks = list(dataset.batch(1024).as_numpy_iterator())
+    if not chunks:
+        return nests.no_examples(element_pair(dataset.element_spec))
+    return element_pair(
+        nests.concatenate(chunks) if len(chunks) > 1 else chunks[0]
+    )
+
+
+def element_pair(element: Any) -> tuple[Any, Any]:
+    """Returns (x, y) of an element that is a pair or has the keys x and y.
+
+    Raises:
+      TypeError: If it is anything else.
+    """
+    if isinstance(element, dict) and set(element) == {"x", "y"}:
+        return element["x"], element["y"]
+    if isinstance(element, tuple) and len(element) == 2:
+        return element
+    raise TypeError(
+        "The elements of a client's dataset must be single examples (x, y), "
+        f"got {nests.structure(element)}; preprocess_fn can make them so."
+    )
+
+
+def read_clients(
+    source: IndexedSource | StreamedSource, positions: np.ndarray
+) -> Iterator[ClientExamples | ClientFailure]:
+    """Yields every client's examples, or why they could not be read."""
+    for position in positions.tolist():
+        try:
+            x, y = source.read(position)
+        except Exception as error:  # Any client's code may run here.
+            yield ClientFailure(position, error)
+        else:
+            yield ClientExamples(position, x, y)
