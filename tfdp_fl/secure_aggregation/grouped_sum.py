@@ -1,0 +1,178 @@
+"""The sum of a whole cohort's updates, aggregated securely in groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from tfdp_fl import _validate
+from tfdp_fl.secure_aggregation import additive_sharing, in_memory, member
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GroupedSum:
+    """What the groups of one cohort released.
+
+    Attributes:
+      groups: for each group the indices of its members in the cohort, and its
+        outcome: `value` is the group's sum, float64 [D], or None if the group
+        failed, and its members then keep their own updates.
+      total: the sum over the groups that succeeded, float64 [D]; None if none
+        did.
+      failed_members: the indices of all members of groups that failed.
+    """
+
+    groups: tuple[tuple[tuple[int, ...], member.AggregationOutcome], ...]
+    total: np.ndarray | None
+    failed_members: tuple[int, ...]
+
+    @property
+    def succeeded_members(self) -> tuple[int, ...]:
+        """The indices of all members whose updates are in `total`."""
+        return tuple(
+            index
+            for indices, outcome in self.groups
+            if outcome.succeeded
+            for index in indices
+        )
+
+
+def split_into_groups(
+    num_members: int,
+    protocol: additive_sharing.AdditiveSecretSharing,
+    group_size: int | None = None,
+) -> list[tuple[int, ...]]:
+    """Returns groups of nearly equal size that cover a cohort once.
+
+    Args:
+      num_members: the size of the cohort.
+      protocol: its limits hold for every group.
+      group_size: the size aimed at; None means `min_participants`. A remainder
+        is spread over the groups, which have fewer than twice as many members;
+        a cohort below `group_size` is one group.
+
+    Returns:
+      The members' indices, group by group, in order. An empty list for an
+      empty cohort; a single group that is too small for a cohort below
+      `min_participants`, which can not aggregate at all.
+
+    Raises:
+      ValueError: if `group_size` is outside the protocol's limits, or no
+        number of groups keeps every one of them within the limits.
+    """
+    _validate.non_negative_integer(num_members=num_members)
+    if group_size is None:
+        group_size = protocol.min_participants
+    _validate.positive_integer(group_size=group_size)
+    protocol.check_group_size(group_size)
+    if num_members == 0:
+        return []
+    most = -(-num_members // protocol.max_participants)
+    num_groups = max(1, num_members // group_size, most)
+    smallest = num_members // num_groups
+    if num_groups > 1 and smallest < protocol.min_participants:
+        raise ValueError(
+            f"A cohort of {num_members} can not be split into groups of "
+            f"{protocol.min_participants} (min_participants) to "
+            f"{protocol.max_participants} (max_participants) members."
+        )
+    return [
+        tuple(int(index) for index in indices)
+        for indices in np.array_split(np.arange(num_members), num_groups)
+    ]
+
+
+def sum_in_groups(
+    updates: Sequence[np.ndarray] | Callable[[int], np.ndarray],
+    protocol: additive_sharing.AdditiveSecretSharing,
+    group_size: int | None = None,
+    faults: Iterable[in_memory.Fault] | None = None,
+    *,
+    num_members: int | None = None,
+) -> GroupedSum:
+    """Sums a cohort's updates through the protocol, group by group.
+
+    Every member runs the whole protocol on its own update over an in-memory
+    network. If each update already carries its client's share of the noise,
+    nobody, the server included, ever holds a sum without noise.
+
+    Each group's sum is seen by its members, and by the server: with noise of
+    stddev s per update a group of g shows noise of stddev s sqrt(g), less
+    than the cohort's s sqrt(m).
+
+    Memory: the messages of one group of g members, about g^2 times an update.
+
+    Args:
+      updates: the cohort's updates, float vectors [D]; or a callable that
+        makes the one at an index, called once for each, group after group.
+      protocol: the configuration that all members share.
+      group_size: see `split_into_groups`.
+      faults: what goes wrong; members are named by their index.
+      num_members: how many there are, if `updates` is a callable.
+
+    Returns:
+      The groups, their sums and the total. A group counts as failed as soon
+      as one of its members failed. A cohort below `min_participants` fails
+      whole.
+
+    Raises:
+      TypeError: if `num_members` is given or missing where it should not be.
+      ValueError: if an update can not be shared (the member, the value and
+        its index are named), or the cohort can not be split.
+    """
+    if callable(updates) != (num_members is not None):
+        raise TypeError(
+            "num_members goes with a callable, and only with one, got "
+            f"num_members={num_members!r} and updates of type "
+            f"{type(updates).__name__}."
+        )
+    if callable(updates):
+        update_of = updates
+    else:
+        update_of = updates.__getitem__
+        num_members = len(updates)
+    faults = tuple(faults or ())
+    groups = []
+    total = None
+    failed: list[int] = []
+    for indices in split_into_groups(num_members, protocol, group_size):
+        outcome = _sum_group(indices, update_of, protocol, faults)
+        groups.append((indices, outcome))
+        if not outcome.succeeded:
+            failed.extend(indices)
+        elif total is None:
+            total = outcome.value.copy()
+        else:
+            total += outcome.value
+    return GroupedSum(tuple(groups), total, tuple(failed))
+
+
+def _sum_group(indices, update_of, protocol, faults):
+    if len(indices) < protocol.min_participants:
+        return member.AggregationOutcome(
+            succeeded=False,
+            value=None,
+            members=indices,
+            reason=f"a cohort of {len(indices)} is below min_participants="
+            f"{protocol.min_participants}",
+        )
+    outcomes = in_memory.aggregate_in_memory(
+        {index: np.asarray(update_of(index)) for index in indices},
+        protocol,
+        faults,
+    )
+    reasons = [
+        f"member {name!r}: {outcome.reason}"
+        for name, outcome in outcomes.items()
+        if not outcome.succeeded
+    ]
+    if reasons:
+        return member.AggregationOutcome(
+            succeeded=False,
+            value=None,
+            members=indices,
+            reason="; ".join(reasons),
+        )
+    return outcomes[indices[0]]

@@ -1,0 +1,383 @@
+"""One member's side of the protocol, over whatever transport there is.
+
+The order of calls:
+
+    member = Member(protocol, "ann", update)
+    send(member.begin(now))            # Step 1: "ready", then wait for a list.
+    while member.outcome is None:      # Steps 2 and 3 follow by themselves.
+        message = wait_for_a_message(until=member.deadline)
+        if message is None:
+            member.check_deadline(now)
+        else:
+            send(member.receive(message, now))
+    use(member.outcome)
+
+Members that know each other already leave out step 1 and the coordinator:
+`Member(..., members=[...], session=...)`, where all agree on a session name
+that has never been used before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tfdp_fl.secure_aggregation import additive_sharing, messages
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AggregationOutcome:
+    """What a member (or a group) has in its hands in the end.
+
+    Attributes:
+      succeeded: whether `value` is the sum over all `members`.
+      value: the sum, float64, in the structure of the update; or, after a
+        failure, the member's own update as it was given.
+      members: those whose updates are in `value`.
+      reason: "" after a success, else what was missing.
+    """
+
+    succeeded: bool
+    value: np.ndarray | tuple[np.ndarray, ...] | None
+    members: tuple[messages.MemberId, ...]
+    reason: str = ""
+
+
+class Member:
+    """Shares one update with the others and learns their sum, or fails.
+
+    It performs no input or output and reads no clock: its methods take the
+    time (seconds, on any clock that does not go back) and return the messages
+    to send. What a member keeps of the others is the running sum of their
+    shares and their partial sums.
+
+    A member that misses a message at the end of a step has failed; its outcome
+    is its own update. Others may have succeeded: the protocol can not tell a
+    member whether its last message arrived. No message of a failed round says
+    more than the messages of a successful one.
+
+    The transport must say truthfully who sent a message, and let nobody but
+    the recipient read it. Members are trusted to follow the protocol: a member
+    that lies makes the sum wrong, though it learns nothing by it.
+
+    Attributes:
+      outcome: None until the end, then the `AggregationOutcome`.
+      deadline: when the present step ends; None before `begin` and at the end.
+    """
+
+    def __init__(
+        self,
+        protocol: additive_sharing.AdditiveSecretSharing,
+        member_id: messages.MemberId,
+        update: np.ndarray | Sequence[np.ndarray],
+        *,
+        members: Sequence[messages.MemberId] | None = None,
+        session: str | None = None,
+        _random_bytes: Callable[[int], bytes] = os.urandom,
+    ):
+        """Encodes the update.
+
+        Args:
+          protocol: the configuration that all members share.
+          member_id: this member's name.
+          update: an array, or a sequence of arrays (one secret per tensor).
+          members: the group, if it is known beforehand; None to be told by
+            the coordinator.
+          session: the name of this aggregation, if `members` are given.
+
+        Raises:
+          TypeError: if the update holds anything but real numbers.
+          ValueError: if a value is not finite or too large to share (the
+            tensor and the value are named), or the group is not allowed.
+        """
+        if member_id == messages.COORDINATOR:
+            raise ValueError(
+                f"member_id must not be {member_id!r}: it is the "
+                "coordinator's name."
+            )
+        if (members is None) != (session is None):
+            raise ValueError(
+                "members and session go together: give both or neither, got "
+                f"members={members!r} and session={session!r}."
+            )
+        self.outcome: AggregationOutcome | None = None
+        self.deadline: float | None = None
+        self._protocol = protocol
+        self._id = member_id
+        self._update = update
+        self._single = isinstance(update, np.ndarray)
+        tensors = [update] if self._single else list(update)
+        if not tensors:
+            raise ValueError("update must hold at least one tensor, got none.")
+        self._encoded = [
+            protocol.encode(tensor, f"tensor {index} of member {member_id!r}")
+            for index, tensor in enumerate(tensors)
+        ]
+        self._random_bytes = _random_bytes
+        self._members: tuple[messages.MemberId, ...] = ()
+        self._session = ""
+        if members is not None:
+            self._check_members(members)
+            self._members = tuple(members)
+            self._session = session
+        self._shares_from: set[messages.MemberId] = set()
+        self._sum_of_shares: list[np.ndarray] = []
+        self._partial_sums: dict[messages.MemberId, tuple[np.ndarray, ...]] = {}
+        self._early: list[messages.Message] = []
+
+    def begin(self, now: float) -> list[messages.Message]:
+        """Starts step 1, or step 2 if the members are known beforehand."""
+        if self.deadline is not None or self.outcome is not None:
+            raise ValueError(
+                "A member takes part once: make a new one for every round."
+            )
+        if self._members:
+            return self._send_shares(now)
+        self._start_step(now)
+        return [
+            messages.Message(
+                kind=messages.READY,
+                session="",
+                sender=self._id,
+                recipient=messages.COORDINATOR,
+            )
+        ]
+
+    def receive(
+        self, message: messages.Message, now: float
+    ) -> list[messages.Message]:
+        """Takes one message in; returns what is to be sent next.
+
+        Raises:
+          RejectedMessageError: if the message is late, for somebody else, from
+            a stranger, of another session, a duplicate, or its tensors are
+            not of the expected number, shape and dtype. Nothing has changed,
+            and the member goes on.
+        """
+        self.check_deadline(now)
+        if self.outcome is not None:
+            raise messages.RejectedMessageError(
+                "This member's aggregation is over."
+            )
+        if self.deadline is None:
+            raise messages.RejectedMessageError(
+                "This member has not begun yet."
+            )
+        if message.recipient != self._id:
+            raise messages.RejectedMessageError(
+                f"A message for {message.recipient!r} reached {self._id!r}."
+            )
+        if message.kind == messages.PEERS:
+            return self._receive_peers(message, now)
+        if message.kind not in (messages.SHARE, messages.PARTIAL_SUM):
+            raise messages.RejectedMessageError(
+                f"A member does not take {message.kind!r} messages."
+            )
+        if not self._members:
+            # The others may have had the list sooner. What they send is kept,
+            # in bounds, and looked at when the list is here.
+            if len(self._early) >= 2 * self._protocol.max_participants:
+                raise messages.RejectedMessageError(
+                    "Too many messages came before the list of members."
+                )
+            self._early.append(message)
+            return []
+        return self._receive_tensors(message, now)
+
+    def check_deadline(self, now: float) -> None:
+        """Fails, with the own update as the outcome, if a step is overdue."""
+        if self.deadline is None or now <= self.deadline:
+            return
+        if not self._members:
+            missing = "the list of members"
+        elif not self._all_shares_are_here:
+            missing = f"shares from {self._absent(self._shares_from)}"
+        else:
+            missing = f"partial sums from {self._absent(self._partial_sums)}"
+        self._end(
+            AggregationOutcome(
+                succeeded=False,
+                value=self._update,
+                members=(self._id,),
+                reason=f"the deadline passed without {missing}",
+            )
+        )
+
+    @property
+    def _all_shares_are_here(self) -> bool:
+        return len(self._shares_from) == len(self._members)
+
+    def _absent(self, present) -> str:
+        return ", ".join(
+            repr(member) for member in self._members if member not in present
+        )
+
+    def _start_step(self, now: float) -> None:
+        self.deadline = now + self._protocol.deadline_seconds
+
+    def _end(self, outcome: AggregationOutcome) -> None:
+        self.outcome = outcome
+        self.deadline = None
+        self._encoded.clear()
+        self._sum_of_shares.clear()
+        self._partial_sums.clear()
+        self._early.clear()
+
+    def _check_members(self, members: Sequence[messages.MemberId]) -> None:
+        self._protocol.check_group_size(len(members))
+        if len(set(members)) != len(members) or self._id not in members:
+            raise ValueError(
+                "members must name everybody once, this member "
+                f"({self._id!r}) included, got {list(members)!r}."
+            )
+
+    def _receive_peers(
+        self, message: messages.Message, now: float
+    ) -> list[messages.Message]:
+        if message.sender != messages.COORDINATOR:
+            raise messages.RejectedMessageError(
+                f"Only the coordinator names the members, not "
+                f"{message.sender!r}."
+            )
+        if self._members:
+            raise messages.RejectedMessageError("The members are known.")
+        try:
+            self._check_members(message.members)
+        except ValueError as error:
+            raise messages.RejectedMessageError(str(error)) from error
+        self._members = message.members
+        self._session = message.session
+        to_send = self._send_shares(now)
+        early, self._early = self._early, []
+        for waiting in early:
+            try:
+                to_send += self._receive_tensors(waiting, now)
+            except messages.RejectedMessageError:
+                continue  # As if it had come, and been rejected, now.
+        return to_send
+
+    def _send_shares(self, now: float) -> list[messages.Message]:
+        """Step 2: one share of every tensor for each, one kept."""
+        self._start_step(now)
+        own_index = self._members.index(self._id)
+        shares = [
+            self._protocol.split(
+                encoded,
+                len(self._members),
+                remainder=own_index,
+                _random_bytes=self._random_bytes,
+            )
+            for encoded in self._encoded
+        ]
+        self._sum_of_shares = [split[own_index] for split in shares]
+        self._shares_from.add(self._id)
+        return [
+            self._message(
+                messages.SHARE, member, tuple(split[i] for split in shares)
+            )
+            for i, member in enumerate(self._members)
+            if member != self._id
+        ]
+
+    def _receive_tensors(
+        self, message: messages.Message, now: float
+    ) -> list[messages.Message]:
+        self._check_belongs(message)
+        if message.kind == messages.SHARE:
+            if message.sender in self._shares_from:
+                raise messages.RejectedMessageError(
+                    f"A second share from {message.sender!r}."
+                )
+            for total, share in zip(
+                self._sum_of_shares, message.tensors, strict=True
+            ):
+                total += share
+            self._shares_from.add(message.sender)
+            if self._all_shares_are_here:
+                return self._send_partial_sum(now)
+            return []
+        if message.sender in self._partial_sums:
+            raise messages.RejectedMessageError(
+                f"A second partial sum from {message.sender!r}."
+            )
+        self._partial_sums[message.sender] = message.tensors
+        self._reconstruct_if_complete()
+        return []
+
+    def _send_partial_sum(self, now: float) -> list[messages.Message]:
+        """Step 3: the sum of the received shares, the same to everybody."""
+        self._start_step(now)
+        partial_sum = tuple(self._sum_of_shares)
+        for tensor in partial_sum:
+            tensor.flags.writeable = False
+        self._partial_sums[self._id] = partial_sum
+        to_send = [
+            self._message(messages.PARTIAL_SUM, member, partial_sum)
+            for member in self._members
+            if member != self._id
+        ]
+        self._reconstruct_if_complete()
+        return to_send
+
+    def _reconstruct_if_complete(self) -> None:
+        """Step 4: the partial sums add up to the sum of the updates."""
+        if not self._all_shares_are_here or len(self._partial_sums) < len(
+            self._members
+        ):
+            return
+        # In the order of the list, so that floating-point sums agree too.
+        in_order = [self._partial_sums[member] for member in self._members]
+        tensors = tuple(
+            self._protocol.decode(self._protocol.add(column))
+            for column in zip(*in_order, strict=True)
+        )
+        self._end(
+            AggregationOutcome(
+                succeeded=True,
+                value=tensors[0] if self._single else tensors,
+                members=self._members,
+            )
+        )
+
+    def _check_belongs(self, message: messages.Message) -> None:
+        if message.session != self._session:
+            raise messages.RejectedMessageError(
+                f"A message of session {message.session!r} reached a member "
+                f"of session {self._session!r}."
+            )
+        if message.sender not in self._members or message.sender == self._id:
+            raise messages.RejectedMessageError(
+                f"{message.sender!r} is not another member of the group."
+            )
+        expected = [
+            (self._protocol.share_dtype, t.shape) for t in self._encoded
+        ]
+        got = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
+        if got != expected:
+            raise messages.RejectedMessageError(
+                f"Tensors from {message.sender!r} are {got}, and {expected} "
+                "are expected."
+            )
+        if self._protocol.mode == "float" and not all(
+            np.all(np.isfinite(tensor)) for tensor in message.tensors
+        ):
+            raise messages.RejectedMessageError(
+                f"Tensors from {message.sender!r} are not finite."
+            )
+
+    def _message(
+        self,
+        kind: str,
+        recipient: messages.MemberId,
+        tensors: tuple[np.ndarray, ...],
+    ) -> messages.Message:
+        return messages.Message(
+            kind=kind,
+            session=self._session,
+            sender=self._id,
+            recipient=recipient,
+            tensors=tensors,
+        )

@@ -1,0 +1,143 @@
+"""What travels between members and coordinator, and how it becomes bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+
+import numpy as np
+
+MemberId = int | str
+"""A member is known by a string or an integer."""
+
+COORDINATOR = "coordinator"
+"""The name under which the coordinator sends and receives."""
+
+READY = "ready"
+PEERS = "peers"
+SHARE = "share"
+PARTIAL_SUM = "partial_sum"
+
+STEP_OF_KIND = {READY: 1, PEERS: 1, SHARE: 2, PARTIAL_SUM: 3}
+"""The step of the protocol to which each kind of message belongs."""
+
+_MAGIC = b"tfdpfl-secagg-1\n"
+_DTYPES = ("<u4", "<u8", "<f8")
+
+
+class RejectedMessageError(ValueError):
+    """A message that does not belong here; whoever got it is unchanged."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Message:
+    """One message from one member (or the coordinator) to one other.
+
+    Attributes:
+      kind: "ready" (member to coordinator), "peers" (coordinator to member:
+        the list of members), "share" or "partial_sum" (member to member).
+      session: the aggregation that it belongs to; "" in a "ready" message,
+        which comes before there is one.
+      sender: who sends it. The transport must vouch for it.
+      recipient: for whom it is. The transport must keep it from all others:
+        who reads all shares of a member reads the member's value.
+      members: the list of members ("peers" only).
+      tensors: one array per tensor of the update ("share", "partial_sum").
+    """
+
+    kind: str
+    session: str
+    sender: MemberId
+    recipient: MemberId
+    members: tuple[MemberId, ...] = ()
+    tensors: tuple[np.ndarray, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Returns the message as bytes: a JSON header and raw arrays."""
+        tensors = [np.ascontiguousarray(tensor) for tensor in self.tensors]
+        header = json.dumps(
+            {
+                "kind": self.kind,
+                "session": self.session,
+                "sender": self.sender,
+                "recipient": self.recipient,
+                "members": list(self.members),
+                # The shapes are the originals': making an array contiguous
+                # turns a scalar into a vector.
+                "tensors": [
+                    [tensor.dtype.str, list(original.shape)]
+                    for tensor, original in zip(
+                        tensors, self.tensors, strict=True
+                    )
+                ],
+            }
+        ).encode()
+        return b"".join(
+            [_MAGIC, struct.pack("<I", len(header)), header]
+            + [tensor.tobytes() for tensor in tensors]
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Message:
+        """Returns the message that `to_bytes` wrote.
+
+        Nothing in the bytes is executed or trusted: sizes are checked before
+        anything is read.
+
+        Raises:
+          RejectedMessageError: if the bytes are not such a message.
+        """
+        start = len(_MAGIC) + 4
+        if len(data) < start or data[: len(_MAGIC)] != _MAGIC:
+            raise RejectedMessageError("These bytes are not a message.")
+        (length,) = struct.unpack_from("<I", data, len(_MAGIC))
+        try:
+            header = json.loads(data[start : start + length])
+            layout = [
+                (_known_dtype(dtype), tuple(int(size) for size in shape))
+                for dtype, shape in header["tensors"]
+            ]
+            fields = {
+                "kind": str(header["kind"]),
+                "session": str(header["session"]),
+                "sender": _member_id(header["sender"]),
+                "recipient": _member_id(header["recipient"]),
+                "members": tuple(_member_id(m) for m in header["members"]),
+            }
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise RejectedMessageError(
+                "The header of the message cannot be read."
+            ) from error
+        offset = start + length
+        sizes = [
+            math.prod(shape) * dtype.itemsize
+            if min(shape, default=0) >= 0
+            else -1
+            for dtype, shape in layout
+        ]
+        if min(sizes, default=0) < 0 or offset + sum(sizes) != len(data):
+            raise RejectedMessageError(
+                "The message is not as long as its header says."
+            )
+        tensors = []
+        for (dtype, shape), size in zip(layout, sizes, strict=True):
+            raw = np.frombuffer(
+                data, dtype, count=size // dtype.itemsize, offset=offset
+            )
+            tensors.append(raw.reshape(shape))
+            offset += size
+        return cls(tensors=tuple(tensors), **fields)
+
+
+def _known_dtype(name: str) -> np.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {_DTYPES}, got {name!r}.")
+    return np.dtype(name)
+
+
+def _member_id(value: object) -> MemberId:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"A member is named by an int or str, got {value!r}.")
+    return value
