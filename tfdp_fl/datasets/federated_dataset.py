@@ -166,7 +166,7 @@ class FederatedDataset:
         datasets = dict(clients)
         source = sources.StreamedSource(
             list(datasets),
-            lambda client_id: sources.read_tf_dataset(datasets[client_id]),
+            lambda client_id: _read_pair(datasets[client_id]),
             spec,
         )
         return cls(source, list(datasets))
@@ -209,7 +209,7 @@ class FederatedDataset:
 
         source = sources.StreamedSource(
             client_ids,
-            lambda client_id: sources.read_tf_dataset(dataset_of(client_id)),
+            lambda client_id: _read_pair(dataset_of(client_id)),
             _example_spec(dataset_of(client_ids[0])),
         )
         return cls(source, client_ids)
@@ -428,6 +428,10 @@ class FederatedDataset:
             raise TypeError(f"fn must be callable, got {fn!r}.")
         return FederatedDataset(self._source.map(fn), self._client_ids)
 
+    def with_config(self, config: dict[str, Any] | None) -> FederatedDataset:
+        """Returns this dataset with another `config`, as loaders do."""
+        return FederatedDataset(self._source, self._client_ids, config)
+
     def in_memory(self) -> FederatedDataset:
         """Returns this dataset as an indexed one; reads every client if not.
 
@@ -643,8 +647,12 @@ def _row_table(
     return flat.astype(np.int32, copy=False), lengths
 
 
+def _read_pair(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
+    return sources.element_pair(sources.read_tf_dataset(dataset))
+
+
 def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
-    """Returns the spec of what `read_tf_dataset` makes of one example."""
+    """Returns the spec of what `_read_pair` makes of one example."""
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             "A client's dataset must end, got one that repeats for ever."

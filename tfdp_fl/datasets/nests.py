@@ -147,16 +147,14 @@ def _listed(numbers: Sequence[int]) -> str:
 def spec_of(nest: Nest) -> Nest:
     """Returns the `tf.TensorSpec`s of one example."""
     return tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec(
-            leaf.shape[1:],
-            tf.string if _holds_strings(leaf) else tf.as_dtype(leaf.dtype),
-        ),
-        nest,
+        lambda leaf: tf.TensorSpec(leaf.shape[1:], _dtype(leaf)), nest
     )
 
 
-def _holds_strings(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "SUO"
+def _dtype(leaf: Any) -> tf.DType:
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "SUO":
+        return tf.string
+    return tf.as_dtype(leaf.dtype)
 
 
 def check_matches(x: Nest, y: Nest, element_spec: Nest) -> None:
@@ -171,15 +169,16 @@ def check_matches(x: Nest, y: Nest, element_spec: Nest) -> None:
                 f"{name} must be the same nest for every client, "
                 f"{structure(expected)}, got {structure(nest)}."
             ) from error
-        for leaf_spec, leaf in zip(
-            tf.nest.flatten(expected),
-            tf.nest.flatten(spec_of(nest)),
-            strict=True,
+        for spec, leaf in zip(
+            tf.nest.flatten(expected), tf.nest.flatten(nest), strict=True
         ):
-            if not leaf_spec.is_compatible_with(leaf):
+            if spec.dtype != _dtype(leaf) or not spec.shape.is_compatible_with(
+                leaf.shape[1:]
+            ):
                 raise ValueError(
                     f"{name} must have the same dtype and example shape for "
-                    f"every client, {_short(leaf_spec)}, got {_short(leaf)}."
+                    f"every client, {_short(spec)}, got "
+                    f"{_short(spec_of(leaf))}."
                 )
 
 

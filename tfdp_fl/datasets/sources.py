@@ -286,14 +286,12 @@ def pack(
     )
 
 
-def read_tf_dataset(dataset: tf.data.Dataset) -> tuple[nests.Nest, nests.Nest]:
-    """Reads a dataset of single examples into NumPy nests (x, y)."""
+def read_tf_dataset(dataset: tf.data.Dataset) -> nests.Nest:
+    """Reads a dataset of single examples into one nest of NumPy arrays."""
     chunks = list(dataset.batch(1024).as_numpy_iterator())
     if not chunks:
-        return nests.no_examples(element_pair(dataset.element_spec))
-    return element_pair(
-        nests.concatenate(chunks) if len(chunks) > 1 else chunks[0]
-    )
+        return nests.no_examples(dataset.element_spec)
+    return nests.concatenate(chunks) if len(chunks) > 1 else chunks[0]
 
 
 def element_pair(element: Any) -> tuple[Any, Any]:

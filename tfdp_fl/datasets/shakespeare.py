@@ -1,0 +1,176 @@
+"""Shakespeare's plays: every speaking role a client, who writes characters."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from tfdp_fl import _validate
+from tfdp_fl.datasets.federated_dataset import FederatedDataset
+
+# All characters of the corpus, written down here because a vocabulary that is
+# read off the clients' own text would tell what they wrote.
+_CHARACTERS = (
+    "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+)
+_PADDING = 0
+_UNKNOWN = 1
+_VOCABULARY = ("<pad>", "<unknown>", *_CHARACTERS)
+_ID_OF = {
+    character: number
+    for number, character in enumerate(_VOCABULARY)
+    if number > _UNKNOWN
+}
+
+
+def shakespeare_vocabulary() -> tuple[str, ...]:
+    """Returns the 67 tokens of `load_shakespeare`; a token's place is its id.
+
+    Id 0 is padding, id 1 stands for every other character, and from 2 come
+    the 65 characters of the small Shakespeare corpus: the newline, the space,
+    `!$&',-.3:;?`, capital and small letters.
+    """
+    return _VOCABULARY
+
+
+def encode_text(text: str) -> np.ndarray:
+    """Returns the ids of a text's characters, int32[len(text)]."""
+    return np.array(
+        [_ID_OF.get(character, _UNKNOWN) for character in text], np.int32
+    )
+
+
+def decode_text(ids: Iterable[int]) -> str:
+    """Returns the text of character ids: padding is nothing, unknown is U+FFFD.
+
+    Raises:
+      ValueError: If there is no such id.
+    """
+    characters = []
+    for number in np.asarray(ids).reshape(-1).tolist():
+        if not 0 <= number < len(_VOCABULARY):
+            raise ValueError(
+                f"ids must be from 0 to {len(_VOCABULARY) - 1}, got {number}."
+            )
+        if number == _UNKNOWN:
+            characters.append("\ufffd")
+        elif number != _PADDING:
+            characters.append(_VOCABULARY[number])
+    return "".join(characters)
+
+
+def load_shakespeare(
+    path: str | os.PathLike[str],
+    sequence_length: int = 80,
+    test_fraction: float = 0.1,
+    partial_sequences: str = "pad",
+    max_sequences_per_role: int | None = None,
+) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
+    r"""Loads plays for next-character prediction, a client per speaking role.
+
+    The file has the format of the small Shakespeare corpus: a role's name and
+    a colon on a line, its speech on the next ones, an empty line. A client is
+    a role, its id the role's name as written, its text all its speeches in
+    order, joined by newlines. A role that says nothing anywhere is no client
+    (299 speak in the corpus).
+
+    An example is `sequence_length` characters and, for each of them, the one
+    that follows; examples of a role do not overlap. What is left at the end of
+    a text, or all of a short role's, is padded with 0 in features and labels
+    alike. Padding must not count in the loss: use
+    `SparseCategoricalCrossentropy(ignore_class=0)`, or
+    `Embedding(..., mask_zero=True)`, or `partial_sequences="drop"`.
+
+    Args:
+      path: The text, in UTF-8.
+      sequence_length: Characters per example, L.
+      test_fraction: The share of every role's characters, at its text's end,
+        that is not given to it and makes the test set; 0 to 1, 1 excluded.
+      partial_sequences: `"pad"` or `"drop"` what is less than an example. A
+        client may be left without examples.
+      max_sequences_per_role: A client keeps its first so many examples; None:
+        all.
+
+    Returns:
+      The clients, and `(x_test, y_test)`: x and y int32[n, L], ids in
+      `shakespeare_vocabulary()`.
+
+    Raises:
+      TypeError, ValueError: If an argument is out of its range, or the file
+        is of another format.
+      OSError: If the file is not there.
+    """
+    config = {
+        "loader": "shakespeare",
+        **locals(),
+        "path": os.path.abspath(path),
+    }
+    length = _validate.positive_integer(sequence_length=sequence_length)
+    test_fraction = _validate.non_negative(test_fraction=test_fraction)
+    if test_fraction >= 1:
+        raise ValueError(
+            f"test_fraction must be less than 1, got {test_fraction}."
+        )
+    _validate.one_of(("pad", "drop"), partial_sequences=partial_sequences)
+    if max_sequences_per_role is not None:
+        _validate.positive_integer(
+            max_sequences_per_role=max_sequences_per_role
+        )
+    clients, test = {}, []
+    for role, text in _speeches(path).items():
+        ids = encode_text(text)
+        end = len(ids) - int(test_fraction * len(ids))
+        x, y = _examples(ids[:end], length, partial_sequences)
+        clients[role] = (
+            x[:max_sequences_per_role],
+            y[:max_sequences_per_role],
+        )
+        test.append(_examples(ids[end:], length, partial_sequences))
+    x_test, y_test = (
+        np.concatenate(arrays) for arrays in zip(*test, strict=True)
+    )
+    dataset = FederatedDataset.from_client_arrays(clients)
+    return dataset.with_config(config), (x_test, y_test)
+
+
+def _speeches(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Returns every role's text, in the order of their first appearance."""
+    with open(path, encoding="utf-8") as file:
+        blocks = re.split(r"\n{2,}", file.read().strip("\n"))
+    speeches: dict[str, list[str]] = {}
+    for block in blocks:
+        role, _, speech = block.partition("\n")
+        if not role.endswith(":"):
+            raise ValueError(
+                "path must be a text of blocks 'ROLE:', speech, empty line, "
+                f"got {os.fspath(path)!r} with a block that starts with "
+                f"{role[:40]!r}."
+            )
+        if speech:
+            speeches.setdefault(role[:-1], []).append(speech)
+    if not speeches:
+        raise ValueError(
+            "path must be a text in which somebody speaks, got "
+            f"{os.fspath(path)!r}."
+        )
+    return {role: "\n".join(parts) for role, parts in speeches.items()}
+
+
+def _examples(
+    ids: np.ndarray, length: int, partial_sequences: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts a text into examples (x, y), both int32[n, length]."""
+    predicted = max(len(ids) - 1, 0)
+    if partial_sequences == "pad":
+        num_examples = -(-predicted // length)
+    else:
+        num_examples = predicted // length
+    pairs = np.full((2, num_examples * length), _PADDING, np.int32)
+    kept = min(predicted, num_examples * length)
+    pairs[0, :kept] = ids[:kept]
+    pairs[1, :kept] = ids[1 : kept + 1]
+    x, y = pairs.reshape(2, num_examples, length)
+    return x, y
