@@ -1,0 +1,157 @@
+"""What each client spends when it adds its own noise (local guarantees)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from tfdp_fl import _validate
+from tfdp_fl.accounting import gaussian
+
+
+class LocalAccount:
+    """Per-client spending on Gaussian releases that clients noise themselves.
+
+    A release of sensitivity s with noise sigma has mu = s/sigma. Gaussian
+    releases of one client compose exactly: mu^2 adds up (Dong, Roth & Su 2019,
+    corollary 3.3), so a client's whole history is one Gaussian, of noise
+    multiplier 1/sqrt(sum mu^2), and epsilon needs no accountant. A client that
+    takes no part spends nothing. The guarantee reported is that of the client
+    that spent most.
+    """
+
+    def __init__(self, num_clients: int):
+        n = _validate.positive_integer(num_clients=num_clients)
+        self._mu_squared = np.zeros(n, dtype=np.float64)
+        self._participations = np.zeros(n, dtype=np.int64)
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return len(self._mu_squared)
+
+    @property
+    def participations(self) -> np.ndarray:
+        """How often each client took part, int64 [N] (a copy)."""
+        return self._participations.copy()
+
+    @property
+    def mu_squared(self) -> np.ndarray:
+        """Each client's sum of mu^2, float64 [N] (a copy)."""
+        return self._mu_squared.copy()
+
+    @property
+    def max_participations(self) -> int:
+        """How often the most-seen client took part."""
+        return int(self._participations.max())
+
+    @property
+    def max_mu_squared(self) -> float:
+        """The largest sum of mu^2 over the clients."""
+        return float(self._mu_squared.max())
+
+    def add(
+        self, positions: np.ndarray, mu_squared: float | np.ndarray
+    ) -> None:
+        """Charges one release to each of a cohort's clients.
+
+        Args:
+          positions: int [m], the clients' positions; a client listed twice is
+            charged twice.
+          mu_squared: (sensitivity / sigma)^2 of the release, one number or
+            float [m]; infinity for a release without noise.
+
+        Raises:
+          ValueError: If anything is out of range; nothing is charged then.
+        """
+        positions, mu_squared = self._checked(positions, mu_squared)
+        np.add.at(self._mu_squared, positions, mu_squared)
+        np.add.at(self._participations, positions, 1)
+
+    def max_mu_squared_after(
+        self, positions: np.ndarray, mu_squared: float | np.ndarray
+    ) -> float:
+        """Returns what `max_mu_squared` would be after `add`."""
+        positions, mu_squared = self._checked(positions, mu_squared)
+        touched, inverse = np.unique(positions, return_inverse=True)
+        sums = self._mu_squared[touched]
+        np.add.at(sums, inverse, mu_squared)
+        return float(max(self.max_mu_squared, sums.max(initial=0.0)))
+
+    def epsilon(self, delta: float) -> float:
+        """Returns the exact epsilon of the client that spent most."""
+        return epsilon_of_mu_squared(self.max_mu_squared, delta)
+
+    def delta(self, epsilon: float) -> float:
+        """Returns the exact delta of the client that spent most."""
+        if self.max_mu_squared == 0:
+            return 0.0
+        return gaussian.gaussian_delta(self.max_mu_squared**-0.5, epsilon)
+
+    def epsilons(self, delta: float) -> np.ndarray:
+        """Returns every client's own epsilon, float64 [N]."""
+        values, inverse = np.unique(self._mu_squared, return_inverse=True)
+        each = [epsilon_of_mu_squared(value, delta) for value in values]
+        return np.array(each)[inverse]
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Returns the account as NumPy arrays, for a checkpoint."""
+        return {
+            "mu_squared": self._mu_squared.copy(),
+            "participations": self._participations.copy(),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Puts back what `get_state` returned."""
+        mu_squared = np.array(state["mu_squared"], dtype=np.float64)
+        participations = np.array(state["participations"], dtype=np.int64)
+        shape = self._mu_squared.shape
+        if mu_squared.shape != shape or participations.shape != shape:
+            raise ValueError(
+                f"state must be of {self.num_clients} clients, got shapes "
+                f"{mu_squared.shape} and {participations.shape}."
+            )
+        self._mu_squared, self._participations = mu_squared, participations
+
+    def _checked(self, positions, mu_squared):
+        positions = np.asarray(positions)
+        if positions.size == 0:
+            positions = positions.astype(np.int64)
+        if positions.ndim != 1 or positions.dtype.kind not in "iu":
+            raise TypeError(
+                "positions must be a one-dimensional integer array, got shape "
+                f"{positions.shape} and dtype {positions.dtype}."
+            )
+        if np.any((positions < 0) | (positions >= self.num_clients)):
+            raise ValueError(
+                f"positions must be from 0 to {self.num_clients - 1}, got "
+                f"{positions.min()} to {positions.max()}."
+            )
+        mu_squared = np.asarray(mu_squared, dtype=np.float64)
+        if mu_squared.ndim and mu_squared.shape != positions.shape:
+            raise ValueError(
+                "mu_squared must be one number or one per position, got shape "
+                f"{mu_squared.shape} for {len(positions)} positions."
+            )
+        if not np.all(mu_squared >= 0):
+            raise ValueError(
+                f"mu_squared must be at least 0, got {mu_squared!r}."
+            )
+        return positions, mu_squared
+
+
+def epsilon_of_mu_squared(mu_squared: float, delta: float) -> float:
+    """Returns the exact epsilon of Gaussian releases whose mu^2 add up.
+
+    Args:
+      mu_squared: Sum of (sensitivity / sigma)^2; 0 for nothing released.
+      delta: Between 0 and 1.
+    """
+    delta = _validate.inside_unit_interval(delta=delta)
+    if mu_squared == 0:
+        return 0.0
+    return gaussian.gaussian_epsilon(
+        0.0 if math.isinf(mu_squared) else mu_squared**-0.5, delta
+    )

@@ -1,0 +1,281 @@
+"""Who takes part in a round, and what that sampling costs.
+
+Without a seed, cohorts come from the operating system's entropy and cannot be
+predicted: Poisson and fixed-size cohorts from fresh entropy in every round,
+shuffled ones from a secret key drawn once. With a seed, the cohort of a round
+depends on the seed and the round alone, so a resumed run draws the same ones.
+
+Cohorts are sorted by position, which says nothing about how they were drawn.
+"""
+
+from __future__ import annotations
+
+import abc
+import secrets
+from typing import Any
+
+import dp_accounting
+import numpy as np
+
+from tfdp_fl import _validate
+from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import schedule
+
+# Keeps the cohorts' random numbers apart from other uses of the same seed.
+_STREAM = 0x636F686F7274  # "cohort"
+_ENTROPY_BYTES = 32
+
+
+def make_sampler(
+    sampling: str,
+    num_clients: int,
+    clients_per_round: schedule.Schedule,
+    seed: int | None = None,
+) -> CohortSampler:
+    """Returns the sampler of that name.
+
+    Args:
+      sampling: "poisson", "fixed_size" or "shuffled".
+      num_clients: N.
+      clients_per_round: m, at most N: a number (whole, except for Poisson,
+        where it is the expected size), a sequence with one per round, or a
+        callable of the 0-based round.
+      seed: None for secret, fresh entropy.
+    """
+    samplers = (PoissonSampler, FixedSizeSampler, ShuffledSampler)
+    by_name = {cls.sampling: cls for cls in samplers}
+    _validate.one_of(by_name, sampling=sampling)
+    return by_name[sampling](num_clients, clients_per_round, seed)
+
+
+class CohortSampler(abc.ABC):
+    """Draws the cohort of each round.
+
+    Attributes:
+      sampling: The name that the accounting knows the sampling by.
+    """
+
+    sampling: str
+    _fractional_sizes = False
+
+    def __init__(
+        self,
+        num_clients: int,
+        clients_per_round: schedule.Schedule,
+        seed: int | None = None,
+    ):
+        self._num_clients = _validate.positive_integer(num_clients=num_clients)
+        if seed is not None:
+            seed = _validate.non_negative_integer(seed=seed)
+        self._seed = seed
+        self._clients_per_round = clients_per_round
+        if schedule.is_constant(clients_per_round):
+            self._checked(clients_per_round)
+        elif not callable(clients_per_round):
+            for t in range(len(clients_per_round)):
+                self._nominal_size(t)
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return self._num_clients
+
+    @property
+    def seed(self) -> int | None:
+        """The seed; None where cohorts are secret."""
+        return self._seed
+
+    @abc.abstractmethod
+    def cohort(self, round_index: int) -> np.ndarray:
+        """Returns the sorted positions of a round's clients, int64 [size].
+
+        Without a seed, Poisson and fixed-size cohorts are drawn afresh by
+        every call.
+
+        Args:
+          round_index: The round, from 0.
+        """
+
+    def expected_cohort_size(self, round_index: int) -> float:
+        """Returns m_t, the expected number of clients of a round."""
+        return self._nominal_size(round_index)
+
+    def charge(
+        self, round_index: int, event: dp_accounting.DpEvent
+    ) -> charge_lib.RoundCharge:
+        """Returns what a round costs whose mechanism releases `event`."""
+        return charge_lib.RoundCharge(
+            sampling=self.sampling,
+            num_clients=self._num_clients,
+            clients_per_round=self.expected_cohort_size(round_index),
+            event=event,
+        )
+
+    def max_participations(self, rounds: int, first_round: int = 0) -> int:
+        """Returns how often one client can be drawn in consecutive rounds."""
+        del first_round  # Any client may be in every cohort.
+        return _validate.non_negative_integer(rounds=rounds)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint must keep, as JSON values.
+
+        For shuffled cohorts without a seed this holds the secret key: whoever
+        reads the checkpoint can tell the cohorts.
+        """
+        return {
+            "sampling": self.sampling,
+            "num_clients": self._num_clients,
+            "seed": self._seed,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken.
+
+        Raises:
+          ValueError: If the state is of another sampling, population or seed.
+        """
+        for name, own in CohortSampler.state(self).items():
+            if state.get(name) != own:
+                raise ValueError(
+                    f"state was saved with {name}={state.get(name)!r}, this "
+                    f"sampler has {name}={own!r}."
+                )
+
+    def _checked(self, size: Any) -> float:
+        return schedule.checked_size(
+            size, self._num_clients, self._fractional_sizes
+        )
+
+    def _nominal_size(self, round_index: int) -> float:
+        return self._checked(
+            schedule.value_at(
+                round_index, clients_per_round=self._clients_per_round
+            )
+        )
+
+    def _generator(self, round_index: int) -> np.random.Generator:
+        if self._seed is None:
+            entropy = int.from_bytes(secrets.token_bytes(_ENTROPY_BYTES), "big")
+            return np.random.default_rng(np.random.SeedSequence(entropy))
+        return np.random.default_rng(
+            np.random.SeedSequence([self._seed, _STREAM, round_index])
+        )
+
+    def _without_replacement(
+        self, rng: np.random.Generator, size: int
+    ) -> np.ndarray:
+        # Floyd's algorithm in NumPy: time and memory O(size), not O(N).
+        drawn = rng.choice(
+            self._num_clients, size=size, replace=False, shuffle=False
+        )
+        return np.sort(drawn.astype(np.int64))
+
+
+class PoissonSampler(CohortSampler):
+    """Each client takes part with probability q = m/N, independently.
+
+    The cohort's size is Binomial(N, q), and given its size every cohort is
+    equally likely, so it is drawn in O(m). An empty cohort is possible.
+    """
+
+    sampling = "poisson"
+    _fractional_sizes = True
+
+    def cohort(self, round_index: int) -> np.ndarray:
+        """See base class."""
+        q = self._nominal_size(round_index) / self._num_clients
+        rng = self._generator(round_index)
+        size = int(rng.binomial(self._num_clients, q))
+        return self._without_replacement(rng, size)
+
+
+class FixedSizeSampler(CohortSampler):
+    """Exactly m of the N clients, every such cohort equally likely."""
+
+    sampling = "fixed_size"
+
+    def cohort(self, round_index: int) -> np.ndarray:
+        """See base class."""
+        size = self._nominal_size(round_index)
+        return self._without_replacement(self._generator(round_index), size)
+
+
+class ShuffledSampler(CohortSampler):
+    """Every client exactly once per pass, in an order drawn for each pass.
+
+    A cohort never straddles two passes: where m does not divide N, the last
+    cohort of a pass is what is left. `expected_cohort_size` tells its size.
+    No amplification by sampling is claimed.
+    """
+
+    sampling = "shuffled"
+
+    def __init__(
+        self,
+        num_clients: int,
+        clients_per_round: schedule.Schedule,
+        seed: int | None = None,
+    ):
+        super().__init__(num_clients, clients_per_round, seed)
+        self._plan = schedule.PassPlan(num_clients, clients_per_round)
+        self._key = None if seed is not None else secrets.token_hex(32)
+        # Public, and says nothing of the order: tells the ledger which rounds
+        # follow the same one.
+        self._partition = secrets.token_hex(8)
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def cohort(self, round_index: int) -> np.ndarray:
+        """See base class."""
+        index, start, stop = self._plan.cohort(round_index)
+        if self._order is None or self._order[0] != index:
+            entropy = (
+                [int(self._key, 16), _STREAM, index]
+                if self._seed is None
+                else [self._seed, _STREAM, index]
+            )
+            rng = np.random.default_rng(np.random.SeedSequence(entropy))
+            self._order = (index, rng.permutation(self._num_clients))
+        return np.sort(self._order[1][start:stop].astype(np.int64))
+
+    def expected_cohort_size(self, round_index: int) -> float:
+        """Returns the cohort's size, which is known beforehand."""
+        _, start, stop = self._plan.cohort(round_index)
+        return stop - start
+
+    def charge(
+        self, round_index: int, event: dp_accounting.DpEvent
+    ) -> charge_lib.RoundCharge:
+        """See base class; the charge knows its place in the pass."""
+        index, start, stop = self._plan.cohort(round_index)
+        return charge_lib.RoundCharge(
+            sampling=self.sampling,
+            num_clients=self._num_clients,
+            clients_per_round=stop - start,
+            event=event,
+            pass_index=index,
+            pass_offset=start,
+            partition=self._partition,
+        )
+
+    def max_participations(self, rounds: int, first_round: int = 0) -> int:
+        """Returns how many passes the rounds touch."""
+        rounds = _validate.non_negative_integer(rounds=rounds)
+        if not rounds:
+            return 0
+        first = self._plan.cohort(first_round)[0]
+        return self._plan.cohort(first_round + rounds - 1)[0] - first + 1
+
+    def state(self) -> dict[str, Any]:
+        """See base class."""
+        return {
+            **super().state(),
+            "key": self._key,
+            "partition": self._partition,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See base class."""
+        super().restore(state)
+        self._key = state["key"]
+        self._partition = state["partition"]
+        self._order = None
