@@ -18,11 +18,12 @@ RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 # A name on PATH may be a shim that fails, so a Python counts if it runs, is of
 # a supported version and can make a virtual environment.
 SUITABLE = import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))
-FOUND = $(shell for python in $(or $(PYTHON),python3.11 python3.10 python3); do \
+CANDIDATES = $(or $(PYTHON),python3.11 python3.10 python3)
+FOUND = $(shell for python in $(CANDIDATES); do \
   if "$$python" -c '$(SUITABLE)' >/dev/null 2>&1; then echo "$$python"; break; fi; done)
-require_python = $(if $(FOUND),,$(error tfdp_fl needs Python 3.10 or 3.11 \
-with its venv module, and $(or $(PYTHON),python3.11, python3.10 and python3) \
-$(if $(PYTHON),is not,are not); install one of them or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)))
+require_python = $(if $(FOUND),,$(error tfdp_fl needs Python 3.10 or 3.11 with \
+its venv module, and none answers to: $(CANDIDATES); install one of them, or \
+name it, as in: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11))
 
 .PHONY: help train test lint format benchmark notebooks build-files \
   requirements install clean distclean
@@ -70,7 +71,7 @@ $(STAMP): requirements-full.txt setup.py
 	@$(BIN)/python -c '$(SUITABLE)' 2>/dev/null || "$(FOUND)" -m venv --clear $(VENV)
 	@echo "Installing the pinned requirements into $(VENV) (2.6 GB, a minute or two) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --require-hashes --no-deps -r requirements-full.txt
+	  --use-pep517 --require-hashes --no-deps -r requirements-full.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -79,7 +80,7 @@ $(STAMP): requirements-full.txt setup.py
 # The condition that holds everywhere here is dropped from each line.
 UV_VENV = .venv-uv
 COMPILE = $(UV_VENV)/bin/uv pip compile --quiet --universal \
-  --python-version 3.10 --generate-hashes --no-emit-index-url --no-header \
+  --python-version 3.10 --generate-hashes --no-header \
   --override requirements/overrides.txt $(UPGRADE)
 EVERYWHERE = platform_machine == 'x86_64' and sys_platform == 'linux'
 define pin

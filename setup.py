@@ -6,8 +6,16 @@ The whole stack is `requirements-full.txt`, which `make` installs.
 
 import pathlib
 import re
+import sys
 
 import setuptools
+
+# pip would look for a TensorFlow first and complain of that.
+if not (3, 10) <= sys.version_info < (3, 12):
+    sys.exit(
+        "tfdp_fl needs Python 3.10 or 3.11, as TensorFlow 2.14 does; this is "
+        f"{sys.version.split()[0]}."
+    )
 
 _ROOT = pathlib.Path(__file__).resolve().parent
 

@@ -1,0 +1,307 @@
+"""What is installed: setup.py, the pinned requirements, light imports."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pathlib
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+import setuptools
+from absl.testing import absltest, parameterized
+from packaging import markers, requirements, specifiers, utils
+
+from tfdp_fl import version
+from tools import update_build_files
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_PINNED_FILES = ("requirements.txt", "requirements-full.txt")
+_PYTHONS = ("3.10", "3.11")
+# Where a module's name is not its distribution's.
+_DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "attr": "attrs",
+    "grpc": "grpcio",
+    "keras": "tensorflow",
+    "sklearn": "scikit-learn",
+}
+
+
+def _setup_arguments() -> dict:
+    """Returns the arguments with which setup.py calls setuptools."""
+    directory = os.getcwd()
+    os.chdir(_ROOT)
+    try:
+        with mock.patch.object(setuptools, "setup") as setup:
+            runpy.run_path("setup.py")
+    finally:
+        os.chdir(directory)
+    return setup.call_args.kwargs
+
+
+def _wanted(name: str) -> dict[str, requirements.Requirement]:
+    """Returns the requirements of one file of requirements/, by name."""
+    text = (_ROOT / "requirements" / name).read_text(encoding="utf-8")
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    parsed = [
+        requirements.Requirement(line)
+        for line in lines
+        if line and not line.startswith("-r")
+    ]
+    return {utils.canonicalize_name(r.name): r for r in parsed}
+
+
+def _pinned_lines(name: str) -> list[str]:
+    """Returns the logical lines of a pinned file, hashes included."""
+    text = (_ROOT / name).read_text(encoding="utf-8").replace("\\\n", " ")
+    return [
+        line for line in text.splitlines() if not line.strip().startswith("#")
+    ]
+
+
+def _pins(name: str, python: str) -> dict[str, str]:
+    """Returns the versions that a pinned file installs on one Python."""
+    environment = {
+        **markers.default_environment(),
+        "implementation_name": "cpython",
+        "platform_machine": "x86_64",
+        "platform_python_implementation": "CPython",
+        "python_full_version": f"{python}.1",
+        "python_version": python,
+        "sys_platform": "linux",
+    }
+    pins = {}
+    for line in _pinned_lines(name):
+        requirement = requirements.Requirement(line.split(" --hash")[0])
+        marker = requirement.marker
+        if marker is None or marker.evaluate(environment):
+            key = utils.canonicalize_name(requirement.name)
+            if key in pins:
+                raise ValueError(f"{name} pins {key} twice on {python}.")
+            pins[key] = str(requirement.specifier).removeprefix("==")
+    return pins
+
+
+class SetupTest(absltest.TestCase):
+    def test_name_and_version(self):
+        arguments = _setup_arguments()
+        self.assertEqual(arguments["name"], "tfdp_fl")
+        self.assertEqual(arguments["version"], version.__version__)
+
+    def test_python_range(self):
+        supported = specifiers.SpecifierSet(
+            _setup_arguments()["python_requires"]
+        )
+        for python in ("3.10.0", "3.10.13", "3.11.7"):
+            self.assertIn(python, supported)
+        for python in ("3.9.18", "3.12.0", "3.13.1"):
+            self.assertNotIn(python, supported)
+
+    def test_every_folder_is_packaged(self):
+        folders = {
+            path.parent.relative_to(_ROOT).as_posix().replace("/", ".")
+            for path in (_ROOT / "tfdp_fl").rglob("*.py")
+        }
+        arguments = _setup_arguments()
+        self.assertEqual(
+            {*arguments["packages"]}, folders | {"tfdp_fl_scripts"}
+        )
+        self.assertEqual(
+            arguments["package_dir"], {"tfdp_fl_scripts": "scripts"}
+        )
+
+    def test_console_scripts_point_to_functions(self):
+        entries = _setup_arguments()["entry_points"]["console_scripts"]
+        names = [entry.split(" = ")[0] for entry in entries]
+        self.assertCountEqual(names, ["tfdp-fl-train", "tfdp-fl-accountant"])
+        for entry in entries:
+            module, function = entry.split(" = ")[1].split(":")
+            path = _ROOT / (module.replace("tfdp_fl_scripts.", "scripts/"))
+            tree = ast.parse(path.with_suffix(".py").read_text("utf-8"))
+            functions = {
+                node.name
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef)
+            }
+            self.assertIn(function, functions, msg=entry)
+
+    def test_plain_install_needs_no_tff(self):
+        names = {
+            requirements.Requirement(line).name
+            for line in _setup_arguments()["install_requires"]
+        }
+        self.assertContainsSubset(
+            {"tensorflow", "tensorflow-privacy", "dp-accounting"}, names
+        )
+        self.assertNoCommonElements(
+            names, {"tensorflow-federated", "flwr", "jax", "jaxlib"}
+        )
+
+    def test_imported_packages_are_declared(self):
+        declared = {
+            name
+            for file in ("base.in", "full.in", "test.in")
+            for name in _wanted(file)
+        }
+        undeclared = []
+        for top in ("tfdp_fl", "scripts"):
+            for path in sorted((_ROOT / top).rglob("*.py")):
+                imports = update_build_files.imported_modules(
+                    path.read_text(encoding="utf-8"), "tfdp_fl"
+                )
+                for module in {name.split(".")[0] for name, _ in imports}:
+                    if module in sys.stdlib_module_names or module in (
+                        *update_build_files.PYTHON_FOLDERS,
+                        "",
+                    ):
+                        continue
+                    distribution = _DISTRIBUTIONS.get(module, module)
+                    if utils.canonicalize_name(distribution) not in declared:
+                        undeclared.append(f"{path.name} imports {module}")
+        self.assertEqual(undeclared, [])
+
+
+class PinnedRequirementsTest(parameterized.TestCase):
+    @parameterized.parameters(*_PINNED_FILES)
+    def test_every_line_has_a_version_and_hashes(self, name):
+        lines = [line for line in _pinned_lines(name) if line.strip()]
+        self.assertGreater(len(lines), 30)
+        for line in lines:
+            self.assertRegex(
+                line,
+                r"^[a-z0-9-]+==[\w.]+( ; [^:]+?)?( +--hash=sha256:\w{64})+",
+            )
+
+    @parameterized.parameters(*_PINNED_FILES)
+    def test_no_address_and_no_path(self, name):
+        text = (_ROOT / name).read_text(encoding="utf-8")
+        self.assertIsNone(re.search(r"://|index|find-links|file:| /\w", text))
+
+    @parameterized.parameters(*_PYTHONS)
+    def test_pins_are_what_is_asked_for(self, python):
+        full = _pins("requirements-full.txt", python)
+        overrides = _wanted("overrides.txt")
+        wanted = [
+            *_wanted("base.in").values(),
+            *_wanted("full.in").values(),
+            *_wanted("test.in").values(),
+            *overrides.values(),
+        ]
+        for requirement in wanted:
+            name = utils.canonicalize_name(requirement.name)
+            self.assertIn(name, full)
+            self.assertIn(full[name], requirement.specifier, msg=name)
+
+    @parameterized.parameters(*_PYTHONS)
+    def test_keras_side_is_part_of_the_whole_stack(self, python):
+        keras_side = _pins("requirements.txt", python)
+        self.assertContainsSubset(_wanted("base.in").keys(), keras_side.keys())
+        self.assertNotIn("tensorflow-federated", keras_side)
+        whole = _pins("requirements-full.txt", python)
+        self.assertEqual(
+            keras_side, {name: whole.get(name) for name in keras_side}
+        )
+
+
+class ImportTest(absltest.TestCase):
+    """In processes of their own, because this one has imported everything."""
+
+    def _run(self, source: str) -> str:
+        result = subprocess.run(
+            [sys.executable, "-c", source],
+            cwd=_ROOT,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.assertEqual(result.returncode, 0, msg=result.stderr)
+        return result.stdout.splitlines()[-1]
+
+    def test_import_brings_nothing_that_is_used_later(self):
+        # TensorFlow brings jax, and TensorFlow Privacy scikit-learn, where they
+        # are installed; what counts is what tfdp_fl adds.
+        added = json.loads(
+            self._run(
+                "import json, sys, tensorflow, tensorflow_privacy\n"
+                "before = set(sys.modules)\n"
+                "import tfdp_fl\n"
+                "print(json.dumps(sorted(set(sys.modules) - before)))"
+            )
+        )
+        self.assertIn("tfdp_fl", added)
+        late = {
+            "IPython",
+            "cryptography",
+            "flwr",
+            "grpc",
+            "jax",
+            "matplotlib",
+            "nbclient",
+            "nbformat",
+            "pandas",
+            "sklearn",
+            "tensorflow_federated",
+        }
+        self.assertNoCommonElements({m.split(".")[0] for m in added}, late)
+
+    def test_keras_side_works_where_nothing_else_is_installed(self):
+        name = self._run(
+            "import sys\n"
+            "for name in ('tensorflow_federated', 'flwr', 'nbformat',\n"
+            "             'cryptography', 'hypothesis', 'pytest'):\n"
+            "    sys.modules[name] = None\n"
+            "import tfdp_fl\n"
+            "tfdp_fl.datasets.load_digits(num_clients=10)\n"
+            "tfdp_fl.accounting.epsilon\n"
+            "print(tfdp_fl.DPFederatedModel.__name__)"
+        )
+        self.assertEqual(name, "DPFederatedModel")
+
+
+@unittest.skipIf(shutil.which("make") is None, "make is not installed")
+class MakefileTest(absltest.TestCase):
+    def test_unsuitable_python_gets_one_sentence(self):
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("MAKE") and name != "MFLAGS"
+        }
+        with tempfile.TemporaryDirectory() as directory:
+            # Stands for a Python of another version: it runs, and says no.
+            python = pathlib.Path(directory) / "python"
+            python.write_text("#!/bin/sh\nexit 1\n")
+            python.chmod(0o755)
+            result = subprocess.run(
+                [
+                    "make",
+                    "--dry-run",
+                    "--no-print-directory",
+                    "test",
+                    f"PYTHON={python}",
+                    f"VENV={directory}/venv",
+                ],
+                cwd=_ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        self.assertEqual(result.returncode, 2)
+        self.assertEqual(result.stdout, "")
+        self.assertLen(result.stderr.splitlines(), 1)
+        self.assertIn("tfdp_fl needs Python 3.10 or 3.11", result.stderr)
+        self.assertIn(str(python), result.stderr)
+        self.assertIn("make test PYTHON=", result.stderr)
+
+
+if __name__ == "__main__":
+    absltest.main()
