@@ -25,12 +25,12 @@ def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
       event: The mechanism's event, without sampling.
 
     Returns:
-      z; 0.0 for `NonPrivateDpEvent`, infinity for `NoOpDpEvent`, and None for
+      z; 0.0 where there is no noise, infinity for `NoOpDpEvent`, and None for
       an event that is no composition of Gaussians.
     """
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return float(event.noise_multiplier)
-    if isinstance(event, dp_accounting.NonPrivateDpEvent):
+    if _is_without_noise(event):
         return 0.0
     mu_squared = _mu_squared(event)
     if mu_squared is None:
@@ -42,7 +42,7 @@ def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
     """Returns sum z_i^-2 over the Gaussians of an event, None for others."""
     if isinstance(event, dp_accounting.NoOpDpEvent):
         return 0.0
-    if isinstance(event, dp_accounting.NonPrivateDpEvent):
+    if _is_without_noise(event):
         return math.inf
     if isinstance(event, dp_accounting.GaussianDpEvent):
         z = float(event.noise_multiplier)
@@ -58,6 +58,13 @@ def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
             return None
         return math.fsum(parts) if math.inf not in parts else math.inf
     return None
+
+
+def _is_without_noise(event: dp_accounting.DpEvent) -> bool:
+    return isinstance(event, dp_accounting.NonPrivateDpEvent) or (
+        isinstance(event, dp_accounting.LaplaceDpEvent)
+        and event.noise_multiplier == 0
+    )
 
 
 def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
