@@ -1,0 +1,6 @@
+"""How a round runs: client update, compiled cohort, server update."""
+
+from tfdp_fl.engine.client_update import LocalTraining
+from tfdp_fl.engine.engine import CohortEngine, PendingRound, RoundInputs
+
+__all__ = ["CohortEngine", "LocalTraining", "PendingRound", "RoundInputs"]

@@ -1,0 +1,366 @@
+"""What one client does in a round: train a replica on its own batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl.engine import replicas
+from tfdp_fl.mechanisms import noise
+
+UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """How every client trains, whatever its data.
+
+    Attributes:
+      optimizer: A Keras optimizer; each client starts with fresh slots.
+      loss: What Keras's `compile` takes as `loss`.
+      metrics: What Keras's `compile` takes as `metrics`.
+      loss_weights: What Keras's `compile` takes as `loss_weights`.
+      proximal_weight: mu of the term (mu/2) ||w - w_received||^2 that is added
+        to the loss (NbAFL, FedProx).
+      grad_clip: Each step's gradient is scaled down to this L2 norm over all
+        variables; not at all if it is 0 or less.
+      upload_hook: Called on what the client hands to the mechanism (a list of
+        tensors), before the mechanism clips it; or None.
+    """
+
+    optimizer: tf.keras.optimizers.Optimizer
+    loss: Any
+    metrics: Any = None
+    loss_weights: Any = None
+    proximal_weight: float = 0.0
+    grad_clip: float = -1.0
+    upload_hook: UploadHook | None = None
+
+
+def is_plain_sgd(optimizer: Any) -> bool:
+    """Returns True for w <- w - lr g and nothing else."""
+    if type(optimizer) is not tf.keras.optimizers.SGD:
+        return False
+    config = optimizer.get_config()
+    extras = ("momentum", "nesterov", "weight_decay", "use_ema")
+    limits = ("clipnorm", "global_clipnorm", "clipvalue")
+    return not any(config.get(key) for key in extras) and all(
+        config.get(key) is None for key in limits
+    )
+
+
+def copy_metric(metric: Any) -> Any:
+    """Returns an independent metric, for Keras's `compile`."""
+    if isinstance(metric, tf.keras.metrics.Metric):
+        return type(metric).from_config(metric.get_config())
+    return metric
+
+
+class ClientOptimizer:
+    """A Keras optimizer that starts afresh for every client.
+
+    Only the slots that exist are reset; plain SGD has none, and updates the
+    variables in place.
+    """
+
+    def __init__(
+        self,
+        optimizer: tf.keras.optimizers.Optimizer,
+        variables: list[tf.Variable],
+    ):
+        self._variables = variables
+        self._plain_sgd = is_plain_sgd(optimizer)
+        self._optimizer = type(optimizer).from_config(optimizer.get_config())
+        self._has_fixed_rate = not isinstance(
+            getattr(optimizer, "_learning_rate", None),
+            tf.keras.optimizers.schedules.LearningRateSchedule,
+        )
+        self._slots: list[tuple[tf.Variable, np.ndarray | None]] = []
+        if not self._plain_sgd:
+            with tf.init_scope():
+                self._build()
+
+    def _build(self) -> None:
+        if hasattr(self._optimizer, "build"):
+            self._optimizer.build(self._variables)
+            state = list(self._optimizer.variables)
+        else:  # tf.keras.optimizers.legacy
+            self._optimizer._create_all_weights(self._variables)
+            state = list(self._optimizer.weights)
+        rate = self.learning_rate_variable
+        for variable in state:
+            if variable is rate:
+                continue
+            value = variable.numpy()
+            self._slots.append((variable, value if value.any() else None))
+
+    @property
+    def learning_rate_variable(self) -> tf.Variable | None:
+        """Returns the variable that holds the rate, None if it has none."""
+        rate = getattr(self._optimizer, "_learning_rate", None)
+        return rate if isinstance(rate, tf.Variable) else None
+
+    def start(self, learning_rate: tf.Tensor) -> None:
+        """Resets the slots for a new client."""
+        for variable, initial in self._slots:
+            variable.assign(
+                tf.zeros_like(variable)
+                if initial is None
+                else tf.constant(initial)
+            )
+        if self._plain_sgd or not self._has_fixed_rate:
+            return
+        if self.learning_rate_variable is not None:
+            self.learning_rate_variable.assign(learning_rate)
+        elif hasattr(self._optimizer, "_set_hyper"):
+            self._optimizer.learning_rate = learning_rate
+
+    def apply(self, gradients: list[Any], learning_rate: tf.Tensor) -> None:
+        """Takes one step on the variables."""
+        if not self._plain_sgd:
+            pairs = [
+                (gradient, variable)
+                for gradient, variable in zip(
+                    gradients, self._variables, strict=True
+                )
+                if gradient is not None
+            ]
+            self._optimizer.apply_gradients(pairs)
+            return
+        for gradient, variable in zip(gradients, self._variables, strict=True):
+            if gradient is None:
+                continue
+            rate = tf.cast(learning_rate, variable.dtype)
+            if isinstance(gradient, tf.IndexedSlices):
+                variable.scatter_sub(
+                    tf.IndexedSlices(rate * gradient.values, gradient.indices)
+                )
+            else:
+                tf.raw_ops.ResourceApplyGradientDescent(
+                    var=variable.handle, alpha=rate, delta=gradient
+                )
+
+
+class ClientTrainer:
+    """Trains one client after the other in a replica of the model.
+
+    Attributes:
+      variables: The replica's variables that a client's record is about: the
+        trainable ones, then the aggregated non-trainable ones (such as the
+        moving statistics of batch normalization). The mechanism treats them
+        alike: clipped together, noised together.
+      metric_variables: The state of the compiled metrics.
+    """
+
+    def __init__(
+        self,
+        model: tf.keras.Model,
+        training: LocalTraining,
+        element_spec: tuple[Any, Any],
+        aggregate_non_trainable: bool,
+    ):
+        """Prepares a replica for training.
+
+        Args:
+          model: A replica, whose variables may be overwritten.
+          training: How to train.
+          element_spec: `(features, labels)`, nests of `tf.TensorSpec` of one
+            example.
+          aggregate_non_trainable: Whether non-trainable state that training
+            changes leaves the client, in the same record as the weights.
+        """
+        self._model = model
+        self._training = training
+        self._generators = replicas.own_generators(model)
+        self._trainable = list(model.trainable_variables)
+        changed = replicas.changed_by_training(model, element_spec[0])
+        self._aggregated = changed if aggregate_non_trainable else []
+        kept = [] if aggregate_non_trainable else changed
+        self._restored = kept
+        self.variables = self._trainable + self._aggregated
+        self._optimizer = ClientOptimizer(training.optimizer, self._trainable)
+        self._build_loss(element_spec)
+
+    def _build_loss(self, element_spec: tuple[Any, Any]) -> None:
+        training = self._training
+        self._model.compile(
+            loss=training.loss,
+            metrics=tf.nest.map_structure(copy_metric, training.metrics),
+            loss_weights=training.loss_weights,
+        )
+        x, y = (replicas.zeros_like_batch(spec) for spec in element_spec)
+        predicted = self._model(x, training=False)
+        check_labels(y, predicted, training.loss)
+        self._model.compute_loss(x, y, predicted)
+        self._model.compute_metrics(x, y, predicted, None)
+        self._model.reset_metrics()
+        compiled_loss = self._model.compiled_loss
+        single = tf.nest.flatten(compiled_loss._losses)
+        self._single_loss = None
+        if (
+            len(tf.nest.flatten(predicted)) == 1
+            and len(single) == 1
+            and training.loss_weights is None
+        ):
+            self._single_loss = single[0]
+        self._metrics = list(self._model.compiled_metrics.metrics)
+        self.metric_variables = [
+            variable
+            for metric in self._metrics
+            for variable in metric.variables
+        ]
+
+    def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Returns what the compiled metrics say of a summed state.
+
+        Args:
+          values: Values for `metric_variables`, summed over replicas.
+        """
+        for variable, value in zip(self.metric_variables, values, strict=True):
+            variable.assign(value)
+        results = {}
+        for metric in self._metrics:
+            result = metric.result()
+            results.update(
+                result if isinstance(result, dict) else {metric.name: result}
+            )
+        return results
+
+    @property
+    def has_generators(self) -> bool:
+        """Returns True if local training draws random numbers."""
+        return bool(self._generators)
+
+    @property
+    def replica_state(self) -> list[tf.Variable]:
+        """Returns the non-trainable variables in which no client is heard."""
+        return self._restored
+
+    def start(
+        self,
+        weights: list[tf.Tensor],
+        unheard: list[tf.Tensor],
+        learning_rate: tf.Tensor,
+        seed: tf.Tensor,
+    ) -> None:
+        """Puts the replica in the state in which a client receives it.
+
+        Args:
+          weights: The server's values of `variables`.
+          unheard: The server's values of `replica_state`.
+          learning_rate: Float32 scalar.
+          seed: Int64 [2], new for every client of every round.
+        """
+        for variable, value in zip(self.variables, weights, strict=True):
+            variable.assign(value)
+        for variable, value in zip(self._restored, unheard, strict=True):
+            variable.assign(value)
+        self._optimizer.start(learning_rate)
+        for number, generator in enumerate(self._generators):
+            key = noise.fold_in(seed, 1 + number)
+            generator.state.assign(tf.concat([[0, 0], key[:1]], axis=0))
+
+    def step(
+        self,
+        x: Any,
+        y: Any,
+        weights: list[tf.Tensor],
+        learning_rate: tf.Tensor,
+    ) -> tf.Tensor:
+        """Takes one step on one batch; returns its loss (float32 scalar)."""
+        training = self._training
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(self._trainable)
+            predicted = self._model(x, training=True)
+            loss = self._loss(x, y, predicted)
+        gradients = tape.gradient(loss, self._trainable)
+        if training.proximal_weight:
+            gradients = [
+                _plus(
+                    gradient,
+                    training.proximal_weight * (variable - start),
+                )
+                for gradient, variable, start in zip(
+                    gradients, self._trainable, weights, strict=False
+                )
+            ]
+        if training.grad_clip > 0:
+            gradients, _ = tf.clip_by_global_norm(gradients, training.grad_clip)
+        self._optimizer.apply(gradients, learning_rate)
+        if self._metrics:
+            self._model.compiled_metrics.update_state(y, predicted)
+        return tf.cast(loss, tf.float32)
+
+    def _loss(self, x: Any, y: Any, predicted: Any) -> tf.Tensor:
+        masked = any(
+            getattr(output, "_keras_mask", None) is not None
+            for output in tf.nest.flatten(predicted)
+        )
+        if self._single_loss is None or masked:
+            return self._model.compute_loss(x, y, predicted)
+        (label,), (output,) = tf.nest.flatten(y), tf.nest.flatten(predicted)
+        if label.shape.rank == output.shape.rank - 1 and output.shape[-1] == 1:
+            label = tf.expand_dims(label, -1)
+        loss = self._single_loss(label, output)
+        for extra in self._model.losses:
+            loss += tf.cast(extra, loss.dtype)
+        return loss
+
+    def update(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns Delta = w - w_received, what the client's training did."""
+        return self._hooked(
+            [
+                variable - value
+                for variable, value in zip(self.variables, weights, strict=True)
+            ]
+        )
+
+    def weights(self) -> list[tf.Tensor]:
+        """Returns the client's weights, for mechanisms that release them."""
+        return self._hooked(
+            [variable.read_value() for variable in self.variables]
+        )
+
+    def _hooked(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        if self._training.upload_hook is None:
+            return tensors
+        return list(self._training.upload_hook(tensors))
+
+
+def _plus(gradient: Any, extra: tf.Tensor) -> tf.Tensor:
+    return extra if gradient is None else tf.convert_to_tensor(gradient) + extra
+
+
+def check_labels(y: Any, predicted: Any, loss: Any) -> None:
+    """Raises ValueError if labels cannot belong to the model's output."""
+    try:
+        tf.nest.assert_same_structure(
+            tf.nest.flatten(y), tf.nest.flatten(predicted)
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"labels must have one tensor for each of the "
+            f"{len(tf.nest.flatten(predicted))} outputs of the model, got "
+            f"{len(tf.nest.flatten(y))}."
+        ) from error
+    name = loss if isinstance(loss, str) else getattr(loss, "name", "") or ""
+    for label, output in zip(
+        tf.nest.flatten(y), tf.nest.flatten(predicted), strict=True
+    ):
+        shape, expected = label.shape[1:], output.shape[1:]
+        if "sparse" in name:
+            allowed = (expected[:-1], [*expected[:-1], 1])
+        elif expected.rank and expected[-1] == 1:
+            allowed = (expected, expected[:-1])
+        else:
+            allowed = (expected,)
+        if not any(shape.is_compatible_with(each) for each in allowed):
+            raise ValueError(
+                f"labels must have the shape {tuple(allowed[0])} for each "
+                f"example, to fit the model's output {tuple(expected)} and "
+                f"the loss {name or loss!r}, got {tuple(shape)}."
+            )

@@ -1,0 +1,677 @@
+"""Runs the rounds of a cohort on this machine's cores."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl.datasets import ClientFailure, FederatedDataset
+from tfdp_fl.engine import (
+    batching,
+    client_update,
+    cohort,
+    compile_choice,
+    replicas,
+    server_update,
+)
+from tfdp_fl.mechanisms import mechanism, noise
+
+# How much of a streamed cohort's data, or of updates that wait for a joint
+# clip, is held by one call of a compiled function.
+CHUNK_BYTES = 64 * 2**20
+
+BroadcastHook = Callable[[list[tf.Tensor], tf.Tensor], list[tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundInputs:
+    """What is decided about a round before any client trains.
+
+    Attributes:
+      round_index: The round, counted from 0.
+      positions: Int64 [K], the cohort, as client positions in the dataset.
+      clients_per_round: The expected cohort size m.
+      noise_multiplier: This round's z.
+      batch_size: Examples in one local batch.
+      local_epochs: Passes over a client's examples.
+      learning_rate: The client optimizer's rate.
+      seed: Int64 [2], new for every round: noise and dropout follow from it.
+      shuffle: Generator that shuffles the examples of each client, or None.
+      windows: Float32 [K, W, L], for mechanisms that keep norms per client.
+    """
+
+    round_index: int
+    positions: np.ndarray
+    clients_per_round: float
+    noise_multiplier: float
+    batch_size: int
+    local_epochs: int
+    learning_rate: float
+    seed: np.ndarray
+    shuffle: np.random.Generator | None = None
+    windows: np.ndarray | None = None
+
+
+@dataclasses.dataclass
+class PendingRound:
+    """A cohort that was trained and added up, and of which nothing is out yet.
+
+    Attributes:
+      inputs: The round.
+      state: The query's state, with the clip of this round.
+      sums: One `CohortSum` a replica.
+      metric_states: One list of metric values a replica.
+      collected: For each replica the contributions that were not summed, with
+        their clients' places in the cohort.
+      window_norms: Float32 [K, L], each client's layer norms before noise, NaN
+        for those that did not answer; None if the mechanism keeps no window.
+      failures: The clients whose data could not be read.
+    """
+
+    inputs: RoundInputs
+    state: Any
+    sums: list[Any]
+    metric_states: list[Any]
+    collected: list[list[tuple[np.ndarray, cohort.CollectedUpdates]]]
+    window_norms: np.ndarray | None
+    failures: list[ClientFailure] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Some clients of a cohort with the tensors that hold their examples."""
+
+    x: Any
+    y: Any
+    rows: np.ndarray
+    lengths: np.ndarray
+    members: np.ndarray
+
+
+class CohortEngine:
+    """Trains cohorts in replicas of a model, and updates the model.
+
+    A round has two halves: `collect` trains and adds up, `release` adds the
+    noise and lets the model change. In between nobody has seen anything, so
+    that is where a round is written to the ledger, or abandoned.
+
+    Attributes:
+      server: The `ServerUpdate` that holds the model's weights.
+      state: The query's state, before the coming round.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: tf.keras.Model,
+        training: client_update.LocalTraining,
+        query: mechanism.CohortQuery,
+        element_spec: tuple[Any, Any],
+        server_optimizer: tf.keras.optimizers.Optimizer | None = None,
+        broadcast_hook: BroadcastHook | None = None,
+        aggregate_non_trainable: bool = True,
+        moments: bool = False,
+        collect_records: bool = False,
+        num_replicas: int | None = None,
+        jit_compile: bool | None = None,
+        batch_size: int = 1,
+    ):
+        """Makes the replicas; nothing is traced yet.
+
+        Args:
+          model: The user's built model; it is the server's.
+          training: How clients train.
+          query: The mechanism, bound to its deployment.
+          element_spec: `(features, labels)` specs of one example.
+          server_optimizer: A Keras optimizer, or None for w <- w + mean.
+          broadcast_hook: Called on the weights (a list of tensors) and the
+            round's seed before they go to the clients; or None.
+          aggregate_non_trainable: Whether non-trainable state leaves clients.
+          moments: Whether to compute Geyer's V_c and U_s.
+          collect_records: Whether each client's record is wanted by itself.
+          num_replicas: Clients trained at once; None: one for each core.
+          jit_compile: Whether XLA compiles local training; None decides by
+            `compile_choice`.
+          batch_size: The usual batch size, for that decision.
+        """
+        self._model = model
+        self._query = query
+        self._broadcast_hook = broadcast_hook
+        self._moments = moments
+        self._collect_records = collect_records
+        count = num_replicas or replicas.default_num_replicas()
+        models = _replicas_of(model, element_spec[0], count)
+        self._trainers = [
+            client_update.ClientTrainer(
+                each, training, element_spec, aggregate_non_trainable
+            )
+            for each in models
+        ]
+        self._jit_compile = (
+            compile_choice.prefers_xla(model, batch_size)
+            if jit_compile is None
+            else jit_compile
+        )
+        first, replica = self._trainers[0], models[0]
+        trainable = len(model.trainable_variables)
+        matching = {
+            id(theirs): ours
+            for theirs, ours in zip(
+                replica.non_trainable_variables,
+                model.non_trainable_variables,
+                strict=True,
+            )
+        }
+        self.server = server_update.ServerUpdate(
+            list(model.trainable_variables),
+            [matching[id(each)] for each in first.variables[trainable:]],
+            server_optimizer,
+        )
+        self._unheard = [matching[id(each)] for each in first.replica_state]
+        self._shapes = [each.shape for each in self.server.variables]
+        self._dtypes = [each.dtype for each in self.server.variables]
+        self._element_spec = element_spec
+        self.state = query.initial_global_state()
+        self._functions: dict[Any, Any] = {}
+        self._log_names: list[str] = []
+        self._pool = concurrent.futures.ThreadPoolExecutor(count)
+        self._begin = tf.function(self._begin_round)
+        self._release = tf.function(self._release_round)
+        self._merge = tf.function(
+            lambda a, b: tf.nest.map_structure(tf.add, a, b)
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """Returns how many clients train at once."""
+        return len(self._trainers)
+
+    @property
+    def jit_compile(self) -> bool:
+        """Returns whether local training is compiled by XLA."""
+        return self._jit_compile
+
+    @property
+    def num_variables(self) -> int:
+        """Returns how many tensors a client's record has."""
+        return len(self._shapes)
+
+    # Half one: train and add up.
+
+    def collect(
+        self, dataset: FederatedDataset, inputs: RoundInputs
+    ) -> PendingRound:
+        """Trains a cohort and adds up what its clients hand in.
+
+        Args:
+          dataset: Where the cohort's examples come from.
+          inputs: The round.
+
+        Returns:
+          A `PendingRound`; the model and the state have not changed.
+        """
+        state, params, weights, unheard = self._begin(
+            self.state,
+            tf.constant(inputs.noise_multiplier, tf.float32),
+            tf.constant(inputs.clients_per_round, tf.float32),
+            tf.constant(inputs.seed),
+        )
+        pending = PendingRound(
+            inputs=inputs,
+            state=state,
+            sums=[()] * self.num_replicas,
+            metric_states=[()] * self.num_replicas,
+            collected=[[] for _ in range(self.num_replicas)],
+            window_norms=None,
+        )
+        if self._query.uses_window:
+            pending.window_norms = np.full(
+                [len(inputs.positions), self.num_variables], np.nan, np.float32
+            )
+        output = cohort.SUM
+        if self._query.two_phase:
+            output = cohort.COLLECT_UPDATES
+        elif self._collect_records:
+            output = cohort.COLLECT_RECORDS
+        server = (params, weights, unheard)
+        for chunk in self._chunks(dataset, inputs, pending.failures):
+            self._run_chunk(pending, server, chunk, output)
+        if self._query.two_phase:
+            self._clip_and_sum(pending)
+        return pending
+
+    def _begin_round(self, state, noise_multiplier, clients_per_round, seed):
+        state = self._query.begin_round(
+            state, noise_multiplier, clients_per_round
+        )
+        weights = [each.read_value() for each in self.server.variables]
+        if self._broadcast_hook is not None:
+            with noise.seeded(noise.fold_in(seed, -2)):
+                weights = list(
+                    self._broadcast_hook(weights, noise.fold_in(seed, -3))
+                )
+        unheard = [each.read_value() for each in self._unheard]
+        params = tf.nest.map_structure(
+            tf.convert_to_tensor,
+            ()
+            if self._query.two_phase
+            else self._query.derive_sample_params(state),
+        )
+        return state, params, weights, unheard
+
+    def _chunks(
+        self,
+        dataset: FederatedDataset,
+        inputs: RoundInputs,
+        failures: list[ClientFailure],
+    ) -> Iterator[_Chunk]:
+        """Yields the cohort's data, at least one chunk, in bounded pieces."""
+        positions = inputs.positions
+        if dataset.is_indexed:
+            x, y = dataset.flat()
+            rows, lengths = dataset.client_rows(positions)
+            yield _Chunk(x, y, rows, lengths, np.arange(len(positions)))
+            return
+        with concurrent.futures.ThreadPoolExecutor(1) as reader:
+            chunks = _streamed_chunks(
+                dataset, positions, failures, self._element_spec
+            )
+            ahead = reader.submit(next, chunks, None)
+            while (chunk := ahead.result()) is not None:
+                ahead = reader.submit(next, chunks, None)
+                yield chunk
+
+    def _run_chunk(
+        self, pending: PendingRound, server: tuple, chunk: _Chunk, output: str
+    ) -> None:
+        """Trains a chunk's clients on all replicas; adds to `pending`."""
+        inputs = pending.inputs
+        work = batching.steps_per_client(
+            chunk.lengths, inputs.batch_size, inputs.local_epochs
+        )
+        groups = batching.share_out(work, self.num_replicas)
+        at_once = len(chunk.lengths) or 1
+        if output != cohort.SUM:
+            width = sum(shape.num_elements() for shape in self._shapes)
+            at_once = max(1, CHUNK_BYTES // (4 * width))
+        plans = [
+            [
+                _plan(chunk, group[start : start + at_once], inputs)
+                for start in range(0, max(len(group), 1), at_once)
+            ]
+            for group in groups
+        ]
+
+        def run(replica: int) -> None:
+            for plan in plans[replica]:
+                self._run_plan(replica, pending, server, chunk, plan, output)
+
+        if self.num_replicas == 1:
+            run(0)
+        else:
+            for replica, own in enumerate(plans):
+                for plan in own:  # Traced here, not in several threads at once.
+                    self._function(replica, server, output, plan)
+            list(self._pool.map(run, range(self.num_replicas)))
+
+    def _run_plan(
+        self,
+        replica: int,
+        pending: PendingRound,
+        server: tuple,
+        chunk: _Chunk,
+        plan: batching.BatchPlan,
+        output: str,
+    ) -> None:
+        inputs = pending.inputs
+        function = self._function(replica, server, output, plan)
+        count = plan.num_clients
+        members = plan.members
+        if self._jit_compile:
+            plan = batching.pad_plan(plan)
+        windows = np.zeros([len(plan.members), 0, 0], np.float32)
+        if self._query.uses_window:
+            windows = np.full(
+                [len(plan.members), *inputs.windows.shape[1:]],
+                np.nan,
+                np.float32,
+            )
+            windows[:count] = inputs.windows[members]
+        params, weights, unheard = server
+        result, metrics, norms = function(
+            weights,
+            unheard,
+            params,
+            chunk.x,
+            chunk.y,
+            cohort.ClientTable(
+                plan.rows,
+                plan.batch_sizes,
+                plan.first_step,
+                plan.members,
+                plan.num_examples,
+                windows,
+            ),
+            tf.constant(count, tf.int32),
+            tf.constant(inputs.learning_rate, tf.float32),
+            tf.constant(inputs.seed),
+        )
+        if output != cohort.SUM:
+            collected, result = result
+            if len(plan.members) > count:
+                collected = tf.nest.map_structure(
+                    lambda each: each[:count], collected
+                )
+            if count:
+                pending.collected[replica].append((members, collected))
+        if self._query.uses_window:
+            pending.window_norms[members] = norms.numpy()[:count]
+        if pending.sums[replica] != ():
+            result = self._merge(pending.sums[replica], result)
+            metrics = self._merge(pending.metric_states[replica], metrics)
+        pending.sums[replica] = result
+        pending.metric_states[replica] = metrics
+
+    def _function(
+        self,
+        replica: int,
+        server: tuple,
+        output: str,
+        plan: batching.BatchPlan,
+    ) -> Any:
+        """Returns the compiled cohort function of one replica, traced once."""
+        full = not plan.has_short_batches
+        key = (replica, output, full)
+        if key in self._functions:
+            return self._functions[key]
+        params, weights, unheard = server
+        options = cohort.CohortOptions(
+            output=output, full_batches=full, moments=self._moments
+        )
+        function = tf.function(
+            cohort.CohortFunction(
+                self._trainers[replica], self._query, options
+            ),
+            jit_compile=bool(self._jit_compile) and full,
+            autograph=False,
+        )
+
+        def examples(spec):
+            return tf.TensorSpec([None, *spec.shape], spec.dtype)
+
+        x, y = tf.nest.map_structure(examples, self._element_spec)
+        window = getattr(self._query, "window", 0)
+        layers = self.num_variables if window else 0
+        exact = tf.nest.map_structure(
+            lambda value: tf.TensorSpec(value.shape, value.dtype),
+            (weights, unheard, params),
+        )
+        self._functions[key] = function.get_concrete_function(
+            *exact,
+            x,
+            y,
+            cohort.ClientTable(
+                rows=tf.TensorSpec([None, plan.rows.shape[1]], tf.int32),
+                batch_sizes=tf.TensorSpec([None], tf.int32),
+                first_step=tf.TensorSpec([None], tf.int32),
+                members=tf.TensorSpec([None], tf.int32),
+                num_examples=tf.TensorSpec([None], tf.int32),
+                windows=tf.TensorSpec([None, window, layers], tf.float32),
+            ),
+            tf.TensorSpec([], tf.int32),
+            tf.TensorSpec([], tf.float32),
+            tf.TensorSpec([2], tf.int64),
+        )
+        return self._functions[key]
+
+    def _clip_and_sum(self, pending: PendingRound) -> None:
+        """Sets the clip from all norms; then clips and adds up each update."""
+        parts = [part for group in pending.collected for part in group]
+        norms = np.zeros(len(pending.inputs.positions), np.float32)
+        answered = np.zeros(len(norms), bool)
+        for members, collected in parts:
+            norms[members] = collected.norms.numpy()
+            answered[members] = True
+        seed = tf.constant(pending.inputs.seed)
+        pending.state, params = self._once("clip", self._clip_to_cohort)(
+            pending.state, tf.constant(norms[answered]), seed
+        )
+        add_up = self._once("add_up", self._sum_collected)
+
+        def run(replica: int) -> Any:
+            zeros = self._query.initial_sample_state(
+                [
+                    tf.zeros(shape, dtype)
+                    for shape, dtype in zip(
+                        self._shapes, self._dtypes, strict=True
+                    )
+                ]
+            )
+            for members, collected in pending.collected[replica]:
+                zeros = self._merge(
+                    zeros,
+                    add_up(
+                        params, collected.updates, tf.constant(members), seed
+                    ),
+                )
+            return zeros
+
+        for members, collected in parts[:1]:  # Traced before the threads run.
+            add_up(params, collected.updates[:0], members[:0], seed)
+        records = list(self._pool.map(run, range(self.num_replicas)))
+        pending.sums = [
+            each._replace(record=record)
+            for each, record in zip(pending.sums, records, strict=True)
+        ]
+        pending.collected = []
+
+    def _clip_to_cohort(self, state, norms, seed):
+        with noise.seeded(noise.fold_in(seed, -4)):
+            state = self._query.clip_to_cohort(state, norms)
+        return state, self._query.derive_sample_params(state)
+
+    def _sum_collected(self, params, updates, members, seed):
+        return cohort.sum_collected(
+            self._query,
+            params,
+            updates,
+            members,
+            seed,
+            self._shapes,
+            self._dtypes,
+        )
+
+    def _once(self, name: str, function: Callable[..., Any]) -> Any:
+        if name not in self._functions:
+            self._functions[name] = tf.function(function, reduce_retracing=True)
+        return self._functions[name]
+
+    def set_record_sum(
+        self, pending: PendingRound, flat: np.ndarray, scalars: np.ndarray
+    ) -> None:
+        """Takes the sum of the records from elsewhere (secure aggregation).
+
+        Args:
+          pending: A round whose records were collected one by one.
+          flat: Float32 [D], the sum of the clients' flattened updates.
+          scalars: Float32 [5], the sum of their `scalars`.
+        """
+        update = cohort.unflatten(
+            tf.constant(flat, tf.float32), self._shapes, self._dtypes
+        )
+        record = mechanism.Record(update, *tf.unstack(tf.constant(scalars)))
+        zeros = tf.nest.map_structure(tf.zeros_like, record)
+        pending.sums = [
+            each._replace(record=record if replica == 0 else zeros)
+            for replica, each in enumerate(pending.sums)
+        ]
+        pending.collected = []
+
+    # Half two: release.
+
+    def release(self, pending: PendingRound) -> dict[str, float]:
+        """Adds the noise, divides, and updates the model and the state.
+
+        Args:
+          pending: What `collect` returned, charged by now.
+
+        Returns:
+          The round's values for `History`, by name.
+        """
+        answered = len(pending.inputs.positions) - len(pending.failures)
+        new_state, values = self._release(
+            pending.sums,
+            pending.metric_states,
+            pending.state,
+            tf.constant(pending.inputs.seed),
+            tf.constant(answered, tf.float32),
+        )
+        self.state = new_state
+        return dict(zip(self._log_names, values.numpy().tolist(), strict=True))
+
+    def _release_round(self, sums, metric_states, state, seed, answered):
+        total = sums[0]
+        for each in sums[1:]:
+            merged = self._query.merge_sample_states(total.record, each.record)
+            total = tf.nest.map_structure(
+                tf.add, total._replace(record=()), each._replace(record=())
+            )._replace(record=merged)
+        with noise.seeded(noise.fold_in(seed, -1)):
+            mean, new_state, _ = self._query.get_noised_result(
+                total.record, state
+            )
+        record = total.record
+        if self._query.releases == "weights":
+            tf.cond(
+                record.weight > 0,
+                lambda: self._replaced(mean),
+                lambda: True,
+            )
+        else:
+            self.server.apply(mean)
+        metrics = [
+            tf.add_n(list(each)) for each in zip(*metric_states, strict=True)
+        ]
+        logs = {"loss": tf.math.divide_no_nan(total.loss, total.examples)}
+        logs.update(self._trainers[0].metric_results(metrics))
+        logs.update(self._query.derive_metrics(state))
+        logs["clipped_fraction"] = tf.math.divide_no_nan(
+            record.clipped, answered
+        )
+        logs["mean_update_norm"] = tf.math.divide_no_nan(record.norm, answered)
+        logs["discarded_clients"] = record.discarded
+        if self._moments:
+            logs.update(_variance_and_scale(total.moments))
+        self._log_names = list(logs)
+        values = [tf.cast(value, tf.float32) for value in logs.values()]
+        return new_state, tf.stack(values)
+
+    def _replaced(self, weights: list[tf.Tensor]) -> bool:
+        self.server.replace(weights)
+        return True
+
+
+def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:
+    """Returns Geyer's V_c and U_s (Geyer et al. 2017, Section 3).
+
+    V_c is the mean over parameters of the variance across clients, U_s the
+    mean over parameters of the squared mean.
+    """
+    variance, scale, size = 0.0, 0.0, 0
+    for first, second in zip(moments.first, moments.second, strict=True):
+        mean = tf.math.divide_no_nan(first, moments.count)
+        spread = tf.math.divide_no_nan(second, moments.count) - mean * mean
+        variance += tf.reduce_sum(tf.maximum(spread, 0))
+        scale += tf.reduce_sum(mean * mean)
+        size += first.shape.num_elements()
+    return {
+        "between_client_variance": variance / size,
+        "update_scale": scale / size,
+    }
+
+
+def _replicas_of(
+    model: tf.keras.Model, features: Any, count: int
+) -> list[tf.keras.Model]:
+    return [replicas.clone(model, features) for _ in range(count)]
+
+
+def _plan(
+    chunk: _Chunk, group: np.ndarray, inputs: RoundInputs
+) -> batching.BatchPlan:
+    """Lays out the training of some of a chunk's clients."""
+    lengths = chunk.lengths[group]
+    ends = np.cumsum(chunk.lengths)
+    starts = (ends - chunk.lengths)[group]
+    before = np.cumsum(lengths) - lengths
+    index = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+    plan = batching.make_plan(
+        chunk.rows[index],
+        lengths,
+        inputs.batch_size,
+        inputs.local_epochs,
+        inputs.shuffle,
+    )
+    return dataclasses.replace(
+        plan, members=chunk.members[group].astype(np.int32)
+    )
+
+
+def _streamed_chunks(
+    dataset: FederatedDataset,
+    positions: np.ndarray,
+    failures: list[ClientFailure],
+    element_spec: tuple[Any, Any],
+) -> Iterator[_Chunk]:
+    """Reads clients one after the other into chunks of bounded size."""
+    held: list[tuple[int, Any, Any]] = []
+    size = 0
+    sent = False
+    for member, client in enumerate(dataset.read_clients(positions)):
+        if isinstance(client, ClientFailure):
+            failures.append(client)
+            continue
+        held.append((member, client.x, client.y))
+        size += sum(
+            array.nbytes for array in tf.nest.flatten((client.x, client.y))
+        )
+        if size >= CHUNK_BYTES:
+            yield _packed(held, element_spec)
+            held, size, sent = [], 0, True
+    if held or not sent:
+        yield _packed(held, element_spec)
+
+
+def _packed(
+    clients: list[tuple[int, Any, Any]], element_spec: tuple[Any, Any]
+) -> _Chunk:
+    """Puts some clients' examples into one tensor for each feature."""
+    lengths = np.asarray(
+        [len(tf.nest.flatten(y)[0]) for _, _, y in clients], np.int64
+    )
+    total = int(lengths.sum())
+
+    def pack(spec: tf.TensorSpec, *arrays: np.ndarray) -> tf.Tensor:
+        if not total:  # A gather needs a tensor to read nothing from.
+            shape = [1, *[dim or 1 for dim in spec.shape]]
+            return tf.zeros(shape, spec.dtype)
+        return tf.constant(np.concatenate(arrays), spec.dtype)
+
+    x = tf.nest.map_structure(
+        pack, element_spec[0], *[x for _, x, _ in clients]
+    )
+    y = tf.nest.map_structure(
+        pack, element_spec[1], *[y for _, _, y in clients]
+    )
+    return _Chunk(
+        x,
+        y,
+        np.arange(total),
+        lengths,
+        np.asarray([member for member, _, _ in clients], np.int64),
+    )

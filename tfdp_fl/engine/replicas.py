@@ -1,0 +1,142 @@
+"""Copies of the user's model that clients are trained in.
+
+Each replica has variables of its own, so several clients train at once, and
+the user's model holds the server's weights, untouched until a round is over.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+def default_num_replicas() -> int:
+    """Returns how many clients to train at once on this machine.
+
+    One for each core when every TensorFlow operation runs on a single thread
+    (`tf.config.threading.set_intra_op_parallelism_threads(1)`, which the
+    scripts set before TensorFlow starts) or has the choice: two clients side
+    by side keep two cores busier than one client whose small operations are
+    split.
+    """
+    try:
+        return max(1, len(os.sched_getaffinity(0)))
+    except AttributeError:  # Not on every platform.
+        return max(1, os.cpu_count() or 1)
+
+
+def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
+    """Returns a model of the same architecture with variables of its own.
+
+    Args:
+      model: A built Keras model.
+      element_spec: A nest of `tf.TensorSpec`, one example's features; builds
+        the copy of a subclassed model.
+
+    Raises:
+      ValueError: The model cannot be copied.
+    """
+    try:
+        if isinstance(model, tf.keras.Sequential) or model._is_graph_network:
+            copy = tf.keras.models.clone_model(model)
+        else:
+            copy = type(model).from_config(model.get_config())
+        if not copy.built or (not copy.weights and model.weights):
+            copy(zeros_like_batch(element_spec))
+    except Exception as error:
+        raise ValueError(
+            f"model cannot be copied for training clients side by side: {error}"
+        ) from error
+    if [w.shape for w in copy.weights] != [w.shape for w in model.weights]:
+        raise ValueError(
+            "model cannot be copied: its configuration does not rebuild the "
+            "same weights."
+        )
+    for original, copied in zip(
+        model._flatten_layers(), copy._flatten_layers(), strict=True
+    ):
+        copied.trainable = original.trainable
+    return copy
+
+
+def zeros_like_batch(element_spec: Any, batch_size: int = 1) -> Any:
+    """Returns a nest of zeros in the shape of a batch of examples."""
+    return tf.nest.map_structure(
+        lambda spec: tf.zeros(
+            [batch_size, *[size or 1 for size in spec.shape]], spec.dtype
+        ),
+        element_spec,
+    )
+
+
+def own_generators(model: tf.keras.Model) -> list[tf.random.Generator]:
+    """Gives every random layer (Dropout, noise, ...) a generator of its own.
+
+    Keras's default for such layers is an operation whose stream cannot be
+    restarted; with a generator, a client's masks follow from the round's seed.
+    Only copies of the user's model are changed.
+
+    Args:
+      model: A replica.
+
+    Returns:
+      The generators, in the order of the layers.
+    """
+    generators = []
+    for layer in model._flatten_layers():
+        source = getattr(layer, "_random_generator", None)
+        if source is None or not hasattr(source, "_rng_type"):
+            continue
+        generator = tf.random.Generator.from_state(
+            np.zeros(3, np.int64), alg="philox"
+        )
+        source._rng_type = source.RNG_STATEFUL
+        source._generator = generator
+        source._built = True
+        generators.append(generator)
+    return generators
+
+
+def changed_by_training(
+    model: tf.keras.Model, element_spec: Any
+) -> list[tf.Variable]:
+    """Returns the non-trainable float variables that a forward pass assigns.
+
+    Such as the moving statistics of batch normalization; not the constants of
+    a normalization layer that was adapted before.
+
+    Args:
+      model: A replica; its variables are read, not changed.
+      element_spec: A nest of `tf.TensorSpec`, one example's features.
+    """
+    candidates = [
+        variable
+        for variable in model.non_trainable_variables
+        if variable.dtype.is_floating
+    ]
+    if not candidates:
+        return []
+    traced = tf.function(
+        lambda: model(zeros_like_batch(element_spec, 2), training=True)
+    ).get_concrete_function()
+    assigned = _assigned_resources(traced)
+    return [
+        variable for variable in candidates if id(variable.handle) in assigned
+    ]
+
+
+def _assigned_resources(function: Any) -> set[int]:
+    """Returns the ids of the captured handles that a function may write."""
+    from tensorflow.python.framework import auto_control_deps_utils as utils
+
+    read_only = set(
+        utils.get_read_only_resource_input_indices_graph(function.graph)
+    )
+    return {
+        id(external)
+        for index, (external, _) in enumerate(function.graph.captures)
+        if external.dtype == tf.resource and index not in read_only
+    }

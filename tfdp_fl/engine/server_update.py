@@ -1,0 +1,76 @@
+"""How the released mean moves the model (FedOpt, Reddi et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+class ServerUpdate:
+    """Applies the mean update to the server's weights.
+
+    Without an optimizer w <- w + mean (FedAvg). With one, the negated mean is
+    its gradient: SGD is FedAvg with a server learning rate, SGD with momentum
+    FedAvgM, Adam FedAdam. Non-trainable state always moves by the mean.
+    """
+
+    def __init__(
+        self,
+        trainable: list[tf.Variable],
+        non_trainable: list[tf.Variable],
+        optimizer: tf.keras.optimizers.Optimizer | None = None,
+    ):
+        self._trainable = trainable
+        self._non_trainable = non_trainable
+        self.optimizer = optimizer
+        if optimizer is not None and hasattr(optimizer, "build"):
+            optimizer.build(trainable)
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """Returns the server's weights, in the order of a record."""
+        return self._trainable + self._non_trainable
+
+    @property
+    def state(self) -> list[tf.Variable]:
+        """Returns the optimizer's variables, for checkpoints."""
+        if self.optimizer is None:
+            return []
+        if callable(self.optimizer.variables):  # Legacy optimizers.
+            return list(self.optimizer.variables())
+        return list(self.optimizer.variables)
+
+    def apply(self, mean: list[tf.Tensor]) -> None:
+        """Moves the model by the released mean update."""
+        count = len(self._trainable)
+        if self.optimizer is None:
+            for variable, value in zip(
+                self._trainable, mean[:count], strict=True
+            ):
+                variable.assign_add(value)
+        else:
+            self.optimizer.apply_gradients(
+                [
+                    (-value, variable)
+                    for variable, value in zip(
+                        self._trainable, mean[:count], strict=True
+                    )
+                ]
+            )
+        for variable, value in zip(
+            self._non_trainable, mean[count:], strict=True
+        ):
+            variable.assign(_kept_valid(variable, variable + value))
+
+    def replace(self, weights: list[tf.Tensor]) -> None:
+        """Sets the model to released weights (NbAFL)."""
+        for variable, value in zip(self.variables, weights, strict=True):
+            variable.assign(_kept_valid(variable, value))
+
+
+def _kept_valid(variable: tf.Variable, value: tf.Tensor) -> Any:
+    """Noise can push a variance below zero; the released value is cut off."""
+    if "variance" in variable.name:
+        return tf.maximum(value, 0)
+    return value

@@ -1,0 +1,96 @@
+"""Bounding what one client can do to the sum.
+
+An update is a list of float tensors, one for each variable of the model. It is
+always clipped as a whole: one L2 norm over all its variables (McMahan et al.
+2018, "flat clipping").
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+
+class Clipped(NamedTuple):
+    """A clipped update and what was seen on the way.
+
+    Attributes:
+      update: List of float tensors with a joint L2 norm of at most the bound.
+      norm: Float32 scalar, the L2 norm before clipping (0 if discarded).
+      clipped: Float32 scalar, 1 if the update was scaled down, else 0.
+      discarded: Float32 scalar, 1 if the update held a NaN or an Inf (or its
+        norm is not a finite float32) and was replaced by zero, else 0.
+    """
+
+    update: list[tf.Tensor]
+    norm: tf.Tensor
+    clipped: tf.Tensor
+    discarded: tf.Tensor
+
+
+def global_norm(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Returns the L2 norm (float32 scalar) over all tensors together."""
+    squares = [
+        2.0 * tf.nn.l2_loss(tf.cast(tensor, tf.float32)) for tensor in tensors
+    ]
+    return tf.sqrt(tf.add_n(squares))
+
+
+def scaled(tensors: list[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
+    """Multiplies by a scalar; a scale of 0 gives 0 even for NaN and Inf."""
+    return [
+        tf.math.multiply_no_nan(tensor, tf.cast(scale, tensor.dtype))
+        for tensor in tensors
+    ]
+
+
+def usable_norm(update: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the norm of an update, and whether it can be used at all.
+
+    Returns:
+      `(norm, usable)`: a float32 scalar that is 0 for an update that cannot be
+      used, and a boolean scalar that is False if any element is NaN or Inf.
+    """
+    norm = global_norm(update)
+    usable = tf.math.is_finite(norm)
+    return tf.where(usable, norm, 0.0), usable
+
+
+def clip_factor(norm: tf.Tensor, clip_norm: tf.Tensor) -> tf.Tensor:
+    """Returns min(1, S / norm); 1 for a zero norm, 0 if both are zero."""
+    return tf.math.divide_no_nan(clip_norm, tf.maximum(norm, clip_norm))
+
+
+def clip_by_norm(update: list[tf.Tensor], clip_norm: tf.Tensor) -> Clipped:
+    """Clips one client's update to an L2 norm of at most `clip_norm`.
+
+    Computes Delta * min(1, S / ||Delta||) (McMahan et al. 2018, Algorithm 1,
+    FlatClip). An update with a NaN or an Inf is replaced by zero first.
+
+    Args:
+      update: List of float tensors.
+      clip_norm: Float32 scalar S >= 0.
+
+    Returns:
+      A `Clipped`.
+    """
+    norm, usable = usable_norm(update)
+    scale = tf.where(usable, clip_factor(norm, clip_norm), 0.0)
+    return Clipped(
+        update=scaled(update, scale),
+        norm=norm,
+        clipped=tf.cast(norm > clip_norm, tf.float32),
+        discarded=tf.cast(~usable, tf.float32),
+    )
+
+
+def median(values: tf.Tensor) -> tf.Tensor:
+    """Returns the median (float32 scalar) of a non-empty vector.
+
+    Both halves of an even number of values count: the mean of the two in the
+    middle.
+    """
+    ordered = tf.sort(values)
+    count = tf.shape(ordered)[0]
+    return 0.5 * (ordered[(count - 1) // 2] + ordered[count // 2])

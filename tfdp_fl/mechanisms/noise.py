@@ -1,0 +1,101 @@
+"""Gaussian noise that is never the same twice.
+
+By default every call draws from a fresh, non-deterministic seed, also inside a
+`tf.function` or a TFF computation that is traced once and run many times, on
+every client. A runtime that has to repeat itself bit for bit (or that brings
+entropy from the operating system) wraps the calls in `seeded` with a seed
+tensor that is new for every client of every round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+_PHILOX = "philox"
+
+
+class _Source:
+    """A seed, and how many draws were taken from it."""
+
+    def __init__(self, seed: tf.Tensor):
+        self.seed = seed
+        self.draws = 0
+
+
+_active = threading.local()
+
+
+@contextlib.contextmanager
+def seeded(seed: tf.Tensor) -> Iterator[None]:
+    """Draws the noise inside the block from a given seed.
+
+    Two draws inside one block differ. It is in force while the code is traced,
+    so one traced function uses it for every later run.
+
+    Args:
+      seed: An int64 tensor of shape [2]; a value may be used only once.
+    """
+    outer = getattr(_active, "source", None)
+    _active.source = _Source(seed)
+    try:
+        yield
+    finally:
+        _active.source = outer
+
+
+def next_seed() -> tf.Tensor:
+    """Returns a seed (int64, shape [2]) that no other draw uses."""
+    source = getattr(_active, "source", None)
+    if source is None:
+        return tf.raw_ops.NonDeterministicInts(shape=[2], dtype=tf.int64)
+    source.draws += 1
+    return fold_in(source.seed, source.draws)
+
+
+def fold_in(seed: tf.Tensor, data: tf.Tensor | int) -> tf.Tensor:
+    """Returns a new seed (int64, shape [2]) from a seed and an integer."""
+    return tf.random.experimental.stateless_fold_in(
+        seed, tf.cast(data, tf.int64), alg=_PHILOX
+    )
+
+
+def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
+    """Draws float32 N(0, stddev^2) of the given shape."""
+    draw = tf.random.stateless_normal(shape, next_seed(), alg=_PHILOX)
+    return draw * tf.cast(stddev, tf.float32)
+
+
+def _size(tensor: tf.Tensor) -> int | tf.Tensor:
+    static = tensor.shape.num_elements()
+    return tf.size(tensor) if static is None else static
+
+
+def add_normal(
+    tensors: list[tf.Tensor], stddev: tf.Tensor | list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Adds independent N(0, stddev^2) to every element of every tensor.
+
+    Args:
+      tensors: Float tensors of any shapes.
+      stddev: One scalar, or one scalar for each tensor.
+
+    Returns:
+      New tensors with the shapes and dtypes of the given ones.
+    """
+    if not tensors:
+        return []
+    stddevs = stddev if isinstance(stddev, list) else [stddev] * len(tensors)
+    sizes = [_size(tensor) for tensor in tensors]
+    flat = normal([sum(sizes)], 1.0)
+    noised, start = [], 0
+    for tensor, size, scale in zip(tensors, sizes, stddevs, strict=True):
+        draw = tf.reshape(flat[start : start + size], tf.shape(tensor))
+        start += size
+        noised.append(
+            tensor + tf.cast(draw * tf.cast(scale, tf.float32), tensor.dtype)
+        )
+    return noised
