@@ -1,0 +1,16 @@
+"""Where a cohort's shards run when one process is not enough."""
+
+from tfdp_fl.runtimes.errors import WorkerError, WorkerLost, WorkerUnavailable
+from tfdp_fl.runtimes.lifting import computation_from_function
+from tfdp_fl.runtimes.mapped_array import MappedArray
+from tfdp_fl.runtimes.tff_workers import TFFWorkers, WorkerRound
+
+__all__ = [
+    "MappedArray",
+    "TFFWorkers",
+    "WorkerError",
+    "WorkerLost",
+    "WorkerRound",
+    "WorkerUnavailable",
+    "computation_from_function",
+]

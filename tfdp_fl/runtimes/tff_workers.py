@@ -1,0 +1,552 @@
+"""TFF's own distributed runtime: a shard of the cohort on each worker."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdp_fl import _validate
+from tfdp_fl.runtimes.errors import WorkerLost, WorkerUnavailable
+from tfdp_fl.runtimes.local_worker import LocalWorker
+
+if TYPE_CHECKING:
+    from tfdp_fl.runtimes import connection
+
+# A worker is lost when this many pings in a row stay without an answer. A lost
+# process is noticed at once, by its broken connection; this is for machines
+# that disappear or hang: after (2 + 5) * 2 seconds.
+_PING_EVERY_SECONDS = 2.0
+_PING_TIMEOUT_SECONDS = 5.0
+_UNANSWERED_PINGS = 2
+
+_TICK_SECONDS = 0.25
+_REMEMBERED_COMPUTATIONS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerRound:
+    """What one worker did in the last round.
+
+    Attributes:
+        address: `host:port` of the worker.
+        pid: Its process id where it was started here, else None.
+        shards: The indices of the shards that it was given.
+        seconds: From sending them to having its sum.
+        cpu_seconds: Processor time that it used meanwhile, in steps of 0.01,
+            where it was started here, else None.
+    """
+
+    address: str
+    pid: int | None
+    shards: tuple[int, ...]
+    seconds: float
+    cpu_seconds: float | None
+
+
+class _Worker:
+    """One of the workers: its process, if it is ours, and its connection."""
+
+    def __init__(self, address: str | None, **start: Any):
+        self._address = address
+        self._start = start
+        self.process: LocalWorker | None = None
+        self.connection: connection.Connection | None = None
+
+    @property
+    def address(self) -> str | None:
+        if self.process is not None:
+            return self.process.address
+        return self._address
+
+    @property
+    def usable(self) -> bool:
+        return (
+            self.connection is not None
+            and not self.connection.closed
+            and (self.process is None or self.process.alive)
+        )
+
+    def start(self) -> None:
+        """Starts the process where it is ours; `connect` waits for it."""
+        from tfdp_fl.runtimes import connection  # gRPC comes with TFF only.
+
+        self.close()
+        if self._address is None:
+            self.process = LocalWorker(**self._start)
+        self.connection = connection.Connection(self.address)
+
+    def connect(self, timeout_seconds: float) -> None:
+        process = self.process
+        try:
+            self.connection.connect(
+                timeout_seconds,
+                (lambda: True) if process is None else lambda: process.alive,
+            )
+        except WorkerUnavailable as error:
+            if process is not None:
+                raise WorkerUnavailable(
+                    self.address, f"was not started. {process.log_tail()}"
+                ) from error
+            raise
+        if process is not None:
+            process.listening()
+
+    def lose(self) -> None:
+        """Breaks off what is under way, because the worker is lost."""
+        if self.connection is not None:
+            self.connection.close(dispose=False)
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close(dispose=self.process is None)
+            self.connection = None
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
+
+
+def _close_all(workers: Sequence[_Worker], owner: int) -> None:
+    if os.getpid() == owner:
+        for worker in workers:
+            worker.close()
+
+
+def _addresses(hosts: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(hosts, str) or not isinstance(hosts, Sequence):
+        raise TypeError(
+            f"hosts must be a sequence of 'host:port' strings, got {hosts!r}."
+        )
+    for host in hosts:
+        _validate.instance_of(str, hosts=host)
+        name, _, port = host.rpartition(":")
+        if not name or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(
+                f"hosts must be 'host:port' strings, got {host!r}."
+            )
+    if not hosts or len(set(hosts)) != len(hosts):
+        raise ValueError(
+            f"hosts must be one or more different addresses, got {hosts!r}."
+        )
+    return tuple(hosts)
+
+
+def _ports(ports: Sequence[int], num_workers: int) -> tuple[int, ...]:
+    ports = tuple(_validate.positive_integer(ports=port) for port in ports)
+    if (
+        len(ports) != num_workers
+        or len(set(ports)) != num_workers
+        or max(ports) > 65535
+    ):
+        raise ValueError(
+            f"ports must be {num_workers} different numbers up to 65535, one "
+            f"for each worker, got {ports!r}."
+        )
+    return ports
+
+
+class TFFWorkers:
+    """Several TFF workers, started here or already running.
+
+        with TFFWorkers(num_workers=2) as workers:
+            sums = workers.run_sharded(computation, [shard_0, shard_1], weights)
+
+    Workers that are started here end when this process does, however it ends;
+    see `tfdp_fl/runtimes/supervisor.py`. Workers at `hosts` are left running.
+
+    A round happens whole or not at all. If a worker is lost, `run_sharded`
+    raises `WorkerLost`, nothing is returned, and the next call starts the lost
+    worker anew (or connects to its address again) before it begins.
+
+    Attributes:
+        num_workers: How many workers there are.
+        last_round: What each worker did in the last round that was completed.
+    """
+
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        ports: Sequence[int] | None = None,
+        *,
+        hosts: Sequence[str] | None = None,
+        connect_timeout_seconds: float = 30.0,
+        round_timeout_seconds: float | None = None,
+        threads_per_worker: int | None = None,
+        max_concurrent_computation_calls: int | None = None,
+    ):
+        """Describes the workers; `open`, or the first round, starts them.
+
+        Args:
+            num_workers: How many workers to start here. 2 by default.
+            ports: A port for each of them; None for free ones.
+            hosts: `host:port` of each worker that runs already. Nothing is
+                started then.
+            connect_timeout_seconds: How long a worker may take to answer.
+            round_timeout_seconds: How long a round may take before its
+                unfinished workers count as lost; None for no limit.
+            threads_per_worker: Threads for one TensorFlow operation in a
+                worker started here. By default the cores are divided among
+                the workers.
+            max_concurrent_computation_calls: How many shards a worker started
+                here works on at the same time; None for no limit.
+
+        Raises:
+            ValueError: If an argument is out of range, or does not go with
+                `hosts`.
+        """
+        if hosts is not None:
+            for name, value in (
+                ("num_workers", num_workers),
+                ("ports", ports),
+                ("threads_per_worker", threads_per_worker),
+                (
+                    "max_concurrent_computation_calls",
+                    max_concurrent_computation_calls,
+                ),
+            ):
+                if value is not None:
+                    raise ValueError(
+                        f"{name} must be None where hosts are given, got "
+                        f"{value!r}: it is for workers that are started here."
+                    )
+            self._workers = [_Worker(host) for host in _addresses(hosts)]
+        else:
+            count = _validate.positive_integer(
+                num_workers=2 if num_workers is None else num_workers
+            )
+            if threads_per_worker is None:
+                cores = len(os.sched_getaffinity(0))
+                threads_per_worker = max(1, cores // count)
+            start = {
+                "threads": _validate.positive_integer(
+                    threads_per_worker=threads_per_worker
+                ),
+                "max_concurrent_computation_calls": (
+                    None
+                    if max_concurrent_computation_calls is None
+                    else _validate.positive_integer(
+                        max_concurrent_computation_calls=(
+                            max_concurrent_computation_calls
+                        )
+                    )
+                ),
+            }
+            self._workers = [
+                _Worker(None, port=port, **start)
+                for port in (
+                    [None] * count if ports is None else _ports(ports, count)
+                )
+            ]
+        self._connect_timeout = _validate.positive(
+            connect_timeout_seconds=connect_timeout_seconds
+        )
+        self._round_timeout = (
+            None
+            if round_timeout_seconds is None
+            else _validate.positive(round_timeout_seconds=round_timeout_seconds)
+        )
+        # Also run at exit, and when this object is no longer used.
+        self._close = weakref.finalize(
+            self, _close_all, self._workers, os.getpid()
+        )
+        self._compiled: collections.OrderedDict[int, Any] = (
+            collections.OrderedDict()
+        )
+        self.last_round: tuple[WorkerRound, ...] = ()
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return len(self._workers)
+
+    @property
+    def addresses(self) -> tuple[str | None, ...]:
+        """`host:port` of each worker; None for one that is not started."""
+        return tuple(worker.address for worker in self._workers)
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """Process id of each worker; None for one not started here."""
+        return tuple(
+            worker.process.pid if worker.process else None
+            for worker in self._workers
+        )
+
+    def open(self) -> TFFWorkers:
+        """Starts and connects every worker that is not usable. Returns self.
+
+        Raises:
+            WorkerUnavailable: If a worker cannot be started or reached. The
+                others stay as they are.
+            RuntimeError: If the workers are closed.
+        """
+        if not self._close.alive:
+            raise RuntimeError("These TFFWorkers are closed.")
+        missing = [worker for worker in self._workers if not worker.usable]
+        try:
+            for worker in missing:
+                worker.start()
+            deadline = time.monotonic() + self._connect_timeout
+            for worker in missing:
+                worker.connect(max(0.1, deadline - time.monotonic()))
+        except WorkerUnavailable:
+            for worker in missing:
+                worker.close()
+            raise
+        return self
+
+    def restart(self) -> TFFWorkers:
+        """Ends and starts every worker anew, or connects anew. Returns self.
+
+        Needless after `WorkerLost`: the next round does it for the lost one.
+
+        Raises:
+            WorkerUnavailable: As `open`.
+        """
+        for worker in self._workers:
+            worker.close()
+        return self.open()
+
+    def close(self) -> None:
+        """Ends what was started here and lets go of the rest, for good."""
+        self._close()
+
+    def __enter__(self) -> TFFWorkers:
+        return self.open()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _compile(self, computation: Any) -> Any:
+        """Returns what the workers run for `computation`, made once."""
+        import tensorflow_federated as tff
+
+        key = id(computation)
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return self._compiled[key][1]
+        parameter = computation.type_signature.parameter
+        if not isinstance(parameter, tff.StructType) or len(parameter) != 2:
+            raise ValueError(
+                "computation must take (broadcast, shard), got the type "
+                f"{computation.type_signature}."
+            )
+
+        @tff.federated_computation(
+            tff.FederatedType(parameter[0], tff.SERVER),
+            tff.FederatedType(parameter[1], tff.CLIENTS),
+        )
+        def sum_over_shards(broadcast, shards):
+            return tff.federated_sum(
+                tff.federated_map(
+                    computation, (tff.federated_broadcast(broadcast), shards)
+                )
+            )
+
+        compiled = tff.backends.native.desugar_and_transform_to_native(
+            sum_over_shards
+        )
+        # The computation is kept with it, so that no other has its id.
+        self._compiled[key] = (computation, compiled)
+        if len(self._compiled) > _REMEMBERED_COMPUTATIONS:
+            self._compiled.popitem(last=False)
+        return compiled
+
+    def run_sharded(
+        self, computation: Any, shards: Sequence[Any], broadcast: Any
+    ) -> Any:
+        """Runs `computation` on every shard and returns the sum of its results.
+
+        Each shard is one TFF client under `federated_map`; the clients of one
+        worker are summed there by `federated_sum`, and the workers' sums here,
+        in the order of the workers, so that the same shards give the same sum
+        to the last bit.
+
+        The computation is compiled and sent to each worker once. Keep it, and
+        pass the same object in each round.
+
+        Args:
+            computation: A `tff.tensorflow.computation` of `(broadcast, shard)`
+                that returns a nest of numbers to be summed over shards.
+            shards: The shards, nests of NumPy arrays. The first worker gets
+                the first ones; none gets more than one more than another. Their
+                number is usually `num_workers`; more than one for each worker
+                are worked on at the same time there.
+            broadcast: What every shard is given, a nest of NumPy arrays.
+
+        Returns:
+            The sum, in the containers that `computation` returns.
+
+        Raises:
+            WorkerUnavailable: If a worker is not there at the start.
+            WorkerLost: If a worker goes away during the round.
+            WorkerError: If the computation fails on a worker.
+        """
+        import tensorflow_federated as tff
+
+        if not shards:
+            raise ValueError(
+                f"shards must have at least one element, got {shards!r}."
+            )
+        compiled = self._compile(computation)
+        broadcast, shards = tff.tensorflow.transform_args(
+            [broadcast, list(shards)]
+        )
+        self.open()
+        assigned = [
+            [int(index) for index in part]
+            for part in np.array_split(np.arange(len(shards)), self.num_workers)
+        ]
+        calls = [
+            _Call(worker, compiled, broadcast, shards, part)
+            for worker, part in zip(self._workers, assigned, strict=True)
+            if part
+        ]
+        results = self._wait(calls)
+        totals = [
+            tff.types.type_to_py_container(
+                result, computation.type_signature.result
+            )
+            for result in results
+        ]
+        self.last_round = tuple(call.record() for call in calls)
+        if len(totals) == 1:
+            return totals[0]
+        return tf.nest.map_structure(
+            lambda *parts: sum(parts[1:], start=parts[0]), *totals
+        )
+
+    def _wait(self, calls: Sequence[_Call]) -> list[Any]:
+        """Returns the calls' results, or raises as soon as one has failed."""
+        finished: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        started = time.monotonic()
+        for call in calls:
+            call.start(finished)
+        pending = set(calls)
+        while pending:
+            with contextlib.suppress(queue.Empty):
+                call = finished.get(timeout=_TICK_SECONDS)
+                pending.discard(call)
+                if call.error is not None:
+                    raise call.failure()
+                continue
+            elapsed = time.monotonic() - started
+            for call in pending:
+                reason = call.why_lost()
+                if reason is None and (
+                    self._round_timeout is not None
+                    and elapsed > self._round_timeout
+                ):
+                    reason = (
+                        "is lost: it did not finish within "
+                        f"{self._round_timeout:g} seconds."
+                    )
+                if reason is not None:
+                    call.worker.lose()
+                    raise call.lost(reason)
+        return [call.result for call in calls]
+
+
+class _Call:
+    """One worker's part of a round, in a thread of its own.
+
+    The thread is a daemon: a call whose round was abandoned does not keep the
+    process from ending.
+    """
+
+    def __init__(
+        self,
+        worker: _Worker,
+        compiled: Any,
+        broadcast: Any,
+        shards: Sequence[Any],
+        indices: Sequence[int],
+    ):
+        self.worker = worker
+        self._arguments = (compiled, broadcast, [shards[i] for i in indices])
+        self._indices = tuple(indices)
+        self._connection = worker.connection
+        self._process = worker.process
+        self._address = worker.address
+        self._cpu_before = self._cpu()
+        self._cpu_used: float | None = None
+        self._seconds = 0.0
+        self._ping: Any = None
+        self._ping_at = time.monotonic() + _PING_EVERY_SECONDS
+        self._unanswered = 0
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def _cpu(self) -> float | None:
+        return None if self._process is None else self._process.cpu_seconds()
+
+    def start(self, finished: queue.SimpleQueue[_Call]) -> None:
+        def run() -> None:
+            begin = time.monotonic()
+            try:
+                self.result = self._connection.call(*self._arguments)
+            except Exception as error:
+                self.error = error
+            self._seconds = time.monotonic() - begin
+            after = self._cpu()
+            if after is not None and self._cpu_before is not None:
+                self._cpu_used = after - self._cpu_before
+            finished.put(self)
+
+        threading.Thread(
+            target=run, name=f"round on {self._address}", daemon=True
+        ).start()
+
+    def why_lost(self) -> str | None:
+        """Returns why the unfinished call will not finish, or None."""
+        if self._process is not None and not self._process.alive:
+            return "is lost."
+        if self._connection.closed:
+            return "is lost: it was closed."
+        if self._ping is None:
+            if time.monotonic() >= self._ping_at:
+                self._ping = self._connection.ping(_PING_TIMEOUT_SECONDS)
+        elif self._ping.done():
+            answered = self._connection.answered(self._ping)
+            self._unanswered = 0 if answered else self._unanswered + 1
+            self._ping = None
+            self._ping_at = time.monotonic() + _PING_EVERY_SECONDS
+            if self._unanswered >= _UNANSWERED_PINGS:
+                return "is lost: it no longer answers."
+        return None
+
+    def lost(self, reason: str) -> WorkerLost:
+        """Returns the error that says that this worker is lost."""
+        if self._process is not None:
+            reason = f"{reason} {self._process.log_tail()}"
+        logging.warning("Worker %s %s", self._address, reason)
+        return WorkerLost(self._address, reason)
+
+    def failure(self) -> Exception:
+        """Returns the error to raise for `error`, after cleaning up."""
+        if isinstance(self.error, WorkerLost):
+            self.worker.lose()
+            if self._process is not None:
+                return self.lost("is lost.")
+        return self.error
+
+    def record(self) -> WorkerRound:
+        """Returns what the worker did."""
+        return WorkerRound(
+            address=self._address,
+            pid=None if self._process is None else self._process.pid,
+            shards=self._indices,
+            seconds=self._seconds,
+            cpu_seconds=self._cpu_used,
+        )
