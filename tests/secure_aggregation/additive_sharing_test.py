@@ -1,0 +1,252 @@
+"""Additive shares: what they reveal, and what comes back from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+from absl.testing import absltest, parameterized
+from scipy import stats
+
+from tfdp_fl.secure_aggregation import AdditiveSecretSharing
+
+# One false alarm in 1e8 runs for each of the fewer than 50 comparisons below.
+_FALSE_ALARM = 1e-8
+_SIZE = 1_000_000
+
+
+def _chi_square_is_alarming(cells: np.ndarray, num_cells: int) -> bool:
+    """Whether cell numbers are too far from uniform over all cells."""
+    counts = np.bincount(cells.reshape(-1), minlength=num_cells)
+    expected = cells.size / num_cells
+    statistic = np.sum((counts - expected) ** 2) / expected
+    return statistic > stats.chi2.isf(_FALSE_ALARM, num_cells - 1)
+
+
+def _top_bits(shares: np.ndarray, bits: int) -> np.ndarray:
+    return (shares >> (shares.dtype.itemsize * 8 - bits)).astype(np.int64)
+
+
+class ConfigurationTest(parameterized.TestCase):
+    def test_two_members_are_refused_because_each_reads_the_other(self):
+        with self.assertRaisesRegex(ValueError, "min_participants.*3.*got 2"):
+            AdditiveSecretSharing(min_participants=2)
+
+    @parameterized.parameters(
+        ({"min_participants": 2.5}, TypeError, "min_participants"),
+        ({"mode": "field"}, ValueError, "mode"),
+        ({"bits": 16}, ValueError, "bits"),
+        ({"max_share_value": 0.0}, ValueError, "max_share_value"),
+        ({"max_share_value": float("inf")}, ValueError, "max_share_value"),
+        ({"max_participants": 2}, ValueError, "max_participants"),
+        ({"max_participants": 2**21}, ValueError, "max_participants"),
+        ({"deadline_seconds": -1.0}, ValueError, "deadline_seconds"),
+    )
+    def test_bad_arguments_are_named(self, kwargs, error, name):
+        with self.assertRaisesRegex(error, name):
+            AdditiveSecretSharing(**kwargs)
+
+    def test_it_can_not_be_changed(self):
+        with self.assertRaises(dataclasses.FrozenInstanceError):
+            AdditiveSecretSharing().bits = 32
+
+    def test_no_seed_can_be_given(self):
+        names = {f.name for f in dataclasses.fields(AdditiveSecretSharing)}
+        self.assertFalse([name for name in names if "seed" in name])
+
+    @parameterized.parameters((32, 17), (64, 39))
+    def test_documented_resolution(self, bits, fractional_bits):
+        protocol = AdditiveSecretSharing(bits=bits)
+        self.assertEqual(protocol.resolution, 2.0**-fractional_bits)
+
+    @parameterized.product(
+        bits=(32, 64),
+        max_participants=(3, 7, 100, 1000),
+        max_share_value=(1e-6, 0.37, 1.0, 100.0, 21474836.475, 1e12),
+    )
+    def test_the_largest_sum_fits_and_the_grid_is_not_wasted(
+        self, bits, max_participants, max_share_value
+    ):
+        protocol = AdditiveSecretSharing(
+            bits=bits,
+            max_participants=max_participants,
+            max_share_value=max_share_value,
+        )
+        largest = int(np.rint(max_share_value / protocol.resolution))
+        capacity = min(2 ** (bits - 1), 2**53)
+        self.assertLess(max_participants * largest, capacity)
+        twice = int(np.rint(2 * max_share_value / protocol.resolution))
+        self.assertGreater(max_participants * (twice + 1), 0.99 * capacity)
+
+
+class SecrecyTest(parameterized.TestCase):
+    @parameterized.product(bits=(32, 64), secret=(0.0, -100.0))
+    def test_any_strict_subset_of_ring_shares_is_uniform(self, bits, secret):
+        # The worst case for the shares: a million times the same secret. All
+        # shares but one determine all smaller subsets' distributions; each
+        # is tested as one joint draw, the left-over share included.
+        protocol = AdditiveSecretSharing(bits=bits)
+        encoded = protocol.encode(np.full(_SIZE, secret))
+        for participants, bits_each in ((3, 5), (4, 3)):
+            shares = protocol.split(encoded, participants)
+            for subset in itertools.combinations(shares, participants - 1):
+                cells = np.zeros(_SIZE, np.int64)
+                for share in subset:
+                    cells = (cells << bits_each) | _top_bits(share, bits_each)
+                num_cells = 2 ** (bits_each * (participants - 1))
+                self.assertFalse(_chi_square_is_alarming(cells, num_cells))
+            # All together they are anything but uniform.
+            np.testing.assert_array_equal(protocol.add(shares), encoded)
+
+    @parameterized.parameters(32, 64)
+    def test_every_byte_of_a_ring_share_is_uniform(self, bits):
+        protocol = AdditiveSecretSharing(bits=bits)
+        encoded = protocol.encode(np.full(_SIZE, 1.25))
+        for share in protocol.split(encoded, 3):
+            shares_bytes = share.view(np.uint8).reshape(_SIZE, bits // 8)
+            for column in shares_bytes.T:
+                self.assertFalse(
+                    _chi_square_is_alarming(column.astype(np.int64), 256)
+                )
+
+    def test_the_test_notices_shares_of_half_the_ring(self):
+        protocol = AdditiveSecretSharing(bits=32)
+        share = protocol.split(protocol.encode(np.zeros(_SIZE)), 3)[0]
+        self.assertTrue(_chi_square_is_alarming(_top_bits(share >> 1, 8), 256))
+
+    def _difference_is_revealed(self, protocol, **kwargs) -> bool:
+        """Whether shares of two tensors differ by the tensors' difference."""
+        first = protocol.encode(np.zeros(_SIZE))
+        second = protocol.encode(np.full(_SIZE, 3.0))
+        shares = zip(
+            protocol.split(first, 3, **kwargs),
+            protocol.split(second, 3, **kwargs),
+            strict=True,
+        )
+        return any(
+            _chi_square_is_alarming(_top_bits(b - a, 8), 256) for a, b in shares
+        )
+
+    def test_two_tensors_shares_reveal_nothing_of_their_difference(self):
+        self.assertFalse(self._difference_is_revealed(AdditiveSecretSharing()))
+
+    def test_one_seed_for_every_tensor_is_caught(self):
+        # The published fault: the generator is seeded anew for each tensor.
+        class OneSeed:
+            def __init__(self):
+                self.calls = 0
+
+            def __call__(self, size):
+                self.calls += 1
+                seed = self.calls % 2  # Each tensor draws twice.
+                return np.random.default_rng(seed).bytes(size)
+
+        self.assertTrue(
+            self._difference_is_revealed(
+                AdditiveSecretSharing(), _random_bytes=OneSeed()
+            )
+        )
+
+    def test_float_shares_are_uniform_in_the_interval_and_uncorrelated(self):
+        protocol = AdditiveSecretSharing(mode="float")
+        first = protocol.split(np.zeros(_SIZE), 3)
+        second = protocol.split(np.full(_SIZE, 3.0), 3)
+        drawn = [*first[:2], *second[:2]]
+        for share in drawn:
+            self.assertGreaterEqual(share.min(), -100.0)
+            self.assertLess(share.max(), 100.0)
+            cells = np.floor((share + 100.0) * 1.28).astype(np.int64)
+            self.assertFalse(_chi_square_is_alarming(cells, 256))
+        # Neither within a tensor nor between two is anything used again: a
+        # joint draw of any two shares is uniform too.
+        for a, b in itertools.combinations(drawn, 2):
+            a, b = (np.floor((s + 100) * 0.16).astype(np.int64) for s in (a, b))
+            self.assertFalse(_chi_square_is_alarming(a * 32 + b, 1024))
+
+
+class ReconstructionTest(parameterized.TestCase):
+    @parameterized.product(bits=(32, 64), participants=(3, 4, 10, 33, 99, 100))
+    def test_exact_on_the_grid(self, bits, participants):
+        protocol = AdditiveSecretSharing(bits=bits)
+        rng = np.random.default_rng(participants)
+        largest = int(protocol.max_share_value / protocol.resolution)
+        integers = rng.integers(
+            -largest, largest, size=(participants, 50), endpoint=True
+        )
+        integers[:, 0] = largest  # The sum that comes nearest to wrapping.
+        integers[:, 1] = -largest
+        encoded = [
+            protocol.encode(row * protocol.resolution) for row in integers
+        ]
+        shares = [protocol.split(row, participants) for row in encoded]
+        partial_sums = [
+            protocol.add(column) for column in zip(*shares, strict=True)
+        ]
+        total = protocol.decode(protocol.add(partial_sums))
+        self.assertEqual(total.dtype, np.float64)
+        np.testing.assert_array_equal(
+            total, integers.sum(axis=0) * protocol.resolution
+        )
+
+    @parameterized.parameters(32, 64)
+    def test_rounding_is_the_only_error(self, bits):
+        protocol = AdditiveSecretSharing(bits=bits)
+        values = np.random.default_rng(1).normal(size=1000)
+        back = protocol.decode(protocol.encode(values))
+        self.assertLessEqual(
+            np.abs(back - values).max(), protocol.resolution / 2
+        )
+        self.assertGreater(np.abs(back - values).max(), 0)
+
+    @parameterized.parameters(3, 10, 100)
+    def test_float_error_is_within_1e_6(self, participants):
+        protocol = AdditiveSecretSharing(mode="float", max_share_value=100.0)
+        rng = np.random.default_rng(2)
+        values = rng.uniform(-100, 100, size=(participants, 2000))
+        shares = [
+            protocol.split(protocol.encode(row), participants) for row in values
+        ]
+        total = protocol.add(
+            [protocol.add(column) for column in zip(*shares, strict=True)]
+        )
+        error = np.abs(total - values.sum(axis=0)).max()
+        self.assertLess(error, 1e-6)
+        self.assertLess(error, 1e-14 * participants**1.5 * 100.0)
+        self.assertGreater(error, 0)  # It is not exact, as the ring is.
+
+    @parameterized.product(
+        kind=({"bits": 32}, {"bits": 64}, {"mode": "float"}),
+        bad=(100.001, -1e9, np.nan, np.inf, -np.inf),
+    )
+    def test_overflow_is_an_error_that_names_tensor_and_value(self, kind, bad):
+        protocol = AdditiveSecretSharing(**kind)
+        value = np.zeros((2, 3))
+        value[1, 2] = bad
+        with self.assertRaisesRegex(
+            ValueError, rf"tensor 7 holds .*{bad}.*\(1, 2\).*max_share_value"
+        ):
+            protocol.encode(value, "tensor 7")
+
+    @parameterized.parameters("complex64", "object", "U3", "bool")
+    def test_only_real_numbers_are_shared(self, dtype):
+        with self.assertRaisesRegex(TypeError, "real numbers"):
+            AdditiveSecretSharing().encode(np.zeros(3, dtype))
+
+    @parameterized.parameters("ring", "float")
+    def test_scalars_and_empty_tensors(self, mode):
+        protocol = AdditiveSecretSharing(mode=mode)
+        for value in (np.float32(-2.5), np.zeros((0, 4), np.float32)):
+            shares = protocol.split(protocol.encode(value), 3)
+            back = protocol.decode(protocol.add(shares))
+            np.testing.assert_allclose(back, value, atol=1e-9)
+            self.assertEqual(back.shape, value.shape)
+
+    def test_remainder_must_be_an_index(self):
+        protocol = AdditiveSecretSharing()
+        with self.assertRaisesRegex(ValueError, "remainder.*3 shares.*got 3"):
+            protocol.split(protocol.encode(np.zeros(2)), 3, remainder=3)
+
+
+if __name__ == "__main__":
+    absltest.main()

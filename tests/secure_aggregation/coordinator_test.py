@@ -1,0 +1,77 @@
+"""The coordinator lists those who are ready, once they are enough."""
+
+from __future__ import annotations
+
+from absl.testing import absltest, parameterized
+
+from tfdp_fl.secure_aggregation import (
+    COORDINATOR,
+    AdditiveSecretSharing,
+    Coordinator,
+    Message,
+    RejectedMessageError,
+)
+
+
+def _ready(sender, **changes) -> Message:
+    fields = {
+        "kind": "ready",
+        "session": "",
+        "sender": sender,
+        "recipient": COORDINATOR,
+    }
+    return Message(**{**fields, **changes})
+
+
+class CoordinatorTest(parameterized.TestCase):
+    def test_the_list_is_sent_to_each_when_enough_are_ready(self):
+        coordinator = Coordinator(AdditiveSecretSharing())
+        self.assertEqual(coordinator.receive(_ready("a"), 0.0), [])
+        self.assertEqual(coordinator.receive(_ready("b"), 1.0), [])
+        self.assertEqual(coordinator.ready, ("a", "b"))
+        lists = coordinator.receive(_ready("c"), 2.0)
+        self.assertEqual([m.recipient for m in lists], ["a", "b", "c"])
+        self.assertEqual({m.members for m in lists}, {("a", "b", "c")})
+        self.assertEqual({m.kind for m in lists}, {"peers"})
+        self.assertLen({m.session for m in lists}, 1)
+        self.assertEqual(coordinator.ready, ())
+
+    def test_every_group_has_its_own_session(self):
+        coordinator = Coordinator(AdditiveSecretSharing(), group_size=4)
+        sessions = set()
+        for start in (0, 4, 8):
+            for member in range(start, start + 4):
+                lists = coordinator.receive(_ready(member), 0.0)
+            self.assertLen(lists, 4)
+            sessions.add(lists[0].session)
+        self.assertLen(sessions, 3)
+
+    def test_who_has_waited_too_long_is_not_listed(self):
+        coordinator = Coordinator(AdditiveSecretSharing(deadline_seconds=10.0))
+        coordinator.receive(_ready("a"), 0.0)
+        coordinator.receive(_ready("b"), 5.0)
+        self.assertEqual(coordinator.receive(_ready("c"), 11.0), [])
+        lists = coordinator.receive(_ready("d"), 12.0)
+        self.assertEqual(lists[0].members, ("b", "c", "d"))
+
+    @parameterized.parameters(
+        {"kind": "share"},
+        {"recipient": "b"},
+        {"sender": COORDINATOR},
+        {"sender": "a"},  # For the second time.
+    )
+    def test_what_does_not_belong_is_rejected(self, **changes):
+        coordinator = Coordinator(AdditiveSecretSharing())
+        coordinator.receive(_ready("a"), 0.0)
+        with self.assertRaises(RejectedMessageError):
+            coordinator.receive(_ready(**{"sender": "b", **changes}), 1.0)
+        self.assertEqual(coordinator.ready, ("a",))
+
+    @parameterized.parameters(2, 101)
+    def test_group_size_must_be_allowed(self, group_size):
+        with self.assertRaisesRegex(ValueError, f"got {group_size}"):
+            Coordinator(AdditiveSecretSharing(), group_size)
+
+
+if __name__ == "__main__":
+    absltest.main()
