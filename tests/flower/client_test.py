@@ -1,0 +1,237 @@
+"""The client wrapper: what leaves the client is clipped and noised."""
+
+from __future__ import annotations
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from tfdp_fl.flower import DPFedAvgNumPyClient
+
+_SHAPES = ((3, 2), (), (4,))
+
+
+def _model(dtype=np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [np.asarray(rng.normal(size=s), dtype) for s in _SHAPES]
+
+
+def _update(norm: float) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    arrays = [np.asarray(rng.normal(size=s)) for s in _SHAPES]
+    scale = norm / np.sqrt(sum(np.sum(a**2) for a in arrays))
+    return [a * scale for a in arrays]
+
+
+class _Client:
+    """A client whose training adds a given update, in place or not."""
+
+    def __init__(self, update, in_place=False):
+        self.update = update
+        self.in_place = in_place
+        self.metrics = {"loss": 0.5}
+        self.calls = 0
+
+    def fit(self, parameters, config):
+        self.calls += 1
+        if self.in_place:
+            for array, change in zip(parameters, self.update, strict=True):
+                array[...] = array + change
+            return parameters, 7, self.metrics
+        new = [
+            np.asarray(a + c, a.dtype)
+            for a, c in zip(parameters, self.update, strict=True)
+        ]
+        return new, 7, self.metrics
+
+    def get_parameters(self, config):
+        return ["parameters", config]
+
+    def get_properties(self, config):
+        return {"properties": config}
+
+    def evaluate(self, parameters, config):
+        return 0.25, 3, {"accuracy": 1.0}
+
+    def something_else(self):
+        return "something else"
+
+
+def _norm(returned, received) -> float:
+    return np.sqrt(
+        sum(
+            np.sum((np.asarray(a, np.float64) - b) ** 2)
+            for a, b in zip(returned, received, strict=True)
+        )
+    )
+
+
+class ClippingTest(parameterized.TestCase):
+    @parameterized.product(norm=(0.0, 0.5, 2.0, 1e6), in_place=(False, True))
+    def test_the_whole_update_is_clipped_to_one_norm(self, norm, in_place):
+        client = _Client(_update(norm), in_place)
+        received = _model(np.float64)
+        returned, num_examples, metrics = DPFedAvgNumPyClient(client).fit(
+            [a.copy() for a in received], {"dpfedavg_clip_norm": 1.0}
+        )
+        factor = min(1.0, 1.0 / norm) if norm else 1.0
+        for got, old, change in zip(
+            returned, received, client.update, strict=True
+        ):
+            np.testing.assert_allclose(got, old + change * factor, rtol=1e-8)
+        self.assertEqual(num_examples, 7)
+        self.assertEqual(metrics, {"loss": 0.5})
+
+    @parameterized.parameters(np.float16, np.float32, np.float64)
+    def test_dtypes_and_shapes_are_those_received(self, dtype):
+        returned, _, _ = DPFedAvgNumPyClient(_Client(_update(2.0))).fit(
+            _model(dtype),
+            {"dpfedavg_clip_norm": 1.0, "dpfedavg_noise_stddev": 0.1},
+        )
+        for array, shape in zip(returned, _SHAPES, strict=True):
+            self.assertIsInstance(array, np.ndarray)
+            self.assertEqual((array.dtype, array.shape), (dtype, shape))
+
+    def test_integers_come_back_unrounded(self):
+        returned, _, _ = DPFedAvgNumPyClient(_Client([3, 4])).fit(
+            [np.array([10]), np.array([20])], {"dpfedavg_clip_norm": 1.0}
+        )
+        np.testing.assert_allclose(returned[0], [10.6])
+        np.testing.assert_allclose(returned[1], [20.8])
+
+    @parameterized.parameters(np.nan, np.inf, -np.inf, 1e300)
+    def test_an_update_that_is_not_finite_becomes_zero(self, bad):
+        update = _update(2.0)
+        update[2][1] = bad
+        client = DPFedAvgNumPyClient(_Client(update))
+        received = _model(np.float64)
+        returned, _, metrics = client.fit(
+            [a.copy() for a in received],
+            {"dpfedavg_clip_norm": 1.0, "dpfedavg_adaptive_clip_enabled": True},
+        )
+        for got, old in zip(returned, received, strict=True):
+            np.testing.assert_array_equal(got, old)
+        self.assertEqual(client.discarded_updates, 1)
+        self.assertIs(metrics["dpfedavg_norm_bit"], True)
+
+
+class NormBitTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (0.0, True), (0.5, True), (0.999, True), (1.001, False), (8.0, False)
+    )
+    def test_the_bit_is_one_if_and_only_if_the_norm_is_within(self, norm, bit):
+        client = _Client(_update(norm))
+        _, _, metrics = DPFedAvgNumPyClient(client).fit(
+            _model(np.float64),
+            {
+                "dpfedavg_clip_norm": 1.0,
+                "dpfedavg_adaptive_clip_enabled": True,
+                # The bit is about the update before clip and noise.
+                "dpfedavg_noise_stddev": 5.0,
+            },
+        )
+        self.assertEqual(metrics, {"loss": 0.5, "dpfedavg_norm_bit": bit})
+        self.assertEqual(client.metrics, {"loss": 0.5})
+
+    def test_a_norm_that_equals_the_clip_norm_is_within(self):
+        _, _, metrics = DPFedAvgNumPyClient(
+            _Client([np.array([3.0, 4.0])])
+        ).fit(
+            [np.zeros(2)],
+            {"dpfedavg_clip_norm": 5.0, "dpfedavg_adaptive_clip_enabled": True},
+        )
+        self.assertIs(metrics["dpfedavg_norm_bit"], True)
+
+    def test_no_bit_unless_it_is_asked_for(self):
+        for config in ({}, {"dpfedavg_adaptive_clip_enabled": False}):
+            _, _, metrics = DPFedAvgNumPyClient(_Client(_update(1.0))).fit(
+                _model(), {"dpfedavg_clip_norm": 1.0, **config}
+            )
+            self.assertNotIn("dpfedavg_norm_bit", metrics)
+
+
+class NoiseTest(parameterized.TestCase):
+    def _noise(self, stddev, size) -> np.ndarray:
+        client = DPFedAvgNumPyClient(_Client([np.full(size, 1.0)]))
+        received = [np.zeros(size)]
+        config = {"dpfedavg_clip_norm": 0.5}
+        clean = client.fit(received, config)[0][0]
+        self.assertAlmostEqual(np.linalg.norm(clean), 0.5)
+        noisy = client.fit(
+            received, {**config, "dpfedavg_noise_stddev": stddev}
+        )[0][0]
+        return noisy - clean
+
+    def test_the_noise_has_the_stddev_sent(self):
+        # The sample stddev of 200 000 normals has stddev 0.16 %; 1.5 % is
+        # more than 9 of them: false alarm below 1e-19.
+        noise = self._noise(0.3, 200_000)
+        np.testing.assert_allclose(np.std(noise), 0.3, rtol=0.015)
+        self.assertLess(abs(np.mean(noise)), 8 * 0.3 / np.sqrt(200_000))
+
+    def test_every_call_and_every_client_has_its_own_noise(self):
+        np.random.seed(0)  # Nobody's seed may reach the noise.
+        first = self._noise(1.0, 10_000)
+        np.random.seed(0)
+        second = self._noise(1.0, 10_000)
+        # The correlation of independent normals has stddev 0.01; false alarm
+        # at 0.08 below 1e-14.
+        self.assertLess(abs(np.corrcoef(first, second)[0, 1]), 0.08)
+
+    def test_the_arrays_of_one_model_have_independent_noise(self):
+        client = DPFedAvgNumPyClient(_Client([0.0, 0.0]))
+        a, b = client.fit(
+            [np.zeros(10_000), np.zeros(10_000)],
+            {"dpfedavg_clip_norm": 1.0, "dpfedavg_noise_stddev": 1.0},
+        )[0]
+        self.assertLess(abs(np.corrcoef(a, b)[0, 1]), 0.08)
+
+
+class ContractTest(parameterized.TestCase):
+    def test_a_missing_clip_norm_is_an_error_before_training(self):
+        client = _Client(_update(1.0))
+        with self.assertRaisesRegex(KeyError, "dpfedavg_clip_norm"):
+            DPFedAvgNumPyClient(client).fit(_model(), {"lr": 0.1})
+        self.assertEqual(client.calls, 0)
+
+    @parameterized.parameters(
+        ({"dpfedavg_clip_norm": 0.0}, ValueError),
+        ({"dpfedavg_clip_norm": "1"}, TypeError),
+        ({"dpfedavg_noise_stddev": -1.0}, ValueError),
+        ({"dpfedavg_noise_stddev": float("nan")}, ValueError),
+        ({"dpfedavg_adaptive_clip_enabled": 1}, TypeError),
+    )
+    def test_bad_values_are_named_before_training(self, config, error):
+        client = _Client(_update(1.0))
+        with self.assertRaisesRegex(error, next(iter(config))):
+            DPFedAvgNumPyClient(client).fit(
+                _model(), {"dpfedavg_clip_norm": 1.0, **config}
+            )
+        self.assertEqual(client.calls, 0)
+
+    def test_other_shapes_are_an_error(self):
+        class Other(_Client):
+            def fit(self, parameters, config):
+                return [np.zeros(2)], 1, {}
+
+        with self.assertRaisesRegex(ValueError, "shapes"):
+            DPFedAvgNumPyClient(Other(None)).fit(
+                _model(), {"dpfedavg_clip_norm": 1.0}
+            )
+
+    def test_everything_else_is_passed_through(self):
+        client = DPFedAvgNumPyClient(_Client(_update(1.0)))
+        self.assertEqual(
+            client.get_parameters({"a": 1}), ["parameters", {"a": 1}]
+        )
+        self.assertEqual(client.get_properties({}), {"properties": {}})
+        self.assertEqual(client.evaluate([], {}), (0.25, 3, {"accuracy": 1.0}))
+        self.assertEqual(client.something_else(), "something else")
+        self.assertFalse(hasattr(client, "nothing"))
+
+    def test_something_that_can_not_fit_is_refused(self):
+        with self.assertRaisesRegex(TypeError, "fit"):
+            DPFedAvgNumPyClient(object())
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,15 @@
+"""Client-level differential privacy around Flower's strategies and clients.
+
+Nothing here imports Flower: the wrappers go by the shape of what they wrap.
+"""
+
+from tfdp_fl.flower.adaptive import DPFedAvgAdaptive
+from tfdp_fl.flower.client import DPFedAvgNumPyClient
+from tfdp_fl.flower.fixed import DPFedAvgFixed, ReleasedRound
+
+__all__ = [
+    "DPFedAvgAdaptive",
+    "DPFedAvgFixed",
+    "DPFedAvgNumPyClient",
+    "ReleasedRound",
+]

@@ -1,0 +1,137 @@
+"""The client's side: whatever the wrapped client learned is clipped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdp_fl import _validate
+from tfdp_fl.flower import keys, updates
+
+_logger = logging.getLogger(__name__)
+
+
+class DPFedAvgNumPyClient:
+    """Clips, and on request noises, the update that a client returns.
+
+    For any object with `fit(parameters, config) -> (parameters, num_examples,
+    metrics)`, parameters being lists of numpy arrays, such as Flower's
+    `NumPyClient`. In `config` the server names
+
+      * `dpfedavg_clip_norm`: S (required);
+      * `dpfedavg_noise_stddev`: the stddev of the noise that this client adds
+        to each coordinate of its clipped update, if it is to add any;
+      * `dpfedavg_adaptive_clip_enabled`: True asks for the metric
+        `dpfedavg_norm_bit`, which is true if and only if ||Delta|| <= S.
+
+    Everything else (`get_parameters`, `get_properties`, `evaluate`, ...) is
+    the wrapped client's. What leaves the client by those ways, and the other
+    metrics and the number of examples, carries no noise.
+
+    Source: Flower's "Differential Privacy Wrappers", client-side logic;
+    McMahan et al. (2018), Algorithm 1, UserUpdate; Andrew et al. (2021),
+    Algorithm 1, for the bit.
+
+    Attributes:
+      client: the wrapped client.
+      discarded_updates: how many updates were not finite and became zero.
+    """
+
+    def __init__(self, client: Any):
+        """Wraps a client.
+
+        Raises:
+          TypeError: if it has no method `fit`.
+        """
+        if not callable(getattr(client, "fit", None)):
+            raise TypeError(
+                "client must have a method fit(parameters, config), got "
+                f"{client!r}."
+            )
+        self.client = client
+        self.discarded_updates = 0
+
+    def fit(
+        self, parameters: Sequence[np.ndarray], config: Mapping[str, Any]
+    ) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        """Lets the wrapped client train; returns w + clip(Delta) (+ noise).
+
+        Args:
+          parameters: w, the model that the server sent.
+          config: passed on to the wrapped client as it is.
+
+        Returns:
+          The parameters in the dtypes received, the wrapped client's number of
+          examples, and its metrics (with the norm bit, if asked for).
+
+        Raises:
+          KeyError: if the server sent no clip norm. Nothing was trained then.
+          TypeError, ValueError: if a value in `config` is not what it should
+            be (nothing was trained then), or the wrapped client returns arrays
+            of other shapes.
+        """
+        if keys.CLIP_NORM not in config:
+            raise KeyError(
+                f"The server sent no clip norm: config has no {keys.CLIP_NORM}"
+                f", only {sorted(config)}. Is its strategy wrapped?"
+            )
+        clip_norm = _validate.positive(
+            dpfedavg_clip_norm=config[keys.CLIP_NORM]
+        )
+        stddev = _validate.non_negative(
+            dpfedavg_noise_stddev=config.get(keys.NOISE_STDDEV, 0.0)
+        )
+        wants_bit = _validate.instance_of(
+            bool,
+            dpfedavg_adaptive_clip_enabled=config.get(
+                keys.ADAPTIVE_CLIP_ENABLED, False
+            ),
+        )
+        # The wrapped client may train in place.
+        received = [np.array(array) for array in parameters]
+        returned, num_examples, metrics = self.client.fit(parameters, config)
+
+        update = updates.clipped(
+            updates.difference(returned, received), clip_norm
+        )
+        if update.discarded:
+            self.discarded_updates += 1
+            _logger.warning(
+                "The update holds NaN or infinity: zero is sent in its place."
+            )
+        released = update.arrays
+        if stddev > 0:
+            released = updates.noised(released, stddev)
+        if wants_bit:
+            metrics = {**metrics, keys.NORM_BIT: update.within}
+        return updates.applied(received, released), num_examples, metrics
+
+    def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
+        """The wrapped client's `get_parameters`."""
+        return self.client.get_parameters(config)
+
+    def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The wrapped client's `get_properties`."""
+        return self.client.get_properties(config)
+
+    def evaluate(
+        self, parameters: Sequence[np.ndarray], config: Mapping[str, Any]
+    ) -> tuple[float, int, dict[str, Any]]:
+        """The wrapped client's `evaluate`."""
+        return self.client.evaluate(parameters, config)
+
+    def to_client(self) -> Any:
+        """What Flower asks of a `NumPyClient`: this one as a `Client`.
+
+        It is the wrapped client's method at work on the wrapper: the client
+        that Flower gets trains through the `fit` above.
+        """
+        return type(self.client).to_client(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "client" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.client, name)
