@@ -17,9 +17,9 @@ from typing import Any
 import dp_accounting
 import numpy as np
 
-from tfdp_fl import _validate
+from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import schedule
+from tfdp_fl.accounting import pass_plan
 
 # Keeps the cohorts' random numbers apart from other uses of the same seed.
 _STREAM = 0x636F686F7274  # "cohort"
@@ -29,7 +29,7 @@ _ENTROPY_BYTES = 32
 def make_sampler(
     sampling: str,
     num_clients: int,
-    clients_per_round: schedule.Schedule,
+    clients_per_round: schedules.Schedule,
     seed: int | None = None,
 ) -> CohortSampler:
     """Returns the sampler of that name.
@@ -61,7 +61,7 @@ class CohortSampler(abc.ABC):
     def __init__(
         self,
         num_clients: int,
-        clients_per_round: schedule.Schedule,
+        clients_per_round: schedules.Schedule,
         seed: int | None = None,
     ):
         self._num_clients = _validate.positive_integer(num_clients=num_clients)
@@ -69,7 +69,7 @@ class CohortSampler(abc.ABC):
             seed = _validate.non_negative_integer(seed=seed)
         self._seed = seed
         self._clients_per_round = clients_per_round
-        if schedule.is_constant(clients_per_round):
+        if schedules.is_constant(clients_per_round):
             self._checked(clients_per_round)
         elif not callable(clients_per_round):
             for t in range(len(clients_per_round)):
@@ -142,14 +142,14 @@ class CohortSampler(abc.ABC):
                 )
 
     def _checked(self, size: Any) -> float:
-        return schedule.checked_size(
+        return pass_plan.checked_size(
             size, self._num_clients, self._fractional_sizes
         )
 
     def _nominal_size(self, round_index: int) -> float:
         return self._checked(
-            schedule.value_at(
-                round_index, clients_per_round=self._clients_per_round
+            schedules.value_at(
+                self._clients_per_round, round_index, "clients_per_round"
             )
         )
 
@@ -213,11 +213,11 @@ class ShuffledSampler(CohortSampler):
     def __init__(
         self,
         num_clients: int,
-        clients_per_round: schedule.Schedule,
+        clients_per_round: schedules.Schedule,
         seed: int | None = None,
     ):
         super().__init__(num_clients, clients_per_round, seed)
-        self._plan = schedule.PassPlan(num_clients, clients_per_round)
+        self._plan = pass_plan.PassPlan(num_clients, clients_per_round)
         self._key = None if seed is not None else secrets.token_hex(32)
         # Public, and says nothing of the order: tells the ledger which rounds
         # follow the same one.

@@ -13,16 +13,9 @@ from dp_accounting.pld import common as pld_common
 from dp_accounting.pld import privacy_loss_distribution
 
 from tfdp_fl import _validate
-from tfdp_fl.accounting import (
-    charge as charge_lib,
-)
-from tfdp_fl.accounting import (
-    gaussian,
-    passes,
-)
-from tfdp_fl.accounting import (
-    rdp as rdp_lib,
-)
+from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import gaussian, passes
+from tfdp_fl.accounting import rdp as rdp_lib
 
 # PLD keeps a probability for every multiple of this up to the largest loss.
 _PLD_INTERVAL = 1e-4

@@ -6,17 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import dp_accounting
 
-from tfdp_fl import _validate
-from tfdp_fl.accounting import (
-    accountant as accountant_lib,
-)
-from tfdp_fl.accounting import (
-    calibration,
-    schedule,
-)
-from tfdp_fl.accounting import (
-    charge as charge_lib,
-)
+from tfdp_fl import _validate, schedules
+from tfdp_fl.accounting import accountant as accountant_lib
+from tfdp_fl.accounting import calibration, pass_plan
+from tfdp_fl.accounting import charge as charge_lib
 
 # Nobody trains longer; without it a free mechanism would never stop.
 _MOST_ROUNDS = 1 << 40
@@ -24,10 +17,10 @@ _MOST_SCHEDULED_ROUNDS = 1_000_000
 
 
 def epsilon(
-    noise_multiplier: schedule.Schedule,
+    noise_multiplier: schedules.Schedule,
     sampling: str,
     num_clients: int,
-    clients_per_round: schedule.Schedule,
+    clients_per_round: schedules.Schedule,
     rounds: int,
     delta: float,
     accountant: str = "rdp",
@@ -61,10 +54,10 @@ def epsilon(
 
 
 def delta(
-    noise_multiplier: schedule.Schedule,
+    noise_multiplier: schedules.Schedule,
     sampling: str,
     num_clients: int,
-    clients_per_round: schedule.Schedule,
+    clients_per_round: schedules.Schedule,
     rounds: int,
     epsilon: float,
     accountant: str = "rdp",
@@ -87,7 +80,7 @@ def calibrate_noise_multiplier(
     target_epsilon: float,
     sampling: str,
     num_clients: int,
-    clients_per_round: schedule.Schedule,
+    clients_per_round: schedules.Schedule,
     rounds: int,
     delta: float | None = None,
     accountant: str = "rdp",
@@ -130,8 +123,8 @@ def calibrate_noise_multiplier(
     if relative_noise_multipliers is not None:
         shape = [
             _validate.positive(
-                relative_noise_multipliers=schedule.value_at(
-                    t, relative_noise_multipliers=relative_noise_multipliers
+                relative_noise_multipliers=schedules.value_at(
+                    relative_noise_multipliers, t, "relative_noise_multipliers"
                 )
             )
             for t in range(rounds)
@@ -147,10 +140,10 @@ def calibrate_noise_multiplier(
 
 
 def max_rounds(
-    noise_multiplier: schedule.Schedule,
+    noise_multiplier: schedules.Schedule,
     sampling: str,
     num_clients: int,
-    clients_per_round: schedule.Schedule,
+    clients_per_round: schedules.Schedule,
     target_epsilon: float,
     delta: float,
     accountant: str = "rdp",
@@ -175,9 +168,9 @@ def max_rounds(
     target = _validate.positive(target_epsilon=target_epsilon)
     _validate.inside_unit_interval(delta=delta)
     _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
-    constant = schedule.is_constant(noise_multiplier) and schedule.is_constant(
-        clients_per_round
-    )
+    constant = schedules.is_constant(
+        noise_multiplier
+    ) and schedules.is_constant(clients_per_round)
     if constant and sampling != "shuffled":
         ((charge, _),) = charges(
             noise_multiplier, sampling, num_clients, clients_per_round, 1
@@ -235,7 +228,7 @@ def _most(history_of, target, delta, accountant, limit) -> int:
     """Returns how many rounds keep the target, looking near RDP's answer."""
 
     def most(by, guess):
-        return schedule.last_true(
+        return _last_true(
             lambda count: history_of(count).epsilon(delta, by) <= target,
             limit,
             guess,
@@ -247,7 +240,7 @@ def _most(history_of, target, delta, accountant, limit) -> int:
 
 def _max_shuffled_rounds(z, n, m, target, delta, accountant, orders):
     """Whole passes: the first round of a pass costs as much as all of it."""
-    per_pass = -(-n // schedule.checked_size(m, n))
+    per_pass = -(-n // pass_plan.checked_size(m, n))
     event = dp_accounting.GaussianDpEvent(_noise(z))
 
     def history_of(passes):
@@ -266,10 +259,10 @@ def _max_shuffled_rounds(z, n, m, target, delta, accountant, orders):
 
 
 def charges(
-    noise_multiplier: schedule.Schedule,
+    noise_multiplier: schedules.Schedule,
     sampling: str,
     num_clients: int,
-    clients_per_round: schedule.Schedule,
+    clients_per_round: schedules.Schedule,
     rounds: int,
 ) -> list[tuple[charge_lib.RoundCharge, int]]:
     """Returns the planned rounds as (charge, count) pairs.
@@ -282,8 +275,8 @@ def charges(
     plan = _plan(sampling, n, clients_per_round)
     arguments = (noise_multiplier, sampling, n, clients_per_round)
     if sampling != "shuffled" and (
-        schedule.is_constant(noise_multiplier)
-        and schedule.is_constant(clients_per_round)
+        schedules.is_constant(noise_multiplier)
+        and schedules.is_constant(clients_per_round)
     ):
         one = _one_charge(*arguments, 0, plan)
         return [(one, rounds)] if rounds else []
@@ -301,8 +294,8 @@ def _history(z, sampling, n, m, rounds, orders):
     return history
 
 
-def _plan(sampling, n, m) -> schedule.PassPlan | None:
-    return schedule.PassPlan(n, m) if sampling == "shuffled" else None
+def _plan(sampling, n, m) -> pass_plan.PassPlan | None:
+    return pass_plan.PassPlan(n, m) if sampling == "shuffled" else None
 
 
 def _noise(z) -> float:
@@ -310,11 +303,11 @@ def _noise(z) -> float:
 
 
 def _one_charge(z, sampling, n, m, t, plan) -> charge_lib.RoundCharge:
-    z = _noise(schedule.value_at(t, noise_multiplier=z))
+    z = _noise(schedules.value_at(z, t, "noise_multiplier"))
     place = {}
     if plan is None:
-        size = schedule.checked_size(
-            schedule.value_at(t, clients_per_round=m),
+        size = pass_plan.checked_size(
+            schedules.value_at(m, t, "clients_per_round"),
             n,
             fractional=sampling == "poisson",
         )
@@ -329,3 +322,28 @@ def _one_charge(z, sampling, n, m, t, plan) -> charge_lib.RoundCharge:
         event=dp_accounting.GaussianDpEvent(z),
         **place,
     )
+
+
+def _last_true(
+    predicate: Callable[[int], bool], limit: int, guess: int = 1
+) -> int:
+    """Returns the largest n <= limit with a falling predicate still true.
+
+    Args:
+      predicate: True up to some n >= 0, False from there on; true at 0.
+      limit: Where to stop looking.
+      guess: Where to begin; near the answer, few calls are made.
+    """
+    low, high = 0, limit + 1  # True at low, false (or unknown) at high.
+    n, stride = min(max(guess, 1), limit), max(1, guess // 8)
+    while high - low > 1:
+        if predicate(n):
+            low = n
+        else:
+            high = n
+        if low and high <= limit:
+            n = (low + high) // 2
+        else:  # One side is still open: ever longer strides.
+            n = min(max(1, n + stride if low else n - stride), limit)
+            stride *= 2 if guess > 1 else 1 + n
+    return low

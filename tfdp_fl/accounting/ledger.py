@@ -1,0 +1,539 @@
+"""An append-only file of what was released, which outlives the process.
+
+A line is written and synced to disk before the round's result can be seen, so
+a crash can only make the ledger say too much, never too little. Each line
+carries the hash of the line before it: a removed, changed or reordered line is
+detected. Whole lines cut off at the end are not, by any file alone; they are
+detected by a reader who knows the last hash it saw (`head`,
+`expected_head`). Whoever can rewrite the whole file can make new hashes, unless
+the lines are authenticated by a secret `key` (HMAC).
+
+A last line without its end is what a crash in mid-write leaves. Its round's
+result was never shown, as `record` had not returned, so it is not charged. (If
+the line is complete but for its newline, it is counted all the same.) A round
+that is run again after a crash has two lines and is charged twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import errno
+import fcntl
+import hashlib
+import hmac
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+from tfdp_fl import _validate, version
+from tfdp_fl.accounting import accountant as accountant_lib
+from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import events, local
+
+FORMAT = "tfdp_fl privacy ledger 1"
+_GENESIS = "0" * 64
+
+
+class LedgerError(RuntimeError):
+    """Something is wrong with a ledger file."""
+
+
+class LedgerTamperedError(LedgerError):
+    """A line was removed, changed or moved."""
+
+
+class LedgerInUseError(LedgerError):
+    """Another run writes this ledger."""
+
+
+class LedgerWriteError(LedgerError):
+    """A line could not be written; what stood before is as it was."""
+
+
+# The shorter name, as in a sentence.
+LedgerTampered = LedgerTamperedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LedgerEntry:
+    """One round of a ledger.
+
+    Attributes:
+      round_index: The round, from 0.
+      cohort_size: How many clients were drawn.
+      charge: What the round costs centrally; None where only a local
+        guarantee is given.
+      local: For noise added by clients, the largest spending of a single
+        client: {"mu_squared": of this round, "max_mu_squared": so far}.
+      time: When the line was written, UTC, ISO 8601.
+      details: The mechanism's parameters of the round, and anything else.
+    """
+
+    round_index: int
+    cohort_size: int
+    charge: charge_lib.RoundCharge | None
+    local: dict[str, float] | None
+    time: str
+    details: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LedgerContents:
+    """A ledger that was read.
+
+    Attributes:
+      header: What was known at the start; empty if not even that was written.
+      entries: The rounds, in the order in which they were released.
+      truncated: Whether the last line was cut short by a crash.
+      head: The hash of the last whole line.
+    """
+
+    header: dict[str, Any]
+    entries: tuple[LedgerEntry, ...]
+    truncated: bool
+    head: str
+
+    def accountant(self) -> accountant_lib.PrivacyAccountant:
+        """Returns an accountant to which all rounds were added."""
+        history = accountant_lib.PrivacyAccountant()
+        for entry in self.entries:
+            if entry.charge is not None:
+                history.add(entry.charge)
+        return history
+
+    def epsilon(self, delta: float, accountant: str = "rdp") -> float:
+        """Returns the epsilon of all rounds at delta.
+
+        The central guarantee; where no round has one, the local guarantee.
+        """
+        central = [e for e in self.entries if e.charge is not None]
+        if not central and any(e.local is not None for e in self.entries):
+            return self.local_epsilon(delta)
+        return self.accountant().epsilon(delta, accountant)
+
+    def local_epsilon(self, delta: float) -> float:
+        """Returns the local epsilon of the client that spent most, at delta.
+
+        The spending so far that the last line tells, plus, for rounds that a
+        resumed run did again, the most a client can have spent in the run that
+        was lost.
+        """
+        spent, lost = 0.0, 0.0
+        earliest_later = math.inf
+        for entry in reversed(self.entries):
+            if entry.local is not None:
+                if entry.round_index >= earliest_later:
+                    lost += entry.local["mu_squared"]
+                else:
+                    spent = max(spent, entry.local["max_mu_squared"])
+            earliest_later = min(earliest_later, entry.round_index)
+        return local.epsilon_of_mu_squared(spent + lost, delta)
+
+
+class PrivacyLedger:
+    """Writes a ledger; one process at a time.
+
+    Use as a context manager, or `close`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: str = "create",
+        *,
+        unit: str = "client",
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        mechanism: dict[str, Any] | None = None,
+        key: bytes | None = None,
+        expected_head: str | None = None,
+    ):
+        """Opens a ledger for writing and takes its lock.
+
+        Args:
+          path: The file. Its folder must exist.
+          mode: "create": the file must not exist. "append": go on with an
+            existing ledger, which is verified first and whose last line is
+            removed if a crash cut it short; a missing one is created.
+          unit: Unit of privacy, for the header of a new ledger.
+          target_epsilon: The budget, if known, for the header.
+          target_delta: Its delta, for the header.
+          mechanism: Describes the mechanism, for the header.
+          key: Secret that authenticates the lines (HMAC-SHA256). None: plain
+            SHA-256.
+          expected_head: With "append": a `head` seen before, which the file
+            must still contain.
+
+        Raises:
+          FileExistsError: mode "create" and the file exists.
+          LedgerInUseError: Another run has it open.
+          LedgerTamperedError: The existing lines do not verify.
+          LedgerWriteError: It cannot be created or written.
+        """
+        _validate.one_of(("create", "append"), mode=mode)
+        self._path = pathlib.Path(path)
+        self._key = key
+        self._head = _GENESIS
+        self._rounds = 0
+        self._broken = False
+        self._descriptor: int | None = None
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        if mode == "create":
+            flags |= os.O_EXCL
+        try:
+            self._descriptor = os.open(self._path, flags, 0o644)
+        except FileExistsError:
+            raise FileExistsError(
+                errno.EEXIST,
+                "The ledger exists already; open it with mode='append' to go "
+                "on with it",
+                str(self._path),
+            ) from None
+        except OSError as error:
+            raise LedgerWriteError(
+                f"The ledger {self._path} cannot be opened for writing: "
+                f"{error.strerror}."
+            ) from error
+        try:
+            self._lock()
+            contents = self._recover(expected_head)
+            if not contents.header:
+                self._append(
+                    {
+                        "kind": "header",
+                        "format": FORMAT,
+                        "version": version.__version__,
+                        "dp_accounting": events.dp_accounting_version(),
+                        "created": _now(),
+                        "authentication": _scheme(key),
+                        "unit": unit,
+                        "target_epsilon": target_epsilon,
+                        "target_delta": target_delta,
+                        "mechanism": mechanism or {},
+                    }
+                )
+                self._sync_folder()
+        except BaseException as error:
+            if mode == "create" and not isinstance(error, LedgerInUseError):
+                self._path.unlink(missing_ok=True)  # Made here, and empty.
+            self.close()
+            raise
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The file."""
+        return self._path
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line: keep it elsewhere to detect a cut."""
+        return self._head
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the ledger holds."""
+        return self._rounds
+
+    def record(
+        self,
+        round_index: int,
+        charge: charge_lib.RoundCharge | None,
+        cohort_size: int,
+        *,
+        local: dict[str, float] | None = None,
+        **details: Any,
+    ) -> None:
+        """Writes one round's line, and returns when it is on the disk.
+
+        To be called before anything of the round's result is shown.
+
+        Args:
+          round_index: The round, from 0.
+          charge: What it costs centrally; None if only locally.
+          cohort_size: How many clients were drawn.
+          local: See `LedgerEntry`.
+          **details: The mechanism's parameters of this round and whatever else
+            is worth keeping, as JSON values or NumPy numbers.
+
+        Raises:
+          LedgerWriteError: If the line could not be written and synced (disk
+            full, for instance). The ledger is as it was before; the round must
+            not be released.
+        """
+        if charge is None and local is None:
+            raise ValueError(
+                "charge or local must be given, got None for both: a round "
+                "that costs nothing does not belong in the ledger."
+            )
+        if charge is not None:
+            _validate.instance_of(charge_lib.RoundCharge, charge=charge)
+        if local is not None:
+            local = {
+                name: float(local[name])
+                for name in ("mu_squared", "max_mu_squared")
+            }
+        self._append(
+            {
+                "kind": "round",
+                "round": _validate.non_negative_integer(
+                    round_index=round_index
+                ),
+                "cohort_size": _validate.non_negative_integer(
+                    cohort_size=cohort_size
+                ),
+                "charge": charge and json.loads(charge.to_json()),
+                "local": local,
+                "time": _now(),
+                "details": json.loads(json.dumps(details, default=_plain)),
+            }
+        )
+        self._rounds += 1
+
+    def contents(self) -> LedgerContents:
+        """Returns what the ledger holds now."""
+        return PrivacyLedger.read(self._path, key=self._key)
+
+    def close(self) -> None:
+        """Releases the file and its lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> PrivacyLedger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def read(
+        path: str | os.PathLike[str],
+        *,
+        key: bytes | None = None,
+        expected_head: str | None = None,
+    ) -> LedgerContents:
+        """Reads and verifies a ledger, without a lock.
+
+        Args:
+          path: The file.
+          key: The secret it was written with, if any.
+          expected_head: A `head` seen before; the ledger must contain it.
+
+        Raises:
+          FileNotFoundError: There is no such file.
+          LedgerTamperedError: A line does not verify; the error names it.
+        """
+        return _parse(
+            pathlib.Path(path).read_bytes(), str(path), key, expected_head
+        )[0]
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LedgerInUseError(
+                f"The ledger {self._path} is being written by another run; "
+                "give this one a ledger (or an output directory) of its own."
+            ) from None
+
+    def _recover(self, expected_head: str | None) -> LedgerContents:
+        """Verifies what is there and removes a line that was cut short."""
+        size = os.fstat(self._descriptor).st_size
+        data = os.pread(self._descriptor, size, 0)
+        contents, whole = _parse(
+            data, str(self._path), self._key, expected_head
+        )
+        if whole < size:
+            os.ftruncate(self._descriptor, whole)
+            os.fsync(self._descriptor)
+        self._end = whole
+        if whole and not data[:whole].endswith(b"\n"):
+            self._write(b"\n")
+        self._head = contents.head
+        self._rounds = len(contents.entries)
+        return contents
+
+    def _append(self, body: dict[str, Any]) -> None:
+        if self._descriptor is None:
+            raise LedgerError(f"The ledger {self._path} is closed.")
+        body["previous"] = self._head
+        digest = _digest(body, self._key)
+        line = events.canonical_json({**body, "hash": digest}) + "\n"
+        self._write(line.encode())
+        self._head = digest
+
+    def _write(self, data: bytes) -> None:
+        if self._broken:
+            raise LedgerWriteError(
+                f"The ledger {self._path} could not be repaired after a failed "
+                "write; close it and open it with mode='append'."
+            )
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(
+                    self._descriptor, data[written:], self._end + written
+                )
+            os.fsync(self._descriptor)
+        except BaseException as error:
+            self._roll_back()
+            if not isinstance(error, OSError):
+                raise
+            raise LedgerWriteError(
+                f"The ledger {self._path} cannot be written: "
+                f"{error.strerror}. Its earlier lines are unchanged; the round "
+                "must not be released."
+            ) from error
+        self._end += len(data)
+
+    def _roll_back(self) -> None:
+        try:
+            os.ftruncate(self._descriptor, self._end)
+            os.fsync(self._descriptor)
+        except OSError:
+            self._broken = True
+
+    def _sync_folder(self) -> None:
+        """Makes the new file's name survive a crash."""
+        try:
+            folder = os.open(self._path.parent, os.O_RDONLY)
+        except OSError:
+            return  # A folder that may be written but not read.
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def epsilon_from_ledger(
+    path: str | os.PathLike[str],
+    delta: float,
+    accountant: str = "rdp",
+    *,
+    key: bytes | None = None,
+    expected_head: str | None = None,
+) -> float:
+    """Returns the epsilon of a ledger's rounds, without the model.
+
+    Args:
+      path: The ledger.
+      delta: Between 0 and 1.
+      accountant: "rdp" or "pld".
+      key: See `PrivacyLedger.read`.
+      expected_head: See `PrivacyLedger.read`.
+    """
+    contents = PrivacyLedger.read(path, key=key, expected_head=expected_head)
+    return contents.epsilon(delta, accountant)
+
+
+def _parse(
+    data: bytes, name: str, key: bytes | None, expected_head: str | None
+) -> tuple[LedgerContents, int]:
+    """Returns the contents and how many bytes of the file are whole lines."""
+    lines = data.split(b"\n")
+    tail = lines.pop()  # Empty, unless the last line has no end.
+    header: dict[str, Any] = {}
+    entries: list[LedgerEntry] = []
+    head, seen = _GENESIS, {_GENESIS}
+    whole, truncated = len(data) - len(tail), not data
+    for number, line in enumerate([*lines, tail], start=1):
+        unfinished = number == len(lines) + 1
+        if unfinished and not line:
+            break
+        try:
+            body = _verified(line, head, key)
+            if (number == 1) != (body["kind"] == "header"):
+                raise ValueError("it is not what belongs there")
+            if number == 1:
+                header = body
+                _check_scheme(header, key, name)
+            else:
+                entries.append(_entry(body))
+        except (ValueError, KeyError, TypeError) as error:
+            if unfinished:
+                truncated = True
+                break
+            raise LedgerTamperedError(
+                f"Line {number} of the ledger {name} does not verify: {error}. "
+                "A line was removed, changed or moved"
+                + (", or the key is another one." if key else ".")
+            ) from error
+        head = body["hash"]
+        seen.add(head)
+        whole = len(data) if unfinished else whole
+    if expected_head is not None and expected_head not in seen:
+        raise LedgerTamperedError(
+            f"The ledger {name} does not contain the line with the hash "
+            f"{expected_head}: lines at its end were removed."
+        )
+    for field in ("kind", "hash", "previous"):
+        header.pop(field, None)
+    contents = LedgerContents(
+        header=header, entries=tuple(entries), truncated=truncated, head=head
+    )
+    return contents, whole
+
+
+def _check_scheme(header: dict[str, Any], key: bytes | None, name: str) -> None:
+    if header["authentication"] != _scheme(key):
+        raise LedgerTamperedError(
+            f"The ledger {name} says it is authenticated by "
+            f"{header['authentication']}, which needs "
+            + ("no key, and one was given." if key else "its key.")
+        )
+
+
+def _verified(line: bytes, head: str, key: bytes | None) -> dict[str, Any]:
+    body = json.loads(line.decode())
+    if not isinstance(body, dict):
+        raise ValueError("it is not a JSON object")
+    if events.canonical_json(body).encode() != line:
+        raise ValueError("it is not written as the ledger writes")
+    digest = body.pop("hash")
+    if body.get("previous") != head:
+        raise ValueError("it does not follow the line before it")
+    if body["kind"] == "header" and body["authentication"] != _scheme(key):
+        return {**body, "hash": digest}  # The caller says what is missing.
+    if not hmac.compare_digest(digest, _digest(body, key)):
+        raise ValueError("its hash is wrong")
+    return {**body, "hash": digest}
+
+
+def _entry(body: dict[str, Any]) -> LedgerEntry:
+    charge = body["charge"]
+    return LedgerEntry(
+        round_index=body["round"],
+        cohort_size=body["cohort_size"],
+        charge=charge and charge_lib.RoundCharge.from_json(charge),
+        local=body["local"],
+        time=body["time"],
+        details=body["details"],
+    )
+
+
+def _digest(body: dict[str, Any], key: bytes | None) -> str:
+    data = events.canonical_json(body).encode()
+    if key is None:
+        return hashlib.sha256(data).hexdigest()
+    return hmac.new(key, data, hashlib.sha256).hexdigest()
+
+
+def _scheme(key: bytes | None) -> str:
+    return "sha256" if key is None else "hmac-sha256"
+
+
+def _now() -> str:
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return now.isoformat(timespec="milliseconds")
+
+
+def _plain(value: Any) -> Any:
+    """Turns NumPy values into JSON ones."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "numpy"):
+        return value.numpy().tolist()
+    raise TypeError(f"{value!r} cannot be kept in a ledger.")
