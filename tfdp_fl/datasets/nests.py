@@ -39,7 +39,11 @@ def as_tensor(leaf: Any, name: str) -> tf.Tensor:
         if "CPU" in leaf.device:
             return leaf
     with tf.device("/CPU:0"):
-        return tf.convert_to_tensor(as_array(leaf, name))
+        tensor = tf.convert_to_tensor(as_array(leaf, name))
+        # TensorFlow copies by way of a NumPy array, which it lets go of when
+        # the next small array comes: without one, there would be two copies.
+        tf.convert_to_tensor(np.zeros(1, np.float32))
+    return tensor
 
 
 def as_array(leaf: Any, name: str) -> np.ndarray:

@@ -1,0 +1,724 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from tfdp_fl.datasets import ClientExamples, ClientFailure, FederatedDataset
+
+
+def _examples(n: int, offset: float = 0.0):
+    x = offset + np.arange(n * 3, dtype=np.float32).reshape(n, 3)
+    return x, np.arange(n, dtype=np.int64)
+
+
+def _uneven() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    return {
+        "few": _examples(2),
+        "none": _examples(0),
+        "many": _examples(5, 100.0),
+    }
+
+
+def _streamed(arrays) -> FederatedDataset:
+    return FederatedDataset.from_client_fn(list(arrays), arrays.__getitem__)
+
+
+def _assert_same_clients(test, actual, expected):
+    test.assertEqual(list(actual.client_ids), list(expected.client_ids))
+    test.assertEqual(actual.element_spec, expected.element_spec)
+    for client_id in expected.client_ids:
+        tf.nest.map_structure(
+            np.testing.assert_array_equal,
+            actual.client(client_id),
+            expected.client(client_id),
+        )
+
+
+class FromClientArraysTest(parameterized.TestCase):
+    def test_clients_keep_their_ids_sizes_and_examples(self):
+        arrays = _uneven()
+        dataset = FederatedDataset.from_client_arrays(arrays)
+
+        self.assertEqual(dataset.num_clients, 3)
+        self.assertEqual(list(dataset.client_ids), ["few", "none", "many"])
+        self.assertEqual(dataset.client_sizes().tolist(), [2, 0, 5])
+        self.assertEqual(dataset.client_sizes([2, 0]).tolist(), [5, 2])
+        self.assertEqual(dataset.num_examples(), 7)
+        self.assertTrue(dataset.is_indexed)
+        for client_id, (x, y) in arrays.items():
+            client_x, client_y = dataset.client(client_id)
+            np.testing.assert_array_equal(client_x, x)
+            np.testing.assert_array_equal(client_y, y)
+
+    def test_element_spec_is_that_of_one_example(self):
+        dataset = FederatedDataset.from_client_arrays(_uneven())
+        x_spec, y_spec = dataset.element_spec
+        self.assertEqual(x_spec, tf.TensorSpec([3], tf.float32))
+        self.assertEqual(y_spec, tf.TensorSpec([], tf.int64))
+
+    @parameterized.parameters(
+        (np.float64, tf.float32),
+        (np.float32, tf.float32),
+        (np.float16, tf.float16),
+        (np.uint8, tf.uint8),
+        (np.int64, tf.int64),
+        (np.bool_, tf.bool),
+    )
+    def test_only_float64_changes_its_dtype(self, given, held):
+        x = np.ones((4, 2), given)
+        dataset = FederatedDataset.from_client_arrays({0: (x, x)})
+        self.assertEqual(dataset.element_spec[0].dtype, held)
+        self.assertEqual(dataset.client(0)[1].dtype, held.as_numpy_dtype)
+
+    def test_nests_of_arrays(self):
+        def client(n):
+            x = {"image": np.ones((n, 4, 4)), "words": [np.zeros((n, 2), int)]}
+            return x, (np.ones(n, int), np.full((n, 1), 0.5))
+
+        dataset = FederatedDataset.from_client_arrays(
+            {7: client(3), 8: client(1)}
+        )
+        x, (label, score) = dataset.client(7)
+        self.assertEqual(x["image"].shape, (3, 4, 4))
+        self.assertEqual(x["words"][0].shape, (3, 2))
+        self.assertEqual(label.shape, (3,))
+        self.assertEqual(score.dtype, np.float32)
+        flat_x, flat_y = dataset.flat()
+        self.assertEqual(flat_x["image"].shape, [4, 4, 4])
+        self.assertIsInstance(flat_y, tuple)
+
+    def test_lists_of_numbers_are_arrays(self):
+        dataset = FederatedDataset.from_client_arrays(
+            {0: ([[1.0, 2.0], [3.0, 4.0]], [0, 1])}
+        )
+        self.assertEqual(
+            dataset.element_spec,
+            (tf.TensorSpec([2], tf.float32), tf.TensorSpec([], tf.int64)),
+        )
+
+    def test_strings(self):
+        dataset = FederatedDataset.from_client_arrays(
+            {0: (np.array(["to", "be"]), np.array([0, 1]))}
+        )
+        self.assertEqual(dataset.element_spec[0].dtype, tf.string)
+        self.assertEqual(dataset.client(0)[0].tolist(), [b"to", b"be"])
+
+    def test_empty_lists_are_a_client_without_examples(self):
+        dataset = FederatedDataset.from_client_arrays(
+            {0: ([], []), 1: _examples(2)}
+        )
+        self.assertEqual(dataset.client_sizes().tolist(), [0, 2])
+        self.assertEqual(dataset.client(0)[0].shape, (0, 3))
+
+    def test_all_clients_may_be_empty(self):
+        dataset = FederatedDataset.from_client_arrays({0: _examples(0)})
+        self.assertEqual(dataset.num_examples(), 0)
+        self.assertEqual(dataset.element_spec[0].shape, [3])
+
+    def test_later_changes_of_the_callers_arrays_change_nothing(self):
+        x, y = _examples(3)
+        packed = FederatedDataset.from_client_arrays({0: (x, y)})
+        indexed = FederatedDataset.from_indices(x, y, [[0, 1, 2]])
+        before = x.copy()
+        x[:] = -1
+        np.testing.assert_array_equal(packed.client(0)[0], before)
+        np.testing.assert_array_equal(indexed.client(0)[0], before)
+
+    @parameterized.named_parameters(
+        ("nobody", {}, ValueError, "clients must hold at least one client"),
+        (
+            "lengths",
+            {"a": (np.ones((3, 2)), np.ones(4))},
+            ValueError,
+            "Client 'a': x and y must have the same number of examples",
+        ),
+        (
+            "lengths_inside_a_nest",
+            {"a": ({"u": np.ones(3), "v": np.ones(2)}, np.ones(3))},
+            ValueError,
+            "got 2 and 3 in x and 3 in y",
+        ),
+        (
+            "nests",
+            {"a": (np.ones(3), np.ones(3)), "b": ([np.ones(2)], np.ones(2))},
+            ValueError,
+            "Client 'b': x must be the same nest for every client",
+        ),
+        (
+            "keys",
+            {
+                "a": ({"u": np.ones(3)}, np.ones(3)),
+                "b": ({"v": np.ones(3)}, np.ones(3)),
+            },
+            ValueError,
+            "Client 'b': x must be the same nest for every client",
+        ),
+        (
+            "shapes",
+            {
+                "a": (np.ones((3, 2)), np.ones(3)),
+                "b": (np.ones((3, 1)), np.ones(3)),
+            },
+            ValueError,
+            r"Client 'b': x must have .*float32\[2\], got float32\[1\]",
+        ),
+        (
+            "dtypes",
+            {"a": (np.ones(3), np.ones(3, int)), "b": (np.ones(3), np.ones(3))},
+            ValueError,
+            r"Client 'b': y must have .*int64\[\], got float32\[\]",
+        ),
+        (
+            "no_labels",
+            {"a": np.ones((2, 3))},
+            TypeError,
+            r"Client 'a': .* must be a pair \(x, y\), got a ndarray",
+        ),
+        (
+            "sample_weights",
+            {"a": (np.ones(2), np.ones(2), np.ones(2))},
+            TypeError,
+            r"must be a pair \(x, y\), got a tuple of 3",
+        ),
+        (
+            "scalar",
+            {"a": (np.ones(2), 3)},
+            ValueError,
+            "Client 'a': y must have a leading dimension",
+        ),
+        (
+            "objects",
+            {"a": (np.array([{}, {}]), np.ones(2))},
+            TypeError,
+            "Client 'a': x must be made of arrays of numbers",
+        ),
+        (
+            "ragged",
+            {"a": (tf.ragged.constant([[1], [2, 3]]), np.ones(2))},
+            TypeError,
+            "Client 'a': x must be made of dense arrays, got a RaggedTensor",
+        ),
+        ("only_empty_lists", {"a": ([], [])}, ValueError, "at least one array"),
+        (
+            "no_mapping",
+            [(np.ones(2), np.ones(2))],
+            TypeError,
+            "clients must be",
+        ),
+    )
+    def test_refuses(self, clients, error, message):
+        with self.assertRaisesRegex(error, message):
+            FederatedDataset.from_client_arrays(clients)
+
+
+class FromIndicesTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.x, self.y = _examples(10)
+
+    @parameterized.named_parameters(
+        ("lines", np.array([[3, 1], [1, 9]]), [0, 1]),
+        ("int32_lines", np.array([[3, 1], [1, 9]], np.int32), [0, 1]),
+        ("lists", [[3, 1], [1, 9]], [0, 1]),
+        ("mapping", {"a": np.array([3, 1]), "b": [1, 9]}, ["a", "b"]),
+    )
+    def test_a_client_is_its_rows_in_its_order(self, indices, client_ids):
+        dataset = FederatedDataset.from_indices(self.x, self.y, indices)
+        self.assertEqual(list(dataset.client_ids), client_ids)
+        first, second = client_ids
+        np.testing.assert_array_equal(dataset.client(first)[0], self.x[[3, 1]])
+        np.testing.assert_array_equal(dataset.client(second)[1], [1, 9])
+
+    def test_uneven_and_empty_clients(self):
+        dataset = FederatedDataset.from_indices(
+            self.x, self.y, [[4], [], [0, 2, 4]]
+        )
+        self.assertEqual(dataset.client_sizes().tolist(), [1, 0, 3])
+        self.assertEqual(dataset.client(1)[0].shape, (0, 3))
+
+    def test_given_ids(self):
+        dataset = FederatedDataset.from_indices(
+            self.x, self.y, np.array([[0], [5]]), client_ids=["u", "v"]
+        )
+        self.assertEqual(dataset.client("v")[1].tolist(), [5])
+
+    def test_tensors_are_not_copied(self):
+        x, y = tf.constant(self.x), tf.constant(self.y)
+        dataset = FederatedDataset.from_indices(x, y, [[0]])
+        self.assertIs(dataset.flat()[0], x)
+        self.assertIs(dataset.flat()[1], y)
+
+    def test_a_table_of_int32_is_not_copied(self):
+        indices = np.zeros((5, 4), np.int32)
+        dataset = FederatedDataset.from_indices(self.x, self.y, indices)
+        self.assertTrue(np.shares_memory(dataset._source.table, indices))
+
+    @parameterized.named_parameters(
+        ("too_large", [[0], [10]], ValueError, "indices must be from 0 to 9"),
+        ("negative", [[0], [-1]], ValueError, "indices must be from 0 to 9"),
+        ("floats", [[0.0]], TypeError, "indices must be integers"),
+        ("a_mask", [np.ones(10, bool)], TypeError, "indices must be integers"),
+        ("nobody", [], ValueError, "indices must hold at least one client"),
+        (
+            "no_lines",
+            np.zeros((0, 3), int),
+            ValueError,
+            "indices must hold at least one client",
+        ),
+        ("flat", np.arange(3), ValueError, "indices must be 2-D"),
+        ("deep", [[[0]]], ValueError, "2 dimensions for client number 0"),
+    )
+    def test_refuses(self, indices, error, message):
+        with self.assertRaisesRegex(error, message):
+            FederatedDataset.from_indices(self.x, self.y, indices)
+
+    def test_refuses_x_and_y_of_different_lengths(self):
+        with self.assertRaisesRegex(ValueError, "got 10 in x and 9 in y"):
+            FederatedDataset.from_indices(self.x, self.y[:9], [[0]])
+
+    def test_refuses_ids_that_do_not_fit(self):
+        make = FederatedDataset.from_indices
+        with self.assertRaisesRegex(ValueError, "client_ids must have one id"):
+            make(self.x, self.y, [[0]], client_ids=["a", "b"])
+        with self.assertRaisesRegex(ValueError, "client_ids must be distinct"):
+            make(self.x, self.y, [[0], [1]], client_ids=["a", "a"])
+        with self.assertRaisesRegex(ValueError, "client_ids must be None"):
+            make(self.x, self.y, {"a": [0]}, client_ids=["a"])
+
+
+class EngineInterfaceTest(parameterized.TestCase):
+    def _datasets(self):
+        arrays = _uneven()
+        packed = FederatedDataset.from_client_arrays(arrays)
+        x = np.concatenate([x for x, _ in arrays.values()])
+        y = np.concatenate([y for _, y in arrays.values()])
+        indexed = FederatedDataset.from_indices(
+            x, y, {"few": [0, 1], "none": [], "many": [2, 3, 4, 5, 6]}
+        )
+        return packed, indexed
+
+    def test_rows_are_the_clients_one_after_the_other(self):
+        for dataset in self._datasets():
+            rows, lengths = dataset.client_rows(np.array([2, 1, 0, 2]))
+            self.assertEqual(rows.dtype, np.int32)
+            self.assertEqual(lengths.dtype, np.int64)
+            self.assertEqual(lengths.tolist(), [5, 0, 2, 5])
+            self.assertEqual(
+                rows.tolist(), [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
+            )
+
+    def test_no_positions_are_no_rows(self):
+        for dataset in self._datasets():
+            rows, lengths = dataset.client_rows(np.zeros(0, np.int64))
+            self.assertEqual(rows.shape, (0,))
+            self.assertEqual(lengths.shape, (0,))
+            self.assertEqual(list(dataset.read_clients([])), [])
+
+    def test_flat_is_made_once_and_read_without_a_copy(self):
+        dataset, _ = self._datasets()
+        self.assertIs(dataset.flat()[0], dataset.flat()[0])
+        self.assertIn("CPU", dataset.flat()[0].device)
+        self.assertTrue(
+            np.shares_memory(
+                dataset.client("many")[0],
+                np.asarray(memoryview(dataset.flat()[0])),
+            )
+        )
+
+    def test_taken_clients_share_the_examples(self):
+        dataset, _ = self._datasets()
+        taken = dataset.take([2, 0])
+        self.assertIs(taken.flat()[0], dataset.flat()[0])
+        self.assertEqual(
+            taken.client_rows([0, 1])[0].tolist(), [2, 3, 4, 5, 6, 0, 1]
+        )
+
+    @parameterized.parameters([[3]], [[-1]], [[0, 7]])
+    def test_refuses_positions_out_of_range(self, positions):
+        dataset, _ = self._datasets()
+        for method in (
+            dataset.client_rows,
+            dataset.read_clients,
+            dataset.client_sizes,
+            dataset.take,
+        ):
+            with self.assertRaisesRegex(ValueError, "positions must be from 0"):
+                method(positions)
+
+    def test_refuses_positions_that_are_no_integers(self):
+        dataset, _ = self._datasets()
+        with self.assertRaisesRegex(TypeError, "positions must be a 1-D array"):
+            dataset.client_rows([0.5])
+
+    def test_reads_what_the_rows_say(self):
+        for dataset in self._datasets():
+            read = list(dataset.read_clients([2, 0]))
+            self.assertEqual([client.position for client in read], [2, 0])
+            np.testing.assert_array_equal(read[0].x, dataset.client("many")[0])
+            np.testing.assert_array_equal(read[1].y, [0, 1])
+
+    def test_a_streamed_dataset_has_no_rows(self):
+        dataset = _streamed(_uneven())
+        self.assertFalse(dataset.is_indexed)
+        with self.assertRaisesRegex(
+            ValueError, "flat must be called on an ind"
+        ):
+            dataset.flat()
+        with self.assertRaisesRegex(ValueError, r"in_memory\(\) makes it"):
+            dataset.client_rows([0])
+
+    def test_a_million_clients(self):
+        n = 1_000_000
+        indices = np.random.default_rng(0).integers(
+            0, 10, (n, 2), dtype=np.int32
+        )
+        dataset = FederatedDataset.from_indices(*_examples(10), indices)
+        self.assertEqual(dataset.client_ids, range(n))
+        rows, lengths = dataset.client_rows([n - 1, 5])
+        self.assertEqual(
+            rows.tolist(), [*indices[n - 1].tolist(), *indices[5].tolist()]
+        )
+        self.assertEqual(lengths.tolist(), [2, 2])
+
+
+class StreamedTest(parameterized.TestCase):
+    def test_tf_datasets(self):
+        arrays = _uneven()
+        dataset = FederatedDataset.from_tf_datasets(
+            {
+                client_id: tf.data.Dataset.from_tensor_slices(examples)
+                for client_id, examples in arrays.items()
+            }
+        )
+        self.assertFalse(dataset.is_indexed)
+        _assert_same_clients(
+            self, dataset, FederatedDataset.from_client_arrays(arrays)
+        )
+
+    def test_tf_datasets_longer_than_one_chunk(self):
+        dataset = FederatedDataset.from_tf_datasets(
+            {0: tf.data.Dataset.range(3000).map(lambda n: (n, n))}
+        )
+        np.testing.assert_array_equal(dataset.client(0)[0], np.arange(3000))
+
+    def test_tf_datasets_of_float64_become_float32(self):
+        x = np.ones((2, 3))
+        dataset = FederatedDataset.from_tf_datasets(
+            {0: tf.data.Dataset.from_tensor_slices((x, {"a": x}))}
+        )
+        self.assertEqual(dataset.element_spec[0].dtype, tf.float32)
+        self.assertEqual(dataset.client(0)[1]["a"].dtype, np.float32)
+
+    @parameterized.named_parameters(
+        ("nobody", dict, ValueError, "clients must hold at least one"),
+        (
+            "arrays",
+            lambda: {"a": np.ones(3)},
+            TypeError,
+            "Client 'a': dataset must be a ",
+        ),
+        (
+            "batches",
+            lambda: {
+                "a": tf.data.Dataset.from_tensor_slices(_examples(4)).batch(2)
+            },
+            ValueError,
+            "Client 'a': .* must be single examples, got what looks like batch",
+        ),
+        (
+            "no_pairs",
+            lambda: {"a": tf.data.Dataset.range(3)},
+            TypeError,
+            r"Client 'a': .*must be single examples \(x, y\)",
+        ),
+        (
+            "endless",
+            lambda: {
+                "a": tf.data.Dataset.from_tensor_slices(_examples(4)).repeat()
+            },
+            ValueError,
+            "Client 'a': .* must end",
+        ),
+        (
+            "different",
+            lambda: {
+                "a": tf.data.Dataset.from_tensor_slices((np.ones(2), [1, 2])),
+                "b": tf.data.Dataset.from_tensor_slices(([1, 2], [1, 2])),
+            },
+            ValueError,
+            "Client 'b': Examples must be the same for every client",
+        ),
+        (
+            "ragged",
+            lambda: {
+                "a": tf.data.Dataset.from_tensor_slices(
+                    (tf.ragged.constant([[1], [2, 3]]), [1, 2])
+                )
+            },
+            TypeError,
+            "Client 'a': .* must be dense tensors",
+        ),
+    )
+    def test_tf_datasets_refuses(self, clients, error, message):
+        with self.assertRaisesRegex(error, message):
+            FederatedDataset.from_tf_datasets(clients())
+
+    def test_one_client_that_cannot_be_read_does_not_stop_the_others(self):
+        def read(client_id):
+            if client_id == "bad":
+                raise OSError("disk on fire")
+            if client_id == "odd":
+                return np.ones((2, 7)), np.ones(2, int)
+            return _examples(2)
+
+        dataset = FederatedDataset.from_client_fn(
+            ["bad", "good", "odd", "fine"], read
+        )
+        read = list(dataset.read_clients([0, 1, 2, 3]))
+
+        self.assertEqual(
+            [type(client) for client in read],
+            [ClientFailure, ClientExamples, ClientFailure, ClientExamples],
+        )
+        self.assertEqual([client.position for client in read], [0, 1, 2, 3])
+        self.assertIsInstance(read[0].error, OSError)
+        self.assertRegex(str(read[2].error), "x must have the same .* shape")
+        with self.assertRaisesRegex(OSError, "disk on fire"):
+            dataset.client("bad")
+
+    def test_a_failing_tf_dataset_is_a_failure(self):
+        def fail(_):
+            raise RuntimeError("sensor off")
+
+        def generate():
+            yield _examples(1)[0][0], 0
+            fail(None)
+
+        spec = (tf.TensorSpec([3], tf.float32), tf.TensorSpec([], tf.int64))
+        dataset = FederatedDataset.from_tf_datasets(
+            {
+                "bad": tf.data.Dataset.from_generator(
+                    generate, output_signature=spec
+                ),
+                "good": tf.data.Dataset.from_tensor_slices(_examples(2)),
+            }
+        )
+        bad, good = dataset.read_clients([0, 1])
+        self.assertIsInstance(bad, ClientFailure)
+        self.assertIsInstance(good, ClientExamples)
+
+    def test_clients_are_read_only_when_asked_for(self):
+        reads = []
+
+        def read(client_id):
+            reads.append(client_id)
+            return _examples(2)
+
+        spec = (tf.TensorSpec([3], tf.float32), tf.TensorSpec([], tf.int64))
+        dataset = FederatedDataset.from_client_fn(range(1000), read, spec)
+        dataset.describe()
+        clients = dataset.read_clients([5, 3, 8])
+        self.assertEqual(reads, [])
+        next(clients)
+        self.assertEqual(reads, [5])
+
+    def test_the_spec_comes_from_the_first_client_that_has_examples(self):
+        def read(client_id):
+            if client_id == 0:
+                raise OSError
+            return ([], []) if client_id == 1 else _examples(2)
+
+        dataset = FederatedDataset.from_client_fn([0, 1, 2], read)
+        self.assertEqual(dataset.element_spec[0], tf.TensorSpec([3]))
+        self.assertEqual(dataset.client(1)[0].shape, (0, 3))
+
+    def test_no_spec_without_a_client_that_can_be_read(self):
+        def read(client_id):
+            raise OSError("gone")
+
+        dataset = FederatedDataset.from_client_fn([0, 1], read)
+        with self.assertRaisesRegex(ValueError, "element_spec must be given"):
+            _ = dataset.element_spec
+
+    def test_from_client_fn_refuses(self):
+        make = FederatedDataset.from_client_fn
+        with self.assertRaisesRegex(TypeError, "fn must be callable"):
+            make([0], 3)
+        with self.assertRaisesRegex(ValueError, "client_ids must hold"):
+            make([], len)
+        with self.assertRaisesRegex(ValueError, "client_ids must be distinct"):
+            make([1, 1], len)
+        with self.assertRaisesRegex(TypeError, "element_spec must be a pair"):
+            make([1], len, element_spec=tf.TensorSpec([]))
+
+    def test_in_memory(self):
+        arrays = _uneven()
+        dataset = _streamed(arrays).in_memory()
+        self.assertTrue(dataset.is_indexed)
+        _assert_same_clients(
+            self, dataset, FederatedDataset.from_client_arrays(arrays)
+        )
+        self.assertIs(dataset.in_memory(), dataset)
+
+
+class _ClientData:
+    """As a `tff.simulation.datasets.ClientData` looks from outside."""
+
+    client_ids = ("w1", "w2")
+
+    def create_tf_dataset_for_client(self, client_id):
+        n = {"w1": 3, "w2": 1}[client_id]
+        return tf.data.Dataset.from_tensor_slices(
+            {"label": np.arange(n), "pixels": np.ones((n, 2, 2), np.float32)}
+        )
+
+
+class FromClientDataTest(absltest.TestCase):
+    def test_reads_clients_through_the_preprocessing(self):
+        dataset = FederatedDataset.from_client_data(
+            _ClientData(),
+            lambda clients: clients.map(lambda e: (e["pixels"], e["label"])),
+        )
+        self.assertEqual(list(dataset.client_ids), ["w1", "w2"])
+        self.assertEqual(
+            dataset.element_spec,
+            (tf.TensorSpec([2, 2]), tf.TensorSpec([], tf.int64)),
+        )
+        self.assertEqual(dataset.client_sizes().tolist(), [3, 1])
+        self.assertEqual(dataset.client("w1")[1].tolist(), [0, 1, 2])
+
+    def test_reads_what_tff_calls_client_data(self):
+        try:
+            import tensorflow_federated as tff
+        except ImportError:
+            self.skipTest("TensorFlow Federated is not installed")
+        x, y = _examples(3)
+        client_data = tff.simulation.datasets.TestClientData(
+            {"w1": {"x": x, "y": y}, "w2": {"x": x[:1], "y": y[:1]}}
+        )
+        dataset = FederatedDataset.from_client_data(client_data)
+        self.assertEqual(list(dataset.client_ids), ["w1", "w2"])
+        np.testing.assert_array_equal(dataset.client("w1")[0], x)
+        self.assertEqual(dataset.client_sizes().tolist(), [3, 1])
+
+    def test_elements_may_be_dicts_of_x_and_y(self):
+        dataset = FederatedDataset.from_client_data(
+            _ClientData(),
+            lambda clients: clients.map(
+                lambda e: {"x": e["pixels"], "y": e["label"]}
+            ),
+        )
+        self.assertEqual(dataset.client("w2")[0].shape, (1, 2, 2))
+
+    def test_a_federated_dataset_is_client_data_too(self):
+        arrays = FederatedDataset.from_client_arrays(_uneven())
+        _assert_same_clients(
+            self, FederatedDataset.from_client_data(arrays), arrays
+        )
+
+    def test_refuses(self):
+        with self.assertRaisesRegex(TypeError, "preprocess_fn can make them"):
+            FederatedDataset.from_client_data(_ClientData())
+        with self.assertRaisesRegex(TypeError, "client_data must be a tff"):
+            FederatedDataset.from_client_data({})
+
+
+class DerivedTest(parameterized.TestCase):
+    def _hundred(self):
+        return FederatedDataset.from_indices(
+            *_examples(10), np.arange(100)[:, None] % 10
+        )
+
+    def test_subsets_keep_ids(self):
+        subset = self._hundred().take([7, 3]).subset([3])
+        self.assertEqual(list(subset.client_ids), [3])
+        self.assertEqual(subset.client(3)[1].tolist(), [3])
+        with self.assertRaises(KeyError):
+            subset.client(7)
+
+    def test_taken_ids_are_a_sequence(self):
+        ids = self._hundred().take([7, 3, 50]).client_ids
+        self.assertLen(ids, 3)
+        self.assertEqual(ids[-1], 50)
+        self.assertEqual(ids[1:], [3, 50])
+        self.assertEqual(ids, [7, 3, 50])
+        self.assertNotEqual(ids, [7, 3])
+
+    def test_streamed_subsets(self):
+        subset = _streamed(_uneven()).subset(["many", "few"])
+        self.assertEqual(subset.client_sizes().tolist(), [5, 2])
+
+    def test_refuses_clients_twice_or_none(self):
+        with self.assertRaisesRegex(ValueError, "positions must be distinct"):
+            self._hundred().take([1, 1])
+        with self.assertRaisesRegex(ValueError, "must name at least one"):
+            self._hundred().take([])
+        for unknown in (100, "a"):
+            with self.assertRaises(KeyError):
+                self._hundred().client(unknown)
+
+    @parameterized.parameters((0.2, 20), (0.001, 1), (0.999, 99))
+    def test_splits_clients(self, fraction, held_out):
+        train, rest = self._hundred().split_clients(fraction, seed=1)
+        self.assertEqual(rest.num_clients, held_out)
+        self.assertEqual(
+            sorted([*train.client_ids, *rest.client_ids]), list(range(100))
+        )
+
+    def test_split_repeats_with_its_seed(self):
+        _, first = self._hundred().split_clients(0.2, seed=1)
+        _, again = self._hundred().split_clients(0.2, seed=1)
+        _, other = self._hundred().split_clients(0.2, seed=2)
+        self.assertEqual(first.client_ids, again.client_ids)
+        self.assertNotEqual(first.client_ids, other.client_ids)
+
+    def test_split_refuses(self):
+        with self.assertRaisesRegex(ValueError, "fraction must be"):
+            self._hundred().split_clients(1.0)
+        with self.assertRaisesRegex(ValueError, "at least two clients"):
+            self._hundred().take([0]).split_clients(0.5)
+
+    @parameterized.parameters(FederatedDataset.from_client_arrays, _streamed)
+    def test_map(self, make):
+        dataset = make(_uneven()).map(lambda x, y: ({"half": x / 2}, y + 1))
+        x, y = _uneven()["many"]
+        mapped_x, mapped_y = dataset.client("many")
+        np.testing.assert_array_equal(mapped_x["half"], x / 2)
+        np.testing.assert_array_equal(mapped_y, y + 1)
+        self.assertEqual(dataset.element_spec[0]["half"], tf.TensorSpec([3]))
+
+    def test_map_refuses(self):
+        dataset = FederatedDataset.from_client_arrays(_uneven())
+        with self.assertRaisesRegex(ValueError, "fn must return as many"):
+            dataset.map(lambda x, y: (x[:2], y[:2]))
+        with self.assertRaisesRegex(TypeError, "fn must return a pair"):
+            dataset.map(lambda x, y: x)
+        with self.assertRaisesRegex(TypeError, "fn must be callable"):
+            dataset.map(None)
+
+    def test_pickles(self):
+        dataset = FederatedDataset.from_client_arrays(_uneven())
+        _assert_same_clients(self, pickle.loads(pickle.dumps(dataset)), dataset)
+
+    def test_tf_dataset_of_a_client(self):
+        dataset = FederatedDataset.from_client_arrays(_uneven())
+        labels = [
+            int(y) for _, y in dataset.create_tf_dataset_for_client("many")
+        ]
+        self.assertEqual(labels, [0, 1, 2, 3, 4])
+
+    def test_in_words(self):
+        dataset = FederatedDataset.from_client_arrays(_uneven())
+        self.assertEqual(
+            repr(dataset), "<FederatedDataset: 3 clients, indexed>"
+        )
+        self.assertIn("0 to 5, median 2, 1 clients empty", dataset.describe())
+        self.assertIn("x: float32[3]", dataset.describe())
+        self.assertIn("read from each", _streamed(_uneven()).describe())
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from tfdp_fl import datasets
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+_DATA = pathlib.Path(
+    os.environ.get("TFDP_FL_DATA", _REPOSITORY.parent / "shared" / "data")
+)
+_CORPUS = _DATA / "shakespeare.txt"
+
+_PLAY = """\
+First Witch:
+When shall we three meet again
+In thunder, lightning, or in rain?
+
+Second Witch:
+When the hurlyburly's done,
+
+GHOST:
+
+First Witch:
+Where the place?
+
+
+CAT:
+Mew
+"""
+_FIRST = (
+    "When shall we three meet again\nIn thunder, lightning, or in rain?\n"
+    "Where the place?"
+)
+
+
+class VocabularyTest(absltest.TestCase):
+    def test_ids_are_places_in_the_vocabulary(self):
+        vocabulary = datasets.shakespeare_vocabulary()
+        self.assertLen(vocabulary, 67)
+        self.assertLen(set(vocabulary), 67)
+        ids = datasets.encode_text("Ay!\n")
+        self.assertEqual(ids.dtype, np.int32)
+        self.assertEqual([vocabulary[k] for k in ids], ["A", "y", "!", "\n"])
+
+    def test_text_comes_back(self):
+        ids = datasets.encode_text(_FIRST)
+        self.assertEqual(datasets.decode_text(ids), _FIRST)
+
+    def test_unknown_characters_and_padding(self):
+        self.assertEqual(datasets.encode_text("é").tolist(), [1])
+        self.assertEqual(datasets.decode_text([0, 1, 0]), "\ufffd")
+        with self.assertRaisesRegex(ValueError, "ids must be from 0 to 66"):
+            datasets.decode_text([67])
+
+
+class LoadShakespeareTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.path = os.path.join(directory.name, "play.txt")
+        pathlib.Path(self.path).write_text(_PLAY, encoding="utf-8")
+
+    def test_a_client_is_a_role_that_speaks(self):
+        clients, _ = datasets.load_shakespeare(self.path)
+        self.assertEqual(
+            list(clients.client_ids), ["First Witch", "Second Witch", "CAT"]
+        )
+
+    def test_labels_are_the_next_characters(self):
+        clients, _ = datasets.load_shakespeare(
+            self.path, sequence_length=10, test_fraction=0
+        )
+        x, y = clients.client("First Witch")
+        self.assertEqual(x.shape, (9, 10))
+        self.assertEqual(
+            (x.dtype, y.dtype, clients.element_spec[0].shape),
+            (np.int32, np.int32, tf.TensorShape([10])),
+        )
+        self.assertEqual(datasets.decode_text(x), _FIRST[:-1])
+        self.assertEqual(datasets.decode_text(y), _FIRST[1:])
+
+    def test_features_and_labels_are_padded_alike(self):
+        clients, _ = datasets.load_shakespeare(
+            self.path, sequence_length=10, test_fraction=0
+        )
+        x, y = clients.client("CAT")
+        self.assertEqual(datasets.decode_text(x), "Me")
+        self.assertEqual(datasets.decode_text(y), "ew")
+        np.testing.assert_array_equal(x == 0, y == 0)
+        self.assertEqual(np.sum(x == 0), 8)
+
+    def test_dropping_leaves_short_roles_empty(self):
+        clients, _ = datasets.load_shakespeare(
+            self.path,
+            sequence_length=30,
+            test_fraction=0,
+            partial_sequences="drop",
+        )
+        self.assertEqual(clients.client_sizes().tolist(), [2, 0, 0])
+        self.assertTrue(np.all(clients.flat()[0].numpy() > 0))
+
+    def test_the_end_of_every_role_is_the_test_set(self):
+        clients, (x_test, y_test) = datasets.load_shakespeare(
+            self.path, sequence_length=5, test_fraction=0.2
+        )
+        held = [len(_FIRST) // 5, 27 // 5, 0]
+        kept_text = _FIRST[: -held[0]]
+        self.assertEqual(
+            datasets.decode_text(clients.client("First Witch")[1]),
+            kept_text[1:],
+        )
+        self.assertEqual(
+            datasets.decode_text(y_test[: -(-(held[0] - 1) // 5)]),
+            _FIRST[-held[0] :][1:],
+        )
+        self.assertEqual(np.sum(x_test > 0), held[0] - 1 + held[1] - 1)
+
+    def test_bounded_clients(self):
+        clients, _ = datasets.load_shakespeare(
+            self.path, sequence_length=10, max_sequences_per_role=2
+        )
+        self.assertEqual(clients.client_sizes().max(), 2)
+
+    def test_config_loads_the_same_clients(self):
+        clients, _ = datasets.load_shakespeare(self.path, sequence_length=7)
+        again = datasets.load_from_config(clients.config)
+        np.testing.assert_array_equal(
+            again.client("CAT")[1], clients.client("CAT")[1]
+        )
+        self.assertEqual(again.client_ids, clients.client_ids)
+
+    @parameterized.parameters(
+        ({"sequence_length": 0}, "sequence_length must be"),
+        ({"test_fraction": 1}, "test_fraction must be less than 1"),
+        ({"partial_sequences": "keep"}, "partial_sequences must be one of"),
+        ({"max_sequences_per_role": 0}, "max_sequences_per_role must be"),
+    )
+    def test_refuses(self, wrong, message):
+        with self.assertRaisesRegex(ValueError, message):
+            datasets.load_shakespeare(self.path, **wrong)
+
+    @parameterized.parameters(
+        ("Once upon a time", "starts with 'Once upon a time'"),
+        ("GHOST:\n\n", "in which somebody speaks"),
+    )
+    def test_refuses_other_files(self, text, message):
+        other = pathlib.Path(self.path + ".other")
+        other.write_text(text, encoding="utf-8")
+        with self.assertRaisesRegex(ValueError, message):
+            datasets.load_shakespeare(other)
+
+    def test_says_which_file_is_missing(self):
+        with self.assertRaisesRegex(FileNotFoundError, "nowhere.txt"):
+            datasets.load_shakespeare("nowhere.txt")
+
+
+@absltest.skipUnless(_CORPUS.exists(), f"no shakespeare.txt in {_DATA.name}")
+class RealShakespeareTest(absltest.TestCase):
+    def test_the_corpus_has_299_roles_and_no_unknown_character(self):
+        clients, (x_test, _) = datasets.load_shakespeare(_CORPUS)
+        self.assertEqual(clients.num_clients, 299)
+        ids = clients.flat()[0].numpy()
+        self.assertFalse(np.any(ids == 1))
+        self.assertEqual(ids.max(), 66)
+        predicted = np.sum(ids > 0), np.sum(x_test > 0)
+        self.assertBetween(predicted[1] / sum(predicted), 0.095, 0.1)
+
+
+if __name__ == "__main__":
+    absltest.main()
