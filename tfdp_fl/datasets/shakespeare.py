@@ -80,9 +80,9 @@ def load_shakespeare(
     An example is `sequence_length` characters and, for each of them, the one
     that follows; examples of a role do not overlap. What is left at the end of
     a text, or all of a short role's, is padded with 0 in features and labels
-    alike. Padding must not count in the loss: use
-    `SparseCategoricalCrossentropy(ignore_class=0)`, or
-    `Embedding(..., mask_zero=True)`, or `partial_sequences="drop"`.
+    alike. Padding must not count. `Embedding(..., mask_zero=True)` keeps it out
+    of the loss and the metrics, `SparseCategoricalCrossentropy(ignore_class=0)`
+    out of the loss only; `partial_sequences="drop"` makes none.
 
     Args:
       path: The text, in UTF-8.
