@@ -103,7 +103,7 @@ $(UV_VENV)/.installed-$(UV_VERSION):
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf .venv .venv-uv runs
