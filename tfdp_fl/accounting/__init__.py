@@ -9,25 +9,54 @@ from tfdp_fl.accounting.gaussian import (
     gaussian_delta,
     gaussian_epsilon,
 )
-from tfdp_fl.accounting.local import LocalAccount
+from tfdp_fl.accounting.ledger import (
+    LedgerContents,
+    LedgerEntry,
+    LedgerError,
+    LedgerInUseError,
+    LedgerTampered,
+    LedgerTamperedError,
+    LedgerWriteError,
+    PrivacyLedger,
+    epsilon_from_ledger,
+)
+from tfdp_fl.accounting.local import LocalAccount, epsilon_of_mu_squared
 from tfdp_fl.accounting.planning import (
     calibrate_noise_multiplier,
     delta,
     epsilon,
     max_rounds,
 )
+from tfdp_fl.accounting.statement import (
+    CAVEATS,
+    StatementFacts,
+    privacy_statement,
+)
 
 __all__ = [
+    "CAVEATS",
+    "LedgerContents",
+    "LedgerEntry",
+    "LedgerError",
+    "LedgerInUseError",
+    "LedgerTampered",
+    "LedgerTamperedError",
+    "LedgerWriteError",
     "LocalAccount",
     "PrivacyAccountant",
+    "PrivacyLedger",
     "RoundCharge",
+    "StatementFacts",
     "analytic_noise_multiplier",
     "calibrate",
     "calibrate_noise_multiplier",
     "classic_noise_multiplier",
     "delta",
     "epsilon",
+    "epsilon_from_ledger",
+    "epsilon_of_mu_squared",
     "gaussian_delta",
     "gaussian_epsilon",
     "max_rounds",
+    "privacy_statement",
 ]

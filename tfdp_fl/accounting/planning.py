@@ -228,7 +228,7 @@ def _most(history_of, target, delta, accountant, limit) -> int:
     """Returns how many rounds keep the target, looking near RDP's answer."""
 
     def most(by, guess):
-        return _last_true(
+        return last_true(
             lambda count: history_of(count).epsilon(delta, by) <= target,
             limit,
             guess,
@@ -324,7 +324,7 @@ def _one_charge(z, sampling, n, m, t, plan) -> charge_lib.RoundCharge:
     )
 
 
-def _last_true(
+def last_true(
     predicate: Callable[[int], bool], limit: int, guess: int = 1
 ) -> int:
     """Returns the largest n <= limit with a falling predicate still true.

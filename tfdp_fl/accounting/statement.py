@@ -1,0 +1,555 @@
+"""The paragraph that says what was guaranteed, to whom, and what was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import dp_accounting
+
+from tfdp_fl import _validate
+from tfdp_fl.accounting import events
+
+GUARANTEES = ("central", "local", "record", "none")
+FORMATS = ("text", "dict", "markdown")
+
+# Each caveat is one full sentence that stands by itself.
+CAVEATS: dict[str, str] = {
+    "exact_median": (
+        "The clip norm of each round was the exact median of that round's "
+        "update norms, as published; that median is not private, so strictly "
+        "epsilon holds only for what the models reveal beyond it."
+    ),
+    "unnoised_metrics": (
+        "The training loss, the training metrics and the diagnostics of each "
+        "round (such as norms and clipped fractions) were computed from "
+        "clients' data without noise; publishing them, or choosing by them, is "
+        "not covered by epsilon."
+    ),
+    "seed_given": (
+        "A random seed was given, so whoever knows it can repeat the cohorts "
+        "and the noise; towards them there is no guarantee, and the seed has "
+        "to be kept as secret as the data."
+    ),
+    "local_not_central": (
+        "The guarantee is local: every client adds its own noise before "
+        "anything leaves it, and epsilon is that of one client's releases "
+        "against the server; it is not to be compared with a central epsilon."
+    ),
+    "per_record": (
+        "The guarantee is per record, not per client: it covers one example in "
+        "a client's data, and a client with many examples is protected less."
+    ),
+    "classic_above_one": (
+        "The noise was calibrated by the classic Gaussian formula at an "
+        "epsilon of 1 or more, where its proof does not hold; the target it "
+        "was calibrated for is not guaranteed, and the epsilon reported here "
+        "was computed from the noise really added."
+    ),
+    "basic_composition": (
+        "The target was split evenly over the rounds (basic composition), "
+        "which adds more noise than is needed; the epsilon reported here is "
+        "what the noise really gives."
+    ),
+    "layers_charged_separately": (
+        "Each layer of the model was clipped and noised by itself and is "
+        "charged as a release of its own."
+    ),
+    "layers_joint": (
+        "All layers of one update are charged as one joint release."
+    ),
+    "radius_from_unnoised_norms": (
+        "Each client's clipping radius follows the un-noised norms of its own "
+        "earlier updates; what the noise's size thereby reveals is not part of "
+        "epsilon."
+    ),
+    "custom_query_event": (
+        "The mechanism is a query given by the user together with its cost; "
+        "that the cost is right was not checked here."
+    ),
+    "secure_aggregation": (
+        "Updates were summed by secure aggregation, so that no party saw a "
+        "single client's update; this is in addition to epsilon and does not "
+        "change it."
+    ),
+    "client_noise_needs_honest_clients": (
+        "Each client added its share of the noise; if clients collude or leave "
+        "their share out, the noise on the sum is smaller than reported."
+    ),
+    "non_trainable_kept": (
+        "Non-trainable state (such as the moving statistics of batch "
+        "normalisation) was not taken from clients."
+    ),
+    "non_trainable_released": (
+        "Non-trainable state (such as the moving statistics of batch "
+        "normalisation) was clipped and noised together with the weights, "
+        "under the same epsilon."
+    ),
+    "hyperparameter_search_not_counted": (
+        "Only this run is counted: other runs on the same clients, such as a "
+        "search for hyperparameters, cost extra."
+    ),
+    "shuffled_zero_out": (
+        "Cohorts were a shuffled order of all clients; adding or removing a "
+        "client means here that its update is replaced by zero in its place, "
+        "and no amplification by sampling is claimed."
+    ),
+    "fixed_size_population_known": (
+        "Cohorts had a fixed size, so neighbouring data sets differ by one "
+        "client replaced by another; that the number of clients is N is not "
+        "protected."
+    ),
+    "clients_excluded": (
+        "Some drawn clients failed and were left out of their round's sum; the "
+        "noise and the divisor stayed as planned."
+    ),
+    "floating_point_noise": (
+        "The noise was drawn in floating point, so the guarantee is that of "
+        "the ideal Gaussian; attacks on the low bits of floating-point noise "
+        "are out of its scope."
+    ),
+    "validation_data_not_covered": (
+        "Data used for validation, or for choosing a model by it, is not "
+        "covered by epsilon unless it is public."
+    ),
+    "delta_not_below_one_over_n": (
+        "Delta is not below one divided by the number of clients, which is "
+        "larger than is usual: a mechanism that publishes one client outright "
+        "could have that delta."
+    ),
+    "epsilon_large": ("An epsilon above 10 bounds the worst case only weakly."),
+}
+
+_SAMPLING = {
+    "poisson": (
+        "each of the N clients took part in a round with probability m/N, "
+        "independently of the others"
+    ),
+    "fixed_size": (
+        "each round drew exactly m of the N clients without replacement"
+    ),
+    "shuffled": "each pass went once through all N clients in shuffled order",
+}
+
+_RELATION = {
+    "ADD_OR_REMOVE_ONE": "one {unit} is added or removed",
+    "REPLACE_ONE": "one {unit} is replaced by another",
+    "REPLACE_SPECIAL": "one {unit} is replaced by nothing, in its place",
+}
+
+Epsilon = float | Callable[[float], float] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatementFacts:
+    """What a statement is made of.
+
+    Wherever an epsilon is asked for, a callable of delta does as well; None
+    leaves it out.
+
+    Attributes:
+      guarantee: "central" (the server is trusted), "local" (it is not),
+        "record" (per example, NbAFL) or "none".
+      mechanism: The mechanism's name.
+      mechanism_description: One sentence on what it does.
+      mechanism_parameters: Its parameters, for the record.
+      unit: What is protected as a whole; "client" or "record".
+      relation: The neighbouring relation; default that of the sampling.
+      sampling: "poisson", "fixed_size" or "shuffled".
+      num_clients: N.
+      clients_per_round: m, or the expected sizes of all rounds.
+      cohort_sizes: The sizes of the cohorts that were really drawn.
+      rounds: How many rounds were released.
+      epsilon_rdp: Central epsilon by Renyi accounting.
+      epsilon_pld: Central epsilon by privacy loss distributions.
+      epsilon_local: Local (or per-record) epsilon of the client that spent
+        most.
+      max_participations: In how many rounds the most-seen client took part.
+      central_epsilon: For a local guarantee: what the same noise gives against
+        those who see only the averages.
+      implied_epsilon: For NbAFL: the epsilon its formula was given.
+      implied_delta: For NbAFL: 1.25 exp(-c^2/2), implied by its constant.
+      caveats: Keys of `CAVEATS` that hold.
+    """
+
+    guarantee: str
+    mechanism: str
+    mechanism_description: str = ""
+    mechanism_parameters: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )
+    unit: str = "client"
+    relation: dp_accounting.NeighboringRelation | None = None
+    sampling: str = "poisson"
+    num_clients: int = 1
+    clients_per_round: float | Sequence[float] = 1
+    cohort_sizes: Sequence[int] = ()
+    rounds: int = 0
+    epsilon_rdp: Epsilon = None
+    epsilon_pld: Epsilon = None
+    epsilon_local: Epsilon = None
+    max_participations: int | None = None
+    central_epsilon: Epsilon = None
+    implied_epsilon: float | None = None
+    implied_delta: float | None = None
+    caveats: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        _validate.one_of(GUARANTEES, guarantee=self.guarantee)
+        _validate.one_of(_SAMPLING, sampling=self.sampling)
+        _validate.positive_integer(num_clients=self.num_clients)
+        _validate.non_negative_integer(rounds=self.rounds)
+        for caveat in self.caveats:
+            _validate.one_of(CAVEATS, caveats=caveat)
+
+
+def privacy_statement(
+    facts: StatementFacts, delta: float, format: str = "text"
+) -> str | dict[str, Any]:
+    """Returns the privacy statement of a run.
+
+    Every epsilon in the text is rounded up, never down.
+
+    Args:
+      facts: What ran.
+      delta: At which the epsilons are stated.
+      format: "text" (paragraphs), "markdown" (a heading, the paragraphs, a
+        table of facts) or "dict" (the facts and sentences as JSON values;
+        an infinite epsilon is None, with "has_guarantee" False).
+    """
+    delta = _validate.inside_unit_interval(delta=delta)
+    _validate.one_of(FORMATS, format=format)
+    content = _content(facts, delta)
+    if format == "dict":
+        return content
+    if format == "markdown":
+        return _markdown(content)
+    paragraphs = [
+        content["summary"],
+        content["meaning"],
+        content["how"],
+    ]
+    if content["caveats"]:
+        paragraphs.append(
+            "To be read with it: " + " ".join(content["caveats"].values())
+        )
+    return "\n\n".join(p for p in paragraphs if p)
+
+
+def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
+    values = {
+        name: _value(getattr(facts, name), delta)
+        for name in (
+            "epsilon_rdp",
+            "epsilon_pld",
+            "epsilon_local",
+            "central_epsilon",
+        )
+    }
+    local = facts.guarantee in ("local", "record")
+    stated = [
+        values[name]
+        for name in (
+            ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
+        )
+        if values[name] is not None
+    ]
+    # Both accountants give upper bounds: the lower one holds.
+    best = min(stated, default=math.inf)
+    if facts.guarantee == "none":
+        best = math.inf
+    relation = facts.relation
+    if relation is None:
+        relation = (
+            dp_accounting.NeighboringRelation.REPLACE_ONE
+            if local or facts.sampling == "fixed_size"
+            else dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+        )
+    caveats = dict.fromkeys(facts.caveats)
+    if math.isfinite(best):
+        if facts.sampling == "shuffled" and not local:
+            caveats["shuffled_zero_out"] = None
+        if facts.sampling == "fixed_size" and not local:
+            caveats["fixed_size_population_known"] = None
+        if facts.guarantee == "local":
+            caveats["local_not_central"] = None
+        if facts.guarantee == "record":
+            caveats["per_record"] = None
+        if delta * facts.num_clients >= 1:
+            caveats["delta_not_below_one_over_n"] = None
+        if best > 10:
+            caveats["epsilon_large"] = None
+    content: dict[str, Any] = {
+        "guarantee": facts.guarantee,
+        "has_guarantee": math.isfinite(best),
+        "unit": facts.unit,
+        "relation": relation.name,
+        "delta": delta,
+        "epsilon": _finite(best),
+        **{name: _finite(value) for name, value in values.items()},
+        "implied_epsilon": facts.implied_epsilon,
+        "implied_delta": facts.implied_delta,
+        "rounds": facts.rounds,
+        "sampling": facts.sampling,
+        "num_clients": facts.num_clients,
+        "clients_per_round": _range(facts.clients_per_round),
+        "cohort_sizes": _range(facts.cohort_sizes),
+        "max_participations": facts.max_participations,
+        "mechanism": facts.mechanism,
+        "mechanism_description": facts.mechanism_description,
+        "mechanism_parameters": {
+            key: _json_value(value)
+            for key, value in facts.mechanism_parameters.items()
+        },
+        "dp_accounting": events.dp_accounting_version(),
+        "caveats": {key: CAVEATS[key] for key in caveats},
+    }
+    content["summary"] = _summary(facts, content, values, best, relation, delta)
+    content["meaning"] = _meaning(facts, best, delta)
+    content["how"] = _how(facts, content)
+    return content
+
+
+def _summary(facts, content, values, best, relation, delta) -> str:
+    after = f"after {_count(facts.rounds, 'round')} of training"
+    if not math.isfinite(best):
+        why = (
+            "the mechanism adds no noise"
+            if facts.guarantee == "none"
+            else "no finite epsilon follows from the noise that was added"
+        )
+        return (
+            "This model was trained with no differential-privacy guarantee: "
+            f"{after}, {why}."
+        )
+    neighbours = _RELATION[relation.name].format(unit=facts.unit)
+    if facts.guarantee == "central":
+        by = _by_accountants(values)
+        return (
+            f"Central differential privacy per {facts.unit}: {after}, "
+            "the sequence of all models published is (epsilon, "
+            f"delta)-differentially private with epsilon = {_up(best)} at "
+            f"delta = {delta:g}{by}, for data sets that are neighbours when "
+            f"{neighbours} (the whole of a {facts.unit}'s data counts as one)."
+        )
+    kind = {
+        "local": "Local differential privacy per client",
+        "record": "Differential privacy per record of a client",
+    }[facts.guarantee]
+    text = (
+        f"{kind}: {after}, everything that the most exposed client sent "
+        + (
+            f"(it took part in {_count(facts.max_participations, 'round')}) "
+            if facts.max_participations is not None
+            else ""
+        )
+        + f"is ({_up(best)}, {delta:g})-differentially private, for data sets "
+        f"that are neighbours when {neighbours}."
+    )
+    central = values["central_epsilon"]
+    if central is not None:
+        text += (
+            " Against those who see only the averages, the same noise gives "
+            + (
+                f"a central epsilon of {_up(central)} at delta = {delta:g}."
+                if math.isfinite(central)
+                else "no finite central epsilon."
+            )
+        )
+    if facts.implied_delta is not None:
+        text += (
+            " The mechanism's own formula was given "
+            + (
+                f"epsilon = {facts.implied_epsilon:g} and "
+                if facts.implied_epsilon is not None
+                else ""
+            )
+            + f"a constant that implies delta = {facts.implied_delta:.3g}."
+        )
+    return text
+
+
+def _by_accountants(values) -> str:
+    rdp, pld = values["epsilon_rdp"], values["epsilon_pld"]
+    if rdp is not None and pld is not None:
+        return (
+            f" (by privacy loss distributions {_up(pld)}, by Renyi "
+            f"accounting {_up(rdp)}; each is an upper bound)"
+        )
+    if pld is not None:
+        return " (by privacy loss distributions, an upper bound)"
+    return " (by Renyi accounting, an upper bound)"
+
+
+def _meaning(facts, best, delta) -> str:
+    if not math.isfinite(best):
+        return (
+            f"In plain words: what a single {facts.unit} contributed may be "
+            "recoverable from the model, and nothing here bounds how much."
+        )
+    factor = f"{math.exp(best):.3g}" if best < 700 else f"exp({_up(best)})"
+    seen = (
+        "what a client sent"
+        if facts.guarantee in ("local", "record")
+        else "the models"
+    )
+    return (
+        f"In plain words: whatever anyone concludes from {seen}, with any "
+        "other knowledge and any computing power, the odds they give it can "
+        f"differ by a factor of at most exp(epsilon) = {factor} because of one "
+        f"{facts.unit}'s data, except for events of probability about delta = "
+        f"{delta:g}."
+    )
+
+
+def _how(facts, content) -> str:
+    expected, drawn = content["clients_per_round"], content["cohort_sizes"]
+    text = facts.mechanism
+    if facts.mechanism_description:
+        text += f": {facts.mechanism_description.rstrip('.')}"
+    text += ". "
+    if content["mechanism_parameters"]:
+        parameters = ", ".join(
+            f"{key} = {_short(value)}"
+            for key, value in content["mechanism_parameters"].items()
+        )
+        text += f"Parameters: {parameters}. "
+    sizes = (
+        _number(expected["min"])
+        if expected["min"] == expected["max"]
+        else f"{_number(expected['min'])} to {_number(expected['max'])}"
+    )
+    text += (
+        f"Sampling ({facts.sampling}): {_SAMPLING[facts.sampling]}, with N = "
+        f"{facts.num_clients} and m = {sizes}"
+    )
+    if drawn["count"]:
+        text += (
+            f"; the {_count(drawn['count'], 'cohort')} really drawn had "
+            f"{_number(drawn['min'])} to {_number(drawn['max'])} clients, "
+            f"{drawn['mean']:.4g} on average"
+        )
+    if not content["has_guarantee"]:
+        return f"{text}."
+    if facts.guarantee == "central":
+        return (
+            f"{text}. Epsilon was computed with dp-accounting "
+            f"{content['dp_accounting']} for the sampling that was done."
+        )
+    return (
+        f"{text}. Epsilon was computed exactly (analytic Gaussian) from what "
+        "each client itself released; sampling is not counted in its favour."
+    )
+
+
+def _markdown(content: dict[str, Any]) -> str:
+    rows = {
+        "Guarantee": content["guarantee"]
+        if content["has_guarantee"]
+        else "no differential-privacy guarantee",
+        "Unit of privacy": content["unit"],
+        "Neighbouring relation": content["relation"].lower().replace("_", " "),
+        "delta": f"{content['delta']:g}",
+        "epsilon (RDP)": content["epsilon_rdp"],
+        "epsilon (PLD)": content["epsilon_pld"],
+        "epsilon (local)": content["epsilon_local"],
+        "epsilon (central, same noise)": content["central_epsilon"],
+        "Rounds": content["rounds"],
+        "Sampling": content["sampling"],
+        "Clients (N)": content["num_clients"],
+        "Clients per round, planned (m)": _range_text(
+            content["clients_per_round"]
+        ),
+        "Cohort sizes drawn": _range_text(content["cohort_sizes"]),
+        "Most participations of a client": content["max_participations"],
+        "Mechanism": content["mechanism"],
+        **{
+            f"`{key}`": _short(value)
+            for key, value in content["mechanism_parameters"].items()
+        },
+    }
+    lines = ["# Privacy statement", "", content["summary"], ""]
+    lines += [content["meaning"], "", content["how"], ""]
+    lines += ["| Fact | Value |", "|---|---|"]
+    for name, value in rows.items():
+        if value is None or value == "":
+            continue
+        if name.startswith("epsilon"):
+            value = _up(value)
+        cell = str(value).replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| {name} | {cell} |")
+    if content["caveats"]:
+        lines += ["", "## To be read with it", ""]
+        lines += [f"- {sentence}" for sentence in content["caveats"].values()]
+    return "\n".join(lines) + "\n"
+
+
+def _value(epsilon: Epsilon, delta: float) -> float | None:
+    value = epsilon(delta) if callable(epsilon) else epsilon
+    return None if value is None else float(value)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _range(sizes: float | Sequence[float]) -> dict[str, float | int | None]:
+    values = [sizes] if not hasattr(sizes, "__len__") else list(sizes)
+    if not values:
+        return {"count": 0, "min": None, "max": None, "mean": None}
+    return {
+        "count": len(values),
+        "min": float(min(values)),
+        "max": float(max(values)),
+        "mean": float(math.fsum(values) / len(values)),
+    }
+
+
+def _range_text(sizes: dict[str, float | int | None]) -> str:
+    if not sizes["count"]:
+        return ""
+    if sizes["min"] == sizes["max"]:
+        return _number(sizes["min"])
+    return (
+        f"{_number(sizes['min'])} to {_number(sizes['max'])} "
+        f"(mean {sizes['mean']:.4g})"
+    )
+
+
+def _up(value: float) -> str:
+    """Writes an epsilon with four significant digits, rounded up."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
+    # A hair of tolerance, or 2.5 would become 2.501.
+    rounded = math.ceil(value / unit - 1e-9) * unit
+    return f"{rounded:.4g}" if rounded < 1e4 else f"{rounded:.0f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if value < 1e6 else f"{value:.0f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _json_value(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(k): _json_value(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return repr(value)
