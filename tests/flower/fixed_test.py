@@ -178,6 +178,19 @@ class AggregateTest(parameterized.TestCase):
             abs(np.mean(4 * noise)), 8 * 1.3 * 0.7 / np.sqrt(200_001)
         )
 
+    def test_what_clients_have_noised_is_handed_on_as_it_came(self):
+        trainers = _trainers(3)
+        inner = _Strategy()
+        strategy = DPFedAvgFixed(inner, 3, 0.5, 1.0, server_side_noising=False)
+        results = _fit(strategy.configure_fit(1, _MODEL, trainers), trainers)
+        strategy.aggregate_fit(1, results, [])
+        for (_, sent), (_, handed) in zip(
+            results, inner.results[0], strict=True
+        ):
+            np.testing.assert_array_equal(
+                _flat(sent.parameters), _flat(handed.parameters)
+            )
+
     def test_the_noise_of_two_rounds_and_two_clients_is_independent(self):
         size = 20_000
         trainers = {

@@ -300,17 +300,14 @@ class DPFedAvgFixed:
             update = [np.zeros(np.shape(array)) for array in arrays]
         else:
             update = updates.difference(arrays, sent)
-            checked = updates.clipped(update, configured.clip_norm)
-            if checked.discarded:
+            update, _, discarded = updates.clipped(update, configured.clip_norm)
+            if discarded:
                 self.discarded_updates += 1
                 # The noise that the client may have added is gone with it.
                 add_noise = True
-            if add_noise:
-                update = checked.arrays
         if add_noise:
-            update = updates.noised(
-                update, self._client_noise_stddev(configured.clip_norm)
-            )
+            stddev = self._client_noise_stddev(configured.clip_norm)
+            arrays = updates.applied(sent, updates.noised(update, stddev))
         # An exact norm bit must not reach the strategy's own metrics.
         metrics = {
             name: value
@@ -319,9 +316,7 @@ class DPFedAvgFixed:
         }
         return parameters_lib.replaced(
             fit_res,
-            parameters=parameters_lib.like(
-                fit_res.parameters, updates.applied(sent, update)
-            ),
+            parameters=parameters_lib.like(fit_res.parameters, arrays),
             num_examples=1,
             metrics=metrics,
         )
