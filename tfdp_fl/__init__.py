@@ -1,1 +1,50 @@
-"""tfdp_fl"""
+"""Client-level differential privacy for Keras in federated learning."""
+
+import importlib
+
+from tfdp_fl import accounting, datasets
+from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
+from tfdp_fl.mechanisms import (
+    AdaptiveClipping,
+    AdaptiveLocalDP,
+    FixedClipping,
+    LocalDP,
+    MedianClipping,
+    NbAFL,
+    NoPrivacy,
+    QueryMechanism,
+)
+from tfdp_fl.version import __version__
+
+__all__ = [
+    "AdaptiveClipping",
+    "AdaptiveLocalDP",
+    "DPFederatedModel",
+    "FixedClipping",
+    "LocalDP",
+    "MedianClipping",
+    "NbAFL",
+    "NoPrivacy",
+    "QueryMechanism",
+    "__version__",
+    "accounting",
+    "callbacks",
+    "datasets",
+    "make_private",
+]
+
+# Rooms that import TFF, or that few people enter, open when they are used.
+_ON_DEMAND = (
+    "aggregators",
+    "flower",
+    "learning",
+    "rdp_accountant",
+    "runtimes",
+    "secure_aggregation",
+)
+
+
+def __getattr__(name: str):
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"tfdp_fl.{name}")
+    raise AttributeError(f"module 'tfdp_fl' has no attribute {name!r}")

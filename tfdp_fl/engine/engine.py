@@ -19,7 +19,8 @@ from tfdp_fl.engine import (
     replicas,
     server_update,
 )
-from tfdp_fl.mechanisms import mechanism, noise
+from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.mechanisms import noise
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
@@ -102,6 +103,7 @@ class CohortEngine:
 
     Attributes:
       server: The `ServerUpdate` that holds the model's weights.
+      query: The mechanism's query.
       state: The query's state, before the coming round.
     """
 
@@ -110,7 +112,8 @@ class CohortEngine:
         *,
         model: tf.keras.Model,
         training: client_update.LocalTraining,
-        query: mechanism.CohortQuery,
+        mechanism: mechanism_lib.Mechanism,
+        deployment: mechanism_lib.Deployment,
         element_spec: tuple[Any, Any],
         server_optimizer: tf.keras.optimizers.Optimizer | None = None,
         broadcast_hook: BroadcastHook | None = None,
@@ -126,7 +129,8 @@ class CohortEngine:
         Args:
           model: The user's built model; it is the server's.
           training: How clients train.
-          query: The mechanism, bound to its deployment.
+          mechanism: What is released about a cohort.
+          deployment: Where; the number of variables is filled in.
           element_spec: `(features, labels)` specs of one example.
           server_optimizer: A Keras optimizer, or None for w <- w + mean.
           broadcast_hook: Called on the weights (a list of tensors) and the
@@ -140,7 +144,6 @@ class CohortEngine:
           batch_size: The usual batch size, for that decision.
         """
         self._model = model
-        self._query = query
         self._broadcast_hook = broadcast_hook
         self._moments = moments
         self._collect_records = collect_records
@@ -152,6 +155,12 @@ class CohortEngine:
             )
             for each in models
         ]
+        query = mechanism.bind(
+            dataclasses.replace(
+                deployment, num_variables=len(self._trainers[0].variables)
+            )
+        )
+        self.query = self._query = query
         self._jit_compile = (
             compile_choice.prefers_xla(model, batch_size)
             if jit_compile is None
@@ -492,19 +501,21 @@ class CohortEngine:
         return self._functions[name]
 
     def set_record_sum(
-        self, pending: PendingRound, flat: np.ndarray, scalars: np.ndarray
+        self, pending: PendingRound, total: np.ndarray | None
     ) -> None:
         """Takes the sum of the records from elsewhere (secure aggregation).
 
         Args:
           pending: A round whose records were collected one by one.
-          flat: Float32 [D], the sum of the clients' flattened updates.
-          scalars: Float32 [5], the sum of their `scalars`.
+          total: Float [D + 5], the sum over clients of the flattened update
+            followed by the record's scalars; None if there is nothing.
         """
-        update = cohort.unflatten(
-            tf.constant(flat, tf.float32), self._shapes, self._dtypes
-        )
-        record = mechanism.Record(update, *tf.unstack(tf.constant(scalars)))
+        width = sum(shape.num_elements() for shape in self._shapes)
+        if total is None:
+            total = np.zeros(width + 5)
+        total = tf.constant(total, tf.float32)
+        update = cohort.unflatten(total[:width], self._shapes, self._dtypes)
+        record = mechanism_lib.Record(update, *tf.unstack(total[width:], num=5))
         zeros = tf.nest.map_structure(tf.zeros_like, record)
         pending.sums = [
             each._replace(record=record if replica == 0 else zeros)

@@ -168,6 +168,8 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
       composition: "rdp" or "basic" (see `LocalDP`).
       layers: "joint": the layers of a round are one release, within the
         budget together; "separate": each layer spends it, and is charged.
+      max_participations: After so many rounds a client sits out, which with
+        `composition="rdp"` needs less noise; None: as often as it is drawn.
     """
 
     epsilon: float
@@ -177,6 +179,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     calibration: str = "analytic"
     composition: str = "rdp"
     layers: str = "joint"
+    max_participations: int | None = None
 
     def __post_init__(self):
         set_ = object.__setattr__
@@ -192,6 +195,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         _validate.one_of(local_dp.CALIBRATIONS, calibration=self.calibration)
         _validate.one_of(local_dp.COMPOSITIONS, composition=self.composition)
         _validate.one_of(LAYER_ACCOUNTS, layers=self.layers)
+        local_dp.check_participations(self.max_participations)
 
     def _num_layers(self, deployment: mechanism.Deployment) -> int:
         if deployment.num_variables is None:

@@ -98,6 +98,12 @@ def check_budget(
     )
 
 
+def check_participations(max_participations: int | None) -> None:
+    """Raises unless the limit is None or a positive integer."""
+    if max_participations is not None:
+        _validate.positive_integer(max_participations=max_participations)
+
+
 def noise_over_sensitivity(
     epsilon: float,
     delta: float,
@@ -215,6 +221,8 @@ class LocalDP(LocalMechanism):
         computed from the noise).
       composition: "rdp": a client's own participations are composed;
         "basic": epsilon / T and delta / T for every round.
+      max_participations: After so many rounds a client sits out, which with
+        `composition="rdp"` needs less noise; None: as often as it is drawn.
     """
 
     clip_norm: float
@@ -223,12 +231,14 @@ class LocalDP(LocalMechanism):
     noise_multiplier: float | None = None
     calibration: str = "analytic"
     composition: str = "rdp"
+    max_participations: int | None = None
 
     def __post_init__(self):
         set_ = object.__setattr__
         set_(self, "clip_norm", _validate.positive(clip_norm=self.clip_norm))
         _validate.one_of(CALIBRATIONS, calibration=self.calibration)
         _validate.one_of(COMPOSITIONS, composition=self.composition)
+        check_participations(self.max_participations)
         if self.noise_multiplier is None:
             if self.epsilon is None or self.delta is None:
                 raise ValueError(
@@ -278,10 +288,11 @@ class LocalDP(LocalMechanism):
         """Implements `Mechanism.round_event`: what the mean gives centrally.
 
         m independent client noises of stddev z_local S are a central noise
-        multiplier of sqrt(m) z_local, if m clients answer.
+        multiplier of sqrt(m) z_local, if exactly m clients answer. A Poisson
+        cohort brings a random number of noises: nothing is claimed then.
         """
         multiplier = self.client_noise_multiplier(deployment)
-        if multiplier == 0:
+        if multiplier == 0 or deployment.sampling in ("poisson", None):
             return dp_accounting.NonPrivateDpEvent()
         return dp_accounting.GaussianDpEvent(
             multiplier * math.sqrt(deployment.cohort_size(round_index))

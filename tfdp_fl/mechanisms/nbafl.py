@@ -183,8 +183,7 @@ class NbAFL(mechanism.Mechanism):
         """The delta at which `epsilon` is claimed: 1.25 exp(-c^2/2)."""
         return min(1.0, 1.25 * math.exp(-(self.constant**2) / 2))
 
-    def check(self, deployment: mechanism.Deployment) -> None:
-        """Implements `Mechanism.check`."""
+    def _check_known(self, deployment: mechanism.Deployment) -> None:
         for name in ("rounds", "num_clients"):
             if getattr(deployment, name) is None:
                 raise ValueError(
@@ -203,7 +202,7 @@ class NbAFL(mechanism.Mechanism):
 
     def bind(self, deployment: mechanism.Deployment) -> NbAFLQuery:
         """Implements `Mechanism.bind`."""
-        self.check(deployment)
+        self._check_known(deployment)
         downlink = 0.0
         if deployment.min_examples:
             downlink = downlink_noise_stddev(
