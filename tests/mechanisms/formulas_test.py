@@ -1,0 +1,55 @@
+"""The shared formulas, on floats, numpy arrays and tensors alike."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tfdp_fl.mechanisms import formulas
+
+
+class FormulasTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters((1.0, 2.5), (0.3, 1.0), (2.0, 1.001))
+    def test_update_noise_multiplier(self, z, sigma_b):
+        wanted = (z**-2 - (2 * sigma_b) ** -2) ** -0.5
+        self.assertAlmostEqual(
+            formulas.update_noise_multiplier(z, sigma_b), wanted, places=9
+        )
+        for convert in (np.float64, lambda x: tf.constant(x, tf.float64)):
+            got = formulas.update_noise_multiplier(convert(z), convert(sigma_b))
+            self.assertAllClose(got, wanted, rtol=1e-9)
+
+    def test_no_noise_stays_no_noise(self):
+        self.assertEqual(formulas.update_noise_multiplier(0.0, 0.0), 0.0)
+        self.assertEqual(formulas.update_noise_multiplier(0.0, 2.0), 0.0)
+
+    @parameterized.parameters((1.0, 0.5), (1.0, 0.0), (3.0, 1.0))
+    def test_a_count_that_costs_everything_is_refused(self, z, sigma_b):
+        with self.assertRaisesRegex(ValueError, "2 \\* count_noise_stddev"):
+            formulas.update_noise_multiplier(z, sigma_b)
+
+    def test_next_clip_norm(self):
+        # All within the clip norm: it falls; none: it rises.
+        wanted = {1.0: 0.1 * math.exp(-0.1), 0.0: 0.1 * math.exp(0.1)}
+        for fraction, value in wanted.items():
+            self.assertAlmostEqual(
+                formulas.next_clip_norm(0.1, fraction, 0.5, 0.2), value
+            )
+            self.assertAllClose(
+                formulas.next_clip_norm(
+                    tf.constant(0.1), tf.constant(fraction), 0.5, 0.2, tf.exp
+                ),
+                value,
+            )
+
+    def test_client_noise_adds_up(self):
+        one = formulas.client_noise_stddev(0.5, 2.0, 16)
+        self.assertEqual(one, 0.25)
+        self.assertEqual(math.sqrt(16) * one, 2.0 * 0.5)
+
+
+if __name__ == "__main__":
+    tf.test.main()
