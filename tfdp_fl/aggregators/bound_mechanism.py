@@ -1,0 +1,221 @@
+"""A mechanism with the facts of its deployment, ready for TFF."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import dp_accounting
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from tfdp_fl import _validate, schedules
+from tfdp_fl.aggregators import (
+    cohort_process,
+    cohort_size,
+    round_values,
+    values,
+)
+from tfdp_fl.mechanisms import mechanism as mechanism_lib
+
+SAMPLINGS = ("poisson", "fixed_size", "shuffled")
+
+
+class BoundMechanism:
+    """A mechanism and where it is used.
+
+    Attributes:
+      mechanism: The mechanism.
+      deployment: Where it is used. Schedules are tabulated, because a TFF
+        computation cannot call a callable.
+    """
+
+    def __init__(
+        self,
+        mechanism: mechanism_lib.Mechanism,
+        clients_per_round: schedules.Schedule,
+        *,
+        sampling: str | None = None,
+        num_clients: int | None = None,
+        rounds: int | None = None,
+        max_participations: int | None = None,
+        min_examples: int | None = None,
+    ):
+        """Checks everything that can be checked before a value type is known.
+
+        Args:
+          mechanism: The mechanism.
+          clients_per_round: m, the expected cohort size: a number, a sequence
+            with one value a round, or (with `rounds`) a callable of the round.
+          sampling: "poisson", "fixed_size", "shuffled", or None if unknown.
+          num_clients: The population N, or None if unknown.
+          rounds: The number of rounds T that are planned, or None.
+          max_participations: The most rounds that any one client takes part
+            in, or None if unknown. It is not enforced here: TFF hands over
+            clients without names.
+          min_examples: The smallest number of examples that a client holds, or
+            None if unknown.
+
+        Raises:
+          TypeError: An argument is of a wrong type.
+          ValueError: The mechanism's guarantee does not hold there, or it
+            needs a fact that is not given.
+        """
+        self.mechanism = _validate.instance_of(
+            mechanism_lib.Mechanism, mechanism=mechanism
+        )
+        for name, value in (
+            ("num_clients", num_clients),
+            ("rounds", rounds),
+            ("max_participations", max_participations),
+            ("min_examples", min_examples),
+        ):
+            if value is not None:
+                _validate.positive_integer(**{name: value})
+        if sampling is not None:
+            _validate.one_of(SAMPLINGS, sampling=sampling)
+        clients = round_values.tabulated(
+            schedules.checked(
+                clients_per_round, _validate.positive, "clients_per_round"
+            ),
+            "clients_per_round",
+            rounds,
+        )
+        noise = getattr(mechanism, "noise_multiplier", None)
+        noise = round_values.tabulated(
+            0.0 if noise is None else noise, "noise_multiplier", rounds
+        )
+        lengths = [len(each) for each in (clients, noise) if _is_table(each)]
+        if rounds is not None and lengths and rounds > min(lengths):
+            raise ValueError(
+                f"rounds={rounds} must be at most the {min(lengths)} rounds "
+                "for which noise_multiplier and clients_per_round have values."
+            )
+        if rounds is None and lengths:
+            rounds = min(lengths)
+        if max_participations is None:
+            max_participations = getattr(mechanism, "max_participations", None)
+        self.deployment = mechanism_lib.Deployment(
+            clients_per_round=clients,
+            num_clients=num_clients,
+            sampling=sampling,
+            rounds=rounds,
+            max_participations=max_participations,
+            min_examples=min_examples,
+        )
+        self.bind(num_variables=1)
+        self._clients = round_values.RoundValues(clients, "clients_per_round")
+        self._noise = round_values.RoundValues(noise, "noise_multiplier")
+        self._is_scheduled = bool(lengths)
+        self._check_cohort_sizes()
+
+    @property
+    def _needs_exact_cohort(self) -> bool:
+        return getattr(self.mechanism, "noise_site", None) == "client"
+
+    def _check_cohort_sizes(self) -> None:
+        limit = self.deployment.num_clients
+        for value in self._clients.distinct:
+            if limit is not None and value > limit:
+                raise ValueError(
+                    f"clients_per_round must be at most num_clients={limit}, "
+                    f"got {value!r}."
+                )
+            whole = self._needs_exact_cohort or self.deployment.sampling in (
+                "fixed_size",
+                "shuffled",
+            )
+            if whole and not value.is_integer():
+                raise ValueError(
+                    "clients_per_round must be a whole number where the "
+                    f"cohort size is fixed, got {value!r}."
+                )
+
+    def bind(self, num_variables: int) -> mechanism_lib.CohortQuery:
+        """Returns the mechanism's query for values of so many tensors."""
+        return self.mechanism.bind(self._deployment_for(num_variables))
+
+    def _deployment_for(self, num_variables: int) -> mechanism_lib.Deployment:
+        return dataclasses.replace(self.deployment, num_variables=num_variables)
+
+    def create(
+        self,
+        value_type: tff.types.Type,
+        weight_type: tff.types.Type | None = None,
+        *,
+        wrap: Callable[
+            [mechanism_lib.CohortQuery], mechanism_lib.CohortQuery
+        ] = lambda query: query,
+        inner_factory: tff.aggregators.UnweightedAggregationFactory | None,
+        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None,
+    ) -> tff.templates.AggregationProcess:
+        """Returns the mechanism's aggregation process.
+
+        Args:
+          value_type: A structure of float tensors.
+          weight_type: Type of the second value of each client, if any.
+          wrap: Gives the query to use, made of the mechanism's own.
+          inner_factory: Sums the updates.
+          scalars_factory: Sums the other numbers of the records.
+        """
+        num_variables = values.check_value_type(value_type)
+        query = wrap(self.bind(num_variables))
+        return cohort_process.create_cohort_process(
+            query,
+            self._plan(num_variables),
+            self._size_check(query),
+            value_type,
+            weight_type,
+            inner_factory=inner_factory,
+            scalars_factory=scalars_factory,
+        )
+
+    def _size_check(
+        self, query: mechanism_lib.CohortQuery
+    ) -> cohort_size.CohortSizeCheck:
+        return cohort_size.CohortSizeCheck(
+            exact=self._needs_exact_cohort,
+            at_most_expected=self.deployment.sampling
+            in ("fixed_size", "shuffled"),
+            at_most=self.deployment.num_clients,
+            some_weight=query.releases == "weights",
+        )
+
+    def _plan(self, num_variables: int) -> cohort_process.RoundPlan:
+        event, event_noise = self._events(num_variables)
+        return cohort_process.RoundPlan(
+            noise_multiplier=self._noise,
+            clients_per_round=self._clients,
+            event=event,
+            event_noise_multiplier=round_values.RoundValues(
+                event_noise, "noise_multiplier", tf.float64
+            ),
+        )
+
+    def _events(
+        self, num_variables: int
+    ) -> tuple[dp_accounting.DpEvent | None, float | tuple[float, ...]]:
+        """Returns an event for all rounds, or None and Gaussians' z."""
+        if self.mechanism.guarantee != "central":
+            return dp_accounting.NonPrivateDpEvent(), 0.0
+        deployment = self._deployment_for(num_variables)
+        if not self._is_scheduled:
+            event = self.mechanism.round_event(0, deployment)
+            if isinstance(event, dp_accounting.GaussianDpEvent):
+                return None, float(event.noise_multiplier)
+            return event, 0.0
+        multipliers = []
+        for index in range(deployment.rounds):
+            event = self.mechanism.round_event(index, deployment)
+            # Only a Gaussian changes from round to round; a mechanism says
+            # "no privacy" of one without noise.
+            multipliers.append(float(getattr(event, "noise_multiplier", 0.0)))
+            if not hasattr(event, "noise_multiplier") and not isinstance(
+                event, dp_accounting.NonPrivateDpEvent
+            ):
+                return event, 0.0
+        return None, tuple(multipliers)
+
+
+def _is_table(value: float | tuple[float, ...]) -> bool:
+    return isinstance(value, tuple)

@@ -1,0 +1,283 @@
+"""A mechanism's query as a TFF aggregation process.
+
+The order of calls is that of `tfdp_fl.mechanisms.mechanism`; one `next` is one
+round:
+
+    server:   begin_round (this round's m and z)
+    two_phase clients: record_norm -> server: clip_to_cohort
+    server:   derive_sample_params, broadcast
+    clients:  preprocess_record
+    sum:      the inner factory
+    server:   get_noised_result, once, and the cohort size's check
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from tfdp_fl.aggregators import (
+    cohort_size,
+    record_sum,
+    round_values,
+    state,
+    values,
+)
+from tfdp_fl.mechanisms import mechanism as mechanism_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """What holds in a round because of its number.
+
+    Attributes:
+      noise_multiplier: The mechanism's z.
+      clients_per_round: m.
+      event: A `DpEvent` that is the same for every round, or None: a Gaussian
+        with `event_noise_multiplier`.
+      event_noise_multiplier: Float64, z of everything that a round releases.
+    """
+
+    noise_multiplier: round_values.RoundValues
+    clients_per_round: round_values.RoundValues
+    event: dp_accounting.DpEvent | None
+    event_noise_multiplier: round_values.RoundValues
+
+    def event_at(self, round_index: tf.Tensor) -> Any:
+        """Returns the round's event as a named tuple of tensors."""
+        event = self.event
+        if event is None:
+            event = dp_accounting.GaussianDpEvent(
+                self.event_noise_multiplier.at(round_index)
+            )
+        return event.to_named_tuple()
+
+
+def create_cohort_process(
+    query: mechanism_lib.CohortQuery,
+    plan: RoundPlan,
+    size_check: cohort_size.CohortSizeCheck,
+    value_type: tff.types.Type,
+    weight_type: tff.types.Type | None = None,
+    *,
+    inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+    scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+) -> tff.templates.AggregationProcess:
+    """Returns the aggregation process of a query.
+
+    Args:
+      query: A mechanism's query, bound to where it is used.
+      plan: What changes from round to round.
+      size_check: Which cohort sizes are allowed.
+      value_type: Type of one client's value, a structure of float tensors.
+      weight_type: Type of the second value of each client, which is handed to
+        `preprocess_record` as its third argument; None if there is none.
+      inner_factory: Sums the updates (see `create_record_sum`).
+      scalars_factory: Sums the other numbers of the records.
+    """
+    flatten, pack = values.to_list, values.from_list
+
+    @tff.tensorflow.computation
+    def initial_query_state():
+        return query.initial_global_state()
+
+    query_state_type = initial_query_state.type_signature.result
+
+    @tff.tensorflow.computation(query_state_type, np.int32)
+    def begin_round(query_state, round_index):
+        return query.begin_round(
+            query_state,
+            plan.noise_multiplier.at(round_index),
+            plan.clients_per_round.at(round_index),
+        )
+
+    @tff.tensorflow.computation(query_state_type)
+    def derive_sample_params(query_state):
+        return query.derive_sample_params(query_state)
+
+    if query.two_phase:
+        clip_to_cohort = _create_clip_to_cohort(
+            query, query_state_type, value_type
+        )
+    record_class = []
+    client_types = [value_type]
+    if weight_type is not None:
+        client_types.append(weight_type)
+
+    def preprocess(params, value, *weight):
+        record = query.preprocess_record(params, flatten(value), *weight)
+        record_class.append(type(record))
+        fields = collections.OrderedDict(record._asdict())
+        update = fields.pop("update")
+        if isinstance(update, list) and len(update) == len(flatten(value)):
+            # As the inner factory would be handed it without a mechanism.
+            update = pack(update, value_type)
+        fields["cohort_size"] = tf.ones([])
+        return collections.OrderedDict(update=update, scalars=fields)
+
+    preprocess_record = tff.tensorflow.computation(
+        _without_varargs(preprocess, 1 + len(client_types)),
+        derive_sample_params.type_signature.result,
+        *client_types,
+    )
+    record_type = preprocess_record.type_signature.result
+    sum_process = record_sum.create_record_sum(
+        record_type, inner_factory, scalars_factory
+    )
+    total_type = sum_process.next.type_signature.result.result.member
+    packed = record_type.update == value_type
+
+    @tff.tensorflow.computation(total_type, query_state_type)
+    def get_noised_result(total, query_state):
+        scalars = collections.OrderedDict(total["scalars"])
+        size = size_check.checked(
+            scalars.pop("cohort_size"),
+            query_state.clients_per_round,
+            scalars["weight"],
+        )
+        update = flatten(total["update"]) if packed else total["update"]
+        with tf.control_dependencies([size]):
+            record = record_class[0](
+                update=tf.nest.map_structure(tf.identity, update), **scalars
+            )
+            mean, new_state, _ = query.get_noised_result(record, query_state)
+        measurements = collections.OrderedDict(
+            query.derive_metrics(query_state),
+            clipped_fraction=tf.math.divide_no_nan(record.clipped, size),
+            mean_update_norm=tf.math.divide_no_nan(record.norm, size),
+            discarded_clients=tf.cast(tf.round(record.discarded), tf.int32),
+            cohort_size=tf.cast(tf.round(size), tf.int32),
+        )
+        return pack(list(mean), value_type), new_state, measurements
+
+    inner_type = sum_process.next.type_signature.result.measurements.member
+
+    @tff.tensorflow.computation(
+        get_noised_result.type_signature.result[2], inner_type
+    )
+    def add_inner(measurements, inner):
+        return collections.OrderedDict(measurements, inner=inner)
+
+    @tff.tensorflow.computation(np.int32)
+    def finish_round(round_index):
+        return round_index + 1, plan.event_at(round_index)
+
+    @tff.federated_computation
+    def init_fn():
+        first = tff.federated_value(np.int32(0), tff.SERVER)
+        _, event = tff.federated_map(finish_round, first)
+        return tff.federated_zip(
+            state.AggregatorState(
+                query_state=tff.federated_eval(initial_query_state, tff.SERVER),
+                rounds=first,
+                sum_state=sum_process.initialize(),
+                dp_event=event,
+                is_init_state=tff.federated_value(True, tff.SERVER),
+            )
+        )
+
+    def one_round(server_state, value, *weight):
+        query_state = tff.federated_map(
+            begin_round, (server_state.query_state, server_state.rounds)
+        )
+        if query.two_phase:
+            query_state = clip_to_cohort(query_state, value)
+        params = tff.federated_broadcast(
+            tff.federated_map(derive_sample_params, query_state)
+        )
+        record = tff.federated_map(preprocess_record, (params, value, *weight))
+        total = sum_process.next(server_state.sum_state, record)
+        mean, new_query_state, measurements = tff.federated_map(
+            get_noised_result, (total.result, query_state)
+        )
+        rounds, event = tff.federated_map(finish_round, server_state.rounds)
+        new_state = state.AggregatorState(
+            query_state=new_query_state,
+            rounds=rounds,
+            sum_state=total.state,
+            dp_event=event,
+            is_init_state=tff.federated_value(False, tff.SERVER),
+        )
+        if inner_factory is not None:
+            measurements = tff.federated_map(
+                add_inner, (measurements, total.measurements)
+            )
+        return tff.templates.MeasuredProcessOutput(
+            state=tff.federated_zip(new_state),
+            result=mean,
+            measurements=measurements,
+        )
+
+    next_fn = tff.federated_computation(
+        _without_varargs(one_round, 1 + len(client_types)),
+        init_fn.type_signature.result,
+        *(tff.FederatedType(type_, tff.CLIENTS) for type_ in client_types),
+    )
+    return tff.templates.AggregationProcess(init_fn, next_fn)
+
+
+def _without_varargs(function: Callable[..., Any], arity: int) -> Any:
+    """Returns a function of 2 or 3 arguments; TFF takes no varargs."""
+    if arity == 2:
+        return lambda state, value: function(state, value)
+    return lambda state, value, weight: function(state, value, weight)
+
+
+def _create_clip_to_cohort(
+    query: mechanism_lib.CohortQuery,
+    query_state_type: tff.types.Type,
+    value_type: tff.types.Type,
+) -> tff.Computation:
+    """Returns the phase that sets the clip from the norms of the cohort.
+
+    The norms are collected, not summed, and reach the server one by one. They
+    leave it no further: the clients get the clip that is made of them.
+    """
+    norms_type = tff.TensorType(np.float32, [None])
+
+    @tff.tensorflow.computation(value_type)
+    def record_norm(value):
+        return query.record_norm(values.to_list(value))
+
+    @tff.tensorflow.computation
+    def no_norms():
+        return tf.zeros([0])
+
+    @tff.tensorflow.computation(norms_type, np.float32)
+    def append(norms, norm):
+        return tf.concat([norms, [norm]], axis=0)
+
+    @tff.tensorflow.computation(norms_type, norms_type)
+    def merge(norms, others):
+        return tf.concat([norms, others], axis=0)
+
+    @tff.tensorflow.computation(norms_type)
+    def report(norms):
+        return norms
+
+    @tff.tensorflow.computation(query_state_type, norms_type)
+    def clip_to_cohort(query_state, norms):
+        return query.clip_to_cohort(query_state, norms)
+
+    @tff.federated_computation(
+        tff.FederatedType(query_state_type, tff.SERVER),
+        tff.FederatedType(value_type, tff.CLIENTS),
+    )
+    def phase(query_state, value):
+        norms = tff.federated_aggregate(
+            tff.federated_map(record_norm, value),
+            no_norms(),
+            append,
+            merge,
+            report,
+        )
+        return tff.federated_map(clip_to_cohort, (query_state, norms))
+
+    return phase

@@ -1,0 +1,153 @@
+"""Any mechanism as a TFF aggregation factory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow_federated as tff
+
+from tfdp_fl import _validate, schedules
+from tfdp_fl.aggregators import bound_mechanism
+from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.mechanisms import nbafl
+
+
+class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
+    """Aggregates the updates of a cohort as a mechanism says.
+
+    The created process takes any structure of float tensors from each client
+    and gives the noised mean in the same structure. Each client's whole value
+    counts as one update, with one L2 norm.
+
+    `inner_factory` sums what the mechanism made of the updates; it must give
+    the **sum** (of the same type), such as `tff.aggregators.SumFactory`, an
+    `EncodedSumFactory` or a `SecureSumFactory`. What it loses or adds
+    (quantization) comes after the clip: it may cost accuracy, and with
+    noise added by the clients it must not enlarge a client's influence.
+    The factory itself can be the inner one of `tff.aggregators.
+    clipping_factory` and `zeroing_factory`.
+
+    Measurements of a round, as an `OrderedDict`: `clip_norm` and
+    `noise_stddev` (on the sum) that held in this round, `clipped_fraction`,
+    `mean_update_norm`, `discarded_clients` (a NaN or an Inf; their update was
+    replaced by zero before clipping), `cohort_size`, and `inner`, what
+    `inner_factory` measured, if one is given. A query of TF-Privacy measures
+    what it does instead of the first two. These numbers are not noised, and
+    the guarantee does not cover them.
+
+    A round whose cohort has a size for which the mechanism's guarantee does
+    not hold fails as a whole: `next` raises, and no new state comes out.
+
+    State: an `AggregatorState`, plain tensors that any
+    `tff.program.ProgramStateManager` saves. Epsilon: `tfdp_fl.learning.
+    epsilon`.
+    """
+
+    def __init__(
+        self,
+        mechanism: mechanism_lib.Mechanism,
+        clients_per_round: schedules.Schedule,
+        inner_factory: tff.aggregators.UnweightedAggregationFactory
+        | None = None,
+        *,
+        scalars_factory: tff.aggregators.UnweightedAggregationFactory
+        | None = None,
+        **deployment: Any,
+    ):
+        """Checks the arguments.
+
+        Args:
+          mechanism: A mechanism that releases updates (all but NbAFL).
+          clients_per_round: m, the expected cohort size: a number, a sequence
+            with one value a round, or (with `rounds`) a callable of the round.
+          inner_factory: Sums the updates; None for a plain sum.
+          scalars_factory: Sums the other numbers of each client (the bit of
+            adaptive clipping and the diagnostics: float32 scalars); None for
+            a plain sum. Where the updates are summed securely these should
+            be, too.
+          **deployment: What else is known, each None by default: `sampling`
+            ("poisson", "fixed_size" or "shuffled"), `num_clients`, `rounds`
+            (planned; a local mechanism's budget and callables need it) and
+            `max_participations` of one client.
+
+        Raises:
+          TypeError: An argument is of a wrong type.
+          ValueError: The mechanism's guarantee does not hold there, or it
+            needs a fact that is not given.
+        """
+        if isinstance(mechanism, nbafl.NbAFL):
+            raise ValueError(
+                "mechanism must release updates, got NbAFL, which releases "
+                "weights with each client's number of examples: use "
+                "NbAFLFactory (a WeightedAggregationFactory) or "
+                "tfdp_fl.learning.build_dp_fed_avg."
+            )
+        for name, factory in (
+            ("inner_factory", inner_factory),
+            ("scalars_factory", scalars_factory),
+        ):
+            check_inner_factory(name, factory)
+        self._bound = bound_mechanism.BoundMechanism(
+            mechanism, clients_per_round, **deployment
+        )
+        self._inner_factory = inner_factory
+        self._scalars_factory = scalars_factory
+
+    @property
+    def mechanism(self) -> mechanism_lib.Mechanism:
+        """The mechanism."""
+        return self._bound.mechanism
+
+    @property
+    def deployment(self) -> mechanism_lib.Deployment:
+        """Where it is used."""
+        return self._bound.deployment
+
+    def create(
+        self, value_type: tff.types.Type
+    ) -> tff.templates.AggregationProcess:
+        """Implements `UnweightedAggregationFactory.create`.
+
+        Args:
+          value_type: A structure of float tensors.
+
+        Raises:
+          TypeError: `value_type` has a tensor that is not of a float type.
+        """
+        return self._bound.create(
+            value_type,
+            inner_factory=self._inner_factory,
+            scalars_factory=self._scalars_factory,
+        )
+
+
+def from_mechanism(
+    mechanism: mechanism_lib.Mechanism,
+    clients_per_round: schedules.Schedule,
+    inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+    **options: Any,
+) -> MechanismFactory:
+    """Returns the aggregation factory of a mechanism.
+
+    Args:
+      mechanism: A mechanism that releases updates (all but NbAFL).
+      clients_per_round: m, the expected cohort size, constant or a schedule.
+      inner_factory: Sums the updates; None for a plain sum.
+      **options: The keyword arguments of `MechanismFactory`.
+
+    Raises:
+      TypeError: An argument is of a wrong type.
+      ValueError: The mechanism's guarantee does not hold there, or it needs a
+        fact that is not given.
+    """
+    return MechanismFactory(
+        mechanism, clients_per_round, inner_factory, **options
+    )
+
+
+def check_inner_factory(name: str, factory: Any) -> None:
+    """Raises TypeError unless a factory is None or an unweighted one."""
+    if factory is not None:
+        _validate.instance_of(
+            tff.aggregators.UnweightedAggregationFactory, **{name: factory}
+        )

@@ -1,0 +1,127 @@
+"""NbAFL as a TFF aggregation factory."""
+
+from __future__ import annotations
+
+import tensorflow_federated as tff
+
+from tfdp_fl import schedules
+from tfdp_fl.aggregators import bound_mechanism, mechanism_factory
+from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.mechanisms import nbafl
+
+
+class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
+    """Aggregates weights with per-client noise (see `NbAFL`).
+
+    A client's value is its **weights** after training, not a change of them;
+    its weight n, the number of its examples. The result is the new weights.
+    A client with n = 0 counts for nothing, and a round in which no client has
+    anything usable fails.
+
+    Measurements, state and `inner_factory` are those of `MechanismFactory`;
+    `noise_stddev` is that of the noise before broadcast.
+    """
+
+    def __init__(
+        self,
+        mechanism: nbafl.NbAFL | None = None,
+        *,
+        clients_per_round: schedules.Schedule,
+        num_clients: int,
+        rounds: int,
+        min_examples: int | None = None,
+        epsilon: float | None = None,
+        constant: float | None = None,
+        weight_clip: float | None = None,
+        downlink_noise: bool = True,
+        inner_factory: tff.aggregators.UnweightedAggregationFactory
+        | None = None,
+        scalars_factory: tff.aggregators.UnweightedAggregationFactory
+        | None = None,
+        sampling: str | None = None,
+    ):
+        """Checks the arguments.
+
+        Args:
+          mechanism: The mechanism, instead of the next three arguments
+            (`mu` plays no part in the aggregation).
+          clients_per_round: L, the expected cohort size.
+          num_clients: The population N.
+          rounds: The number of rounds T that are planned.
+          min_examples: The smallest n of any client, needed if T > sqrt(N) L.
+          epsilon: See `NbAFL`.
+          constant: See `NbAFL`.
+          weight_clip: See `NbAFL`.
+          downlink_noise: Whether the noise before broadcast is added here, to
+            the result. `tfdp_fl.learning` adds it in the distribution.
+          inner_factory: See `MechanismFactory`.
+          scalars_factory: See `MechanismFactory`.
+          sampling: "poisson", "fixed_size", "shuffled" or None.
+        """
+        if mechanism is None:
+            mechanism = nbafl.NbAFL(
+                epsilon=epsilon, constant=constant, weight_clip=weight_clip
+            )
+        for name, factory in (
+            ("inner_factory", inner_factory),
+            ("scalars_factory", scalars_factory),
+        ):
+            mechanism_factory.check_inner_factory(name, factory)
+        self._bound = bound_mechanism.BoundMechanism(
+            mechanism,
+            clients_per_round,
+            num_clients=num_clients,
+            rounds=rounds,
+            min_examples=min_examples,
+            sampling=sampling,
+        )
+        self._factories = {
+            "inner_factory": inner_factory,
+            "scalars_factory": scalars_factory,
+        }
+        self._downlink_noise = downlink_noise
+
+    @property
+    def mechanism(self) -> nbafl.NbAFL:
+        """The mechanism."""
+        return self._bound.mechanism
+
+    @property
+    def deployment(self) -> mechanism_lib.Deployment:
+        """Where it is used."""
+        return self._bound.deployment
+
+    @property
+    def downlink_noise_stddev(self) -> float:
+        """Sigma_D, the stddev of the noise before broadcast."""
+        query = self._bound.bind(num_variables=1)
+        return float(query.noise_stddev(None))
+
+    def create(
+        self, value_type: tff.types.Type, weight_type: tff.types.Type
+    ) -> tff.templates.AggregationProcess:
+        """Implements `WeightedAggregationFactory.create`.
+
+        Args:
+          value_type: A structure of float tensors, the weights.
+          weight_type: A scalar, the number of examples.
+        """
+        return self._bound.create(
+            value_type,
+            weight_type,
+            wrap=lambda query: query if self._downlink_noise else self._quiet(),
+            **self._factories,
+        )
+
+    def _quiet(self) -> nbafl.NbAFLQuery:
+        """Returns the query without the noise before broadcast."""
+        uplink = nbafl.uplink_noise_stddev(
+            self.mechanism.weight_clip,
+            self.mechanism.constant,
+            self.mechanism.epsilon,
+            self.deployment.rounds,
+            examples=1.0,
+        )
+        return nbafl.NbAFLQuery(
+            self.mechanism.weight_clip, uplink, downlink_stddev=0.0
+        )
