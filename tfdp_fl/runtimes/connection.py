@@ -57,6 +57,24 @@ def _translated(address: str, error: Exception) -> WorkerError:
     )
 
 
+class _QuietChannel:
+    """A channel that nobody watches.
+
+    TFF's stub subscribes to its channel and never unsubscribes; the thread
+    that gRPC starts for this fails, with a traceback, when the channel is
+    closed.
+    """
+
+    def __init__(self, channel: grpc.Channel):
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def subscribe(self, callback: Any, try_to_connect: bool = False) -> None:
+        """Does nothing."""
+
+
 def _named_stub(channel: grpc.Channel, address: str) -> Any:
     """Returns TFF's stub with errors that name the worker.
 
@@ -86,7 +104,7 @@ def _named_stub(channel: grpc.Channel, address: str) -> Any:
 
         return call
 
-    stub = tff.framework.RemoteExecutorGrpcStub(channel)
+    stub = tff.framework.RemoteExecutorGrpcStub(_QuietChannel(channel))
     for name in (
         "get_executor",
         "create_value",
@@ -138,22 +156,18 @@ class Connection:
             WorkerUnavailable: If nobody answers, or somebody else.
         """
         deadline = time.monotonic() + timeout_seconds
-        ready = grpc.channel_ready_future(self._channel)
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                ready.result(max(0.0, min(_POLL_SECONDS, left)))
-                break
-            except grpc.FutureTimeoutError:
-                if alive() and left > 0:
-                    continue
-                ready.cancel()
+        while not self._answers(
+            min(_POLL_SECONDS, deadline - time.monotonic())
+        ):
+            if not alive():
+                raise WorkerUnavailable(
+                    self.address, "ended before it answered."
+                )
+            if time.monotonic() >= deadline:
                 raise WorkerUnavailable(
                     self.address,
-                    f"did not answer within {timeout_seconds:g} seconds."
-                    if alive()
-                    else "ended before it answered.",
-                ) from None
+                    f"did not answer within {timeout_seconds:.3g} seconds.",
+                )
         self._loop = asyncio.new_event_loop()
         self._stub = _named_stub(self._channel, self.address)
         try:
@@ -164,6 +178,13 @@ class Connection:
                 self.address,
                 f"answered, but not as a TFF worker would: {error}",
             ) from error
+
+    def _answers(self, timeout_seconds: float) -> bool:
+        ping = self._channel.unary_unary(_PING).future(
+            b"", timeout=max(0.0, timeout_seconds), wait_for_ready=True
+        )
+        ping.exception()
+        return self.answered(ping)
 
     def _executor(self, num_clients: int) -> Any:
         import tensorflow_federated as tff

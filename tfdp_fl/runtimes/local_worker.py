@@ -101,6 +101,7 @@ class LocalWorker:
             WorkerUnavailable: If the port is taken or nothing can be started.
         """
         self._owner = os.getpid()
+        self._stopped = False
         binary = worker_binary()
         try:
             self._reservation = reserve_port(port or 0)
@@ -192,6 +193,9 @@ class LocalWorker:
         """Ends the process and waits for it. May be called again."""
         if os.getpid() != self._owner:
             return  # A forked child does not end its parent's worker.
+        if self._stopped:
+            return
+        self._stopped = True
         self._reservation.close()
         with contextlib.suppress(OSError):
             self._process.stdin.write(b"\n")

@@ -53,7 +53,7 @@ class MappedArray:
         offset = getattr(array, "offset", 0)
         if (
             not array.flags.c_contiguous
-            or array.dtype.kind not in "biuf"
+            or array.dtype.kind not in "iuf"
             or not array.dtype.isnative
             or not array.size
             or offset % 64

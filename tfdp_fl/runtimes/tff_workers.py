@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import contextlib
 import dataclasses
 import os
@@ -154,6 +155,36 @@ def _ports(ports: Sequence[int], num_workers: int) -> tuple[int, ...]:
             f"for each worker, got {ports!r}."
         )
     return ports
+
+
+def _in_order(value: Any, type_spec: Any) -> Any:
+    """Returns `value` with its mappings in the order of the TFF type.
+
+    TFF would pair the items of a dictionary with those of the type by their
+    position, whatever their names.
+    """
+    import tensorflow_federated as tff
+
+    if not isinstance(type_spec, tff.StructType):
+        return value
+    names = tff.structure.name_list_with_nones(type_spec)
+    if isinstance(value, collections.abc.Mapping):
+        if set(value) != set(names):
+            raise ValueError(
+                f"A value for {type_spec} must have the names "
+                f"{sorted(map(str, names))}, got {sorted(map(str, value))}."
+            )
+        return collections.OrderedDict(
+            (name, _in_order(value[name], type_spec[name])) for name in names
+        )
+    if isinstance(value, (list, tuple)) and len(value) == len(names):
+        items = [
+            _in_order(item, type_spec[index])
+            for index, item in enumerate(value)
+        ]
+        is_plain = type(value) in (list, tuple)
+        return type(value)(items) if is_plain else type(value)(*items)
+    return value
 
 
 class TFFWorkers:
@@ -403,6 +434,9 @@ class TFFWorkers:
         broadcast, shards = tff.tensorflow.transform_args(
             [broadcast, list(shards)]
         )
+        parameter = computation.type_signature.parameter
+        broadcast = _in_order(broadcast, parameter[0])
+        shards = [_in_order(shard, parameter[1]) for shard in shards]
         self.open()
         assigned = [
             [int(index) for index in part]
