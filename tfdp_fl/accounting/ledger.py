@@ -107,8 +107,12 @@ class LedgerContents:
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns the epsilon of all rounds at delta.
 
-        The central guarantee; where no round has one, the local guarantee.
+        That of the guarantee which the header names; without a name the
+        central one, or, where no round has one, the local one.
         """
+        guarantee = self.header.get("mechanism", {}).get("guarantee")
+        if guarantee in ("local", "record"):
+            return self.local_epsilon(delta)
         central = [e for e in self.entries if e.charge is not None]
         if not central and any(e.local is not None for e in self.entries):
             return self.local_epsilon(delta)
@@ -121,8 +125,20 @@ class LedgerContents:
         resumed run did again, the most a client can have spent in the run that
         was lost.
         """
+        spent, lost = self._spent_and_lost(math.inf)
+        return local.epsilon_of_mu_squared(spent + lost, delta)
+
+    def lost_mu_squared(self, next_round: int) -> float:
+        """Returns what one client may have spent in rounds that were lost.
+
+        Args:
+          next_round: The round that the run goes on with; lines of this round
+            and later ones belong to a run that was lost.
+        """
+        return self._spent_and_lost(next_round)[1]
+
+    def _spent_and_lost(self, earliest_later: float) -> tuple[float, float]:
         spent, lost = 0.0, 0.0
-        earliest_later = math.inf
         for entry in reversed(self.entries):
             if entry.local is not None:
                 if entry.round_index >= earliest_later:
@@ -130,7 +146,7 @@ class LedgerContents:
                 else:
                     spent = max(spent, entry.local["max_mu_squared"])
             earliest_later = min(earliest_later, entry.round_index)
-        return local.epsilon_of_mu_squared(spent + lost, delta)
+        return spent, lost
 
 
 class PrivacyLedger:

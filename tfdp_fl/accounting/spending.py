@@ -25,12 +25,16 @@ class Spending:
       guarantee: "central", "local", "record" or "none".
       central: The `PrivacyAccountant` of the rounds.
       clients: The `LocalAccount` of the clients' own releases.
+      lost_mu_squared: What any one client may have spent on top in rounds that
+        a crash cut off between their charge and their checkpoint: nobody can
+        tell any more which clients those were.
     """
 
     def __init__(self, guarantee: str, num_clients: int):
         self.guarantee = guarantee
         self.central = accountant_lib.PrivacyAccountant()
         self.clients = local_lib.LocalAccount(num_clients)
+        self.lost_mu_squared = 0.0
 
     @property
     def rounds(self) -> int:
@@ -41,6 +45,11 @@ class Spending:
     def by_client(self) -> bool:
         """Returns True if the guarantee is composed client by client."""
         return self.guarantee in (LOCAL, RECORD)
+
+    @property
+    def max_mu_squared(self) -> float:
+        """Returns the most that one client can have spent."""
+        return self.clients.max_mu_squared + self.lost_mu_squared
 
     def charge(
         self,
@@ -66,7 +75,7 @@ class Spending:
         (Balle & Wang 2018), so `accountant` makes no difference there.
         """
         if self.by_client:
-            return self.clients.epsilon(delta)
+            return epsilon_of_mu_squared(self.max_mu_squared, delta)
         return self.central.epsilon(delta, accountant)
 
     def central_epsilon(self, delta: float, accountant: str = "rdp") -> float:
@@ -90,7 +99,7 @@ class Spending:
         """
         if self.by_client:
             return epsilon_of_mu_squared(
-                self.clients.max_mu_squared + mu_squared, delta
+                self.max_mu_squared + mu_squared, delta
             )
         return self.central.epsilon_after(charge, delta, accountant)
 
@@ -105,6 +114,7 @@ class Spending:
             ],
             "mu_squared": clients["mu_squared"],
             "participations": clients["participations"],
+            "lost_mu_squared": self.lost_mu_squared,
         }
 
     @classmethod
@@ -116,4 +126,5 @@ class Spending:
                 charge_lib.RoundCharge.from_json(charge), int(count)
             )
         spending.clients.set_state(state)
+        spending.lost_mu_squared = float(state.get("lost_mu_squared", 0.0))
         return spending

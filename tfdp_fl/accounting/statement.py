@@ -74,6 +74,17 @@ CAVEATS: dict[str, str] = {
         "single client's update; this is in addition to epsilon and does not "
         "change it."
     ),
+    "secure_aggregation_group_noise": (
+        "Each secure aggregation runs in a group of g of the m clients, and "
+        "the server and the group's members see the group's sum, which has "
+        "only sqrt(g/m) of the noise on the sum of all; epsilon is that of "
+        "those who see no more than the models."
+    ),
+    "secure_aggregation_unnoised_groups": (
+        "The server adds the noise after secure aggregation, so the server and "
+        "the members of each group see the group's sum without noise; epsilon "
+        "is that of those who see no more than the models."
+    ),
     "client_noise_needs_honest_clients": (
         "Each client added its share of the noise; if clients collude or leave "
         "their share out, the noise on the sum is smaller than reported."
@@ -104,6 +115,14 @@ CAVEATS: dict[str, str] = {
     "clients_excluded": (
         "Some drawn clients failed and were left out of their round's sum; the "
         "noise and the divisor stayed as planned."
+    ),
+    "rounds_abandoned": (
+        "Rounds in which a client failed were abandoned: nothing of them was "
+        "released and nothing was charged, but that they failed is not hidden."
+    ),
+    "rounds_charged_twice": (
+        "After an interruption, rounds whose result may have been seen were "
+        "run again and are charged twice, so epsilon is on the safe side."
     ),
     "floating_point_noise": (
         "The noise was drawn in floating point, so the guarantee is that of "
