@@ -334,9 +334,27 @@ def last_true(
       limit: Where to stop looking.
       guess: Where to begin; near the answer, few calls are made.
     """
-    low, high = 0, limit + 1  # True at low, false (or unknown) at high.
+    return bracket(predicate, limit, guess)[0]
+
+
+def bracket(
+    predicate: Callable[[int], bool],
+    limit: int,
+    guess: int = 1,
+    tolerance: float = 0.0,
+) -> tuple[int, int]:
+    """Returns (n, n') where a falling predicate is true at n, false at n'.
+
+    Args:
+      predicate: True up to some n >= 0, False from there on; true at 0, and
+        taken as false beyond the limit.
+      limit: Where to stop looking.
+      guess: Where to begin.
+      tolerance: Stop when n' - n <= max(1, tolerance * n).
+    """
+    low, high = 0, limit + 1
     n, stride = min(max(guess, 1), limit), max(1, guess // 8)
-    while high - low > 1:
+    while high - low > max(1, tolerance * low):
         if predicate(n):
             low = n
         else:
@@ -346,4 +364,4 @@ def last_true(
         else:  # One side is still open: ever longer strides.
             n = min(max(1, n + stride if low else n - stride), limit)
             stride *= 2 if guess > 1 else 1 + n
-    return low
+    return low, high
