@@ -41,9 +41,19 @@ class LocalTraining:
     upload_hook: UploadHook | None = None
 
 
+def has_rate_schedule(optimizer: Any) -> bool:
+    """Returns True if the rate is a function of the optimizer's own steps."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    if rate is None:  # tf.keras.optimizers.legacy
+        rate = getattr(optimizer, "_hyper", {}).get("learning_rate")
+    return isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule)
+
+
 def is_plain_sgd(optimizer: Any) -> bool:
-    """Returns True for w <- w - lr g and nothing else."""
-    if type(optimizer) is not tf.keras.optimizers.SGD:
+    """Returns True for w <- w - lr g with a fixed rate, and nothing else."""
+    if type(optimizer) is not tf.keras.optimizers.SGD or has_rate_schedule(
+        optimizer
+    ):
         return False
     config = optimizer.get_config()
     extras = ("momentum", "nesterov", "weight_decay", "use_ema")
@@ -75,10 +85,7 @@ class ClientOptimizer:
         self._variables = variables
         self._plain_sgd = is_plain_sgd(optimizer)
         self._optimizer = type(optimizer).from_config(optimizer.get_config())
-        self._has_fixed_rate = not isinstance(
-            getattr(optimizer, "_learning_rate", None),
-            tf.keras.optimizers.schedules.LearningRateSchedule,
-        )
+        self._has_fixed_rate = not has_rate_schedule(optimizer)
         self._slots: list[tuple[tf.Variable, np.ndarray | None]] = []
         if not self._plain_sgd:
             with tf.init_scope():
@@ -102,6 +109,8 @@ class ClientOptimizer:
     def learning_rate_variable(self) -> tf.Variable | None:
         """Returns the variable that holds the rate, None if it has none."""
         rate = getattr(self._optimizer, "_learning_rate", None)
+        if rate is None:  # tf.keras.optimizers.legacy
+            rate = getattr(self._optimizer, "_hyper", {}).get("learning_rate")
         return rate if isinstance(rate, tf.Variable) else None
 
     def start(self, learning_rate: tf.Tensor) -> None:
@@ -116,8 +125,6 @@ class ClientOptimizer:
             return
         if self.learning_rate_variable is not None:
             self.learning_rate_variable.assign(learning_rate)
-        elif hasattr(self._optimizer, "_set_hyper"):
-            self._optimizer.learning_rate = learning_rate
 
     def apply(self, gradients: list[Any], learning_rate: tf.Tensor) -> None:
         """Takes one step on the variables."""
@@ -173,14 +180,28 @@ class ClientTrainer:
           aggregate_non_trainable: Whether non-trainable state that training
             changes leaves the client, in the same record as the weights.
         """
+        if type(model).train_step is not tf.keras.Model.train_step:
+            raise ValueError(
+                "model must not have a train_step of its own, which the "
+                "compiled client training would not call, got "
+                f"{type(model).__name__}.train_step."
+            )
         self._model = model
         self._training = training
         self._generators = replicas.own_generators(model)
         self._trainable = list(model.trainable_variables)
-        changed = replicas.changed_by_training(model, element_spec[0])
-        self._aggregated = changed if aggregate_non_trainable else []
-        kept = [] if aggregate_non_trainable else changed
-        self._restored = kept
+        self._aggregated = []
+        if aggregate_non_trainable:
+            self._aggregated = replicas.changed_by_training(
+                model, element_spec[0]
+            )
+        # Frozen weights and adapted constants are the server's, too.
+        heard = {id(variable) for variable in self._aggregated}
+        self._restored = [
+            variable
+            for variable in model.non_trainable_variables
+            if id(variable) not in heard
+        ]
         self.variables = self._trainable + self._aggregated
         self._optimizer = ClientOptimizer(training.optimizer, self._trainable)
         self._build_loss(element_spec)
@@ -194,7 +215,7 @@ class ClientTrainer:
         )
         x, y = (replicas.zeros_like_batch(spec) for spec in element_spec)
         predicted = self._model(x, training=False)
-        check_labels(y, predicted, training.loss)
+        check_labels(y, predicted, self._model.compiled_loss)
         self._model.compute_loss(x, y, predicted)
         self._model.compute_metrics(x, y, predicted, None)
         self._model.reset_metrics()
@@ -205,6 +226,7 @@ class ClientTrainer:
             len(tf.nest.flatten(predicted)) == 1
             and len(single) == 1
             and training.loss_weights is None
+            and type(self._model).compute_loss is tf.keras.Model.compute_loss
         ):
             self._single_loss = single[0]
         self._metrics = list(self._model.compiled_metrics.metrics)
@@ -261,8 +283,9 @@ class ClientTrainer:
             variable.assign(value)
         self._optimizer.start(learning_rate)
         for number, generator in enumerate(self._generators):
-            key = noise.fold_in(seed, 1 + number)
-            generator.state.assign(tf.concat([[0, 0], key[:1]], axis=0))
+            # A fold_in mixes its data in with the next one only.
+            key = noise.fold_in(noise.fold_in(seed, 1 + number), 0)[0]
+            generator.state.assign(tf.stack([0, 0, key]))
 
     def step(
         self,
@@ -289,10 +312,15 @@ class ClientTrainer:
                 )
             ]
         if training.grad_clip > 0:
-            gradients, _ = tf.clip_by_global_norm(gradients, training.grad_clip)
+            gradients, _ = tf.clip_by_global_norm(
+                [_dense(gradient) for gradient in gradients],
+                training.grad_clip,
+            )
         self._optimizer.apply(gradients, learning_rate)
         if self._metrics:
             self._model.compiled_metrics.update_state(y, predicted)
+        if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
+            loss = tf.reduce_mean(loss)
         return tf.cast(loss, tf.float32)
 
     def _loss(self, x: Any, y: Any, predicted: Any) -> tf.Tensor:
@@ -331,28 +359,41 @@ class ClientTrainer:
         return list(self._training.upload_hook(tensors))
 
 
+def _dense(gradient: Any) -> tf.Tensor | None:
+    """Adds up repeated rows, without which a norm would not be the norm."""
+    return None if gradient is None else tf.convert_to_tensor(gradient)
+
+
 def _plus(gradient: Any, extra: tf.Tensor) -> tf.Tensor:
-    return extra if gradient is None else tf.convert_to_tensor(gradient) + extra
+    return extra if gradient is None else _dense(gradient) + extra
 
 
-def check_labels(y: Any, predicted: Any, loss: Any) -> None:
-    """Raises ValueError if labels cannot belong to the model's output."""
-    try:
-        tf.nest.assert_same_structure(
-            tf.nest.flatten(y), tf.nest.flatten(predicted)
-        )
-    except (ValueError, TypeError) as error:
+def check_labels(y: Any, predicted: Any, compiled_loss: Any) -> None:
+    """Raises ValueError if labels cannot belong to the model's output.
+
+    A loss of the user's own may take labels of any shape.
+
+    Args:
+      y: Nest of label tensors of a batch.
+      predicted: Nest of the model's outputs for it.
+      compiled_loss: A compiled model's container of losses.
+    """
+    compiled_loss.build(predicted)
+    labels = tf.nest.flatten(compiled_loss._conform_to_outputs(predicted, y))
+    outputs = tf.nest.flatten(predicted)
+    if len(labels) != len(outputs):
         raise ValueError(
-            f"labels must have one tensor for each of the "
-            f"{len(tf.nest.flatten(predicted))} outputs of the model, got "
-            f"{len(tf.nest.flatten(y))}."
-        ) from error
-    name = loss if isinstance(loss, str) else getattr(loss, "name", "") or ""
-    for label, output in zip(
-        tf.nest.flatten(y), tf.nest.flatten(predicted), strict=True
-    ):
+            f"labels must have one tensor for each of the {len(outputs)} "
+            f"outputs of the model, got {len(labels)}."
+        )
+    losses = tf.nest.flatten(compiled_loss._losses)
+    for label, output, loss in zip(labels, outputs, losses, strict=True):
+        function = getattr(loss, "fn", None)
+        module = getattr(function, "__module__", None) or ""
+        if label is None or not module.startswith("keras."):
+            continue
         shape, expected = label.shape[1:], output.shape[1:]
-        if "sparse" in name:
+        if function.__name__ == "sparse_categorical_crossentropy":
             allowed = (expected[:-1], [*expected[:-1], 1])
         elif expected.rank and expected[-1] == 1:
             allowed = (expected, expected[:-1])
@@ -362,5 +403,5 @@ def check_labels(y: Any, predicted: Any, loss: Any) -> None:
             raise ValueError(
                 f"labels must have the shape {tuple(allowed[0])} for each "
                 f"example, to fit the model's output {tuple(expected)} and "
-                f"the loss {name or loss!r}, got {tuple(shape)}."
+                f"the loss {loss.name!r}, got {tuple(shape)}."
             )

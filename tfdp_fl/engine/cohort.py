@@ -160,7 +160,8 @@ class CohortFunction:
         record = () if collect else query.initial_sample_state(template)
         moments: Any = ()
         if options.moments:
-            moments = Moments(tf.zeros([]), template, template)
+            zeros = [tf.zeros(value.shape) for value in weights]
+            moments = Moments(tf.zeros([]), zeros, zeros)
         size = tf.shape(table.members)[0]
 
         def rows_array(width: int) -> tf.TensorArray:
@@ -318,7 +319,10 @@ def _add_moments(moments: Moments, update: list[tf.Tensor]) -> Moments:
         [tf.reduce_all(tf.math.is_finite(part)) for part in update]
     )
     flag = tf.cast(usable, tf.float32)
-    parts = [tf.math.multiply_no_nan(part, flag) for part in update]
+    parts = [
+        tf.math.multiply_no_nan(tf.cast(part, tf.float32), flag)
+        for part in update
+    ]
     return Moments(
         moments.count + flag,
         [a + b for a, b in zip(moments.first, parts, strict=True)],

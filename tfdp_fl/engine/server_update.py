@@ -65,12 +65,19 @@ class ServerUpdate:
 
     def replace(self, weights: list[tf.Tensor]) -> None:
         """Sets the model to released weights (NbAFL)."""
-        for variable, value in zip(self.variables, weights, strict=True):
+        count = len(self._trainable)
+        for variable, value in zip(
+            self._trainable, weights[:count], strict=True
+        ):
+            variable.assign(value)
+        for variable, value in zip(
+            self._non_trainable, weights[count:], strict=True
+        ):
             variable.assign(_kept_valid(variable, value))
 
 
 def _kept_valid(variable: tf.Variable, value: tf.Tensor) -> Any:
     """Noise can push a variance below zero; the released value is cut off."""
-    if "variance" in variable.name:
+    if "variance" in variable.name.split("/")[-1]:
         return tf.maximum(value, 0)
     return value
