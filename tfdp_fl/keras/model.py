@@ -547,7 +547,8 @@ class DPFederatedModel:
         inputs = engine.RoundInputs(
             round_index=round_index,
             positions=positions,
-            clients_per_round=self._sampler.expected_cohort_size(round_index),
+            # The fixed m, also for the last, smaller cohort of a pass.
+            clients_per_round=self._deployment.cohort_size(round_index),
             noise_multiplier=self.mechanism.noise_multiplier_at(round_index),
             batch_size=plan.batch_size,
             local_epochs=plan.local_epochs,
@@ -605,11 +606,11 @@ class DPFederatedModel:
     def _charge(self, round_index: int, answered: int | None = None):
         """Returns what a round costs that so many clients answered."""
         event = self.mechanism.round_event(round_index, self._deployment)
-        expected = self._sampler.expected_cohort_size(round_index)
+        if answered is None:
+            answered = self._sampler.expected_cohort_size(round_index)
         if (
             self.mechanism.guarantee == spending_lib.LOCAL
-            and answered is not None
-            and answered < expected
+            and answered < self._deployment.cohort_size(round_index)
         ):  # The noise of those who are missing is missing too.
             event = dp_accounting.NonPrivateDpEvent()
         return self._sampler.charge(round_index, event)

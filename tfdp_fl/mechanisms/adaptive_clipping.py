@@ -210,6 +210,20 @@ class AdaptiveClipping(mechanism.Mechanism):
             ) and schedules.is_constant(deployment.clients_per_round):
                 return
 
+    def round_event(
+        self, round_index: int, deployment: mechanism.Deployment
+    ) -> dp_accounting.DpEvent:
+        """Implements `Mechanism.round_event`: updates and count as one.
+
+        Raises:
+          ValueError: The count alone would cost more than this round may.
+        """
+        self._check_count_noise(
+            self.noise_multiplier_at(round_index),
+            self._count_noise_stddev(deployment.cohort_size(round_index)),
+        )
+        return super().round_event(round_index, deployment)
+
     def bind(self, deployment: mechanism.Deployment) -> AdaptiveClippingQuery:
         """Implements `Mechanism.bind`."""
         self.check(deployment)

@@ -30,7 +30,7 @@ import dp_accounting
 import tensorflow as tf
 import tensorflow_privacy as tfp
 
-from tfdp_fl import schedules
+from tfdp_fl import _validate, schedules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,8 +212,10 @@ class Mechanism(abc.ABC):
         schedule = getattr(self, "noise_multiplier", None)
         if schedule is None:
             return 0.0
-        return float(
-            schedules.value_at(schedule, round_index, "noise_multiplier")
+        return _validate.non_negative(
+            noise_multiplier=schedules.value_at(
+                schedule, round_index, "noise_multiplier"
+            )
         )
 
     def round_event(
