@@ -1,5 +1,7 @@
 """A traced function does on a worker what it does in process."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -43,6 +45,11 @@ def _convolution():
         _layers.MaxPool2D(),
         _layers.Flatten(),
     ]
+
+
+class _Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 class _Cohort:
@@ -148,6 +155,29 @@ class LiftingTest(parameterized.TestCase):
             ):
                 self.assertGreater(np.abs(b).max(), 1e-3)
                 np.testing.assert_allclose(a, b, atol=1e-5)
+
+    @parameterized.parameters(True, False)
+    def test_compiled_by_xla_where_the_function_is(self, jit_compile):
+        state = tf.Variable([0.0, 0.0])
+
+        @tf.function(jit_compile=jit_compile)
+        def squares(broadcast, shard):
+            state.assign(broadcast)
+            for _ in tf.range(3):
+                state.assign_add(shard * shard)
+            return tf.identity(state)
+
+        spec = tf.TensorSpec([2])
+        computation = runtimes.computation_from_function(squares, spec, spec)
+        result = self.workers.run_sharded(
+            computation, [np.float32([2, 3])], np.float32([1, 1])
+        )
+        np.testing.assert_array_equal(result, [13, 28])
+        proto = tff.framework.serialize_computation(computation)
+        attribute = (
+            b"_XlaMustCompile\x12\x02(\x01"  # An AttrValue that is true.
+        )
+        self.assertEqual(attribute in proto.SerializeToString(), jit_compile)
 
     def test_type_signature(self):
         computation = _Cohort(_dense).lift()
@@ -282,6 +312,73 @@ class LiftingTest(parameterized.TestCase):
             runtimes.computation_from_function(
                 lambda broadcast, shard: generator.normal([]), spec, spec
             )
+
+    def test_a_generator_that_is_assigned_from_a_seed(self):
+        generator = tf.random.Generator.from_seed(1)
+
+        @tf.function
+        def draw(broadcast, shard):
+            generator.state.assign(shard)
+            return generator.normal([2])
+
+        computation = runtimes.computation_from_function(
+            draw,
+            tf.TensorSpec([]),
+            tf.TensorSpec([3], tf.int64),
+            assigned=[generator.state],
+        )
+        states = [np.int64([0, 0, key]) for key in (1, 2, 1)]
+        one, two, three = self.workers.run_sharded(
+            computation, states, np.float32(0), reduction="none"
+        )
+        np.testing.assert_array_equal(one, three)
+        self.assertNotEqual(one[0], two[0])
+        np.testing.assert_allclose(
+            one, draw(0.0, tf.constant(states[0])), rtol=1e-6
+        )
+
+    def test_named_tuples_and_empty_parts(self):
+        @tf.function
+        def pair(broadcast, shard):
+            return _Pair(
+                _Pair(broadcast.first + shard.first, ()),
+                [shard.second["b"], {}],
+            )
+
+        computation = runtimes.computation_from_function(
+            pair,
+            _Pair(tf.TensorSpec([]), ()),
+            _Pair(tf.TensorSpec([2]), {"b": tf.TensorSpec([], tf.int32)}),
+        )
+        result = self.workers.run_sharded(
+            computation,
+            [_Pair(np.float32([1, 2]), {"b": np.int32(4)})] * 2,
+            _Pair(np.float32(3), ()),
+        )
+        self.assertIsInstance(result, _Pair)
+        self.assertIsInstance(result.first, _Pair)
+        np.testing.assert_array_equal(result.first.first, [8, 10])
+        self.assertEqual(result.first.second, ())
+        self.assertEqual(result.second, [8, {}])
+
+    def test_legacy_optimizers(self):
+        optimizer = tf.keras.optimizers.legacy.SGD(0.5, momentum=0.5)
+        variable = tf.Variable([1.0, 2.0])
+        optimizer._create_all_weights([variable])
+
+        @tf.function
+        def step(broadcast, shard):
+            variable.assign(broadcast)
+            optimizer.apply_gradients([(shard, variable)])
+            return tf.identity(variable)
+
+        spec = tf.TensorSpec([2])
+        computation = runtimes.computation_from_function(step, spec, spec)
+        for _ in range(2):
+            result = self.workers.run_sharded(
+                computation, [np.float32([1, 2])], np.float32([5, 5])
+            )
+            np.testing.assert_allclose(result, [4.5, 4.0])
 
     def test_tables_are_refused(self):
         table = tf.lookup.StaticHashTable(

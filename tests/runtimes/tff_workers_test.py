@@ -195,6 +195,29 @@ class LocalWorkersTest(_WorkersTestCase):
         )
         self.assertLen(shards, min(2, num_shards))
 
+    @parameterized.parameters(1, 5)
+    def test_results_of_the_shards(self, num_shards):
+        @tff.tensorflow.computation(
+            np.float32, tff.TensorType(np.float32, (None,))
+        )
+        def scaled(scale, shard):
+            return [scale * shard, tf.size(shard)]
+
+        shards = [np.arange(n, dtype=np.float32) for n in range(num_shards)]
+        results = self.workers.run_sharded(
+            scaled, shards, np.float32(2), reduction="none"
+        )
+        self.assertLen(results, num_shards)
+        for shard, (values, size) in zip(shards, results, strict=True):
+            np.testing.assert_array_equal(values, 2 * shard)
+            self.assertEqual(size, len(shard))
+
+    def test_reductions(self):
+        with self.assertRaisesRegex(ValueError, "reduction .*'mean'"):
+            self.workers.run_sharded(
+                self.spinning, [np.float32(1)], 0.0, reduction="mean"
+            )
+
     def test_both_workers_work(self):
         self.workers.run_sharded(
             self.spinning, [np.float32(1), np.float32(2)], time.time() + 0.5

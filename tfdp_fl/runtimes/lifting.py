@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,29 +55,48 @@ def _without_op_seeds(graph_def: tf.compat.v1.GraphDef) -> None:
             node.attr["seed2"].i = 0
 
 
-def _capture_value(
-    external: tf.Tensor, variables: dict[int, tf.Variable], assigned: set[int]
+_VARIABLE_DTYPES = (
+    tf.float32,
+    tf.int64,
+    tf.int32,
+    tf.bool,
+    tf.float64,
+    tf.float16,
+    tf.bfloat16,
+    tf.uint8,
+)
+
+
+def _read_variable(handle: tf.Tensor) -> tf.Tensor | None:
+    """Returns the value of the variable behind a handle, None if it is none."""
+    for dtype in _VARIABLE_DTYPES:
+        with contextlib.suppress(tf.errors.OpError):
+            return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+    return None
+
+
+def _captured_value(
+    external: tf.Tensor, assigned: set[int], generators: set[int]
 ) -> np.ndarray | tf.TensorSpec:
     """Returns what stands for a captured tensor on the workers."""
     if external.dtype != tf.resource:
         return external.numpy()
-    variable = variables.get(id(external))
-    if variable is None:
+    value = _read_variable(external)
+    if value is None:
         raise ValueError(
-            "function captures a resource that is no variable it knows: "
-            f"{external!r}. Tables, iterators and variables of legacy Keras "
-            "optimizers cannot go to workers."
+            f"function captures a resource that is no variable: {external!r}. "
+            "Tables and iterators cannot go to workers."
         )
-    if variable.name.startswith("StateVar"):
+    if id(external) in assigned:
+        return tf.TensorSpec(value.shape, value.dtype)
+    if id(external) in generators:
         raise ValueError(
             "function captures the state of a tf.random.Generator, which "
             "would repeat the same numbers on every worker and in every "
-            "round. Draw from seeds that are arguments, or from operations "
-            "without a seed."
+            "round. Assign its state from a seed that is an argument (and "
+            "name it in assigned), or use operations without a seed."
         )
-    if id(variable.handle) in assigned:
-        return tf.TensorSpec(variable.shape, variable.dtype)
-    return variable.numpy()
+    return value.numpy()
 
 
 def computation_from_function(
@@ -101,7 +121,8 @@ def computation_from_function(
 
     Random operations lose their seeds: they would draw the same on each worker
     and in each call. A captured `tf.random.Generator` is refused for the same
-    reason. Seeds that are arguments of `function` are the reproducible way.
+    reason, unless its state is `assigned`, from a seed that is an argument.
+    That is the reproducible way.
 
     Args:
         function: A `tf.function` (or a Python function of tensors) of
@@ -126,10 +147,17 @@ def computation_from_function(
     _without_op_seeds(graph_def)
 
     captures = list(concrete.graph.captures)
-    variables = {id(v.handle): v for v in concrete.graph.variables}
-    handles = {id(v.handle) for v in assigned}
+    # Not every captured variable is among the graph's: one that is only
+    # written is not.
+    generators = {
+        id(variable.handle)
+        for variable in concrete.graph.variables
+        if variable.name.startswith("StateVar")
+    }
+    handles = {id(variable.handle) for variable in assigned}
     values = [
-        _capture_value(external, variables, handles) for external, _ in captures
+        _captured_value(external, handles, generators)
+        for external, _ in captures
     ]
     inner_names = [inner.name for _, inner in captures]
     argument_names = [
@@ -145,7 +173,10 @@ def computation_from_function(
             value = tf.zeros(value.shape, value.dtype)
         return tf.Variable(value, trainable=False)
 
-    @tf.function(autograph=False)
+    # That a function is to be compiled by XLA is not in its graph.
+    compiled = concrete.function_def.attr["_XlaMustCompile"].b
+
+    @tf.function(autograph=False, jit_compile=compiled or None)
     def imported(arguments: list[Any], captured: list[Any]) -> list[Any]:
         names = [*argument_names, *inner_names]
         return tf.graph_util.import_graph_def(

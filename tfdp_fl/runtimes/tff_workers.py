@@ -6,6 +6,8 @@ import collections
 import collections.abc
 import contextlib
 import dataclasses
+import functools
+import operator
 import os
 import queue
 import threading
@@ -34,6 +36,8 @@ _UNANSWERED_PINGS = 2
 
 _TICK_SECONDS = 0.25
 _REMEMBERED_COMPUTATIONS = 16
+
+SUM, NONE = "sum", "none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,7 +295,7 @@ class TFFWorkers:
         self._close = weakref.finalize(
             self, _close_all, self._workers, os.getpid()
         )
-        self._compiled: collections.OrderedDict[int, Any] = (
+        self._compiled: collections.OrderedDict[Any, Any] = (
             collections.OrderedDict()
         )
         self.last_round: tuple[WorkerRound, ...] = ()
@@ -359,11 +363,11 @@ class TFFWorkers:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _compile(self, computation: Any) -> Any:
+    def _compile(self, computation: Any, reduction: str) -> Any:
         """Returns what the workers run for `computation`, made once."""
         import tensorflow_federated as tff
 
-        key = id(computation)
+        key = (id(computation), reduction)
         if key in self._compiled:
             self._compiled.move_to_end(key)
             return self._compiled[key][1]
@@ -378,15 +382,14 @@ class TFFWorkers:
             tff.FederatedType(parameter[0], tff.SERVER),
             tff.FederatedType(parameter[1], tff.CLIENTS),
         )
-        def sum_over_shards(broadcast, shards):
-            return tff.federated_sum(
-                tff.federated_map(
-                    computation, (tff.federated_broadcast(broadcast), shards)
-                )
+        def over_shards(broadcast, shards):
+            results = tff.federated_map(
+                computation, (tff.federated_broadcast(broadcast), shards)
             )
+            return tff.federated_sum(results) if reduction == SUM else results
 
         compiled = tff.backends.native.desugar_and_transform_to_native(
-            sum_over_shards
+            over_shards
         )
         # The computation is kept with it, so that no other has its id.
         self._compiled[key] = (computation, compiled)
@@ -395,9 +398,14 @@ class TFFWorkers:
         return compiled
 
     def run_sharded(
-        self, computation: Any, shards: Sequence[Any], broadcast: Any
+        self,
+        computation: Any,
+        shards: Sequence[Any],
+        broadcast: Any,
+        *,
+        reduction: str = SUM,
     ) -> Any:
-        """Runs `computation` on every shard and returns the sum of its results.
+        """Runs `computation` on every shard and sums its results.
 
         Each shard is one TFF client under `federated_map`; the clients of one
         worker are summed there by `federated_sum`, and the workers' sums here,
@@ -415,9 +423,12 @@ class TFFWorkers:
                 number is usually `num_workers`; more than one for each worker
                 are worked on at the same time there.
             broadcast: What every shard is given, a nest of NumPy arrays.
+            reduction: "sum", or "none" where a sum is not what is wanted (one
+                row for each client, say).
 
         Returns:
-            The sum, in the containers that `computation` returns.
+            The sum, in the containers that `computation` returns; or with
+            "none" a list of the results, in the order of `shards`.
 
         Raises:
             WorkerUnavailable: If a worker is not there at the start.
@@ -430,7 +441,8 @@ class TFFWorkers:
             raise ValueError(
                 f"shards must have at least one element, got {shards!r}."
             )
-        compiled = self._compile(computation)
+        _validate.one_of((SUM, NONE), reduction=reduction)
+        compiled = self._compile(computation, reduction)
         broadcast, shards = tff.tensorflow.transform_args(
             [broadcast, list(shards)]
         )
@@ -448,17 +460,19 @@ class TFFWorkers:
             if part
         ]
         results = self._wait(calls)
-        totals = [
+        if reduction == NONE:
+            results = [member for members in results for member in members]
+        results = [
             tff.types.type_to_py_container(
                 result, computation.type_signature.result
             )
             for result in results
         ]
         self.last_round = tuple(call.record() for call in calls)
-        if len(totals) == 1:
-            return totals[0]
-        return tf.nest.map_structure(
-            lambda *parts: sum(parts[1:], start=parts[0]), *totals
+        if reduction == NONE:
+            return results
+        return functools.reduce(
+            lambda a, b: tf.nest.map_structure(operator.add, a, b), results
         )
 
     def _wait(self, calls: Sequence[_Call]) -> list[Any]:
