@@ -138,7 +138,8 @@ def create_cohort_process(
     def get_noised_result(total, query_state):
         scalars = collections.OrderedDict(total["scalars"])
         size = size_check.checked(
-            scalars.pop("cohort_size"),
+            # A secure sum is off by its quantization.
+            tf.round(scalars.pop("cohort_size")),
             query_state.clients_per_round,
             scalars["weight"],
         )
@@ -153,7 +154,7 @@ def create_cohort_process(
             clipped_fraction=tf.math.divide_no_nan(record.clipped, size),
             mean_update_norm=tf.math.divide_no_nan(record.norm, size),
             discarded_clients=tf.cast(tf.round(record.discarded), tf.int32),
-            cohort_size=tf.cast(tf.round(size), tf.int32),
+            cohort_size=tf.cast(size, tf.int32),
         )
         return pack(list(mean), value_type), new_state, measurements
 

@@ -39,6 +39,7 @@ class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
         scalars_factory: tff.aggregators.UnweightedAggregationFactory
         | None = None,
         sampling: str | None = None,
+        max_participations: int | None = None,
     ):
         """Checks the arguments.
 
@@ -57,6 +58,8 @@ class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
           inner_factory: See `MechanismFactory`.
           scalars_factory: See `MechanismFactory`.
           sampling: "poisson", "fixed_size", "shuffled" or None.
+          max_participations: The most rounds that any one client takes part
+            in, or None if unknown.
         """
         if mechanism is None:
             mechanism = nbafl.NbAFL(
@@ -74,6 +77,7 @@ class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
             rounds=rounds,
             min_examples=min_examples,
             sampling=sampling,
+            max_participations=max_participations,
         )
         self._factories = {
             "inner_factory": inner_factory,

@@ -1,0 +1,175 @@
+"""What clients do in a round, on top of `tff.learning`'s local training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+
+def build_local_training(
+    model_fn: Any,
+    optimizer: tff.learning.optimizers.Optimizer,
+    client_weighting: tff.learning.ClientWeighting,
+    metrics_aggregator: Any,
+    loop_implementation: tff.learning.LoopImplementation,
+    local_epochs: int,
+) -> tff.learning.templates.ClientWorkProcess:
+    """Returns TFF's local training for either kind of model.
+
+    Args:
+      model_fn: A callable that returns a `VariableModel`, or a
+        `FunctionalModel`.
+      optimizer: The clients' optimizer.
+      client_weighting: The weight of a client's update.
+      metrics_aggregator: See `tff.learning.algorithms.build_weighted_fed_avg`.
+      loop_implementation: The same.
+      local_epochs: How often each client goes through its data set. A weight
+        by examples counts each example once.
+    """
+    if isinstance(model_fn, tff.learning.models.FunctionalModel):
+        work = tff.learning.templates.build_functional_model_delta_client_work(
+            model=model_fn,
+            optimizer=optimizer,
+            client_weighting=client_weighting,
+            metrics_aggregator=metrics_aggregator,
+            loop_implementation=loop_implementation,
+        )
+    else:
+        work = tff.learning.templates.build_model_delta_client_work(
+            model_fn=model_fn,
+            optimizer=optimizer,
+            client_weighting=client_weighting,
+            metrics_aggregator=metrics_aggregator,
+            loop_implementation=loop_implementation,
+        )
+    if local_epochs == 1:
+        return work
+    once = client_weighting == tff.learning.ClientWeighting.NUM_EXAMPLES
+    return _repeated(work, local_epochs, 1 / local_epochs if once else 1.0)
+
+
+def _repeated(
+    work: tff.learning.templates.ClientWorkProcess,
+    epochs: int,
+    weight_factor: float,
+) -> tff.learning.templates.ClientWorkProcess:
+    state_type, weights_type, data_type = work.next.type_signature.parameter
+    result_type = work.next.type_signature.result.result.member
+
+    @tff.tensorflow.computation(data_type.member)
+    def repeat(dataset):
+        return dataset.repeat(epochs)
+
+    @tff.tensorflow.computation(result_type)
+    def reweight(result):
+        return tff.learning.templates.ClientResult(
+            update=result.update,
+            update_weight=result.update_weight * weight_factor,
+        )
+
+    @tff.federated_computation(state_type, weights_type, data_type)
+    def next_fn(state, weights, client_data):
+        output = work.next(
+            state, weights, tff.federated_map(repeat, client_data)
+        )
+        return tff.templates.MeasuredProcessOutput(
+            state=output.state,
+            result=tff.federated_map(reweight, output.result),
+            measurements=output.measurements,
+        )
+
+    return _with_next(work, next_fn)
+
+
+def hand_in_weights(
+    work: tff.learning.templates.ClientWorkProcess,
+) -> tff.learning.templates.ClientWorkProcess:
+    """Returns client work whose result is the weights after training.
+
+    TFF's own result is w_received - w, or zero with weight zero where training
+    ended in a NaN or an Inf; here such a client hands in NaN, for the mechanism
+    to discard.
+    """
+    state_type, weights_type, data_type = work.next.type_signature.parameter
+    result_type = work.next.type_signature.result.result.member
+
+    @tff.tensorflow.computation(weights_type.member, result_type)
+    def trained(received, result):
+        usable = result.update_weight > 0
+        return tff.learning.templates.ClientResult(
+            update=tf.nest.map_structure(
+                lambda start, change: tf.where(
+                    usable, start - change, np.nan * tf.ones_like(start)
+                ),
+                _like(received.trainable, result.update),
+                result.update,
+            ),
+            update_weight=result.update_weight,
+        )
+
+    @tff.federated_computation(state_type, weights_type, data_type)
+    def next_fn(state, weights, client_data):
+        output = work.next(state, weights, client_data)
+        return tff.templates.MeasuredProcessOutput(
+            state=output.state,
+            result=tff.federated_map(trained, (weights, output.result)),
+            measurements=output.measurements,
+        )
+
+    return _with_next(work, next_fn)
+
+
+def _like(tensors: Any, structure: Any) -> Any:
+    return tf.nest.pack_sequence_as(structure, tf.nest.flatten(tensors))
+
+
+def _with_next(
+    work: tff.learning.templates.ClientWorkProcess, next_fn: tff.Computation
+) -> tff.learning.templates.ClientWorkProcess:
+    return tff.learning.templates.ClientWorkProcess(
+        work.initialize,
+        next_fn,
+        get_hparams_fn=work.get_hparams,
+        set_hparams_fn=work.set_hparams,
+    )
+
+
+class FailedTrainingAsNaN(tff.aggregators.WeightedAggregationFactory):
+    """Ignores the weights, except that a weight of zero is a failed client.
+
+    `tff.learning`'s client work replaces an update that holds a NaN or an Inf
+    by zero and says so only with a weight of zero. As NaN it is discarded,
+    counted and reported by the mechanism, like any other.
+    """
+
+    def __init__(self, factory: tff.aggregators.UnweightedAggregationFactory):
+        """Wraps an unweighted factory."""
+        self._factory = factory
+
+    def create(
+        self, value_type: tff.types.Type, weight_type: tff.types.Type
+    ) -> tff.templates.AggregationProcess:
+        """Implements `WeightedAggregationFactory.create`."""
+        process = self._factory.create(value_type)
+
+        @tff.tensorflow.computation(value_type, weight_type)
+        def mark(value, weight):
+            return tf.nest.map_structure(
+                lambda part: tf.where(
+                    weight > 0, part, np.nan * tf.ones_like(part)
+                ),
+                value,
+            )
+
+        @tff.federated_computation(
+            process.initialize.type_signature.result,
+            tff.FederatedType(value_type, tff.CLIENTS),
+            tff.FederatedType(weight_type, tff.CLIENTS),
+        )
+        def next_fn(state, value, weight):
+            return process.next(state, tff.federated_map(mark, (value, weight)))
+
+        return tff.templates.AggregationProcess(process.initialize, next_fn)

@@ -1,0 +1,227 @@
+"""Federated averaging with a mechanism, as a TFF learning process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from tfdp_fl import _validate, aggregators, schedules
+from tfdp_fl.learning import client_work, nbafl, process, proximal
+from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.mechanisms.nbafl import NbAFL
+
+
+def build_dp_fed_avg(
+    model_fn: Callable[[], tff.learning.models.VariableModel]
+    | tff.learning.models.FunctionalModel,
+    mechanism: mechanism_lib.Mechanism,
+    clients_per_round: schedules.Schedule,
+    client_optimizer_fn: tff.learning.optimizers.Optimizer,
+    server_optimizer_fn: tff.learning.optimizers.Optimizer | None = None,
+    *,
+    model_distributor: tff.learning.templates.DistributionProcess | None = None,
+    metrics_aggregator: Any = None,
+    loop_implementation: tff.learning.LoopImplementation = (
+        tff.learning.LoopImplementation.DATASET_ITERATOR
+    ),
+    local_epochs: int = 1,
+    inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+    scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+    sampling: str | None = None,
+    num_clients: int | None = None,
+    rounds: int | None = None,
+    max_participations: int | None = None,
+    min_examples: int | None = None,
+) -> process.DPLearningProcess:
+    """Returns federated averaging whose aggregation is a mechanism's.
+
+    Every client has the same weight. With `NoPrivacy`, or a clip that nothing
+    reaches and no noise, it is `tff.learning.algorithms.
+    build_unweighted_fed_avg`.
+
+    For `NbAFL` the weights are what clients hand in: the proximal term is in
+    the local training, the noise before broadcast in the distribution, and
+    there is no server optimizer. Read the model with `get_model_weights`,
+    which has that noise; `global_model_weights` in the state is without it.
+    A data set must hold each of its examples once: use `local_epochs` and not
+    `repeat`, because the noise goes by the number of examples.
+
+    The training metrics are sums over the cohort without noise, which the
+    guarantee does not cover; nor does it cover the measurements of the
+    aggregation (see `MechanismFactory`), or the state, apart from the model.
+
+    Args:
+      model_fn: A function without arguments that returns a new
+        `tff.learning.models.VariableModel` (such as
+        `tff.learning.models.from_keras_model`), or a `FunctionalModel`.
+      mechanism: Any mechanism. `AdaptiveLocalDP` runs with empty windows,
+        because TFF's clients have no memory (see `AdaptiveLocalDPFactory`).
+      clients_per_round: m, the expected cohort size: a number, a sequence with
+        one value a round, or (with `rounds`) a callable of the round.
+      client_optimizer_fn: A `tff.learning.optimizers.Optimizer`.
+      server_optimizer_fn: The same for the server; None: SGD with learning
+        rate 1, which adds the mean update.
+      model_distributor: How the model gets to the clients; None: broadcast.
+      metrics_aggregator: See `tff.learning.algorithms.build_weighted_fed_avg`.
+      loop_implementation: How the local loop is compiled; the default is the
+        faster one on CPUs.
+      local_epochs: How often each client goes through its data set.
+      inner_factory: Sums the updates (see `MechanismFactory`).
+      scalars_factory: Sums the other numbers (see `MechanismFactory`).
+      sampling: How the cohorts are drawn ("poisson", "fixed_size" or
+        "shuffled"), if it is known now; `epsilon` needs it.
+      num_clients: The population N, if it is known now; `epsilon` needs it.
+      rounds: The number of rounds that are planned. Local mechanisms with a
+        budget, NbAFL and callable schedules need it.
+      max_participations: The most rounds any one client takes part in.
+      min_examples: The smallest number of examples a client holds (NbAFL).
+
+    Returns:
+      A process whose `epsilon(state, delta=...)` gives the guarantee so far.
+
+    Raises:
+      TypeError: An argument is of a wrong type.
+      ValueError: The mechanism's guarantee does not hold there, or it needs a
+        fact that is not given.
+    """
+    _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
+    _validate.instance_of(
+        tff.learning.optimizers.Optimizer,
+        client_optimizer_fn=client_optimizer_fn,
+    )
+    local_epochs = _validate.positive_integer(local_epochs=local_epochs)
+    facts = {
+        "inner_factory": inner_factory,
+        "scalars_factory": scalars_factory,
+        "sampling": sampling,
+        "num_clients": num_clients,
+        "rounds": rounds,
+        "max_participations": max_participations,
+    }
+    initial_weights = _initial_weights(model_fn)
+    weights_type = initial_weights.type_signature.result
+    training = {
+        "metrics_aggregator": metrics_aggregator,
+        "loop_implementation": loop_implementation,
+        "local_epochs": local_epochs,
+    }
+    if isinstance(mechanism, NbAFL):
+        for name, value in (
+            ("server_optimizer_fn", server_optimizer_fn),
+            ("model_distributor", model_distributor),
+        ):
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be None with NbAFL, which replaces the "
+                    f"model and distributes it with its own noise, got "
+                    f"{value!r}."
+                )
+        factory = aggregators.NbAFLFactory(
+            mechanism,
+            clients_per_round=clients_per_round,
+            min_examples=min_examples,
+            downlink_noise=False,
+            **facts,
+        )
+        if mechanism.mu > 0:
+            client_optimizer_fn = proximal.ProximalOptimizer(
+                client_optimizer_fn, mechanism.mu
+            )
+        work = client_work.hand_in_weights(
+            client_work.build_local_training(
+                model_fn,
+                client_optimizer_fn,
+                tff.learning.ClientWeighting.NUM_EXAMPLES,
+                **training,
+            )
+        )
+        composed = tff.learning.templates.compose_learning_process(
+            initial_weights,
+            nbafl.build_noised_broadcast(
+                weights_type, factory.downlink_noise_stddev
+            ),
+            work,
+            _aggregator(factory, work),
+            nbafl.build_replace_finalizer(weights_type),
+        )
+        get_weights, set_weights = nbafl.build_model_access(composed)
+        return process.DPLearningProcess(
+            composed,
+            mechanism,
+            factory.deployment,
+            get_model_weights=get_weights,
+            set_model_weights=set_weights,
+        )
+
+    factory = aggregators.from_mechanism(
+        mechanism,
+        clients_per_round,
+        min_examples=min_examples,
+        **facts,
+    )
+    if server_optimizer_fn is None:
+        server_optimizer_fn = tff.learning.optimizers.build_sgdm(1.0)
+    if model_distributor is None:
+        model_distributor = tff.learning.templates.build_broadcast_process(
+            weights_type
+        )
+    work = client_work.build_local_training(
+        model_fn,
+        client_optimizer_fn,
+        tff.learning.ClientWeighting.UNIFORM,
+        **training,
+    )
+    composed = tff.learning.templates.compose_learning_process(
+        initial_weights,
+        model_distributor,
+        work,
+        _aggregator(client_work.FailedTrainingAsNaN(factory), work),
+        tff.learning.templates.build_apply_optimizer_finalizer(
+            server_optimizer_fn, weights_type
+        ),
+    )
+    return process.DPLearningProcess(composed, mechanism, factory.deployment)
+
+
+def _aggregator(
+    factory: tff.aggregators.WeightedAggregationFactory,
+    work: tff.learning.templates.ClientWorkProcess,
+) -> tff.templates.AggregationProcess:
+    result_type = work.next.type_signature.result.result.member
+    return factory.create(result_type.update, result_type.update_weight)
+
+
+def _initial_weights(model_fn: Any) -> tff.Computation:
+    """Returns a computation of the weights before the first round."""
+    if isinstance(model_fn, tff.learning.models.FunctionalModel):
+
+        @tff.tensorflow.computation
+        def initial_weights():
+            trainable, non_trainable = model_fn.initial_weights
+            return tff.learning.models.ModelWeights(
+                tuple(tf.convert_to_tensor(value) for value in trainable),
+                tuple(tf.convert_to_tensor(value) for value in non_trainable),
+            )
+
+    elif callable(model_fn):
+
+        @tff.tensorflow.computation
+        def initial_weights():
+            model = model_fn()
+            if not isinstance(model, tff.learning.models.VariableModel):
+                raise TypeError(
+                    "model_fn must return a tff.learning.models.VariableModel "
+                    f"(wrap a Keras model with from_keras_model), got "
+                    f"{type(model)}."
+                )
+            return tff.learning.models.ModelWeights.from_model(model)
+
+    else:
+        raise TypeError(
+            "model_fn must be a function without arguments, or a "
+            f"tff.learning.models.FunctionalModel, got {model_fn!r}."
+        )
+    return initial_weights
