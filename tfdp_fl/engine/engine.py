@@ -206,6 +206,11 @@ class CohortEngine:
         return self._jit_compile
 
     @property
+    def keeps_non_trainable(self) -> bool:
+        """Returns True if there is state that is not taken from clients."""
+        return bool(self._unheard)
+
+    @property
     def num_variables(self) -> int:
         """Returns how many tensors a client's record has."""
         return len(self._shapes)

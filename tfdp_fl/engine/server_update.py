@@ -24,8 +24,15 @@ class ServerUpdate:
         self._trainable = trainable
         self._non_trainable = non_trainable
         self.optimizer = optimizer
-        if optimizer is not None and hasattr(optimizer, "build"):
+        if hasattr(optimizer, "build"):
             optimizer.build(trainable)
+        elif optimizer is not None:  # tf.keras.optimizers.legacy
+            optimizer._create_all_weights(trainable)
+
+    @property
+    def has_non_trainable(self) -> bool:
+        """Returns True if non-trainable state is aggregated too."""
+        return bool(self._non_trainable)
 
     @property
     def variables(self) -> list[tf.Variable]:

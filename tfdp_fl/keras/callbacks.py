@@ -7,11 +7,14 @@ trained Keras model. A `FederatedCallback` also gets to know the
 
 from __future__ import annotations
 
+import os
+import pathlib
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import _validate
+from tfdp_fl import _validate, accounting
+from tfdp_fl.keras import checkpoint, run_state, statement
 
 
 class FederatedCallback(tf.keras.callbacks.Callback):
@@ -50,15 +53,19 @@ class FederatedCallback(tf.keras.callbacks.Callback):
         Args:
           round_index: The round, counted from 0.
           charge: The `RoundCharge` that the round costs.
-          details: `cohort_size`, and `max_mu_squared`, the largest
-            (sensitivity / sigma)^2 that a client has spent after the round
-            where a guarantee is composed client by client.
+          details: `cohort_size`, `noise_multiplier`, and, where a guarantee is
+            composed client by client, `mu_squared`, (sensitivity / sigma)^2 of
+            one client's release, and `max_mu_squared`, the largest sum of them
+            that a client has spent after the round.
         """
 
     def on_round_released(
         self, round_index: int, logs: dict[str, float]
     ) -> None:
         """Called after a round changed the model, before `on_epoch_end`."""
+
+    def on_fit_end(self) -> None:
+        """Called last, also where an error or the user ended the training."""
 
 
 class PrivacyBudget(FederatedCallback):
@@ -111,3 +118,261 @@ class PrivacyBudget(FederatedCallback):
             f"delta={self.delta:g})."
         )
         return False
+
+
+class Ledger(FederatedCallback):
+    """Keeps a `tfdp_fl.accounting.PrivacyLedger` of the training.
+
+    Each round's line is on the disk before its result can be seen by anyone;
+    if it cannot be written, the round is not released. Rounds that the model
+    was trained for before the ledger began are written first. A later `fit` of
+    the same model goes on with the same file.
+
+    Attributes:
+      path: The file.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        append: bool = False,
+        key: bytes | None = None,
+    ):
+        """Nothing is opened before training starts.
+
+        Args:
+          path: The file; its folder must exist.
+          append: Whether to go on with a ledger of another run, so that it
+            counts all runs on the same clients together.
+          key: A secret that authenticates the lines (HMAC).
+        """
+        super().__init__()
+        self.path = pathlib.Path(path)
+        self._append = append
+        self._key = key
+        self._ledger: accounting.PrivacyLedger | None = None
+        self._elsewhere = 0.0
+
+    @property
+    def head(self) -> str | None:
+        """Returns the hash of the last line; None if it is not open."""
+        return None if self._ledger is None else self._ledger.head
+
+    def on_rounds_planned(self, first_round: int, last_round: int) -> None:
+        """Opens the ledger, refusing that of another run."""
+        del first_round, last_round
+        federated_model = self.federated_model
+        name = run_state.ledger_key(self.path)
+        known = federated_model.known_ledgers.get(name)
+        self._ledger = accounting.PrivacyLedger(
+            self.path,
+            mode="append",
+            target_delta=federated_model.delta,
+            mechanism={
+                "name": federated_model.mechanism.name,
+                "guarantee": federated_model.mechanism.guarantee,
+                "description": federated_model.mechanism.describe(),
+            },
+            unit=statement.unit(federated_model.mechanism),
+            key=self._key,
+            expected_head=known or None,
+        )
+        contents = self._ledger.contents()
+        if contents.entries and not self._append:
+            if known is None:
+                raise ValueError(
+                    f"path must not be the ledger of another run, which "
+                    f"{self.path} is ({len(contents.entries)} rounds): go on "
+                    "with that run by fit(resume_from=...), choose another "
+                    "path, or count both together with append=True."
+                )
+            ahead = name in federated_model.ledgers_ahead
+            if known != contents.head and not ahead:
+                raise ValueError(
+                    f"path must be a ledger that no other run went on with, "
+                    f"and {self.path} has rounds that this model does not "
+                    "know of; resume from its directory."
+                )
+        federated_model.ledgers_ahead.discard(name)
+        self._catch_up(contents)
+        self._remember()
+
+    def _catch_up(self, contents: accounting.LedgerContents) -> None:
+        """Writes the rounds that were charged while no ledger was kept."""
+        spending = self.federated_model.spending
+        next_round = self.federated_model.rounds
+        lost = contents.lost_mu_squared(next_round)
+        self._elsewhere = max(0.0, spending.lost_mu_squared - lost)
+        written = dict(contents.accountant().charges)
+        for charge, count in spending.central.charges:
+            for _ in range(count - written.get(charge, 0)):
+                self._ledger.record(
+                    max(0, next_round - 1),
+                    charge,
+                    round(charge.clients_per_round),
+                    local={
+                        "mu_squared": 0.0,
+                        "max_mu_squared": spending.clients.max_mu_squared
+                        + self._elsewhere,
+                    }
+                    if spending.by_client
+                    else None,
+                    written_later=True,
+                )
+
+    def on_round_charged(
+        self, round_index: int, charge: Any, details: dict[str, Any]
+    ) -> None:
+        """Writes the round's line and syncs it."""
+        rest = dict(details)
+        cohort_size = rest.pop("cohort_size")
+        spent = {
+            "mu_squared": rest.pop("mu_squared"),
+            "max_mu_squared": rest.pop("max_mu_squared") + self._elsewhere,
+        }
+        self._ledger.record(
+            round_index,
+            charge,
+            cohort_size,
+            local=spent if self.federated_model.spending.by_client else None,
+            **rest,
+        )
+        self._remember()
+
+    def on_fit_end(self) -> None:
+        """Closes the file."""
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+
+    def _remember(self) -> None:
+        key = run_state.ledger_key(self.path)
+        self.federated_model.known_ledgers[key] = self._ledger.head
+
+
+class RoundCheckpoint(FederatedCallback):
+    """Saves the training after rounds, so that it survives a crash.
+
+    `fit(..., resume_from=directory)` goes on exactly where the last checkpoint
+    was taken. The directory also holds `ledger.jsonl`, in which every round is
+    written before its result can be seen, and, when the training has ended,
+    `privacy.txt`, the privacy statement. It belongs to one run: a new training
+    refuses a directory that holds another's checkpoints, and two at once are
+    refused. The files are readable by their owner only: with a seed, or
+    shuffled cohorts, they tell who takes part.
+
+    Attributes:
+      directory: Where the files are; made if need be.
+      every: Save after every so many rounds (and at the end).
+      keep: How many checkpoints stay.
+      delta: At which the statement is made; None: what the model knows (see
+        `DPFederatedModel.privacy_statement`).
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every: int = 1,
+        keep: int = 3,
+        delta: float | None = None,
+    ):
+        super().__init__()
+        self.directory = pathlib.Path(directory)
+        self.every = _validate.positive_integer(every=every)
+        self.keep = _validate.positive_integer(keep=keep)
+        if delta is not None:
+            delta = _validate.inside_unit_interval(delta=delta)
+        self.delta = delta
+        self._files = checkpoint.CheckpointDirectory(self.directory)
+        self._ledger = Ledger(run_state.ledger_path(self.directory))
+        self._saved_round: int | None = None
+        self._begun = False
+
+    def set_federated_model(self, federated_model: Any) -> None:
+        """See base class."""
+        super().set_federated_model(federated_model)
+        self._ledger.set_federated_model(federated_model)
+
+    def on_rounds_planned(self, first_round: int, last_round: int) -> None:
+        """Takes the directory, and saves the state before the first round."""
+        self._files.acquire()
+        fed = self.federated_model
+        path = self._ledger.path
+        known = run_state.ledger_key(path) in fed.known_ledgers
+        rounds = self._files.rounds()
+        if rounds and not known:
+            raise ValueError(
+                "directory must not hold the checkpoints of another run, and "
+                f"{self.directory} holds one of round {rounds[0]}: go on with "
+                "that run by fit(resume_from=directory), or choose another "
+                "directory."
+            )
+        self._files.set_aside_after(fed.rounds)
+        if path.exists():
+            self._ledger.on_rounds_planned(first_round, last_round)
+        # Before the first line: whatever was charged can be resumed from.
+        self._save()
+        if not path.exists():
+            self._ledger.on_rounds_planned(first_round, last_round)
+        self._begun = True
+
+    def on_round_charged(
+        self, round_index: int, charge: Any, details: dict[str, Any]
+    ) -> None:
+        """Writes the round into the ledger."""
+        self._ledger.on_round_charged(round_index, charge, details)
+
+    def on_round_released(
+        self, round_index: int, logs: dict[str, float]
+    ) -> None:
+        """Saves, if it is time to."""
+        del logs
+        if (round_index + 1) % self.every == 0:
+            self._save()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Saves the end of the training, as other callbacks left it."""
+        del logs
+        self._save()
+
+    def on_fit_end(self) -> None:
+        """Writes the statement, and lets go of the directory."""
+        try:
+            if self._begun:
+                self._write_statement()
+        finally:
+            self._begun = False
+            self._ledger.on_fit_end()
+            self._files.release()
+
+    def _save(self) -> None:
+        self._files.write(
+            run_state.capture(self.federated_model, self._ledger.head),
+            self.keep,
+        )
+
+    def _write_statement(self) -> None:
+        text = self.federated_model.privacy_statement(self.delta)
+        checkpoint.write_atomically(
+            self.directory / "privacy.txt", f"{text}\n".encode(), mode=0o644
+        )
+
+
+def ledger_of_resumed(
+    directory: str | os.PathLike[str], callbacks: list[Any]
+) -> list[FederatedCallback]:
+    """Returns a `Ledger` for a resumed run, unless a callback keeps it.
+
+    Whatever a resumed run releases has to be in the ledger of its directory.
+    """
+    path = run_state.ledger_path(directory)
+    key = run_state.ledger_key(path)
+    for each in callbacks:
+        kept = None
+        if isinstance(each, RoundCheckpoint):
+            kept = run_state.ledger_path(each.directory)
+        elif isinstance(each, Ledger):
+            kept = each.path
+        if kept is not None and run_state.ledger_key(kept) == key:
+            return []
+    return [Ledger(path)]

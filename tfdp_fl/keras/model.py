@@ -13,13 +13,14 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, engine, schedules
+from tfdp_fl import _validate, accounting, engine, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import secure_sum
 from tfdp_fl.keras import callbacks as callbacks_lib
-from tfdp_fl.keras import progress, randomness
+from tfdp_fl.keras import progress, randomness, run_state, statement
+from tfdp_fl.keras.fit_plan import FitPlan
 from tfdp_fl.mechanisms import Deployment, Mechanism
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
@@ -39,28 +40,6 @@ class _Compiled:
     server_optimizer: tf.keras.optimizers.Optimizer | None
     broadcast_hook: Any
     jit_compile: bool | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FitPlan:
-    """One call of `fit`: what holds for all of its rounds.
-
-    Attributes:
-      first_round: The first round of this training, counted from 0 over the
-        life of the model.
-      last_round: One past its last round.
-      batch_size: Examples in one local batch.
-      local_epochs: Passes over a client's examples in one round.
-      shuffle: Whether clients shuffle their examples.
-      seed: The user's seed, or None.
-    """
-
-    first_round: int
-    last_round: int
-    batch_size: int
-    local_epochs: int
-    shuffle: bool
-    seed: int | None
 
 
 class DPFederatedModel:
@@ -163,12 +142,23 @@ class DPFederatedModel:
         self._sampler_key: Any = None
         self._round = 0
         self._spending: spending_lib.Spending | None = None
-        self._dataset_sizes: Any = None
         self._windows: np.ndarray | None = None
         self._plan: FitPlan | None = None
         self._deployment: Deployment | None = None
         self._cohort_sizes: list[int] = []
-        self._seed_was_given = False
+        self._last_logs: list[str] = ["loss"]
+        # What the statement has to tell beside what was spent.
+        self._facts = {
+            "seed_given": False,
+            "validated": False,
+            "rounds_abandoned": 0,
+            "clients_excluded": 0,
+            "rounds_charged_twice": 0,
+        }
+        self._budget_delta: float | None = None
+        # The last line that this model knows of each ledger, by its path.
+        self.known_ledgers: dict[str, str] = {}
+        self.ledgers_ahead: set[str] = set()
         self._verbose = 0
 
     def _failure_rule(self, rule: str | None) -> str:
@@ -256,7 +246,7 @@ class DPFederatedModel:
             broadcast_hook=broadcast_hook,
             jit_compile=jit_compile,
         )
-        self._engine = None
+        self._engine_key = None  # A new engine; its state goes on.
         self.model.compile(
             optimizer=optimizer,
             loss=loss,
@@ -373,11 +363,19 @@ class DPFederatedModel:
             shuffle=shuffle,
             seed=seed,
         )
+        interrupted = None
         if resume_from is not None:
-            plan = self._resumed(clients, plan, resume_from)
+            interrupted = run_state.InterruptedRun.read(
+                resume_from, self, clients, plan
+            )
+            plan = interrupted.plan
+            callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
         self._prepare(clients, plan, between_client_variance)
+        if interrupted is not None:
+            interrupted.restore(self)
         self._plan = plan
-        self._seed_was_given |= seed is not None
+        self._facts["seed_given"] |= seed is not None
+        self._facts["validated"] |= validation_data is not None
         federated = [
             each
             for each in callbacks
@@ -400,35 +398,44 @@ class DPFederatedModel:
         progress_bar = progress.RoundProgress(
             verbose, self._round, plan.last_round
         )
-        for each in federated:
-            each.on_rounds_planned(self._round, plan.last_round)
         self.model.stop_training = False
-        keras_callbacks.on_train_begin()
-        logs: dict[str, float] = {}
-        while self._round < plan.last_round and not self.model.stop_training:
-            round_index = self._round
-            if not all(each.allow_round(round_index) for each in federated):
-                break
-            started = time.perf_counter()
-            keras_callbacks.on_epoch_begin(round_index)
-            logs = self._run_round(clients, plan, collector, federated)
-            if delta is not None:
-                logs["epsilon"] = self.epsilon(delta)
-            self._round += 1
-            done = self._round - plan.first_round
-            if validation_data is not None and (
-                done % validation_freq == 0 or self._round == plan.last_round
-            ):
-                logs.update(
-                    self._validate(validation_data, validation_batch_size)
-                )
+        try:
             for each in federated:
-                each.on_round_released(round_index, logs)
-            keras_callbacks.on_epoch_end(round_index, logs)
-            progress_bar.end_of_round(
-                round_index, logs, time.perf_counter() - started
-            )
-        keras_callbacks.on_train_end(logs)
+                each.on_rounds_planned(self._round, plan.last_round)
+            keras_callbacks.on_train_begin()
+            logs: dict[str, float] = {}
+            while (
+                self._round < plan.last_round and not self.model.stop_training
+            ):
+                round_index = self._round
+                if not all(each.allow_round(round_index) for each in federated):
+                    break
+                started = time.perf_counter()
+                keras_callbacks.on_epoch_begin(round_index)
+                keras_callbacks.on_train_batch_begin(0)
+                logs = self._run_round(clients, plan, collector, federated)
+                self._round += 1
+                if delta is not None:
+                    logs["epsilon"] = self.epsilon(delta)
+                keras_callbacks.on_train_batch_end(0, logs)
+                done = self._round - plan.first_round
+                if validation_data is not None and (
+                    done % validation_freq == 0
+                    or self._round == plan.last_round
+                ):
+                    logs.update(
+                        self._validate(validation_data, validation_batch_size)
+                    )
+                for each in federated:
+                    each.on_round_released(round_index, logs)
+                keras_callbacks.on_epoch_end(round_index, logs)
+                progress_bar.end_of_round(
+                    round_index, logs, time.perf_counter() - started
+                )
+            keras_callbacks.on_train_end(logs)
+        finally:
+            for each in federated:
+                each.on_fit_end()
         return history
 
     def _prepare(
@@ -484,6 +491,10 @@ class DPFederatedModel:
                 self._spending = spending_lib.Spending(
                     self.mechanism.guarantee, clients.num_clients
                 )
+            # Central spending does not depend on who the clients are.
+            self._spending.clients = accounting.LocalAccount(
+                clients.num_clients
+            )
         if self._engine.query.uses_window and self._windows is None:
             self._windows = np.full(
                 [
@@ -572,6 +583,7 @@ class DPFederatedModel:
             self._report_failures(round_index, pending, failed_groups)
         if failed and self._on_client_failure == "abort":
             report["abandoned_rounds"] = 1.0
+            self._facts["rounds_abandoned"] += 1
             return {**self._empty_logs(), **logs, **report}
         report["abandoned_rounds"] = 0.0
         answered = len(positions) - failed
@@ -579,6 +591,8 @@ class DPFederatedModel:
         mu_squared = self._mu_squared()
         details = {
             "cohort_size": len(positions),
+            "noise_multiplier": inputs.noise_multiplier,
+            "mu_squared": mu_squared,
             "max_mu_squared": self._spending.clients.max_mu_squared_after(
                 positions, mu_squared
             )
@@ -591,6 +605,7 @@ class DPFederatedModel:
         released = self._engine.release(pending)
         self._cohort_sizes.append(len(positions))
         self._last_logs = list(released)
+        self._facts["clients_excluded"] += failed
         self._remember_norms(positions, pending.window_norms)
         # The metrics first, as Keras orders them.
         return {**released, **logs, **report}
@@ -626,6 +641,13 @@ class DPFederatedModel:
             return 0.0  # The optimizer follows its own steps.
         return float(tf.keras.backend.get_value(rate))
 
+    def _set_client_learning_rate(self, value: float) -> None:
+        rate = self._compiled.training.optimizer.learning_rate
+        if not isinstance(
+            rate, tf.keras.optimizers.schedules.LearningRateSchedule
+        ):
+            self._compiled.training.optimizer.learning_rate = value
+
     def _remember_norms(
         self, positions: np.ndarray, norms: np.ndarray | None
     ) -> None:
@@ -639,8 +661,7 @@ class DPFederatedModel:
         )
 
     def _empty_logs(self) -> dict[str, float]:
-        names = getattr(self, "_last_logs", None) or ["loss"]
-        return dict.fromkeys(names, math.nan)
+        return dict.fromkeys(self._last_logs, math.nan)
 
     def _report_failures(
         self,
@@ -682,6 +703,7 @@ class DPFederatedModel:
             return self.delta
         for each in callbacks:
             if isinstance(each, callbacks_lib.PrivacyBudget):
+                self._budget_delta = each.delta
                 return each.delta
         return None
 
@@ -703,6 +725,11 @@ class DPFederatedModel:
     def rounds(self) -> int:
         """Returns how many rounds were run (abandoned ones included)."""
         return self._round
+
+    @property
+    def spending(self) -> spending_lib.Spending | None:
+        """Returns what the rounds have cost; None before the first `fit`."""
+        return self._spending
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns the epsilon at delta of the rounds that ran.
@@ -749,17 +776,19 @@ class DPFederatedModel:
     ) -> int:
         """Returns how many of the next rounds a budget allows."""
         if self._spending.by_client:
-            spent = self._spending.clients.max_mu_squared
+            spent = self._spending.max_mu_squared
             for done in range(rounds):
                 spent += self._mu_squared()
                 if spending_lib.epsilon_of_mu_squared(spent, delta) > epsilon:
                     return done
             return rounds
 
+        charges = [self._charge(self._round + ahead) for ahead in range(rounds)]
+
         def cost(count: int) -> float:
             trial = self._spending.central.copy()
-            for ahead in range(count):
-                trial.add(self._charge(self._round + ahead))
+            for charge in charges[:count]:
+                trial.add(charge)
             return trial.epsilon(delta, accountant)
 
         if cost(rounds) <= epsilon:
@@ -772,3 +801,30 @@ class DPFederatedModel:
             else:
                 high = middle
         return low
+
+    def privacy_statement(
+        self, delta: float | None = None, format: str = "text"
+    ) -> str | dict[str, Any]:
+        """Returns what was guaranteed, to whom, and what was not.
+
+        Args:
+          delta: Where epsilon is stated; None: the `delta` of this model, or
+            that of the last `PrivacyBudget`, or else N^-1.1 for N clients
+            (McMahan et al. 2018).
+          format: "text", "markdown" or "dict".
+
+        Raises:
+          ValueError: Nothing was trained yet, or an argument is not allowed.
+        """
+        if self._spending is None:
+            raise ValueError(
+                "fit must be called before privacy_statement: there is nothing "
+                "to state yet."
+            )
+        if delta is None:
+            delta = self.delta or self._budget_delta
+        if delta is None:
+            delta = min(0.5, self._spending.clients.num_clients**-1.1)
+        return accounting.privacy_statement(
+            statement.facts(self), delta, format
+        )
