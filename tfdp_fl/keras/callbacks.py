@@ -79,33 +79,42 @@ class PrivacyBudget(FederatedCallback):
     Attributes:
       epsilon: The most that may be spent.
       delta: At this delta.
-      accountant: "rdp" or "pld".
+      accountant: "rdp", "pld", or None for the model's own.
+      stopped_before_round: The round (from 0) that was not run, or None.
     """
 
-    def __init__(self, epsilon: float, delta: float, accountant: str = "rdp"):
+    def __init__(
+        self, epsilon: float, delta: float, accountant: str | None = None
+    ):
         super().__init__()
         self.epsilon = _validate.positive(epsilon=epsilon)
         self.delta = _validate.inside_unit_interval(delta=delta)
         self.accountant = _validate.one_of(
-            ("rdp", "pld"), accountant=accountant
+            (None, "rdp", "pld"), accountant=accountant
         )
         self.stopped_before_round: int | None = None
+        self._affordable_before = 0
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Says at the start if the budget ends before the rounds do."""
+        self.stopped_before_round = None
+        asked = last_round - first_round
         allowed = self.federated_model.affordable_rounds(
-            self.epsilon, self.delta, last_round - first_round, self.accountant
+            self.epsilon, self.delta, asked, self.accountant
         )
-        if allowed < last_round - first_round:
+        # Rounds that are abandoned cost nothing, so it can only be more.
+        self._affordable_before = first_round + allowed
+        if allowed < asked:
             self.federated_model.say(
                 f"PrivacyBudget: epsilon={self.epsilon:g} at "
-                f"delta={self.delta:g} allows {allowed} of the "
-                f"{last_round - first_round} rounds asked for; training will "
-                "end there."
+                f"delta={self.delta:g} allows {allowed} of the {asked} rounds "
+                "asked for; training will end there."
             )
 
     def allow_round(self, round_index: int) -> bool:
         """Returns False if the round would overspend the budget."""
+        if round_index < self._affordable_before:
+            return True
         after = self.federated_model.epsilon_after_round(
             round_index, self.delta, self.accountant
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +21,13 @@ _MECHANISMS = {
     "adaptive_local": mechanisms.AdaptiveLocalDP,
 }
 _LOCAL = ("local", "adaptive_local")
+_MODEL_OPTIONS = (
+    "on_client_failure",
+    "non_trainable_state",
+    "secure_aggregation",
+    "num_replicas",
+)
+_TINY = 1e-6
 
 
 def make_private(
@@ -46,9 +56,11 @@ def make_private(
       clients_per_round: The expected cohort size m, constant or a schedule.
       rounds: T.
       mechanism: "adaptive", "fixed", "median", "local" or "adaptive_local"; or
-        a mechanism whose `noise_multiplier` is replaced.
+        a mechanism whose `noise_multiplier` is replaced (a schedule of it is
+        scaled as a whole).
       sampling: "poisson", "fixed_size" or "shuffled".
-      accountant: "rdp" or "pld".
+      accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
+        returned model.
       **options: Further arguments of the mechanism (such as `clip_norm`) and
         of `DPFederatedModel`. "median" is private here: its
         `median_noise_multiplier` is five times the noise multiplier unless
@@ -62,63 +74,86 @@ def make_private(
     _validate.positive_integer(num_clients=num_clients)
     _validate.positive_integer(rounds=rounds)
     model_options = {
-        name: options.pop(name)
-        for name in (
-            "on_client_failure",
-            "non_trainable_state",
-            "secure_aggregation",
-            "num_replicas",
-        )
-        if name in options
+        name: options.pop(name) for name in _MODEL_OPTIONS if name in options
     }
-
-    def wrap(made: mechanisms.Mechanism) -> model_lib.DPFederatedModel:
-        return model_lib.DPFederatedModel(
-            model,
-            made,
-            clients_per_round,
-            sampling,
-            delta=delta,
-            **model_options,
-        )
-
-    if mechanism in _LOCAL:
-        return wrap(
-            _MECHANISMS[mechanism](epsilon=epsilon, delta=delta, **options)
-        )
-    make = _maker(mechanism, options)
+    make = _maker(mechanism, options, epsilon, delta)
     sampler = sampling_lib.make_sampler(
         sampling, num_clients, clients_per_round
     )
-    deployment = mechanisms.Deployment(
-        clients_per_round=clients_per_round,
-        num_clients=num_clients,
-        sampling=sampling,
-        rounds=rounds,
+    if mechanism not in _LOCAL:
+        deployment = mechanisms.Deployment(
+            clients_per_round=clients_per_round,
+            num_clients=num_clients,
+            sampling=sampling,
+            rounds=rounds,
+        )
+
+        def charges(noise: float):
+            trial = make(noise)
+            trial.check(deployment)
+            counts = collections.Counter(
+                sampler.charge(t, trial.round_event(t, deployment))
+                for t in range(rounds)
+            )
+            return counts.items()
+
+        limit = _largest_noise(make, sampler, rounds)
+        try:
+            noise = accounting.calibrate(
+                charges, epsilon, delta, accountant, upper=limit
+            )
+        except ValueError as error:
+            if limit is None:
+                raise
+            raise ValueError(
+                f"{error} An adaptive clip needs less noise than twice "
+                "count_noise_stddev, which is clients_per_round / 20 unless "
+                "given: raise either, or use mechanism='fixed'."
+            ) from error
+    else:
+        noise = None
+    return model_lib.DPFederatedModel(
+        model,
+        make(noise),
+        clients_per_round,
+        sampling,
+        delta=delta,
+        accountant=accountant,
+        **model_options,
     )
 
-    def charges(noise_multiplier: float):
-        trial = make(noise_multiplier)
-        trial.check(deployment)
-        return [
-            (sampler.charge(t, trial.round_event(t, deployment)), 1)
-            for t in range(rounds)
-        ]
 
-    return wrap(make(accounting.calibrate(charges, epsilon, delta, accountant)))
+def _maker(
+    mechanism: str | mechanisms.Mechanism,
+    options: dict[str, Any],
+    epsilon: float,
+    delta: float,
+) -> Callable[[float | None], mechanisms.Mechanism]:
+    """Returns a function from a noise multiplier to a mechanism.
 
-
-def _maker(mechanism: str | mechanisms.Mechanism, options: dict[str, Any]):
-    """Returns a function from a noise multiplier to a mechanism."""
+    For a mechanism with scheduled noise it is the factor of the schedule.
+    """
     if isinstance(mechanism, mechanisms.Mechanism):
         if options:
             raise TypeError(
                 f"{sorted(options)} cannot be given with a mechanism that is "
                 "already made."
             )
-        return mechanism.with_noise_multiplier
+        schedule = getattr(mechanism, "noise_multiplier", None)
+        if mechanism.guarantee != "central" or schedule is None:
+            raise ValueError(
+                "mechanism must be one whose noise_multiplier can be chosen "
+                "(AdaptiveClipping, FixedClipping or MedianClipping) or one of "
+                f"{', '.join(map(repr, _MECHANISMS))}, got {mechanism!r}."
+            )
+        return lambda factor: mechanism.with_noise_multiplier(
+            _scaled(schedule, factor)
+        )
     _validate.one_of(_MECHANISMS, mechanism=mechanism)
     kind = _MECHANISMS[mechanism]
+    _check_options(kind, options)
+    if mechanism in _LOCAL:
+        return lambda _: kind(epsilon=epsilon, delta=delta, **options)
     if mechanism != "median":
         return lambda z: kind(noise_multiplier=z, **options)
     given = options.pop("median_noise_multiplier", None)
@@ -127,3 +162,41 @@ def _maker(mechanism: str | mechanisms.Mechanism, options: dict[str, Any]):
         median_noise_multiplier=5 * z if given is None else given,
         **options,
     )
+
+
+def _scaled(schedule: schedules.Schedule, factor: float) -> schedules.Schedule:
+    """Returns a schedule times a factor; a constant is replaced by it."""
+    if schedules.is_constant(schedule):
+        return factor
+    if callable(schedule):
+        return lambda t: factor * schedule(t)
+    return tuple(factor * value for value in schedule)
+
+
+def _check_options(kind: type, options: dict[str, Any]) -> None:
+    allowed = {field.name for field in dataclasses.fields(kind)}
+    allowed -= {"noise_multiplier", "epsilon", "delta"}
+    for name in options:
+        if name not in allowed:
+            raise TypeError(
+                f"{name} is not an argument of make_private or of "
+                f"{kind.__name__}, which takes {', '.join(sorted(allowed))}."
+            )
+
+
+def _largest_noise(
+    make: Callable[[float], mechanisms.Mechanism],
+    sampler: sampling_lib.CohortSampler,
+    rounds: int,
+) -> float | None:
+    """Returns below which noise an adaptive clip is possible: 2 sigma_b."""
+    made = make(_TINY)
+    if not isinstance(made, mechanisms.AdaptiveClipping):
+        return None
+    limits = []
+    for t in range(rounds):
+        count = made.count_noise_stddev_of(sampler.expected_cohort_size(t))
+        noise = made.noise_multiplier_at(t)
+        if noise > 0:
+            limits.append(2 * count * _TINY / noise)
+    return min(limits, default=1.0) * (1 - 1e-9)

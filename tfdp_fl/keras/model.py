@@ -60,6 +60,11 @@ class DPFederatedModel:
       model: The Keras model; it holds the trained weights at any time.
       mechanism: What is released about a cohort.
       delta: The delta at which `History` reports epsilon, or None.
+      accountant: "rdp" or "pld".
+      known_ledgers: The hash of the last line that this model knows of each
+        ledger, by the ledger's path.
+      ledgers_ahead: Those which may hold rounds that came after the checkpoint
+        from which this model was resumed.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class DPFederatedModel:
         sampling: str = "poisson",
         *,
         delta: float | None = None,
+        accountant: str = "rdp",
         on_client_failure: str | None = None,
         non_trainable_state: str = "aggregate",
         secure_aggregation: Any = None,
@@ -86,6 +92,9 @@ class DPFederatedModel:
             "fixed_size": m of N without replacement; "shuffled": every client
             once per pass.
           delta: Where given, `History` has epsilon at this delta.
+          accountant: "rdp" or "pld", by which epsilon is computed unless told
+            otherwise. PLD is tighter, and costs about 0.1 s a round where
+            `History` has epsilon; RDP costs next to nothing.
           on_client_failure: What happens to a round in which a client's data
             cannot be read: "exclude" goes on without the client, "abort"
             abandons the round (nothing released, nothing charged). The default
@@ -120,6 +129,9 @@ class DPFederatedModel:
         self.model = model
         self.mechanism = mechanism
         self.delta = delta
+        self.accountant = _validate.one_of(
+            ("rdp", "pld"), accountant=accountant
+        )
         self._clients_per_round = schedules.checked(
             clients_per_round, _validate.positive, "clients_per_round"
         )
@@ -156,7 +168,6 @@ class DPFederatedModel:
             "rounds_charged_twice": 0,
         }
         self._budget_delta: float | None = None
-        # The last line that this model knows of each ledger, by its path.
         self.known_ledgers: dict[str, str] = {}
         self.ledgers_ahead: set[str] = set()
         self._verbose = 0
@@ -731,7 +742,7 @@ class DPFederatedModel:
         """Returns what the rounds have cost; None before the first `fit`."""
         return self._spending
 
-    def epsilon(self, delta: float, accountant: str = "rdp") -> float:
+    def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon at delta of the rounds that ran.
 
         For a central guarantee it is composed under the sampling that ran; for
@@ -740,14 +751,16 @@ class DPFederatedModel:
 
         Args:
           delta: Strictly between 0 and 1.
-          accountant: "rdp" or "pld".
+          accountant: "rdp" or "pld"; None: the model's own.
         """
         delta = _validate.inside_unit_interval(delta=delta)
         if self._spending is None:
             return 0.0
-        return self._spending.epsilon(delta, accountant)
+        return self._spending.epsilon(delta, accountant or self.accountant)
 
-    def central_epsilon(self, delta: float, accountant: str = "rdp") -> float:
+    def central_epsilon(
+        self, delta: float, accountant: str | None = None
+    ) -> float:
         """Returns the epsilon against those who see the model only.
 
         For a local mechanism it is what the clients' noise adds up to; where
@@ -757,14 +770,19 @@ class DPFederatedModel:
         delta = _validate.inside_unit_interval(delta=delta)
         if self._spending is None:
             return 0.0
-        return self._spending.central_epsilon(delta, accountant)
+        return self._spending.central_epsilon(
+            delta, accountant or self.accountant
+        )
 
     def epsilon_after_round(
-        self, round_index: int, delta: float, accountant: str = "rdp"
+        self, round_index: int, delta: float, accountant: str | None = None
     ) -> float:
         """Returns what epsilon would be after the coming round."""
         return self._spending.epsilon_after(
-            self._charge(round_index), self._mu_squared(), delta, accountant
+            self._charge(round_index),
+            self._mu_squared(),
+            delta,
+            accountant or self.accountant,
         )
 
     def affordable_rounds(
@@ -772,7 +790,7 @@ class DPFederatedModel:
         epsilon: float,
         delta: float,
         rounds: int,
-        accountant: str = "rdp",
+        accountant: str | None = None,
     ) -> int:
         """Returns how many of the next rounds a budget allows."""
         if self._spending.by_client:
@@ -789,7 +807,7 @@ class DPFederatedModel:
             trial = self._spending.central.copy()
             for charge in charges[:count]:
                 trial.add(charge)
-            return trial.epsilon(delta, accountant)
+            return trial.epsilon(delta, accountant or self.accountant)
 
         if cost(rounds) <= epsilon:
             return rounds

@@ -191,7 +191,8 @@ class AdaptiveClipping(mechanism.Mechanism):
                 "clients_per_round / 20 unless given)."
             )
 
-    def _count_noise_stddev(self, clients_per_round: float) -> float:
+    def count_noise_stddev_of(self, clients_per_round: float) -> float:
+        """Returns sigma_b of a round of so many clients."""
         if self.count_noise_stddev is not None:
             return self.count_noise_stddev
         return clients_per_round * _DEFAULT_COUNT_NOISE_FRACTION
@@ -203,7 +204,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         for round_index in range(rounds):
             self._check_count_noise(
                 self.noise_multiplier_at(round_index),
-                self._count_noise_stddev(deployment.cohort_size(round_index)),
+                self.count_noise_stddev_of(deployment.cohort_size(round_index)),
             )
             if schedules.is_constant(
                 self.noise_multiplier
@@ -220,7 +221,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         """
         self._check_count_noise(
             self.noise_multiplier_at(round_index),
-            self._count_noise_stddev(deployment.cohort_size(round_index)),
+            self.count_noise_stddev_of(deployment.cohort_size(round_index)),
         )
         return super().round_event(round_index, deployment)
 
