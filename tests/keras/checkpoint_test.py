@@ -1,0 +1,164 @@
+"""Checkpoints on disk: whole or not there, verified, one writer at a time."""
+
+from __future__ import annotations
+
+import pathlib
+import stat
+import tempfile
+import warnings
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from tests.keras import files
+from tfdp_fl.keras import checkpoint
+
+
+def _checkpoint(round_index: int) -> checkpoint.Checkpoint:
+    rng = np.random.default_rng(round_index)
+    return checkpoint.Checkpoint(
+        round_index=round_index,
+        metadata={"plan": {"seed": round_index, "rate": 0.1}, "none": None},
+        arrays={
+            "weights/0": rng.normal(size=(4, 3)).astype(np.float32),
+            "weights/1": np.float32(round_index),
+            "windows": np.full((2, 0), np.nan, np.float32),
+            "half": tf.constant([1.5, -2.0], tf.bfloat16).numpy(),
+            "counts": np.arange(5),
+        },
+    )
+
+
+class CheckpointDirectoryTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        # Not in a folder of the user's own: one test gives up root's rights.
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        pathlib.Path(temporary.name).chmod(0o755)
+        self.path = pathlib.Path(temporary.name) / "run"
+        self.directory = checkpoint.CheckpointDirectory(self.path)
+        self.directory.acquire()
+        self.addCleanup(self.directory.release)
+
+    def _write(self, *rounds: int, keep: int = 3) -> None:
+        for round_index in rounds:
+            self.directory.write(_checkpoint(round_index), keep)
+
+    def _assert_is(self, found: checkpoint.Checkpoint, round_index: int):
+        expected = _checkpoint(round_index)
+        self.assertEqual(found.round_index, round_index)
+        self.assertEqual(found.metadata, expected.metadata)
+        self.assertEqual([*found.arrays], [*sorted(expected.arrays)])
+        for name, array in expected.arrays.items():
+            self.assertEqual(found.arrays[name].dtype, array.dtype, name)
+            np.testing.assert_array_equal(found.arrays[name], array, name)
+
+    def test_what_is_read_is_what_was_written(self):
+        self._write(7)
+        self._assert_is(self.directory.newest(), 7)
+
+    def test_keeps_the_newest(self):
+        self._write(0, 2, 4, 6, keep=2)
+        self.assertEqual(self.directory.rounds(), [6, 4])
+
+    def test_is_for_its_owner_alone(self):
+        self._write(1)
+        mode = self.directory.file(1).stat().st_mode
+        self.assertEqual(stat.S_IMODE(mode), 0o600)
+
+    def test_truncated_newest_falls_back_and_says_so(self):
+        self._write(1, 2)
+        data = self.directory.file(2).read_bytes()
+        for length in range(0, len(data), 97):
+            self.directory.file(2).write_bytes(data[:length])
+            with self.assertWarnsRegex(RuntimeWarning, "00000002.npz is dama"):
+                self._assert_is(self.directory.newest(), 1)
+
+    def test_a_flipped_bit_is_never_read_as_data(self):
+        self._write(1, 2)
+        data = self.directory.file(2).read_bytes()
+        fell_back = 0
+        for place in range(0, len(data), 13):
+            broken = bytearray(data)
+            broken[place] ^= 1 << (place % 8)
+            self.directory.file(2).write_bytes(broken)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = self.directory.newest()
+            self._assert_is(found, found.round_index)
+            fell_back += found.round_index == 1
+        # What is left are bytes that say nothing, such as a file's date.
+        self.assertGreater(fell_back, 0.6 * len(data) / 13)
+
+    def test_nothing_whole_is_an_error(self):
+        with self.assertRaisesRegex(FileNotFoundError, "no checkpoint in"):
+            self.directory.newest()
+        self._write(1)
+        self.directory.file(1).write_bytes(b"")
+        with (
+            self.assertWarns(RuntimeWarning),
+            self.assertRaisesRegex(checkpoint.CheckpointError, "No checkpoint"),
+        ):
+            self.directory.newest()
+
+    def test_missing_directory_holds_nothing(self):
+        elsewhere = checkpoint.CheckpointDirectory(self.path / "nowhere")
+        with self.assertRaises(FileNotFoundError):
+            elsewhere.newest()
+        self.assertFalse((self.path / "nowhere").exists())
+
+    def test_two_writers_are_refused(self):
+        second = checkpoint.CheckpointDirectory(self.path)
+        with self.assertRaisesRegex(
+            checkpoint.CheckpointInUseError, "Another run writes .*of its own"
+        ):
+            second.acquire()
+        self.directory.release()
+        second.acquire()
+        second.release()
+
+    def test_leftovers_of_a_killed_writer_are_removed(self):
+        leftover = self.path / ".writing-round-00000003.npz-1"
+        leftover.write_bytes(b"half")
+        self.directory.release()
+        self.directory.acquire()
+        self.assertFalse(leftover.exists())
+
+    @parameterized.parameters(0, 500)
+    def test_full_disk_leaves_what_was_there(self, limit):
+        self._write(1, 2)
+        with (
+            files.full_disk(limit),
+            self.assertRaisesRegex(
+                checkpoint.CheckpointWriteError, "cannot be written: File too"
+            ),
+        ):
+            self._write(3, keep=1)
+        self.assertEqual(self.directory.rounds(), [2, 1])
+        self._assert_is(self.directory.newest(), 2)
+        self.assertEmpty([*self.path.glob(".writing*")])
+        self._write(3)
+        self._assert_is(self.directory.newest(), 3)
+
+    def test_read_only_directory_is_refused(self):
+        self._write(1)
+        self.path.chmod(0o755)
+        self.directory.file(1).chmod(0o644)
+        with files.read_only(self.path):
+            with self.assertRaisesRegex(
+                checkpoint.CheckpointWriteError, "cannot be written: Perm"
+            ):
+                self._write(2)
+            self._assert_is(self.directory.newest(), 1)
+            inside = checkpoint.CheckpointDirectory(self.path / "new")
+            with self.assertRaisesRegex(
+                checkpoint.CheckpointWriteError, "new cannot be written: Perm"
+            ):
+                inside.acquire()
+        self.assertEqual(self.directory.rounds(), [1])
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,44 @@
+"""Directories that cannot be written, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import resource
+import signal
+from collections.abc import Iterator
+
+_NOBODY = 65534
+
+
+@contextlib.contextmanager
+def full_disk(limit: int = 0) -> Iterator[None]:
+    """Makes every write beyond `limit` bytes of a file fail, as a full disk.
+
+    The kernel refuses the write (EFBIG), also in the middle of a file.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@contextlib.contextmanager
+def read_only(directory: pathlib.Path) -> Iterator[None]:
+    """Takes away the right to write to a directory, also from root."""
+    mode = directory.stat().st_mode
+    directory.chmod(0o555)
+    as_root = os.geteuid() == 0
+    if as_root:
+        os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        if as_root:
+            os.seteuid(0)
+        directory.chmod(mode)
