@@ -77,15 +77,25 @@ class AdaptiveClippingQuery(fixed_clipping.FixedClippingQuery):
             params = params._replace(count_noise_stddev=share)
         return params
 
+    def scale_of(
+        self,
+        params: mechanism.SampleParams,
+        norm: tf.Tensor,
+        usable: tf.Tensor,
+    ) -> mechanism.Record:
+        """Implements `CohortQuery.scale_of`, and takes the centred bits."""
+        below = tf.cast(norm <= params.clip_norm, tf.float32) - 0.5
+        return super().scale_of(params, norm, usable)._replace(below_clip=below)
+
     def preprocess_record(
         self, params: mechanism.SampleParams, record: list[tf.Tensor]
     ) -> mechanism.Record:
         """Clips one client's update and takes its bit."""
         clipped = super().preprocess_record(params, record)
-        below = tf.cast(clipped.norm <= params.clip_norm, tf.float32) - 0.5
         if self._noise_site == "client":
-            below += noise.normal([], params.count_noise_stddev)
-        return clipped._replace(below_clip=below)
+            share = noise.normal([], params.count_noise_stddev)
+            clipped = clipped._replace(below_clip=clipped.below_clip + share)
+        return clipped
 
     def get_noised_result(
         self, sample_state: mechanism.Record, global_state: mechanism.QueryState

@@ -74,22 +74,37 @@ class FixedClippingQuery(mechanism.CohortQuery):
             count_noise_stddev=tf.zeros([]),
         )
 
+    @property
+    def only_scales(self) -> bool:
+        """Implements `CohortQuery.only_scales`."""
+        return self._noise_site == "server"
+
+    def scale_of(
+        self,
+        params: mechanism.SampleParams,
+        norm: tf.Tensor,
+        usable: tf.Tensor,
+    ) -> mechanism.Record:
+        """Implements `CohortQuery.scale_of`: min(1, S / norm)."""
+        scale = clipping.clip_factor(norm, params.clip_norm)
+        return mechanism.Record(
+            update=tf.where(usable, scale, 0.0),
+            below_clip=tf.zeros_like(norm),
+            weight=tf.ones_like(norm),
+            norm=norm,
+            clipped=tf.cast(norm > params.clip_norm, tf.float32),
+            discarded=tf.cast(~usable, tf.float32),
+        )
+
     def preprocess_record(
         self, params: mechanism.SampleParams, record: list[tf.Tensor]
     ) -> mechanism.Record:
         """Clips one client's update, and adds its noise if it is to."""
-        clipped = clipping.clip_by_norm(record, params.clip_norm)
-        update = clipped.update
+        one = self.scale_of(params, *clipping.usable_norm(record))
+        update = clipping.scaled(record, one.update)
         if self._noise_site == "client":
             update = noise.add_normal(update, params.noise_stddev)
-        return mechanism.Record(
-            update=update,
-            below_clip=tf.zeros([]),
-            weight=tf.ones([]),
-            norm=clipped.norm,
-            clipped=clipped.clipped,
-            discarded=clipped.discarded,
-        )
+        return one._replace(update=update)
 
     def get_noised_result(
         self, sample_state: mechanism.Record, global_state: mechanism.QueryState

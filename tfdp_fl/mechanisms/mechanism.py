@@ -139,6 +139,28 @@ class CohortQuery(tfp.SumAggregationDPQuery):
     releases: ClassVar[str] = "update"
     uses_window: ClassVar[bool] = False
 
+    @property
+    def only_scales(self) -> bool:
+        """Whether a client's record is its update times one number.
+
+        Then `scale_of` says which number, and a runtime that knows the norm
+        need not have the update itself. Not so if the client adds noise.
+        """
+        return False
+
+    def scale_of(self, params: Any, norm: tf.Tensor, usable: tf.Tensor) -> Any:
+        """Returns the `Record` of updates of which only the norm is known.
+
+        Its `update` is the factor that the update is to be multiplied by.
+
+        Args:
+          params: From `derive_sample_params`.
+          norm: Float32, any shape: the norms of one or more updates, 0 where
+            an update is not usable.
+          usable: Bool, the same shape: False for a NaN or an Inf.
+        """
+        raise TypeError(f"{type(self).__name__} does not only scale updates.")
+
     def initial_global_state(self) -> QueryState:
         """Returns the state before the first round."""
         return QueryState(

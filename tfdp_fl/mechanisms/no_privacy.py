@@ -25,20 +25,35 @@ class NoPrivacyQuery(mechanism.CohortQuery):
             count_noise_stddev=tf.zeros([]),
         )
 
+    @property
+    def only_scales(self) -> bool:
+        """Implements `CohortQuery.only_scales`."""
+        return True
+
+    def scale_of(
+        self,
+        params: mechanism.SampleParams,
+        norm: tf.Tensor,
+        usable: tf.Tensor,
+    ) -> mechanism.Record:
+        """Implements `CohortQuery.scale_of`: everything usable, unscaled."""
+        del params
+        usable = tf.cast(usable, tf.float32)
+        return mechanism.Record(
+            update=usable,
+            below_clip=tf.zeros_like(norm),
+            weight=tf.ones_like(norm),
+            norm=norm,
+            clipped=tf.zeros_like(norm),
+            discarded=1.0 - usable,
+        )
+
     def preprocess_record(
         self, params: mechanism.SampleParams, record: list[tf.Tensor]
     ) -> mechanism.Record:
         """Hands the update on; one with a NaN or an Inf becomes zero."""
-        del params
-        norm, usable = clipping.usable_norm(record)
-        return mechanism.Record(
-            update=clipping.scaled(record, tf.cast(usable, tf.float32)),
-            below_clip=tf.zeros([]),
-            weight=tf.ones([]),
-            norm=norm,
-            clipped=tf.zeros([]),
-            discarded=tf.cast(~usable, tf.float32),
-        )
+        one = self.scale_of(params, *clipping.usable_norm(record))
+        return one._replace(update=clipping.scaled(record, one.update))
 
     def get_noised_result(
         self, sample_state: mechanism.Record, global_state: mechanism.QueryState
