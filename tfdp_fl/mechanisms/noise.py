@@ -17,6 +17,11 @@ import tensorflow as tf
 
 _PHILOX = "philox"
 
+# How a long draw is cut up: no chunk shorter than this, no more of them than
+# that, so that a graph stays small and no chunk is over before it has begun.
+_SMALLEST_CHUNK = 2**16
+_MOST_CHUNKS = 32
+
 
 class _Source:
     """A seed, and how many draws were taken from it."""
@@ -69,6 +74,26 @@ def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
     return draw * tf.cast(stddev, tf.float32)
 
 
+def _normals(size: int | tf.Tensor) -> list[tf.Tensor]:
+    """Draws `size` float32 N(0, 1) as some vectors, to be read as one.
+
+    A drawing operation runs on one thread; several can run side by side. The
+    vectors' lengths, and so what is drawn, do not depend on the machine.
+    """
+    if not isinstance(size, int) or size <= _SMALLEST_CHUNK:
+        return [normal([size], 1.0)]
+    # A multiple of 16, so that slicing at the boundaries copies nothing.
+    chunk = max(_SMALLEST_CHUNK, -(-size // (16 * _MOST_CHUNKS)) * 16)
+    lengths = [min(chunk, size - start) for start in range(0, size, chunk)]
+    seeds = tf.random.experimental.stateless_split(
+        next_seed(), len(lengths), alg=_PHILOX
+    )
+    return [
+        tf.random.stateless_normal([length], seed, alg=_PHILOX)
+        for length, seed in zip(lengths, tf.unstack(seeds), strict=True)
+    ]
+
+
 def _size(tensor: tf.Tensor) -> int | tf.Tensor:
     static = tensor.shape.num_elements()
     return tf.size(tensor) if static is None else static
@@ -90,12 +115,40 @@ def add_normal(
         return []
     stddevs = stddev if isinstance(stddev, list) else [stddev] * len(tensors)
     sizes = [_size(tensor) for tensor in tensors]
-    flat = normal([sum(sizes)], 1.0)
+    draws = _normals(sum(sizes))
     noised, start = [], 0
     for tensor, size, scale in zip(tensors, sizes, stddevs, strict=True):
-        draw = tf.reshape(flat[start : start + size], tf.shape(tensor))
+        scale = tf.cast(scale, tf.float32)
+        flat = tf.reshape(tensor, [-1])
+        parts = [
+            part + tf.cast(draw * scale, tensor.dtype)
+            for part, draw in _pieces(flat, size, draws, start)
+        ]
         start += size
-        noised.append(
-            tensor + tf.cast(draw * tf.cast(scale, tf.float32), tensor.dtype)
-        )
+        flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        noised.append(tf.reshape(flat, tf.shape(tensor)))
     return noised
+
+
+def _pieces(
+    flat: tf.Tensor,
+    size: int | tf.Tensor,
+    draws: list[tf.Tensor],
+    start: int | tf.Tensor,
+) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Pairs parts of a vector with the draws from place `start` onwards."""
+    if len(draws) == 1:
+        return [(flat, draws[0][start : start + size])]
+    pieces, first = [], 0
+    for draw in draws:
+        end = first + draw.shape[0]
+        low, high = max(start, first), min(start + size, end)
+        if low < high:
+            pieces.append(
+                (
+                    flat[low - start : high - start],
+                    draw[low - first : high - first],
+                )
+            )
+        first = end
+    return pieces or [(flat, tf.zeros([0]))]
