@@ -1,0 +1,171 @@
+r"""Trains a Keras model on many clients with a client-level guarantee.
+
+    python scripts/train.py --dataset=digits --mechanism=adaptive \
+        --target_epsilon=4 --output_dir=runs/digits
+
+    python scripts/train.py --dataset=mnist --data_path=mnist.npz \
+        --num_clients=1000 --clients_per_round=100 --output_dir=runs/mnist
+
+The flags are the fields of `tfdp_fl.experiments.Settings`; a choice that is
+left open is made by the data set and the mechanism, and printed. The output
+directory receives history.csv (a row a round), model.keras (loads without this
+package), privacy.txt and privacy.json (the statement), accuracy.png,
+config.json and result.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# TensorFlow reports libraries for GPUs that are not there as errors.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from absl import app, flags
+
+from tfdp_fl.experiments import Settings, run_directory, training
+
+_DEFINE = {
+    bool: flags.DEFINE_bool,
+    float: flags.DEFINE_float,
+    int: flags.DEFINE_integer,
+    str: flags.DEFINE_string,
+}
+
+for _field in dataclasses.fields(Settings):
+    _kind = _field.metadata["kind"]
+    if isinstance(_kind, tuple):
+        flags.DEFINE_enum(
+            _field.name, _field.default, _kind, _field.metadata["help"]
+        )
+    else:
+        _DEFINE[_kind](_field.name, _field.default, _field.metadata["help"])
+
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir",
+    None,
+    "Where the files go; runs/<dataset>_<mechanism> unless given. It must be "
+    "empty or not exist, but for --overwrite and --resume.",
+)
+_OVERWRITE = flags.DEFINE_bool(
+    "overwrite", False, "Replace the files of an earlier run in --output_dir."
+)
+_RESUME = flags.DEFINE_bool(
+    "resume",
+    False,
+    "Go on with the run in --output_dir (which needs --checkpoint_every), with "
+    "the settings in its config.json.",
+)
+_VERBOSE = flags.DEFINE_enum(
+    "verbose",
+    "auto",
+    ("auto", "0", "1", "2"),
+    "0 nothing, 1 a progress bar, 2 a line a round; auto: 1 on a terminal, "
+    "otherwise 2.",
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"train.py: {argv[1]!r} is not a flag.")
+    given = {
+        name: flags.FLAGS[name].value
+        for name in (field.name for field in dataclasses.fields(Settings))
+        if flags.FLAGS[name].present
+    }
+    if training.use_one_thread_per_operation():
+        print(
+            "One thread for each TensorFlow operation, and clients side by "
+            f"side on {os.cpu_count()} cores."
+        )
+    try:
+        settings = Settings(**given)
+        output_dir = _OUTPUT_DIR.value or os.path.join(
+            "runs", f"{settings.dataset}_{settings.mechanism}"
+        )
+        run_directory.check(output_dir, _OVERWRITE.value, _RESUME.value)
+        if _RESUME.value:
+            settings = _settings_of(output_dir, given)
+        prepared = training.prepare(settings)
+    except (OSError, TypeError, ValueError) as error:
+        sys.exit(f"train.py: {error}")
+    _print_settings(prepared.settings)
+    result = training.run(
+        prepared,
+        output_dir,
+        overwrite=_OVERWRITE.value,
+        resume=_RESUME.value,
+        verbose=_verbosity(),
+    )
+    _print_result(result, output_dir)
+
+
+def _settings_of(output_dir: str, given: dict[str, Any]) -> Settings:
+    """Returns the settings of the run to resume."""
+    settings = Settings.read(os.path.join(output_dir, run_directory.CONFIG))
+    for name, value in given.items():
+        if str(getattr(settings, name)) != str(value):
+            raise ValueError(
+                f"--resume goes on with the settings of {output_dir}, which "
+                f"are not --{name}={value}."
+            )
+    return settings
+
+
+def _verbosity() -> int:
+    if _VERBOSE.value == "auto":
+        return 1 if sys.stdout.isatty() else 2
+    return int(_VERBOSE.value)
+
+
+def _print_settings(settings: Settings) -> None:
+    defaults = Settings()
+    chosen = [
+        f"--{name}={value}"
+        for name, value in settings.to_dict().items()
+        if value != getattr(defaults, name) and name != "data_path"
+    ]
+    print("Settings: " + " ".join(chosen))
+
+
+def _print_result(result: dict, output_dir: str) -> None:
+    print(
+        f"\nAccuracy: {result['accuracy']:.4f} on {result['num_evaluated']} "
+        f"{result['evaluated_on']}, after {result['rounds']} rounds in "
+        f"{result['seconds']:.0f} s"
+        + (f" ({result['stopped']})." if result["stopped"] else ".")
+    )
+    if result["guarantee"] == "none":
+        print("Epsilon:  none; there is no privacy guarantee.")
+    else:
+        whom = {
+            "central": "for each client, of the trained model",
+            "local": "for each client, of what it sends",
+            "record": "for each example, of what its client sends",
+        }[result["guarantee"]]
+        print(
+            f"Epsilon:  {_up(result['epsilon'])} at delta = "
+            f"{result['delta']:.3g} ({result['accountant'].upper()}) {whom}."
+        )
+    names = sorted(os.listdir(output_dir))
+    print(f"Files in {output_dir}: {', '.join(names)}")
+
+
+def _up(epsilon: float) -> str:
+    """Returns an epsilon rounded up, never down."""
+    if not math.isfinite(epsilon):
+        return "infinite"
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"
+
+
+def run() -> None:
+    """Entry point of the installed command."""
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()

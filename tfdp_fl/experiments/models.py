@@ -1,0 +1,118 @@
+"""The Keras models of the experiments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp_fl import _validate
+
+_EMBEDDING_SIZE = 8
+
+
+def linear(input_shape: Sequence[int], num_classes: int) -> tf.keras.Model:
+    """Returns multinomial logistic regression."""
+    return mlp(input_shape, num_classes, ())
+
+
+def mlp(
+    input_shape: Sequence[int],
+    num_classes: int,
+    hidden_units: Sequence[int] = (128,),
+) -> tf.keras.Model:
+    """Returns a dense network with ReLU, whose outputs are logits.
+
+    Args:
+      input_shape: One example's shape; flattened if need be.
+      num_classes: How many logits.
+      hidden_units: The widths of the hidden layers.
+    """
+    layers = [tf.keras.Input(tuple(input_shape))]
+    if len(input_shape) > 1:
+        layers.append(tf.keras.layers.Flatten())
+    layers += [
+        tf.keras.layers.Dense(units, activation="relu")
+        for units in hidden_units
+    ]
+    layers.append(tf.keras.layers.Dense(num_classes))
+    return tf.keras.Sequential(layers)
+
+
+def cnn(
+    input_shape: Sequence[int],
+    num_classes: int,
+    hidden_units: Sequence[int] = (512,),
+) -> tf.keras.Model:
+    """Returns the convolutional network of McMahan et al. (2017) for images.
+
+    Two 5x5 convolutions of 32 and 64 channels, each with 2x2 max pooling, and
+    dense layers.
+
+    Args:
+      input_shape: `[height, width, channels]`, or `[n]` for a square image of
+        n grey pixels.
+      num_classes: How many logits.
+      hidden_units: The widths of the dense layers.
+
+    Raises:
+      ValueError: The examples are no images.
+    """
+    layers = [tf.keras.Input(tuple(input_shape))]
+    if len(input_shape) == 1:
+        side = math.isqrt(input_shape[0])
+        if side**2 != input_shape[0]:
+            raise ValueError(
+                "model='cnn' must be given images, got examples of shape "
+                f"{list(input_shape)}."
+            )
+        layers.append(tf.keras.layers.Reshape((side, side, 1)))
+    elif len(input_shape) != 3:
+        raise ValueError(
+            "model='cnn' must be given images, got examples of shape "
+            f"{list(input_shape)}."
+        )
+    for channels in (32, 64):
+        layers.append(
+            tf.keras.layers.Conv2D(
+                channels, 5, padding="same", activation="relu"
+            )
+        )
+        layers.append(tf.keras.layers.MaxPooling2D())
+    layers.append(tf.keras.layers.Flatten())
+    layers += [
+        tf.keras.layers.Dense(units, activation="relu")
+        for units in hidden_units
+    ]
+    layers.append(tf.keras.layers.Dense(num_classes))
+    return tf.keras.Sequential(layers)
+
+
+def lstm(
+    vocabulary_size: int, hidden_units: Sequence[int] = (128, 128)
+) -> tf.keras.Model:
+    """Returns a next-token model over sequences of any length.
+
+    Token 0 is padding, which counts neither in the loss nor in the metrics.
+
+    Args:
+      vocabulary_size: How many tokens, and logits.
+      hidden_units: The widths of the LSTM layers.
+    """
+    _validate.positive_integer(vocabulary_size=vocabulary_size)
+    return tf.keras.Sequential(
+        [
+            tf.keras.layers.Embedding(
+                vocabulary_size,
+                _EMBEDDING_SIZE,
+                mask_zero=True,
+                input_shape=(None,),
+            ),
+            *(
+                tf.keras.layers.LSTM(units, return_sequences=True)
+                for units in hidden_units
+            ),
+            tf.keras.layers.Dense(vocabulary_size),
+        ]
+    )

@@ -1,0 +1,196 @@
+"""Charts of runs: accuracy and epsilon against rounds, and each other."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdp_fl.experiments.run_directory import Run
+
+# Colour-blind safe (Okabe and Ito 2008), the two that every chart uses first.
+_ACCURACY_COLOR = "#0072B2"
+_EPSILON_COLOR = "#D55E00"
+_COLORS = (
+    _ACCURACY_COLOR,
+    _EPSILON_COLOR,
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#E69F00",
+    "#000000",
+)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    _pyplot().close(figure)
+
+
+def accuracy_of(run: Run) -> tuple[list[int], list[float]]:
+    """Returns the rounds and accuracies at which a run was evaluated."""
+    return run.history.get("val_accuracy", ([], []))
+
+
+def epsilon_of(run: Run) -> tuple[list[int], list[float]]:
+    """Returns the rounds and finite epsilons, by the run's accountant."""
+    for name in ("epsilon_pld", "epsilon"):
+        if name in run.history:
+            pairs = [
+                (t, value)
+                for t, value in zip(*run.history[name], strict=True)
+                if math.isfinite(value)
+            ]
+            return [t for t, _ in pairs], [value for _, value in pairs]
+    return [], []
+
+
+def accuracy_by_epsilon(run: Run) -> tuple[list[float], list[float]]:
+    """Returns what a run's accuracies had cost when they were reached."""
+    spent = dict(zip(*epsilon_of(run), strict=True))
+    pairs = [
+        (spent[t], accuracy)
+        for t, accuracy in zip(*accuracy_of(run), strict=True)
+        if t in spent
+    ]
+    return [e for e, _ in pairs], [a for _, a in pairs]
+
+
+def plot_run(run: Run, path: str | os.PathLike[str]) -> None:
+    """Draws accuracy (left axis) and epsilon (right) against rounds."""
+    figure, left = _pyplot().subplots(figsize=(7, 4))
+    left.plot(*accuracy_of(run), color=_ACCURACY_COLOR, label="accuracy")
+    left.set_xlabel("round")
+    left.set_ylabel("accuracy", color=_ACCURACY_COLOR)
+    left.tick_params(axis="y", colors=_ACCURACY_COLOR)
+    left.set_ylim(0, 1)
+    left.set_xlim(left=0)
+    left.grid(alpha=0.3)
+    rounds, epsilons = epsilon_of(run)
+    if rounds:
+        right = left.twinx()
+        right.plot(rounds, epsilons, color=_EPSILON_COLOR, linestyle="--")
+        delta = run.result.get("delta")
+        at = "" if delta is None else f" at delta = {delta:.2g}"
+        right.set_ylabel(f"epsilon{at}", color=_EPSILON_COLOR)
+        right.tick_params(axis="y", colors=_EPSILON_COLOR)
+        right.set_ylim(0, 1.05 * max(epsilons))
+    left.set_title(title_of(run), fontsize=10)
+    _save(figure, path)
+
+
+def title_of(run: Run) -> str:
+    """Returns a line that says what a run was."""
+    settings, result = run.settings, run.result
+    words = [f"{settings.dataset}, {settings.model}, {settings.mechanism}"]
+    if "accuracy" in result:
+        words.append(f"accuracy {result['accuracy']:.3f}")
+    if result.get("epsilon") is not None:
+        unit = {"local": "local ", "record": "per-record "}
+        kind = unit.get(result["guarantee"], "")
+        words.append(f"{kind}epsilon {result['epsilon']:.3g}")
+    return " – ".join(words)
+
+
+def plot_comparison(
+    groups: Mapping[str, Sequence[Run]],
+    path: str | os.PathLike[str],
+    against: str = "rounds",
+) -> None:
+    """Draws the accuracy of several runs, those of a group in one colour.
+
+    Args:
+      groups: Runs by the name that they are shown under; several runs of a
+        group (its seeds) are thin lines, and their mean a thick one.
+      path: The image file.
+      against: "rounds"; "epsilon", what had been spent by then; or "frontier",
+        the final accuracy against the final epsilon.
+    """
+    if against == "frontier":
+        _plot_frontier(groups, path)
+        return
+    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
+    curve_of = accuracy_of if against == "rounds" else accuracy_by_epsilon
+    for place, (name, runs) in enumerate(groups.items()):
+        color = _COLORS[place % len(_COLORS)]
+        style = ("-", "--", ":", "-.")[place // len(_COLORS) % 4]
+        curves = [c for c in map(curve_of, runs) if c[0]]
+        if not curves:
+            continue
+        for x, y in curves if len(curves) > 1 else ():
+            axes.plot(x, y, style, color=color, alpha=0.3, linewidth=0.8)
+        axes.plot(*_mean_curve(curves), style, color=color, label=name)
+    axes.set_xlabel("round" if against == "rounds" else "epsilon")
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0, 1)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _mean_curve(
+    curves: Sequence[tuple[Sequence[float], Sequence[float]]],
+) -> tuple[list[float], list[float]]:
+    """Returns the mean over the first points that all curves have."""
+    length = min(len(x) for x, _ in curves)
+    count = len(curves)
+    return tuple(
+        [sum(c[axis][i] for c in curves) / count for i in range(length)]
+        for axis in (0, 1)
+    )
+
+
+def _plot_frontier(
+    groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
+) -> None:
+    """Draws final accuracy against final epsilon, and the best for each."""
+    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
+    points = []
+    for place, (name, runs) in enumerate(groups.items()):
+        finished = [
+            (run.result["epsilon"], run.result["accuracy"])
+            for run in runs
+            if run.result.get("epsilon") is not None
+        ]
+        if finished:
+            points += finished
+            axes.plot(
+                *zip(*finished, strict=True),
+                "os^Dv"[place // len(_COLORS) % 5],
+                color=_COLORS[place % len(_COLORS)],
+                label=name,
+            )
+    frontier, best = [], -math.inf
+    for epsilon, accuracy in sorted(points, key=lambda p: (p[0], -p[1])):
+        if accuracy > best:
+            best = accuracy
+            frontier.append((epsilon, accuracy))
+    if frontier:
+        axes.step(
+            *zip(*frontier, strict=True),
+            where="post",
+            color="gray",
+            linewidth=1,
+            zorder=0,
+            label="frontier",
+        )
+        axes.legend(fontsize=8)
+        if frontier[-1][0] > 20 * frontier[0][0]:
+            axes.set_xscale("log")
+    axes.set_xlabel("epsilon")
+    axes.set_ylabel("accuracy")
+    axes.grid(alpha=0.3)
+    _save(figure, path)

@@ -1,0 +1,213 @@
+"""The directory that a run writes, and what is read back from it.
+
+config.json   the settings, every open choice filled in
+history.csv   a row a round
+model.keras   the trained Keras model
+privacy.txt   the privacy statement
+privacy.json  the same, for programs
+accuracy.png  accuracy and epsilon against rounds
+result.json   the figures that a sweep compares; written last
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import shutil
+import tempfile
+from typing import Any
+
+from tfdp_fl.experiments import settings as settings_lib
+from tfdp_fl.keras import callbacks
+
+CONFIG = "config.json"
+HISTORY = "history.csv"
+MODEL = "model.keras"
+STATEMENT = "privacy.txt"
+STATEMENT_JSON = "privacy.json"
+CHART = "accuracy.png"
+RESULT = "result.json"
+LEDGER = "ledger.jsonl"
+CHECKPOINT = "checkpoint"
+
+_FILES = (
+    CONFIG,
+    HISTORY,
+    MODEL,
+    STATEMENT,
+    STATEMENT_JSON,
+    CHART,
+    RESULT,
+    LEDGER,
+)
+
+
+def check(
+    path: str | os.PathLike[str], overwrite: bool = False, resume: bool = False
+) -> None:
+    """Raises ValueError if a run may not write to a directory."""
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--output_dir={path} is a file.")
+    if overwrite and resume:
+        raise ValueError("--overwrite and --resume exclude each other.")
+    if resume and not (path / CHECKPOINT).is_dir():
+        raise ValueError(
+            f"--resume: there is no run with checkpoints in {path}."
+        )
+    if path.is_dir() and any(path.iterdir()) and not (overwrite or resume):
+        raise ValueError(
+            f"--output_dir={path} is not empty; choose another, or add "
+            "--overwrite or --resume."
+        )
+    if overwrite and path.is_dir():
+        strangers = sorted(
+            p.name for p in path.iterdir() if p.name not in _owned()
+        )
+        if strangers:
+            raise ValueError(
+                f"--overwrite: {path} holds what no run wrote: "
+                f"{', '.join(strangers[:3])}."
+            )
+
+
+def clear(path: str | os.PathLike[str]) -> None:
+    """Removes the files of an earlier run, and no others."""
+    path = pathlib.Path(path)
+    for name in _owned():
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        else:
+            (path / name).unlink(missing_ok=True)
+
+
+def _owned() -> tuple[str, ...]:
+    return (*_FILES, CHECKPOINT)
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file that appears whole or not at all."""
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(partial, 0o644)
+    os.replace(partial, path)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes JSON; what is not finite becomes null."""
+    write_text(path, json.dumps(_finite(value), indent=2) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class HistoryFile(callbacks.FederatedCallback):
+    """Keeps `history.csv` up to date: a row a round, written as it ends.
+
+    Keras's `CSVLogger` fixes its columns in the first round, before anything
+    was validated if `validation_freq` is more than 1. A resumed run goes on
+    below the rows of the rounds before it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__()
+        self._path = pathlib.Path(path)
+        self._rows: list[dict[str, Any]] = []
+
+    def on_rounds_planned(self, first_round: int, last_round: int) -> None:
+        """Keeps the rows of the rounds that were already run."""
+        del last_round
+        if self._path.exists():
+            self._rows = [
+                row
+                for row in read_rows(self._path)
+                if int(row["round"]) <= first_round
+            ]
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds a round's row; rounds are counted from 1, as printed."""
+        self._rows.append({"round": epoch + 1, **(logs or {})})
+        columns = dict.fromkeys(name for row in self._rows for name in row)
+        with tempfile.NamedTemporaryFile(
+            "w",
+            dir=self._path.parent,
+            suffix=".part",
+            delete=False,
+            newline="",
+            encoding="utf-8",
+        ) as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            for row in self._rows:
+                writer.writerow({k: _cell(v) for k, v in row.items()})
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, self._path)
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str | int):
+        return value
+    return f"{float(value):.7g}"
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
+    """Returns the rows of a `history.csv`, as text, empty cells left out."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return [
+            {name: cell for name, cell in row.items() if cell != ""}
+            for row in csv.DictReader(file)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that was read back.
+
+    Attributes:
+      path: Its directory.
+      settings: Its settings.
+      history: Its columns: for each name the rounds in which it has a value,
+        and the values.
+      result: What `result.json` says; empty if the run did not end.
+    """
+
+    path: pathlib.Path
+    settings: settings_lib.Settings
+    history: dict[str, tuple[list[int], list[float]]]
+    result: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Run:
+        """Reads a run's directory.
+
+        Raises:
+          ValueError: It holds no run.
+        """
+        path = pathlib.Path(path)
+        if not (path / CONFIG).is_file():
+            raise ValueError(f"{path} holds no run: it has no {CONFIG}.")
+        columns: dict[str, tuple[list[int], list[float]]] = {}
+        rows = read_rows(path / HISTORY) if (path / HISTORY).exists() else []
+        for row in rows:
+            for name, cell in row.items():
+                rounds, values = columns.setdefault(name, ([], []))
+                rounds.append(int(row["round"]))
+                values.append(float(cell))
+        result = {}
+        if (path / RESULT).is_file():
+            result = json.loads((path / RESULT).read_text("utf-8"))
+        return cls(
+            path, settings_lib.Settings.read(path / CONFIG), columns, result
+        )

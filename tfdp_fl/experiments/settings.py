@@ -1,0 +1,651 @@
+"""What one training run is: every choice, its meaning and its default.
+
+`scripts/train.py` makes a flag of each field, and a sweep's configuration
+file sets the same names; nothing is declared twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tfdp_fl import _validate, mechanisms
+
+MECHANISMS: dict[str, type[mechanisms.Mechanism]] = {
+    "none": mechanisms.NoPrivacy,
+    "fixed": mechanisms.FixedClipping,
+    "adaptive": mechanisms.AdaptiveClipping,
+    "median": mechanisms.MedianClipping,
+    "local": mechanisms.LocalDP,
+    "adaptive_local": mechanisms.AdaptiveLocalDP,
+    "nbafl": mechanisms.NbAFL,
+}
+CENTRAL = ("fixed", "adaptive", "median")
+DATASETS = ("digits", "mnist", "shakespeare", "emnist", "npz")
+MODELS = ("linear", "mlp", "cnn", "lstm")
+
+# These come from --target_epsilon and --target_delta.
+_BUDGET = ("epsilon", "delta")
+
+# Where a choice is left open, what each data set is trained with ...
+_BY_DATASET: dict[str, dict[str, Any]] = {
+    "digits": {
+        "num_clients": 500,
+        "examples_per_client": 20,
+        "shards_per_client": 2,
+        "iid": True,
+        "model": "mlp",
+        "hidden_units": "128",
+        "clients_per_round": 100,
+        "rounds": 60,
+        "batch_size": 10,
+        "client_learning_rate": 0.2,
+        "validation_freq": 1,
+    },
+    "mnist": {
+        "num_clients": 1000,
+        "examples_per_client": 600,
+        "shards_per_client": 2,
+        "iid": False,
+        "model": "mlp",
+        "hidden_units": "600,100",
+        "clients_per_round": 100,
+        "rounds": 60,
+        "batch_size": 60,
+        "client_learning_rate": 0.1,
+        "validation_freq": 5,
+    },
+    "shakespeare": {
+        "sequence_length": 80,
+        "model": "lstm",
+        "hidden_units": "128,128",
+        "clients_per_round": 50,
+        "rounds": 100,
+        "batch_size": 10,
+        "client_learning_rate": 1.0,
+        "validation_freq": 10,
+    },
+    "emnist": {
+        "model": "cnn",
+        "hidden_units": "512",
+        "clients_per_round": 100,
+        "rounds": 100,
+        "batch_size": 20,
+        "client_learning_rate": 0.1,
+        "validation_freq": 10,
+    },
+    "npz": {
+        "model": "mlp",
+        "hidden_units": "128",
+        "clients_per_round": 100,
+        "rounds": 60,
+        "batch_size": 10,
+        "client_learning_rate": 0.1,
+        "validation_freq": 1,
+    },
+}
+
+# ... and each mechanism runs with. Noise that every client adds by itself wants
+# few weights, few rounds and everybody in them (docs/mechanisms.md shows what
+# comes out); "all" is N.
+_LOCAL = {
+    "model": "linear",
+    "sampling": "fixed_size",
+    "clients_per_round": "all",
+    "rounds": 10,
+    "local_epochs": 5,
+    "client_learning_rate": 0.5,
+}
+_BY_MECHANISM: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fixed": {"clip_norm": 0.5, "target_epsilon": 8.0},
+    "adaptive": {"initial_clip_norm": 0.5, "target_epsilon": 8.0},
+    "median": {"target_epsilon": 8.0},
+    "local": {**_LOCAL, "clip_norm": 1.0, "target_epsilon": 16.0},
+    "adaptive_local": {
+        **_LOCAL,
+        "clipping_radius": 1.0,
+        "target_epsilon": 16.0,
+    },
+    "nbafl": {
+        **_LOCAL,
+        "rounds": 20,
+        "constant": 3.0,
+        "weight_clip": 5.0,
+        "target_epsilon": 50.0,
+    },
+}
+_ALWAYS: dict[str, Any] = {"sampling": "poisson", "local_epochs": 1}
+
+
+def _option(default: Any, kind: Any, help_: str) -> Any:
+    """Returns a field; `kind` is a type, or a tuple of the words allowed."""
+    return dataclasses.field(
+        default=default, metadata={"kind": kind, "help": help_}
+    )
+
+
+def _mechanism_help() -> str:
+    lines = []
+    for name in MECHANISMS:
+        parameters = ", ".join(parameters_of(name)) or "no parameters"
+        lines.append(f"{name}: {parameters}")
+    return "; ".join(lines)
+
+
+def parameters_of(mechanism: str) -> tuple[str, ...]:
+    """Returns the options that are parameters of a mechanism."""
+    return tuple(
+        field.name
+        for field in dataclasses.fields(MECHANISMS[mechanism])
+        if field.name not in _BUDGET
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that decides a training run.
+
+    None leaves a choice to the data set or the mechanism; `resolved` fills it
+    in. What each field means is said in its help, which
+    `python scripts/train.py --help` prints.
+    """
+
+    # The data.
+    dataset: str = _option(
+        "digits",
+        DATASETS,
+        "digits (scikit-learn's, nothing to download), mnist, shakespeare (a "
+        "client per role), emnist (TFF's, a client per writer), or npz (any "
+        "FederatedDataset that save_npz wrote).",
+    )
+    data_path: str | None = _option(
+        None,
+        str,
+        "The data's file: Keras's mnist.npz (otherwise downloaded by Keras), "
+        "the Shakespeare text, or the .npz; for emnist, TFF's cache folder.",
+    )
+    num_clients: int | None = _option(
+        None,
+        int,
+        "N, how many clients there are (digits: 500, mnist: 1000, emnist: all "
+        "writers; shakespeare and npz bring their own).",
+    )
+    iid: bool | None = _option(
+        None,
+        bool,
+        "digits, mnist: whether clients hold random examples (digits) or "
+        "label shards (mnist).",
+    )
+    shards_per_client: int | None = _option(
+        None, int, "digits, mnist: label shards per client, if not --iid (2)."
+    )
+    examples_per_client: int | None = _option(
+        None, int, "digits, mnist: how many each client holds (20, 600)."
+    )
+    validation_examples: int = _option(
+        0,
+        int,
+        "digits, mnist: if not 0, so many training examples are held out and "
+        "evaluated on in place of the test set. Choose settings by these.",
+    )
+    test_fraction: float | None = _option(
+        None,
+        float,
+        "shakespeare: the last share of each role's text; npz: the share of "
+        "the clients; that is held out to evaluate on (0.1).",
+    )
+    sequence_length: int | None = _option(
+        None, int, "shakespeare: characters in an example (80)."
+    )
+    data_seed: int = _option(
+        0, int, "digits, mnist, npz: which client gets what, or is held out."
+    )
+
+    # The model.
+    model: str | None = _option(
+        None,
+        MODELS,
+        "linear (logistic regression), mlp, cnn (two 5x5 convolutions), or "
+        "lstm (shakespeare's). By default what suits the data.",
+    )
+    hidden_units: str | None = _option(
+        None,
+        str,
+        "Units of the dense (mlp, cnn) or LSTM layers, as in 600,100.",
+    )
+
+    # The mechanism.
+    mechanism: str = _option(
+        "adaptive",
+        tuple(MECHANISMS),
+        "What is released about a cohort, and the flags that are its "
+        "parameters. " + _mechanism_help() + ". Parameters that are not given "
+        "have the defaults of docs/mechanisms.md.",
+    )
+    target_epsilon: float | None = _option(
+        None,
+        float,
+        "The guarantee to keep at --target_delta; the noise is calibrated to "
+        "it. For fixed, adaptive and median (8): of the trained model, for a "
+        "whole client. For local and adaptive_local (16): of what a client "
+        "sends, for all it takes part in. For nbafl (100): per record. With "
+        "--noise_multiplier the noise is as given, and training stops before "
+        "the round that would spend more.",
+    )
+    target_delta: float | None = _option(
+        None,
+        float,
+        "delta, at which epsilon is reported too; N^-1.1 unless given. With "
+        "nbafl it follows from --constant.",
+    )
+    accountant: str = _option(
+        "rdp",
+        ("rdp", "pld"),
+        "Who calibrates and reports: rdp, or pld (tighter and slower).",
+    )
+    noise_multiplier: str | float | None = _option(
+        None,
+        str,
+        "fixed, adaptive, median: z, noise stddev on the sum of the clipped "
+        "updates over the clip; a number, or one value a round (0.9,1,1.1 or "
+        "20x0.8,40x1.2). local: what one client adds, over the clip.",
+    )
+    clip_norm: float | None = _option(
+        None, float, "fixed, local: the clip S, L2 over the whole update (0.5)."
+    )
+    initial_clip_norm: float | None = _option(
+        None, float, "adaptive: the clip of the first round (0.5)."
+    )
+    target_quantile: float | None = _option(
+        None,
+        float,
+        "adaptive: the fraction of clients that should remain unclipped (0.5).",
+    )
+    clip_learning_rate: float | None = _option(
+        None, float, "adaptive: how fast the clip follows (0.2)."
+    )
+    count_noise_stddev: float | None = _option(
+        None,
+        float,
+        "adaptive: noise on the count of unclipped clients (m/20).",
+    )
+    median_noise_multiplier: str | float | None = _option(
+        None,
+        str,
+        "median: noise multiplier of a private median, whose cost is "
+        "included (5 times --noise_multiplier); or exact: the cohort's own "
+        "median as published, which is not private (privacy.txt says so).",
+    )
+    noise_site: str | None = _option(
+        None,
+        ("server", "client"),
+        "fixed, adaptive, median: who adds the noise (server). client needs "
+        "--sampling=fixed_size.",
+    )
+    calibration: str | None = _option(
+        None,
+        ("analytic", "classic"),
+        "local, adaptive_local: analytic (Balle & Wang 2018), or the classic "
+        "formula, proven for epsilon < 1.",
+    )
+    composition: str | None = _option(
+        None,
+        ("rdp", "basic"),
+        "local, adaptive_local: how a client's rounds add up: rdp, or basic "
+        "(epsilon / T for every round).",
+    )
+    max_participations: int | None = _option(
+        None,
+        int,
+        "local, adaptive_local: after so many rounds a client sits out, which "
+        "needs less noise in each.",
+    )
+    clipping_radius: float | None = _option(
+        None, float, "adaptive_local: the most a layer's radius may be (0.5)."
+    )
+    window: int | None = _option(
+        None,
+        int,
+        "adaptive_local: how many of its own last norms a client averages (3).",
+    )
+    layers: str | None = _option(
+        None,
+        ("joint", "separate"),
+        "adaptive_local: whether a round's layers are one release or charged "
+        "one by one (joint).",
+    )
+    constant: float | None = _option(
+        None,
+        float,
+        "nbafl: c, from which delta = 1.25 exp(-c^2/2) follows (3).",
+    )
+    weight_clip: float | None = _option(
+        None, float, "nbafl: C, the bound of a client's weights (10)."
+    )
+    mu: float | None = _option(
+        None, float, "nbafl: weight of the proximal term (0)."
+    )
+
+    # The rounds.
+    sampling: str | None = _option(
+        None,
+        ("poisson", "fixed_size", "shuffled"),
+        "How a cohort is drawn: poisson (every client with probability m/N; "
+        "for fixed, adaptive, median), fixed_size (m of N; for the others), "
+        "or shuffled (every client once per pass).",
+    )
+    clients_per_round: str | float | None = _option(
+        None,
+        str,
+        "m, the expected cohort size: a number, all, or one value a round, as "
+        "in 50,50,100 or 30x50,30x100.",
+    )
+    rounds: int | None = _option(None, int, "T, how many rounds.")
+    on_client_failure: str | None = _option(
+        None,
+        ("abort", "exclude"),
+        "What becomes of a round in which a client's data cannot be read "
+        "(exclude; abort where the clients add the noise).",
+    )
+    secure_aggregation: str | None = _option(
+        None,
+        ("ring", "float"),
+        "Sum each cohort by additive secret sharing, in the ring or on "
+        "floating-point numbers.",
+    )
+
+    # Local training and the server.
+    local_epochs: int | None = _option(
+        None, int, "Passes of a client over its examples in one round."
+    )
+    batch_size: int | None = _option(None, int, "Examples in a local batch.")
+    shuffle: bool = _option(
+        False, bool, "Whether clients shuffle their examples for each epoch."
+    )
+    client_optimizer: str = _option(
+        "sgd", ("sgd", "adam"), "The clients' optimizer."
+    )
+    client_learning_rate: float | None = _option(
+        None, float, "The clients' learning rate."
+    )
+    client_momentum: float = _option(
+        0.0, float, "Momentum of --client_optimizer=sgd."
+    )
+    grad_clip: float = _option(
+        -1.0,
+        float,
+        "Each local gradient is scaled down to this L2 norm; off if <= 0.",
+    )
+    server_optimizer: str = _option(
+        "none",
+        ("none", "sgd", "adam"),
+        "What the server does with the mean update: add it (none), or take "
+        "its negative for a gradient (sgd: FedAvgM, adam: FedAdam).",
+    )
+    server_learning_rate: float | None = _option(
+        None, float, "The server optimizer's learning rate (1; adam: 0.01)."
+    )
+    server_momentum: float = _option(
+        0.0, float, "Momentum of --server_optimizer=sgd."
+    )
+
+    # How it runs; nothing here changes the guarantee, except a seed.
+    seed: int | None = _option(
+        None,
+        int,
+        "Makes everything repeat bit for bit. Whoever knows it can undo the "
+        "noise, and privacy.txt says so; without it, fresh secret entropy.",
+    )
+    validation_freq: int | None = _option(
+        None, int, "Evaluate every so many rounds, and after the last."
+    )
+    jit_compile: str = _option(
+        "auto",
+        ("auto", "true", "false"),
+        "Whether XLA compiles local training; auto decides by the model.",
+    )
+    num_replicas: int | None = _option(
+        None, int, "How many clients train at once (one for each core)."
+    )
+    checkpoint_every: int = _option(
+        0,
+        int,
+        "Save the training after every so many rounds, for --resume; 0: never.",
+    )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
+        """Returns the settings that a mapping (of JSON) names.
+
+        Raises:
+          ValueError: A name is no field.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            _validate.one_of(names, setting=name)
+        return cls(**values)
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path) -> Settings:
+        """Returns the settings that a run's `config.json` holds."""
+        return cls.from_dict(json.loads(pathlib.Path(path).read_text("utf-8")))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as JSON takes them."""
+        return dataclasses.asdict(self)
+
+    def resolved(self) -> Settings:
+        """Returns the settings, checked, with every open choice filled in.
+
+        Raises:
+          ValueError: Two settings do not go together; the message names them
+            as flags.
+        """
+        self._check_words()
+        self._check_dataset()
+        self._check_mechanism()
+        self._check_optimizers()
+        defaults = {**_ALWAYS, **_BY_DATASET[self.dataset]}
+        usual_model = defaults["model"]
+        defaults.update(_BY_MECHANISM[self.mechanism])
+        if self.dataset == "shakespeare":
+            defaults["model"] = usual_model
+        if self.noise_multiplier is not None:
+            defaults.pop("target_epsilon", None)
+        if (self.model or defaults["model"]) != usual_model:
+            defaults.pop("hidden_units")
+        filled = self._with_defaults(defaults)
+        # Read now, so that a bad one is refused before anything starts.
+        filled.schedule("clients_per_round")
+        filled.schedule("noise_multiplier")
+        filled.units()
+        return filled
+
+    def for_population(self, num_clients: int) -> Settings:
+        """Returns the settings with `clients_per_round` for N clients.
+
+        What the data set's default asks for is at most N.
+        """
+        if self.clients_per_round == "all":
+            return dataclasses.replace(self, clients_per_round=num_clients)
+        return self
+
+    def _with_defaults(self, defaults: Mapping[str, Any]) -> Settings:
+        changes = {
+            name: value
+            for name, value in defaults.items()
+            if getattr(self, name) is None
+        }
+        return dataclasses.replace(self, **changes)
+
+    def schedule(self, name: str) -> float | tuple[float, ...] | None:
+        """Returns a number, or one value a round, from a setting's text."""
+        text = getattr(self, name)
+        if text is None or text == "all" or isinstance(text, int | float):
+            return text
+        values: list[float] = []
+        for part in str(text).split(","):
+            match = re.fullmatch(r"\s*(?:(\d+)x)?([-+.\deE]+)\s*", part)
+            try:
+                count, value = int(match[1] or 1), float(match[2])
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"--{name} must be a number, or one value a round as in "
+                    f"30x50,30x100, got {text!r}."
+                ) from error
+            values += [value] * count
+        if len(values) == 1 and "x" not in str(text):
+            return values[0]
+        if self.rounds is not None and len(values) < self.rounds:
+            raise ValueError(
+                f"--{name} has {len(values)} values for --rounds={self.rounds}."
+            )
+        return tuple(values)
+
+    def units(self) -> tuple[int, ...] | None:
+        """Returns `hidden_units` as numbers."""
+        if self.hidden_units is None:
+            return None
+        try:
+            units = tuple(int(u) for u in str(self.hidden_units).split(","))
+            for each in units:
+                _validate.positive_integer(hidden_units=each)
+        except ValueError as error:
+            raise ValueError(
+                "--hidden_units must be positive integers as in 600,100, got "
+                f"{self.hidden_units!r}."
+            ) from error
+        return units
+
+    def delta(self, num_clients: int) -> float:
+        """Returns the delta at which epsilon is reported."""
+        if self.mechanism == "nbafl":
+            return min(1.25 * math.exp(-(self.constant**2) / 2), 1 - 1e-9)
+        if self.target_delta is not None:
+            return self.target_delta
+        return num_clients**-1.1
+
+    def mechanism_options(self) -> dict[str, Any]:
+        """Returns the mechanism's parameters that are set, noise excepted."""
+        options = {
+            name: getattr(self, name)
+            for name in parameters_of(self.mechanism)
+            if name != "noise_multiplier" and getattr(self, name) is not None
+        }
+        if "median_noise_multiplier" in options:
+            if options["median_noise_multiplier"] == "exact":
+                options["median_noise_multiplier"] = None
+            else:
+                options["median_noise_multiplier"] = float(
+                    options["median_noise_multiplier"]
+                )
+        return options
+
+    def _check_words(self) -> None:
+        """Refuses words and types that a flag would have refused."""
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), field.metadata["kind"]
+            if value is None:
+                continue
+            if isinstance(kind, tuple):
+                _validate.one_of(kind, **{f"--{field.name}": value})
+            elif kind is bool:
+                _validate.instance_of(bool, **{f"--{field.name}": value})
+            elif kind is int:
+                _validate.non_negative_integer(**{f"--{field.name}": value})
+            elif kind is float:
+                _validate.finite(**{f"--{field.name}": value})
+
+    def _check_dataset(self) -> None:
+        allowed = {
+            "num_clients": ("digits", "mnist", "emnist"),
+            "iid": ("digits", "mnist"),
+            "shards_per_client": ("digits", "mnist"),
+            "examples_per_client": ("digits", "mnist"),
+            "validation_examples": ("digits", "mnist"),
+            "test_fraction": ("shakespeare", "npz"),
+            "sequence_length": ("shakespeare",),
+            "data_path": ("mnist", "shakespeare", "emnist", "npz"),
+        }
+        for name, datasets in allowed.items():
+            if getattr(self, name) and self.dataset not in datasets:
+                raise ValueError(
+                    f"--{name} is for --dataset={'|'.join(datasets)}, got "
+                    f"--dataset={self.dataset}."
+                )
+        if self.shards_per_client and self.iid:
+            raise ValueError("--shards_per_client needs --noiid.")
+        if self.dataset in ("shakespeare", "npz") and not self.data_path:
+            raise ValueError(f"--dataset={self.dataset} needs --data_path.")
+        if self.data_path and not pathlib.Path(self.data_path).exists():
+            raise ValueError(f"--data_path={self.data_path} does not exist.")
+        if self.model is not None and (
+            (self.model == "lstm") != (self.dataset == "shakespeare")
+        ):
+            raise ValueError(
+                "--model=lstm and --dataset=shakespeare need each other, got "
+                f"--model={self.model} and --dataset={self.dataset}."
+            )
+        if self.model == "linear" and self.hidden_units:
+            raise ValueError("--hidden_units is not for --model=linear.")
+
+    def _check_mechanism(self) -> None:
+        own = parameters_of(self.mechanism)
+        for name in _MECHANISM_PARAMETERS:
+            if getattr(self, name) is not None and name not in own:
+                raise ValueError(
+                    f"--{name} is no parameter of --mechanism="
+                    f"{self.mechanism}, which has: {', '.join(own) or 'none'}."
+                )
+        if self.mechanism == "none" and self.target_epsilon is not None:
+            raise ValueError(
+                "--target_epsilon cannot be kept with --mechanism=none."
+            )
+        if self.target_epsilon is not None:
+            _validate.positive(**{"--target_epsilon": self.target_epsilon})
+        if self.target_delta is not None:
+            _validate.inside_unit_interval(
+                **{"--target_delta": self.target_delta}
+            )
+            if self.mechanism == "nbafl":
+                raise ValueError(
+                    "--target_delta follows from --constant with "
+                    "--mechanism=nbafl, and is not given."
+                )
+        if self.accountant == "pld" and self.mechanism not in CENTRAL:
+            raise ValueError(
+                f"--accountant=pld is for --mechanism={'|'.join(CENTRAL)}, "
+                f"got --mechanism={self.mechanism}."
+            )
+        if isinstance(self.median_noise_multiplier, str):
+            try:
+                if self.median_noise_multiplier != "exact":
+                    float(self.median_noise_multiplier)
+            except ValueError as error:
+                raise ValueError(
+                    "--median_noise_multiplier must be a number or exact, got "
+                    f"{self.median_noise_multiplier!r}."
+                ) from error
+
+    def _check_optimizers(self) -> None:
+        if self.client_momentum and self.client_optimizer != "sgd":
+            raise ValueError("--client_momentum is for --client_optimizer=sgd.")
+        if self.server_momentum and self.server_optimizer != "sgd":
+            raise ValueError("--server_momentum is for --server_optimizer=sgd.")
+        if self.server_learning_rate and self.server_optimizer == "none":
+            raise ValueError("--server_learning_rate needs --server_optimizer.")
+
+
+_MECHANISM_PARAMETERS = tuple(
+    dict.fromkeys(
+        parameter
+        for mechanism in MECHANISMS
+        for parameter in parameters_of(mechanism)
+    )
+)

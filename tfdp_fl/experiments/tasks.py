@@ -1,0 +1,117 @@
+"""What is learned: a data set's clients, and a fresh model for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import datasets
+from tfdp_fl.experiments import models
+from tfdp_fl.experiments import settings as settings_lib
+
+_SPLIT_FRACTION = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Data, and how many classes its labels have.
+
+    Attributes:
+      clients: The clients' examples.
+      test: `(x, y)` to evaluate on.
+      num_classes: How many classes there are.
+    """
+
+    clients: datasets.FederatedDataset
+    test: tuple[Any, Any]
+    num_classes: int
+
+
+def load_task(settings: settings_lib.Settings) -> Task:
+    """Returns the data of a run; that of the last call is kept for the next.
+
+    Args:
+      settings: Resolved settings.
+
+    Raises:
+      ValueError: An option does not fit the data.
+      OSError: A file is not there, or cannot be downloaded.
+    """
+    chosen = {
+        name: getattr(settings, name)
+        for name in (
+            "dataset",
+            "data_path",
+            "num_clients",
+            "iid",
+            "shards_per_client",
+            "examples_per_client",
+            "validation_examples",
+            "test_fraction",
+            "sequence_length",
+            "data_seed",
+        )
+    }
+    return _load(json.dumps(chosen))
+
+
+@functools.lru_cache(maxsize=1)
+def _load(chosen: str) -> Task:
+    options = {k: v for k, v in json.loads(chosen).items() if v is not None}
+    dataset = options.pop("dataset")
+    path = options.pop("data_path", None)
+    seed = options.pop("data_seed")
+    if dataset in ("digits", "mnist"):
+        load = datasets.load_digits
+        if dataset == "mnist":
+            load = functools.partial(datasets.load_mnist, path=path)
+        return Task(*load(seed=seed, **options), num_classes=10)
+    options.pop("validation_examples")
+    if dataset == "shakespeare":
+        clients, test = datasets.load_shakespeare(path, **options)
+        return Task(clients, test, len(datasets.shakespeare_vocabulary()))
+    if dataset == "emnist":
+        clients, test = datasets.load_emnist(cache_dir=path, **options)
+        return Task(clients, test, num_classes=10)
+    clients, held_out = datasets.FederatedDataset.from_npz(path).split_clients(
+        options.get("test_fraction", _SPLIT_FRACTION), seed
+    )
+    labels = clients.flat()[1]
+    if isinstance(labels, (dict, list, tuple)) or not labels.dtype.is_integer:
+        raise ValueError(
+            "data_path must hold one integer label for each example, as "
+            f"classification needs, got {clients.element_spec[1]}."
+        )
+    return Task(clients, _examples(held_out), int(np.max(labels)) + 1)
+
+
+def _examples(clients: datasets.FederatedDataset) -> tuple[Any, Any]:
+    """Returns the examples of all clients, one after the other."""
+    x, y = clients.flat()
+    rows, _ = clients.client_rows(np.arange(clients.num_clients))
+    return tf.nest.map_structure(lambda array: tf.gather(array, rows), (x, y))
+
+
+def build_model(settings: settings_lib.Settings, task: Task) -> tf.keras.Model:
+    """Returns a new model for a task; its outputs are logits.
+
+    Raises:
+      ValueError: The model does not take the task's examples.
+    """
+    spec = task.clients.element_spec[0]
+    if not isinstance(spec, tf.TensorSpec):
+        raise ValueError(
+            f"model={settings.model!r} must be given one array of features, "
+            f"got {spec}."
+        )
+    units = settings.units()
+    widths = {} if units is None else {"hidden_units": units}
+    if settings.model == "lstm":
+        return models.lstm(task.num_classes, **widths)
+    build = {"linear": models.linear, "mlp": models.mlp, "cnn": models.cnn}
+    return build[settings.model](spec.shape, task.num_classes, **widths)

@@ -1,0 +1,315 @@
+"""A training run from its settings: prepare, train, leave the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl import mechanisms
+from tfdp_fl import sampling as sampling_lib
+from tfdp_fl.experiments import plots, run_directory, tasks
+from tfdp_fl.experiments import settings as settings_lib
+from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
+from tfdp_fl.secure_aggregation import AdditiveSecretSharing
+
+_SERVER_ADAM_RATE = 0.01
+_JIT_COMPILE = {"auto": None, "true": True, "false": False}
+
+
+def use_one_thread_per_operation() -> bool:
+    """Gives TensorFlow's operations a thread each, and all cores clients.
+
+    Several clients train side by side, and operations that also split
+    themselves over all cores would get in each other's way (measured:
+    docs/benchmarks.md). It has to be set before TensorFlow starts.
+
+    Returns:
+      Whether it is set; False if TensorFlow runs already, with other threads.
+    """
+    threading = tf.config.threading
+    try:
+        threading.set_intra_op_parallelism_threads(1)
+        threading.set_inter_op_parallelism_threads(os.cpu_count() or 1)
+    except RuntimeError:
+        return threading.get_intra_op_parallelism_threads() == 1
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A run in which everything is made and checked, and nothing has happened.
+
+    Attributes:
+      settings: The settings, every open choice filled in.
+      task: The data.
+      federated_model: The compiled model.
+      delta: The delta at which epsilon is reported.
+    """
+
+    settings: settings_lib.Settings
+    task: tasks.Task
+    federated_model: DPFederatedModel
+    delta: float
+
+
+def prepare(settings: settings_lib.Settings) -> Prepared:
+    """Loads the data, and makes the model and the mechanism.
+
+    Raises:
+      ValueError, TypeError: A setting is not allowed, or does not go with
+        another; the message names it.
+      OSError: The data is not there.
+    """
+    settings = settings.resolved()
+    task = tasks.load_task(settings)
+    num_clients = task.clients.num_clients
+    settings = settings.for_population(num_clients)
+    # Nothing else looks at N before the first round.
+    sampling_lib.make_sampler(
+        settings.sampling, num_clients, settings.schedule("clients_per_round")
+    )
+    if settings.seed is not None:
+        tf.keras.utils.set_random_seed(settings.seed)
+    delta = settings.delta(num_clients)
+    federated_model = _federated_model(
+        settings, tasks.build_model(settings, task), num_clients, delta
+    )
+    federated_model.compile(
+        optimizer=_client_optimizer(settings),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[tf.keras.metrics.SparseCategoricalAccuracy("accuracy")],
+        server_optimizer=_server_optimizer(settings),
+        jit_compile=_JIT_COMPILE[settings.jit_compile],
+        grad_clip=settings.grad_clip,
+    )
+    return Prepared(settings, task, federated_model, delta)
+
+
+def _federated_model(
+    settings: settings_lib.Settings,
+    model: tf.keras.Model,
+    num_clients: int,
+    delta: float,
+) -> DPFederatedModel:
+    options = settings.mechanism_options()
+    kind = settings_lib.MECHANISMS[settings.mechanism]
+    cohorts = {
+        "clients_per_round": settings.schedule("clients_per_round"),
+        "sampling": settings.sampling,
+        "on_client_failure": settings.on_client_failure,
+        "num_replicas": settings.num_replicas,
+        "secure_aggregation": None
+        if settings.secure_aggregation is None
+        else AdditiveSecretSharing(mode=settings.secure_aggregation),
+    }
+    noise = settings.schedule("noise_multiplier")
+    if noise is None and settings.mechanism in settings_lib.CENTRAL:
+        mechanism: Any = settings.mechanism
+        if settings.median_noise_multiplier == "exact":
+            mechanism = kind(noise_multiplier=1.0, **options)
+            options = {}
+        return make_private(
+            model,
+            target_epsilon=settings.target_epsilon,
+            target_delta=delta,
+            num_clients=num_clients,
+            rounds=settings.rounds,
+            mechanism=mechanism,
+            accountant=settings.accountant,
+            **options,
+            **cohorts,
+        )
+    if noise is not None:
+        options["noise_multiplier"] = noise
+        if settings.mechanism == "median":
+            options.setdefault(
+                "median_noise_multiplier", _private_median(noise)
+            )
+    elif settings.mechanism in ("local", "adaptive_local"):
+        options.update(epsilon=settings.target_epsilon, delta=delta)
+    elif settings.mechanism == "nbafl":
+        options.update(epsilon=settings.target_epsilon)
+    return DPFederatedModel(model, kind(**options), delta=delta, **cohorts)
+
+
+def _private_median(noise: float | tuple[float, ...]) -> float:
+    """Returns what `make_private` takes for the median: 5 z."""
+    return 5 * (min(noise) if isinstance(noise, tuple) else noise)
+
+
+def _client_optimizer(settings: settings_lib.Settings) -> Any:
+    if settings.client_optimizer == "adam":
+        return tf.keras.optimizers.Adam(settings.client_learning_rate)
+    return tf.keras.optimizers.SGD(
+        settings.client_learning_rate, settings.client_momentum
+    )
+
+
+def _server_optimizer(settings: settings_lib.Settings) -> Any:
+    rate = settings.server_learning_rate
+    if settings.server_optimizer == "adam":
+        return tf.keras.optimizers.Adam(rate or _SERVER_ADAM_RATE)
+    if settings.server_optimizer == "sgd":
+        return tf.keras.optimizers.SGD(rate or 1.0, settings.server_momentum)
+    return None
+
+
+class _EpsilonByPLD(callbacks.FederatedCallback):
+    """Adds `epsilon_pld` to the rounds that are evaluated; it is slower."""
+
+    def __init__(self, delta: float, every: int):
+        super().__init__()
+        self._delta = delta
+        self._every = every
+
+    def on_round_released(self, round_index: int, logs: Any) -> None:
+        if (round_index + 1) % self._every == 0:
+            logs["epsilon_pld"] = self.federated_model.epsilon(
+                self._delta, "pld"
+            )
+
+
+def run(
+    prepared: Prepared,
+    output_dir: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    verbose: str | int = "auto",
+) -> dict[str, Any]:
+    """Trains, and leaves the files of `run_directory` in `output_dir`.
+
+    An interrupt (Ctrl-C) ends the training; what ran until then is saved, and
+    was charged.
+
+    Args:
+      prepared: The run.
+      output_dir: Empty, or not there, unless one of the following is given.
+      overwrite: Whether to replace an earlier run.
+      resume: Whether to go on with an interrupted one that saved checkpoints,
+        prepared from the same settings.
+      verbose: As in `fit`.
+
+    Returns:
+      What `result.json` holds.
+
+    Raises:
+      ValueError: The directory is not to be written to.
+    """
+    path = pathlib.Path(output_dir)
+    run_directory.check(path, overwrite, resume)
+    settings, task = prepared.settings, prepared.task
+    if not resume:
+        path.mkdir(parents=True, exist_ok=True)
+        run_directory.clear(path)
+        run_directory.write_json(
+            path / run_directory.CONFIG, settings.to_dict()
+        )
+    listeners, budget = _callbacks(prepared, path)
+    stopped = None
+    started = time.perf_counter()
+    try:
+        prepared.federated_model.fit(
+            task.clients,
+            rounds=settings.rounds,
+            batch_size=settings.batch_size,
+            local_epochs=settings.local_epochs,
+            validation_data=task.test,
+            validation_freq=settings.validation_freq,
+            callbacks=listeners,
+            verbose=verbose,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            resume_from=path / run_directory.CHECKPOINT if resume else None,
+        )
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    if budget is not None and budget.stopped_before_round is not None:
+        stopped = "budget"
+    seconds = time.perf_counter() - started
+    return _leave_files(prepared, path, stopped, seconds)
+
+
+def _callbacks(
+    prepared: Prepared, path: pathlib.Path
+) -> tuple[list[tf.keras.callbacks.Callback], callbacks.PrivacyBudget | None]:
+    settings, delta = prepared.settings, prepared.delta
+    listeners: list[tf.keras.callbacks.Callback] = []
+    budget = None
+    if settings.noise_multiplier is not None and settings.target_epsilon:
+        budget = callbacks.PrivacyBudget(
+            settings.target_epsilon, delta, settings.accountant
+        )
+        listeners.append(budget)
+    if settings.accountant == "pld":
+        listeners.append(_EpsilonByPLD(delta, settings.validation_freq))
+    listeners.append(run_directory.HistoryFile(path / run_directory.HISTORY))
+    if settings.checkpoint_every:
+        listeners.append(
+            callbacks.RoundCheckpoint(
+                path / run_directory.CHECKPOINT,
+                every=settings.checkpoint_every,
+                delta=delta,
+            )
+        )
+    else:
+        listeners.append(callbacks.Ledger(path / run_directory.LEDGER))
+    return listeners, budget
+
+
+def _leave_files(
+    prepared: Prepared,
+    path: pathlib.Path,
+    stopped: str | None,
+    seconds: float,
+) -> dict[str, Any]:
+    settings, federated_model = prepared.settings, prepared.federated_model
+    federated_model.save(path / run_directory.MODEL)
+    run_directory.write_text(
+        path / run_directory.STATEMENT,
+        federated_model.privacy_statement(prepared.delta) + "\n",
+    )
+    run_directory.write_json(
+        path / run_directory.STATEMENT_JSON,
+        federated_model.privacy_statement(prepared.delta, format="dict"),
+    )
+    scores = federated_model.evaluate(
+        *prepared.task.test, batch_size=1024, verbose=0, return_dict=True
+    )
+    mechanism = federated_model.mechanism
+    by = settings.accountant
+    result = {
+        "accuracy": scores["accuracy"],
+        "loss": scores["loss"],
+        "evaluated_on": "validation examples"
+        if settings.validation_examples
+        else "test examples",
+        "num_evaluated": len(prepared.task.test[1]),
+        "guarantee": mechanism.guarantee,
+        "epsilon": federated_model.epsilon(prepared.delta, by),
+        "delta": prepared.delta,
+        "accountant": by,
+        "rounds": federated_model.rounds,
+        "stopped": stopped,
+        "mechanism": mechanism.name,
+        "mechanism_parameters": {
+            name: value if isinstance(value, int | float | str) else str(value)
+            for name, value in mechanism.parameters().items()
+            if value is not None
+        },
+        "num_clients": prepared.task.clients.num_clients,
+        "num_parameters": federated_model.model.count_params(),
+        "seconds": round(seconds, 2),
+    }
+    if mechanism.guarantee == mechanisms.LocalDP.guarantee:
+        result["central_epsilon"] = federated_model.central_epsilon(
+            prepared.delta, by
+        )
+    run_directory.write_json(path / run_directory.RESULT, result)
+    plots.plot_run(run_directory.Run.read(path), path / run_directory.CHART)
+    return result
