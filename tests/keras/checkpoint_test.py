@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
 import stat
-import tempfile
 import warnings
 
 import numpy as np
@@ -33,11 +31,7 @@ def _checkpoint(round_index: int) -> checkpoint.Checkpoint:
 class CheckpointDirectoryTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        # Not in a folder of the user's own: one test gives up root's rights.
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        pathlib.Path(temporary.name).chmod(0o755)
-        self.path = pathlib.Path(temporary.name) / "run"
+        self.path = files.directory(self) / "run"
         self.directory = checkpoint.CheckpointDirectory(self.path)
         self.directory.acquire()
         self.addCleanup(self.directory.release)

@@ -7,9 +7,20 @@ import os
 import pathlib
 import resource
 import signal
+import tempfile
+import unittest
 from collections.abc import Iterator
 
 _NOBODY = 65534
+
+
+def directory(test: unittest.TestCase) -> pathlib.Path:
+    """Returns a new directory, removed after the test, that all may read."""
+    temporary = tempfile.TemporaryDirectory()
+    test.addCleanup(temporary.cleanup)
+    path = pathlib.Path(temporary.name)
+    path.chmod(0o755)
+    return path
 
 
 @contextlib.contextmanager

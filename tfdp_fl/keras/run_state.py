@@ -123,7 +123,8 @@ def _config(optimizer: Any) -> Any:
     if optimizer is None:
         return None
     config = {
-        name: value
+        # What went through a variable has the digits of a float32.
+        name: float(np.float32(value)) if isinstance(value, float) else value
         for name, value in optimizer.get_config().items()
         if name not in ("learning_rate", "name", "jit_compile")
     }

@@ -8,8 +8,8 @@ from typing import Any
 from tfdp_fl import accounting, mechanisms
 from tfdp_fl.accounting import spending as spending_lib
 
-# PLD makes one distribution for every kind of round; a schedule has many.
-_MOST_KINDS_FOR_PLD = 50
+# PLD takes about a second for each kind of round, and a schedule has many.
+_MOST_KINDS_FOR_PLD = 5
 
 
 def facts(federated_model: Any) -> accounting.StatementFacts:
@@ -83,9 +83,12 @@ def _epsilon(
     spending: spending_lib.Spending, accountant: str
 ) -> Callable[[float], float | None]:
     def epsilon(delta: float) -> float | None:
-        if accountant == "pld" and (
-            len(spending.central.charges) > _MOST_KINDS_FOR_PLD
-        ):
+        kinds = {
+            (charge.sampling_probability, charge.event)
+            for charge, _ in spending.central.charges
+            if charge.is_amplified
+        }
+        if accountant == "pld" and len(kinds) > _MOST_KINDS_FOR_PLD:
             return None
         try:
             return spending.central.epsilon(delta, accountant)

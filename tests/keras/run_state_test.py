@@ -1,0 +1,343 @@
+"""An interrupted and resumed run is the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import tempfile
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.keras import files, toy
+from tfdp_fl.keras import run_state
+
+_DELTA = 1e-3
+_ROUNDS = 6
+_FIT = {"rounds": _ROUNDS, "batch_size": 4, "shuffle": True, "verbose": 0}
+
+
+def _adaptive():
+    return toy.federated(
+        tfdp_fl.AdaptiveClipping(noise_multiplier=0.8),
+        toy.dense(dropout=0.3),
+        clients_per_round=15,
+        sampling="shuffled",
+        compile_options={
+            "server_optimizer": tf.keras.optimizers.SGD(1.0, momentum=0.9)
+        },
+    )
+
+
+def _local():
+    return toy.federated(
+        tfdp_fl.AdaptiveLocalDP(
+            epsilon=8.0, delta=_DELTA, max_participations=4
+        ),
+        compile_options={"optimizer": tf.keras.optimizers.Adam(0.01)},
+    )
+
+
+def _median():
+    model = tf.keras.Sequential(
+        [
+            tf.keras.layers.Input((8,)),
+            tf.keras.layers.BatchNormalization(),
+            tf.keras.layers.Dense(toy.NUM_CLASSES),
+        ]
+    )
+    model.set_weights([np.full(w.shape, 0.3) for w in model.weights])
+    return toy.federated(
+        tfdp_fl.MedianClipping(
+            noise_multiplier=lambda t: 0.5 + t / 10, median_noise_multiplier=2.0
+        ),
+        model,
+        clients_per_round=lambda t: 10 + t,
+        sampling="poisson",
+        compile_options={
+            "server_optimizer": tf.keras.optimizers.legacy.Adam(0.05)
+        },
+    )
+
+
+class _Crash(tf.keras.callbacks.Callback):
+    """Raises in a round; or once it is charged and before it is saved."""
+
+    def __init__(self, round_index: int):
+        super().__init__()
+        self._round = round_index
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.federated.rounds == self._round + 1:
+            raise KeyboardInterrupt
+
+
+def _halving(epoch: int, rate: float) -> float:
+    del epoch
+    return rate * 0.9
+
+
+class ResumeTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.path = files.directory(self) / "run"
+
+    def _copy_as_of(self, directory: pathlib.Path, round_index: int):
+        """Copies a finished run as if it had been killed after a round."""
+        copy = directory.with_name(f"killed-{round_index}")
+        shutil.copytree(directory, copy)
+        for file in copy.glob("round-*.npz"):
+            if int(file.stem.split("-")[1]) > round_index:
+                file.unlink()
+        return copy
+
+    @parameterized.named_parameters(
+        ("adaptive", _adaptive), ("local", _local), ("median", _median)
+    )
+    def test_resumed_ends_in_the_same_weights(self, make):
+        clients = toy.clients()
+        whole = make()
+        whole.fit(
+            clients,
+            seed=5,
+            callbacks=[
+                tfdp_fl.callbacks.RoundCheckpoint(
+                    self.path, keep=99, delta=_DELTA
+                ),
+                tf.keras.callbacks.LearningRateScheduler(_halving),
+            ],
+            **_FIT,
+        )
+        copy = self._copy_as_of(self.path, 3)
+        resumed = make()
+        history = resumed.fit(
+            clients,
+            seed=5,
+            callbacks=[tf.keras.callbacks.LearningRateScheduler(_halving)],
+            resume_from=copy,
+            **_FIT,
+        )
+        self.assertEqual(history.epoch, [3, 4, 5])
+        self.assertEqual(resumed.rounds, _ROUNDS)
+        for one, other in zip(
+            whole.get_weights(), resumed.get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
+        # Rounds 3 to 5 may have been seen before the crash: charged twice.
+        contents = tfdp_fl.accounting.PrivacyLedger.read(copy / "ledger.jsonl")
+        self.assertEqual(
+            [entry.round_index for entry in contents.entries],
+            [0, 1, 2, 3, 4, 5, 3, 4, 5],
+        )
+        self.assertGreater(resumed.epsilon(_DELTA), whole.epsilon(_DELTA))
+        self.assertAlmostEqual(
+            resumed.epsilon(_DELTA) / contents.epsilon(_DELTA), 1, places=9
+        )
+        self.assertIn(
+            "rounds_charged_twice",
+            resumed.privacy_statement(_DELTA, format="dict")["caveats"],
+        )
+
+    def test_without_a_seed_it_goes_on_too(self):
+        clients = toy.clients()
+        options = {"clients_per_round": 10, "sampling": "shuffled"}
+        first = toy.federated(**options)
+        crash = _Crash(3)
+        crash.federated = first
+        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, every=2)
+        with self.assertRaises(KeyboardInterrupt):
+            first.fit(clients, callbacks=[keeper, crash], **_FIT)
+        self.assertEqual(first.rounds, 4)
+        cohorts = [first._sampler.cohort(t) for t in range(_ROUNDS)]
+        resumed = toy.federated(**options)
+        resumed.fit(
+            clients,
+            callbacks=[tfdp_fl.callbacks.RoundCheckpoint(self.path, every=2)],
+            resume_from=self.path,
+            **_FIT,
+        )
+        self.assertEqual(resumed.rounds, _ROUNDS)
+        for t, cohort in enumerate(cohorts):  # The pass goes on in its order.
+            np.testing.assert_array_equal(cohort, resumed._sampler.cohort(t))
+        with self.subTest("the same model object resumes as well"):
+            first.fit(clients, resume_from=self.path, **_FIT)
+            self.assertEqual(first.rounds, _ROUNDS)
+            self.assertEqual(first.epsilon(_DELTA), resumed.epsilon(_DELTA))
+        with self.subTest("a finished run has nothing left to do"):
+            history = resumed.fit(clients, resume_from=self.path, **_FIT)
+            self.assertEmpty(history.epoch)
+
+
+class RefusalTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        temporary = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(temporary.cleanup)
+        cls.path = pathlib.Path(temporary.name) / "run"
+        cls.clients = toy.clients()
+        cls.trained = toy.federated()
+        cls.trained.fit(
+            cls.clients,
+            rounds=2,
+            batch_size=5,
+            seed=1,
+            verbose=0,
+            callbacks=[tfdp_fl.callbacks.RoundCheckpoint(cls.path)],
+        )
+
+    def _refused(self, model, message, error=ValueError, clients=None, **fit):
+        before = model.get_weights()
+        fit = {"rounds": 2, "batch_size": 5, "seed": 1, "verbose": 0, **fit}
+        with self.assertRaisesRegex(error, message):
+            model.fit(
+                clients or self.clients,
+                **{"resume_from": self.path, **fit},
+            )
+        for one, other in zip(before, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        self.assertEqual(model.epsilon(_DELTA), 0.0)
+
+    @parameterized.named_parameters(
+        ("rounds", {"rounds": 3}, "rounds must be 2"),
+        ("batch_size", {"batch_size": 4}, "batch_size must be 5"),
+        ("local_epochs", {"local_epochs": 2}, "local_epochs must be 1"),
+        ("shuffle", {"shuffle": True}, "shuffle must be False"),
+        ("seed", {"seed": 2}, "seed must be 1, .* got 2"),
+        ("no seed", {"seed": None}, "seed must be 1, .* got None"),
+    )
+    def test_other_arguments_of_fit_are_refused_by_name(self, fit, message):
+        self._refused(toy.federated(), message, **fit)
+
+    @parameterized.named_parameters(
+        ("m", {"clients_per_round": 10}, "clients_per_round must be 20"),
+        ("sampling", {"sampling": "poisson"}, "sampling must be 'fixed_size'"),
+        (
+            "mechanism",
+            {"mechanism": tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)},
+            "mechanism must be 'FixedClipping'",
+        ),
+        (
+            "noise",
+            {
+                "mechanism": tfdp_fl.FixedClipping(
+                    clip_norm=0.5, noise_multiplier=0.9
+                )
+            },
+            "mechanism's noise_multiplier must be 1.0",
+        ),
+        (
+            "server optimizer",
+            {"compile_options": {"server_optimizer": "adam"}},
+            "server_optimizer must be None",
+        ),
+        (
+            "optimizer",
+            {
+                "compile_options": {
+                    "optimizer": tf.keras.optimizers.SGD(0.1, momentum=0.5)
+                }
+            },
+            "optimizer must be",
+        ),
+    )
+    def test_other_settings_are_refused_by_name(self, options, message):
+        self._refused(toy.federated(**options), message)
+
+    def test_other_clients_and_another_model_are_refused(self):
+        self._refused(
+            toy.federated(), "clients .* must be 40", clients=toy.clients(39)
+        )
+        larger = tf.keras.Sequential(
+            [
+                tf.keras.layers.Dense(4, input_shape=(8,)),
+                tf.keras.layers.Dense(toy.NUM_CLASSES),
+            ]
+        )
+        self._refused(toy.federated(model=larger), "model must have the weig")
+
+    def test_missing_checkpoints_and_ledger_are_named(self):
+        empty = files.directory(self)
+        self._refused(
+            toy.federated(),
+            "no checkpoint in",
+            FileNotFoundError,
+            resume_from=empty,
+        )
+        copy = empty / "run"
+        shutil.copytree(self.path, copy)
+        ledger = copy / "ledger.jsonl"
+        lines = ledger.read_bytes().splitlines(keepends=True)
+        ledger.write_bytes(b"".join(lines[:-1]))
+        self._refused(
+            toy.federated(),
+            "lines at its end were removed",
+            tfdp_fl.accounting.LedgerTamperedError,
+            resume_from=copy,
+        )
+        ledger.unlink()
+        self._refused(
+            toy.federated(),
+            "ledger .* is missing",
+            tfdp_fl.accounting.LedgerError,
+            resume_from=copy,
+        )
+
+    def test_a_model_with_other_rounds_behind_it_is_refused(self):
+        other = toy.federated()
+        other.fit(self.clients, rounds=1, verbose=0)
+        with self.assertRaisesRegex(ValueError, "was not trained yet, or"):
+            other.fit(
+                self.clients,
+                rounds=2,
+                batch_size=5,
+                seed=1,
+                verbose=0,
+                resume_from=self.path,
+            )
+
+    def test_newest_damaged_goes_on_from_the_one_before(self):
+        copy = files.directory(self) / "run"
+        shutil.copytree(self.path, copy)
+        newest = copy / "round-00000002.npz"
+        newest.write_bytes(newest.read_bytes()[:1000])
+        resumed = toy.federated()
+        with self.assertWarnsRegex(RuntimeWarning, "00000002.npz is damaged"):
+            history = resumed.fit(
+                self.clients,
+                rounds=2,
+                batch_size=5,
+                seed=1,
+                verbose=0,
+                resume_from=copy,
+                callbacks=[tfdp_fl.callbacks.RoundCheckpoint(copy)],
+            )
+        self.assertEqual(history.epoch, [1])
+        for one, other in zip(
+            self.trained.get_weights(), resumed.get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
+        self.assertTrue((copy / "round-00000002.damaged").exists())
+        self.assertTrue(newest.exists())
+
+
+class SettingsTest(absltest.TestCase):
+    def test_settings_survive_json(self):
+        fed = _median()
+        plan = tfdp_fl.keras.fit_plan.FitPlan(
+            first_round=1,
+            last_round=3,
+            batch_size=2,
+            local_epochs=1,
+            shuffle=False,
+            seed=None,
+        )
+        settings = run_state.settings(fed, 40, plan)
+        self.assertEqual(settings["clients_per_round"], [11, 12])
+        self.assertEqual(settings["mechanism's noise_multiplier"], [0.6, 0.7])
+
+
+if __name__ == "__main__":
+    absltest.main()
