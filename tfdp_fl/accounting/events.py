@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
 def event_to_dict(event: dp_accounting.DpEvent) -> dict[str, Any]:
     """Returns an event as a dictionary that JSON can hold exactly."""
     name = type(event).__name__
-    if getattr(dp_accounting, name, None) is not type(event):
+    if getattr(dp_accounting.dp_event, name, None) is not type(event):
         raise TypeError(
             f"event must be one of dp_accounting's own events, got {event!r}."
         )
@@ -127,7 +127,7 @@ def event_from_dict(fields: dict[str, Any]) -> dp_accounting.DpEvent:
     """Inverse of `event_to_dict`; only dp_accounting's own events are made."""
     fields = dict(fields)
     name = fields.pop("type", None)
-    cls = getattr(dp_accounting, str(name), None)
+    cls = getattr(dp_accounting.dp_event, str(name), None)
     if not (isinstance(cls, type) and issubclass(cls, dp_accounting.DpEvent)):
         raise ValueError(
             f"The event type {name!r} is not known to dp-accounting "

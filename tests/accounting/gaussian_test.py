@@ -1,0 +1,124 @@
+"""The Gaussian mechanism against its definition and known values."""
+
+from __future__ import annotations
+
+import math
+
+from absl.testing import absltest, parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from tfdp_fl.accounting import gaussian
+
+_Z = st.floats(0.05, 100)
+_EPSILON = st.floats(1e-3, 50)
+_LOG_DELTA = st.floats(math.log(1e-30), math.log(0.2))
+
+
+class GaussianTest(parameterized.TestCase):
+    @parameterized.product(z=[0.3, 1.0, 4.0], epsilon=[0.0, 0.5, 3.0])
+    def test_delta_is_the_hockey_stick_divergence(self, z, epsilon):
+        p, q = stats.norm(1, z), stats.norm(0, z)
+        # P > e^eps Q exactly from this point on.
+        start = 0.5 + epsilon * z * z
+        expected, _ = integrate.quad(
+            lambda x: p.pdf(x) - math.exp(epsilon) * q.pdf(x),
+            start,
+            start + 40 * z,
+            epsabs=1e-15,
+            limit=200,
+        )
+        delta = gaussian.gaussian_delta(z, epsilon)
+        self.assertAlmostEqual(delta, expected, delta=1e-9 * expected + 1e-14)
+
+    def test_delta_keeps_its_digits_far_out(self):
+        # Phi(a) - e^eps Phi(b) by 60-digit arithmetic (mpmath).
+        for z, epsilon, expected in (
+            (1.0, 30.0, _mp_delta(1.0, 30.0)),
+            (0.1, 150.0, _mp_delta(0.1, 150.0)),
+            (30.0, 0.5, _mp_delta(30.0, 0.5)),
+            (0.01, 6000.0, _mp_delta(0.01, 6000.0)),
+        ):
+            delta = gaussian.gaussian_delta(z, epsilon)
+            self.assertAlmostEqual(delta / expected, 1, delta=1e-8)
+
+    @settings(max_examples=150, deadline=None)
+    @given(_Z, _LOG_DELTA)
+    def test_epsilon_inverts_delta(self, z, log_delta):
+        delta = math.exp(log_delta)
+        epsilon = gaussian.gaussian_epsilon(z, delta)
+        self.assertLessEqual(
+            gaussian.gaussian_delta(z, epsilon), delta * (1 + 1e-9)
+        )
+        if epsilon > 0:
+            less = epsilon - 1e-6 * max(1.0, epsilon)
+            if less > 0:
+                self.assertGreater(gaussian.gaussian_delta(z, less), delta)
+
+    @settings(max_examples=150, deadline=None)
+    @given(_EPSILON, _LOG_DELTA)
+    def test_the_analytic_noise_is_enough_and_the_smallest(
+        self, epsilon, log_delta
+    ):
+        delta = math.exp(log_delta)
+        z = gaussian.analytic_noise_multiplier(epsilon, delta)
+        self.assertLessEqual(
+            gaussian.gaussian_delta(z, epsilon), delta * (1 + 1e-9)
+        )
+        self.assertGreater(
+            gaussian.gaussian_delta(z * (1 - 1e-6), epsilon), delta
+        )
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.floats(1e-3, 0.999), st.floats(math.log(1e-15), math.log(0.1)))
+    def test_the_analytic_noise_is_at_most_the_classic(
+        self, epsilon, log_delta
+    ):
+        delta = math.exp(log_delta)
+        self.assertLess(
+            gaussian.analytic_noise_multiplier(epsilon, delta),
+            gaussian.classic_noise_multiplier(epsilon, delta),
+        )
+
+    def test_the_classic_formula_can_fail_above_one(self):
+        # Why it is refused there: at epsilon 20 it has too little noise.
+        z = gaussian.classic_noise_multiplier(
+            20.0, 1e-5, allow_epsilon_above_one=True
+        )
+        self.assertGreater(gaussian.gaussian_delta(z, 20.0), 1e-5)
+        self.assertAlmostEqual(
+            z, math.sqrt(2 * math.log(1.25e5)) / 20, places=12
+        )
+
+    def test_the_classic_formula_is_refused_from_one_on(self):
+        with self.assertRaisesRegex(ValueError, "epsilon must be below 1"):
+            gaussian.classic_noise_multiplier(1.0, 1e-5)
+
+    def test_no_noise_and_all_noise(self):
+        self.assertEqual(gaussian.gaussian_epsilon(0.0, 1e-5), math.inf)
+        self.assertEqual(gaussian.gaussian_delta(0.0, 3.0), 1.0)
+        self.assertEqual(gaussian.gaussian_epsilon(math.inf, 1e-5), 0.0)
+        self.assertEqual(gaussian.gaussian_delta(math.inf, 0.0), 0.0)
+
+    @parameterized.parameters(0.0, 1.0, -1.0, math.nan)
+    def test_delta_outside_the_unit_interval_is_refused(self, delta):
+        with self.assertRaisesRegex(ValueError, "delta"):
+            gaussian.gaussian_epsilon(1.0, delta)
+
+
+def _mp_delta(z, epsilon):
+    import mpmath
+
+    with mpmath.workdps(60):
+        z, epsilon = mpmath.mpf(z), mpmath.mpf(epsilon)
+        phi = lambda x: mpmath.erfc(-x / mpmath.sqrt(2)) / 2  # noqa: E731
+        mu = 1 / z
+        return float(
+            phi(mu / 2 - epsilon / mu)
+            - mpmath.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
+        )
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,442 @@
+"""The ledger: nothing lost, nothing changed, nothing shared."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import random
+import resource
+import signal
+import tempfile
+import time
+import unittest.mock
+
+import dp_accounting
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from tfdp_fl import accounting
+from tfdp_fl.accounting import ledger as ledger_lib
+
+PrivacyLedger = accounting.PrivacyLedger
+
+
+def _charge(z=1.0, sampling="poisson", **place):
+    return accounting.RoundCharge(
+        sampling=sampling,
+        num_clients=1000,
+        clients_per_round=100,
+        event=dp_accounting.GaussianDpEvent(z),
+        **place,
+    )
+
+
+class _Folder(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.path = self.folder / "ledger.jsonl"
+
+    def _write(self, rounds, path=None, **arguments):
+        with PrivacyLedger(path or self.path, **arguments) as ledger:
+            for t in range(rounds):
+                ledger.record(t, _charge(1.0 + t / 7), 90 + t, clip_norm=0.1)
+            return ledger.head
+
+
+class LedgerTest(_Folder):
+    def test_what_is_written_is_read(self):
+        with PrivacyLedger(
+            self.path,
+            unit="client",
+            target_epsilon=8.0,
+            target_delta=1e-5,
+            mechanism={"name": "FixedClipping", "clip_norm": 0.1},
+        ) as ledger:
+            ledger.record(
+                0,
+                _charge(0.1 + 0.2),
+                np.int64(97),
+                clip_norm=np.float32(0.5),
+                radii=np.array([1.0, 2.0]),
+            )
+            self.assertEqual(ledger.rounds, 1)
+            head = ledger.head
+        contents = PrivacyLedger.read(self.path)
+        self.assertFalse(contents.truncated)
+        self.assertEqual(contents.head, head)
+        self.assertEqual(contents.header["unit"], "client")
+        self.assertEqual(contents.header["target_epsilon"], 8.0)
+        self.assertEqual(contents.header["mechanism"]["name"], "FixedClipping")
+        self.assertIn("version", contents.header)
+        (entry,) = contents.entries
+        self.assertEqual(entry.charge, _charge(0.1 + 0.2))
+        self.assertEqual(entry.round_index, 0)
+        self.assertEqual(entry.cohort_size, 97)
+        self.assertEqual(entry.details, {"clip_norm": 0.5, "radii": [1.0, 2.0]})
+
+    def test_epsilon_without_the_model(self):
+        self._write(5)
+        expected = accounting.epsilon(
+            [1.0 + t / 7 for t in range(5)], "poisson", 1000, 100, 5, 1e-5
+        )
+        self.assertAlmostEqual(
+            accounting.epsilon_from_ledger(self.path, 1e-5), expected, places=12
+        )
+
+    def test_a_line_is_on_the_disk_before_record_returns(self):
+        with PrivacyLedger(self.path) as ledger:
+            synced = []
+            fsync = os.fsync
+
+            def spy(descriptor):
+                fsync(descriptor)
+                synced.append(self.path.read_bytes().count(b"\n"))
+
+            with unittest.mock.patch.object(os, "fsync", spy):
+                ledger.record(0, _charge(), 1)
+                self.assertEqual(synced, [2])
+
+    def test_append_goes_on_where_it_was(self):
+        self._write(2)
+        with PrivacyLedger(self.path, "append") as ledger:
+            self.assertEqual(ledger.rounds, 2)
+            ledger.record(2, _charge(), 3)
+            self.assertLen(ledger.contents().entries, 3)
+        self.assertLen(PrivacyLedger.read(self.path).entries, 3)
+
+    def test_append_makes_a_ledger_that_is_missing(self):
+        with PrivacyLedger(self.path, "append", unit="record") as ledger:
+            ledger.record(0, _charge(), 3)
+        self.assertEqual(PrivacyLedger.read(self.path).header["unit"], "record")
+
+    def test_create_leaves_an_existing_file_alone(self):
+        self._write(2)
+        before = self.path.read_bytes()
+        with self.assertRaisesRegex(FileExistsError, "mode='append'"):
+            PrivacyLedger(self.path)
+        self.assertEqual(self.path.read_bytes(), before)
+
+    def test_a_round_run_again_is_charged_twice(self):
+        with PrivacyLedger(self.path) as ledger:
+            for t in (0, 1, 1):
+                ledger.record(t, _charge(), 100)
+        self.assertAlmostEqual(
+            accounting.epsilon_from_ledger(self.path, 1e-5),
+            accounting.epsilon(1.0, "poisson", 1000, 100, 3, 1e-5),
+        )
+
+    def test_local_spending(self):
+        with PrivacyLedger(self.path) as ledger:
+            for t, total in enumerate((0.5, 0.5, 1.0, 1.25)):
+                ledger.record(
+                    t,
+                    None,
+                    5,
+                    local={"mu_squared": 0.5, "max_mu_squared": total},
+                )
+        expected = accounting.epsilon_of_mu_squared(1.25, 1e-5)
+        self.assertEqual(
+            accounting.epsilon_from_ledger(self.path, 1e-5), expected
+        )
+        # A run resumed at round 2 forgot what rounds 2 and 3 released.
+        with PrivacyLedger(self.path, "append") as ledger:
+            ledger.record(
+                2, None, 5, local={"mu_squared": 0.5, "max_mu_squared": 0.75}
+            )
+        self.assertEqual(
+            PrivacyLedger.read(self.path).local_epsilon(1e-5),
+            accounting.epsilon_of_mu_squared(0.75 + 0.5 + 0.5, 1e-5),
+        )
+
+    def test_a_round_that_costs_nothing_is_not_taken(self):
+        with (
+            PrivacyLedger(self.path) as ledger,
+            self.assertRaisesRegex(ValueError, "charge or local"),
+        ):
+            ledger.record(0, None, 3)
+
+    def test_a_closed_ledger_says_so(self):
+        ledger = PrivacyLedger(self.path)
+        ledger.close()
+        with self.assertRaisesRegex(accounting.LedgerError, "closed"):
+            ledger.record(0, _charge(), 3)
+
+
+class TamperingTest(_Folder):
+    def _lines(self):
+        return self.path.read_bytes().splitlines(keepends=True)
+
+    @parameterized.parameters(
+        ("removed", lambda lines: lines[:3] + lines[4:], 4),
+        ("header removed", lambda lines: lines[1:], 1),
+        (
+            "moved",
+            lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]],
+            3,
+        ),
+        ("twice", lambda lines: lines[:3] + lines[2:], 4),
+        (
+            "noise",
+            lambda lines: [
+                line.replace(
+                    b'"noise_multiplier":1.0', b'"noise_multiplier":9.0'
+                )
+                for line in lines
+            ],
+            2,
+        ),
+        (
+            "header changed",
+            lambda lines: [lines[0].replace(b"client", b"cohort"), *lines[1:]],
+            1,
+        ),
+    )
+    def test_lines_that_were_changed(self, _, change, number):
+        self._write(5)
+        self.path.write_bytes(b"".join(change(self._lines())))
+        for use in (
+            PrivacyLedger.read,
+            lambda path: PrivacyLedger(path, "append"),
+        ):
+            with self.assertRaisesRegex(
+                accounting.LedgerTampered, f"Line {number} of"
+            ):
+                use(self.path)
+
+    def test_any_changed_byte_is_found(self):
+        self._write(3)
+        data = bytearray(self.path.read_bytes())
+        generator = random.Random(0)
+        # The last newline is left out: without it the line is whole still.
+        for position in generator.sample(range(len(data) - 1), 300):
+            changed = data.copy()
+            changed[position] ^= generator.randrange(1, 256)
+            self.path.write_bytes(changed)
+            try:
+                contents = PrivacyLedger.read(self.path)
+            except accounting.LedgerTampered:
+                continue
+            self.fail(f"byte {position} changed unseen: {contents}")
+
+    def test_lines_cut_off_at_the_end_need_a_head_from_elsewhere(self):
+        head = self._write(5)
+        lines = self._lines()
+        self.path.write_bytes(b"".join(lines[:-1]))
+        self.assertLen(PrivacyLedger.read(self.path).entries, 4)
+        with self.assertRaisesRegex(accounting.LedgerTampered, head):
+            PrivacyLedger.read(self.path, expected_head=head)
+        # A ledger that has grown since still contains the head.
+        earlier = PrivacyLedger.read(self.path).head
+        self.path.write_bytes(b"".join(lines))
+        PrivacyLedger.read(self.path, expected_head=earlier)
+
+    def test_a_key_keeps_others_from_rewriting(self):
+        self._write(3, key=b"secret")
+        self.assertLen(PrivacyLedger.read(self.path, key=b"secret").entries, 3)
+        with self.assertRaisesRegex(accounting.LedgerTampered, "needs its key"):
+            PrivacyLedger.read(self.path)
+        with self.assertRaisesRegex(accounting.LedgerTampered, "Line 1"):
+            PrivacyLedger.read(self.path, key=b"other")
+        # A forger without the key writes the whole file anew.
+        forged = self.folder / "forged.jsonl"
+        self._write(1, forged)
+        with self.assertRaisesRegex(accounting.LedgerTampered, "no key"):
+            PrivacyLedger.read(forged, key=b"secret")
+
+
+class CrashTest(_Folder):
+    def test_a_file_cut_anywhere_keeps_its_whole_lines(self):
+        self._write(3)
+        data = self.path.read_bytes()
+        ends = [i + 1 for i, byte in enumerate(data) if byte == 10]
+        sizes = {*range(0, len(data) + 1, 7)}
+        sizes.update(end + shift for end in ends for shift in (-2, -1, 0))
+        for size in sorted(sizes):
+            self.path.write_bytes(data[:size])
+            contents = PrivacyLedger.read(self.path)
+            # A line that lacks only its newline is whole, and is charged.
+            whole = sum(size >= end - 1 for end in ends)
+            self.assertLen(contents.entries, max(0, whole - 1))
+            at_an_end = any(size in (end, end - 1) for end in ends)
+            self.assertEqual(contents.truncated, not at_an_end)
+
+    def test_append_repairs_a_line_cut_short(self):
+        self._write(3)
+        data = self.path.read_bytes()
+        ends = [i + 1 for i, byte in enumerate(data) if byte == 10]
+        for size in (0, 10, ends[0] - 1, ends[0], ends[2] + 9, ends[3] - 1):
+            self.path.write_bytes(data[:size])
+            whole = max(0, sum(size >= end - 1 for end in ends) - 1)
+            with PrivacyLedger(self.path, "append") as ledger:
+                self.assertEqual(ledger.rounds, whole)
+                ledger.record(whole, _charge(), 7)
+            contents = PrivacyLedger.read(self.path)
+            self.assertLen(contents.entries, whole + 1)
+            self.assertFalse(contents.truncated)
+
+    def test_zeros_after_the_last_line_are_a_crash_too(self):
+        # What a file system may leave after a power cut.
+        self._write(2)
+        with self.path.open("ab") as file:
+            file.write(b"\0" * 300)
+        self.assertTrue(PrivacyLedger.read(self.path).truncated)
+        with PrivacyLedger(self.path, "append") as ledger:
+            ledger.record(2, _charge(), 7)
+        self.assertLen(PrivacyLedger.read(self.path).entries, 3)
+
+    def test_kill_9_at_random_moments(self):
+        generator = random.Random(1)
+        released_in_all = 0
+        for _ in range(15):
+            reader, writer = os.pipe()
+            child = os.fork()
+            if not child:
+                try:
+                    ledger = PrivacyLedger(self.path, "append")
+                    t = ledger.rounds
+                    while True:
+                        ledger.record(t, _charge(), 100)
+                        os.write(writer, b".")  # The result is seen.
+                        t += 1
+                finally:
+                    os._exit(1)
+            os.close(writer)
+            time.sleep(generator.uniform(0, 0.03))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            released_in_all += len(os.read(reader, 1 << 16))
+            os.close(reader)
+            if self.path.exists():
+                recorded = len(PrivacyLedger.read(self.path).entries)
+                self.assertGreaterEqual(recorded, released_in_all)
+        self.assertGreater(released_in_all, 0)
+
+
+class RefusalTest(_Folder):
+    def test_two_runs_on_one_ledger(self):
+        with PrivacyLedger(self.path) as ledger:
+            ledger.record(0, _charge(), 5)
+            before = self.path.read_bytes()
+            with self.assertRaisesRegex(
+                accounting.LedgerInUseError, "another run"
+            ):
+                PrivacyLedger(self.path, "append")
+            self.assertEqual(self.path.read_bytes(), before)
+            PrivacyLedger.read(self.path)  # Reading needs no lock.
+            ledger.record(1, _charge(), 5)
+        PrivacyLedger(self.path, "append").close()
+
+    @parameterized.parameters(errno.ENOSPC, errno.EIO)
+    def test_a_full_disk_damages_nothing(self, code):
+        with PrivacyLedger(self.path) as ledger:
+            ledger.record(0, _charge(), 5)
+            before = self.path.read_bytes()
+            pwrite = os.pwrite
+
+            def half(descriptor, data, offset):
+                pwrite(descriptor, data[: len(data) // 2], offset)
+                raise OSError(code, os.strerror(code))
+
+            with (
+                unittest.mock.patch.object(os, "pwrite", half),
+                self.assertRaisesRegex(
+                    accounting.LedgerWriteError, os.strerror(code)
+                ),
+            ):
+                ledger.record(1, _charge(), 5)
+            self.assertEqual(self.path.read_bytes(), before)
+            self.assertEqual(ledger.rounds, 1)
+            ledger.record(1, _charge(), 5)  # There is room again.
+        self.assertLen(PrivacyLedger.read(self.path).entries, 2)
+
+    def test_a_failed_sync_is_no_record(self):
+        with PrivacyLedger(self.path) as ledger:
+            before = self.path.read_bytes()
+            fsync = os.fsync
+            calls = []
+
+            def fail_once(descriptor):
+                calls.append(descriptor)
+                if len(calls) == 1:
+                    raise OSError(errno.EIO, "Input/output error")
+                fsync(descriptor)
+
+            with (
+                unittest.mock.patch.object(os, "fsync", fail_once),
+                self.assertRaises(accounting.LedgerWriteError),
+            ):
+                ledger.record(0, _charge(), 5)
+            self.assertEqual(self.path.read_bytes(), before)
+
+    def test_a_real_limit_on_the_file_s_size(self):
+        with PrivacyLedger(self.path) as ledger:
+            ledger.record(0, _charge(), 5)
+            size = self.path.stat().st_size
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(
+                    resource.RLIMIT_FSIZE, (size + 100, size + 100)
+                )
+                with PrivacyLedger(self.path, "append") as ledger:
+                    try:
+                        ledger.record(1, _charge(), 5)
+                    except accounting.LedgerWriteError:
+                        code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        self.assertEqual(os.waitstatus_to_exitcode(status), 0)
+        self.assertEqual(self.path.stat().st_size, size)
+        self.assertLen(PrivacyLedger.read(self.path).entries, 1)
+
+    def test_a_new_ledger_that_cannot_be_written_leaves_no_file(self):
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with (
+            unittest.mock.patch.object(os, "pwrite", full),
+            self.assertRaisesRegex(accounting.LedgerWriteError, "No space"),
+        ):
+            PrivacyLedger(self.path)
+        self.assertFalse(self.path.exists())
+
+    def test_a_folder_that_cannot_be_written(self):
+        def read_only(*_):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        with (
+            unittest.mock.patch.object(os, "open", read_only),
+            self.assertRaisesRegex(accounting.LedgerWriteError, "Read-only"),
+        ):
+            PrivacyLedger(self.path)
+        with self.assertRaisesRegex(accounting.LedgerWriteError, "No such"):
+            PrivacyLedger(self.folder / "missing" / "ledger.jsonl")
+
+    def test_a_read_only_folder(self):
+        if os.geteuid() == 0:
+            self.skipTest("Nothing is read-only to root.")
+        self.folder.chmod(0o500)
+        self.addCleanup(self.folder.chmod, 0o700)
+        with self.assertRaisesRegex(accounting.LedgerWriteError, "denied"):
+            PrivacyLedger(self.path)
+
+    def test_lines_are_plain_json(self):
+        self._write(2)
+        for line in self.path.read_text().splitlines():
+            self.assertIn("hash", json.loads(line))
+        self.assertEqual(
+            json.loads(self.path.read_text().splitlines()[0])["format"],
+            ledger_lib.FORMAT,
+        )
+
+
+if __name__ == "__main__":
+    absltest.main()
