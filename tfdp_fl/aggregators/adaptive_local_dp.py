@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any, NamedTuple
 
 import dp_accounting
@@ -138,6 +139,10 @@ class WindowedQuery(mechanism_lib.CohortQuery):
     def noise_stddev(self, state: WindowedState) -> tf.Tensor:
         """Returns the noise on the sum of m layers at the largest radius."""
         return self._query.noise_stddev(state.inner)
+
+    def derive_metrics(self, state: WindowedState) -> collections.OrderedDict:
+        """Implements `DPQuery.derive_metrics`."""
+        return self._query.derive_metrics(state.inner)
 
     def derive_sample_params(self, state: WindowedState) -> tf.Tensor:
         """Returns every client's radii: float32 [N, L]."""

@@ -75,15 +75,14 @@ class BoundMechanism:
         if sampling is not None:
             _validate.one_of(SAMPLINGS, sampling=sampling)
         clients = round_values.tabulated(
-            schedules.checked(
-                clients_per_round, _validate.positive, "clients_per_round"
-            ),
-            "clients_per_round",
-            rounds,
+            clients_per_round, "clients_per_round", rounds, _validate.positive
         )
         noise = getattr(mechanism, "noise_multiplier", None)
         noise = round_values.tabulated(
-            0.0 if noise is None else noise, "noise_multiplier", rounds
+            0.0 if noise is None else noise,
+            "noise_multiplier",
+            rounds,
+            _validate.non_negative,
         )
         lengths = [len(each) for each in (clients, noise) if _is_table(each)]
         if rounds is not None and lengths and rounds > min(lengths):

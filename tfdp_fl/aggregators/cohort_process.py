@@ -132,7 +132,7 @@ def create_cohort_process(
         record_type, inner_factory, scalars_factory
     )
     total_type = sum_process.next.type_signature.result.result.member
-    packed = record_type.update == value_type
+    packed = record_type.update.is_equivalent_to(value_type)
 
     @tff.tensorflow.computation(total_type, query_state_type)
     def get_noised_result(total, query_state):

@@ -10,7 +10,10 @@ from tfdp_fl import schedules
 
 
 def tabulated(
-    schedule: schedules.Schedule, name: str, rounds: int | None
+    schedule: schedules.Schedule,
+    name: str,
+    rounds: int | None,
+    check: Callable[..., float],
 ) -> float | tuple[float, ...]:
     """Returns a schedule as a number, or as one number for each round.
 
@@ -18,10 +21,12 @@ def tabulated(
       schedule: A number, a sequence, or a callable of the round.
       name: The argument that the schedule came from.
       rounds: How many rounds are planned, which a callable needs.
+      check: A function of `_validate`, for each value.
 
     Raises:
       ValueError: A callable, and `rounds` is not known.
     """
+    schedule = schedules.checked(schedule, check, name)
     if schedules.is_constant(schedule):
         return float(schedule)
     if callable(schedule):
@@ -35,7 +40,7 @@ def tabulated(
     else:
         count = len(schedule)
     return tuple(
-        float(schedules.value_at(schedule, index, name))
+        check(**{name: schedules.value_at(schedule, index, name)})
         for index in range(count)
     )
 
@@ -82,18 +87,3 @@ class RoundValues:
         with tf.control_dependencies([in_range]):
             index = tf.identity(round_index)
         return tf.gather(tf.constant(self._table, self._dtype), index)
-
-
-def map_rounds(
-    function: Callable[[int], float], tables: list[float | tuple[float, ...]]
-) -> float | tuple[float, ...]:
-    """Returns a function of the round, tabulated as far as its inputs are.
-
-    Args:
-      function: Gives a number for a round, from what `tables` hold.
-      tables: As `tabulated` returns them.
-    """
-    lengths = [len(table) for table in tables if isinstance(table, tuple)]
-    if not lengths:
-        return function(0)
-    return tuple(function(index) for index in range(min(lengths)))

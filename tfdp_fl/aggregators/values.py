@@ -73,11 +73,14 @@ def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Any:
     def build(type_):
         if isinstance(type_, tff.TensorType):
             return next(remaining)
-        return tff.structure.Struct(
+        struct = tff.structure.Struct(
             [
                 (name, build(element))
                 for name, element in tff.structure.iter_elements(type_)
             ]
         )
+        if isinstance(type_, tff.types.StructWithPythonType):
+            return tff.types.type_to_py_container(struct, type_)
+        return struct
 
-    return tff.types.type_to_py_container(build(value_type), value_type)
+    return build(value_type)

@@ -1,0 +1,411 @@
+import collections
+import itertools
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+import tensorflow_privacy as tfp
+from absl.testing import absltest, parameterized
+from tensorflow_federated.python.aggregators import differential_privacy
+
+from tfdp_fl import aggregators, mechanisms
+
+SCALAR = tff.TensorType(np.float32)
+VECTOR = tff.TensorType(np.float32, [3])
+NESTED = tff.types.to_type(
+    collections.OrderedDict(
+        z=(np.float32, [2]), a=[np.float32, collections.OrderedDict(c=SCALAR)]
+    )
+)
+
+
+def nested(first, second=0.0, third=0.0, fourth=0.0):
+    f = np.float32
+    return collections.OrderedDict(
+        z=np.array([first, second], f),
+        a=[f(third), collections.OrderedDict(c=f(fourth))],
+    )
+
+
+def factories():
+    common = {"clients_per_round": 4}
+    return (
+        ("no_privacy", aggregators.NoPrivacyFactory(**common)),
+        (
+            "fixed_clipping",
+            aggregators.FixedClippingFactory(
+                clip_norm=1.0, noise_multiplier=1.0, **common
+            ),
+        ),
+        (
+            "fixed_clipping_client",
+            aggregators.FixedClippingFactory(
+                clip_norm=1.0,
+                noise_multiplier=1.0,
+                noise_site="client",
+                **common,
+            ),
+        ),
+        (
+            "adaptive_clipping",
+            aggregators.AdaptiveClippingFactory(noise_multiplier=0.1, **common),
+        ),
+        (
+            "median_clipping",
+            aggregators.MedianClippingFactory(
+                noise_multiplier=1.0, median_noise_multiplier=1.0, **common
+            ),
+        ),
+        (
+            "local_dp",
+            aggregators.LocalDPFactory(
+                clip_norm=1.0, epsilon=5.0, delta=1e-5, rounds=10, **common
+            ),
+        ),
+        (
+            "adaptive_local_dp",
+            aggregators.AdaptiveLocalDPFactory(
+                epsilon=5.0, delta=1e-5, rounds=10, **common
+            ),
+        ),
+    )
+
+
+class TypesTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        (f"{name}_{kind}", factory, value_type)
+        for (name, factory), (kind, value_type) in itertools.product(
+            factories(), (("vector", VECTOR), ("nested", NESTED))
+        )
+    )
+    def test_signatures(self, factory, value_type):
+        process = factory.create(value_type)
+
+        self.assertIsInstance(
+            factory, tff.aggregators.UnweightedAggregationFactory
+        )
+        self.assertIsInstance(process, tff.templates.AggregationProcess)
+        query_state = collections.OrderedDict(
+            clip_norm=SCALAR, noise_multiplier=SCALAR, clients_per_round=SCALAR
+        )
+        event = [
+            ("module_name", tff.TensorType(np.str_)),
+            ("class_name", tff.TensorType(np.str_)),
+        ]
+        if factory.mechanism.guarantee == "central":
+            event.append(("noise_multiplier", tff.TensorType(np.float64)))
+        state_type = tff.FederatedType(
+            tff.StructType(
+                [
+                    ("query_state", tff.types.to_type(query_state)),
+                    ("rounds", tff.TensorType(np.int32)),
+                    ("sum_state", tff.StructType([])),
+                    ("dp_event", tff.StructType(event)),
+                    ("is_init_state", tff.TensorType(np.bool_)),
+                ]
+            ),
+            tff.SERVER,
+        )
+        measurements = tff.FederatedType(
+            tff.types.to_type(
+                collections.OrderedDict(
+                    clip_norm=np.float32,
+                    noise_stddev=np.float32,
+                    clipped_fraction=np.float32,
+                    mean_update_norm=np.float32,
+                    discarded_clients=np.int32,
+                    cohort_size=np.int32,
+                )
+            ),
+            tff.SERVER,
+        )
+        self.assertTrue(
+            process.initialize.type_signature.is_equivalent_to(
+                tff.FunctionType(None, state_type)
+            )
+        )
+        expected = tff.FunctionType(
+            tff.StructType(
+                [
+                    ("state", state_type),
+                    ("value", tff.FederatedType(value_type, tff.CLIENTS)),
+                ]
+            ),
+            tff.StructType(
+                [
+                    ("state", state_type),
+                    ("result", tff.FederatedType(value_type, tff.SERVER)),
+                    ("measurements", measurements),
+                ]
+            ),
+        )
+        self.assertTrue(
+            process.next.type_signature.is_equivalent_to(expected),
+            process.next.type_signature,
+        )
+        # Containers too: tff.learning insists on it.
+        result = process.next.type_signature.result.result.member
+        self.assertEqual(result, value_type)
+
+    @parameterized.named_parameters(
+        ("integer", tff.TensorType(np.int32), "float"),
+        (
+            "integer_inside",
+            tff.types.to_type(collections.OrderedDict(w=VECTOR, n=np.int32)),
+            r"value\['n'\]",
+        ),
+        ("bool", tff.types.to_type([np.bool_]), "float"),
+        ("empty", tff.types.to_type([]), "at least one"),
+        ("sequence", tff.SequenceType(np.float32), "TensorType"),
+        (
+            "nested_sequence",
+            tff.types.to_type([tff.SequenceType(np.float32)]),
+            "tensors",
+        ),
+    )
+    def test_refuses_other_values(self, value_type, message):
+        factory = aggregators.NoPrivacyFactory(clients_per_round=1)
+        with self.assertRaisesRegex(TypeError, message):
+            factory.create(value_type)
+
+    def test_values_keep_their_structure(self):
+        factory = aggregators.FixedClippingFactory(
+            clip_norm=100.0, noise_multiplier=0.0, clients_per_round=2
+        )
+        named = tff.StructType([("b", SCALAR), ("a", np.float64)])
+        cases = (
+            (SCALAR, [np.float32(1), np.float32(2)], np.float32(1.5)),
+            (NESTED, [nested(1, 2, 3, 4)] * 2, nested(1, 2, 3, 4)),
+            (
+                named,
+                [
+                    tff.structure.Struct([("b", 1.0), ("a", 2.0)]),
+                    tff.structure.Struct([("b", 3.0), ("a", 6.0)]),
+                ],
+                # What TFF makes of a struct without a Python container.
+                collections.OrderedDict(b=2.0, a=4.0),
+            ),
+        )
+        for value_type, values, expected in cases:
+            process = factory.create(value_type)
+            result = process.next(process.initialize(), values).result
+            tf.nest.map_structure(np.testing.assert_allclose, result, expected)
+            output_type = process.next.type_signature.result.result.member
+            self.assertEqual(output_type, value_type)
+
+
+class BehaviourTest(parameterized.TestCase):
+    def test_equals_tff_gaussian_fixed_without_noise(self):
+        rng = np.random.default_rng(0)
+        values = [
+            nested(*(rng.normal(size=4) * scale)) for scale in (0.1, 0.5, 2, 9)
+        ]
+        ours = aggregators.from_mechanism(
+            mechanisms.FixedClipping(clip_norm=0.7, noise_multiplier=0.0), 4
+        ).create(NESTED)
+        theirs = tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(
+            0.0, 4.0, 0.7
+        ).create(NESTED)
+        output = ours.next(ours.initialize(), values)
+        expected = theirs.next(theirs.initialize(), values).result
+        tf.nest.map_structure(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+            output.result,
+            expected,
+        )
+        self.assertEqual(output.measurements["cohort_size"], 4)
+        self.assertAlmostEqual(output.measurements["clip_norm"], 0.7, places=6)
+
+    def test_nan_and_inf_are_zeroed_before_clipping(self):
+        process = aggregators.FixedClippingFactory(
+            clip_norm=1.0, noise_multiplier=0.0, clients_per_round=4
+        ).create(NESTED)
+        values = [nested(0.5), nested(np.nan), nested(0.0, np.inf), nested(3.0)]
+        output = process.next(process.initialize(), values)
+        np.testing.assert_allclose(output.result["z"], [(0.5 + 1) / 4, 0])
+        measured = output.measurements
+        self.assertEqual(measured["discarded_clients"], 2)
+        self.assertEqual(measured["cohort_size"], 4)
+        self.assertAlmostEqual(measured["clipped_fraction"], 0.25)
+        self.assertAlmostEqual(measured["mean_update_norm"], 3.5 / 4)
+
+    def test_fewer_clients_lower_the_sum_only(self):
+        process = aggregators.FixedClippingFactory(
+            clip_norm=1.0, noise_multiplier=0.0, clients_per_round=4
+        ).create(SCALAR)
+        state = process.initialize()
+        for values in ([1.0], [], [1.0] * 6):
+            output = process.next(state, values)
+            self.assertAlmostEqual(output.result, len(values) / 4)
+            self.assertEqual(output.measurements["cohort_size"], len(values))
+            state = output.state
+        self.assertEqual(state.rounds, 3)
+
+    @parameterized.named_parameters(
+        ("client_noise", {"noise_site": "client"}, 2, (1, 3)),
+        ("fixed_size", {"sampling": "fixed_size"}, 2, (3,)),
+        ("population", {"num_clients": 2}, 2, (3,)),
+    )
+    def test_wrong_cohort_size_fails_the_round(self, options, right, wrong):
+        process = aggregators.FixedClippingFactory(
+            clip_norm=1.0, noise_multiplier=1.0, clients_per_round=2, **options
+        ).create(SCALAR)
+        state = process.initialize()
+        for size in wrong:
+            with self.assertRaisesRegex(Exception, "cohort size"):
+                process.next(state, [1.0] * size)
+        state = process.next(state, [1.0] * right).state
+        self.assertEqual(state.rounds, 1)
+
+    def test_schedules(self):
+        process = aggregators.FixedClippingFactory(
+            clip_norm=2.0,
+            noise_multiplier=lambda r: 1.0 + r,
+            clients_per_round=[4, 8],
+            rounds=2,
+        ).create(SCALAR)
+        state = process.initialize()
+        with self.assertRaisesRegex(ValueError, "initialize"):
+            aggregators.extract_dp_event(state)
+        for index, (noise, size) in enumerate(((2.0, 4), (4.0, 8))):
+            output = process.next(state, [1.0, 1.0])
+            state = output.state
+            self.assertAlmostEqual(output.measurements["noise_stddev"], noise)
+            self.assertEqual(state.query_state.clients_per_round, size)
+            event = dp_accounting.GaussianDpEvent(1.0 + index)
+            self.assertEqual(aggregators.extract_dp_event(state), event)
+            self.assertEqual(
+                differential_privacy.extract_dp_event_from_state(state), event
+            )
+        with self.assertRaisesRegex(Exception, "past its end"):
+            process.next(state, [1.0])
+
+    def test_private_median_is_in_the_event(self):
+        process = aggregators.MedianClippingFactory(
+            noise_multiplier=1.0,
+            median_noise_multiplier=1.0,
+            clients_per_round=2,
+        ).create(SCALAR)
+        state = process.next(process.initialize(), [1.0, 2.0]).state
+        event = aggregators.extract_dp_event(state)
+        self.assertAlmostEqual(event.noise_multiplier, 0.5**0.5)
+
+
+class CompositionTest(absltest.TestCase):
+    def test_inside_tff_clipping_and_zeroing(self):
+        inner = aggregators.FixedClippingFactory(
+            clip_norm=10.0, noise_multiplier=0.0, clients_per_round=3
+        )
+        process = tff.aggregators.zeroing_factory(
+            5.0, tff.aggregators.clipping_factory(1.0, inner)
+        ).create(VECTOR)
+        values = [np.array([x, 0, 0], np.float32) for x in (0.5, 2.0, 7.0)]
+        output = process.next(process.initialize(), values)
+        np.testing.assert_allclose(output.result, [(0.5 + 1) / 3, 0, 0])
+        found = aggregators.find_aggregator_state(output.state)
+        self.assertEqual(found.rounds, 1)
+
+    def test_compression_sums_the_updates(self):
+        compression = (
+            tff.aggregators.EncodedSumFactory.quantize_above_threshold(
+                quantization_bits=8, threshold=1
+            )
+        )
+        process = aggregators.FixedClippingFactory(
+            clip_norm=1.0,
+            noise_multiplier=0.0,
+            clients_per_round=2,
+            inner_factory=tff.aggregators.add_measurements(
+                compression,
+                server_measurement_fn=lambda _: collections.OrderedDict(
+                    seen=tff.federated_value(np.int32(1), tff.SERVER)
+                ),
+            ),
+        ).create(VECTOR)
+        values = [np.array(v, np.float32) for v in ([2, 0, 0], [0, 0.5, 0])]
+        output = process.next(process.initialize(), values)
+        np.testing.assert_allclose(output.result, [0.5, 0.25, 0], atol=0.01)
+        self.assertEqual(output.measurements["inner"]["seen"], 1)
+        # The numbers beside the update are not compressed.
+        self.assertEqual(output.measurements["clipped_fraction"], 0.5)
+
+    def test_type_of_inner_factory(self):
+        with self.assertRaisesRegex(TypeError, "inner_factory"):
+            aggregators.from_mechanism(
+                mechanisms.NoPrivacy(), 2, tff.aggregators.MeanFactory()
+            )
+
+
+class ArgumentsTest(parameterized.TestCase):
+    fixed = mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+
+    def test_keeps_mechanism_and_deployment(self):
+        factory = aggregators.from_mechanism(self.fixed, 7, num_clients=100)
+        self.assertIs(factory.mechanism, self.fixed)
+        self.assertEqual(factory.deployment.clients_per_round, 7)
+        self.assertEqual(factory.deployment.num_clients, 100)
+
+    @parameterized.named_parameters(
+        ("clients", {"clients_per_round": 0}, "clients_per_round"),
+        (
+            "more_than_population",
+            {"clients_per_round": 5, "num_clients": 4},
+            "at most num_clients=4",
+        ),
+        (
+            "fraction",
+            {"clients_per_round": 2.5, "sampling": "fixed_size"},
+            "whole number",
+        ),
+        (
+            "callable_without_rounds",
+            {"clients_per_round": lambda r: 4},
+            "pass rounds=",
+        ),
+        (
+            "callable_turns_bad",
+            {"clients_per_round": lambda r: 2 - r, "rounds": 3},
+            "clients_per_round",
+        ),
+        (
+            "short_sequence",
+            {"clients_per_round": [4, 4], "rounds": 3},
+            "rounds=3",
+        ),
+        ("sampling", {"clients_per_round": 4, "sampling": "all"}, "sampling"),
+        ("rounds", {"clients_per_round": 4, "rounds": 0}, "rounds"),
+    )
+    def test_bad_values(self, options, message):
+        with self.assertRaisesRegex(ValueError, message):
+            aggregators.from_mechanism(self.fixed, **options)
+
+    def test_client_noise_needs_a_fixed_size(self):
+        with self.assertRaisesRegex(ValueError, "fixed_size"):
+            aggregators.FixedClippingFactory(
+                clip_norm=1.0,
+                noise_multiplier=1.0,
+                clients_per_round=2,
+                noise_site="client",
+                sampling="poisson",
+            )
+
+    def test_local_budget_needs_rounds(self):
+        with self.assertRaisesRegex(ValueError, "rounds"):
+            aggregators.LocalDPFactory(
+                clip_norm=1.0, epsilon=1.0, delta=1e-5, clients_per_round=2
+            )
+
+    def test_no_mechanism(self):
+        query = tfp.GaussianSumQuery(1.0, 1.0)
+        with self.assertRaisesRegex(TypeError, "mechanism"):
+            aggregators.from_mechanism(query, 2)
+
+    def test_weights_are_not_updates(self):
+        mechanism = mechanisms.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0)
+        with self.assertRaisesRegex(ValueError, "NbAFLFactory"):
+            aggregators.from_mechanism(mechanism, 2, rounds=1, num_clients=2)
+
+
+if __name__ == "__main__":
+    absltest.main()

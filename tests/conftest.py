@@ -1,0 +1,20 @@
+"""What every test run has to tidy up."""
+
+import contextlib
+import gc
+import sys
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Ends TFF's worker process, which would outlive the test run otherwise.
+
+    TFF's default context starts a `worker_binary`. It ends with the context;
+    left alone it becomes an orphan that keeps the run's output open, and a
+    pipe behind pytest waits for it for ever.
+    """
+    tff = sys.modules.get("tensorflow_federated")
+    if tff is None:
+        return
+    with contextlib.suppress(Exception):
+        tff.backends.test.set_sync_test_cpp_execution_context()
+    gc.collect()
