@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.mechanisms import references, rounds
+from tfdp_fl.mechanisms import clipping
+
+
+class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(1e-6, 0.1, 0.999999, 1.0, 1.000001, 3.0, 1e6)
+    def test_is_the_papers_flat_clip(self, norm):
+        (update,) = rounds.updates_with_norms([norm])
+        result = clipping.clip_by_norm(
+            [tf.constant(v) for v in update], tf.constant(1.0)
+        )
+        for actual, wanted in zip(
+            result.update, references.clipped(update, 1.0), strict=True
+        ):
+            self.assertAllClose(actual, wanted, rtol=1e-6, atol=0)
+        self.assertAllClose(result.norm, references.l2_norm(update), rtol=1e-6)
+        self.assertEqual(float(result.discarded), 0)
+        self.assertLessEqual(references.l2_norm(result.update), 1 + 1e-6)
+
+    def test_says_whether_the_update_was_scaled_down(self):
+        for norm, expected in ((0.5, 0.0), (2.0, 1.0)):
+            (update,) = rounds.updates_with_norms([norm])
+            result = clipping.clip_by_norm(
+                [tf.constant(v) for v in update], tf.constant(1.0)
+            )
+            self.assertEqual(float(result.clipped), expected)
+
+    def test_a_zero_update_is_legal_and_stays_zero(self):
+        for bound in (1.0, 0.0):
+            result = clipping.clip_by_norm(
+                [tf.zeros([3]), tf.zeros([2, 2])], tf.constant(bound)
+            )
+            self.assertAllEqual(rounds.flat(result.update), np.zeros(7))
+            self.assertEqual(float(result.discarded), 0)
+
+    def test_a_zero_bound_gives_zero(self):
+        result = clipping.clip_by_norm([tf.ones([3])], tf.constant(0.0))
+        self.assertAllEqual(result.update[0], np.zeros(3))
+
+    @parameterized.parameters(float("nan"), float("inf"), -float("inf"))
+    def test_one_bad_element_zeroes_the_whole_update(self, bad):
+        parts = [np.ones([2, 3], np.float32), np.ones([4], np.float32)]
+        parts[1][2] = bad
+        result = clipping.clip_by_norm(
+            [tf.constant(v) for v in parts], tf.constant(1.0)
+        )
+        self.assertAllEqual(rounds.flat(result.update), np.zeros(10))
+        self.assertEqual(float(result.discarded), 1)
+        self.assertEqual(float(result.clipped), 0)
+        self.assertEqual(float(result.norm), 0)
+
+    def test_a_norm_beyond_float32_counts_as_unusable(self):
+        result = clipping.clip_by_norm(
+            [tf.constant([3e38, 3e38])], tf.constant(1.0)
+        )
+        self.assertAllEqual(result.update[0], [0, 0])
+        self.assertEqual(float(result.discarded), 1)
+
+    @parameterized.parameters("float16", "bfloat16", "float32", "float64")
+    def test_keeps_dtypes(self, dtype):
+        update = [tf.cast([3.0, 4.0], dtype)]
+        result = clipping.clip_by_norm(update, tf.constant(1.0))
+        self.assertEqual(result.update[0].dtype, dtype)
+        self.assertAllClose(
+            tf.cast(result.update[0], "float64"), [0.6, 0.8], rtol=1e-2
+        )
+        bad = [tf.cast([3.0, float("nan")], dtype)]
+        result = clipping.clip_by_norm(bad, tf.constant(1.0))
+        self.assertAllEqual(tf.cast(result.update[0], "float32"), [0, 0])
+
+
+class MedianTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(1, 2, 3, 4, 7, 10)
+    def test_is_numpys_for_odd_and_even_numbers(self, count):
+        values = np.random.default_rng(count).exponential(size=count)
+        self.assertAllClose(
+            clipping.median(tf.constant(values, tf.float32)),
+            np.median(values),
+            rtol=1e-6,
+        )
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tests.mechanisms import rounds, statistics
+from tfdp_fl.mechanisms import noise
+
+_SEED = tf.constant([17, 4], tf.int64)
+
+
+def _noise(stddev=1.0, shapes=((150, 100), (150, 100), (100,))):
+    return noise.add_normal([tf.zeros(shape) for shape in shapes], stddev)
+
+
+class AddNormalTest(tf.test.TestCase):
+    def test_has_the_stddev_asked_for(self):
+        statistics.assert_gaussian(rounds.flat(_noise(2.5)), 2.5)
+
+    def test_one_stddev_for_each_tensor(self):
+        first, second, third = _noise([0.5, 2.0, 0.0], [(20000,)] * 3)
+        statistics.assert_gaussian(first, 0.5)
+        statistics.assert_gaussian(second, 2.0)
+        self.assertAllEqual(third, np.zeros(20000))
+
+    def test_the_wrong_number_of_stddevs_is_an_error(self):
+        with self.assertRaises(ValueError):
+            _noise([1.0])
+
+    def test_is_added(self):
+        with noise.seeded(_SEED):
+            zero = noise.add_normal([tf.zeros([5])], 1.0)
+        with noise.seeded(_SEED):
+            one = noise.add_normal([tf.ones([5])], 1.0)
+        self.assertAllClose(one[0] - zero[0], np.ones(5))
+
+    def test_zero_stddev_changes_nothing(self):
+        value = tf.random.normal([100])
+        self.assertAllEqual(noise.add_normal([value], 0.0)[0], value)
+
+    def test_variables_of_one_shape_get_different_noise(self):
+        first, second, _ = _noise()
+        statistics.assert_uncorrelated(first, second)
+
+    def test_nothing_to_add_to(self):
+        self.assertEqual(noise.add_normal([], 1.0), [])
+
+    def test_keeps_dtypes_and_shapes(self):
+        values = [tf.zeros([2, 3], tf.float64), tf.zeros([], tf.float16)]
+        noised = noise.add_normal(values, 1.0)
+        self.assertEqual([v.dtype for v in noised], [v.dtype for v in values])
+        self.assertEqual([v.shape for v in noised], [v.shape for v in values])
+
+    def test_shapes_that_are_known_only_when_it_runs(self):
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)] * 2)
+        def add(first, second):
+            return noise.add_normal([first, second], 3.0)
+
+        first, second = add(tf.zeros([20000]), tf.zeros([30000]))
+        self.assertEqual([len(first), len(second)], [20000, 30000])
+        statistics.assert_gaussian(rounds.flat([first, second]), 3.0)
+
+
+class FreshnessTest(tf.test.TestCase):
+    def assert_all_differ(self, draws):
+        for i, one in enumerate(draws):
+            for other in draws[:i]:
+                self.assertNotAllEqual(one, other)
+                statistics.assert_uncorrelated(one, other)
+
+    def test_every_call_draws_anew(self):
+        self.assert_all_differ([_noise()[0] for _ in range(3)])
+
+    def test_a_global_seed_does_not_make_it_repeat(self):
+        draws = []
+        for _ in range(2):
+            tf.random.set_seed(1)
+            draws.append(_noise()[0])
+        self.assert_all_differ(draws)
+
+    def test_a_traced_function_draws_anew_in_every_call(self):
+        traced = tf.function(lambda: _noise()[0])
+        self.assert_all_differ([traced() for _ in range(3)])
+
+    def test_a_function_traced_again_does_not_repeat(self):
+        self.assert_all_differ(
+            [tf.function(lambda: _noise()[0])() for _ in range(3)]
+        )
+
+    def test_every_turn_of_a_loop_draws_anew(self):
+        @tf.function
+        def loop():
+            return tf.map_fn(lambda _: _noise()[0], tf.zeros([3]))
+
+        self.assert_all_differ(list(loop().numpy()))
+
+    def test_two_draws_in_one_function_differ(self):
+        @tf.function
+        def two():
+            return _noise()[0], _noise()[0]
+
+        self.assert_all_differ(list(two()))
+
+
+class SeededTest(tf.test.TestCase):
+    def test_repeats_bit_for_bit(self):
+        draws = []
+        for _ in range(2):
+            with noise.seeded(_SEED):
+                draws.append([_noise()[0], noise.normal([1000], 1.0)])
+        self.assertAllEqual(draws[0][0], draws[1][0])
+        self.assertAllEqual(draws[0][1], draws[1][1])
+
+    def test_two_draws_inside_one_block_differ(self):
+        with noise.seeded(_SEED):
+            first, second = _noise()[0], _noise()[0]
+        statistics.assert_uncorrelated(first, second)
+
+    def test_another_seed_gives_other_noise(self):
+        draws = []
+        for seed in ([17, 4], [17, 5], [18, 4]):
+            with noise.seeded(tf.constant(seed, tf.int64)):
+                draws.append(_noise()[0])
+        for i in range(3):
+            statistics.assert_uncorrelated(draws[i], draws[i - 1])
+
+    def test_a_traced_function_follows_a_seed_that_is_its_argument(self):
+        @tf.function
+        def drawn(seed):
+            with noise.seeded(seed):
+                return _noise()[0]
+
+        self.assertAllEqual(drawn(_SEED), drawn(_SEED))
+        self.assertNotAllEqual(drawn(_SEED), drawn(_SEED + 1))
+        with noise.seeded(_SEED):
+            self.assertAllEqual(drawn(_SEED), _noise()[0])
+
+    def test_ends_with_its_block_also_after_an_error(self):
+        with self.assertRaises(RuntimeError), noise.seeded(_SEED):
+            raise RuntimeError
+        self.assertNotAllEqual(noise.next_seed(), noise.next_seed())
+
+    def test_blocks_nest(self):
+        with noise.seeded(_SEED):
+            first = _noise()[0]
+            with noise.seeded(_SEED + 9):
+                _noise()
+            second = _noise()[0]
+        with noise.seeded(_SEED):
+            self.assertAllEqual(first, _noise()[0])
+            self.assertAllEqual(second, _noise()[0])
+
+    def test_folded_seeds_differ_for_every_number(self):
+        seeds = {
+            tuple(noise.fold_in(_SEED, number).numpy())
+            for number in (*range(-5, 100), 2**31, 2**40)
+        }
+        self.assertLen(seeds, 107)
+
+
+if __name__ == "__main__":
+    tf.test.main()

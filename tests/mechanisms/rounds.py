@@ -1,0 +1,96 @@
+"""Runs one round of a query on given updates, as a runtime does."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl.mechanisms import noise
+
+SHAPES = ([3, 4], [4], [4, 2], [2])
+
+
+class Round(NamedTuple):
+    """What a round gave: the mean, the sum of records, and the states."""
+
+    mean: list[np.ndarray]
+    total: Any
+    state: Any
+    next_state: Any
+    event: Any
+    records: list[Any]
+
+
+def updates_with_norms(norms, shapes=SHAPES, seed: int = 0):
+    """Returns one update (a list of float32 arrays) for each given norm."""
+    rng = np.random.default_rng(seed)
+    updates = []
+    for norm in norms:
+        parts = [rng.normal(size=shape) for shape in shapes]
+        size = np.sqrt(sum(np.sum(part**2) for part in parts))
+        updates.append([(p * norm / size).astype(np.float32) for p in parts])
+    return updates
+
+
+def zero_updates(count: int, shapes=SHAPES):
+    """Returns updates that are zero everywhere."""
+    return [[np.zeros(s, np.float32) for s in shapes] for _ in range(count)]
+
+
+def run_round(
+    query,
+    state,
+    updates,
+    *,
+    noise_multiplier: float = 0.0,
+    clients_per_round: float | None = None,
+    num_examples=None,
+    windows=None,
+    seed=None,
+    template=None,
+) -> Round:
+    """Runs the methods in the order that `mechanism.py` gives."""
+    if clients_per_round is None:
+        clients_per_round = len(updates)
+    if template is None:
+        template = updates[0]
+    updates = [[tf.constant(v) for v in update] for update in updates]
+    state = query.begin_round(state, noise_multiplier, clients_per_round)
+
+    def stream(number):
+        if seed is None:
+            return noise.seeded(noise.next_seed())
+        return noise.seeded(tf.constant([seed, number], tf.int64))
+
+    if query.two_phase:
+        norms = [query.record_norm(update) for update in updates]
+        with stream(-2):
+            state = query.clip_to_cohort(
+                state, tf.stack(norms) if norms else tf.zeros([0])
+            )
+    params = query.derive_sample_params(state)
+    total = query.initial_sample_state([tf.constant(v) for v in template])
+    records = []
+    for k, update in enumerate(updates):
+        own = params
+        if windows is not None:
+            own = params._replace(radii=query.radii(tf.constant(windows[k])))
+        extra = {}
+        if num_examples is not None:
+            extra["num_examples"] = tf.constant(num_examples[k])
+        with stream(k):
+            record = query.preprocess_record(own, update, **extra)
+        records.append(record)
+        total = query.accumulate_preprocessed_record(total, record)
+    with stream(-1):
+        mean, next_state, event = query.get_noised_result(total, state)
+    return Round(
+        [np.asarray(v) for v in mean], total, state, next_state, event, records
+    )
+
+
+def flat(tensors) -> np.ndarray:
+    """Returns all elements of a list of tensors in one vector."""
+    return np.concatenate([np.ravel(v) for v in tensors])

@@ -1,0 +1,49 @@
+"""What a test may say of noise, and how often it says it wrongly."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy import stats
+
+# Two-sided, for each assertion below; a suite with some hundreds of them
+# raises a false alarm less than once in 1e6 runs of any one test.
+FALSE_ALARM = 1e-8
+
+
+def assert_gaussian(values, stddev: float) -> None:
+    """Asserts that values are independent draws of N(0, stddev^2).
+
+    Their mean square is compared with the bounds of a chi-square distribution,
+    their mean with those of a normal one, and the fourth moment with its
+    asymptotic bounds. From 2e4 values on, a stddev that is wrong by a factor
+    1.1 is always noticed (the bounds are within 4.1 %).
+    """
+    values = np.asarray(values, float).ravel()
+    count = len(values)
+    assert count >= 20_000, f"{count} values are too few to tell"
+    scaled = values / stddev
+    low, high = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], count)
+    square = float(np.sum(scaled**2))
+    assert low <= square <= high, (
+        f"stddev {math.sqrt(square / count) * stddev:.6g} over {count} values, "
+        f"expected {stddev:.6g}"
+    )
+    quantile = stats.norm.ppf(1 - FALSE_ALARM / 2)
+    mean = float(np.mean(scaled))
+    assert abs(mean) <= quantile / math.sqrt(count), f"mean {mean * stddev}"
+    fourth = float(np.mean(scaled**4))
+    assert abs(fourth - 3) <= 1.5 * quantile * math.sqrt(96 / count), (
+        f"fourth moment {fourth:.4g}, expected 3"
+    )
+
+
+def assert_uncorrelated(first, second) -> None:
+    """Asserts that two equally long samples have nothing in common."""
+    first = np.asarray(first, float).ravel()
+    second = np.asarray(second, float).ravel()
+    assert len(first) == len(second) >= 1_000
+    correlation = float(np.corrcoef(first, second)[0, 1])
+    bound = stats.norm.ppf(1 - FALSE_ALARM / 2) / math.sqrt(len(first))
+    assert abs(correlation) <= bound, f"correlation {correlation:.4g}"

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from tfdp_fl import _validate, schedules
+
+
+def _checked(schedule):
+    return schedules.checked(schedule, _validate.positive, "clients_per_round")
+
+
+class ValueAtTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (5,),
+        (5.0,),
+        (np.float32(5),),
+        (np.int64(5),),
+        ([1, 2, 5],),
+        ((1.0, 2.0, 5.0),),
+        (lambda t: 2 * t + 1,),
+    )
+    def test_round_2(self, schedule):
+        self.assertEqual(schedules.value_at(_checked(schedule), 2, "m"), 5)
+
+    def test_an_array_with_one_value_a_round(self):
+        schedule = _checked(np.array([1, 2, 5]))
+        self.assertEqual(schedule, (1.0, 2.0, 5.0))
+
+    def test_a_sequence_that_ends_too_early(self):
+        with self.assertRaisesRegex(
+            ValueError, "m is a sequence of 2.*round 2"
+        ):
+            schedules.value_at([1.0, 2.0], 2, "m")
+
+    @parameterized.parameters(None, "3", True, ([1.0],))
+    def test_a_callable_must_return_a_number(self, value):
+        with self.assertRaisesRegex(TypeError, "m must give a number"):
+            schedules.value_at(lambda t: value, 0, "m")
+
+
+class CheckedTest(parameterized.TestCase):
+    def test_numbers_and_callables_stay_what_they_are(self):
+        self.assertEqual(_checked(3), 3.0)
+        growing = lambda t: t + 1.0  # noqa: E731
+        self.assertIs(_checked(growing), growing)
+
+    def test_sequences_cannot_change_afterwards(self):
+        sizes = [1, 2]
+        schedule = _checked(sizes)
+        sizes.append(-1)
+        self.assertEqual(schedule, (1.0, 2.0))
+
+    @parameterized.parameters(
+        0, -1.0, ([1, 0],), ([],), (lambda t: 0.0,), (np.array([1.0, -2.0]),)
+    )
+    def test_values_that_are_not_allowed(self, schedule):
+        with self.assertRaisesRegex(ValueError, "clients_per_round"):
+            _checked(schedule)
+
+    @parameterized.parameters("many", None, True, (["1"],), (lambda t: "1",))
+    def test_types_that_are_not_allowed(self, schedule):
+        with self.assertRaisesRegex(TypeError, "clients_per_round"):
+            _checked(schedule)
+
+
+class IsConstantTest(absltest.TestCase):
+    def test_only_a_number_is(self):
+        self.assertTrue(schedules.is_constant(3))
+        self.assertTrue(schedules.is_constant(np.float64(3)))
+        self.assertFalse(schedules.is_constant((3.0,)))
+        self.assertFalse(schedules.is_constant(lambda t: 3.0))
+
+
+if __name__ == "__main__":
+    absltest.main()
