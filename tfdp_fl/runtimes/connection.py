@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -119,8 +120,17 @@ def _named_stub(channel: grpc.Channel, address: str) -> Any:
     return stub
 
 
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+
+
 class Connection:
-    """A connected worker. Calls are one at a time; others wait.
+    """A connected worker.
+
+    Calls are made one after the other, by a thread that lives as long as the
+    connection. It is a daemon: an abandoned call does not keep the process from
+    ending.
 
     Attributes:
         address: `host:port` of the worker.
@@ -133,7 +143,15 @@ class Connection:
         self._ping_channel = grpc.insecure_channel(address, _CHANNEL_OPTIONS)
         self._ping = self._ping_channel.unary_unary(_PING)
         self._stub: Any = None
-        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(
+            target=_work,
+            args=(self._jobs,),
+            name=f"worker {address}",
+            daemon=True,
+        ).start()
         self._loop: asyncio.AbstractEventLoop | None = None
         # One executor for each number of TFF clients; what it was sent before
         # stays there under the computation's identity.
@@ -171,8 +189,7 @@ class Connection:
         self._loop = asyncio.new_event_loop()
         self._stub = _named_stub(self._channel, self.address)
         try:
-            with self._lock:
-                self._executor(1)
+            self._executor(1)
         except WorkerError as error:
             raise WorkerUnavailable(
                 self.address,
@@ -213,11 +230,19 @@ class Connection:
     def _run(self, coroutine: Any) -> Any:
         return self._loop.run_until_complete(coroutine)
 
+    def submit(self, job: Callable[[], None] | None) -> None:
+        """Has the connection's thread run `job`, which must not raise.
+
+        None ends the thread.
+        """
+        self._jobs.put(job)
+
     def call(self, compiled: Any, broadcast: Any, shards: Sequence[Any]) -> Any:
         """Runs a compiled computation over `shards`, one TFF client each.
 
         The computation is sent once and stays on the worker; what is sent with
-        each call is its arguments.
+        each call is its arguments. To be called by the connection's thread, see
+        `submit`.
 
         Args:
             compiled: A compiled federated computation of
@@ -234,19 +259,18 @@ class Connection:
         """
         import tensorflow_federated as tff
 
-        with self._lock:
-            num_clients = len(shards)
-            executor = self._executor(num_clients)
-            remote = self._remote(executor, num_clients, compiled)
-            parameter = compiled.type_signature.parameter
-            argument = self._run(
-                executor.create_value(
-                    tff.structure.Struct.unnamed(broadcast, list(shards)),
-                    parameter,
-                )
+        num_clients = len(shards)
+        executor = self._executor(num_clients)
+        remote = self._remote(executor, num_clients, compiled)
+        parameter = compiled.type_signature.parameter
+        argument = self._run(
+            executor.create_value(
+                tff.structure.Struct.unnamed(broadcast, list(shards)),
+                parameter,
             )
-            result = self._run(executor.create_call(remote, argument))
-            return self._run(result.compute())
+        )
+        result = self._run(executor.create_call(remote, argument))
+        return self._run(result.compute())
 
     def ping(self, timeout_seconds: float) -> grpc.Future:
         """Asks the worker for a sign of life; see `answered`."""
@@ -270,10 +294,12 @@ class Connection:
         if self.closed:
             return
         self.closed = True
-        if dispose and self._executors and self._lock.acquire(blocking=False):
-            thread = threading.Thread(target=self._dispose, daemon=True)
-            thread.start()
-            thread.join(_DISPOSE_SECONDS)
+        if dispose and self._executors:
+            disposed = threading.Event()
+            self.submit(self._dispose)
+            self.submit(disposed.set)
+            disposed.wait(_DISPOSE_SECONDS)
+        self.submit(None)
         self._channel.close()
         self._ping_channel.close()
 

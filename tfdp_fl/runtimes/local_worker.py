@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-from tfdp_fl.runtimes import supervisor
+from tfdp_fl.runtimes import memory, supervisor
 from tfdp_fl.runtimes.errors import WorkerUnavailable
 
 _STOP_SECONDS = 5.0
@@ -119,6 +119,8 @@ class LocalWorker:
             )
         environment = dict(os.environ)
         environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+        for name, value in memory.ENVIRONMENT.items():
+            environment.setdefault(name, value)
         if threads is not None:
             environment.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))
         self._log = tempfile.TemporaryFile()  # noqa: SIM115

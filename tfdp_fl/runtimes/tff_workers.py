@@ -10,7 +10,6 @@ import functools
 import operator
 import os
 import queue
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp_fl import _validate
+from tfdp_fl.runtimes import memory
 from tfdp_fl.runtimes.errors import WorkerLost, WorkerUnavailable
 from tfdp_fl.runtimes.local_worker import LocalWorker
 
@@ -328,6 +328,7 @@ class TFFWorkers:
         """
         if not self._close.alive:
             raise RuntimeError("These TFFWorkers are closed.")
+        memory.keep_freed_memory()
         missing = [worker for worker in self._workers if not worker.usable]
         try:
             for worker in missing:
@@ -507,11 +508,7 @@ class TFFWorkers:
 
 
 class _Call:
-    """One worker's part of a round, in a thread of its own.
-
-    The thread is a daemon: a call whose round was abandoned does not keep the
-    process from ending.
-    """
+    """One worker's part of a round, in the thread of its connection."""
 
     def __init__(
         self,
@@ -552,9 +549,7 @@ class _Call:
                 self._cpu_used = after - self._cpu_before
             finished.put(self)
 
-        threading.Thread(
-            target=run, name=f"round on {self._address}", daemon=True
-        ).start()
+        self._connection.submit(run)
 
     def why_lost(self) -> str | None:
         """Returns why the unfinished call will not finish, or None."""
