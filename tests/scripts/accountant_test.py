@@ -1,0 +1,150 @@
+"""The planner from the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import pathlib
+import tempfile
+
+import dp_accounting
+from absl import flags
+from absl.testing import absltest, flagsaver, parameterized
+
+from scripts import accountant
+from tfdp_fl import accounting
+from tfdp_fl.accounting import planner
+
+_PLAN = {
+    "num_clients": 1000,
+    "clients_per_round": 100,
+    "noise_multiplier": 1.0,
+    "rounds": 100,
+    "delta": 1e-5,
+}
+
+
+def _run(**values):
+    """Runs the program with these flags and returns what it printed."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    values = {"accountant": ["rdp"], **values}
+    output = io.StringIO()
+    with flagsaver.flagsaver(**values), contextlib.redirect_stdout(output):
+        accountant.main(["accountant"])
+    return output.getvalue()
+
+
+class AccountantTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def test_the_table_compares_samplings(self):
+        text = _run(**_PLAN)
+        for sampling, epsilon in (
+            ("poisson", "7.8992"),
+            ("fixed_size", "83.9369"),
+            ("shuffled", "19.0512"),
+        ):
+            self.assertRegex(text, rf"{sampling} +{epsilon}\n")
+
+    def test_both_accountants_side_by_side(self):
+        text = _run(
+            **{**_PLAN, "rounds": 10, "noise_multiplier": 5.0},
+            sampling=["poisson"],
+            accountant=["rdp", "pld"],
+        )
+        self.assertRegex(text, r"epsilon +by RDP +by PLD\n")
+        (row,) = [line for line in text.splitlines() if "poisson  " in line]
+        by_rdp, by_pld = map(float, row.split()[1:])
+        self.assertLess(by_pld, by_rdp)
+
+    @parameterized.parameters(*planner.QUANTITIES)
+    def test_any_one_quantity_may_be_missing(self, missing):
+        values = {**_PLAN, "epsilon": 20.0, missing: None}
+        text = _run(**values, sampling=["poisson"])
+        self.assertRegex(text, rf"{missing} +by RDP\n +poisson +[0-9.e-]+\n")
+
+    def test_noise_is_written_rounded_up(self):
+        text = _run(
+            **{**_PLAN, "noise_multiplier": None, "epsilon": 8.0},
+            sampling=["poisson"],
+        )
+        (row,) = [line for line in text.splitlines() if "poisson  " in line]
+        written = float(row.split()[1])
+        self.assertLessEqual(
+            accounting.epsilon(written, "poisson", 1000, 100, 100, 1e-5), 8.0
+        )
+
+    def test_a_sampling_without_solution_says_why(self):
+        text = _run(
+            **{**_PLAN, "rounds": None, "epsilon": 5.0, "noise_multiplier": 1.0}
+        )
+        self.assertRegex(text, r"fixed_size +-\n")
+        self.assertIn("fixed_size, rdp: not even one round", text)
+
+    def test_schedules(self):
+        text = _run(
+            **{**_PLAN, "noise_multiplier": 4.0, "rounds": 30},
+            sampling=["poisson"],
+            suggest_schedule=True,
+        )
+        self.assertIn("fixed sigma^2/m", text)
+        self.assertIn("more rounds for the same epsilon", text)
+
+    @absltest.skipIf(
+        importlib.util.find_spec("matplotlib") is None, "needs matplotlib"
+    )
+    def test_the_plot_is_written(self):
+        path = self.folder / "epsilon.png"
+        text = _run(**_PLAN, sampling=["poisson", "shuffled"], plot=str(path))
+        self.assertIn(str(path), text)
+        self.assertStartsWith(path.read_bytes(), b"\x89PNG")
+
+    def test_a_ledger_is_read(self):
+        path = self.folder / "ledger.jsonl"
+        charge = accounting.RoundCharge(
+            sampling="poisson",
+            num_clients=1000,
+            clients_per_round=100,
+            event=dp_accounting.GaussianDpEvent(1.0),
+        )
+        with accounting.PrivacyLedger(path) as ledger:
+            for t in range(20):
+                ledger.record(t, charge, 95 + t % 10)
+        epsilon = accounting.epsilon(1.0, "poisson", 1000, 100, 20, 1e-5)
+        text = _run(ledger=str(path), delta=1e-5)
+        self.assertRegex(text, rf"by RDP at delta = 1e-05 +{epsilon:.4f}\n")
+        self.assertRegex(text, r"cohort sizes +95 to 104\n")
+        self.assertIn(ledger.head, text)
+        path.write_bytes(
+            path.read_bytes().replace(b'multiplier":1.0', b'multiplier":2.0')
+        )
+        with self.assertRaisesRegex(SystemExit, "Line 2"):
+            _run(ledger=str(path), delta=1e-5)
+
+    @parameterized.parameters(
+        ({}, "exactly five"),
+        ({**_PLAN, "epsilon": 8.0}, "exactly five"),
+        ({**_PLAN, "rounds": None}, "exactly five"),
+        ({**_PLAN, "clients_per_round": 1001}, "clients_per_round"),
+        ({**_PLAN, "noise_multiplier": -1.0}, "noise_multiplier"),
+        ({**_PLAN, "delta": 1.0}, "delta"),
+        ({**_PLAN, "plot": "epsilon.txt"}, "plot"),
+        ({**_PLAN, "plot": "missing_folder/epsilon.png"}, "folder"),
+        ({**_PLAN, "ledger": "ledger.jsonl"}, "--ledger"),
+        ({"ledger": "ledger.jsonl"}, "needs --delta"),
+        ({"ledger": "missing.jsonl", "delta": 1e-5}, "missing.jsonl"),
+        ({**_PLAN, "expected_head": "00"}, "--ledger"),
+    )
+    def test_bad_combinations_are_refused_before_anything(self, values, words):
+        with self.assertRaisesRegex(SystemExit, words):
+            _run(**values)
+
+
+if __name__ == "__main__":
+    absltest.main()
