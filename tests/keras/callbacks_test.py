@@ -1,0 +1,370 @@
+"""Budget, ledger and checkpoints as callbacks of a training."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.keras import files, toy
+from tfdp_fl import accounting
+from tfdp_fl.keras import checkpoint
+
+_DELTA = 1e-3
+
+
+class _Lines(tfdp_fl.callbacks.FederatedCallback):
+    """Notes in which order things happen."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_rounds_planned(self, first_round, last_round):
+        self.seen.append(("planned", first_round, last_round))
+
+    def on_round_charged(self, round_index, charge, details):
+        weights = self.federated_model.get_weights()
+        self.seen.append(("charged", round_index, weights[0].copy()))
+
+    def on_round_released(self, round_index, logs):
+        weights = self.federated_model.get_weights()
+        self.seen.append(("released", round_index, weights[0].copy()))
+
+    def on_fit_end(self):
+        self.seen.append(("end",))
+
+
+class _Refuse(tfdp_fl.callbacks.FederatedCallback):
+    """Cannot write a round down."""
+
+    def __init__(self, round_index):
+        super().__init__()
+        self._round = round_index
+
+    def on_round_charged(self, round_index, charge, details):
+        if round_index == self._round:
+            raise OSError("disk full")
+
+
+class OrderTest(absltest.TestCase):
+    def test_a_round_is_charged_before_the_model_changes(self):
+        fed, lines = toy.federated(), _Lines()
+        start = fed.get_weights()[0].copy()
+        fed.fit(toy.clients(), rounds=2, verbose=0, callbacks=[lines])
+        kinds = [each[0] for each in lines.seen]
+        self.assertEqual(
+            kinds,
+            ["planned", *["charged", "released"] * 2, "end"],
+        )
+        np.testing.assert_array_equal(lines.seen[1][2], start)
+        self.assertNotAllClose(lines.seen[2][2], start)
+        np.testing.assert_array_equal(lines.seen[3][2], lines.seen[2][2])
+        with self.subTest("a round that is not written does not happen"):
+            before, spent = fed.get_weights(), fed.epsilon(_DELTA)
+            with self.assertRaisesRegex(OSError, "disk full"):
+                fed.fit(
+                    toy.clients(),
+                    rounds=2,
+                    verbose=0,
+                    callbacks=[_Refuse(2), lines],
+                )
+            for one, other in zip(before, fed.get_weights(), strict=True):
+                np.testing.assert_array_equal(one, other)
+            self.assertEqual(fed.epsilon(_DELTA), spent)
+            self.assertEqual(fed.rounds, 2)
+            self.assertEqual(lines.seen[-1], ("end",))
+
+    def assertNotAllClose(self, one, other):  # noqa: N802
+        self.assertGreater(np.abs(one - other).max(), 1e-6)
+
+
+class PrivacyBudgetTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("constant", 1.0, 20),
+        ("scheduled", lambda t: 1.5 - t / 10, lambda t: 10 + t),
+    )
+    def test_stops_before_the_round_that_would_overspend(self, noise, size):
+        fed = toy.federated(
+            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=noise),
+            clients_per_round=size,
+            sampling="poisson",
+        )
+        # The rounds' costs, computed by hand.
+        sampler = tfdp_fl.sampling.make_sampler("poisson", 40, size)
+        history, after = accounting.PrivacyAccountant(), []
+        for t in range(12):
+            z = noise(t) if callable(noise) else noise
+            event = tfdp_fl.mechanisms.FixedClipping(
+                clip_norm=0.5, noise_multiplier=z
+            ).round_event(0, None)
+            history.add(sampler.charge(t, event))
+            after.append(history.epsilon(_DELTA))
+        epsilon = 0.5 * (after[4] + after[5])
+        budget = tfdp_fl.callbacks.PrivacyBudget(epsilon, _DELTA)
+        with self.subTest("first fit"):
+            said = []
+            fed.say = said.append
+            fed.fit(toy.clients(), rounds=12, verbose=0, callbacks=[budget])
+            self.assertEqual(fed.rounds, 5)
+            self.assertEqual(budget.stopped_before_round, 5)
+            self.assertAlmostEqual(fed.epsilon(_DELTA), after[4], places=9)
+            self.assertRegex(said[0], "allows 5 of the 12 rounds asked for")
+            self.assertRegex(said[1], "stopped before round 6, which would")
+        with self.subTest("a second fit goes on with what was spent"):
+            history = fed.fit(
+                toy.clients(), rounds=2, verbose=0, callbacks=[budget]
+            )
+            self.assertEqual(fed.rounds, 5)
+            self.assertEmpty(history.epoch)
+        with self.subTest("a larger budget allows more"):
+            larger = tfdp_fl.callbacks.PrivacyBudget(after[6], _DELTA)
+            history = fed.fit(
+                toy.clients(), rounds=7, verbose=0, callbacks=[larger]
+            )
+            self.assertEqual(history.epoch, [5, 6])
+            self.assertLen(history.history["epsilon"], 2)
+            self.assertLessEqual(fed.epsilon(_DELTA), after[6])
+
+    def test_pld_allows_more_rounds_than_rdp(self):
+        fed = toy.federated(sampling="shuffled", clients_per_round=40)
+        fed.fit(toy.clients(), rounds=1, verbose=0)
+        epsilon = 15.0
+        rounds = {
+            by: fed.affordable_rounds(epsilon, _DELTA, 50, by)
+            for by in ("rdp", "pld")
+        }
+        self.assertGreater(rounds["pld"], rounds["rdp"])
+        for by, allowed in rounds.items():
+            spent = accounting.PrivacyAccountant()
+            charge = fed.spending.central.charges[0][0]
+            spent.add(charge, allowed + 1)
+            self.assertLessEqual(spent.epsilon(_DELTA, by), epsilon)
+            spent.add(charge)
+            self.assertGreater(spent.epsilon(_DELTA, by), epsilon)
+
+    def test_local_budget_counts_the_client_seen_most(self):
+        fed = toy.federated(
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0),
+            clients_per_round=40,
+        )
+        each = fed.mechanism.mu_squared(None)
+        epsilon = accounting.epsilon_of_mu_squared(3.5 * each, _DELTA)
+        budget = tfdp_fl.callbacks.PrivacyBudget(epsilon, _DELTA)
+        fed.fit(toy.clients(), rounds=9, verbose=0, callbacks=[budget])
+        self.assertEqual(fed.rounds, 3)
+
+    def test_no_noise_no_round(self):
+        fed = toy.federated(tfdp_fl.NoPrivacy())
+        budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
+        history = fed.fit(
+            toy.clients(), rounds=3, verbose=0, callbacks=[budget]
+        )
+        self.assertEmpty(history.epoch)
+
+    @parameterized.parameters(
+        ({"epsilon": 0.0, "delta": 0.1}, "epsilon must be a positive"),
+        ({"epsilon": 1.0, "delta": 1.0}, "delta must be a number strictly"),
+        (
+            {"epsilon": 1.0, "delta": 0.1, "accountant": "gdp"},
+            "accountant must be one of",
+        ),
+    )
+    def test_refuses(self, arguments, message):
+        with self.assertRaisesRegex(ValueError, message):
+            tfdp_fl.callbacks.PrivacyBudget(**arguments)
+
+
+class LedgerTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.path = files.directory(self) / "ledger.jsonl"
+
+    def test_holds_every_round_of_several_fits(self):
+        fed = toy.federated()
+        ledger = tfdp_fl.callbacks.Ledger(self.path)
+        fit = {"verbose": 0, "batch_size": 10}
+        fed.fit(toy.clients(), rounds=2, callbacks=[ledger], **fit)
+        fed.fit(toy.clients(), rounds=1, callbacks=[ledger], **fit)
+        contents = accounting.PrivacyLedger.read(self.path)
+        self.assertEqual([e.round_index for e in contents.entries], [0, 1, 2])
+        self.assertEqual({e.cohort_size for e in contents.entries}, {20})
+        self.assertEqual(contents.entries[0].details, {"noise_multiplier": 1.0})
+        self.assertEqual(contents.epsilon(_DELTA), fed.epsilon(_DELTA))
+        with self.subTest("rounds that were run without it are made up for"):
+            fed.fit(toy.clients(), rounds=2, **fit)
+            fed.fit(toy.clients(), rounds=1, callbacks=[ledger], **fit)
+            contents = accounting.PrivacyLedger.read(self.path)
+            self.assertLen(contents.entries, 6)
+            self.assertEqual(contents.epsilon(_DELTA), fed.epsilon(_DELTA))
+        with self.subTest("so they are by a new one"):
+            other = self.path.with_name("other.jsonl")
+            fed.fit(
+                toy.clients(),
+                rounds=1,
+                callbacks=[tfdp_fl.callbacks.Ledger(other)],
+                **fit,
+            )
+            self.assertEqual(
+                accounting.epsilon_from_ledger(other, _DELTA),
+                fed.epsilon(_DELTA),
+            )
+        with self.subTest("another run is refused, unless told to append"):
+            new = toy.federated()
+            with self.assertRaisesRegex(ValueError, "ledger of another run"):
+                new.fit(toy.clients(), callbacks=[ledger], **fit)
+            self.assertEqual(new.rounds, 0)
+            both = tfdp_fl.callbacks.Ledger(self.path, append=True)
+            new.fit(toy.clients(), callbacks=[both], **fit)
+            contents = accounting.PrivacyLedger.read(self.path)
+            self.assertLen(contents.entries, 7)
+            self.assertGreater(contents.epsilon(_DELTA), new.epsilon(_DELTA))
+
+    def test_local_spending_is_that_of_the_client_seen_most(self):
+        fed = toy.federated(
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
+        )
+        ledger = tfdp_fl.callbacks.Ledger(self.path, key=b"secret")
+        fed.fit(toy.clients(), rounds=4, verbose=0, callbacks=[ledger])
+        contents = accounting.PrivacyLedger.read(self.path, key=b"secret")
+        self.assertAlmostEqual(
+            contents.epsilon(_DELTA), fed.epsilon(_DELTA), places=12
+        )
+        self.assertLess(fed.epsilon(_DELTA), math.inf)
+        self.assertEqual(contents.header["mechanism"]["guarantee"], "local")
+
+    def test_disk_full_abandons_the_round(self):
+        fed = toy.federated()
+        ledger = tfdp_fl.callbacks.Ledger(self.path)
+        fed.fit(toy.clients(), rounds=1, verbose=0, callbacks=[ledger])
+        before, weights = self.path.read_bytes(), fed.get_weights()
+        for room in (0, 40):
+            with (
+                files.full_disk(len(before) + room),
+                self.assertRaisesRegex(
+                    accounting.LedgerWriteError, "must not be released"
+                ),
+            ):
+                fed.fit(toy.clients(), rounds=1, verbose=0, callbacks=[ledger])
+            self.assertEqual(self.path.read_bytes(), before)
+            self.assertEqual(fed.rounds, 1)
+            for one, other in zip(weights, fed.get_weights(), strict=True):
+                np.testing.assert_array_equal(one, other)
+        fed.fit(toy.clients(), rounds=1, verbose=0, callbacks=[ledger])
+        self.assertLen(accounting.PrivacyLedger.read(self.path).entries, 2)
+
+
+class RoundCheckpointTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.path = files.directory(self) / "run"
+
+    def _fit(self, fed, rounds=1, callbacks=(), **options):
+        return fed.fit(
+            toy.clients(),
+            rounds=rounds,
+            verbose=0,
+            callbacks=list(callbacks),
+            **options,
+        )
+
+    def _files(self):
+        return sorted(each.name for each in self.path.iterdir())
+
+    def test_what_a_directory_holds(self):
+        fed = toy.federated(sampling="shuffled", delta=_DELTA)
+        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, every=2, keep=2)
+        self._fit(fed, 5, [keeper])
+        self.assertEqual(
+            self._files(),
+            [
+                "ledger.jsonl",
+                "lock",
+                "privacy.txt",
+                "round-00000004.npz",
+                "round-00000005.npz",
+            ],
+        )
+        statement = (self.path / "privacy.txt").read_text()
+        self.assertEqual(statement, fed.privacy_statement() + "\n")
+        with self.subTest("a second fit of the same model goes on"):
+            self._fit(fed, 1, [keeper])
+            again = tfdp_fl.callbacks.RoundCheckpoint(self.path)
+            self._fit(fed, 1, [again])
+            self.assertIn("round-00000007.npz", self._files())
+            self.assertEqual(
+                accounting.epsilon_from_ledger(
+                    self.path / "ledger.jsonl", _DELTA
+                ),
+                fed.epsilon(_DELTA),
+            )
+        before = {file.name: file.read_bytes() for file in self.path.iterdir()}
+        new = toy.federated(sampling="shuffled")
+        with (
+            self.subTest("a new training is refused before it starts"),
+            self.assertRaisesRegex(
+                ValueError, "must not hold the checkpoints of another run.*resu"
+            ),
+        ):
+            self._fit(new, 1, [keeper])
+        with self.subTest("so is one while another has the directory"):
+            holder = checkpoint.CheckpointDirectory(self.path)
+            holder.acquire()
+            with self.assertRaises(checkpoint.CheckpointInUseError):
+                self._fit(fed, 1, [keeper])
+            holder.release()
+        with self.subTest("and one whose disk is full"):
+            with (
+                files.full_disk(100),
+                self.assertRaisesRegex(
+                    checkpoint.CheckpointWriteError, "cannot be written"
+                ),
+            ):
+                self._fit(fed, 1, [keeper])
+            self.assertEqual(fed.rounds, 7)
+        self.assertEqual(new.rounds, 0)
+        self.assertEqual(
+            before,
+            {file.name: file.read_bytes() for file in self.path.iterdir()},
+        )
+
+    def test_read_only_directory_is_refused_before_anything_starts(self):
+        fed = toy.federated()
+        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path / "deeper")
+        self.path.mkdir()
+        with (
+            files.read_only(self.path),
+            self.assertRaisesRegex(
+                checkpoint.CheckpointWriteError, "deeper cannot be written"
+            ),
+        ):
+            self._fit(fed, 1, [keeper])
+        self.assertEqual(fed.rounds, 0)
+        self.assertEmpty(self._files())
+
+    def test_early_stopping_ends_with_the_best_weights_saved(self):
+        fed = toy.federated(sampling="shuffled")
+        stop = tf.keras.callbacks.EarlyStopping(
+            "loss", mode="max", min_delta=99.0, restore_best_weights=True
+        )
+        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, delta=_DELTA)
+        self._fit(fed, 9, [keeper, stop])
+        self.assertEqual(fed.rounds, 2)
+        saved = checkpoint.CheckpointDirectory(self.path).newest()
+        for index, weight in enumerate(fed.get_weights()):
+            np.testing.assert_array_equal(
+                saved.arrays[f"weights/{index}"], weight
+            )
+            np.testing.assert_array_equal(stop.best_weights[index], weight)
+
+    @parameterized.parameters("every", "keep")
+    def test_refuses_counts_below_one(self, name):
+        with self.assertRaisesRegex(ValueError, f"{name} must be an integer"):
+            tfdp_fl.callbacks.RoundCheckpoint(self.path, **{name: 0})
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,56 @@
+"""A training run in a process of its own, to be killed."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import tfdp_fl
+from tests.keras import toy
+from tfdp_fl.keras import callbacks
+
+ROUNDS = 60
+DELTA = 1e-3
+
+
+class _Witness(callbacks.FederatedCallback):
+    """Writes down what an outsider has seen, as soon as it can be seen."""
+
+    def __init__(self, path: pathlib.Path, started):
+        super().__init__()
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._started = started
+
+    def on_round_released(self, round_index, logs):
+        del logs
+        epsilon = self.federated_model.epsilon(DELTA)
+        os.write(self._file, f"{round_index} {epsilon!r}\n".encode())
+        self._started.set()
+
+
+def has_checkpoint(directory: pathlib.Path) -> bool:
+    """Returns True if there is something to resume from."""
+    return any(directory.glob("round-*.npz"))
+
+
+def run(directory: str, witness: str, mechanism: str, started) -> None:
+    """Trains to the end, from where an earlier process was killed."""
+    path = pathlib.Path(directory)
+    if mechanism == "local":
+        made = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=DELTA)
+    else:
+        made = tfdp_fl.AdaptiveClipping(noise_multiplier=0.8)
+    fed = toy.federated(made, sampling="shuffled")
+    fed.fit(
+        toy.clients(),
+        rounds=ROUNDS,
+        batch_size=10,
+        seed=3,
+        verbose=0,
+        callbacks=[
+            callbacks.RoundCheckpoint(path, every=3, delta=DELTA),
+            _Witness(pathlib.Path(witness), started),
+        ],
+        resume_from=path if has_checkpoint(path) else None,
+    )
+    fed.model.save_weights(path / "final.weights.h5")

@@ -1,0 +1,200 @@
+"""`make_private` finds the smallest noise that keeps a target."""
+
+from __future__ import annotations
+
+import math
+
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.keras import toy
+from tfdp_fl import accounting
+from tfdp_fl import sampling as sampling_lib
+from tfdp_fl.mechanisms import Deployment
+
+_DELTA = 1e-4
+_CLIENTS = 1000
+
+
+def _make(target=4.0, rounds=30, m=100, **options):
+    return tfdp_fl.make_private(
+        toy.dense(),
+        target_epsilon=target,
+        target_delta=_DELTA,
+        num_clients=options.pop("num_clients", _CLIENTS),
+        clients_per_round=m,
+        rounds=rounds,
+        **options,
+    )
+
+
+def _cost(mechanism, sampling, rounds, m, accountant="rdp"):
+    """Returns epsilon of the rounds, computed anew."""
+    deployment = Deployment(
+        clients_per_round=m,
+        num_clients=_CLIENTS,
+        sampling=sampling,
+        rounds=rounds,
+    )
+    sampler = sampling_lib.make_sampler(sampling, _CLIENTS, m)
+    history = accounting.PrivacyAccountant()
+    for t in range(rounds):
+        history.add(sampler.charge(t, mechanism.round_event(t, deployment)))
+    return history.epsilon(_DELTA, accountant)
+
+
+class CalibrationTest(parameterized.TestCase):
+    @parameterized.product(
+        mechanism=("adaptive", "fixed", "median"),
+        sampling=("poisson", "fixed_size", "shuffled"),
+    )
+    def test_target_is_kept_and_used_up(self, mechanism, sampling):
+        options = {"clip_norm": 0.5} if mechanism == "fixed" else {}
+        made = _make(
+            40.0 if sampling == "fixed_size" else 4.0,
+            mechanism=mechanism,
+            sampling=sampling,
+            **options,
+        ).mechanism
+        target = 40.0 if sampling == "fixed_size" else 4.0
+        found = _cost(made, sampling, 30, 100)
+        self.assertLessEqual(found, target)
+        self.assertGreater(found, target * (1 - 1e-3))
+        # Less noise by 0.1 % would be too little.
+        less = made.with_noise_multiplier(made.noise_multiplier * 0.999)
+        if mechanism == "median":
+            self.assertAlmostEqual(
+                made.median_noise_multiplier, 5 * made.noise_multiplier
+            )
+        else:
+            self.assertGreater(_cost(less, sampling, 30, 100), target)
+
+    def test_given_median_noise_is_kept(self):
+        made = _make(mechanism="median", median_noise_multiplier=3.0).mechanism
+        self.assertEqual(made.median_noise_multiplier, 3.0)
+        self.assertLessEqual(_cost(made, "poisson", 30, 100), 4.0)
+
+    def test_scheduled_cohorts(self):
+        sizes = [50 + 10 * t for t in range(8)]
+        fed = _make(mechanism="fixed", clip_norm=1.0, rounds=8, m=sizes)
+        found = _cost(fed.mechanism, "poisson", 8, sizes)
+        self.assertBetween(found, 4.0 * (1 - 1e-3), 4.0)
+
+    @parameterized.named_parameters(
+        ("sequence", [2.0, 1.0, 1.0, 0.5]),
+        ("callable", lambda t: (2.0, 1.0, 1.0, 0.5)[t]),
+    )
+    def test_scheduled_noise_is_scaled_as_a_whole(self, schedule):
+        fed = _make(
+            mechanism=tfdp_fl.FixedClipping(
+                clip_norm=1.0, noise_multiplier=schedule
+            ),
+            rounds=4,
+        )
+        values = [fed.mechanism.noise_multiplier_at(t) for t in range(4)]
+        self.assertAlmostEqual(values[0] / values[3], 4.0)
+        found = _cost(fed.mechanism, "poisson", 4, 100)
+        self.assertBetween(found, 4.0 * (1 - 1e-3), 4.0)
+
+    def test_pld_needs_less_noise(self):
+        by_rdp = _make(mechanism="fixed", clip_norm=1.0)
+        by_pld = _make(mechanism="fixed", clip_norm=1.0, accountant="pld")
+        self.assertLess(
+            by_pld.mechanism.noise_multiplier, by_rdp.mechanism.noise_multiplier
+        )
+        self.assertEqual(by_pld.accountant, "pld")
+        found = _cost(by_pld.mechanism, "poisson", 30, 100, "pld")
+        self.assertBetween(found, 4.0 * (1 - 1e-3), 4.0)
+
+    @parameterized.parameters("local", "adaptive_local")
+    def test_local_targets_hold_for_the_client_seen_most(self, mechanism):
+        options = {"clip_norm": 0.5} if mechanism == "local" else {}
+        made = _make(8.0, mechanism=mechanism, **options).mechanism
+        spent = 30 * made.mu_squared(
+            Deployment(
+                clients_per_round=100,
+                num_clients=_CLIENTS,
+                sampling="poisson",
+                rounds=30,
+                max_participations=30,
+                num_variables=2,
+            )
+        )
+        found = accounting.epsilon_of_mu_squared(spent, _DELTA)
+        self.assertBetween(found, 8.0 * (1 - 1e-3), 8.0 * (1 + 1e-9))
+
+    def test_history_ends_at_the_target(self):
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            target_epsilon=9.0,
+            target_delta=1e-3,
+            num_clients=toy.NUM_CLIENTS,
+            clients_per_round=20,
+            rounds=5,
+            num_replicas=1,
+            count_noise_stddev=4.0,
+        )
+        fed.compile("sgd", toy.loss(), jit_compile=False)
+        history = fed.fit(toy.clients(), rounds=5, verbose=0).history
+        self.assertIsInstance(fed.mechanism, tfdp_fl.AdaptiveClipping)
+        self.assertBetween(history["epsilon"][-1], 9.0 * (1 - 1e-3), 9.0)
+        self.assertEqual(history["epsilon"], sorted(history["epsilon"]))
+        self.assertEqual(fed.epsilon(1e-3), history["epsilon"][-1])
+
+
+class RefusalTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("epsilon", {"target": 0.0}, "target_epsilon must be a positive"),
+        ("nan", {"target": math.nan}, "target_epsilon must be a positive"),
+        ("rounds", {"rounds": 0}, "rounds must be an integer of at least 1"),
+        ("N", {"num_clients": 0}, "num_clients must be an integer"),
+        ("m", {"m": 1001}, "clients_per_round .*1000.* got 1001"),
+        ("sampling", {"sampling": "random"}, "sampling must be one of"),
+        ("mechanism", {"mechanism": "laplace"}, "mechanism must be one of"),
+        (
+            "no noise to choose",
+            {"mechanism": tfdp_fl.NoPrivacy()},
+            "mechanism must be one whose noise_multiplier can be chosen",
+        ),
+        (
+            "local instance",
+            {"mechanism": tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0)},
+            "mechanism must be one whose noise_multiplier can be chosen",
+        ),
+        (
+            "noise at clients",
+            {"noise_site": "client"},
+            "noise_site='client' needs sampling='fixed_size'",
+        ),
+        (
+            "too few for an adaptive clip",
+            {"m": 5, "target": 0.05},
+            "target_epsilon=0.05 .* cannot be kept .*clients_per_round / 20",
+        ),
+        ("accountant", {"accountant": "gdp"}, "accountant must be one of"),
+    )
+    def test_refuses(self, options, message):
+        with self.assertRaisesRegex(ValueError, message):
+            _make(**options)
+
+    @parameterized.named_parameters(
+        ("unknown", {"clip": 1.0}, "clip is not an argument of"),
+        ("noise", {"noise_multiplier": 1.0}, "noise_multiplier is not an arg"),
+        (
+            "options of a made mechanism",
+            {
+                "mechanism": tfdp_fl.FixedClipping(
+                    clip_norm=1.0, noise_multiplier=1.0
+                ),
+                "clip_norm": 2.0,
+            },
+            r"\['clip_norm'\] cannot be given",
+        ),
+    )
+    def test_refuses_unknown_options(self, options, message):
+        with self.assertRaisesRegex(TypeError, message):
+            _make(**options)
+
+
+if __name__ == "__main__":
+    absltest.main()

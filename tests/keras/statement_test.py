@@ -1,0 +1,186 @@
+"""The privacy statement says what ran, and every caveat that holds."""
+
+from __future__ import annotations
+
+import re
+
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.keras import toy
+from tfdp_fl import accounting
+from tfdp_fl.secure_aggregation import AdditiveSecretSharing
+
+_DELTA = 1e-3
+
+
+def _trained(mechanism=None, rounds=2, fit=None, **options):
+    fed = toy.federated(mechanism, **options)
+    fed.fit(toy.clients(), rounds=rounds, verbose=0, **(fit or {}))
+    return fed
+
+
+class StatementTest(parameterized.TestCase):
+    def test_central_guarantee(self):
+        fed = _trained(
+            sampling="poisson",
+            rounds=3,
+            delta=_DELTA,
+            fit={"validation_data": toy.arrays(20)},
+        )
+        facts = fed.privacy_statement(format="dict")
+        sizes = fed.model.history.history["cohort_size"]
+        self.assertEqual(facts["unit"], "client")
+        self.assertEqual(facts["relation"], "ADD_OR_REMOVE_ONE")
+        self.assertEqual(facts["rounds"], 3)
+        self.assertEqual(facts["num_clients"], toy.NUM_CLIENTS)
+        self.assertEqual(facts["cohort_sizes"]["max"], max(sizes))
+        self.assertEqual(facts["clients_per_round"]["min"], 20)
+        self.assertEqual(facts["epsilon_rdp"], fed.epsilon(_DELTA))
+        self.assertEqual(facts["epsilon_pld"], fed.epsilon(_DELTA, "pld"))
+        self.assertEqual(facts["mechanism_parameters"]["clip_norm"], 0.5)
+        self.assertEqual(
+            {*facts["caveats"]},
+            {
+                "unnoised_metrics",
+                "validation_data_not_covered",
+                "hyperparameter_search_not_counted",
+                "floating_point_noise",
+            },
+        )
+        text = fed.privacy_statement()
+        for needed in (
+            r"epsilon = \d",
+            "delta = 0.001",
+            "one client is added or removed",
+            "FixedClipping: DP-FedAvg with fixed clipping",
+            "N = 40 and m = 20",
+            "with probability m/N",
+            "without noise",
+        ):
+            self.assertRegex(text, needed)
+        markdown = fed.privacy_statement(format="markdown")
+        self.assertTrue(markdown.startswith("# Privacy statement"))
+        with self.subTest("a delta that nobody gave follows from N"):
+            fed.delta = None
+            facts = fed.privacy_statement(format="dict")
+            self.assertAlmostEqual(facts["delta"], 40**-1.1)
+
+    def test_seed_and_clipped_non_trainable_state(self):
+        model = tf.keras.Sequential(
+            [
+                tf.keras.layers.BatchNormalization(input_shape=(8,)),
+                tf.keras.layers.Dense(toy.NUM_CLASSES),
+            ]
+        )
+        fed = _trained(model=model, sampling="shuffled", fit={"seed": 1})
+        caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
+        self.assertIn("seed_given", caveats)
+        self.assertIn("non_trainable_released", caveats)
+        self.assertIn("shuffled_zero_out", caveats)
+        kept = _trained(
+            model=model,
+            sampling="shuffled",
+            non_trainable_state="keep",
+            rounds=1,
+        )
+        caveats = kept.privacy_statement(_DELTA, "dict")["caveats"]
+        self.assertIn("non_trainable_kept", caveats)
+        self.assertNotIn("non_trainable_released", caveats)
+        self.assertNotIn("seed_given", caveats)
+
+    def test_exact_median(self):
+        fed = _trained(
+            tfdp_fl.MedianClipping(noise_multiplier=lambda t: 1.0 + t),
+            sampling="shuffled",
+        )
+        facts = fed.privacy_statement(_DELTA, "dict")
+        self.assertIn("exact_median", facts["caveats"])
+        self.assertEqual(
+            facts["mechanism_parameters"]["noise_multiplier"],
+            "1 to 2 (scheduled)",
+        )
+
+    def test_local_guarantee_is_not_called_central(self):
+        fed = _trained(
+            tfdp_fl.AdaptiveLocalDP(
+                epsilon=8.0,
+                delta=_DELTA,
+                calibration="classic",
+                layers="separate",
+            )
+        )
+        facts = fed.privacy_statement(_DELTA, "dict")
+        self.assertEqual(facts["guarantee"], "local")
+        self.assertEqual(facts["epsilon"], fed.epsilon(_DELTA))
+        self.assertIsNone(facts["epsilon_rdp"])
+        self.assertEqual(facts["max_participations"], 2)
+        for key in (
+            "local_not_central",
+            "radius_from_unnoised_norms",
+            "layers_charged_separately",
+            "classic_above_one",
+        ):
+            self.assertIn(key, facts["caveats"])
+        self.assertIn("Local differential privacy", fed.privacy_statement())
+
+    def test_nbafl_is_per_record(self):
+        fed = _trained(
+            tfdp_fl.NbAFL(epsilon=50.0, constant=3.0, weight_clip=10.0),
+            rounds=1,
+        )
+        facts = fed.privacy_statement(_DELTA, "dict")
+        self.assertEqual(facts["unit"], "record")
+        self.assertEqual(facts["implied_epsilon"], 50.0)
+        self.assertAlmostEqual(facts["implied_delta"], 0.0139, places=4)
+        self.assertIn("per_record", facts["caveats"])
+
+    def test_no_privacy_says_so(self):
+        fed = _trained(tfdp_fl.NoPrivacy(), rounds=1)
+        text = fed.privacy_statement(_DELTA)
+        self.assertIn("no differential-privacy guarantee", text)
+        facts = fed.privacy_statement(_DELTA, "dict")
+        self.assertFalse(facts["has_guarantee"])
+        self.assertIsNone(facts["epsilon"])
+        self.assertEmpty(facts["caveats"])
+
+    @parameterized.parameters(
+        ("client", "secure_aggregation_group_noise"),
+        ("server", "secure_aggregation_unnoised_groups"),
+    )
+    def test_secure_aggregation_says_what_groups_see(self, site, caveat):
+        fed = _trained(
+            tfdp_fl.FixedClipping(
+                clip_norm=0.5, noise_multiplier=1.0, noise_site=site
+            ),
+            rounds=1,
+            clients_per_round=6,
+            secure_aggregation=AdditiveSecretSharing(),
+        )
+        caveats = fed.privacy_statement(0.1, "dict")["caveats"]
+        self.assertIn("secure_aggregation", caveats)
+        self.assertIn(caveat, caveats)
+        self.assertLen([c for c in caveats if c.startswith("secure_a")], 2)
+        self.assertEqual(
+            "client_noise_needs_honest_clients" in caveats, site == "client"
+        )
+
+    def test_every_caveat_is_one_that_the_statement_knows(self):
+        source = tfdp_fl.keras.statement._caveats.__code__.co_consts
+        keys = {
+            each
+            for const in source
+            for each in (const if isinstance(const, tuple) else (const,))
+            if isinstance(each, str) and re.fullmatch("[a-z]+(_[a-z]+)+", each)
+        }
+        known = {*accounting.CAVEATS, "noise_site"}
+        self.assertEmpty(keys - known)
+
+    def test_before_training_there_is_nothing_to_state(self):
+        with self.assertRaisesRegex(ValueError, "fit must be called before"):
+            toy.federated().privacy_statement(_DELTA)
+
+
+if __name__ == "__main__":
+    absltest.main()
