@@ -1,0 +1,157 @@
+r"""Times the engine side by side with TensorFlow Federated.
+
+    python scripts/benchmark.py                      # everything, 20 minutes
+    python scripts/benchmark.py --rows=tff,machine   # some rows, others kept
+    python scripts/benchmark.py --profile=cnn        # where a round's time goes
+    python scripts/benchmark.py --resume             # go on after a break
+
+Each side runs in a process of its own, the sides take turns, and what counts
+are medians after warm-up, as ratios. Nothing else should run on the machine.
+Rows are stored in the JSON file as soon as they are measured; the tables in
+the Markdown page, between its comments, and the images beside it are made of
+that file. `--rows=` (nothing) makes them anew without measuring.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+# TensorFlow reports libraries for GPUs that are not there as errors.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from absl import app, flags
+
+from tfdp_fl.benchmarking import machine, plots, report, results, verdicts
+from tfdp_fl.benchmarking import rows as rows_lib
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+_ROWS = flags.DEFINE_list(
+    "rows",
+    ["all"],
+    "What to measure: rows or groups of rows. Groups: "
+    + ", ".join(dict.fromkeys(row.group for row in rows_lib.ROWS))
+    + ". Rows: "
+    + ", ".join(row.name for row in rows_lib.ROWS)
+    + ".",
+)
+_PROFILE = flags.DEFINE_list(
+    "profile",
+    None,
+    "Only find out where the time of a round goes, of these workloads ('all').",
+)
+_QUICK = flags.DEFINE_bool(
+    "quick", False, "Few repetitions: to see that everything works."
+)
+_RESUME = flags.DEFINE_bool(
+    "resume",
+    False,
+    "Skip rows that were measured already on this machine, at this commit.",
+)
+_OUTPUT = flags.DEFINE_string(
+    "output", str(_ROOT / "docs" / "benchmarks.md"), "The Markdown page."
+)
+_JSON = flags.DEFINE_string(
+    "json", None, "What was measured; the page's name with .json unless given."
+)
+_DATA = flags.DEFINE_string(
+    "data",
+    os.environ.get("TFDP_FL_DATA", str(_ROOT.parent / "shared" / "data")),
+    "The folder of mnist.npz; without it, random images of the same size.",
+)
+
+_BUSY = 0.5  # Load per core above which figures are in doubt.
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"benchmark.py: {argv[1]!r} is not a flag.")
+    names = _ROWS.value
+    if _PROFILE.value is not None:
+        names = [
+            "profile" if name == "all" else f"profile_{name}"
+            for name in _PROFILE.value
+        ]
+    page = pathlib.Path(_OUTPUT.value)
+    store_path = _JSON.value or page.with_suffix(".json")
+    try:
+        selected = rows_lib.select(names)
+        store = results.Results(store_path)
+    except ValueError as error:
+        sys.exit(f"benchmark.py: {error}")
+    failed = _measure(selected, store, page)
+    _publish(store, page)
+    for verdict in verdicts.all_verdicts(store):
+        mark = "holds" if verdict.holds else "MISSED"
+        print(f"{mark:7s} {verdict.what}: {verdict.figure} ({verdict.bar})")
+    print(f"\nWritten: {page}, {store_path}")
+    if failed:
+        sys.exit(f"benchmark.py: failed: {', '.join(failed)}")
+
+
+def _measure(
+    selected: Sequence[rows_lib.Row], store: results.Results, page: pathlib.Path
+) -> list[str]:
+    """Measures the rows; returns the names of those that failed."""
+    begin = time.monotonic()
+    failed = []
+
+    def say(line: str) -> None:
+        print(f"{'':10s}{line}", flush=True)
+
+    context = rows_lib.Context(
+        quick=_QUICK.value, data_folder=_DATA.value, say=say
+    )
+    if selected and machine.load() > _BUSY * machine.cores():
+        print(
+            f"The load average is {machine.load():.1f}: something else runs "
+            "here, and figures are in doubt.",
+            flush=True,
+        )
+    for number, row in enumerate(selected, 1):
+        place = f"[{number}/{len(selected)}]"
+        if _RESUME.value and store.is_current(row.name, _QUICK.value):
+            print(f"{place:9s} {row.name}: measured before", flush=True)
+            continue
+        minutes = (time.monotonic() - begin) / 60
+        print(f"{place:9s} {row.title} ({minutes:.1f} min)", flush=True)
+        start, load = time.monotonic(), machine.load()
+        outcome: dict = {}
+        try:
+            outcome["result"] = row.measure(context)
+        except Exception as error:
+            traceback.print_exc()
+            outcome["error"] = str(error)
+            failed.append(row.name)
+        outcome["seconds"] = time.monotonic() - start
+        store.put(row.name, _QUICK.value, load, **outcome)
+        _publish(store, page)
+    if selected:
+        print(f"Measured in {(time.monotonic() - begin) / 60:.1f} minutes.\n")
+    return failed
+
+
+def _publish(store: results.Results, page: pathlib.Path) -> None:
+    """Writes the page and its images."""
+    if not store.rows:
+        return
+    plots.draw(store, page.parent / "images")
+    text = "# Benchmarks\n"
+    if page.exists():
+        text = page.read_text(encoding="utf-8")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(report.fill(text, report.blocks(store)), encoding="utf-8")
+
+
+def run() -> None:
+    """Entry point of the installed command."""
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,121 @@
+"""Tests that the benchmark measures, stores, tabulates and draws; no timing."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from absl.testing import absltest, flagsaver, parameterized
+
+from scripts import benchmark
+from tfdp_fl.benchmarking import results, rows
+
+
+def _row(name, result):
+    return rows.Row(name, "group", f"title of {name}", result)
+
+
+class BenchmarkScriptTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        self.page = self.folder / "docs" / "page.md"
+        self.store = results.Results(self.folder / "docs" / "page.json")
+        self.calls = []
+        self.enter_context(
+            flagsaver.flagsaver(
+                output=str(self.page), resume=False, quick=False
+            )
+        )
+
+    def _measured(self, value):
+        def measure(context):
+            self.calls.append(context)
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        return measure
+
+    def test_a_row_that_fails_does_not_stop_the_others(self):
+        selected = [
+            _row("one", self._measured(ValueError("because"))),
+            _row("two", self._measured({"figure": 1})),
+        ]
+        failed = benchmark._measure(selected, self.store, self.page)
+        self.assertEqual(failed, ["one"])
+        stored = results.Results(self.folder / "docs" / "page.json")
+        self.assertEqual(stored.rows["one"]["error"], "because")
+        self.assertEqual(stored.result("two"), {"figure": 1})
+        self.assertIn("Failed: one", self.page.read_text())
+
+    def test_rows_of_other_runs_are_kept(self):
+        benchmark._measure(
+            [_row("one", self._measured({"figure": 1}))], self.store, self.page
+        )
+        benchmark._measure(
+            [_row("two", self._measured({"figure": 2}))],
+            results.Results(self.folder / "docs" / "page.json"),
+            self.page,
+        )
+        stored = results.Results(self.folder / "docs" / "page.json")
+        self.assertEqual(stored.result("one"), {"figure": 1})
+        self.assertEqual(stored.result("two"), {"figure": 2})
+
+    def test_resume_measures_only_what_is_missing(self):
+        selected = [
+            _row("one", self._measured({"figure": 1})),
+            _row("two", self._measured(ValueError("because"))),
+        ]
+        benchmark._measure(selected, self.store, self.page)
+        with flagsaver.flagsaver(resume=True):
+            benchmark._measure(selected, self.store, self.page)
+        self.assertLen(self.calls, 3)
+        # Another commit's figures are not this one's.
+        self.store.rows["one"]["revision"] = "0123456"
+        with flagsaver.flagsaver(resume=True):
+            benchmark._measure(selected, self.store, self.page)
+        self.assertLen(self.calls, 5)
+
+    def test_a_quick_row_does_not_stand_for_a_thorough_one(self):
+        self.store.put("one", True, 0.0, result={}, seconds=1.0)
+        self.assertTrue(self.store.is_current("one", quick=True))
+        self.assertFalse(self.store.is_current("one", quick=False))
+
+    def test_a_file_of_somebody_else_is_refused(self):
+        path = self.folder / "other.json"
+        path.write_text(json.dumps([1, 2]))
+        with self.assertRaisesRegex(ValueError, "json must be a file that"):
+            results.Results(path)
+        self.assertEqual(json.loads(path.read_text()), [1, 2])
+
+    @parameterized.parameters(
+        ("--rows=everything", "everything"),
+        ("--profile=cmm", "profile_cmm"),
+        ("surplus", "'surplus' is not a flag"),
+    )
+    def test_unknown_names_are_refused_before_anything_starts(
+        self, argument, message
+    ):
+        root = pathlib.Path(__file__).resolve().parents[2]
+        done = subprocess.run(
+            [
+                sys.executable,
+                "scripts/benchmark.py",
+                argument,
+                f"--output={self.page}",
+            ],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            check=False,
+        )
+        self.assertEqual(done.returncode, 1)
+        self.assertIn(message, done.stderr)
+        self.assertFalse(self.page.exists())
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,1 @@
+"""Times the engine side by side with TFF; what `make benchmark` is made of."""
