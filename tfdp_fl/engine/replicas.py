@@ -29,7 +29,7 @@ def default_num_replicas() -> int:
 
 
 def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
-    """Returns a model of the same architecture with variables of its own.
+    """Returns the same model with variables of its own.
 
     Args:
       model: A built Keras model.
@@ -50,16 +50,28 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
         raise ValueError(
             f"model cannot be copied for training clients side by side: {error}"
         ) from error
-    if [w.shape for w in copy.weights] != [w.shape for w in model.weights]:
+    layers = list(
+        zip(model._flatten_layers(), copy._flatten_layers(), strict=True)
+    )
+    for original, copied in layers:
+        copied.trainable = original.trainable
+    if _shapes(copy) != _shapes(model):
         raise ValueError(
             "model cannot be copied: its configuration does not rebuild the "
             "same weights."
         )
-    for original, copied in zip(
-        model._flatten_layers(), copy._flatten_layers(), strict=True
-    ):
-        copied.trainable = original.trainable
+    copy.set_weights(model.get_weights())
+    for original, copied in layers:
+        if hasattr(original, "get_vocabulary"):
+            copied.set_vocabulary(original.get_vocabulary())
+        elif hasattr(copied, "finalize_state"):  # Adapted constants.
+            copied.finalize_state()
     return copy
+
+
+def _shapes(model: tf.keras.Model) -> list[tf.TensorShape | None]:
+    # A vocabulary is among the weights, too, and has no shape.
+    return [getattr(weight, "shape", None) for weight in model.weights]
 
 
 def zeros_like_batch(element_spec: Any, batch_size: int = 1) -> Any:
