@@ -138,6 +138,23 @@ def make_plan(
     )
 
 
+def select(plan: BatchPlan, group: np.ndarray) -> BatchPlan:
+    """Returns the plan of some of a plan's clients, in the order given."""
+    if len(group) == plan.num_clients and (np.diff(group) > 0).all():
+        return plan
+    first = plan.first_step[group]
+    counts = plan.first_step[group + 1] - first
+    ends = np.cumsum(counts)
+    steps = np.repeat(first - (ends - counts), counts) + np.arange(counts.sum())
+    return BatchPlan(
+        rows=plan.rows[steps],
+        batch_sizes=plan.batch_sizes[steps],
+        first_step=np.concatenate([[0], ends]).astype(np.int32),
+        members=plan.members[group],
+        num_examples=plan.num_examples[group],
+    )
+
+
 def padded_length(length: int) -> int:
     """Returns the next length of a short ladder: 2^k or 3 * 2^(k-1).
 

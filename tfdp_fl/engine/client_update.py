@@ -236,6 +236,24 @@ class ClientTrainer:
             for variable in metric.variables
         ]
 
+    def start_metrics(self) -> None:
+        """Empties the metrics."""
+        for variable in self.metric_variables:
+            variable.assign(tf.zeros_like(variable))
+
+    def metric_values(self) -> list[tf.Tensor]:
+        """Returns the values of `metric_variables`."""
+        return [variable.read_value() for variable in self.metric_variables]
+
+    def update_metrics(
+        self, y: Any, predicted: Any, sample_weight: tf.Tensor | None = None
+    ) -> None:
+        """Adds a batch to the metrics."""
+        if self._metrics:
+            self._model.compiled_metrics.update_state(
+                y, predicted, sample_weight
+            )
+
     def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns what the compiled metrics say of a summed state.
 
@@ -317,8 +335,7 @@ class ClientTrainer:
                 training.grad_clip,
             )
         self._optimizer.apply(gradients, learning_rate)
-        if self._metrics:
-            self._model.compiled_metrics.update_state(y, predicted)
+        self.update_metrics(y, predicted)
         if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
             loss = tf.reduce_mean(loss)
         return tf.cast(loss, tf.float32)
@@ -331,12 +348,21 @@ class ClientTrainer:
         if self._single_loss is None or masked:
             return self._model.compute_loss(x, y, predicted)
         (label,), (output,) = tf.nest.flatten(y), tf.nest.flatten(predicted)
-        if label.shape.rank == output.shape.rank - 1 and output.shape[-1] == 1:
-            label = tf.expand_dims(label, -1)
-        loss = self._single_loss(label, output)
+        loss = self.loss_of_outputs(label, output)
         for extra in self._model.losses:
             loss += tf.cast(extra, loss.dtype)
         return loss
+
+    def loss_of_outputs(
+        self,
+        label: tf.Tensor,
+        output: tf.Tensor,
+        sample_weight: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Returns the loss of a model with one output, without extra terms."""
+        if label.shape.rank == output.shape.rank - 1 and output.shape[-1] == 1:
+            label = tf.expand_dims(label, -1)
+        return self._single_loss(label, output, sample_weight)
 
     def update(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns Delta = w - w_received, what the client's training did."""

@@ -153,8 +153,7 @@ class CohortFunction:
           before noise ([K, 0] if the mechanism keeps no window).
         """
         trainer, options, query = self._trainer, self._options, self._query
-        for variable in trainer.metric_variables:
-            variable.assign(tf.zeros_like(variable))
+        trainer.start_metrics()
         collect = options.output != SUM
         template = [tf.zeros(value.shape, value.dtype) for value in weights]
         record = () if collect else query.initial_sample_state(template)
@@ -241,9 +240,7 @@ class CohortFunction:
                 ),
                 result,
             )
-        metrics = [
-            variable.read_value() for variable in trainer.metric_variables
-        ]
+        metrics = trainer.metric_values()
         norms = windows.stack() if num_layers else tf.zeros([size, 0])
         return result, metrics, norms
 

@@ -16,6 +16,7 @@ from tfdp_fl.engine import (
     client_update,
     cohort,
     compile_choice,
+    dense_cohort,
     replicas,
     server_update,
 )
@@ -65,6 +66,7 @@ class PendingRound:
     Attributes:
       inputs: The round.
       state: The query's state, with the clip of this round.
+      tensors: Float32 [z, m, learning rate], and the seed.
       sums: One `CohortSum` a replica.
       metric_states: One list of metric values a replica.
       collected: For each replica the contributions that were not summed, with
@@ -76,6 +78,7 @@ class PendingRound:
 
     inputs: RoundInputs
     state: Any
+    tensors: tuple[tf.Tensor, tf.Tensor]
     sums: list[Any]
     metric_states: list[Any]
     collected: list[list[tuple[np.ndarray, cohort.CollectedUpdates]]]
@@ -92,6 +95,55 @@ class _Chunk:
     rows: np.ndarray
     lengths: np.ndarray
     members: np.ndarray
+
+
+class _Call:
+    """A compiled function with its arguments, called without ceremony."""
+
+    def __init__(
+        self,
+        function: Any,
+        arguments: list[tf.Tensor],
+        members: np.ndarray | None = None,
+        count: int = 0,
+    ):
+        """Prepares a call.
+
+        Args:
+          function: A `ConcreteFunction`.
+          arguments: Its arguments, flattened.
+          members: Int32 [K], the places in the cohort that it is about.
+          count: K.
+        """
+        self._function = function
+        self._arguments = arguments
+        self.members = members
+        self.count = count
+
+    def __call__(self) -> Any:
+        """Runs the function; returns its structured result.
+
+        The arguments' types were fixed when the function was traced, so the
+        check that `function(...)` makes of each, which takes longer than a
+        small round, is left out.
+        """
+        return self._function._call_flat(
+            self._arguments, self._function.captured_inputs
+        )
+
+
+def _flat(arguments: Any) -> list[Any]:
+    return tf.nest.flatten(arguments)
+
+
+def _any_size(value: Any) -> tf.TensorSpec:
+    """Returns a spec in which only an inner dimension of 0 or more is fixed.
+
+    The batch width of a table stays free as well, so that one function serves
+    every size.
+    """
+    value = np.asarray(value)
+    return tf.TensorSpec([None] * value.ndim, value.dtype)
 
 
 class CohortEngine:
@@ -189,8 +241,14 @@ class CohortEngine:
         self._functions: dict[Any, Any] = {}
         self._log_names: list[str] = []
         self._pool = concurrent.futures.ThreadPoolExecutor(count)
-        self._begin = tf.function(self._begin_round)
-        self._release = tf.function(self._release_round)
+        self._models = models
+        self._batch_size = batch_size
+        self._lockstep = (
+            jit_compile is None
+            and not moments
+            and not collect_records
+            and dense_cohort.supports(models[0], training, query)
+        )
         self._merge = tf.function(
             lambda a, b: tf.nest.map_structure(tf.add, a, b)
         )
@@ -229,15 +287,10 @@ class CohortEngine:
         Returns:
           A `PendingRound`; the model and the state have not changed.
         """
-        state, params, weights, unheard = self._begin(
-            self.state,
-            tf.constant(inputs.noise_multiplier, tf.float32),
-            tf.constant(inputs.clients_per_round, tf.float32),
-            tf.constant(inputs.seed),
-        )
         pending = PendingRound(
             inputs=inputs,
-            state=state,
+            state=self.state,
+            tensors=self._round_tensors(inputs),
             sums=[()] * self.num_replicas,
             metric_states=[()] * self.num_replicas,
             collected=[[] for _ in range(self.num_replicas)],
@@ -252,17 +305,43 @@ class CohortEngine:
             output = cohort.COLLECT_UPDATES
         elif self._collect_records:
             output = cohort.COLLECT_RECORDS
-        server = (params, weights, unheard)
         for chunk in self._chunks(dataset, inputs, pending.failures):
-            self._run_chunk(pending, server, chunk, output)
+            self._run_chunk(pending, chunk, output)
+        ran = [r for r, total in enumerate(pending.sums) if total != ()]
+        for name in ("sums", "metric_states", "collected"):
+            each = getattr(pending, name)
+            setattr(pending, name, [each[replica] for replica in ran])
         if self._query.two_phase:
             self._clip_and_sum(pending)
         return pending
 
-    def _begin_round(self, state, noise_multiplier, clients_per_round, seed):
-        state = self._query.begin_round(
-            state, noise_multiplier, clients_per_round
+    def begin(self, inputs: RoundInputs) -> tuple[Any, Any, Any, Any]:
+        """Returns what clients need of the server, for other runtimes.
+
+        Returns:
+          `(state, params, weights, unheard)`: the query's state and sample
+          params, and the values of the variables that clients train and of
+          those that they only use.
+        """
+        return self._once("begin", self._begin)(
+            self.state, *self._round_tensors(inputs)[:2]
         )
+
+    @staticmethod
+    def _round_tensors(inputs: RoundInputs) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a round's numbers: float32 [z, m, learning rate], seed."""
+        numbers = tf.constant(
+            [
+                inputs.noise_multiplier,
+                inputs.clients_per_round,
+                inputs.learning_rate,
+            ],
+            tf.float32,
+        )
+        return numbers, tf.constant(inputs.seed, tf.int64)
+
+    def _begin(self, state, numbers, seed):
+        state = self._query.begin_round(state, numbers[0], numbers[1])
         weights = [each.read_value() for each in self.server.variables]
         if self._broadcast_hook is not None:
             with noise.seeded(noise.fold_in(seed, -2)):
@@ -301,147 +380,192 @@ class CohortEngine:
                 yield chunk
 
     def _run_chunk(
-        self, pending: PendingRound, server: tuple, chunk: _Chunk, output: str
+        self, pending: PendingRound, chunk: _Chunk, output: str
     ) -> None:
         """Trains a chunk's clients on all replicas; adds to `pending`."""
         inputs = pending.inputs
-        work = batching.steps_per_client(
-            chunk.lengths, inputs.batch_size, inputs.local_epochs
+        whole = _plan(chunk, inputs)
+        work = np.diff(whole.first_step)
+        side_by_side = self._lockstep and dense_cohort.pays(
+            self._models[0],
+            chunk.lengths,
+            inputs.batch_size,
+            inputs.local_epochs,
         )
-        groups = batching.share_out(work, self.num_replicas)
         at_once = len(chunk.lengths) or 1
-        if output != cohort.SUM:
+        if side_by_side:
+            row = 4 * sum(shape[0] for shape in self._shapes)
+            examples = int(chunk.lengths.max()) * inputs.local_epochs
+            at_once = max(1, CHUNK_BYTES // (row * examples))
+        elif output != cohort.SUM:
             width = sum(shape.num_elements() for shape in self._shapes)
             at_once = max(1, CHUNK_BYTES // (4 * width))
-        plans = [
+        groups = batching.share_out(work, self.num_replicas)
+        if side_by_side and dense_cohort.is_small(
+            self._models[0], chunk.lengths, inputs.local_epochs
+        ):  # Starting a second thread would take longer than it saves.
+            groups = [np.arange(len(work))]
+        groups = [group for group in groups if len(group)] or groups[:1]
+        calls = [
             [
-                _plan(chunk, group[start : start + at_once], inputs)
+                self._prepared(
+                    replica,
+                    pending,
+                    chunk,
+                    batching.select(whole, group[start : start + at_once]),
+                    output,
+                    side_by_side,
+                )
                 for start in range(0, max(len(group), 1), at_once)
             ]
-            for group in groups
+            for replica, group in enumerate(groups)
         ]
 
         def run(replica: int) -> None:
-            for plan in plans[replica]:
-                self._run_plan(replica, pending, server, chunk, plan, output)
+            for call in calls[replica]:
+                self._take(replica, pending, call, output)
 
-        if self.num_replicas == 1:
+        if len(calls) == 1:
             run(0)
         else:
-            for replica, own in enumerate(plans):
-                for plan in own:  # Traced here, not in several threads at once.
-                    self._function(replica, server, output, plan)
-            list(self._pool.map(run, range(self.num_replicas)))
+            list(self._pool.map(run, range(len(calls))))
 
-    def _run_plan(
+    def _prepared(
         self,
         replica: int,
         pending: PendingRound,
-        server: tuple,
         chunk: _Chunk,
         plan: batching.BatchPlan,
         output: str,
-    ) -> None:
+        side_by_side: bool,
+    ) -> _Call:
+        """Lays out some clients' training, and has its function traced.
+
+        Everything that is Python happens here, in one thread.
+        """
         inputs = pending.inputs
-        function = self._function(replica, server, output, plan)
-        count = plan.num_clients
-        members = plan.members
-        if self._jit_compile:
-            plan = batching.pad_plan(plan)
-        windows = np.zeros([len(plan.members), 0, 0], np.float32)
-        if self._query.uses_window:
-            windows = np.full(
-                [len(plan.members), *inputs.windows.shape[1:]],
-                np.nan,
-                np.float32,
+        count, members = plan.num_clients, plan.members
+        full = not plan.has_short_batches
+        if side_by_side and count:
+            table = dense_cohort.lockstep(plan)
+            full = full and bool((table.sizes == plan.rows.shape[1]).all())
+            key = (replica, "lockstep", full, len(table.rows))
+            table = (table,)
+        else:
+            windows = np.zeros([count, 0, 0], np.float32)
+            if self._query.uses_window:
+                windows = inputs.windows[members].astype(np.float32)
+            if self._jit_compile and full:
+                plan = batching.pad_plan(plan)
+                more = len(plan.members) - count
+                windows = np.pad(
+                    windows,
+                    ((0, more), (0, 0), (0, 0)),
+                    constant_values=np.nan,
+                )
+            key = (replica, output, full, None)
+            table = (
+                cohort.ClientTable(
+                    plan.rows,
+                    plan.batch_sizes,
+                    plan.first_step,
+                    plan.members,
+                    plan.num_examples,
+                    windows,
+                ),
+                np.int32(count),
             )
-            windows[:count] = inputs.windows[members]
-        params, weights, unheard = server
-        result, metrics, norms = function(
-            weights,
-            unheard,
-            params,
+        arguments = (
+            pending.state,
+            *pending.tensors,
             chunk.x,
             chunk.y,
-            cohort.ClientTable(
-                plan.rows,
-                plan.batch_sizes,
-                plan.first_step,
-                plan.members,
-                plan.num_examples,
-                windows,
-            ),
-            tf.constant(count, tf.int32),
-            tf.constant(inputs.learning_rate, tf.float32),
-            tf.constant(inputs.seed),
+            *table,
         )
-        if output != cohort.SUM:
-            collected, result = result
-            if len(plan.members) > count:
-                collected = tf.nest.map_structure(
-                    lambda each: each[:count], collected
+        if key not in self._functions:
+            self._functions[key] = self._traced(key, arguments)
+        flat = [tf.convert_to_tensor(each) for each in _flat(arguments)]
+        return _Call(self._functions[key], flat, members, count)
+
+    def _traced(self, key: tuple, arguments: tuple) -> Any:
+        """Returns a compiled function of one replica, for any cohort size."""
+        replica, kind, full, steps = key
+        trainer = self._trainers[replica]
+        if kind == "lockstep":
+            dense = dense_cohort.DenseCohortFunction(
+                self._models[replica], trainer, self._query, steps, full
+            )
+
+            def function(state, numbers, seed, x, y, table):
+                _, params, weights, _ = self._begin(state, numbers, seed)
+                (x,), (y,) = tf.nest.flatten(x), tf.nest.flatten(y)
+                result, metrics = dense(
+                    weights, params, x, y, table, numbers[2]
                 )
-            if count:
-                pending.collected[replica].append((members, collected))
+                return result, metrics, tf.zeros([0, 0])
+        else:
+            general = cohort.CohortFunction(
+                trainer,
+                self._query,
+                cohort.CohortOptions(
+                    output=kind, full_batches=full, moments=self._moments
+                ),
+            )
+
+            def function(state, numbers, seed, x, y, table, count):
+                _, params, weights, unheard = self._begin(state, numbers, seed)
+                return general(
+                    weights,
+                    unheard,
+                    params,
+                    x,
+                    y,
+                    table,
+                    count,
+                    numbers[2],
+                    seed,
+                )
+
+        state, numbers, seed, x, y, *tables = arguments
+        x, y = tf.nest.map_structure(
+            lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
+            self._element_spec,
+        )
+        compiled = tf.function(
+            function,
+            jit_compile=bool(self._jit_compile and full and kind != "lockstep"),
+            autograph=False,
+        )
+        return compiled.get_concrete_function(
+            *tf.nest.map_structure(
+                lambda each: tf.TensorSpec(each.shape, each.dtype),
+                (state, numbers, seed),
+            ),
+            x,
+            y,
+            *tf.nest.map_structure(_any_size, tables),
+        )
+
+    def _take(
+        self, replica: int, pending: PendingRound, call: _Call, output: str
+    ) -> None:
+        """Runs a prepared call, and adds what it returns to `pending`."""
+        result, metrics, norms = call()
+        if isinstance(result[0], cohort.CollectedUpdates):
+            collected, result = result
+            if call.count < len(collected.norms):
+                collected = tf.nest.map_structure(
+                    lambda each: each[: call.count], collected
+                )
+            if call.count:
+                pending.collected[replica].append((call.members, collected))
         if self._query.uses_window:
-            pending.window_norms[members] = norms.numpy()[:count]
+            pending.window_norms[call.members] = norms.numpy()[: call.count]
         if pending.sums[replica] != ():
             result = self._merge(pending.sums[replica], result)
             metrics = self._merge(pending.metric_states[replica], metrics)
         pending.sums[replica] = result
         pending.metric_states[replica] = metrics
-
-    def _function(
-        self,
-        replica: int,
-        server: tuple,
-        output: str,
-        plan: batching.BatchPlan,
-    ) -> Any:
-        """Returns the compiled cohort function of one replica, traced once."""
-        full = not plan.has_short_batches
-        key = (replica, output, full)
-        if key in self._functions:
-            return self._functions[key]
-        params, weights, unheard = server
-        options = cohort.CohortOptions(
-            output=output, full_batches=full, moments=self._moments
-        )
-        function = tf.function(
-            cohort.CohortFunction(
-                self._trainers[replica], self._query, options
-            ),
-            jit_compile=bool(self._jit_compile) and full,
-            autograph=False,
-        )
-
-        def examples(spec):
-            return tf.TensorSpec([None, *spec.shape], spec.dtype)
-
-        x, y = tf.nest.map_structure(examples, self._element_spec)
-        window = getattr(self._query, "window", 0)
-        layers = self.num_variables if window else 0
-        exact = tf.nest.map_structure(
-            lambda value: tf.TensorSpec(value.shape, value.dtype),
-            (weights, unheard, params),
-        )
-        self._functions[key] = function.get_concrete_function(
-            *exact,
-            x,
-            y,
-            cohort.ClientTable(
-                rows=tf.TensorSpec([None, plan.rows.shape[1]], tf.int32),
-                batch_sizes=tf.TensorSpec([None], tf.int32),
-                first_step=tf.TensorSpec([None], tf.int32),
-                members=tf.TensorSpec([None], tf.int32),
-                num_examples=tf.TensorSpec([None], tf.int32),
-                windows=tf.TensorSpec([None, window, layers], tf.float32),
-            ),
-            tf.TensorSpec([], tf.int32),
-            tf.TensorSpec([], tf.float32),
-            tf.TensorSpec([2], tf.int64),
-        )
-        return self._functions[key]
 
     def _clip_and_sum(self, pending: PendingRound) -> None:
         """Sets the clip from all norms; then clips and adds up each update."""
@@ -453,7 +577,9 @@ class CohortEngine:
             answered[members] = True
         seed = tf.constant(pending.inputs.seed)
         pending.state, params = self._once("clip", self._clip_to_cohort)(
-            pending.state, tf.constant(norms[answered]), seed
+            pending.state,
+            *pending.tensors,
+            tf.constant(norms[answered]),
         )
         add_up = self._once("add_up", self._sum_collected)
 
@@ -477,14 +603,15 @@ class CohortEngine:
 
         for members, collected in parts[:1]:  # Traced before the threads run.
             add_up(params, collected.updates[:0], members[:0], seed)
-        records = list(self._pool.map(run, range(self.num_replicas)))
+        records = list(self._pool.map(run, range(len(pending.sums))))
         pending.sums = [
             each._replace(record=record)
             for each, record in zip(pending.sums, records, strict=True)
         ]
         pending.collected = []
 
-    def _clip_to_cohort(self, state, norms, seed):
+    def _clip_to_cohort(self, state, numbers, seed, norms):
+        state = self._query.begin_round(state, numbers[0], numbers[1])
         with noise.seeded(noise.fold_in(seed, -4)):
             state = self._query.clip_to_cohort(state, norms)
         return state, self._query.derive_sample_params(state)
@@ -540,17 +667,26 @@ class CohortEngine:
           The round's values for `History`, by name.
         """
         answered = len(pending.inputs.positions) - len(pending.failures)
-        new_state, values = self._release(
+        arguments = (
             pending.sums,
             pending.metric_states,
             pending.state,
-            tf.constant(pending.inputs.seed),
+            *pending.tensors,
             tf.constant(answered, tf.float32),
         )
-        self.state = new_state
+        key = ("release", len(pending.sums))
+        if key not in self._functions:
+            self._functions[key] = tf.function(
+                self._release_round, autograph=False
+            ).get_concrete_function(*arguments)
+        call = _Call(self._functions[key], _flat(arguments))
+        self.state, values = call()
         return dict(zip(self._log_names, values.numpy().tolist(), strict=True))
 
-    def _release_round(self, sums, metric_states, state, seed, answered):
+    def _release_round(
+        self, sums, metric_states, state, numbers, seed, answered
+    ):
+        state = self._query.begin_round(state, numbers[0], numbers[1])
         total = sums[0]
         for each in sums[1:]:
             merged = self._query.merge_sample_states(total.record, each.record)
@@ -617,25 +753,16 @@ def _replicas_of(
     return [replicas.clone(model, features) for _ in range(count)]
 
 
-def _plan(
-    chunk: _Chunk, group: np.ndarray, inputs: RoundInputs
-) -> batching.BatchPlan:
-    """Lays out the training of some of a chunk's clients."""
-    lengths = chunk.lengths[group]
-    ends = np.cumsum(chunk.lengths)
-    starts = (ends - chunk.lengths)[group]
-    before = np.cumsum(lengths) - lengths
-    index = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+def _plan(chunk: _Chunk, inputs: RoundInputs) -> batching.BatchPlan:
+    """Lays out the training of a chunk's clients."""
     plan = batching.make_plan(
-        chunk.rows[index],
-        lengths,
+        chunk.rows,
+        chunk.lengths,
         inputs.batch_size,
         inputs.local_epochs,
         inputs.shuffle,
     )
-    return dataclasses.replace(
-        plan, members=chunk.members[group].astype(np.int32)
-    )
+    return dataclasses.replace(plan, members=chunk.members.astype(np.int32))
 
 
 def _streamed_chunks(

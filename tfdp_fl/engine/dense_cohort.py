@@ -1,0 +1,494 @@
+"""A whole cohort of dense models at once, without a model for each client.
+
+Plain SGD changes a dense kernel by a sum of outer products, one for each
+example that a client has seen:
+
+    W_k = W - eta X_k^T D_k,    D_k = dLoss / d(pre-activations).
+
+So a client's kernel need not exist. Its product with a batch x is
+x W - eta (x X_k^T) D_k, where x W is one matrix product for all clients
+together; the norm of its update follows from Gram matrices,
+||X_k^T D_k||^2 = sum((X_k X_k^T) * (D_k D_k^T)) (Goodfellow 2015, "Efficient
+per-example gradient computations"); and the sum of the clipped updates is one
+product over the examples of all clients, each weighted by its client's factor.
+
+It is the same local SGD, step by step, as the general `CohortFunction`; it
+pays where clients hold few examples for the size of the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl.engine import batching, client_update, cohort
+from tfdp_fl.mechanisms import mechanism
+
+# A float32 Gram matrix is rounded, and its sum may cancel: the squared norm is
+# rounded up by this part of the sum of magnitudes, so that the clip holds.
+_ROUNDING = 4e-7
+
+# Above this many local steps the unrolled graph is no longer worth it.
+_MOST_STEPS = 12
+
+# Multiply-adds of a forward pass over a cohort that take about a millisecond.
+_SMALL = 5e7
+
+# Clients with fewer steps than others idle; this much of the work at most.
+_MOST_IDLE = 1.25
+
+
+class LockstepTable(NamedTuple):
+    """The batches of K clients that take their steps together.
+
+    Attributes:
+      rows: Int32 [S, K, B], the row numbers of each step's batch.
+      sizes: Int32 [S, K], how many of the B rows count; 0 for a client that
+        has no such step.
+    """
+
+    rows: Any
+    sizes: Any
+
+
+def lockstep(plan: batching.BatchPlan) -> LockstepTable:
+    """Lays out a plan's clients side by side."""
+    steps = np.diff(plan.first_step)
+    most = int(steps.max(initial=0))
+    step = np.arange(most)[:, None]
+    active = step < steps[None, :]
+    index = np.where(active, plan.first_step[None, :-1] + step, 0)
+    if not len(plan.rows):
+        shape = [most, plan.num_clients]
+        return LockstepTable(
+            np.zeros([*shape, plan.rows.shape[1]], np.int32),
+            np.zeros(shape, np.int32),
+        )
+    return LockstepTable(
+        plan.rows[index], np.where(active, plan.batch_sizes[index], 0)
+    )
+
+
+class _DenseLayer(NamedTuple):
+    """One dense layer: where its kernel and bias stand among the weights."""
+
+    layer: tf.keras.layers.Dense
+    kernel: int
+    bias: int | None
+
+
+def _chain(model: tf.keras.Model) -> list[Any] | None:
+    """Returns the model's layers if each feeds the next and nothing else."""
+    if isinstance(model, tf.keras.Sequential):
+        return list(model.layers)
+    return None
+
+
+def _is_plain_dense(layer: Any) -> bool:
+    plain = all(
+        getattr(layer, name, None) is None
+        for name in (
+            "kernel_regularizer",
+            "bias_regularizer",
+            "activity_regularizer",
+            "kernel_constraint",
+            "bias_constraint",
+        )
+    )
+    return (
+        type(layer) is tf.keras.layers.Dense
+        and plain
+        and layer.trainable
+        and layer.kernel.dtype == tf.float32
+        and layer.compute_dtype == "float32"
+    )
+
+
+def supports(
+    model: tf.keras.Model,
+    training: client_update.LocalTraining,
+    query: mechanism.CohortQuery,
+) -> bool:
+    """Returns True if a cohort of this model can be trained in this way.
+
+    The model is a chain of dense layers (with flattening and activations in
+    between), trained by plain SGD with a Keras loss that is a mean over
+    examples, under a mechanism that only scales updates.
+    """
+    chain = _chain(model)
+    loss = training.loss
+    if isinstance(loss, str):
+        loss = tf.keras.losses.get(loss)
+    is_mean = callable(loss) and not isinstance(loss, tf.keras.losses.Loss)
+    if isinstance(loss, tf.keras.losses.Loss):
+        is_mean = loss.reduction in ("auto", "sum_over_batch_size")
+    if (
+        chain is None
+        or not is_mean
+        or not query.only_scales
+        or query.two_phase
+        or query.releases != "update"
+        or not client_update.is_plain_sgd(training.optimizer)
+        or training.proximal_weight
+        or training.grad_clip > 0
+        or training.upload_hook is not None
+        or training.loss_weights is not None
+        or type(model).compute_loss is not tf.keras.Model.compute_loss
+        or len(tf.nest.flatten(model.outputs)) != 1
+    ):
+        return False
+    layers = tf.keras.layers
+    dense = [layer for layer in chain if isinstance(layer, layers.Dense)]
+    others = [layer for layer in chain if not isinstance(layer, layers.Dense)]
+    stateless = (
+        layers.InputLayer,
+        layers.Flatten,
+        layers.Activation,
+        layers.ReLU,
+        layers.LeakyReLU,
+        layers.Rescaling,
+    )
+    return bool(
+        dense
+        and all(_is_plain_dense(layer) for layer in dense)
+        and all(layer.input_spec.min_ndim == 2 for layer in dense)
+        and all(len(layer.input_shape) == 2 for layer in dense)
+        and all(type(layer) in stateless for layer in others)
+    )
+
+
+def pays(
+    model: tf.keras.Model,
+    lengths: np.ndarray,
+    batch_size: int,
+    local_epochs: int,
+) -> bool:
+    """Returns True if these clients' examples are few and their steps alike.
+
+    With n examples a client, the corrections and Gram matrices of a kernel of
+    P = a b elements cost about 3 n^2 (a + b) multiply-adds, and save a kernel
+    for each client: its gradients (n P) and the passes over its memory.
+
+    Args:
+      model: A model that is supported.
+      lengths: Int [K], the clients' numbers of examples.
+      batch_size: B.
+      local_epochs: Passes over a client's examples.
+    """
+    steps = batching.steps_per_client(lengths, batch_size, local_epochs)
+    if not len(steps) or steps.max() > _MOST_STEPS or steps.max() == 0:
+        return False
+    if steps.max() * len(steps) > _MOST_IDLE * steps.sum():
+        return False
+    seen = float(lengths.max()) * local_epochs
+    largest = max(
+        (layer.kernel for layer in model.layers if hasattr(layer, "kernel")),
+        key=lambda kernel: kernel.shape.num_elements(),
+    )
+    size, sides = largest.shape.num_elements(), sum(largest.shape)
+    return 3 * seen * sides <= 2 * size
+
+
+def is_small(
+    model: tf.keras.Model, lengths: np.ndarray, local_epochs: int
+) -> bool:
+    """Returns True if a cohort is not worth a second thread."""
+    products = float(lengths.sum()) * local_epochs * model.count_params()
+    return products < _SMALL
+
+
+class _Memory:
+    """What one dense layer remembers of its clients' steps.
+
+    Attributes:
+      inputs: Its inputs at each step, [K, B, in].
+      gradients: The loss's gradients at its pre-activations, [K, B, out].
+      known: The inputs of all steps, [K, S B, in], where they are known before
+        training (the first layer's); else None.
+      gram: Then also their Gram matrices, [K, S B, S B].
+      products: And their products with the server's kernel, [K, B, out] each.
+    """
+
+    def __init__(self):
+        self.inputs: list[tf.Tensor] = []
+        self.gradients: list[tf.Tensor] = []
+        self.known: tf.Tensor | None = None
+        self.gram: tf.Tensor | None = None
+        self.products: list[tf.Tensor] = []
+
+
+class DenseCohortFunction:
+    """Trains clients of a dense model side by side, and adds them up."""
+
+    def __init__(
+        self,
+        model: tf.keras.Model,
+        trainer: client_update.ClientTrainer,
+        query: mechanism.CohortQuery,
+        steps: int,
+        full_batches: bool,
+    ):
+        """Prepares the function for a number of local steps.
+
+        Args:
+          model: The replica that the trainer trains.
+          trainer: Has the loss and the metrics.
+          query: The mechanism's query; it only scales.
+          steps: S.
+          full_batches: Every client takes S steps of exactly B examples.
+        """
+        self._trainer = trainer
+        self._query = query
+        self._steps = steps
+        self._full_batches = full_batches
+        places = {
+            id(variable): index
+            for index, variable in enumerate(trainer.variables)
+        }
+        self._layers = [
+            _DenseLayer(
+                layer,
+                places[id(layer.kernel)],
+                places[id(layer.bias)] if layer.use_bias else None,
+            )
+            if isinstance(layer, tf.keras.layers.Dense)
+            else layer
+            for layer in _chain(model)
+            if not isinstance(layer, tf.keras.layers.InputLayer)
+        ]
+
+    def __call__(
+        self,
+        weights: list[tf.Tensor],
+        params: Any,
+        x: Any,
+        y: Any,
+        table: LockstepTable,
+        learning_rate: tf.Tensor,
+    ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
+        """Runs K clients.
+
+        Args:
+          weights: The server's values of the trainer's variables.
+          params: The query's sample params.
+          x: The features, one tensor, leading dimension over stored examples.
+          y: The labels, likewise.
+          table: A `LockstepTable`.
+          learning_rate: Float32 scalar.
+
+        Returns:
+          A `CohortSum`, and the values of the trainer's metric variables.
+        """
+        self._trainer.start_metrics()
+        shape = tf.shape(table.rows)
+        clients, batch = shape[1], shape[2]
+        labels = tf.gather(y, table.rows)
+        memory = self._first_memory(weights, x, table, clients)
+        loss = tf.zeros([])
+        for step in range(self._steps):
+            mean, valid = self._sample_weights(
+                table.sizes[step], clients, batch
+            )
+            loss += self._step(
+                weights,
+                _rows(labels[step], keep=labels.shape.rank - 3),
+                mean,
+                valid,
+                memory,
+                learning_rate,
+                (clients, batch),
+            )
+        record = self._sum(weights, params, memory, clients, learning_rate)
+        examples = tf.cast(tf.reduce_sum(table.sizes), tf.float32)
+        return (
+            cohort.CohortSum(record, loss, examples, ()),
+            self._trainer.metric_values(),
+        )
+
+    def _first_memory(
+        self,
+        weights: list[tf.Tensor],
+        x: tf.Tensor,
+        table: LockstepTable,
+        clients: tf.Tensor,
+    ) -> list[_Memory]:
+        """Prepares what each dense layer remembers of its clients' steps.
+
+        The first layer's inputs do not depend on the weights: its products
+        with the server's kernel, and its Gram matrices, are made for all steps
+        at once.
+        """
+        memory = [_Memory() for layer in self._layers if _is_dense(layer)]
+        rows = tf.transpose(table.rows, [1, 0, 2])
+        h = tf.gather(x, tf.reshape(rows, [-1]))
+        for layer in self._layers:
+            if not _is_dense(layer):
+                h = layer(h)
+                continue
+            kernel = weights[layer.kernel]
+            first = memory[0]
+            products = self._server_product(layer, weights, h)
+            first.known = tf.reshape(h, [clients, -1, kernel.shape[0]])
+            first.gram = self._gram(layer, first.known, first.known)
+            first.products = tf.split(
+                tf.reshape(products, [clients, -1, kernel.shape[1]]),
+                self._steps,
+                axis=1,
+            )
+            return memory
+        raise AssertionError("A dense model has a dense layer.")
+
+    def _server_product(
+        self, layer: _DenseLayer, weights: list[tf.Tensor], h: tf.Tensor
+    ) -> tf.Tensor:
+        z = tf.matmul(h, weights[layer.kernel])
+        if layer.bias is None:
+            return z
+        return tf.nn.bias_add(z, weights[layer.bias])
+
+    @staticmethod
+    def _gram(layer: _DenseLayer, one: tf.Tensor, other: tf.Tensor):
+        products = tf.matmul(one, other, transpose_b=True)
+        # A bias is one more kernel row, for an input that is always 1.
+        return products if layer.bias is None else products + 1.0
+
+    def _sample_weights(
+        self, sizes: tf.Tensor, clients: tf.Tensor, batch: tf.Tensor
+    ) -> tuple[tf.Tensor | None, tf.Tensor | None]:
+        """Returns weights [K B] that turn Keras's mean into sums.
+
+        Keras divides by all K B rows. The first weights give the sum over
+        clients of each one's own mean, the second are 1 for rows that count.
+        """
+        if self._full_batches:
+            return None, None
+        valid = tf.cast(tf.sequence_mask(sizes, batch), tf.float32)
+        sizes = tf.cast(sizes, tf.float32)
+        total = tf.cast(clients * batch, tf.float32)
+        mean = valid * tf.math.divide_no_nan(total, sizes)[:, None]
+        return tf.reshape(mean, [-1]), tf.reshape(valid, [-1])
+
+    def _step(
+        self,
+        weights: list[tf.Tensor],
+        y: tf.Tensor,
+        mean_weights: tf.Tensor | None,
+        valid: tf.Tensor | None,
+        memory: list[_Memory],
+        learning_rate: tf.Tensor,
+        shape: tuple[tf.Tensor, tf.Tensor],
+    ) -> tf.Tensor:
+        """Takes one step of every client; returns its loss over examples."""
+        clients, batch = shape
+        outputs: list[tf.Tensor] = []
+        h = None
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            for layer in self._layers:
+                if not _is_dense(layer):
+                    if h is not None:
+                        h = layer(h)
+                    continue
+                own = memory[len(outputs)]
+                z = self._affine(layer, weights, h, own, learning_rate, shape)
+                if h is None:
+                    tape.watch(z)
+                outputs.append(z)
+                h = layer.layer.activation(z)
+            loss = self._trainer.loss_of_outputs(y, h, mean_weights)
+            if mean_weights is None:
+                loss *= tf.cast(clients, loss.dtype)
+        for own, gradient in zip(
+            memory, tape.gradient(loss, outputs), strict=True
+        ):
+            own.gradients.append(
+                tf.reshape(gradient, [*shape, gradient.shape[-1]])
+            )
+        self._trainer.update_metrics(y, h, valid)
+        if valid is None:
+            return loss * tf.cast(batch, loss.dtype)
+        rows = tf.cast(clients * batch, tf.float32)
+        return self._trainer.loss_of_outputs(y, h, valid) * rows
+
+    def _affine(
+        self,
+        layer: _DenseLayer,
+        weights: list[tf.Tensor],
+        h: tf.Tensor | None,
+        own: _Memory,
+        learning_rate: tf.Tensor,
+        shape: tuple[tf.Tensor, tf.Tensor],
+    ) -> tf.Tensor:
+        """Returns every client's own h W_k + b_k, as [K B, width]."""
+        step = len(own.gradients)
+        until = step * shape[1]
+        products = None
+        if h is None:
+            z = _rows(own.products[step])
+            if step:
+                products = own.gram[:, until : until + shape[1], :until]
+        else:
+            z = self._server_product(layer, weights, h)
+            here = tf.reshape(h, [*shape, h.shape[-1]])
+            if step:
+                earlier = tf.concat(own.inputs, axis=1)
+                products = self._gram(layer, here, earlier)
+            own.inputs.append(here)
+        if step:
+            change = tf.matmul(products, tf.concat(own.gradients, axis=1))
+            z -= learning_rate * _rows(change)
+        return z
+
+    def _sum(
+        self,
+        weights: list[tf.Tensor],
+        params: Any,
+        memory: list[_Memory],
+        clients: tf.Tensor,
+        learning_rate: tf.Tensor,
+    ) -> mechanism.Record:
+        """Scales each client's update as the mechanism says, and adds up."""
+        dense = [layer for layer in self._layers if _is_dense(layer)]
+        squared = tf.zeros([clients])
+        factors = []
+        for layer, own in zip(dense, memory, strict=True):
+            d = tf.concat(own.gradients, axis=1)
+            x, gram = own.known, own.gram
+            if x is None:
+                x = tf.concat(own.inputs, axis=1)
+                gram = self._gram(layer, x, x)
+            both = gram * tf.matmul(d, d, transpose_b=True)
+            squared += tf.reduce_sum(
+                both + _ROUNDING * tf.abs(both), axis=[1, 2]
+            )
+            factors.append((x, d))
+        norm = learning_rate * tf.sqrt(tf.maximum(squared, 0.0))
+        usable = tf.math.is_finite(norm)
+        each = self._query.scale_of(params, tf.where(usable, norm, 0.0), usable)
+        scale = (-learning_rate * each.update)[:, None, None]
+        all_usable = tf.reduce_all(usable)
+        update: list[Any] = [None] * len(weights)
+        for layer, (x, d) in zip(dense, factors, strict=True):
+            d = _rows(tf.math.multiply_no_nan(d, scale))
+            x = tf.cond(
+                all_usable,
+                lambda x=x: x,
+                lambda x=x: tf.where(tf.math.is_finite(x), x, 0.0),
+            )
+            update[layer.kernel] = tf.matmul(_rows(x), d, transpose_a=True)
+            if layer.bias is not None:
+                update[layer.bias] = tf.reduce_sum(d, axis=0)
+        return mechanism.Record(
+            update, *[tf.reduce_sum(value) for value in each[1:]]
+        )
+
+
+def _is_dense(layer: Any) -> bool:
+    return isinstance(layer, _DenseLayer)
+
+
+def _rows(tensor: tf.Tensor, keep: int = 1) -> tf.Tensor:
+    """Returns [K, B, ...] as [K B, ...], where `keep` dimensions follow."""
+    inner = tensor.shape[tensor.shape.rank - keep :] if keep else []
+    return tf.reshape(tensor, [-1, *inner])
