@@ -118,7 +118,13 @@ def instance_of(types: type | tuple[type, ...], **checked: Any) -> Any:
         types = types if isinstance(types, tuple) else (types,)
         names = " or ".join(type_.__name__ for type_ in types)
         raise TypeError(
-            f"{name} must be a {names}, got {value!r} of type "
+            f"{name} must be a {names}, got {_in_short(value)} of type "
             f"{type(value).__name__}."
         )
     return value
+
+
+def _in_short(value: Any) -> str:
+    """Returns a value on one line of bounded length."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."

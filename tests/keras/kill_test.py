@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pathlib
 import random
 import signal
 import time
@@ -44,86 +45,90 @@ class KillTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.root = files.directory(self)
-        self.witness = self.root / "witness.txt"
         self.random = random.Random(2024)
 
-    def _start(self, name: str, mechanism: str):
-        started = self.context.Event()
+    def _start(self, directory: pathlib.Path, mechanism: str):
+        directory.mkdir(exist_ok=True)
         process = self.context.Process(
-            target=killed_run.run,
-            args=(str(self.root / name), str(self.witness), mechanism, started),
+            target=killed_run.run, args=(str(directory), mechanism)
         )
         process.start()
-        return process, started
+        return process
 
-    def _seen(self) -> list[tuple[int, float]]:
-        lines = self.witness.read_text().splitlines()
+    def _finish(self, directory: pathlib.Path, mechanism: str) -> None:
+        process = self._start(directory, mechanism)
+        process.join(_LONGEST_SECONDS)
+        self.assertEqual(process.exitcode, 0)
+
+    def _seen(self, directory: pathlib.Path) -> list[tuple[int, float]]:
+        """Returns what an outsider has seen: rounds, and epsilon by then."""
+        witness = directory / killed_run.WITNESS
+        if not witness.exists():
+            return []
+        lines = witness.read_text().splitlines()
         return [(int(r), float(e)) for r, e in map(str.split, lines)]
 
-    def _check_ledger(self) -> int:
+    def _check_ledger(self, directory: pathlib.Path) -> int:
         """Checks the ledger against what was seen; returns its rounds."""
-        path = self.root / "run" / "ledger.jsonl"
+        seen = self._seen(directory)
+        path = directory / "ledger.jsonl"
         if not path.exists():  # Killed before there was anything to see.
-            self.assertFalse(self.witness.exists() and self._seen())
+            self.assertEmpty(seen)
             return 0
         contents = accounting.PrivacyLedger.read(path)
-        seen = self._seen() if self.witness.exists() else []
         self.assertGreaterEqual(len(contents.entries), len(seen))
         if seen:
-            epsilon = contents.epsilon(killed_run.DELTA)
             self.assertGreaterEqual(
-                epsilon * (1 + 1e-9), max(each for _, each in seen)
+                contents.epsilon(killed_run.DELTA) * (1 + 1e-9),
+                max(epsilon for _, epsilon in seen),
             )
         return len(contents.entries)
 
+    def _kill(self, directory: pathlib.Path, mechanism: str) -> bool:
+        """Kills a run at a random moment; False if it was faster."""
+        moment = self.random.random()
+        rounds = len(self._seen(directory)) + self.random.randrange(8)
+        process = self._start(directory, mechanism)
+        if moment < 0.1:  # While it starts, reads its checkpoint or traces.
+            time.sleep(self.random.random() * 2)
+        else:
+            while process.is_alive() and len(self._seen(directory)) < rounds:
+                time.sleep(0.002)
+            time.sleep(self.random.random() * 0.02)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join(_LONGEST_SECONDS)
+        self.assertIn(process.exitcode, (0, -signal.SIGKILL))
+        return process.exitcode != 0
+
     @parameterized.parameters("adaptive", "local")
     def test_ledger_holds_and_the_run_is_finished(self, mechanism):
-        kills = (_KILLS + 1) // 2
-        process, started = self._start("whole", mechanism)
-        self.assertTrue(started.wait(_LONGEST_SECONDS))
-        begun = time.monotonic()
-        process.join(_LONGEST_SECONDS)
-        self.assertEqual(process.exitcode, 0)
-        length = time.monotonic() - begun
-        self.witness.unlink()
-        killed = in_training = attempts = 0
-        while killed < kills and attempts < 4 * kills:
-            attempts += 1
-            process, started = self._start("run", mechanism)
-            if self.random.random() < 0.8:
-                # Somewhere in the rounds; else before them, or in tracing.
-                started.wait(_LONGEST_SECONDS)
-            time.sleep(self.random.random() * 2 * length / kills)
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-            process.join(_LONGEST_SECONDS)
-            if process.exitcode == -signal.SIGKILL:
+        kills = _KILLS // 2 + (_KILLS % 2 and mechanism == "adaptive")
+        whole = self.root / "whole"
+        self._finish(whole, mechanism)
+        killed = charged = runs = 0
+        while killed < kills:
+            directory = self.root / f"run-{runs}"
+            runs += 1
+            while killed < kills and self._kill(directory, mechanism):
                 killed += 1
-                in_training += started.is_set()
-                self._check_ledger()
-            elif process.exitcode == 0:
-                break
-            else:
-                self.fail(f"exit code {process.exitcode}")
-        self.assertGreaterEqual(killed, 1)
-        process, _ = self._start("run", mechanism)
-        process.join(_LONGEST_SECONDS)
-        self.assertEqual(process.exitcode, 0)
-        charged = self._check_ledger()
-        self.assertGreaterEqual(charged, killed_run.ROUNDS)
-        self.assertEqual(
-            {each for each, _ in self._seen()}, set(range(killed_run.ROUNDS))
-        )
+                self._check_ledger(directory)
+            self._finish(directory, mechanism)
+            charged += self._check_ledger(directory)
+            self.assertEqual(
+                {each for each, _ in self._seen(directory)},
+                set(range(killed_run.ROUNDS)),
+            )
+            for one, other in zip(
+                _weights(whole / killed_run.FINAL),
+                _weights(directory / killed_run.FINAL),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(one, other)
         print(
-            f"{mechanism}: {killed} kills, {in_training} of them after the "
-            f"first round; {charged} rounds charged for {killed_run.ROUNDS}"
+            f"{mechanism}: {killed} kills in {runs} runs; {charged} rounds "
+            f"charged for {runs * killed_run.ROUNDS}"
         )
-        for one, other in zip(
-            _weights(self.root / "whole" / "final.weights.h5"),
-            _weights(self.root / "run" / "final.weights.h5"),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(one, other)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,21 @@ from tfdp_fl.keras import callbacks
 
 ROUNDS = 60
 DELTA = 1e-3
+WITNESS = "witness.txt"
+FINAL = "final.weights.h5"
 
 
 class _Witness(callbacks.FederatedCallback):
     """Writes down what an outsider has seen, as soon as it can be seen."""
 
-    def __init__(self, path: pathlib.Path, started):
+    def __init__(self, path: pathlib.Path):
         super().__init__()
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._started = started
 
     def on_round_released(self, round_index, logs):
         del logs
         epsilon = self.federated_model.epsilon(DELTA)
         os.write(self._file, f"{round_index} {epsilon!r}\n".encode())
-        self._started.set()
 
 
 def has_checkpoint(directory: pathlib.Path) -> bool:
@@ -33,7 +33,7 @@ def has_checkpoint(directory: pathlib.Path) -> bool:
     return any(directory.glob("round-*.npz"))
 
 
-def run(directory: str, witness: str, mechanism: str, started) -> None:
+def run(directory: str, mechanism: str) -> None:
     """Trains to the end, from where an earlier process was killed."""
     path = pathlib.Path(directory)
     if mechanism == "local":
@@ -49,8 +49,8 @@ def run(directory: str, witness: str, mechanism: str, started) -> None:
         verbose=0,
         callbacks=[
             callbacks.RoundCheckpoint(path, every=3, delta=DELTA),
-            _Witness(pathlib.Path(witness), started),
+            _Witness(path / WITNESS),
         ],
         resume_from=path if has_checkpoint(path) else None,
     )
-    fed.model.save_weights(path / "final.weights.h5")
+    fed.model.save_weights(path / FINAL)
