@@ -360,8 +360,11 @@ class ClientTrainer:
         sample_weight: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """Returns the loss of a model with one output, without extra terms."""
-        if label.shape.rank == output.shape.rank - 1 and output.shape[-1] == 1:
+        # What Keras's own container of losses does before it calls one.
+        if label.shape.rank == 1 and output.shape.rank == 2:
             label = tf.expand_dims(label, -1)
+        if label.dtype.is_floating and output.dtype.is_floating:
+            label = tf.cast(label, output.dtype)
         return self._single_loss(label, output, sample_weight)
 
     def update(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -81,7 +81,7 @@ class _DenseLayer(NamedTuple):
 
 def _chain(model: tf.keras.Model) -> list[Any] | None:
     """Returns the model's layers if each feeds the next and nothing else."""
-    if isinstance(model, tf.keras.Sequential):
+    if type(model) is tf.keras.Sequential:
         return list(model.layers)
     return None
 
@@ -100,10 +100,32 @@ def _is_plain_dense(layer: Any) -> bool:
     return (
         type(layer) is tf.keras.layers.Dense
         and plain
+        and _is_kerass(layer.activation)
         and layer.trainable
         and layer.kernel.dtype == tf.float32
         and layer.compute_dtype == "float32"
     )
+
+
+def _is_kerass(function: Any) -> bool:
+    """Returns True for Keras's own functions, which take rows one by one.
+
+    The rows of several clients stand in one batch here. What somebody else
+    wrote might mix them, and then one client would move another's update.
+    """
+    return (getattr(function, "__module__", None) or "").startswith("keras.")
+
+
+def _is_mean_over_examples(loss: Any) -> bool:
+    if isinstance(loss, str):
+        loss = tf.keras.losses.get(loss)
+    if isinstance(loss, tf.keras.losses.Loss):
+        return (
+            _is_kerass(type(loss))
+            and _is_kerass(getattr(loss, "fn", None))
+            and loss.reduction in ("auto", "sum_over_batch_size")
+        )
+    return callable(loss) and _is_kerass(loss)
 
 
 def supports(
@@ -118,15 +140,9 @@ def supports(
     examples, under a mechanism that only scales updates.
     """
     chain = _chain(model)
-    loss = training.loss
-    if isinstance(loss, str):
-        loss = tf.keras.losses.get(loss)
-    is_mean = callable(loss) and not isinstance(loss, tf.keras.losses.Loss)
-    if isinstance(loss, tf.keras.losses.Loss):
-        is_mean = loss.reduction in ("auto", "sum_over_batch_size")
     if (
         chain is None
-        or not is_mean
+        or not _is_mean_over_examples(training.loss)
         or not query.only_scales
         or query.two_phase
         or query.releases != "update"
@@ -156,6 +172,11 @@ def supports(
         and all(layer.input_spec.min_ndim == 2 for layer in dense)
         and all(len(layer.input_shape) == 2 for layer in dense)
         and all(type(layer) in stateless for layer in others)
+        and all(
+            _is_kerass(layer.activation)
+            for layer in others
+            if isinstance(layer, layers.Activation)
+        )
     )
 
 
