@@ -461,6 +461,8 @@ class Settings:
         if (self.model or defaults["model"]) != usual_model:
             defaults.pop("hidden_units")
         filled = self._with_defaults(defaults)
+        if filled.iid:
+            filled = dataclasses.replace(filled, shards_per_client=None)
         # Read now, so that a bad one is refused before anything starts.
         filled.schedule("clients_per_round")
         filled.schedule("noise_multiplier")

@@ -1,0 +1,92 @@
+r"""Runs a grid or a random search over the settings of train.py.
+
+    python scripts/sweep.py --config=scripts/configs/digits_mechanisms.json \
+        --output_dir=runs/digits_mechanisms
+
+The configuration is a JSON file (`tfdp_fl/experiments/sweeps.py` says what may
+stand in it). Runs that have a result are skipped, so the same command goes on
+after an interrupt. The output directory receives a directory a run, runs.csv,
+summary.csv, accuracy.png and frontier.png.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# TensorFlow reports libraries for GPUs that are not there as errors.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from absl import app, flags
+
+from tfdp_fl.experiments import sweeps, training
+
+_CONFIG = flags.DEFINE_string("config", None, "The configuration's file.")
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", None, "Where the runs go; runs/<config's name> unless given."
+)
+_SET = flags.DEFINE_multi_string(
+    "set",
+    [],
+    "name=value: replaces what the configuration's base has, such as "
+    "--set=data_path=mnist.npz; several may be given.",
+)
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Check and list the runs, and run none."
+)
+_VERBOSE = flags.DEFINE_integer(
+    "verbose", 0, "1 a progress bar, 2 a line a round."
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"sweep.py: {argv[1]!r} is not a flag.")
+    if not _CONFIG.value:
+        sys.exit("sweep.py: --config must be given.")
+    path = pathlib.Path(_CONFIG.value)
+    training.use_one_thread_per_operation()
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        config["base"] = {**config.get("base", {}), **_replaced()}
+        trials = sweeps.expand(config)
+        if _DRY_RUN.value:
+            print("\n".join(trial.directory for trial in trials))
+            return
+        failed = sweeps.run_sweep(
+            config,
+            _OUTPUT_DIR.value or pathlib.Path("runs") / path.stem,
+            say=lambda line: print(line, flush=True),
+            verbose=_VERBOSE.value,
+        )
+    except (OSError, ValueError) as error:
+        sys.exit(f"sweep.py: {error}")
+    if failed:
+        sys.exit(f"sweep.py: {len(failed)} of {len(trials)} runs failed.")
+
+
+def _replaced() -> dict[str, Any]:
+    """Returns what --set gives, numbers and words as JSON has them."""
+    values = {}
+    for text in _SET.value:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ValueError(f"--set must be name=value, got {text!r}.")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values
+
+
+def run() -> None:
+    """Entry point of the program."""
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,336 @@
+"""Many runs from one configuration: a grid or a random search, over seeds.
+
+A configuration is a JSON object:
+
+    {
+      "base":   {"dataset": "digits", "rounds": 60},
+      "grid":   {"mechanism": ["fixed", "adaptive"], "target_epsilon": [2, 8]},
+      "random": {"client_learning_rate": {"log_uniform": [0.01, 1]},
+                 "batch_size": {"choice": [5, 10, 20]}},
+      "trials": 10,
+      "runs":   [{"mechanism": "none"}, {"mechanism": "local", "rounds": 10}],
+      "seeds":  [0, 1, 2]
+    }
+
+Every part but `base` may be left out. The runs are those of `runs` and those
+of the grid, each with every draw of `random`, each with every seed. Names are
+those of `tfdp_fl.experiments.Settings`.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import _validate
+from tfdp_fl.experiments import plots, run_directory, training
+from tfdp_fl.experiments.run_directory import Run
+from tfdp_fl.experiments.settings import Settings
+
+_PARTS = (
+    "description",
+    "base",
+    "grid",
+    "random",
+    "trials",
+    "search_seed",
+    "runs",
+    "seeds",
+)
+_DISTRIBUTIONS = ("choice", "uniform", "log_uniform")
+_FIGURES = ("accuracy", "loss", "epsilon", "delta", "rounds", "seconds")
+RUNS_TABLE = "runs.csv"
+SUMMARY_TABLE = "summary.csv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One run of a sweep.
+
+    Attributes:
+      name: What sets it apart, such as `mechanism=fixed,target_epsilon=2`.
+      varied: The settings that set it apart.
+      settings: All its settings, resolved, the seed included.
+    """
+
+    name: str
+    varied: dict[str, Any]
+    settings: Settings
+
+    @property
+    def directory(self) -> str:
+        """Where it is kept, relative to the sweep's directory."""
+        folder = re.sub(r"[^\w.=,+-]", "_", self.name)
+        return os.path.join(folder, f"seed={self.settings.seed}")
+
+
+def expand(config: Mapping[str, Any]) -> list[Trial]:
+    """Returns the runs that a configuration asks for, all of them checked.
+
+    Raises:
+      ValueError: The configuration is not one, or a run of it is refused.
+    """
+    for part in config:
+        _validate.one_of(_PARTS, part=part)
+    trials = []
+    for varied in _variations(config):
+        name = ",".join(f"{k}={v}" for k, v in varied.items()) or "base"
+        for seed in config.get("seeds", [None]):
+            values = {**config.get("base", {}), **varied, "seed": seed}
+            try:
+                settings = Settings.from_dict(values).resolved()
+            except ValueError as error:
+                raise ValueError(f"Run {name!r}: {error}") from error
+            trials.append(Trial(name, varied, settings))
+    names = [trial.directory for trial in trials]
+    if len({*names}) < len(names):
+        raise ValueError("Two runs of the configuration are the same.")
+    return trials
+
+
+def _variations(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    listed = list(config.get("runs", []))
+    grid = config.get("grid", {})
+    if grid or not listed:
+        listed += [
+            dict(zip(grid, values, strict=True))
+            for values in itertools.product(*grid.values())
+        ]
+    if "random" not in config:
+        yield from listed
+        return
+    generator = np.random.default_rng(config.get("search_seed", 0))
+    trials = _validate.positive_integer(trials=config.get("trials", 1))
+    for each in listed:
+        for _ in range(trials):
+            drawn = {
+                name: _draw(name, distribution, generator)
+                for name, distribution in config["random"].items()
+            }
+            yield {**each, **drawn}
+
+
+def _draw(
+    name: str, distribution: Mapping[str, Any], generator: np.random.Generator
+) -> Any:
+    if len(distribution) != 1:
+        raise ValueError(
+            f"{name} must have one of {', '.join(_DISTRIBUTIONS)}, got "
+            f"{dict(distribution)}."
+        )
+    ((kind, values),) = distribution.items()
+    _validate.one_of(_DISTRIBUTIONS, **{name: kind})
+    if kind == "choice":
+        return values[int(generator.integers(len(values)))]
+    low, high = values
+    if kind == "uniform":
+        return float(f"{generator.uniform(low, high):.4g}")
+    drawn = math.exp(generator.uniform(math.log(low), math.log(high)))
+    return float(f"{drawn:.4g}")
+
+
+def run_sweep(
+    config: Mapping[str, Any],
+    output_dir: str | os.PathLike[str],
+    *,
+    say: Callable[[str], None] = print,
+    verbose: int = 0,
+) -> list[str]:
+    """Runs what is not there yet, one after the other, in this process.
+
+    Each run leaves its files in a directory of its own, and after each the
+    tables are written anew: `runs.csv` (a row a run) and `summary.csv` (mean
+    and standard deviation over the seeds), and in the end `accuracy.png` and
+    `frontier.png`. A sweep that was cut short goes on with the first run that
+    has no result (and inside it, if it saved checkpoints).
+
+    Args:
+      config: See this module.
+      output_dir: Where the runs are kept; may hold earlier ones of this sweep.
+      say: Called with a line for each run.
+      verbose: As in `fit`.
+
+    Returns:
+      The runs that failed, with their errors; empty if all went well.
+
+    Raises:
+      ValueError: The configuration is refused, or the directory holds a run
+        of the same name with other settings.
+    """
+    root = pathlib.Path(output_dir)
+    trials = expand(config)
+    for trial in trials:
+        _check_unchanged(root, trial)
+    failed = []
+    for number, trial in enumerate(trials, 1):
+        path = root / trial.directory
+        head = f"[{number}/{len(trials)}] {trial.directory}"
+        if (path / run_directory.RESULT).is_file():
+            say(f"{head}: there already")
+            continue
+        try:
+            result = _run(trial, path, verbose)
+        except Exception as error:
+            # One bad corner of a search must not lose the rest of it.
+            failed.append(f"{trial.directory}: {error}")
+            say(f"{head}: failed: {error}")
+            continue
+        say(
+            f"{head}: accuracy {result['accuracy']:.4f}, epsilon "
+            f"{result['epsilon']:.4g}, {result['rounds']} rounds, "
+            f"{result['seconds']:.0f} s"
+        )
+        write_tables(root, trials)
+    write_tables(root, trials)
+    groups = groups_of(read_runs([root]))
+    if groups:
+        plots.plot_comparison(groups, root / "accuracy.png")
+        plots.plot_comparison(groups, root / "frontier.png", "frontier")
+    return failed
+
+
+def _check_unchanged(root: pathlib.Path, trial: Trial) -> None:
+    path = root / trial.directory
+    if not (path / run_directory.CONFIG).is_file():
+        return
+    num_clients = _num_clients(path)
+    settings = trial.settings
+    if num_clients is not None:
+        settings = settings.for_population(num_clients)
+    before = Settings.read(path / run_directory.CONFIG)
+    for name, value in settings.to_dict().items():
+        if value != "all" and getattr(before, name) != value:
+            raise ValueError(
+                f"{path} holds a run with {name}={getattr(before, name)!r}, "
+                f"where the configuration has {value!r}; give the sweep "
+                "another output_dir."
+            )
+
+
+def _num_clients(path: pathlib.Path) -> int | None:
+    return Run.read(path).result.get("num_clients")
+
+
+def _run(trial: Trial, path: pathlib.Path, verbose: int) -> dict[str, Any]:
+    tf.keras.backend.clear_session()
+    resume = trial.settings.checkpoint_every > 0 and any(
+        (path / run_directory.CHECKPOINT).glob("*.npz")
+    )
+    prepared = training.prepare(trial.settings)
+    result = training.run(
+        prepared,
+        path,
+        overwrite=path.exists() and not resume,
+        resume=resume,
+        verbose=verbose,
+    )
+    if result["stopped"] == "interrupted":
+        (path / run_directory.RESULT).unlink()
+        raise KeyboardInterrupt
+    return result
+
+
+def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
+    """Writes `runs.csv` and `summary.csv` from the results there are."""
+    varied = list(dict.fromkeys(k for t in trials for k in t.varied))
+    rows, groups = [], {}
+    for trial in trials:
+        path = root / trial.directory / run_directory.RESULT
+        if path.is_file():
+            result = json.loads(path.read_text("utf-8"))
+            rows.append(
+                [trial.varied.get(k, "") for k in varied]
+                + [trial.settings.seed]
+                + [_shown(result[name]) for name in _FIGURES]
+            )
+            groups.setdefault(trial.name, (trial, []))[1].append(result)
+    root.mkdir(parents=True, exist_ok=True)
+    _write_csv(root / RUNS_TABLE, [*varied, "seed", *_FIGURES], rows)
+    summary = []
+    for trial, results in groups.values():
+        accuracies = [result["accuracy"] for result in results]
+        summary.append(
+            [trial.varied.get(k, "") for k in varied]
+            + [
+                len(results),
+                _shown(statistics.fmean(accuracies)),
+                _shown(statistics.stdev(accuracies))
+                if len(results) > 1
+                else "",
+                _shown(max((r["epsilon"] for r in results), key=_or_infinite)),
+                _shown(statistics.fmean(r["rounds"] for r in results)),
+            ]
+        )
+    header = [*varied, "runs", "accuracy", "stddev", "epsilon", "rounds"]
+    _write_csv(root / SUMMARY_TABLE, header, summary)
+
+
+def _or_infinite(epsilon: float | None) -> float:
+    return math.inf if epsilon is None else epsilon
+
+
+def _shown(value: Any) -> Any:
+    if value is None:
+        return "inf"
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _write_csv(
+    path: pathlib.Path, header: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    run_directory.write_text(path, text.getvalue())
+
+
+def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """Returns the runs in directories, at any depth, sorted by place.
+
+    Raises:
+      ValueError: One of them holds none.
+    """
+    runs = []
+    for path in map(pathlib.Path, paths):
+        found = sorted(path.rglob(run_directory.CONFIG))
+        if not found:
+            raise ValueError(f"{path} holds no run.")
+        runs += [Run.read(config.parent) for config in found]
+    return runs
+
+
+def groups_of(
+    runs: Sequence[Run], by: Sequence[str] = ()
+) -> dict[str, list[Run]]:
+    """Returns runs that belong together, by the name of the group.
+
+    Args:
+      runs: The runs.
+      by: Names of settings; those of equal values make a group. Without, the
+        seeds of a sweep's configuration do, and any other run by itself.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if by:
+            values = ((name, getattr(run.settings, name)) for name in by)
+            name = ", ".join(f"{k}={v}" for k, v in values)
+        elif run.path.name.startswith("seed="):
+            name = run.path.parent.name
+        else:
+            name = run.path.name
+        groups.setdefault(name, []).append(run)
+    return groups
