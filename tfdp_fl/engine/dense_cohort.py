@@ -124,6 +124,7 @@ def _is_mean_over_examples(loss: Any) -> bool:
             _is_kerass(type(loss))
             and _is_kerass(getattr(loss, "fn", None))
             and loss.reduction in ("auto", "sum_over_batch_size")
+            and getattr(loss, "_fn_kwargs", {}).get("axis", -1) == -1
         )
     return callable(loss) and _is_kerass(loss)
 
