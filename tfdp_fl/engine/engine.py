@@ -67,6 +67,8 @@ class PendingRound:
       inputs: The round.
       state: The query's state, with the clip of this round.
       tensors: Float32 [z, m, learning rate], and the seed.
+      broadcast: The weights that clients receive where a hook changed them;
+        () if they receive the server's.
       sums: One `CohortSum` a replica.
       metric_states: One list of metric values a replica.
       collected: For each replica the contributions that were not summed, with
@@ -79,6 +81,7 @@ class PendingRound:
     inputs: RoundInputs
     state: Any
     tensors: tuple[tf.Tensor, tf.Tensor]
+    broadcast: Any
     sums: list[Any]
     metric_states: list[Any]
     collected: list[list[tuple[np.ndarray, cohort.CollectedUpdates]]]
@@ -291,6 +294,7 @@ class CohortEngine:
             inputs=inputs,
             state=self.state,
             tensors=self._round_tensors(inputs),
+            broadcast=self._broadcast(inputs),
             sums=[()] * self.num_replicas,
             metric_states=[()] * self.num_replicas,
             collected=[[] for _ in range(self.num_replicas)],
@@ -324,7 +328,7 @@ class CohortEngine:
           those that they only use.
         """
         return self._once("begin", self._begin)(
-            self.state, *self._round_tensors(inputs)[:2]
+            self.state, *self._round_tensors(inputs)
         )
 
     @staticmethod
@@ -340,14 +344,22 @@ class CohortEngine:
         )
         return numbers, tf.constant(inputs.seed, tf.int64)
 
-    def _begin(self, state, numbers, seed):
+    def _broadcast(self, inputs: RoundInputs) -> Any:
+        """Returns one set of noised weights for all replicas, () for none."""
+        if self._broadcast_hook is None:
+            return ()
+        return self.begin(inputs)[2]
+
+    def _begin(self, state, numbers, seed, broadcast=()):
         state = self._query.begin_round(state, numbers[0], numbers[1])
-        weights = [each.read_value() for each in self.server.variables]
-        if self._broadcast_hook is not None:
-            with noise.seeded(noise.fold_in(seed, -2)):
-                weights = list(
-                    self._broadcast_hook(weights, noise.fold_in(seed, -3))
-                )
+        weights = list(broadcast)
+        if not weights:
+            weights = [each.read_value() for each in self.server.variables]
+            if self._broadcast_hook is not None:
+                with noise.seeded(noise.fold_in(seed, -2)):
+                    weights = list(
+                        self._broadcast_hook(weights, noise.fold_in(seed, -3))
+                    )
         unheard = [each.read_value() for each in self._unheard]
         params = tf.nest.map_structure(
             tf.convert_to_tensor,
@@ -478,6 +490,7 @@ class CohortEngine:
         arguments = (
             pending.state,
             *pending.tensors,
+            pending.broadcast,
             chunk.x,
             chunk.y,
             *table,
@@ -496,8 +509,10 @@ class CohortEngine:
                 self._models[replica], trainer, self._query, steps, full
             )
 
-            def function(state, numbers, seed, x, y, table):
-                _, params, weights, _ = self._begin(state, numbers, seed)
+            def function(state, numbers, seed, broadcast, x, y, table):
+                _, params, weights, _ = self._begin(
+                    state, numbers, seed, broadcast
+                )
                 (x,), (y,) = tf.nest.flatten(x), tf.nest.flatten(y)
                 result, metrics = dense(
                     weights, params, x, y, table, numbers[2]
@@ -512,8 +527,10 @@ class CohortEngine:
                 ),
             )
 
-            def function(state, numbers, seed, x, y, table, count):
-                _, params, weights, unheard = self._begin(state, numbers, seed)
+            def function(state, numbers, seed, broadcast, x, y, table, count):
+                _, params, weights, unheard = self._begin(
+                    state, numbers, seed, broadcast
+                )
                 return general(
                     weights,
                     unheard,
@@ -526,7 +543,7 @@ class CohortEngine:
                     seed,
                 )
 
-        state, numbers, seed, x, y, *tables = arguments
+        *fixed, x, y, tables = *arguments[:6], arguments[6:]
         x, y = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
             self._element_spec,
@@ -539,7 +556,7 @@ class CohortEngine:
         return compiled.get_concrete_function(
             *tf.nest.map_structure(
                 lambda each: tf.TensorSpec(each.shape, each.dtype),
-                (state, numbers, seed),
+                tuple(fixed),
             ),
             x,
             y,
