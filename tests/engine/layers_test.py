@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tfdp_fl import engine
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import layers, replicas
+from tfdp_fl.mechanisms import Deployment, NoPrivacy
+
+_LSTM = tf.keras.layers.LSTM
+
+
+def _model(*stack, features=5, length=None):
+    return tf.keras.Sequential(
+        [tf.keras.layers.InputLayer((length, features)), *stack]
+    )
+
+
+def _normal(*shape):
+    return tf.constant(
+        np.random.default_rng(len(shape)).normal(size=shape), tf.float32
+    )
+
+
+def _pair(model):
+    """Returns two copies with the model's weights; the second one is fast."""
+    spec = tf.TensorSpec(model.input_shape[1:], tf.float32)
+    copies = [replicas.clone(model, spec) for _ in range(2)]
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(0, 0.4, w.shape) for w in model.get_weights()]
+    for copy in copies:
+        copy.set_weights(weights)
+    return copies[0], copies[1], layers.use_fast_layers(copies[1])
+
+
+def _output_and_gradients(model, x):
+    """As `ClientTrainer.step` does: the tape watches what it is told to."""
+
+    @tf.function
+    def compute(x):
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([x, *model.trainable_variables])
+            output = model(x, training=True)
+            factors = tf.reshape(
+                tf.range(tf.cast(tf.size(output), tf.float32)),
+                tf.shape(output),
+            )
+            loss = tf.reduce_sum(output * tf.sin(factors))
+        return output, tape.gradient(loss, [x, *model.trainable_variables])
+
+    output, gradients = compute(x)
+    return [output, *map(tf.convert_to_tensor, gradients)]
+
+
+class LstmTest(tf.test.TestCase, parameterized.TestCase):
+    def assert_same(self, actual, expected, tolerance=1e-5):
+        """Compares tensors relative to the largest element of each."""
+        self.assertEqual(len(actual), len(expected))
+        for one, other in zip(actual, expected, strict=True):
+            self.assertEqual(one.shape, other.shape)
+            largest = np.abs(other).max()
+            self.assertGreater(largest, 0)
+            self.assertLess(np.abs(one - other).max(), tolerance * largest)
+
+    @parameterized.parameters(
+        {"batch": 3, "length": 16},
+        {"batch": 1, "length": 8},
+        {"batch": 4, "length": 19},
+        {"batch": 2, "length": 5},
+        {"batch": 2, "length": 1},
+    )
+    def test_outputs_and_gradients_are_those_of_keras(self, batch, length):
+        for return_sequences in (True, False):
+            for static in (length, None):
+                model = _model(
+                    _LSTM(6, return_sequences=return_sequences), length=static
+                )
+                keras, fast, changed = _pair(model)
+                self.assertLen(changed, 1)
+                x = _normal(batch, length, 5)
+                self.assert_same(
+                    _output_and_gradients(fast, x),
+                    _output_and_gradients(keras, x),
+                )
+
+    def test_saturated_gates(self):
+        keras, fast, _ = _pair(_model(_LSTM(4, return_sequences=True)))
+        x = 20 * _normal(3, 10, 5)
+        self.assert_same(
+            _output_and_gradients(fast, x), _output_and_gradients(keras, x)
+        )
+
+    def test_two_layers_in_a_functional_model(self):
+        inputs = tf.keras.Input((12,), dtype=tf.int32)
+        x = tf.keras.layers.Embedding(7, 3)(inputs)
+        x = _LSTM(5, return_sequences=True)(x)
+        x = tf.keras.layers.Concatenate()([x, x])
+        outputs = tf.keras.layers.Dense(2)(_LSTM(4)(x))
+        keras, fast, changed = _pair(tf.keras.Model(inputs, outputs))
+        self.assertLen(changed, 2)
+        x = np.random.default_rng(0).integers(0, 7, (4, 12))
+        self.assert_same([fast(x)], [keras(x)])
+        outcomes = []
+        for model in (fast, keras):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x) ** 2)
+            outcomes.append(
+                [
+                    tf.convert_to_tensor(gradient)
+                    for gradient in tape.gradient(loss, model.weights)
+                ]
+            )
+        self.assert_same(*outcomes)
+
+    def test_inside_a_bidirectional_layer(self):
+        model = _model(
+            tf.keras.layers.Bidirectional(_LSTM(3, return_sequences=True))
+        )
+        keras, fast, changed = _pair(model)
+        self.assertLen(changed, 1)  # The other one goes backwards.
+        x = _normal(2, 9, 5)
+        self.assert_same(
+            _output_and_gradients(fast, x), _output_and_gradients(keras, x)
+        )
+
+    def test_compiled_by_xla(self):
+        keras, fast, _ = _pair(_model(_LSTM(6), length=10))
+        x = _normal(3, 10, 5)
+
+        @tf.function(jit_compile=True)
+        def compiled(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.sin(fast(x)))
+            return tape.gradient(loss, fast.trainable_variables)
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.sin(keras(x)))
+        self.assert_same(
+            compiled(x), tape.gradient(loss, keras.trainable_variables)
+        )
+
+    @parameterized.parameters(
+        {"activation": "relu"},
+        {"recurrent_activation": "hard_sigmoid"},
+        {"use_bias": False},
+        {"dropout": 0.1},
+        {"recurrent_dropout": 0.1},
+        {"go_backwards": True},
+        {"unroll": True},
+        {"return_state": True},
+        {"time_major": True},
+        {"dtype": "float64"},
+    )
+    def test_other_settings_are_left_alone(self, **settings):
+        layer = _LSTM(3, **settings)
+        inputs = tf.keras.Input((4, 5))
+        model = tf.keras.Model(inputs, layer(inputs))
+        self.assertEmpty(layers.use_fast_layers(model))
+        self.assertNotIn("call", vars(layer))
+
+    def test_a_stateful_layer_is_left_alone(self):
+        model = tf.keras.Sequential(
+            [_LSTM(3, stateful=True, batch_input_shape=(2, 4, 5))]
+        )
+        self.assertEmpty(layers.use_fast_layers(model))
+
+    def test_other_recurrent_layers_are_left_alone(self):
+        class Own(_LSTM):
+            def call(self, inputs, **kwargs):
+                return 2 * super().call(inputs, **kwargs)
+
+        stack = [
+            tf.keras.layers.GRU(3, return_sequences=True),
+            tf.keras.layers.SimpleRNN(3, return_sequences=True),
+            Own(3),
+        ]
+        self.assertEmpty(layers.use_fast_layers(_model(*stack)))
+
+    def test_a_mask_goes_the_way_of_keras(self):
+        model = _model(
+            tf.keras.layers.Masking(), _LSTM(4, return_sequences=True)
+        )
+        keras, fast, changed = _pair(model)
+        self.assertLen(changed, 1)
+        x = _normal(3, 9, 5) * tf.cast(tf.range(9) < 6, tf.float32)[:, None]
+        self.assert_same(
+            _output_and_gradients(fast, x), _output_and_gradients(keras, x)
+        )
+
+    def test_an_initial_state_goes_the_way_of_keras(self):
+        keras, fast, _ = _pair(_model(_LSTM(4)))
+        x, state = _normal(3, 9, 5), [_normal(3, 4), 2 * _normal(3, 4)]
+        self.assert_same(
+            [fast.layers[0](x, initial_state=state)],
+            [keras.layers[0](x, initial_state=state)],
+        )
+
+    def test_in_two_threads_at_once(self):
+        model = _model(_LSTM(4, return_sequences=True))
+        x = _normal(3, 20, 5)
+        keras, *fast = [_pair(model)[n] for n in (0, 1, 1)]
+        expected = _output_and_gradients(keras, x)
+        results = [None, None]
+
+        def run(n):
+            results[n] = _output_and_gradients(fast[n], x)
+
+        threads = [threading.Thread(target=run, args=[n]) for n in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            self.assert_same(result, expected)
+
+
+class RoundTest(tf.test.TestCase):
+    def test_a_round_leads_to_the_same_weights(self):
+        rng = np.random.default_rng(5)
+        x = rng.integers(0, 9, (36, 11)).astype(np.int32)
+        y = rng.integers(0, 9, (36, 11)).astype(np.int32)
+        bounds = [(0, 10), (10, 17), (17, 18), (18, 36)]
+        dataset = FederatedDataset.from_indices(
+            x, y, [np.arange(*each) for each in bounds]
+        )
+        start = None
+        after = []
+        for fast in (True, False):
+            model = tf.keras.Sequential(
+                [
+                    tf.keras.layers.InputLayer((11,)),
+                    tf.keras.layers.Embedding(9, 4),
+                    _LSTM(6, return_sequences=True),
+                    _LSTM(5, return_sequences=True),
+                    tf.keras.layers.Dense(9),
+                ]
+            )
+            start = start or model.get_weights()
+            model.set_weights(start)
+            with self._layers(fast):
+                one = self._engine(model, dataset)
+            inputs = engine.RoundInputs(
+                round_index=0,
+                positions=np.arange(4),
+                clients_per_round=4,
+                noise_multiplier=0.0,
+                batch_size=4,
+                local_epochs=2,
+                learning_rate=0.5,
+                seed=np.array([1, 2]),
+            )
+            one.release(one.collect(dataset, inputs))
+            after.append(model.get_weights())
+            for layer in model.layers:  # The user's own model.
+                self.assertNotIn("call", vars(layer))
+        for first, second, received in zip(*after, start, strict=True):
+            moved = np.abs(second - received).max()
+            self.assertGreater(moved, 1e-3)
+            self.assertLess(np.abs(first - second).max(), 1e-5 * moved + 1e-7)
+
+    def _layers(self, fast):
+        if fast:
+            return tf.test.mock.patch.object(
+                layers, "use_fast_layers", wraps=layers.use_fast_layers
+            )
+        return tf.test.mock.patch.object(layers, "use_fast_layers")
+
+    def _engine(self, model, dataset):
+        built = engine.CohortEngine(
+            model=model,
+            training=engine.LocalTraining(
+                optimizer=tf.keras.optimizers.SGD(),
+                loss=tf.keras.losses.SparseCategoricalCrossentropy(
+                    from_logits=True
+                ),
+            ),
+            mechanism=NoPrivacy(),
+            deployment=Deployment(
+                clients_per_round=4, sampling="fixed_size", num_clients=4
+            ),
+            element_spec=dataset.element_spec,
+            num_replicas=2,
+        )
+        self.assertEqual(layers.use_fast_layers.call_count, 2)
+        return built
+
+
+if __name__ == "__main__":
+    tf.test.main()
