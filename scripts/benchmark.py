@@ -14,6 +14,7 @@ that file. `--rows=` (nothing) makes them anew without measuring.
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import sys
@@ -24,67 +25,79 @@ from collections.abc import Sequence
 # TensorFlow reports libraries for GPUs that are not there as errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from absl import app, flags
-
 from tfdp_fl.benchmarking import machine, plots, report, results, verdicts
 from tfdp_fl.benchmarking import rows as rows_lib
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-_ROWS = flags.DEFINE_list(
-    "rows",
-    ["all"],
-    "What to measure: rows or groups of rows. Groups: "
-    + ", ".join(dict.fromkeys(row.group for row in rows_lib.ROWS))
-    + ". Rows: "
-    + ", ".join(row.name for row in rows_lib.ROWS)
-    + ".",
-)
-_PROFILE = flags.DEFINE_list(
-    "profile",
-    None,
-    "Only find out where the time of a round goes, of these workloads ('all').",
-)
-_QUICK = flags.DEFINE_bool(
-    "quick", False, "Few repetitions: to see that everything works."
-)
-_RESUME = flags.DEFINE_bool(
-    "resume",
-    False,
-    "Skip rows that were measured already on this machine, at this commit.",
-)
-_OUTPUT = flags.DEFINE_string(
-    "output", str(_ROOT / "docs" / "benchmarks.md"), "The Markdown page."
-)
-_JSON = flags.DEFINE_string(
-    "json", None, "What was measured; the page's name with .json unless given."
-)
-_DATA = flags.DEFINE_string(
-    "data",
-    os.environ.get("TFDP_FL_DATA", str(_ROOT.parent / "shared" / "data")),
-    "The folder of mnist.npz; without it, random images of the same size.",
-)
-
+_PAGE = _ROOT / "docs" / "benchmarks.md"
+_DATA = os.environ.get("TFDP_FL_DATA", str(_ROOT.parent / "shared" / "data"))
 _BUSY = 0.5  # Load per core above which figures are in doubt.
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        sys.exit(f"benchmark.py: {argv[1]!r} is not a flag.")
-    names = _ROWS.value
-    if _PROFILE.value is not None:
+def _parser() -> argparse.ArgumentParser:
+    groups = ", ".join(dict.fromkeys(row.group for row in rows_lib.ROWS))
+    names = ", ".join(row.name for row in rows_lib.ROWS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--rows",
+        default="all",
+        help="What to measure: rows or groups of rows, with commas between.\n"
+        f"Groups: all, {groups}.\nRows: {names}.",
+    )
+    parser.add_argument(
+        "--profile",
+        help="Only find out where the time of a round goes, of these "
+        "workloads (all).",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="Few repetitions: to see that everything works.",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="Skip rows that were measured on this machine, of this code.",
+    )
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=_PAGE, help="The Markdown page."
+    )
+    parser.add_argument(
+        "--json",
+        type=pathlib.Path,
+        help="What was measured; the page's name with .json unless given.",
+    )
+    parser.add_argument(
+        "--data",
+        default=_DATA,
+        help="The folder of mnist.npz; random images of that size without it.",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures what the arguments ask for, and writes the page."""
+    arguments = _parser().parse_args(argv)
+    names = arguments.rows.split(",")
+    if arguments.profile is not None:
         names = [
             "profile" if name == "all" else f"profile_{name}"
-            for name in _PROFILE.value
+            for name in arguments.profile.split(",")
         ]
-    page = pathlib.Path(_OUTPUT.value)
-    store_path = _JSON.value or page.with_suffix(".json")
+    page = arguments.output
+    store_path = arguments.json or page.with_suffix(".json")
     try:
         selected = rows_lib.select(names)
         store = results.Results(store_path)
     except ValueError as error:
         sys.exit(f"benchmark.py: {error}")
-    failed = _measure(selected, store, page)
+    context = rows_lib.Context(
+        quick=arguments.quick, data_folder=arguments.data, say=_say
+    )
+    failed = _measure(selected, store, page, context, arguments.resume)
     _publish(store, page)
     for verdict in verdicts.all_verdicts(store):
         mark = "holds" if verdict.holds else "MISSED"
@@ -94,19 +107,20 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"benchmark.py: failed: {', '.join(failed)}")
 
 
+def _say(line: str) -> None:
+    print(f"{'':10s}{line}", flush=True)
+
+
 def _measure(
-    selected: Sequence[rows_lib.Row], store: results.Results, page: pathlib.Path
+    selected: Sequence[rows_lib.Row],
+    store: results.Results,
+    page: pathlib.Path,
+    context: rows_lib.Context,
+    resume: bool = False,
 ) -> list[str]:
     """Measures the rows; returns the names of those that failed."""
     begin = time.monotonic()
     failed = []
-
-    def say(line: str) -> None:
-        print(f"{'':10s}{line}", flush=True)
-
-    context = rows_lib.Context(
-        quick=_QUICK.value, data_folder=_DATA.value, say=say
-    )
     if selected and machine.load() > _BUSY * machine.cores():
         print(
             f"The load average is {machine.load():.1f}: something else runs "
@@ -115,7 +129,7 @@ def _measure(
         )
     for number, row in enumerate(selected, 1):
         place = f"[{number}/{len(selected)}]"
-        if _RESUME.value and store.is_current(row.name, _QUICK.value):
+        if resume and store.is_current(row.name, context.quick):
             print(f"{place:9s} {row.name}: measured before", flush=True)
             continue
         minutes = (time.monotonic() - begin) / 60
@@ -129,7 +143,7 @@ def _measure(
             outcome["error"] = str(error)
             failed.append(row.name)
         outcome["seconds"] = time.monotonic() - start
-        store.put(row.name, _QUICK.value, load, **outcome)
+        store.put(row.name, context.quick, load, **outcome)
         _publish(store, page)
     if selected:
         print(f"Measured in {(time.monotonic() - begin) / 60:.1f} minutes.\n")
@@ -148,10 +162,5 @@ def _publish(store: results.Results, page: pathlib.Path) -> None:
     page.write_text(report.fill(text, report.blocks(store)), encoding="utf-8")
 
 
-def run() -> None:
-    """Entry point of the installed command."""
-    app.run(main)
-
-
 if __name__ == "__main__":
-    run()
+    main()

@@ -66,7 +66,7 @@ class EngineSideTest(tf.test.TestCase):
 
         from tfdp_fl.benchmarking import tff_side
 
-        self._patched(mock.patch.object(workloads, "NOISE_MULTIPLIER", 0))
+        self._patched(mock.patch.object(workloads, "NOISE_MULTIPLIER", 0.0))
         self._patched(mock.patch.object(workloads, "CLIP_NORM", 0.02))
         side = self._side()
         theirs = tff_side.TFFSide("mlp_small")

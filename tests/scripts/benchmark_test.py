@@ -1,12 +1,12 @@
 """Tests that the benchmark measures, stores, tabulates and draws; no timing."""
 
+import contextlib
+import io
 import json
-import os
 import pathlib
-import subprocess
-import sys
+import tempfile
 
-from absl.testing import absltest, flagsaver, parameterized
+from absl.testing import absltest, parameterized
 
 from scripts import benchmark
 from tfdp_fl.benchmarking import results, rows
@@ -19,14 +19,17 @@ def _row(name, result):
 class BenchmarkScriptTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.folder = pathlib.Path(self.create_tempdir().full_path)
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = pathlib.Path(temporary.name)
         self.page = self.folder / "docs" / "page.md"
         self.store = results.Results(self.folder / "docs" / "page.json")
         self.calls = []
-        self.enter_context(
-            flagsaver.flagsaver(
-                output=str(self.page), resume=False, quick=False
-            )
+        self.context = rows.Context()
+
+    def _run(self, selected, store=None, **options):
+        return benchmark._measure(
+            selected, store or self.store, self.page, self.context, **options
         )
 
     def _measured(self, value):
@@ -43,7 +46,7 @@ class BenchmarkScriptTest(parameterized.TestCase):
             _row("one", self._measured(ValueError("because"))),
             _row("two", self._measured({"figure": 1})),
         ]
-        failed = benchmark._measure(selected, self.store, self.page)
+        failed = self._run(selected)
         self.assertEqual(failed, ["one"])
         stored = results.Results(self.folder / "docs" / "page.json")
         self.assertEqual(stored.rows["one"]["error"], "because")
@@ -51,13 +54,10 @@ class BenchmarkScriptTest(parameterized.TestCase):
         self.assertIn("Failed: one", self.page.read_text())
 
     def test_rows_of_other_runs_are_kept(self):
-        benchmark._measure(
-            [_row("one", self._measured({"figure": 1}))], self.store, self.page
-        )
-        benchmark._measure(
+        self._run([_row("one", self._measured({"figure": 1}))])
+        self._run(
             [_row("two", self._measured({"figure": 2}))],
             results.Results(self.folder / "docs" / "page.json"),
-            self.page,
         )
         stored = results.Results(self.folder / "docs" / "page.json")
         self.assertEqual(stored.result("one"), {"figure": 1})
@@ -68,14 +68,12 @@ class BenchmarkScriptTest(parameterized.TestCase):
             _row("one", self._measured({"figure": 1})),
             _row("two", self._measured(ValueError("because"))),
         ]
-        benchmark._measure(selected, self.store, self.page)
-        with flagsaver.flagsaver(resume=True):
-            benchmark._measure(selected, self.store, self.page)
+        self._run(selected)
+        self._run(selected, resume=True)
         self.assertLen(self.calls, 3)
         # Another commit's figures are not this one's.
         self.store.rows["one"]["revision"] = "0123456"
-        with flagsaver.flagsaver(resume=True):
-            benchmark._measure(selected, self.store, self.page)
+        self._run(selected, resume=True)
         self.assertLen(self.calls, 5)
 
     def test_a_quick_row_does_not_stand_for_a_thorough_one(self):
@@ -93,28 +91,23 @@ class BenchmarkScriptTest(parameterized.TestCase):
     @parameterized.parameters(
         ("--rows=everything", "everything"),
         ("--profile=cmm", "profile_cmm"),
-        ("surplus", "'surplus' is not a flag"),
     )
     def test_unknown_names_are_refused_before_anything_starts(
         self, argument, message
     ):
-        root = pathlib.Path(__file__).resolve().parents[2]
-        done = subprocess.run(
-            [
-                sys.executable,
-                "scripts/benchmark.py",
-                argument,
-                f"--output={self.page}",
-            ],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            check=False,
-        )
-        self.assertEqual(done.returncode, 1)
-        self.assertIn(message, done.stderr)
+        with self.assertRaisesRegex(SystemExit, f"rows must be.*{message}"):
+            benchmark.main([argument, f"--output={self.page}"])
         self.assertFalse(self.page.exists())
+
+    def test_the_page_is_made_anew_without_measuring(self):
+        path = self.folder / "docs" / "page.json"
+        self._run([_row("one", self._measured({"figure": 1}))])
+        self.page.unlink()
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            benchmark.main(["--rows=", f"--output={self.page}"])
+        self.assertIn("## The run", self.page.read_text())
+        self.assertIn(f"Written: {self.page}, {path}", output.getvalue())
+        self.assertLen(self.calls, 1)
 
 
 if __name__ == "__main__":

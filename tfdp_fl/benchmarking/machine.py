@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import platform
@@ -20,6 +21,7 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
+@functools.cache
 def description() -> dict[str, str]:
     """Returns the processor, cores, memory and versions, in words."""
     from importlib import metadata

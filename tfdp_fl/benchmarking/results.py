@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from tfdp_fl.benchmarking import machine
 _FORMAT = 1
 
 
+@functools.cache
 def revision() -> str:
     """Returns the commit of this package's folder, "+" where it was changed."""
     folder = pathlib.Path(__file__).resolve().parent
