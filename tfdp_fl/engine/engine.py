@@ -90,14 +90,39 @@ class PendingRound:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """Some clients of a cohort with the tensors that hold their examples."""
+class CohortChunk:
+    """Some clients of a cohort with the tensors that hold their examples.
+
+    Attributes:
+      x: Nest of feature tensors, leading dimension over stored examples.
+      y: Nest of label tensors, likewise.
+      rows: Int [sum of lengths], the clients' rows of them.
+      lengths: Int64 [K].
+      members: Int64 [K], the clients' places in the cohort.
+    """
 
     x: Any
     y: Any
     rows: np.ndarray
     lengths: np.ndarray
     members: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class CohortPart:
+    """Some clients of a chunk, as one compiled function trains them.
+
+    Attributes:
+      function: Which function it is: the kind of its output or "lockstep",
+        whether all batches are full, and the number of lockstep steps.
+      tables: Its arguments that say who trains on what: a `LockstepTable`; or
+        a `ClientTable` and the number of clients.
+      plan: What the tables were laid out from, without padding.
+    """
+
+    function: tuple[str, bool, int | None]
+    tables: tuple[Any, ...]
+    plan: batching.BatchPlan
 
 
 class _Call:
@@ -107,21 +132,18 @@ class _Call:
         self,
         function: Any,
         arguments: list[tf.Tensor],
-        members: np.ndarray | None = None,
-        count: int = 0,
+        part: CohortPart | None = None,
     ):
         """Prepares a call.
 
         Args:
           function: A `ConcreteFunction`.
           arguments: Its arguments, flattened.
-          members: Int32 [K], the places in the cohort that it is about.
-          count: K.
+          part: The clients that it is about.
         """
         self._function = function
         self._arguments = arguments
-        self.members = members
-        self.count = count
+        self.part = part
 
     def __call__(self) -> Any:
         """Runs the function; returns its structured result.
@@ -139,14 +161,17 @@ def _flat(arguments: Any) -> list[Any]:
     return tf.nest.flatten(arguments)
 
 
-def _any_size(value: Any) -> tf.TensorSpec:
-    """Returns a spec in which only an inner dimension of 0 or more is fixed.
+def table_specs(tables: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the specs of a part's tables, for any number of clients.
 
-    The batch width of a table stays free as well, so that one function serves
-    every size.
+    The batch width stays free as well: one function serves every size.
     """
-    value = np.asarray(value)
-    return tf.TensorSpec([None] * value.ndim, value.dtype)
+
+    def any_size(value: Any) -> tf.TensorSpec:
+        value = np.asarray(value)
+        return tf.TensorSpec([None] * value.ndim, value.dtype)
+
+    return tf.nest.map_structure(any_size, tuple(tables))
 
 
 class CohortEngine:
@@ -290,11 +315,29 @@ class CohortEngine:
         Returns:
           A `PendingRound`; the model and the state have not changed.
         """
+        pending = self.empty_round(inputs)
+        pending.broadcast = self._broadcast(inputs)
+        for chunk in self.chunks(dataset, inputs, pending.failures):
+            self._run_chunk(pending, chunk)
+        self.complete(pending)
+        return pending
+
+    # The steps of `collect`, for runtimes that run the functions elsewhere.
+
+    @property
+    def output(self) -> str:
+        """Returns what a cohort function has to return: see `CohortOptions`."""
+        if self._query.two_phase:
+            return cohort.COLLECT_UPDATES
+        return cohort.COLLECT_RECORDS if self._collect_records else cohort.SUM
+
+    def empty_round(self, inputs: RoundInputs) -> PendingRound:
+        """Returns a round of which nothing is collected yet."""
         pending = PendingRound(
             inputs=inputs,
             state=self.state,
             tensors=self._round_tensors(inputs),
-            broadcast=self._broadcast(inputs),
+            broadcast=(),
             sums=[()] * self.num_replicas,
             metric_states=[()] * self.num_replicas,
             collected=[[] for _ in range(self.num_replicas)],
@@ -304,23 +347,19 @@ class CohortEngine:
             pending.window_norms = np.full(
                 [len(inputs.positions), self.num_variables], np.nan, np.float32
             )
-        output = cohort.SUM
-        if self._query.two_phase:
-            output = cohort.COLLECT_UPDATES
-        elif self._collect_records:
-            output = cohort.COLLECT_RECORDS
-        for chunk in self._chunks(dataset, inputs, pending.failures):
-            self._run_chunk(pending, chunk, output)
+        return pending
+
+    def complete(self, pending: PendingRound) -> None:
+        """Ends collecting, once every chunk was added."""
         ran = [r for r, total in enumerate(pending.sums) if total != ()]
         for name in ("sums", "metric_states", "collected"):
             each = getattr(pending, name)
             setattr(pending, name, [each[replica] for replica in ran])
         if self._query.two_phase:
             self._clip_and_sum(pending)
-        return pending
 
     def begin(self, inputs: RoundInputs) -> tuple[Any, Any, Any, Any]:
-        """Returns what clients need of the server, for other runtimes.
+        """Returns what clients need of the server.
 
         Returns:
           `(state, params, weights, unheard)`: the query's state and sample
@@ -369,18 +408,18 @@ class CohortEngine:
         )
         return state, params, weights, unheard
 
-    def _chunks(
+    def chunks(
         self,
         dataset: FederatedDataset,
         inputs: RoundInputs,
         failures: list[ClientFailure],
-    ) -> Iterator[_Chunk]:
+    ) -> Iterator[CohortChunk]:
         """Yields the cohort's data, at least one chunk, in bounded pieces."""
         positions = inputs.positions
         if dataset.is_indexed:
             x, y = dataset.flat()
             rows, lengths = dataset.client_rows(positions)
-            yield _Chunk(x, y, rows, lengths, np.arange(len(positions)))
+            yield CohortChunk(x, y, rows, lengths, np.arange(len(positions)))
             return
         with concurrent.futures.ThreadPoolExecutor(1) as reader:
             chunks = _streamed_chunks(
@@ -391,13 +430,27 @@ class CohortEngine:
                 ahead = reader.submit(next, chunks, None)
                 yield chunk
 
-    def _run_chunk(
-        self, pending: PendingRound, chunk: _Chunk, output: str
-    ) -> None:
-        """Trains a chunk's clients on all replicas; adds to `pending`."""
-        inputs = pending.inputs
+    def parts(
+        self,
+        chunk: CohortChunk,
+        inputs: RoundInputs,
+        num_groups: int,
+        if_small: int = 1,
+    ) -> list[list[CohortPart]]:
+        """Shares a chunk's clients out and lays out their training.
+
+        Args:
+          chunk: The clients.
+          inputs: The round.
+          num_groups: How many groups may train at the same time.
+          if_small: How many, where starting another thread would cost more
+            than it saves.
+
+        Returns:
+          At most so many groups, at least one. The parts of a group come one
+          after the other: each is bounded in the memory that it takes.
+        """
         whole = _plan(chunk, inputs)
-        work = np.diff(whole.first_step)
         side_by_side = self._lockstep and dense_cohort.pays(
             self._models[0],
             chunk.lengths,
@@ -409,33 +462,137 @@ class CohortEngine:
             row = 4 * sum(shape[0] for shape in self._shapes)
             examples = int(chunk.lengths.max()) * inputs.local_epochs
             at_once = max(1, CHUNK_BYTES // (row * examples))
-        elif output != cohort.SUM:
+        elif self.output != cohort.SUM:
             width = sum(shape.num_elements() for shape in self._shapes)
             at_once = max(1, CHUNK_BYTES // (4 * width))
-        groups = batching.share_out(work, self.num_replicas)
         if side_by_side and dense_cohort.is_small(
             self._models[0], chunk.lengths, inputs.local_epochs
-        ):  # Starting a second thread would take longer than it saves.
-            groups = [np.arange(len(work))]
-        groups = [group for group in groups if len(group)] or groups[:1]
-        calls = [
+        ):
+            num_groups = min(num_groups, if_small)
+        groups = [np.arange(whole.num_clients)]
+        if num_groups > 1:
+            groups = batching.share_out(np.diff(whole.first_step), num_groups)
+            groups = [group for group in groups if len(group)] or groups[:1]
+        return [
             [
-                self._prepared(
-                    replica,
-                    pending,
-                    chunk,
+                self._part(
                     batching.select(whole, group[start : start + at_once]),
-                    output,
+                    inputs,
                     side_by_side,
                 )
                 for start in range(0, max(len(group), 1), at_once)
             ]
+            for group in groups
+        ]
+
+    def _part(
+        self,
+        plan: batching.BatchPlan,
+        inputs: RoundInputs,
+        side_by_side: bool,
+    ) -> CohortPart:
+        full = not plan.has_short_batches
+        if side_by_side and plan.num_clients:
+            table = dense_cohort.lockstep(plan)
+            full = full and bool((table.sizes == plan.rows.shape[1]).all())
+            return CohortPart(
+                ("lockstep", full, len(table.rows)), (table,), plan
+            )
+        windows = np.zeros([plan.num_clients, 0, 0], np.float32)
+        if self._query.uses_window:
+            windows = inputs.windows[plan.members].astype(np.float32)
+        padded = plan
+        if self.compiles(full):
+            padded = batching.pad_plan(plan)
+            more = len(padded.members) - plan.num_clients
+            windows = np.pad(
+                windows, ((0, more), (0, 0), (0, 0)), constant_values=np.nan
+            )
+        table = cohort.ClientTable(
+            padded.rows,
+            padded.batch_sizes,
+            padded.first_step,
+            padded.members,
+            padded.num_examples,
+            windows,
+        )
+        return CohortPart(
+            (self.output, full, None),
+            (table, np.int32(plan.num_clients)),
+            plan,
+        )
+
+    def compiles(self, full: bool, kind: str | None = None) -> bool:
+        """Returns whether XLA compiles a function of full batches or not."""
+        return bool(self._jit_compile and full and kind != "lockstep")
+
+    def part_function(
+        self, function: tuple[str, bool, int | None], replica: int = 0
+    ) -> Callable[..., tuple[Any, list[tf.Tensor], tf.Tensor]]:
+        """Returns the function that trains a part's clients, not traced.
+
+        It takes (weights, unheard, params, learning rate, seed, x, y, *tables)
+        and returns what `CohortFunction` does. It trains in one replica's
+        variables, and assigns all of `assigned_variables` before it reads them.
+        """
+        kind, full, steps = function
+        trainer = self._trainers[replica]
+        if kind == "lockstep":
+            dense = dense_cohort.DenseCohortFunction(
+                self._models[replica], trainer, self._query, steps, full
+            )
+
+            def side_by_side(
+                weights, unheard, params, learning_rate, seed, x, y, table
+            ):
+                del unheard, seed
+                (x,), (y,) = tf.nest.flatten(x), tf.nest.flatten(y)
+                result, metrics = dense(
+                    weights, params, x, y, table, learning_rate
+                )
+                return result, metrics, tf.zeros([0, 0])
+
+            return side_by_side
+        general = cohort.CohortFunction(
+            trainer,
+            self._query,
+            cohort.CohortOptions(
+                output=kind, full_batches=full, moments=self._moments
+            ),
+        )
+
+        def one_by_one(
+            weights, unheard, params, learning_rate, seed, x, y, table, count
+        ):
+            return general(
+                weights,
+                unheard,
+                params,
+                x,
+                y,
+                table,
+                count,
+                learning_rate,
+                seed,
+            )
+
+        return one_by_one
+
+    def assigned_variables(self, replica: int = 0) -> list[tf.Variable]:
+        """Returns what a replica's functions assign before they read it."""
+        return self._trainers[replica].assigned_variables
+
+    def _run_chunk(self, pending: PendingRound, chunk: CohortChunk) -> None:
+        """Trains a chunk's clients on all replicas; adds to `pending`."""
+        groups = self.parts(chunk, pending.inputs, self.num_replicas)
+        calls = [
+            [self._prepared(replica, pending, chunk, part) for part in group]
             for replica, group in enumerate(groups)
         ]
 
         def run(replica: int) -> None:
             for call in calls[replica]:
-                self._take(replica, pending, call, output)
+                self.take(pending, call.part, call(), replica)
 
         if len(calls) == 1:
             run(0)
@@ -446,138 +603,98 @@ class CohortEngine:
         self,
         replica: int,
         pending: PendingRound,
-        chunk: _Chunk,
-        plan: batching.BatchPlan,
-        output: str,
-        side_by_side: bool,
+        chunk: CohortChunk,
+        part: CohortPart,
     ) -> _Call:
-        """Lays out some clients' training, and has its function traced.
+        """Has a part's function traced, and its arguments made.
 
         Everything that is Python happens here, in one thread.
         """
-        inputs = pending.inputs
-        count, members = plan.num_clients, plan.members
-        full = not plan.has_short_batches
-        if side_by_side and count:
-            table = dense_cohort.lockstep(plan)
-            full = full and bool((table.sizes == plan.rows.shape[1]).all())
-            key = (replica, "lockstep", full, len(table.rows))
-            table = (table,)
-        else:
-            windows = np.zeros([count, 0, 0], np.float32)
-            if self._query.uses_window:
-                windows = inputs.windows[members].astype(np.float32)
-            if self._jit_compile and full:
-                plan = batching.pad_plan(plan)
-                more = len(plan.members) - count
-                windows = np.pad(
-                    windows,
-                    ((0, more), (0, 0), (0, 0)),
-                    constant_values=np.nan,
-                )
-            key = (replica, output, full, None)
-            table = (
-                cohort.ClientTable(
-                    plan.rows,
-                    plan.batch_sizes,
-                    plan.first_step,
-                    plan.members,
-                    plan.num_examples,
-                    windows,
-                ),
-                np.int32(count),
-            )
         arguments = (
             pending.state,
             *pending.tensors,
             pending.broadcast,
             chunk.x,
             chunk.y,
-            *table,
+            *part.tables,
         )
+        key = (replica, *part.function)
         if key not in self._functions:
-            self._functions[key] = self._traced(key, arguments)
+            self._functions[key] = self._traced(
+                replica, part.function, arguments
+            )
         flat = [tf.convert_to_tensor(each) for each in _flat(arguments)]
-        return _Call(self._functions[key], flat, members, count)
+        return _Call(self._functions[key], flat, part)
 
-    def _traced(self, key: tuple, arguments: tuple) -> Any:
+    def _traced(
+        self,
+        replica: int,
+        which: tuple[str, bool, int | None],
+        arguments: tuple,
+    ) -> Any:
         """Returns a compiled function of one replica, for any cohort size."""
-        replica, kind, full, steps = key
-        trainer = self._trainers[replica]
-        if kind == "lockstep":
-            dense = dense_cohort.DenseCohortFunction(
-                self._models[replica], trainer, self._query, steps, full
+        train = self.part_function(which, replica)
+
+        def function(state, numbers, seed, broadcast, x, y, *tables):
+            _, params, weights, unheard = self._begin(
+                state, numbers, seed, broadcast
+            )
+            return train(
+                weights, unheard, params, numbers[2], seed, x, y, *tables
             )
 
-            def function(state, numbers, seed, broadcast, x, y, table):
-                _, params, weights, _ = self._begin(
-                    state, numbers, seed, broadcast
-                )
-                (x,), (y,) = tf.nest.flatten(x), tf.nest.flatten(y)
-                result, metrics = dense(
-                    weights, params, x, y, table, numbers[2]
-                )
-                return result, metrics, tf.zeros([0, 0])
-        else:
-            general = cohort.CohortFunction(
-                trainer,
-                self._query,
-                cohort.CohortOptions(
-                    output=kind, full_batches=full, moments=self._moments
-                ),
-            )
-
-            def function(state, numbers, seed, broadcast, x, y, table, count):
-                _, params, weights, unheard = self._begin(
-                    state, numbers, seed, broadcast
-                )
-                return general(
-                    weights,
-                    unheard,
-                    params,
-                    x,
-                    y,
-                    table,
-                    count,
-                    numbers[2],
-                    seed,
-                )
-
-        *fixed, x, y, tables = *arguments[:6], arguments[6:]
-        x, y = tf.nest.map_structure(
-            lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
-            self._element_spec,
-        )
+        fixed, tables = arguments[:4], arguments[6:]
+        kind, full, _ = which
         compiled = tf.function(
             function,
-            jit_compile=bool(self._jit_compile and full and kind != "lockstep"),
+            jit_compile=self.compiles(full, kind),
             autograph=False,
         )
         return compiled.get_concrete_function(
             *tf.nest.map_structure(
-                lambda each: tf.TensorSpec(each.shape, each.dtype),
-                tuple(fixed),
+                lambda each: tf.TensorSpec(each.shape, each.dtype), fixed
             ),
-            x,
-            y,
-            *tf.nest.map_structure(_any_size, tables),
+            *self.example_specs(),
+            *table_specs(tables),
         )
 
-    def _take(
-        self, replica: int, pending: PendingRound, call: _Call, output: str
+    def example_specs(self) -> tuple[Any, Any]:
+        """Returns the specs of (x, y), for any number of stored examples."""
+        return tf.nest.map_structure(
+            lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
+            self._element_spec,
+        )
+
+    def take(
+        self,
+        pending: PendingRound,
+        part: CohortPart,
+        returned: tuple[Any, Any, Any],
+        replica: int = 0,
     ) -> None:
-        """Runs a prepared call, and adds what it returns to `pending`."""
-        result, metrics, norms = call()
+        """Adds what a part's function returned (tensors) to `pending`."""
+        result, metrics, norms = returned
+        members, count = part.plan.members, part.plan.num_clients
         if isinstance(result[0], cohort.CollectedUpdates):
             collected, result = result
-            if call.count < len(collected.norms):
+            if count < len(collected.norms):
                 collected = tf.nest.map_structure(
-                    lambda each: each[: call.count], collected
+                    lambda each: each[:count], collected
                 )
-            if call.count:
-                pending.collected[replica].append((call.members, collected))
+            if count:
+                pending.collected[replica].append((members, collected))
         if self._query.uses_window:
-            pending.window_norms[call.members] = norms.numpy()[: call.count]
+            pending.window_norms[members] = norms.numpy()[:count]
+        self.add(pending, result, metrics, replica)
+
+    def add(
+        self,
+        pending: PendingRound,
+        result: cohort.CohortSum,
+        metrics: list[tf.Tensor],
+        replica: int = 0,
+    ) -> None:
+        """Adds the sum of some clients to `pending`."""
         if pending.sums[replica] != ():
             result = self._merge(pending.sums[replica], result)
             metrics = self._merge(pending.metric_states[replica], metrics)
@@ -770,7 +887,7 @@ def _replicas_of(
     return [replicas.clone(model, features) for _ in range(count)]
 
 
-def _plan(chunk: _Chunk, inputs: RoundInputs) -> batching.BatchPlan:
+def _plan(chunk: CohortChunk, inputs: RoundInputs) -> batching.BatchPlan:
     """Lays out the training of a chunk's clients."""
     plan = batching.make_plan(
         chunk.rows,
@@ -787,7 +904,7 @@ def _streamed_chunks(
     positions: np.ndarray,
     failures: list[ClientFailure],
     element_spec: tuple[Any, Any],
-) -> Iterator[_Chunk]:
+) -> Iterator[CohortChunk]:
     """Reads clients one after the other into chunks of bounded size."""
     held: list[tuple[int, Any, Any]] = []
     size = 0
@@ -809,7 +926,7 @@ def _streamed_chunks(
 
 def _packed(
     clients: list[tuple[int, Any, Any]], element_spec: tuple[Any, Any]
-) -> _Chunk:
+) -> CohortChunk:
     """Puts some clients' examples into one tensor for each feature."""
     lengths = np.asarray(
         [len(tf.nest.flatten(y)[0]) for _, _, y in clients], np.int64
@@ -828,7 +945,7 @@ def _packed(
     y = tf.nest.map_structure(
         pack, element_spec[1], *[y for _, _, y in clients]
     )
-    return _Chunk(
+    return CohortChunk(
         x,
         y,
         np.arange(total),
