@@ -177,6 +177,15 @@ class StatementTest(parameterized.TestCase):
         known = {*accounting.CAVEATS, "noise_site"}
         self.assertEmpty(keys - known)
 
+    def test_a_budget_that_allows_no_round(self):
+        fed = toy.federated()
+        budget = tfdp_fl.callbacks.PrivacyBudget(0.01, _DELTA)
+        fed.fit(toy.clients(), verbose=0, callbacks=[budget])
+        facts = fed.privacy_statement(format="dict")
+        self.assertEqual(facts["rounds"], 0)
+        self.assertEqual(facts["epsilon"], 0.0)
+        self.assertEqual(facts["delta"], _DELTA)
+
     def test_before_training_there_is_nothing_to_state(self):
         with self.assertRaisesRegex(ValueError, "fit must be called before"):
             toy.federated().privacy_statement(_DELTA)

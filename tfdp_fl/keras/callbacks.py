@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 from typing import Any
 
 import tensorflow as tf
@@ -346,9 +347,13 @@ class RoundCheckpoint(FederatedCallback):
 
     def on_fit_end(self) -> None:
         """Writes the statement, and lets go of the directory."""
+        ended_by_error = sys.exc_info()[0] is not None
         try:
             if self._begun:
                 self._write_statement()
+        except Exception:
+            if not ended_by_error:
+                raise  # Else that error is the one to report.
         finally:
             self._begun = False
             self._ledger.on_fit_end()

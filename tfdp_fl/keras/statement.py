@@ -24,7 +24,7 @@ def facts(federated_model: Any) -> accounting.StatementFacts:
         charge.clients_per_round
         for charge, count in spending.central.charges
         for _ in range(count)
-    ]
+    ] or fed._sampler.expected_cohort_size(0)
     by_client = spending.by_client
     return accounting.StatementFacts(
         guarantee=spending.guarantee,
