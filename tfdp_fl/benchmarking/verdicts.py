@@ -98,29 +98,27 @@ def _why_not(
     if least is None:
         return f"{start} The machine's own rate was not measured."
     by_large, by_own = least
-    gigaflop = workload.flops_per_round / 1e9
     large = rates(results)["large"] / 1e9
+    # Shared work can make an engine faster than its products one by one.
+    own = (
+        f" The bare products of its own shapes, one after another on all "
+        f"cores, take {milliseconds(by_own)} by themselves."
+        if by_own <= taken
+        else ""
+    )
     if by_large > allowed:
-        most = result["tff"]["median"] / by_own
+        most = result["tff"]["median"] / by_large
         return (
             f"{start} Out of reach on this machine: the round's "
-            f"{gigaflop:.1f} GFLOP of matrix products take "
-            f"{milliseconds(by_large)} at the {large:.0f} GFLOP/s that a "
-            "2048 x 2048 x 2048 product reaches on all cores, and "
-            f"{milliseconds(by_own)} at what its own shapes reach. The most "
-            f"that an engine made of these kernels could have is {most:.1f} "
-            "times."
+            f"{workload.flops_per_round / 1e9:.1f} GFLOP of matrix products "
+            f"take {milliseconds(by_large)} at the {large:.0f} GFLOP/s that a "
+            "2048 x 2048 x 2048 product reaches on all cores. At that rate, "
+            f"and with nothing else to do, it would be {most:.1f} times.{own}"
         )
-    if by_own > allowed:
-        return (
-            f"{start} The bare products of the round's own shapes, one after "
-            "another on all cores and with nothing in between, take "
-            f"{milliseconds(by_own)} by themselves on this machine."
-        )
+    rest = 100 * (1 - min(1.0, by_own / taken))
     return (
-        f"{start} Its bare products take {milliseconds(by_own)} of them "
-        f"({100 * by_own / taken:.0f} % of the round); the profile below says "
-        "what the rest is."
+        f"{start}{own} The profile below says what the other {rest:.0f} % of "
+        "the round are."
     )
 
 
