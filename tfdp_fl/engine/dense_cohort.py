@@ -53,10 +53,17 @@ class LockstepTable(NamedTuple):
     sizes: Any
 
 
-def lockstep(plan: batching.BatchPlan) -> LockstepTable:
-    """Lays out a plan's clients side by side."""
+def lockstep(
+    plan: batching.BatchPlan, num_steps: int | None = None
+) -> LockstepTable:
+    """Lays out a plan's clients side by side.
+
+    Args:
+      plan: The clients.
+      num_steps: S, at least the most that a client takes; None: just that.
+    """
     steps = np.diff(plan.first_step)
-    most = int(steps.max(initial=0))
+    most = int(steps.max(initial=0)) if num_steps is None else num_steps
     step = np.arange(most)[:, None]
     active = step < steps[None, :]
     index = np.where(active, plan.first_step[None, :-1] + step, 0)

@@ -318,7 +318,7 @@ class CohortEngine:
         pending = self.empty_round(inputs)
         pending.broadcast = self._broadcast(inputs)
         for chunk in self.chunks(dataset, inputs, pending.failures):
-            self._run_chunk(pending, chunk)
+            self.run_chunk(pending, chunk)
         self.complete(pending)
         return pending
 
@@ -435,7 +435,9 @@ class CohortEngine:
         chunk: CohortChunk,
         inputs: RoundInputs,
         num_groups: int,
+        *,
         if_small: int = 1,
+        alike: bool = False,
     ) -> list[list[CohortPart]]:
         """Shares a chunk's clients out and lays out their training.
 
@@ -445,6 +447,7 @@ class CohortEngine:
           num_groups: How many groups may train at the same time.
           if_small: How many, where starting another thread would cost more
             than it saves.
+          alike: Whether one function has to serve all parts.
 
         Returns:
           At most so many groups, at least one. The parts of a group come one
@@ -479,6 +482,7 @@ class CohortEngine:
                     batching.select(whole, group[start : start + at_once]),
                     inputs,
                     side_by_side,
+                    whole if alike else None,
                 )
                 for start in range(0, max(len(group), 1), at_once)
             ]
@@ -490,14 +494,17 @@ class CohortEngine:
         plan: batching.BatchPlan,
         inputs: RoundInputs,
         side_by_side: bool,
+        serving: batching.BatchPlan | None = None,
     ) -> CohortPart:
-        full = not plan.has_short_batches
+        """Lays out a part, for a function that also serves another plan."""
+        serving = plan if serving is None else serving
+        full = not serving.has_short_batches
         if side_by_side and plan.num_clients:
-            table = dense_cohort.lockstep(plan)
-            full = full and bool((table.sizes == plan.rows.shape[1]).all())
-            return CohortPart(
-                ("lockstep", full, len(table.rows)), (table,), plan
-            )
+            steps = np.diff(serving.first_step)
+            most = int(steps.max())
+            full = full and bool((steps == most).all())
+            table = dense_cohort.lockstep(plan, most)
+            return CohortPart(("lockstep", full, most), (table,), plan)
         windows = np.zeros([plan.num_clients, 0, 0], np.float32)
         if self._query.uses_window:
             windows = inputs.windows[plan.members].astype(np.float32)
@@ -582,8 +589,8 @@ class CohortEngine:
         """Returns what a replica's functions assign before they read it."""
         return self._trainers[replica].assigned_variables
 
-    def _run_chunk(self, pending: PendingRound, chunk: CohortChunk) -> None:
-        """Trains a chunk's clients on all replicas; adds to `pending`."""
+    def run_chunk(self, pending: PendingRound, chunk: CohortChunk) -> None:
+        """Trains a chunk's clients here; adds to `pending`."""
         groups = self.parts(chunk, pending.inputs, self.num_replicas)
         calls = [
             [self._prepared(replica, pending, chunk, part) for part in group]

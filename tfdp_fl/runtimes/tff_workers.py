@@ -20,11 +20,14 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp_fl import _validate
-from tfdp_fl.runtimes import memory
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.runtimes import memory, sharded_cohorts
 from tfdp_fl.runtimes.errors import WorkerLost, WorkerUnavailable
 from tfdp_fl.runtimes.local_worker import LocalWorker
+from tfdp_fl.runtimes.worker_data import WorkerData
 
 if TYPE_CHECKING:
+    from tfdp_fl import engine
     from tfdp_fl.runtimes import connection
 
 # A worker is lost when this many pings in a row stay without an answer. A lost
@@ -37,7 +40,9 @@ _UNANSWERED_PINGS = 2
 _TICK_SECONDS = 0.25
 _REMEMBERED_COMPUTATIONS = 16
 
-SUM, NONE = "sum", "none"
+SUM, NONE = sharded_cohorts.SUM, sharded_cohorts.NONE
+
+REQUEST = "request"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,8 @@ class WorkerRound:
         seconds: From sending them to having its sum.
         cpu_seconds: Processor time that it used meanwhile, in steps of 0.01,
             where it was started here, else None.
+        clients: The positions of the clients that it trained, where the round
+            is one of `fit`.
     """
 
     address: str
@@ -58,6 +65,7 @@ class WorkerRound:
     shards: tuple[int, ...]
     seconds: float
     cpu_seconds: float | None
+    clients: tuple[int, ...] = ()
 
 
 class _Worker:
@@ -195,14 +203,16 @@ class TFFWorkers:
     """Several TFF workers, started here or already running.
 
         with TFFWorkers(num_workers=2) as workers:
+            federated_model.fit(clients, rounds=100, runtime=workers)
             sums = workers.run_sharded(computation, [shard_0, shard_1], weights)
 
     Workers that are started here end when this process does, however it ends;
     see `tfdp_fl/runtimes/supervisor.py`. Workers at `hosts` are left running.
 
-    A round happens whole or not at all. If a worker is lost, `run_sharded`
-    raises `WorkerLost`, nothing is returned, and the next call starts the lost
-    worker anew (or connects to its address again) before it begins.
+    A round happens whole or not at all. If a worker is lost, `run_sharded` and
+    `fit` raise `WorkerLost`, nothing is returned, released or charged, and the
+    next call starts the lost worker anew (or connects to its address again)
+    before it begins.
 
     Attributes:
         num_workers: How many workers there are.
@@ -219,6 +229,8 @@ class TFFWorkers:
         round_timeout_seconds: float | None = None,
         threads_per_worker: int | None = None,
         max_concurrent_computation_calls: int | None = None,
+        shards_per_worker: int | None = None,
+        data: str | os.PathLike[str] = REQUEST,
     ):
         """Describes the workers; `open`, or the first round, starts them.
 
@@ -235,6 +247,14 @@ class TFFWorkers:
                 the workers.
             max_concurrent_computation_calls: How many shards a worker started
                 here works on at the same time; None for no limit.
+            shards_per_worker: How many shards `fit` gives each worker, to be
+                worked on at the same time. By default one for each core that
+                a worker started here may count on, and one where hosts are
+                given.
+            data: How the examples of `fit` come to the workers. "request":
+                with every round, those of its cohort; or the directory that
+                `export_for_workers` wrote, which every worker sees under this
+                path.
 
         Raises:
             ValueError: If an argument is out of range, or does not go with
@@ -256,13 +276,14 @@ class TFFWorkers:
                         f"{value!r}: it is for workers that are started here."
                     )
             self._workers = [_Worker(host) for host in _addresses(hosts)]
+            cores_each = 1
         else:
             count = _validate.positive_integer(
                 num_workers=2 if num_workers is None else num_workers
             )
+            cores_each = max(1, len(os.sched_getaffinity(0)) // count)
             if threads_per_worker is None:
-                cores = len(os.sched_getaffinity(0))
-                threads_per_worker = max(1, cores // count)
+                threads_per_worker = cores_each
             start = {
                 "threads": _validate.positive_integer(
                     threads_per_worker=threads_per_worker
@@ -291,6 +312,15 @@ class TFFWorkers:
             if round_timeout_seconds is None
             else _validate.positive(round_timeout_seconds=round_timeout_seconds)
         )
+        self._shards_per_worker = _validate.positive_integer(
+            shards_per_worker=cores_each
+            if shards_per_worker is None
+            else shards_per_worker
+        )
+        self._data = os.fspath(data)
+        # What was made of an engine, and found of a dataset, before.
+        self._computations: Any = weakref.WeakKeyDictionary()
+        self._worker_data: Any = weakref.WeakKeyDictionary()
         # Also run at exit, and when this object is no longer used.
         self._close = weakref.finalize(
             self, _close_all, self._workers, os.getpid()
@@ -398,6 +428,60 @@ class TFFWorkers:
             self._compiled.popitem(last=False)
         return compiled
 
+    def collector(
+        self,
+        cohort_engine: engine.CohortEngine,
+        clients: FederatedDataset,
+        plan: Any,
+    ) -> sharded_cohorts.ShardedCohorts:
+        """Returns what `fit` has its cohorts trained by.
+
+        Args:
+            cohort_engine: The engine of the model that is trained.
+            clients: The data.
+            plan: The rounds; unused.
+
+        Raises:
+            WorkerUnavailable: As `open`, which is called.
+            ValueError: If `data` is not a directory of these clients.
+        """
+        del plan
+        data = None
+        if self._data != REQUEST:
+            data = self._worker_data.get(clients)
+            if data is None:
+                data = WorkerData.of(clients, self._data)
+                self._worker_data[clients] = data
+        self.open()
+        return sharded_cohorts.ShardedCohorts(
+            cohort_engine,
+            run_sharded=self._run_sharded,
+            report=self._report,
+            num_workers=self.num_workers,
+            shards_per_worker=self._shards_per_worker,
+            data=data,
+            computations=self._computations.setdefault(cohort_engine, {}),
+        )
+
+    def _report(self, records: Sequence[WorkerRound]) -> None:
+        """Sets `last_round`, from what the workers did in several calls."""
+        done: dict[str, WorkerRound] = {}
+        for record in records:
+            before = done.get(record.address)
+            if before is not None:
+                cpu = record.cpu_seconds
+                record = dataclasses.replace(
+                    record,
+                    shards=before.shards + record.shards,
+                    seconds=before.seconds + record.seconds,
+                    cpu_seconds=None
+                    if cpu is None or before.cpu_seconds is None
+                    else before.cpu_seconds + cpu,
+                    clients=before.clients + record.clients,
+                )
+            done[record.address] = record
+        self.last_round = tuple(done.values())
+
     def run_sharded(
         self,
         computation: Any,
@@ -436,6 +520,19 @@ class TFFWorkers:
             WorkerLost: If a worker goes away during the round.
             WorkerError: If the computation fails on a worker.
         """
+        result, self.last_round = self._run_sharded(
+            computation, shards, broadcast, reduction
+        )
+        return result
+
+    def _run_sharded(
+        self,
+        computation: Any,
+        shards: Sequence[Any],
+        broadcast: Any,
+        reduction: str,
+    ) -> tuple[Any, tuple[WorkerRound, ...]]:
+        """Does what `run_sharded` does; also returns who did what."""
         import tensorflow_federated as tff
 
         if not shards:
@@ -469,12 +566,13 @@ class TFFWorkers:
             )
             for result in results
         ]
-        self.last_round = tuple(call.record() for call in calls)
+        records = tuple(call.record() for call in calls)
         if reduction == NONE:
-            return results
-        return functools.reduce(
+            return results, records
+        total = functools.reduce(
             lambda a, b: tf.nest.map_structure(operator.add, a, b), results
         )
+        return total, records
 
     def _wait(self, calls: Sequence[_Call]) -> list[Any]:
         """Returns the calls' results, or raises as soon as one has failed."""

@@ -1,0 +1,246 @@
+"""The compiled cohort over shards: a round of the engine, on TFF workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import engine
+from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl.engine import batching, cohort
+from tfdp_fl.engine.engine import CohortChunk, CohortPart, table_specs
+from tfdp_fl.runtimes.lifting import computation_from_function
+from tfdp_fl.runtimes.worker_data import WorkerData
+
+SUM, NONE = "sum", "none"
+
+# How many bytes of examples one message to a worker may hold. (gRPC's own
+# limit is 2 GB, and both sides hold it more than once.)
+MESSAGE_BYTES = 256 * 2**20
+
+
+class ShardedCohorts:
+    """Trains cohorts on workers; takes the engine's place in `fit`.
+
+    The engine lays the cohort out, as for its own replicas; each worker runs
+    the engine's compiled functions on its shard, and returns the sum of its
+    clients' clipped updates; TFF adds the sums up. The noise, the division and
+    the model's move are the engine's `release`, once.
+
+    Where a sum is not what the mechanism needs (a clip set from the whole
+    cohort's norms, windows of norms, secure aggregation) the workers return a
+    row for each client, and the engine goes on with those.
+    """
+
+    def __init__(
+        self,
+        cohort_engine: engine.CohortEngine,
+        *,
+        run_sharded: Callable[..., tuple[Any, Sequence[Any]]],
+        report: Callable[[Sequence[Any]], None],
+        num_workers: int,
+        shards_per_worker: int,
+        data: WorkerData | None,
+        computations: dict[Any, Any],
+    ):
+        """Prepares nothing; computations are made when a round needs them.
+
+        Args:
+            cohort_engine: The engine.
+            run_sharded: As `TFFWorkers.run_sharded`; also returns what each
+                worker did.
+            report: Is told what the workers did in a round.
+            num_workers: Among how many workers a cohort is shared out.
+            shards_per_worker: How many shards each works on at the same time.
+            data: Where workers read the examples; None: they are sent.
+            computations: The computations made of this engine before.
+        """
+        self._engine = cohort_engine
+        self._run_sharded = run_sharded
+        self._report = report
+        self._num_workers = num_workers
+        self._num_shards = num_workers * shards_per_worker
+        self._data = data
+        self._computations = computations
+        only_sum = cohort_engine.output == cohort.SUM
+        by_sum = only_sum and not cohort_engine.query.uses_window
+        self._reduction = SUM if by_sum else NONE
+
+    def collect(
+        self, dataset: FederatedDataset, inputs: engine.RoundInputs
+    ) -> engine.PendingRound:
+        """Trains a cohort on the workers; see `CohortEngine.collect`.
+
+        Raises:
+            WorkerError: If a worker is not there, goes away, or fails. The
+                model and the state are as before, as if nothing had been done.
+        """
+        pending = self._engine.empty_round(inputs)
+        _, params, weights, unheard = self._engine.begin(inputs)
+        broadcast = tf.nest.map_structure(
+            lambda each: each.numpy(),
+            (
+                weights,
+                unheard,
+                params,
+                tf.constant(inputs.learning_rate, tf.float32),
+                tf.constant(inputs.seed, tf.int64),
+            ),
+        )
+        records: list[Any] = []
+        for chunk in self._engine.chunks(dataset, inputs, pending.failures):
+            if not len(chunk.lengths):  # Nothing to send to anybody.
+                self._engine.run_chunk(pending, chunk)
+                continue
+            for each in self._sendable(chunk):
+                records += self._run_chunk(pending, each, broadcast)
+        self._engine.complete(pending)
+        self._report(records)
+        return pending
+
+    def _sendable(self, chunk: CohortChunk) -> Iterator[CohortChunk]:
+        """Yields pieces of a chunk whose examples fit into messages."""
+        if self._data is not None:
+            yield chunk
+            return
+        one_row = sum(
+            each.dtype.size * each.shape[1:].num_elements()
+            for each in tf.nest.flatten((chunk.x, chunk.y))
+        )
+        limit = max(1, self._num_workers * MESSAGE_BYTES // max(1, one_row))
+        ends = np.cumsum(chunk.lengths)
+        piece = (ends - 1) // limit
+        for number in np.unique(piece):
+            (clients,) = np.nonzero(piece == number)
+            first, last = clients[0], clients[-1]
+            start = ends[first] - chunk.lengths[first]
+            yield dataclasses.replace(
+                chunk,
+                rows=chunk.rows[start : ends[last]],
+                lengths=chunk.lengths[clients],
+                members=chunk.members[clients],
+            )
+
+    def _run_chunk(
+        self,
+        pending: engine.PendingRound,
+        chunk: CohortChunk,
+        broadcast: tuple[Any, ...],
+    ) -> list[Any]:
+        """Trains a chunk's clients; returns what each worker did."""
+        inputs = pending.inputs
+        records = []
+        groups = self._engine.parts(
+            chunk,
+            inputs,
+            self._num_shards,
+            if_small=self._num_workers,
+            alike=True,
+        )
+        for place in range(max(map(len, groups))):
+            parts = [group[place] for group in groups if place < len(group)]
+            results, done = self._run_sharded(
+                self._computation(parts[0], broadcast),
+                [self._shard(chunk, part) for part in parts],
+                broadcast,
+                self._reduction,
+            )
+            for record in done:
+                members = np.concatenate(
+                    [parts[shard].plan.members for shard in record.shards]
+                )
+                clients = tuple(inputs.positions[members].tolist())
+                records.append(dataclasses.replace(record, clients=clients))
+            results = tf.nest.map_structure(tf.convert_to_tensor, results)
+            if self._reduction == SUM:
+                self._engine.add(pending, *results)
+                continue
+            replicas = self._engine.num_replicas
+            for number, (part, returned) in enumerate(
+                zip(parts, results, strict=True)
+            ):
+                self._engine.take(pending, part, returned, number % replicas)
+        return records
+
+    def _shard(self, chunk: CohortChunk, part: CohortPart) -> tuple[Any, ...]:
+        """Returns what goes to a worker: the tables, and perhaps the data."""
+        if self._data is not None:
+            return part.tables
+        table, *rest = part.tables
+        # Only these clients' rows: not the padding's, which are anybody's.
+        rows = np.unique(part.plan.rows)
+        places = np.searchsorted(rows, table.rows)
+        table = table._replace(
+            rows=np.minimum(places, max(0, len(rows) - 1)).astype(np.int32)
+        )
+        size = len(rows)
+        kind, full, _ = part.function
+        if self._engine.compiles(full, kind):
+            # XLA compiles for a size; one in the ladder will come again.
+            size = batching.padded_length(size)
+        size = max(1, size)  # A gather needs a tensor to read nothing from.
+        x, y = (
+            [_taken(leaf, rows, size) for leaf in tf.nest.flatten(nest)]
+            for nest in (chunk.x, chunk.y)
+        )
+        return (x, y, table, *rest)
+
+    def _computation(self, part: CohortPart, broadcast: tuple[Any, ...]) -> Any:
+        """Returns the computation for a part, made once for all sizes."""
+        key = (part.function, self._data)
+        if key not in self._computations:
+            self._computations[key] = self._lifted(part, broadcast)
+        return self._computations[key]
+
+    def _lifted(self, part: CohortPart, broadcast: tuple[Any, ...]) -> Any:
+        kind, full, _ = part.function
+        train = tf.function(
+            self._engine.part_function(part.function),
+            jit_compile=self._engine.compiles(full, kind) or None,
+            autograph=False,
+        )
+        example_specs = self._engine.example_specs()
+        data, reduction = self._data, self._reduction
+
+        @tf.function(autograph=False)
+        def run(broadcast, shard):
+            weights, unheard, params, learning_rate, seed = broadcast
+            if data is None:
+                x, y, *tables = shard
+            else:
+                (x, y), tables = data.read(), shard
+            x, y = (
+                tf.nest.pack_sequence_as(spec, leaves)
+                for spec, leaves in zip(example_specs, (x, y), strict=True)
+            )
+            result, metrics, norms = train(
+                weights, unheard, params, learning_rate, seed, x, y, *tables
+            )
+            if reduction == SUM:
+                return result, metrics
+            return result, metrics, norms
+
+        shard_spec = table_specs(part.tables)
+        if data is None:
+            leaves = [tf.nest.flatten(spec) for spec in example_specs]
+            shard_spec = (*leaves, *shard_spec)
+        return computation_from_function(
+            run,
+            tf.nest.map_structure(
+                lambda each: tf.TensorSpec(each.shape, each.dtype), broadcast
+            ),
+            shard_spec,
+            assigned=self._engine.assigned_variables(),
+        )
+
+
+def _taken(leaf: tf.Tensor, rows: Sequence[int], size: int) -> np.ndarray:
+    """Returns rows of an array, and zeros up to a size."""
+    array = nests.view(leaf)
+    taken = np.zeros([size, *array.shape[1:]], array.dtype)
+    np.take(array, rows, axis=0, out=taken[: len(rows)], mode="clip")
+    return taken

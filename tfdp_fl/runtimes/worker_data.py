@@ -1,0 +1,158 @@
+"""Clients' examples in files that every worker maps into its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import _validate
+from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl.runtimes.mapped_array import MappedArray
+
+MANIFEST = "manifest.json"
+
+_FORMAT = "tfdp_fl.worker_data/1"
+
+# How much is compared at once with what the caller holds.
+_COMPARED_BYTES = 16 * 2**20
+
+
+def export_for_workers(
+    dataset: FederatedDataset, directory: str | os.PathLike[str]
+) -> None:
+    """Writes what a dataset holds for `TFFWorkers(data=directory)`.
+
+    `x_0.npy`, `x_1.npy`, ... and `y_0.npy`, ... are the arrays of the features
+    and labels, all stored examples of them; `manifest.json` comes last. Then
+    the rows of a round's cohort go to the workers and no examples.
+
+    Args:
+        dataset: Indexed (`in_memory()` makes it so). The same one is given to
+            `fit`.
+        directory: Made where it does not exist; what an earlier call wrote
+            there is replaced.
+
+    Raises:
+        TypeError: If it holds something that is no number.
+        ValueError: If it is streamed, or empty.
+    """
+    _validate.instance_of(FederatedDataset, dataset=dataset)
+    path = pathlib.Path(directory)
+    leaves = _leaves(dataset)
+    for name, leaf in leaves.items():
+        if not (leaf.dtype.is_floating or leaf.dtype.is_integer) or (
+            leaf.dtype == tf.bfloat16
+        ):
+            raise TypeError(
+                "export_for_workers must be given numbers that NumPy stores, "
+                f"got {leaf.dtype.name} in {name}."
+            )
+        if not leaf.shape.num_elements():
+            raise ValueError(
+                f"export_for_workers must be given examples, got {name} of "
+                f"shape {leaf.shape}."
+            )
+    path.mkdir(parents=True, exist_ok=True)
+    (path / MANIFEST).unlink(missing_ok=True)
+    for name, leaf in leaves.items():
+        array = nests.view(leaf)
+        # A worker may have the old file in its memory: it is not written to.
+        _write(path / f"{name}.npy", lambda file, a=array: np.save(file, a))
+    text = json.dumps({"format": _FORMAT, "arrays": list(leaves)})
+    _write(path / MANIFEST, lambda file: file.write(text.encode()))
+
+
+def _leaves(dataset: FederatedDataset) -> dict[str, tf.Tensor]:
+    if not dataset.is_indexed:
+        raise ValueError(
+            "The dataset must be indexed to be read on the workers, got a "
+            "streamed one; in_memory() makes it indexed."
+        )
+    return {
+        f"{part}_{place}": leaf
+        for part, nest in zip("xy", dataset.flat(), strict=True)
+        for place, leaf in enumerate(tf.nest.flatten(nest))
+    }
+
+
+def _write(path: pathlib.Path, write: Callable[[Any], object]) -> None:
+    partial = path.with_name(path.name + ".part")
+    with open(partial, "wb") as file:
+        write(file)
+    os.replace(partial, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerData:
+    """The files of a dataset that was exported.
+
+    Attributes:
+        x: The features' arrays, in the order of `tf.nest.flatten`.
+        y: The labels' arrays.
+    """
+
+    x: tuple[MappedArray, ...]
+    y: tuple[MappedArray, ...]
+
+    @classmethod
+    def of(
+        cls, dataset: FederatedDataset, directory: str | os.PathLike[str]
+    ) -> WorkerData:
+        """Finds a dataset's files, and checks that they are the dataset's.
+
+        Raises:
+            ValueError: If the dataset was not exported there, or another one.
+        """
+        path = pathlib.Path(directory)
+        wanted = (
+            f"data must be a directory that export_for_workers wrote from the "
+            f"dataset that is trained on, got {os.fspath(directory)!r}"
+        )
+        leaves = _leaves(dataset)
+        try:
+            manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+            known = manifest["format"] == _FORMAT
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{wanted}: {error}.") from error
+        if not known or manifest["arrays"] != list(leaves):
+            raise ValueError(f"{wanted}, where there are other arrays.")
+        for name, leaf in leaves.items():
+            if not _same(path / f"{name}.npy", nests.view(leaf)):
+                raise ValueError(f"{wanted}, where {name}.npy differs.")
+        x, y = (
+            tuple(
+                MappedArray.from_npy(path / f"{name}.npy")
+                for name in leaves
+                if name.startswith(part)
+            )
+            for part in "xy"
+        )
+        return cls(x, y)
+
+    def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the arrays as tensors, inside a function that is traced."""
+        return [each.read() for each in self.x], [
+            each.read() for each in self.y
+        ]
+
+
+def _same(path: pathlib.Path, held: np.ndarray) -> bool:
+    """Whether a file holds the very array that this process holds."""
+    stored = np.load(path, mmap_mode="r", allow_pickle=False)
+    if stored.dtype != held.dtype or stored.shape != held.shape:
+        return False
+    rows = max(1, _COMPARED_BYTES * len(held) // max(1, held.nbytes))
+    return all(
+        np.array_equal(
+            stored[start : start + rows].view(np.uint8),
+            held[start : start + rows].view(np.uint8),
+        )
+        for start in range(0, len(held), rows)
+    )
