@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfdp_fl.experiments.run_directory import Run
@@ -153,6 +153,18 @@ def _mean_curve(
     )
 
 
+def frontier_of(
+    points: Iterable[tuple[float, float]],
+) -> list[tuple[float, float]]:
+    """Returns the (epsilon, accuracy) pairs that nothing as cheap beats."""
+    frontier, best = [], -math.inf
+    for epsilon, accuracy in sorted(points, key=lambda p: (p[0], -p[1])):
+        if accuracy > best:
+            best = accuracy
+            frontier.append((epsilon, accuracy))
+    return frontier
+
+
 def _plot_frontier(
     groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
 ) -> None:
@@ -173,11 +185,7 @@ def _plot_frontier(
                 color=_COLORS[place % len(_COLORS)],
                 label=name,
             )
-    frontier, best = [], -math.inf
-    for epsilon, accuracy in sorted(points, key=lambda p: (p[0], -p[1])):
-        if accuracy > best:
-            best = accuracy
-            frontier.append((epsilon, accuracy))
+    frontier = frontier_of(points)
     if frontier:
         axes.step(
             *zip(*frontier, strict=True),

@@ -1,0 +1,51 @@
+"""The models of the experiments."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tfdp_fl.experiments import models
+
+
+class ModelsTest(tf.test.TestCase, parameterized.TestCase):
+    def test_geyers_network(self):
+        model = models.mlp((784,), 10, (600, 100))
+        self.assertEqual(model.count_params(), 785 * 600 + 601 * 100 + 101 * 10)
+        self.assertEqual(model(tf.zeros([3, 784])).shape, (3, 10))
+
+    def test_linear(self):
+        model = models.linear((8, 8), 10)
+        self.assertEqual(model.count_params(), 650)
+        self.assertEqual(model(tf.zeros([3, 8, 8])).shape, (3, 10))
+
+    @parameterized.parameters(((784,),), ((28, 28, 1),))
+    def test_cnn(self, shape):
+        model = models.cnn(shape, 10, (512,))
+        # McMahan et al. (2017), section 3: 1,663,370 parameters.
+        self.assertEqual(model.count_params(), 1_663_370)
+        self.assertEqual(model(tf.zeros([2, *shape])).shape, (2, 10))
+
+    @parameterized.parameters(((50,),), ((4, 4),))
+    def test_cnn_refuses_what_is_no_image(self, shape):
+        with self.assertRaisesRegex(ValueError, "must be given images"):
+            models.cnn(shape, 10)
+
+    def test_lstm_does_not_count_padding(self):
+        model = models.lstm(11, (6,))
+        model.compile(
+            loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+        x = np.array([[3, 4, 5, 0, 0]])
+        one, other = (
+            model.evaluate(x, np.array([[4, 5, 6, pad, pad]]), verbose=0)
+            for pad in (0, 7)
+        )
+        self.assertAllClose(one, other)
+        unlike = model.evaluate(x, np.array([[4, 5, 9, 0, 0]]), verbose=0)
+        self.assertNotAllClose(one, unlike)
+
+
+if __name__ == "__main__":
+    tf.test.main()

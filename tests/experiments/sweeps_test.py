@@ -1,0 +1,154 @@
+"""Sweeps: what a configuration asks for, and going on with it."""
+
+from __future__ import annotations
+
+import csv
+import math
+import pathlib
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+
+from tfdp_fl.experiments import run_directory, sweeps, training
+
+_CONFIG = {
+    "base": {
+        "dataset": "digits",
+        "num_clients": 20,
+        "clients_per_round": 10,
+        "model": "linear",
+        "rounds": 2,
+        "target_epsilon": 8.0,
+    },
+    "grid": {"mechanism": ["fixed", "median"]},
+    "seeds": [0, 1],
+}
+
+
+class ExpandTest(absltest.TestCase):
+    def test_grid_times_seeds(self):
+        trials = sweeps.expand(
+            {
+                "base": {"rounds": 5},
+                "grid": {"mechanism": ["fixed", "none"], "batch_size": [5, 7]},
+                "seeds": [3, 4],
+            }
+        )
+        self.assertLen(trials, 8)
+        self.assertEqual(trials[3].name, "mechanism=fixed,batch_size=7")
+        self.assertEqual(
+            trials[3].directory, "mechanism=fixed,batch_size=7/seed=4"
+        )
+        self.assertEqual(trials[3].settings.rounds, 5)
+        self.assertEqual(trials[3].settings.batch_size, 7)
+        self.assertEqual(trials[3].settings.seed, 4)
+
+    def test_listed_runs(self):
+        trials = sweeps.expand(
+            {"runs": [{"mechanism": "none"}, {"mechanism": "local"}]}
+        )
+        self.assertEqual(
+            [trial.settings.mechanism for trial in trials], ["none", "local"]
+        )
+
+    def test_random_search_repeats_and_stays_in_range(self):
+        config = {
+            "random": {
+                "client_learning_rate": {"log_uniform": [0.01, 1]},
+                "local_epochs": {"choice": [1, 2]},
+                "initial_clip_norm": {"uniform": [1, 2]},
+            },
+            "trials": 20,
+        }
+        trials = sweeps.expand(config)
+        self.assertLen(trials, 20)
+        self.assertEqual(trials, sweeps.expand(config))
+        self.assertNotEqual(trials, sweeps.expand({**config, "search_seed": 1}))
+        rates = [trial.settings.client_learning_rate for trial in trials]
+        self.assertGreaterEqual(min(rates), 0.01)
+        self.assertLessEqual(max(rates), 1)
+        # Half the draws are below the geometric middle; all 20 on one side
+        # would be seen once in 5e5 seeds.
+        self.assertBetween(sum(math.log10(r) < -1 for r in rates), 1, 19)
+        self.assertEqual({t.settings.local_epochs for t in trials}, {1, 2})
+
+    def test_a_bad_run_is_refused_before_any_is_run(self):
+        with self.assertRaisesRegex(ValueError, "clip_norm=3.*no parameter"):
+            sweeps.expand({"grid": {"clip_norm": [3.0]}})
+        with self.assertRaisesRegex(ValueError, "part must be one of"):
+            sweeps.expand({"seed": 3})
+        with self.assertRaisesRegex(ValueError, "the same"):
+            sweeps.expand({"seeds": [1, 1]})
+
+
+class RunSweepTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = pathlib.Path(temporary.name)
+        self.said = []
+
+    def _sweep(self, config):
+        return sweeps.run_sweep(config, self.folder, say=self.said.append)
+
+    def test_a_sweep_goes_on_where_it_was_cut_short(self):
+        self.assertEqual(self._sweep(_CONFIG), [])
+        rows = list(csv.DictReader((self.folder / "runs.csv").open()))
+        self.assertEqual(
+            [(row["mechanism"], row["seed"]) for row in rows],
+            [("fixed", "0"), ("fixed", "1"), ("median", "0"), ("median", "1")],
+        )
+        summary = list(csv.DictReader((self.folder / "summary.csv").open()))
+        self.assertLen(summary, 2)
+        self.assertAlmostEqual(
+            float(summary[0]["accuracy"]),
+            (float(rows[0]["accuracy"]) + float(rows[1]["accuracy"])) / 2,
+            places=5,
+        )
+        self.assertLessEqual(float(summary[0]["epsilon"]), 8.0)
+        self.assertTrue((self.folder / "accuracy.png").exists())
+        self.assertTrue((self.folder / "frontier.png").exists())
+
+        lost = self.folder / "mechanism=median" / "seed=0"
+        accuracy = rows[2]["accuracy"]
+        (lost / run_directory.RESULT).unlink()
+        with mock.patch.object(training, "run", wraps=training.run) as run:
+            self.assertEqual(self._sweep(_CONFIG), [])
+        run.assert_called_once()
+        again = list(csv.DictReader((self.folder / "runs.csv").open()))
+        self.assertLen(again, 4)
+        # The same seed, the same run.
+        self.assertEqual(again[2]["accuracy"], accuracy)
+
+        changed = {**_CONFIG, "base": {**_CONFIG["base"], "batch_size": 4}}
+        with self.assertRaisesRegex(ValueError, "batch_size=10"):
+            self._sweep(changed)
+
+        runs = sweeps.read_runs([self.folder])
+        self.assertLen(runs, 4)
+        self.assertEqual(
+            {name: len(g) for name, g in sweeps.groups_of(runs).items()},
+            {"mechanism=fixed": 2, "mechanism=median": 2},
+        )
+        by_seed = sweeps.groups_of(runs, ["seed"])
+        self.assertEqual(set(by_seed), {"seed=0", "seed=1"})
+
+    def test_a_run_that_fails_does_not_end_the_sweep(self):
+        original = training.prepare
+
+        def prepare(settings):
+            if settings.mechanism == "fixed":
+                raise RuntimeError("out of luck")
+            return original(settings)
+
+        with mock.patch.object(training, "prepare", prepare):
+            failed = self._sweep({**_CONFIG, "seeds": [0]})
+        self.assertEqual(failed, ["mechanism=fixed/seed=0: out of luck"])
+        rows = list(csv.DictReader((self.folder / "runs.csv").open()))
+        self.assertEqual([row["mechanism"] for row in rows], ["median"])
+
+
+if __name__ == "__main__":
+    absltest.main()
