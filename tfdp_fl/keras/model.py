@@ -363,6 +363,11 @@ class DPFederatedModel:
         _validate.positive_integer(validation_freq=validation_freq)
         if seed is not None:
             _validate.non_negative_integer(seed=seed)
+        if runtime is not None and not hasattr(runtime, "collector"):
+            raise TypeError(
+                "runtime must be None or a tfdp_fl.runtimes.TFFWorkers, got "
+                f"{runtime!r}."
+            )
         verbose = 1 if verbose == "auto" else int(verbose)
         self._verbose = verbose
         callbacks = list(callbacks or [])
