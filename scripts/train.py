@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
         if _RESUME.value:
             settings = _settings_of(output_dir, given)
         prepared = training.prepare(settings)
-    except (OSError, TypeError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         sys.exit(f"train.py: {error}")
     _print_settings(prepared.settings)
     result = training.run(

@@ -413,6 +413,15 @@ class Settings:
     num_replicas: int | None = _option(
         None, int, "How many clients train at once (one for each core)."
     )
+    tff_workers: int | None = _option(
+        None, int, "Train cohorts on so many TFF workers, started here."
+    )
+    tff_hosts: str | None = _option(
+        None,
+        str,
+        "Train cohorts on TFF workers that run already: host:port, comma "
+        "separated (docs/distributed.md; their ports are open).",
+    )
     checkpoint_every: int = _option(
         0,
         int,
@@ -642,6 +651,10 @@ class Settings:
             raise ValueError("--server_momentum is for --server_optimizer=sgd.")
         if self.server_learning_rate and self.server_optimizer == "none":
             raise ValueError("--server_learning_rate needs --server_optimizer.")
+        if self.tff_workers and self.tff_hosts:
+            raise ValueError(
+                "--tff_workers and --tff_hosts exclude each other."
+            )
 
 
 _MECHANISM_PARAMETERS = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -49,12 +50,14 @@ class Prepared:
       task: The data.
       federated_model: The compiled model.
       delta: The delta at which epsilon is reported.
+      workers: The `TFFWorkers` to train on, not open yet; None: this process.
     """
 
     settings: settings_lib.Settings
     task: tasks.Task
     federated_model: DPFederatedModel
     delta: float
+    workers: Any = None
 
 
 def prepare(settings: settings_lib.Settings) -> Prepared:
@@ -64,6 +67,7 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
       ValueError, TypeError: A setting is not allowed, or does not go with
         another; the message names it.
       OSError: The data is not there.
+      ImportError: TFF workers are asked for, and TFF is not installed.
     """
     settings = settings.resolved()
     task = tasks.load_task(settings)
@@ -87,7 +91,17 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
         jit_compile=_JIT_COMPILE[settings.jit_compile],
         grad_clip=settings.grad_clip,
     )
-    return Prepared(settings, task, federated_model, delta)
+    return Prepared(settings, task, federated_model, delta, _workers(settings))
+
+
+def _workers(settings: settings_lib.Settings) -> Any:
+    if not (settings.tff_workers or settings.tff_hosts):
+        return None
+    from tfdp_fl import runtimes  # TFF takes seconds, and may not be there.
+
+    if settings.tff_hosts:
+        return runtimes.TFFWorkers(hosts=settings.tff_hosts.split(","))
+    return runtimes.TFFWorkers(settings.tff_workers)
 
 
 def _federated_model(
@@ -214,19 +228,21 @@ def run(
     stopped = None
     started = time.perf_counter()
     try:
-        prepared.federated_model.fit(
-            task.clients,
-            rounds=settings.rounds,
-            batch_size=settings.batch_size,
-            local_epochs=settings.local_epochs,
-            validation_data=task.test,
-            validation_freq=settings.validation_freq,
-            callbacks=listeners,
-            verbose=verbose,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            resume_from=path / run_directory.CHECKPOINT if resume else None,
-        )
+        with prepared.workers or contextlib.nullcontext():
+            prepared.federated_model.fit(
+                task.clients,
+                rounds=settings.rounds,
+                batch_size=settings.batch_size,
+                local_epochs=settings.local_epochs,
+                validation_data=task.test,
+                validation_freq=settings.validation_freq,
+                callbacks=listeners,
+                verbose=verbose,
+                seed=settings.seed,
+                shuffle=settings.shuffle,
+                resume_from=path / run_directory.CHECKPOINT if resume else None,
+                runtime=prepared.workers,
+            )
     except KeyboardInterrupt:
         stopped = "interrupted"
     if budget is not None and budget.stopped_before_round is not None:
