@@ -245,14 +245,10 @@ class ClientTrainer:
         """Returns the values of `metric_variables`."""
         return [variable.read_value() for variable in self.metric_variables]
 
-    def update_metrics(
-        self, y: Any, predicted: Any, sample_weight: tf.Tensor | None = None
-    ) -> None:
+    def update_metrics(self, y: Any, predicted: Any) -> None:
         """Adds a batch to the metrics."""
         if self._metrics:
-            self._model.compiled_metrics.update_state(
-                y, predicted, sample_weight
-            )
+            self._model.compiled_metrics.update_state(y, predicted)
 
     def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns what the compiled metrics say of a summed state.

@@ -434,9 +434,14 @@ class DenseCohortFunction:
             own.gradients.append(
                 tf.reshape(gradient, [*shape, gradient.shape[-1]])
             )
-        self._trainer.update_metrics(y, h, valid)
         if valid is None:
+            self._trainer.update_metrics(y, h)
             return loss * tf.cast(batch, loss.dtype)
+        # Keras weights a loss, but not its metrics.
+        counts = valid > 0
+        self._trainer.update_metrics(
+            tf.boolean_mask(y, counts), tf.boolean_mask(h, counts)
+        )
         rows = tf.cast(clients * batch, tf.float32)
         return self._trainer.loss_of_outputs(y, h, valid) * rows
 

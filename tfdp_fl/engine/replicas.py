@@ -6,6 +6,7 @@ the user's model holds the server's weights, untouched until a round is over.
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -40,10 +41,13 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
       ValueError: The model cannot be copied.
     """
     try:
-        if isinstance(model, tf.keras.Sequential) or model._is_graph_network:
-            copy = tf.keras.models.clone_model(model)
-        else:
-            copy = type(model).from_config(model.get_config())
+        with tf.keras.utils.custom_object_scope(_own_functions(model)):
+            if isinstance(model, tf.keras.Sequential) or (
+                model._is_graph_network
+            ):
+                copy = tf.keras.models.clone_model(model)
+            else:
+                copy = type(model).from_config(model.get_config())
         if not copy.built or (not copy.weights and model.weights):
             copy(zeros_like_batch(element_spec))
     except Exception as error:
@@ -67,6 +71,24 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
         elif hasattr(copied, "finalize_state"):  # Adapted constants.
             copied.finalize_state()
     return copy
+
+
+def _own_functions(model: tf.keras.Model) -> dict[str, Any]:
+    """Returns the user's functions in a model, such as activations, by name.
+
+    A layer's configuration knows them by name only.
+    """
+    functions: dict[str, Any] = {}
+    for layer in model._flatten_layers():
+        for value in vars(layer).values():
+            module = getattr(value, "__module__", None) or ""
+            if not inspect.isfunction(value) or module.startswith("keras."):
+                continue
+            if functions.setdefault(value.__name__, value) is not value:
+                raise ValueError(
+                    f"two functions in it are both named {value.__name__!r}."
+                )
+    return functions
 
 
 def _shapes(model: tf.keras.Model) -> list[tf.TensorShape | None]:
