@@ -25,6 +25,7 @@ def _adaptive():
         toy.dense(dropout=0.3),
         clients_per_round=15,
         sampling="shuffled",
+        num_replicas=2,
         compile_options={
             "server_optimizer": tf.keras.optimizers.SGD(1.0, momentum=0.9)
         },
@@ -139,6 +140,21 @@ class ResumeTest(parameterized.TestCase):
             "rounds_charged_twice",
             resumed.privacy_statement(_DELTA, format="dict")["caveats"],
         )
+
+    def test_a_second_fit_is_resumed_as_such(self):
+        clients, fit = toy.clients(), {"verbose": 0, "seed": 2}
+        whole = toy.federated(sampling="shuffled")
+        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, keep=99)
+        for rounds in (2, 3):
+            whole.fit(clients, rounds, callbacks=[keeper], **fit)
+        copy = self._copy_as_of(self.path, 3)
+        resumed = toy.federated(sampling="shuffled")
+        history = resumed.fit(clients, 3, resume_from=copy, **fit)
+        self.assertEqual(history.epoch, [3, 4])
+        for one, other in zip(
+            whole.get_weights(), resumed.get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
 
     def test_without_a_seed_it_goes_on_too(self):
         clients = toy.clients()
@@ -297,6 +313,26 @@ class RefusalTest(parameterized.TestCase):
                 verbose=0,
                 resume_from=self.path,
             )
+
+    def test_a_budget_counts_what_was_charged_and_lost(self):
+        copy = files.directory(self) / "run"
+        shutil.copytree(self.path, copy)
+        (copy / "round-00000002.npz").unlink()
+        resumed = toy.federated()
+        spent = self.trained.epsilon(_DELTA)
+        budget = tfdp_fl.callbacks.PrivacyBudget(1.01 * spent, _DELTA)
+        history = resumed.fit(
+            self.clients,
+            rounds=2,
+            batch_size=5,
+            seed=1,
+            verbose=0,
+            resume_from=copy,
+            callbacks=[budget],
+        )
+        self.assertEmpty(history.epoch)
+        self.assertEqual(budget.stopped_before_round, 1)
+        self.assertAlmostEqual(resumed.epsilon(_DELTA), spent, places=9)
 
     def test_newest_damaged_goes_on_from_the_one_before(self):
         copy = files.directory(self) / "run"
