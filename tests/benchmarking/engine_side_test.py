@@ -31,15 +31,15 @@ class EngineSideTest(tf.test.TestCase):
 
     def test_clients_of_a_large_population_share_examples(self):
         side = self._side()
-        clients = side._clients(_TINY, 4, 1000, None, False, 0)
+        clients = side._clients(_TINY, 4, 1000, None, False)
         self.assertEqual(clients.num_clients, 1000)
         self.assertAllEqual(clients.client_sizes(), np.full(1000, 20))
         self.assertLess(len(clients.flat()[1]), 1000 * 20)
 
     def test_even_clients_have_the_batches_of_uneven_ones(self):
         side = self._side()
-        uneven = side._clients(_TINY, 50, None, "geometric", False, 0)
-        even = side._clients(_TINY, 50, None, "geometric", True, 0)
+        uneven = side._clients(_TINY, 50, None, "geometric", False)
+        even = side._clients(_TINY, 50, None, "geometric", True)
         sizes = uneven.client_sizes()
         self.assertEqual((sizes.min(), sizes.max()), (1, 1000))
         batches = -(-sizes // 10)
@@ -76,7 +76,7 @@ class EngineSideTest(tf.test.TestCase):
         )
         ours = engine_side._Run(
             _TINY,
-            side._clients(_TINY, 4, None, None, False, 0),
+            side._clients(_TINY, 4, None, None, False),
             4,
             "fixed_size",
             "fixed",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pathlib
 import tempfile
 import time
@@ -110,6 +108,18 @@ def evenly(sizes: np.ndarray, batch_size: int) -> np.ndarray:
     )
 
 
+def _workers(
+    clients: datasets.FederatedDataset, count: int, folder: str | None
+) -> Any:
+    """Returns TFF workers that read the examples in a folder, or None."""
+    if not count:
+        return None
+    from tfdp_fl import runtimes
+
+    runtimes.export_for_workers(clients, folder)
+    return runtimes.TFFWorkers(num_workers=count, data=folder)
+
+
 class EngineSide:
     """Any number of runs in one process, that are measured in turns."""
 
@@ -118,7 +128,6 @@ class EngineSide:
         if one_thread_per_operation:
             training.use_one_thread_per_operation()
         self._runs: dict[str, _Run] = {}
-        self._open = contextlib.ExitStack()
 
     def add(
         self,
@@ -132,6 +141,7 @@ class EngineSide:
         sizes: str | None = None,
         even: bool = False,
         workers: int = 0,
+        worker_data: str | None = None,
         warm_up: int = 3,
     ) -> dict[str, Any]:
         """Makes a run, and runs its first rounds.
@@ -148,6 +158,7 @@ class EngineSide:
             workload says.
           even: Whether to share the batches of `sizes` out evenly.
           workers: TFF workers that train and read the data; 0: this process.
+          worker_data: A folder that they read it from; it is written here.
           warm_up: Rounds after the first.
 
         Returns:
@@ -156,7 +167,7 @@ class EngineSide:
         """
         work = workloads.by_name(workload)
         cohort = cohort or work.clients
-        clients = self._clients(work, cohort, population, sizes, even, workers)
+        clients = self._clients(work, cohort, population, sizes, even)
         made = _Run(
             work,
             clients,
@@ -164,7 +175,7 @@ class EngineSide:
             sampling,
             "fixed",
             jit_compile,
-            self._workers(workers),
+            _workers(clients, workers, worker_data),
         )
         before = machine.memory_bytes()
         machine.reset_peak()
@@ -192,7 +203,6 @@ class EngineSide:
         population: int | None,
         sizes: str | None,
         even: bool,
-        workers: int,
     ) -> datasets.FederatedDataset:
         if sizes is not None:
             lengths = np.round(UNEVEN[sizes](cohort)).astype(np.int64)
@@ -210,25 +220,7 @@ class EngineSide:
             indices = np.random.default_rng(1).integers(
                 len(x), size=(population, work.examples), dtype=np.int32
             )
-        clients = datasets.FederatedDataset.from_indices(x, y, indices)
-        if not workers:
-            return clients
-        # Saved, so that workers read the examples themselves.
-        folder = self._open.enter_context(tempfile.TemporaryDirectory())
-        path = os.path.join(folder, "clients.npz")
-        clients.save_npz(path)
-        return datasets.FederatedDataset.from_npz(path)
-
-    def _workers(self, count: int) -> Any:
-        if not count:
-            return None
-        from tfdp_fl import runtimes
-
-        if not hasattr(runtimes.TFFWorkers, "collector"):
-            raise NotImplementedError("fit(runtime=TFFWorkers(...))")
-        return self._open.enter_context(
-            runtimes.TFFWorkers(num_workers=count, threads_per_worker=1)
-        )
+        return datasets.FederatedDataset.from_indices(x, y, indices)
 
     def measure(
         self,
@@ -261,7 +253,7 @@ class EngineSide:
         tiny = workloads.by_name("mlp_1e+04")
         _Run(
             tiny,
-            self._clients(tiny, 4, None, None, False, 0),
+            self._clients(tiny, 4, None, None, False),
             4,
             "fixed_size",
             mechanism,
@@ -271,7 +263,7 @@ class EngineSide:
         work = workloads.by_name(workload)
         run = _Run(
             work,
-            self._clients(work, cohort, None, None, False, 0),
+            self._clients(work, cohort, None, None, False),
             cohort,
             "fixed_size",
             mechanism,

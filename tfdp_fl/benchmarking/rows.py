@@ -277,9 +277,19 @@ def sharded(context: Context) -> Result:
     result: Result = {}
     workers = max(2, machine.cores())
     for name in ("mlp_small", "mlp", "mlp_batch60"):
-        with Side("engine") as here, Side("engine") as there:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Side("engine") as here,
+            Side("engine") as there,
+        ):
             try:
-                there.call("add", run="run", workload=name, workers=workers)
+                there.call(
+                    "add",
+                    run="run",
+                    workload=name,
+                    workers=workers,
+                    worker_data=folder,
+                )
             except SideError as error:
                 reason = str(error).strip().splitlines()[-1]
                 return {"unavailable": reason}
