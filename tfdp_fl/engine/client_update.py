@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.engine import replicas
+from tfdp_fl.engine import layers, replicas
 from tfdp_fl.mechanisms import noise
 
 UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
@@ -113,6 +113,15 @@ class ClientOptimizer:
             rate = getattr(self._optimizer, "_hyper", {}).get("learning_rate")
         return rate if isinstance(rate, tf.Variable) else None
 
+    @property
+    def assigned_variables(self) -> list[tf.Variable]:
+        """Returns what `start` assigns."""
+        slots = [variable for variable, _ in self._slots]
+        if self._plain_sgd or not self._has_fixed_rate:
+            return slots
+        rate = self.learning_rate_variable
+        return slots if rate is None else [*slots, rate]
+
     def start(self, learning_rate: tf.Tensor) -> None:
         """Resets the slots for a new client."""
         for variable, initial in self._slots:
@@ -189,6 +198,7 @@ class ClientTrainer:
         self._model = model
         self._training = training
         self._generators = replicas.own_generators(model)
+        layers.use_fast_layers(model)
         self._trainable = list(model.trainable_variables)
         self._aggregated = []
         if aggregate_non_trainable:
@@ -275,6 +285,17 @@ class ClientTrainer:
     def replica_state(self) -> list[tf.Variable]:
         """Returns the non-trainable variables in which no client is heard."""
         return self._restored
+
+    @property
+    def assigned_variables(self) -> list[tf.Variable]:
+        """Returns what is assigned for every client before it is read."""
+        return [
+            *self.variables,
+            *self._restored,
+            *self.metric_variables,
+            *self._optimizer.assigned_variables,
+            *[generator.state for generator in self._generators],
+        ]
 
     def start(
         self,

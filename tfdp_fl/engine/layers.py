@@ -1,0 +1,271 @@
+"""Faster arithmetic for layers that Keras computes in many small operations.
+
+On a CPU, Keras runs an LSTM as some thirty small operations for every time
+step and differentiates each of them. Here the input's projection is one matrix
+product over all time steps, a step computes no more than what depends on the
+step before it, and the gradients of the weights are one product each. The
+function computed is the same, and so are its gradients, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# Time steps in one turn of a loop; more save little and take long to trace.
+_UNROLL = 8
+
+
+def use_fast_layers(model: tf.keras.Model) -> list[tf.keras.layers.Layer]:
+    """Makes a replica's eligible layers compute by this module's functions.
+
+    Eligible is an LSTM with Keras's default activations and a bias, in
+    float32, without dropout, state between batches, or a time axis that is
+    reversed, unrolled or in front. A call with a mask, an initial state or
+    ragged input goes Keras's way. Variables stay what they are.
+
+    Args:
+      model: A replica, never the user's own model.
+
+    Returns:
+      The layers that were changed.
+    """
+    changed = []
+    for layer in model._flatten_layers(include_self=False):
+        if type(layer) is tf.keras.layers.LSTM and _is_plain(layer):
+            layer.call = _lstm_call(layer, layer.call)
+            changed.append(layer)
+    return changed
+
+
+def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
+    if type(layer.cell) is not tf.keras.layers.LSTMCell:
+        return False
+    unusual = (
+        layer.dropout,
+        layer.recurrent_dropout,
+        layer.stateful,
+        layer.go_backwards,
+        layer.unroll,
+        layer.return_state,
+        layer.time_major,
+    )
+    return (
+        not any(unusual)
+        and layer.use_bias
+        and layer.activation is tf.keras.activations.tanh
+        and layer.recurrent_activation is tf.keras.activations.sigmoid
+        and layer.compute_dtype == layer.variable_dtype == "float32"
+    )
+
+
+def _lstm_call(
+    layer: tf.keras.layers.LSTM, keras_call: Callable[..., tf.Tensor]
+) -> Callable[..., tf.Tensor]:
+    """Returns what to put in the place of the layer's `call`."""
+
+    @tf.autograph.experimental.do_not_convert
+    def call(
+        inputs: Any,
+        mask: Any = None,
+        training: Any = None,
+        initial_state: Any = None,
+    ) -> tf.Tensor:
+        if (
+            mask is not None
+            or initial_state is not None
+            or not tf.is_tensor(inputs)
+            or isinstance(inputs, tf.RaggedTensor)
+            or inputs.dtype != tf.float32
+            or inputs.shape[2:].num_elements() is None
+        ):
+            return keras_call(
+                inputs,
+                mask=mask,
+                training=training,
+                initial_state=initial_state,
+            )
+        cell = layer.cell
+        outputs = lstm(
+            tf.transpose(inputs, [1, 0, 2]),
+            tf.convert_to_tensor(cell.kernel),
+            tf.convert_to_tensor(cell.recurrent_kernel),
+            tf.convert_to_tensor(cell.bias),
+        )
+        if layer.return_sequences:
+            return tf.transpose(outputs, [1, 0, 2])
+        return outputs[-1]
+
+    return call
+
+
+@tf.custom_gradient
+def lstm(
+    x: tf.Tensor,
+    kernel: tf.Tensor,
+    recurrent_kernel: tf.Tensor,
+    bias: tf.Tensor,
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, ...]]]:
+    """Computes an LSTM that starts from zeros (Hochreiter, Schmidhuber 1997).
+
+    With z_t = W'x_t + U'h_{t-1} + b in the four blocks i, f, g, o:
+    c_t = sigmoid(z_f) c_{t-1} + sigmoid(z_i) tanh(z_g) and
+    h_t = sigmoid(z_o) tanh(c_t). As sigmoid(z) = (1 + tanh(z / 2)) / 2, the
+    weights of i, f and o are halved beforehand (which is exact), and one tanh
+    serves all four blocks.
+
+    Args:
+      x: Float32 [T, B, I], T at least 1.
+      kernel: W, float32 [I, 4u], in Keras's order of blocks.
+      recurrent_kernel: U, float32 [u, 4u].
+      bias: b, float32 [4u].
+
+    Returns:
+      h, float32 [T, B, u]; and the gradient function.
+    """
+    units = recurrent_kernel.shape[0]
+    steps, batch = _length(x, 0), _length(x, 1)
+    zeros = tf.zeros([batch, units])
+    halved = _by_block(units, 0.5, 0.5, 1.0, 0.5)
+    projected = tf.reshape(
+        tf.nn.bias_add(tf.matmul(_rows(x), kernel * halved), bias * halved),
+        [steps, batch, 4 * units],
+    )
+    recurrent = recurrent_kernel * halved
+
+    def array(width: int) -> tf.TensorArray:
+        return tf.TensorArray(
+            tf.float32,
+            size=steps,
+            element_shape=[x.shape[1], width],
+            clear_after_read=False,
+        )
+
+    def forward(t, z, state):
+        h, c, (outputs, by_state, by_output, forget) = state
+        a = tf.tanh(z + tf.matmul(h, recurrent))
+        a_i, a_f, g, a_o = tf.split(a, 4, axis=1)
+        i, f, o = a_i * 0.5 + 0.5, a_f * 0.5 + 0.5, a_o * 0.5 + 0.5
+        before, c = c, f * c + i * g
+        tanh_c = tf.tanh(c)
+        h = o * tanh_c
+        # What the way back needs, while its parts are still in the cache: by
+        # how much a moves c (its first three blocks) and h (its last one), and
+        # c moves h. Without the factors 1/2 of the sigmoids.
+        slopes = tf.concat([g, before, i, tanh_c], 1)
+        arrays = (
+            outputs.write(t, h),
+            by_state.write(t, tf.raw_ops.TanhGrad(y=a, dy=slopes)),
+            by_output.write(t, tf.raw_ops.TanhGrad(y=tanh_c, dy=o)),
+            forget.write(t, f),
+        )
+        return h, c, arrays
+
+    arrays = (array(units), array(4 * units), array(units), array(units))
+    _, _, (outputs, by_state, by_output, forget) = _for_each_step(
+        forward, projected, (zeros, zeros, arrays)
+    )
+    h = tf.reshape(outputs.stack(), [steps, batch, units])
+
+    def gradients(dh_all: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        # The factors 1/2 that `by_state` lacks, and those of the halved
+        # weights.
+        scale = _by_block(units, 0.25, 0.25, 1.0, 0.25)
+        recurrent_back = tf.transpose(recurrent_kernel * scale)
+
+        def backward(t, dh_t, state):
+            dh, dc, dz_all = state
+            dh += dh_t
+            dc += dh * by_output.read(t)
+            dz = tf.concat([dc, dc, dc, dh], 1) * by_state.read(t)
+            dc *= forget.read(t)
+            dh = tf.matmul(dz, recurrent_back)
+            return dh, dc, dz_all.write(t, dz)
+
+        _, _, dz_all = _for_each_step(
+            backward,
+            tf.reshape(dh_all, [steps, batch, units]),
+            (zeros, zeros, array(4 * units)),
+            reverse=True,
+        )
+        dz = tf.reshape(dz_all.stack(), [steps, batch, 4 * units])
+        dx = tf.matmul(_rows(dz), kernel * scale, transpose_b=True)
+        return (
+            tf.reshape(dx, tf.shape(x)),
+            tf.matmul(_rows(x), _rows(dz), transpose_a=True) * scale,
+            tf.matmul(_rows(h[:-1]), _rows(dz[1:]), transpose_a=True) * scale,
+            tf.reduce_sum(_rows(dz), 0) * scale,
+        )
+
+    return h, gradients
+
+
+def _by_block(units: int, *factors: float) -> tf.Tensor:
+    """Returns float32 [4u], a factor for each block of weights."""
+    return tf.constant(np.repeat(np.float32(factors), units))
+
+
+def _length(tensor: tf.Tensor, axis: int) -> int | tf.Tensor:
+    static = tensor.shape[axis]
+    return tf.shape(tensor)[axis] if static is None else static
+
+
+def _rows(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns [T, B, n] as [T B, n]."""
+    return tf.reshape(tensor, [-1, tensor.shape[2]])
+
+
+def _for_each_step(
+    step: Callable[[tf.Tensor, tf.Tensor, Any], Any],
+    values: tf.Tensor,
+    state: Any,
+    reverse: bool = False,
+) -> Any:
+    """Folds `step(t, values[t], state) -> state` over time.
+
+    Several steps make one turn of a loop; a second loop takes those that
+    remain at the end of the sequence.
+
+    Args:
+      step: What to do at time t, an int32 scalar.
+      values: Float32 [T, B, n].
+      state: Nest of tensors and arrays.
+      reverse: Whether time runs from T - 1 down to 0.
+    """
+    length = _length(values, 0)
+    rest = [_length(values, 1), values.shape[2]]
+    whole = length - length % _UNROLL
+
+    def loop(count: int, first: Any, last: Any, state: Any) -> Any:
+        """Runs over [first, last), `count` steps a turn."""
+
+        def turn(start: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
+            # With a size that XLA can see; nothing is copied.
+            parts = tf.unstack(
+                tf.slice(values, [start, 0, 0], [count, *rest]), num=count
+            )
+            places = reversed(range(count)) if reverse else range(count)
+            for k in places:
+                state = step(start + k, parts[k], state)
+            return start - count if reverse else start + count, state
+
+        start = last - count if reverse else first
+        _, state = tf.while_loop(
+            (lambda t, _: t >= first) if reverse else (lambda t, _: t < last),
+            turn,
+            (start, state),
+            parallel_iterations=1,
+        )
+        return state
+
+    parts = []
+    if not isinstance(whole, int) or whole:
+        parts.append((_UNROLL, 0, whole))
+    if not isinstance(whole, int) or whole < length:
+        parts.append((1, whole, length))
+    for count, first, last in reversed(parts) if reverse else parts:
+        state = loop(count, first, last, state)
+    return state
