@@ -76,6 +76,34 @@ class CloneTest(tf.test.TestCase):
         x = tf.ones([2, 3])
         self.assertAllClose(copy(x), model(x))
 
+    def test_functions_of_ones_own_are_found_again(self):
+        def double(x):
+            return 2 * x
+
+        def relu(x):
+            return -x
+
+        model = tf.keras.Sequential(
+            [
+                _layers.Dense(4, activation=double, input_shape=(3,)),
+                _layers.Dense(4, activation=relu),
+                _layers.Activation(tf.nn.tanh),
+            ]
+        )
+        copy = replicas.clone(model, tf.TensorSpec([3]))
+        x = tf.random.normal([5, 3])
+        self.assertAllClose(copy(x), model(x))
+
+    def test_two_functions_of_one_name_are_an_error(self):
+        model = tf.keras.Sequential(
+            [
+                _layers.Dense(4, activation=lambda x: 2 * x, input_shape=(3,)),
+                _layers.Dense(4, activation=lambda x: 3 * x),
+            ]
+        )
+        with self.assertRaisesRegex(ValueError, "both named '<lambda>'"):
+            replicas.clone(model, tf.TensorSpec([3]))
+
     def test_a_model_that_cannot_be_rebuilt_is_an_error(self):
         class Model(tf.keras.Model):
             def __init__(self, units):
@@ -84,6 +112,9 @@ class CloneTest(tf.test.TestCase):
 
             def call(self, x):
                 return self.dense(x)
+
+            def get_config(self):
+                raise NotImplementedError("no configuration")
 
         model = Model(3)
         model(tf.zeros([1, 2]))

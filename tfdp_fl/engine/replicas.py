@@ -82,7 +82,9 @@ def _own_functions(model: tf.keras.Model) -> dict[str, Any]:
     for layer in model._flatten_layers():
         for value in vars(layer).values():
             module = getattr(value, "__module__", None) or ""
-            if not inspect.isfunction(value) or module.startswith("keras."):
+            if not inspect.isfunction(value) or module.startswith(
+                ("keras.", "tensorflow.")
+            ):
                 continue
             if functions.setdefault(value.__name__, value) is not value:
                 raise ValueError(
