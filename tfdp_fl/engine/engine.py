@@ -437,7 +437,7 @@ class CohortEngine:
         num_groups: int,
         *,
         if_small: int = 1,
-        alike: bool = False,
+        portable: bool = False,
     ) -> list[list[CohortPart]]:
         """Shares a chunk's clients out and lays out their training.
 
@@ -447,7 +447,7 @@ class CohortEngine:
           num_groups: How many groups may train at the same time.
           if_small: How many, where starting another thread would cost more
             than it saves.
-          alike: Whether one function has to serve all parts.
+          portable: Whether one function, without XLA, has to serve all parts.
 
         Returns:
           At most so many groups, at least one. The parts of a group come one
@@ -482,7 +482,7 @@ class CohortEngine:
                     batching.select(whole, group[start : start + at_once]),
                     inputs,
                     side_by_side,
-                    whole if alike else None,
+                    whole if portable else None,
                 )
                 for start in range(0, max(len(group), 1), at_once)
             ]
@@ -496,8 +496,9 @@ class CohortEngine:
         side_by_side: bool,
         serving: batching.BatchPlan | None = None,
     ) -> CohortPart:
-        """Lays out a part, for a function that also serves another plan."""
-        serving = plan if serving is None else serving
+        """Lays out a part, perhaps for a function that serves a whole plan."""
+        portable = serving is not None
+        serving = serving if portable else plan
         full = not serving.has_short_batches
         if side_by_side and plan.num_clients:
             steps = np.diff(serving.first_step)
@@ -509,7 +510,7 @@ class CohortEngine:
         if self._query.uses_window:
             windows = inputs.windows[plan.members].astype(np.float32)
         padded = plan
-        if self.compiles(full):
+        if self._compiles(full) and not portable:
             padded = batching.pad_plan(plan)
             more = len(padded.members) - plan.num_clients
             windows = np.pad(
@@ -529,8 +530,7 @@ class CohortEngine:
             plan,
         )
 
-    def compiles(self, full: bool, kind: str | None = None) -> bool:
-        """Returns whether XLA compiles a function of full batches or not."""
+    def _compiles(self, full: bool, kind: str | None = None) -> bool:
         return bool(self._jit_compile and full and kind != "lockstep")
 
     def part_function(
@@ -654,7 +654,7 @@ class CohortEngine:
         kind, full, _ = which
         compiled = tf.function(
             function,
-            jit_compile=self.compiles(full, kind),
+            jit_compile=self._compiles(full, kind),
             autograph=False,
         )
         return compiled.get_concrete_function(

@@ -119,6 +119,8 @@ def computation_from_function(
     what a call assigns is gone with it, and what is assigned here later does
     not reach the workers. What changes between rounds is an argument.
 
+    `jit_compile` has no effect: TFF's workers have no XLA.
+
     Random operations lose their seeds: they would draw the same on each worker
     and in each call. A captured `tf.random.Generator` is refused for the same
     reason, unless its state is `assigned`, from a seed that is an argument.
@@ -173,10 +175,7 @@ def computation_from_function(
             value = tf.zeros(value.shape, value.dtype)
         return tf.Variable(value, trainable=False)
 
-    # That a function is to be compiled by XLA is not in its graph.
-    compiled = concrete.function_def.attr["_XlaMustCompile"].b
-
-    @tf.function(autograph=False, jit_compile=compiled or None)
+    @tf.function(autograph=False)
     def imported(arguments: list[Any], captured: list[Any]) -> list[Any]:
         names = [*argument_names, *inner_names]
         return tf.graph_util.import_graph_def(

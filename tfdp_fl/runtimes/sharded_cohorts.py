@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.engine import batching, cohort
+from tfdp_fl.engine import cohort
 from tfdp_fl.engine.engine import CohortChunk, CohortPart, table_specs
 from tfdp_fl.runtimes.lifting import computation_from_function
 from tfdp_fl.runtimes.worker_data import WorkerData
@@ -30,6 +30,9 @@ class ShardedCohorts:
     the engine's compiled functions on its shard, and returns the sum of its
     clients' clipped updates; TFF adds the sums up. The noise, the division and
     the model's move are the engine's `release`, once.
+
+    The functions are the engine's own but for XLA, which TFF's workers do not
+    have: `jit_compile` is of no effect on them.
 
     Where a sum is not what the mechanism needs (a clip set from the whole
     cohort's norms, windows of norms, secure aggregation) the workers return a
@@ -139,7 +142,7 @@ class ShardedCohorts:
             inputs,
             self._num_shards,
             if_small=self._num_workers,
-            alike=True,
+            portable=True,
         )
         for place in range(max(map(len, groups))):
             parts = [group[place] for group in groups if place < len(group)]
@@ -171,20 +174,11 @@ class ShardedCohorts:
         if self._data is not None:
             return part.tables
         table, *rest = part.tables
-        # Only these clients' rows: not the padding's, which are anybody's.
-        rows = np.unique(part.plan.rows)
-        places = np.searchsorted(rows, table.rows)
-        table = table._replace(
-            rows=np.minimum(places, max(0, len(rows) - 1)).astype(np.int32)
-        )
-        size = len(rows)
-        kind, full, _ = part.function
-        if self._engine.compiles(full, kind):
-            # XLA compiles for a size; one in the ladder will come again.
-            size = batching.padded_length(size)
-        size = max(1, size)  # A gather needs a tensor to read nothing from.
+        rows, places = np.unique(table.rows, return_inverse=True)
+        places = places.reshape(table.rows.shape).astype(np.int32)
+        table = table._replace(rows=places)
         x, y = (
-            [_taken(leaf, rows, size) for leaf in tf.nest.flatten(nest)]
+            [_taken(leaf, rows) for leaf in tf.nest.flatten(nest)]
             for nest in (chunk.x, chunk.y)
         )
         return (x, y, table, *rest)
@@ -197,12 +191,7 @@ class ShardedCohorts:
         return self._computations[key]
 
     def _lifted(self, part: CohortPart, broadcast: tuple[Any, ...]) -> Any:
-        kind, full, _ = part.function
-        train = tf.function(
-            self._engine.part_function(part.function),
-            jit_compile=self._engine.compiles(full, kind) or None,
-            autograph=False,
-        )
+        train = self._engine.part_function(part.function)
         example_specs = self._engine.example_specs()
         data, reduction = self._data, self._reduction
 
@@ -238,9 +227,9 @@ class ShardedCohorts:
         )
 
 
-def _taken(leaf: tf.Tensor, rows: Sequence[int], size: int) -> np.ndarray:
-    """Returns rows of an array, and zeros up to a size."""
+def _taken(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
+    """Returns some rows of an array."""
     array = nests.view(leaf)
-    taken = np.zeros([size, *array.shape[1:]], array.dtype)
-    np.take(array, rows, axis=0, out=taken[: len(rows)], mode="clip")
-    return taken
+    if not len(rows):  # A gather needs a tensor to read nothing from.
+        return np.zeros([1, *array.shape[1:]], array.dtype)
+    return array[rows]
