@@ -278,7 +278,7 @@ class CohortEngine:
             and dense_cohort.supports(models[0], training, query)
         )
         self._merge = tf.function(
-            lambda a, b: tf.nest.map_structure(tf.add, a, b)
+            lambda a, b: tf.nest.map_structure(tf.add, a, b), autograph=False
         )
 
     @property
@@ -770,7 +770,9 @@ class CohortEngine:
 
     def _once(self, name: str, function: Callable[..., Any]) -> Any:
         if name not in self._functions:
-            self._functions[name] = tf.function(function, reduce_retracing=True)
+            self._functions[name] = tf.function(
+                function, reduce_retracing=True, autograph=False
+            )
         return self._functions[name]
 
     def set_record_sum(
