@@ -4,7 +4,9 @@
 # Python 3.10 or 3.11; name one with `make PYTHON=/path/to/python3.10 ...`.
 PYTHON ?=
 VENV ?= .venv
-TRAIN_FLAGS ?= --dataset=digits --output_dir=runs/digits
+TRAIN_FLAGS ?= --dataset=digits --num_clients=500 --mechanism=adaptive \
+  --target_epsilon=2 --target_delta=1e-3 --clients_per_round=100 --rounds=60 \
+  --output_dir=runs/digits --overwrite
 BENCHMARK_FLAGS ?=
 PYTEST_ARGS ?=
 # `make requirements UPGRADE=--upgrade` takes newer versions where it may.
@@ -29,7 +31,7 @@ name it, as in: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11))
   requirements install clean distclean
 
 help:
-	@echo "make train         train on digits with a guarantee; results in runs/digits"
+	@echo "make train         train on digits, epsilon = 2; results in runs/digits"
 	@echo "make test          run every test"
 	@echo "make lint          check style and format"
 	@echo "make format        mend style and format where that is automatic"
@@ -41,7 +43,7 @@ help:
 	@echo "make distclean     remove those, .venv and runs"
 
 train: $(STAMP)
-	$(RUN) scripts/train.py $(TRAIN_FLAGS)
+	$(BIN)/python scripts/train.py $(TRAIN_FLAGS)
 
 test: $(STAMP)
 	$(RUN) -m pytest $(PYTEST_ARGS)

@@ -1,9 +1,10 @@
-"""Runs a program of scripts/ with many command lines in one process.
+"""Runs programs of scripts/ with many command lines in one process.
 
-TensorFlow takes seconds to start, and two programs' flags cannot be in one
-process; so a test starts this once, with the program's name as the argument
-and a JSON list of command lines on standard input. It writes a JSON list of
-[exit code, standard output, standard error] to the file named second.
+TensorFlow takes seconds to start, and programs whose flags have the same names
+cannot be in the tests' own process; so a test starts this once, with a JSON
+list of command lines (a program's name, and its flags) on standard input. It
+writes a JSON list of [exit code, standard output, standard error] to the file
+that it is given.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from absl import app
 from absl.testing import flagsaver
 
 
-def drive(name: str, command_lines: list[list[str]]) -> list[list]:
-    program = importlib.import_module(f"scripts.{name}")
+def drive(command_lines: list[list[str]]) -> list[list]:
     results = []
-    for command_line in command_lines:
+    for name, *arguments in command_lines:
+        program = importlib.import_module(f"scripts.{name}")
         out, err = io.StringIO(), io.StringIO()
         code = 0
         with (
@@ -32,7 +33,7 @@ def drive(name: str, command_lines: list[list[str]]) -> list[list]:
             contextlib.redirect_stderr(err),
         ):
             try:
-                app.run(program.main, argv=[f"{name}.py", *command_line])
+                app.run(program.main, argv=[f"{name}.py", *arguments])
             except SystemExit as end:
                 code = end.code
                 if isinstance(code, str):  # As the interpreter does.
@@ -47,5 +48,5 @@ def drive(name: str, command_lines: list[list[str]]) -> list[list]:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-    found = drive(sys.argv[1], json.load(sys.stdin))
-    pathlib.Path(sys.argv[2]).write_text(json.dumps(found), "utf-8")
+    found = drive(json.load(sys.stdin))
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(found), "utf-8")

@@ -1,4 +1,4 @@
-"""Starts `drive.py`: a program of scripts/ in a process of its own."""
+"""Starts `drive.py`: programs of scripts/ in a process of their own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Outcome(NamedTuple):
     err: str
 
 
-def run_all(name: str, command_lines: Sequence[Sequence[str]]) -> list[Outcome]:
-    """Returns the outcomes of `scripts/<name>.py` with each command line."""
+def run_all(command_lines: Sequence[Sequence[str]]) -> list[Outcome]:
+    """Returns what command lines did: a program's name, and its flags."""
     with tempfile.TemporaryDirectory() as folder:
         results = pathlib.Path(folder) / "results.json"
         log = pathlib.Path(folder) / "log.txt"
         with log.open("w") as file:
             subprocess.run(
-                [sys.executable, str(_DRIVE), name, str(results)],
+                [sys.executable, str(_DRIVE), str(results)],
                 input=json.dumps([list(line) for line in command_lines]),
                 text=True,
                 stdout=file,

@@ -119,7 +119,9 @@ class TrainTest(absltest.TestCase):
         ]
         for number, (line, _) in enumerate(_REFUSED):
             lines[number] = [*line, f"--output_dir={cls.folder / 'refused'}"]
-        outcomes = programs.run_all("train", list(lines.values()))
+        outcomes = programs.run_all(
+            [["train", *line] for line in lines.values()]
+        )
         cls.outcomes = dict(zip(lines, outcomes, strict=True))
 
     @classmethod

@@ -1,0 +1,133 @@
+"""The programs that run sweeps and draw runs."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+
+from tests.scripts import programs
+from tfdp_fl.experiments import sweeps
+
+_CONFIGS = sorted((programs.ROOT / "scripts" / "configs").glob("*.json"))
+_CONFIG = {
+    "base": {
+        "dataset": "digits",
+        "num_clients": 20,
+        "clients_per_round": 10,
+        "model": "linear",
+        "target_epsilon": 8.0,
+    },
+    "grid": {"mechanism": ["fixed", "adaptive"]},
+    "seeds": [0, 1],
+}
+
+
+class SweepAndPlotTest(absltest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        temporary = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(temporary.cleanup)
+        cls.folder = folder = pathlib.Path(temporary.name)
+        config = folder / "config.json"
+        config.write_text(json.dumps(_CONFIG))
+        bad = folder / "bad.json"
+        bad.write_text(json.dumps({"grid": {"clip_norm": [1.0]}}))
+        runs = folder / "runs"
+        sweep = ["sweep", f"--config={config}", f"--output_dir={runs}"]
+        lines = {
+            "dry": [*sweep, "--dry_run"],
+            "sweep": [*sweep, "--set=rounds=2"],
+            "again": [*sweep, "--set=rounds=2"],
+            "no config": ["sweep"],
+            "no file": ["sweep", f"--config={folder / 'none.json'}"],
+            "bad config": ["sweep", f"--config={bad}"],
+            "bad set": [*sweep, "--set=rounds"],
+            "other rounds": [*sweep, "--set=rounds=3"],
+            "rounds": ["plot", f"--output={folder / 'rounds.png'}", str(runs)],
+            "frontier": [
+                "plot",
+                "--against=frontier",
+                "--group_by=mechanism",
+                f"--output={folder / 'frontier.pdf'}",
+                str(runs),
+            ],
+            "no runs": ["plot", str(folder / "empty")],
+            "nothing": ["plot"],
+            "bad group": ["plot", "--group_by=colour", str(runs)],
+            "bad output": ["plot", "--output=chart.doc", str(runs)],
+        }
+        for config in _CONFIGS:
+            lines[config.stem] = [
+                "sweep",
+                "--dry_run",
+                f"--config={config}",
+                # Wherever the data lies; it is not read.
+                f"--set=data_path={config}",
+            ]
+            if json.loads(config.read_text())["base"]["dataset"] == "digits":
+                lines[config.stem].pop()
+        outcomes = programs.run_all(list(lines.values()))
+        cls.outcomes = dict(zip(lines, outcomes, strict=True))
+
+    def test_a_dry_run_lists_the_runs(self):
+        outcome = self.outcomes["dry"]
+        self.assertEqual(outcome.code, 0, msg=outcome.err)
+        self.assertEqual(
+            outcome.out.splitlines(),
+            [
+                f"mechanism={mechanism}/seed={seed}"
+                for mechanism in ("fixed", "adaptive")
+                for seed in (0, 1)
+            ],
+        )
+
+    def test_a_sweep_runs_once(self):
+        first, again = self.outcomes["sweep"], self.outcomes["again"]
+        self.assertEqual((first.code, again.code), (0, 0), msg=first.err)
+        self.assertEqual(first.out.count("accuracy 0."), 4)
+        self.assertEqual(again.out.count("there already"), 4)
+        self.assertLen(sweeps.read_runs([self.folder / "runs"]), 4)
+
+    def test_charts_are_drawn(self):
+        for name, file in (
+            ("rounds", "rounds.png"),
+            ("frontier", "frontier.pdf"),
+        ):
+            outcome = self.outcomes[name]
+            self.assertEqual(outcome.code, 0, msg=outcome.err)
+            self.assertIn("4 runs", outcome.out)
+            self.assertGreater((self.folder / file).stat().st_size, 1000)
+
+    def test_refusals_are_one_sentence(self):
+        for name, word in (
+            ("no config", "--config"),
+            ("no file", "none.json"),
+            ("bad config", "--clip_norm"),
+            ("bad set", "--set"),
+            ("other rounds", "rounds=2"),
+            ("no runs", "holds no run"),
+            ("nothing", "directory"),
+            ("bad group", "colour"),
+            ("bad output", "chart.doc"),
+        ):
+            with self.subTest(name):
+                outcome = self.outcomes[name]
+                self.assertEqual(outcome.code, 1)
+                self.assertIn(word, outcome.err)
+                self.assertLen(outcome.err.splitlines(), 1)
+
+    def test_every_configuration_is_one(self):
+        self.assertNotEmpty(_CONFIGS)
+        for config in _CONFIGS:
+            with self.subTest(config.stem):
+                outcome = self.outcomes[config.stem]
+                self.assertEqual(outcome.code, 0, msg=outcome.err)
+                self.assertNotEmpty(outcome.out.splitlines())
+
+
+if __name__ == "__main__":
+    absltest.main()
