@@ -61,6 +61,62 @@ class AddNormalTest(tf.test.TestCase):
         statistics.assert_gaussian(rounds.flat([first, second]), 3.0)
 
 
+class LongDrawTest(tf.test.TestCase):
+    """More numbers than one chunk holds."""
+
+    # Chunks end inside variables, and some variables lie inside a chunk.
+    _SHAPES = ((300,), (700, 300), (13,), (40000,), (0, 3), (7,))
+
+    def test_every_number_is_drawn_for_itself(self):
+        noised = _noise(2.5, self._SHAPES)
+        self.assertEqual([each.shape for each in noised], [*self._SHAPES])
+        flat = rounds.flat(noised)
+        statistics.assert_gaussian(flat, 2.5)
+        chunk = noise._SMALLEST_CHUNK
+        for lag in (chunk, 2 * chunk):
+            statistics.assert_uncorrelated(flat[lag:], flat[:-lag])
+
+    def test_one_stddev_for_each_tensor(self):
+        stddevs = [0.5, 2.0, 0.0, 3.0, 1.0, 1.0]
+        noised = _noise(stddevs, self._SHAPES)
+        statistics.assert_gaussian(rounds.flat([noised[1]]), 2.0)
+        self.assertAllEqual(noised[2], np.zeros(13))
+        statistics.assert_gaussian(noised[3], 3.0)
+
+    def test_is_added_in_its_place(self):
+        values = [tf.random.normal(shape) for shape in self._SHAPES]
+        noised = noise.add_normal(values, 0.0)
+        for value, same in zip(values, noised, strict=True):
+            self.assertAllEqual(value, same)
+
+    def test_repeats_bit_for_bit_also_when_compiled(self):
+        def drawn(seed):
+            with noise.seeded(seed):
+                noised = _noise(1.0, self._SHAPES)
+            return tf.concat([tf.reshape(v, [-1]) for v in noised], 0)
+
+        expected = drawn(_SEED)
+        self.assertAllEqual(tf.function(drawn)(_SEED), expected)
+        statistics.assert_uncorrelated(drawn(_SEED + 1), expected)
+        # XLA turns the same seed into other numbers.
+        compiled = tf.function(drawn, jit_compile=True)
+        self.assertAllEqual(compiled(_SEED), compiled(_SEED))
+        statistics.assert_gaussian(compiled(_SEED), 1.0)
+
+    def test_the_graph_stays_small(self):
+        graph = (
+            tf.function(lambda value: noise.add_normal([value], 1.0))
+            .get_concrete_function(tf.TensorSpec([10**8]))
+            .graph
+        )
+        draws = [
+            each
+            for each in graph.get_operations()
+            if each.type == "StatelessRandomNormalV2"
+        ]
+        self.assertLen(draws, noise._MOST_CHUNKS)
+
+
 class FreshnessTest(tf.test.TestCase):
     def assert_all_differ(self, draws):
         for i, one in enumerate(draws):

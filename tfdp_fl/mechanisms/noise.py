@@ -85,20 +85,12 @@ def _normals(size: int | tf.Tensor) -> list[tf.Tensor]:
     # A multiple of 16, so that slicing at the boundaries copies nothing.
     chunk = max(_SMALLEST_CHUNK, -(-size // (16 * _MOST_CHUNKS)) * 16)
     lengths = [min(chunk, size - start) for start in range(0, size, chunk)]
-    states = tf.random.experimental.stateless_split(
+    seeds = tf.random.experimental.stateless_split(
         next_seed(), len(lengths), alg=_PHILOX
     )
-    # Already Philox's own output, so it needs no mixing as a user's seed does:
-    # a key and the upper half of a counter.
-    states = tf.unstack(tf.bitcast(states, tf.uint64))
     return [
-        tf.raw_ops.StatelessRandomNormalV2(
-            shape=[length],
-            key=state[:1],
-            counter=tf.concat([tf.zeros([1], tf.uint64), state[1:]], 0),
-            alg=tf.random.Algorithm.PHILOX.value,
-        )
-        for length, state in zip(lengths, states, strict=True)
+        tf.random.stateless_normal([length], seed, alg=_PHILOX)
+        for length, seed in zip(lengths, tf.unstack(seeds), strict=True)
     ]
 
 
