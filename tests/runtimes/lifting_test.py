@@ -55,7 +55,7 @@ class _Pair(NamedTuple):
 class _Cohort:
     """A Keras model trained in place, client by client."""
 
-    def __init__(self, layers, jit_compile=False):
+    def __init__(self, layers):
         self.model = tf.keras.Sequential([*layers(), _layers.Dense(_CLASSES)])
         optimizer = tf.keras.optimizers.SGD(0.5, momentum=0.9)
         optimizer.build(self.model.trainable_variables)
@@ -63,7 +63,7 @@ class _Cohort:
         slots = [v for v in optimizer.variables if v.shape.rank]
         loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-        @tf.function(jit_compile=jit_compile)
+        @tf.function
         def step(x, y):
             with tf.GradientTape() as tape:
                 value = loss(y, self.model(x, training=True))
@@ -135,14 +135,13 @@ class LiftingTest(parameterized.TestCase):
             self.skipTest("TensorFlow Federated is not installed.")
 
     @parameterized.named_parameters(
-        ("dense", _dense, False),
-        ("dense_xla", _dense, True),
-        ("batch_normalization", _batch_normalization, False),
-        ("lstm", _lstm, False),
-        ("convolution", _convolution, False),
+        ("dense", _dense),
+        ("batch_normalization", _batch_normalization),
+        ("lstm", _lstm),
+        ("convolution", _convolution),
     )
-    def test_trains_as_in_process(self, layers, jit_compile):
-        cohort = _Cohort(layers, jit_compile)
+    def test_trains_as_in_process(self, layers):
+        cohort = _Cohort(layers)
         computation = cohort.lift()
         expected = cohort.run(cohort.weights, cohort.shard)
         for _ in range(2):
@@ -155,29 +154,6 @@ class LiftingTest(parameterized.TestCase):
             ):
                 self.assertGreater(np.abs(b).max(), 1e-3)
                 np.testing.assert_allclose(a, b, atol=1e-5)
-
-    @parameterized.parameters(True, False)
-    def test_compiled_by_xla_where_the_function_is(self, jit_compile):
-        state = tf.Variable([0.0, 0.0])
-
-        @tf.function(jit_compile=jit_compile)
-        def squares(broadcast, shard):
-            state.assign(broadcast)
-            for _ in tf.range(3):
-                state.assign_add(shard * shard)
-            return tf.identity(state)
-
-        spec = tf.TensorSpec([2])
-        computation = runtimes.computation_from_function(squares, spec, spec)
-        result = self.workers.run_sharded(
-            computation, [np.float32([2, 3])], np.float32([1, 1])
-        )
-        np.testing.assert_array_equal(result, [13, 28])
-        proto = tff.framework.serialize_computation(computation)
-        attribute = (
-            b"_XlaMustCompile\x12\x02(\x01"  # An AttrValue that is true.
-        )
-        self.assertEqual(attribute in proto.SerializeToString(), jit_compile)
 
     def test_type_signature(self):
         computation = _Cohort(_dense).lift()

@@ -1,0 +1,448 @@
+"""A model that is trained on workers is the one that is trained here."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import tempfile
+import threading
+import time
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tfdp_fl
+from tfdp_fl import runtimes, secure_aggregation
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.runtimes import local_worker, sharded_cohorts
+
+try:
+    import tensorflow_federated as tff
+except ImportError:
+    tff = None
+
+_FEATURES, _CLASSES, _NUM_CLIENTS, _ROUNDS = 40, 3, 14, 3
+
+_layers = tf.keras.layers
+
+
+def _arrays(count, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, _FEATURES)).astype(np.float32)
+    return x, np.argmax(x[:, :_CLASSES], axis=1).astype(np.int32)
+
+
+def _alike():
+    """Clients with two full batches each."""
+    x, y = _arrays(8 * _NUM_CLIENTS)
+    return FederatedDataset.from_indices(
+        x, y, np.arange(len(x)).reshape(_NUM_CLIENTS, 8)
+    )
+
+
+def _uneven():
+    """Clients of 0 to 9 examples, some of which are of several clients."""
+    x, y = _arrays(60)
+    rng = np.random.default_rng(1)
+    return FederatedDataset.from_indices(
+        x, y, [rng.integers(0, 60, size) for size in [0, 9, 1, 4, 8, 3, 6] * 2]
+    )
+
+
+def _almost_alike():
+    """Clients of 8 to 12 examples, most of which take three steps of 4."""
+    sizes = [12, 11, 8, 9, 12, 10, 12] * 2
+    x, y = _arrays(sum(sizes))
+    rows = np.split(np.arange(len(x)), np.cumsum(sizes)[:-1])
+    return FederatedDataset.from_indices(x, y, rows)
+
+
+def _streamed():
+    """Clients that are read one by one, of which two cannot be."""
+
+    def read(client):
+        if client in (3, 8):
+            raise OSError("gone")
+        return _arrays(5 + client % 3, seed=client)
+
+    return FederatedDataset.from_client_fn(range(_NUM_CLIENTS), read)
+
+
+def _nested():
+    """Features of two names and dtypes."""
+    x, y = _arrays(8 * _NUM_CLIENTS)
+    return FederatedDataset.from_indices(
+        {"z": x, "a": np.arange(len(x), dtype=np.uint8)[:, None]},
+        y,
+        np.arange(len(x)).reshape(_NUM_CLIENTS, 8),
+    )
+
+
+def _sequential(*layers):
+    return tf.keras.Sequential(
+        [_layers.Input((_FEATURES,)), *layers, _layers.Dense(_CLASSES)]
+    )
+
+
+def _mlp():
+    # Wide enough for clients to be trained side by side.
+    return _sequential(_layers.Dense(60, activation="relu"))
+
+
+def _with_state_and_noise():
+    return _sequential(
+        _layers.Dense(5), _layers.BatchNormalization(), _layers.Dropout(0.4)
+    )
+
+
+def _two_inputs():
+    a, z = _layers.Input((1,), name="a"), _layers.Input((_FEATURES,), name="z")
+    return tf.keras.Model(
+        {"z": z, "a": a},
+        _layers.Dense(_CLASSES)(
+            _layers.concatenate([_layers.Rescaling(0.01)(a), z])
+        ),
+    )
+
+
+def _recurrent():
+    return _sequential(_layers.Reshape((8, 5)), _layers.LSTM(3))
+
+
+def _fixed(**changes):
+    values = {"clip_norm": 0.05, "noise_multiplier": 0.0, **changes}
+    return tfdp_fl.FixedClipping(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Case:
+    """Settings; `lockstep` is what is to come of them."""
+
+    clients: object = _alike
+    model: object = _mlp
+    mechanism: object = _fixed
+    sampling: str = "fixed_size"
+    optimizer: object = lambda: tf.keras.optimizers.SGD(0.2)
+    options: dict = dataclasses.field(default_factory=dict)
+    compiled: dict = dataclasses.field(default_factory=dict)
+    fit: dict = dataclasses.field(default_factory=dict)
+    lockstep: bool = False
+    mapped: bool = False
+
+
+_CASES = {
+    "lockstep": _Case(lockstep=True, mapped=True),
+    "lockstep_almost_alike": _Case(
+        clients=_almost_alike,
+        lockstep=True,
+        fit={"shuffle": True},
+        mapped=True,
+    ),
+    "adaptive": _Case(
+        mechanism=lambda: tfdp_fl.AdaptiveClipping(
+            noise_multiplier=0.0, initial_clip_norm=0.05
+        ),
+        lockstep=True,
+    ),
+    "one_by_one": _Case(
+        clients=_uneven,
+        sampling="poisson",
+        fit={"shuffle": True, "local_epochs": 2},
+        mapped=True,
+    ),
+    "xla_here": _Case(compiled={"jit_compile": True}),
+    "slots": _Case(optimizer=lambda: tf.keras.optimizers.Adam(0.01)),
+    "batch_normalization_and_dropout": _Case(model=_with_state_and_noise),
+    "state_that_stays": _Case(
+        model=_with_state_and_noise, options={"non_trainable_state": "keep"}
+    ),
+    "recurrent": _Case(model=_recurrent),
+    "nested_features": _Case(clients=_nested, model=_two_inputs, mapped=True),
+    "streamed": _Case(clients=_streamed),
+    # With a seed, each client's own noise is the same wherever it trains.
+    "client_noise": _Case(
+        mechanism=lambda: _fixed(noise_multiplier=0.5, noise_site="client"),
+    ),
+    "local": _Case(
+        mechanism=lambda: tfdp_fl.LocalDP(clip_norm=0.1, noise_multiplier=0.3)
+    ),
+    "windows": _Case(
+        mechanism=lambda: tfdp_fl.AdaptiveLocalDP(
+            epsilon=100.0, delta=1e-5, clipping_radius=0.05
+        ),
+        mapped=True,
+    ),
+    "median": _Case(
+        mechanism=lambda: tfdp_fl.MedianClipping(noise_multiplier=0.5),
+        clients=_uneven,
+    ),
+    "nbafl": _Case(
+        mechanism=lambda: tfdp_fl.NbAFL(
+            epsilon=500.0, constant=3.0, weight_clip=5.0, mu=0.1
+        ),
+    ),
+    "secure_aggregation": _Case(
+        options={
+            "secure_aggregation": secure_aggregation.AdditiveSecretSharing()
+        }
+    ),
+    "variance": _Case(fit={"between_client_variance": True}),
+    "hooks": _Case(
+        compiled={
+            "broadcast_hook": lambda weights, seed: [
+                w + 0.01 * tf.random.stateless_normal(w.shape, seed)
+                for w in weights
+            ],
+            "upload_hook": lambda tensors: [2.0 * each for each in tensors],
+        }
+    ),
+}
+
+
+def _federated(case):
+    tf.keras.utils.set_random_seed(1)
+    federated = tfdp_fl.DPFederatedModel(
+        case.model(),
+        case.mechanism(),
+        clients_per_round=7,
+        sampling=case.sampling,
+        num_replicas=1,
+        **case.options,
+    )
+    federated.compile(
+        optimizer=case.optimizer(),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        **{"jit_compile": None if case.lockstep else False, **case.compiled},
+    )
+    return federated
+
+
+def _fit(federated, case, clients, **arguments):
+    return federated.fit(
+        clients,
+        **{
+            "rounds": _ROUNDS,
+            "batch_size": 4,
+            "seed": 5,
+            "verbose": 0,
+            **case.fit,
+            **arguments,
+        },
+    )
+
+
+class _WorkersTestCase(tf.test.TestCase, parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        if tff is None:
+            return
+        cls.processes = [local_worker.LocalWorker(threads=1) for _ in range(2)]
+        for process in cls.processes:
+            cls.addClassCleanup(process.stop)
+
+    def setUp(self):
+        super().setUp()
+        if tff is None:
+            self.skipTest("TensorFlow Federated is not installed.")
+
+    def workers(self, **arguments):
+        return self.enter_context(
+            runtimes.TFFWorkers(
+                hosts=[process.address for process in self.processes],
+                **arguments,
+            )
+        )
+
+    def directory(self):
+        return self.enter_context(tempfile.TemporaryDirectory())
+
+    def assert_same_model(self, one, other):
+        for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
+            self.assertAllClose(a, b, atol=1e-5, rtol=1e-5)
+
+
+class SameResultTest(_WorkersTestCase):
+    def _compare(self, case, clients, **arguments):
+        here, there = _federated(case), _federated(case)
+        start = here.get_weights()
+        expected = _fit(here, case, clients).history
+        workers = self.workers(**arguments)
+        actual = _fit(there, case, clients, runtime=workers).history
+        self.assertNotAllClose(start[0], here.get_weights()[0], atol=1e-3)
+        self.assert_same_model(here, there)
+        self.assertEqual(list(expected), list(actual))
+        for name, values in expected.items():
+            self.assertAllClose(values, actual[name], atol=1e-4, rtol=1e-4)
+        if there._windows is not None:
+            self.assertAllClose(here._windows, there._windows, atol=1e-5)
+            self.assertTrue(np.isfinite(there._windows).any())
+        (made,) = workers._computations.values()
+        for (kind, _, _), _ in made:
+            self.assertEqual(kind == "lockstep", case.lockstep)
+        return workers, there
+
+    @parameterized.named_parameters(
+        (name, case) for name, case in _CASES.items()
+    )
+    def test_data_with_the_request(self, case):
+        workers, there = self._compare(case, case.clients())
+        one, other = (set(record.clients) for record in workers.last_round)
+        self.assertTrue(one)
+        self.assertTrue(other)
+        self.assertFalse(one & other)
+        read = one | other
+        drawn = set(there._drawn(_ROUNDS - 1).tolist())
+        if case.clients is _streamed:
+            drawn -= {3, 8}
+        self.assertEqual(read, drawn)
+
+    @parameterized.named_parameters(
+        (name, case) for name, case in _CASES.items() if case.mapped
+    )
+    def test_data_read_on_the_workers(self, case):
+        clients = case.clients()
+        directory = self.directory()
+        runtimes.export_for_workers(clients, directory)
+        self._compare(case, clients, data=directory, shards_per_worker=2)
+
+    def test_cohorts_of_any_size_are_one_computation(self):
+        case = _Case(sampling="poisson")
+        sizes = [
+            *_fit(_federated(case), case, _alike(), rounds=6).history[
+                "cohort_size"
+            ]
+        ]
+        self.assertGreater(len(set(sizes)), 3)
+        federated = _federated(case)
+        workers = self.workers()
+        _fit(federated, case, _alike(), rounds=6, runtime=workers)
+        (made,) = workers._computations.values()
+        self.assertLen(made, 1)
+
+    def test_a_cohort_without_clients(self):
+        case = _Case(
+            sampling="poisson",
+            mechanism=lambda: _fixed(noise_multiplier=1.0),
+            options={},
+        )
+        federated, here = _federated(case), _federated(case)
+        for each in federated, here:
+            each._clients_per_round = 0.01
+        workers = self.workers()
+        history = _fit(federated, case, _alike(), runtime=workers).history
+        _fit(here, case, _alike())
+        self.assertEqual(history["cohort_size"], [0.0] * _ROUNDS)
+        self.assertEqual(workers.last_round, ())
+        self.assert_same_model(here, federated)
+
+    def test_requests_of_bounded_size(self):
+        case = _Case(clients=_uneven, fit={"shuffle": True})
+        limit = sharded_cohorts.MESSAGE_BYTES
+        self.addCleanup(setattr, sharded_cohorts, "MESSAGE_BYTES", limit)
+        sharded_cohorts.MESSAGE_BYTES = 5 * 4 * (_FEATURES + 1)  # 5 examples.
+        workers, _ = self._compare(case, _uneven())
+        self.assertGreater(max(len(r.shards) for r in workers.last_round), 1)
+        self.assertEqual(sum(len(r.clients) for r in workers.last_round), 7)
+
+
+class LostWorkerTest(_WorkersTestCase):
+    def test_nothing_happened_and_training_goes_on(self):
+        # A round takes long enough for a worker to be lost in it.
+        case = _Case(
+            mechanism=lambda: tfdp_fl.AdaptiveClipping(
+                noise_multiplier=1.0, count_noise_stddev=2.0
+            ),
+            fit={"local_epochs": 800},
+            options={"delta": 1e-3},
+        )
+        expected = _federated(case)
+        _fit(expected, case, _alike())
+
+        federated = _federated(case)
+        ledger = os.path.join(self.directory(), "ledger.jsonl")
+        charged = tfdp_fl.callbacks.Ledger(ledger)
+        with runtimes.TFFWorkers(num_workers=2) as workers:
+            lost, survivor = workers.open().pids
+
+            class Kill(tf.keras.callbacks.Callback):
+                def on_epoch_begin(self, epoch, logs=None):
+                    if epoch == 1:
+                        threading.Timer(
+                            0.2, os.kill, (lost, signal.SIGKILL)
+                        ).start()
+                        self.weights = self.model.get_weights()
+                        self.killed_at = time.monotonic()
+
+            kill = Kill()
+            with self.assertRaises(runtimes.WorkerLost):
+                _fit(
+                    federated,
+                    case,
+                    _alike(),
+                    runtime=workers,
+                    callbacks=[kill, charged],
+                )
+            self.assertLess(time.monotonic() - kill.killed_at, 30.0)
+            self.assertEqual(federated.rounds, 1)
+            for a, b in zip(kill.weights, federated.get_weights(), strict=True):
+                self.assertAllEqual(a, b)
+            with open(ledger) as file:
+                lines = len(file.readlines())
+            _fit(
+                federated,
+                case,
+                _alike(),
+                rounds=_ROUNDS - 1,
+                runtime=workers,
+                callbacks=[charged],
+            )
+            self.assertEqual(workers.pids[1], survivor)
+            self.assertNotEqual(workers.pids[0], lost)
+        with open(ledger) as file:
+            self.assertEqual(len(file.readlines()), lines + _ROUNDS - 1)
+        self.assertEqual(federated.rounds, _ROUNDS)
+        self.assertEqual(federated.epsilon(1e-3), expected.epsilon(1e-3))
+        self.assert_same_model(expected, federated)
+
+
+class RefusedTest(_WorkersTestCase):
+    def test_what_cannot_go_to_workers_is_named(self):
+        table = tf.lookup.StaticHashTable(
+            tf.lookup.KeyValueTensorInitializer([0], [1.0]), 1.0
+        )
+
+        @tf.autograph.experimental.do_not_convert
+        def weighted(y, predicted):
+            weight = table.lookup(tf.constant(0))
+            return tf.reduce_mean(predicted**2, axis=-1) * weight
+
+        federated = _federated(_Case())
+        federated.compile(optimizer="sgd", loss=weighted)
+        with self.assertRaisesRegex(ValueError, "captures a resource"):
+            _fit(federated, _Case(), _alike(), runtime=self.workers())
+        self.assertEqual(federated.rounds, 0)
+
+    def test_a_runtime_of_another_kind(self):
+        with self.assertRaisesRegex(TypeError, "runtime .*'local'"):
+            _fit(_federated(_Case()), _Case(), _alike(), runtime="local")
+
+    def test_a_worker_that_is_not_there(self):
+        with local_worker.reserve_port() as reservation:
+            address = f"localhost:{reservation.getsockname()[1]}"
+            workers = runtimes.TFFWorkers(
+                hosts=[address], connect_timeout_seconds=0.2
+            )
+            federated = _federated(_Case())
+            with (
+                contextlib.closing(workers),
+                self.assertRaisesRegex(runtimes.WorkerUnavailable, address),
+            ):
+                _fit(federated, _Case(), _alike(), runtime=workers)
+        self.assertEqual(federated.rounds, 0)
+
+
+if __name__ == "__main__":
+    tf.test.main()
