@@ -36,6 +36,10 @@ _MOST_STEPS = 12
 # Multiply-adds of a forward pass over a cohort that take about a millisecond.
 _SMALL = 5e7
 
+# What the factors of the clients of one call may take, and how many times they
+# are held at the peak (as they are, and joined for a product).
+_FACTOR_BYTES, _FACTOR_COPIES = 32 * 2**20, 3
+
 # Clients with fewer steps than others idle; this much of the work at most.
 _MOST_IDLE = 1.25
 
@@ -218,6 +222,26 @@ def pays(
     )
     size, sides = largest.shape.num_elements(), sum(largest.shape)
     return 3 * seen * sides <= 2 * size
+
+
+def clients_at_once(model: tf.keras.Model, examples: int) -> int:
+    """Returns how many clients' factors one call should hold.
+
+    Their memory is bounded whatever the cohort: by a copy of the model, or by
+    32 MB where the model is much smaller than that.
+
+    Args:
+      model: A model that is supported.
+      examples: The most examples that a client trains on in a round.
+    """
+    model_bytes = 4 * model.count_params()
+    budget = model_bytes if model_bytes > _FACTOR_BYTES / 4 else _FACTOR_BYTES
+    widths = sum(
+        sum(layer.kernel.shape)
+        for layer in model.layers
+        if hasattr(layer, "kernel")
+    )
+    return max(1, int(budget // (_FACTOR_COPIES * 4 * widths * examples)))
 
 
 def is_small(

@@ -462,9 +462,8 @@ class CohortEngine:
         )
         at_once = len(chunk.lengths) or 1
         if side_by_side:
-            row = 4 * sum(shape[0] for shape in self._shapes)
             examples = int(chunk.lengths.max()) * inputs.local_epochs
-            at_once = max(1, CHUNK_BYTES // (row * examples))
+            at_once = dense_cohort.clients_at_once(self._models[0], examples)
         elif self.output != cohort.SUM:
             width = sum(shape.num_elements() for shape in self._shapes)
             at_once = max(1, CHUNK_BYTES // (4 * width))

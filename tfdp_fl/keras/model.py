@@ -485,7 +485,16 @@ class DPFederatedModel:
             max_participations=participations,
             min_examples=self._min_examples(clients),
         )
-        engine_key = (deployment, clients.element_spec, variance)
+        self.mechanism.check(deployment)
+        bound_to = deployment
+        if self.mechanism.guarantee in (
+            spending_lib.CENTRAL,
+            spending_lib.NONE,
+        ):  # No other mechanism's noise depends on how long a `fit` is.
+            bound_to = dataclasses.replace(
+                deployment, rounds=None, max_participations=None
+            )
+        engine_key = (bound_to, clients.element_spec, variance)
         if self._engine is None or self._engine_key != repr(engine_key):
             self._make_engine(deployment, clients, plan, variance)
             self._engine_key = repr(engine_key)
