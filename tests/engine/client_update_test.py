@@ -212,6 +212,27 @@ class ModelTest(_TrainingTest):
             arrays[k] = (x, rng.integers(0, 7, [size, 6]))
         self.assert_trains_like_keras(model, arrays, rtol=1e-4)
 
+    def test_stacked_lstm_without_a_mask(self):
+        tf.keras.utils.set_random_seed(3)
+        model = tf.keras.Sequential(
+            [
+                tf.keras.layers.LSTM(
+                    4, return_sequences=True, input_shape=(9, 2)
+                ),
+                tf.keras.layers.LSTM(5),
+                tf.keras.layers.Dense(3),
+            ]
+        )
+        rng = np.random.default_rng(0)
+        arrays = {
+            k: (
+                rng.normal(size=[size, 9, 2]).astype(np.float32),
+                rng.integers(0, 3, size),
+            )
+            for k, size in enumerate((4, 6))
+        }
+        self.assert_trains_like_keras(model, arrays, rtol=1e-4)
+
     def test_functional_with_two_inputs(self):
         tf.keras.utils.set_random_seed(3)
         left, right = (
