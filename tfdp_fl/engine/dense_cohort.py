@@ -360,6 +360,43 @@ class DenseCohortFunction:
             self._trainer.metric_values(),
         )
 
+    def in_groups(
+        self,
+        weights: list[tf.Tensor],
+        params: Any,
+        x: Any,
+        y: Any,
+        table: LockstepTable,
+        learning_rate: tf.Tensor,
+        at_once: tf.Tensor,
+    ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
+        """Runs K clients, so many at once (an int32 scalar); see `__call__`."""
+
+        def some(start: tf.Tensor) -> tuple[Any, Any]:
+            end = start + at_once
+            return self(
+                weights,
+                params,
+                x,
+                y,
+                LockstepTable(
+                    table.rows[:, start:end], table.sizes[:, start:end]
+                ),
+                learning_rate,
+            )
+
+        def add(start: tf.Tensor, total: Any) -> tuple[tf.Tensor, Any]:
+            total = tf.nest.map_structure(tf.add, total, some(start))
+            return start + at_once, total
+
+        _, total = tf.while_loop(
+            lambda start, _: start < tf.shape(table.rows)[1],
+            add,
+            (at_once, some(tf.constant(0))),
+            parallel_iterations=1,
+        )
+        return total
+
     def _first_memory(
         self,
         weights: list[tf.Tensor],

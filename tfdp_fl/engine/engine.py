@@ -115,8 +115,9 @@ class CohortPart:
     Attributes:
       function: Which function it is: the kind of its output or "lockstep",
         whether all batches are full, and the number of lockstep steps.
-      tables: Its arguments that say who trains on what: a `LockstepTable`; or
-        a `ClientTable` and the number of clients.
+      tables: Its arguments that say who trains on what: a `LockstepTable`,
+        perhaps with how many of its clients to train at once; or a
+        `ClientTable` and the number of clients.
       plan: What the tables were laid out from, without padding.
     """
 
@@ -460,13 +461,16 @@ class CohortEngine:
             inputs.batch_size,
             inputs.local_epochs,
         )
-        at_once = len(chunk.lengths) or 1
+        all_clients = at_once = len(chunk.lengths) or 1
         if side_by_side:
             examples = int(chunk.lengths.max()) * inputs.local_epochs
             at_once = dense_cohort.clients_at_once(self._models[0], examples)
         elif self.output != cohort.SUM:
             width = sum(shape.num_elements() for shape in self._shapes)
             at_once = max(1, CHUNK_BYTES // (4 * width))
+        inside = None
+        if portable and side_by_side:  # A second call costs a second message.
+            inside, at_once = at_once, all_clients
         if side_by_side and dense_cohort.is_small(
             self._models[0], chunk.lengths, inputs.local_epochs
         ):
@@ -482,6 +486,7 @@ class CohortEngine:
                     inputs,
                     side_by_side,
                     whole if portable else None,
+                    inside,
                 )
                 for start in range(0, max(len(group), 1), at_once)
             ]
@@ -494,6 +499,7 @@ class CohortEngine:
         inputs: RoundInputs,
         side_by_side: bool,
         serving: batching.BatchPlan | None = None,
+        at_once: int | None = None,
     ) -> CohortPart:
         """Lays out a part, perhaps for a function that serves a whole plan."""
         portable = serving is not None
@@ -504,7 +510,8 @@ class CohortEngine:
             most = int(steps.max())
             full = full and bool((steps == most).all())
             table = dense_cohort.lockstep(plan, most)
-            return CohortPart(("lockstep", full, most), (table,), plan)
+            tables = (table,) if at_once is None else (table, np.int32(at_once))
+            return CohortPart(("lockstep", full, most), tables, plan)
         windows = np.zeros([plan.num_clients, 0, 0], np.float32)
         if self._query.uses_window:
             windows = inputs.windows[plan.members].astype(np.float32)
@@ -549,13 +556,23 @@ class CohortEngine:
             )
 
             def side_by_side(
-                weights, unheard, params, learning_rate, seed, x, y, table
+                weights,
+                unheard,
+                params,
+                learning_rate,
+                seed,
+                x,
+                y,
+                table,
+                at_once=None,
             ):
                 del unheard, seed
                 (x,), (y,) = tf.nest.flatten(x), tf.nest.flatten(y)
-                result, metrics = dense(
-                    weights, params, x, y, table, learning_rate
-                )
+                arguments = (weights, params, x, y, table, learning_rate)
+                if at_once is None:
+                    result, metrics = dense(*arguments)
+                else:
+                    result, metrics = dense.in_groups(*arguments, at_once)
                 return result, metrics, tf.zeros([0, 0])
 
             return side_by_side

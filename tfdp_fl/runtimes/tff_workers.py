@@ -243,14 +243,12 @@ class TFFWorkers:
             round_timeout_seconds: How long a round may take before its
                 unfinished workers count as lost; None for no limit.
             threads_per_worker: Threads for one TensorFlow operation in a
-                worker started here. By default the cores are divided among
-                the workers.
+                worker started here; 1 by default, with shards side by side.
             max_concurrent_computation_calls: How many shards a worker started
                 here works on at the same time; None for no limit.
             shards_per_worker: How many shards `fit` gives each worker, to be
-                worked on at the same time. By default one for each core that
-                a worker started here may count on, and one where hosts are
-                given.
+                worked on at the same time. By default as many as keep this
+                machine's cores busy, and one where hosts are given.
             data: How the examples of `fit` come to the workers. "request":
                 with every round, those of its cohort; or the directory that
                 `export_for_workers` wrote, which every worker sees under this
@@ -276,18 +274,20 @@ class TFFWorkers:
                         f"{value!r}: it is for workers that are started here."
                     )
             self._workers = [_Worker(host) for host in _addresses(hosts)]
-            cores_each = 1
+            default_shards = 1
         else:
             count = _validate.positive_integer(
                 num_workers=2 if num_workers is None else num_workers
             )
-            cores_each = max(1, len(os.sched_getaffinity(0)) // count)
-            if threads_per_worker is None:
-                threads_per_worker = cores_each
+            threads = _validate.positive_integer(
+                threads_per_worker=1
+                if threads_per_worker is None
+                else threads_per_worker
+            )
+            cores = len(os.sched_getaffinity(0))
+            default_shards = max(1, cores // (count * threads))
             start = {
-                "threads": _validate.positive_integer(
-                    threads_per_worker=threads_per_worker
-                ),
+                "threads": threads,
                 "max_concurrent_computation_calls": (
                     None
                     if max_concurrent_computation_calls is None
@@ -313,7 +313,7 @@ class TFFWorkers:
             else _validate.positive(round_timeout_seconds=round_timeout_seconds)
         )
         self._shards_per_worker = _validate.positive_integer(
-            shards_per_worker=cores_each
+            shards_per_worker=default_shards
             if shards_per_worker is None
             else shards_per_worker
         )
