@@ -2,7 +2,18 @@
 
 import contextlib
 import gc
+import signal
 import sys
+
+
+def pytest_sessionstart(session):
+    """Lets TFF end its workers although the run is in the background.
+
+    A shell starts background jobs with SIGINT ignored, and children inherit
+    that. TFF ends its worker with SIGINT and then waits for it: for ever.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session, exitstatus):
