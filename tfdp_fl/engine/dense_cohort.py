@@ -389,10 +389,20 @@ class DenseCohortFunction:
             total = tf.nest.map_structure(tf.add, total, some(start))
             return start + at_once, total
 
+        nobody = cohort.CohortSum(
+            self._query.initial_sample_state(weights),
+            tf.zeros([]),
+            tf.zeros([]),
+            (),
+        )
+        metrics = [
+            tf.zeros_like(variable)
+            for variable in self._trainer.metric_variables
+        ]
         _, total = tf.while_loop(
             lambda start, _: start < tf.shape(table.rows)[1],
             add,
-            (at_once, some(tf.constant(0))),
+            (tf.constant(0), (nobody, metrics)),
             parallel_iterations=1,
         )
         return total
