@@ -28,6 +28,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 from absl import app, flags
 
 from tfdp_fl.experiments import Settings, run_directory, training
+from tfdp_fl.runtimes import errors
 
 _DEFINE = {
     bool: flags.DEFINE_bool,
@@ -58,8 +59,10 @@ _RESUME = flags.DEFINE_bool(
     "resume",
     False,
     "Go on with the run in --output_dir (which needs --checkpoint_every), with "
-    "the settings in its config.json.",
+    "the settings in its config.json; --tff_... may differ.",
 )
+_WHERE = ("tff_workers", "tff_hosts", "tff_data")
+
 _VERBOSE = flags.DEFINE_enum(
     "verbose",
     "auto",
@@ -94,19 +97,30 @@ def main(argv: Sequence[str]) -> None:
     except (ImportError, OSError, TypeError, ValueError) as error:
         sys.exit(f"train.py: {error}")
     _print_settings(prepared.settings)
-    result = training.run(
-        prepared,
-        output_dir,
-        overwrite=_OVERWRITE.value,
-        resume=_RESUME.value,
-        verbose=_verbosity(),
-    )
+    try:
+        result = training.run(
+            prepared,
+            output_dir,
+            overwrite=_OVERWRITE.value,
+            resume=_RESUME.value,
+            verbose=_verbosity(),
+        )
+    except errors.WorkerError as error:
+        sys.exit(
+            f"train.py: {error}\nThe round did not happen and nothing was "
+            "charged for it."
+            + (" --resume goes on." if settings.checkpoint_every else "")
+        )
     _print_result(result, output_dir)
 
 
 def _settings_of(output_dir: str, given: dict[str, Any]) -> Settings:
     """Returns the settings of the run to resume."""
     settings = Settings.read(os.path.join(output_dir, run_directory.CONFIG))
+    where = {name: given.pop(name) for name in list(given) if name in _WHERE}
+    if where:  # A worker that was lost may be replaced.
+        where = {**dict.fromkeys(_WHERE), **where}
+        settings = dataclasses.replace(settings, **where)
     for name, value in given.items():
         if str(getattr(settings, name)) != str(value):
             raise ValueError(

@@ -422,6 +422,13 @@ class Settings:
         "Train cohorts on TFF workers that run already: host:port, comma "
         "separated (docs/distributed.md; their ports are open).",
     )
+    tff_data: str | None = _option(
+        None,
+        str,
+        "A directory that all TFF workers see under this path; the examples "
+        "are written there and read by them. Otherwise they are sent, with "
+        "every round those of its cohort.",
+    )
     checkpoint_every: int = _option(
         0,
         int,
@@ -655,6 +662,8 @@ class Settings:
             raise ValueError(
                 "--tff_workers and --tff_hosts exclude each other."
             )
+        if self.tff_data and not (self.tff_workers or self.tff_hosts):
+            raise ValueError("--tff_data needs --tff_workers or --tff_hosts.")
 
 
 _MECHANISM_PARAMETERS = tuple(

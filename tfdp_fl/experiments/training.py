@@ -91,17 +91,29 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
         jit_compile=_JIT_COMPILE[settings.jit_compile],
         grad_clip=settings.grad_clip,
     )
-    return Prepared(settings, task, federated_model, delta, _workers(settings))
+    workers = _workers(settings, task)
+    return Prepared(settings, task, federated_model, delta, workers)
 
 
-def _workers(settings: settings_lib.Settings) -> Any:
+def _workers(settings: settings_lib.Settings, task: tasks.Task) -> Any:
     if not (settings.tff_workers or settings.tff_hosts):
         return None
     from tfdp_fl import runtimes  # TFF takes seconds, and may not be there.
 
+    options = {}
+    if settings.tff_data:
+        clients = task.clients
+        if not clients.is_indexed:
+            raise ValueError(
+                f"--tff_data is not for --dataset={settings.dataset}, whose "
+                "clients are read one by one."
+            )
+        runtimes.export_for_workers(clients, settings.tff_data)
+        options["data"] = settings.tff_data
     if settings.tff_hosts:
-        return runtimes.TFFWorkers(hosts=settings.tff_hosts.split(","))
-    return runtimes.TFFWorkers(settings.tff_workers)
+        hosts = settings.tff_hosts.split(",")
+        return runtimes.TFFWorkers(hosts=hosts, **options)
+    return runtimes.TFFWorkers(settings.tff_workers, **options)
 
 
 def _federated_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -36,8 +37,8 @@ def export_for_workers(
     Args:
         dataset: Indexed (`in_memory()` makes it so). The same one is given to
             `fit`.
-        directory: Made where it does not exist; what an earlier call wrote
-            there is replaced.
+        directory: Made where it does not exist. What an earlier call wrote
+            there stays if it is the same, and is replaced otherwise.
 
     Raises:
         TypeError: If it holds something that is no number.
@@ -60,6 +61,9 @@ def export_for_workers(
                 f"shape {leaf.shape}."
             )
     path.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(ValueError):
+        WorkerData.of(dataset, path)
+        return
     (path / MANIFEST).unlink(missing_ok=True)
     for name, leaf in leaves.items():
         array = nests.view(leaf)
@@ -145,7 +149,10 @@ class WorkerData:
 
 def _same(path: pathlib.Path, held: np.ndarray) -> bool:
     """Whether a file holds the very array that this process holds."""
-    stored = np.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        stored = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError):
+        return False
     if stored.dtype != held.dtype or stored.shape != held.shape:
         return False
     rows = max(1, _COMPARED_BYTES * len(held) // max(1, held.nbytes))
