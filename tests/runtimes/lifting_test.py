@@ -30,14 +30,6 @@ def _dropout():
     return [*_dense(), _layers.Dropout(0.5, seed=3)]
 
 
-def _lstm():
-    return [
-        _layers.Input((4, 3)),
-        _layers.LSTM(4, return_sequences=True),
-        _layers.LSTM(3),
-    ]
-
-
 def _convolution():
     return [
         _layers.Input((6, 6, 1)),
@@ -137,7 +129,6 @@ class LiftingTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("dense", _dense),
         ("batch_normalization", _batch_normalization),
-        ("lstm", _lstm),
         ("convolution", _convolution),
     )
     def test_trains_as_in_process(self, layers):
