@@ -22,7 +22,7 @@ try:
 except ImportError:
     tff = None
 
-_FEATURES, _CLASSES, _NUM_CLIENTS, _ROUNDS = 40, 3, 14, 3
+_FEATURES, _CLASSES, _NUM_CLIENTS, _ROUNDS = 40, 3, 14, 2
 
 _layers = tf.keras.layers
 
@@ -132,7 +132,7 @@ class _Case:
 
 
 _CASES = {
-    "lockstep": _Case(lockstep=True, mapped=True),
+    "lockstep": _Case(lockstep=True),
     "lockstep_almost_alike": _Case(
         clients=_almost_alike,
         lockstep=True,
@@ -162,9 +162,6 @@ _CASES = {
     # With a seed, each client's own noise is the same wherever it trains.
     "client_noise": _Case(
         mechanism=lambda: _fixed(noise_multiplier=0.5, noise_site="client"),
-    ),
-    "local": _Case(
-        mechanism=lambda: tfdp_fl.LocalDP(clip_norm=0.1, noise_multiplier=0.3)
     ),
     "windows": _Case(
         mechanism=lambda: tfdp_fl.AdaptiveLocalDP(

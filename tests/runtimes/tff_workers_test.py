@@ -302,7 +302,7 @@ class LostLocalWorkerTest(_WorkersTestCase):
             address = workers.addresses[0]
             started = time.monotonic()
             with (
-                _after(1.0, lambda: os.kill(lost, signal.SIGKILL)),
+                _after(0.5, lambda: os.kill(lost, signal.SIGKILL)),
                 self.assertRaisesRegex(
                     runtimes.WorkerLost, f"{address}.*ended by signal 9"
                 ) as caught,
@@ -310,7 +310,7 @@ class LostLocalWorkerTest(_WorkersTestCase):
                 workers.run_sharded(
                     self.spinning,
                     [np.float32(1), np.float32(2)],
-                    time.time() + 3.0,
+                    time.time() + 1.5,
                 )
             self.assertLess(time.monotonic() - started, 30.0)
             self.assertEqual(caught.exception.address, address)
@@ -442,7 +442,7 @@ class HostsTest(_WorkersTestCase):
             result = self.workers.run_sharded(
                 self.spinning,
                 [np.float32(1), np.float32(2)],
-                time.time() + 2.0,
+                time.time() + 1.0,
             )
         self.assertEqual(result, 3.0)
 
