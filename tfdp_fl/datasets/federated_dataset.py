@@ -258,8 +258,7 @@ class FederatedDataset:
     def from_npz(cls, path: str | os.PathLike[str]) -> FederatedDataset:
         """Loads what `save_npz` wrote, as an indexed dataset.
 
-        Its `config` names the file, so that workers which see the same path
-        read it themselves.
+        Its `config` names the file.
 
         Raises:
           OSError: If there is no such file.
