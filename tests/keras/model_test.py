@@ -239,6 +239,33 @@ class SeedTest(parameterized.TestCase):
             self.assertEqual(parts.rounds, 5)
             self.assertGreater(parts.epsilon(_DELTA), whole.epsilon(_DELTA))
 
+    def test_averaged_weights_are_what_fit_ends_with(self):
+        fed = toy.federated(
+            compile_options={
+                "server_optimizer": tf.keras.optimizers.SGD(
+                    1.0, use_ema=True, ema_momentum=0.6
+                )
+            }
+        )
+        average, seen, at_end = fed.get_weights()[0], [], []
+
+        def note(*unused):
+            seen.append(fed.get_weights()[0])
+
+        def note_end(*unused):
+            at_end.append(fed.get_weights()[0])
+
+        notes = tf.keras.callbacks.LambdaCallback(
+            on_epoch_end=note, on_train_end=note_end
+        )
+        _fit(fed, 3, seed=1, callbacks=[notes])
+        for weights in seen:
+            average = 0.6 * average + 0.4 * weights
+        self.assertGreater(np.abs(average - seen[-1]).max(), 1e-2)
+        np.testing.assert_allclose(fed.get_weights()[0], average, rtol=1e-5)
+        # Callbacks that save the end of training see it, as in Keras.
+        np.testing.assert_array_equal(fed.get_weights()[0], *at_end)
+
 
 class CohortTest(parameterized.TestCase):
     def _same_clients(self, count=40):

@@ -63,6 +63,16 @@ def _median():
     )
 
 
+def _averaged():
+    return toy.federated(
+        compile_options={
+            "server_optimizer": tf.keras.optimizers.SGD(
+                1.0, use_ema=True, ema_momentum=0.6
+            )
+        },
+    )
+
+
 class _Crash(tf.keras.callbacks.Callback):
     """Raises in a round; or once it is charged and before it is saved."""
 
@@ -95,7 +105,10 @@ class ResumeTest(parameterized.TestCase):
         return copy
 
     @parameterized.named_parameters(
-        ("adaptive", _adaptive), ("local", _local), ("median", _median)
+        ("adaptive", _adaptive),
+        ("local", _local),
+        ("median", _median),
+        ("averaged", _averaged),
     )
     def test_resumed_ends_in_the_same_weights(self, make):
         clients = toy.clients()

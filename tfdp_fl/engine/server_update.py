@@ -70,6 +70,15 @@ class ServerUpdate:
         ):
             variable.assign(_kept_valid(variable, variable + value))
 
+    def finalize(self) -> None:
+        """Gives the model its last values, as Keras does at the end of `fit`.
+
+        With `use_ema` they are the average that the optimizer kept: of
+        released weights, so it costs no privacy.
+        """
+        if hasattr(self.optimizer, "finalize_variable_values"):
+            self.optimizer.finalize_variable_values(self._trainable)
+
     def replace(self, weights: list[tf.Tensor]) -> None:
         """Sets the model to released weights (NbAFL)."""
         count = len(self._trainable)

@@ -209,7 +209,8 @@ class DPFederatedModel:
           metrics: As in Keras's `compile`; training metrics are not noised.
           server_optimizer: A Keras optimizer that takes the negated mean
             update as its gradient (SGD with momentum: FedAvgM; Adam: FedAdam).
-            None adds the mean update (FedAvg).
+            None adds the mean update (FedAvg). With `use_ema` the model has
+            the averaged weights when `fit` ends, as with Keras.
           jit_compile: Whether XLA compiles the clients' training; None decides
             by the model (see docs/benchmarks.md).
           loss_weights: As in Keras's `compile`.
@@ -448,6 +449,9 @@ class DPFederatedModel:
                 progress_bar.end_of_round(
                     round_index, logs, time.perf_counter() - started
                 )
+            if self._round > plan.first_round:
+                # Keras's own place for it: the last validation came before.
+                self._engine.server.finalize()
             keras_callbacks.on_train_end(logs)
         finally:
             for each in federated:
