@@ -129,12 +129,32 @@ class CurvesTest(_InFolder):
             plots.frontier_of(points), [(1.0, 0.6), (2.0, 0.8), (4.0, 0.9)]
         )
 
+    def test_tradeoff_is_of_means_over_the_seeds(self):
+        runs = [
+            Run.read(self.write_run(name, [accuracy], [1.0, epsilon]))
+            for name, accuracy, epsilon in (
+                ("b/seed=0", 0.75, 4.0),
+                ("a/seed=0", 0.5, 2.0),
+                ("a/seed=1", 0.7, 2.5),
+                ("none/seed=0", 0.9, math.inf),
+            )
+        ]
+        points = plots.tradeoff_of(runs)
+        self.assertLen(points, 2)
+        self.assertSequenceAlmostEqual(points[0], (2.5, 0.6, 0.02**0.5))
+        self.assertEqual(points[1], (4.0, 0.75, 0.0))
+        # What has no epsilon is a level to reach.
+        path = self.folder / "tradeoff.png"
+        groups = {"private": runs[:3], "none": runs[3:]}
+        plots.plot_comparison(groups, path, "tradeoff")
+        self.assertGreater(path.stat().st_size, 1000)
+
     def test_comparisons_are_drawn(self):
         runs = [
             Run.read(self.write_run(name, accuracies, [1.0, 2.0, 3.0, 4.0]))
             for name, accuracies in (("a", [0.5, 0.7]), ("b", [0.6, 0.8]))
         ]
-        for against in ("rounds", "epsilon", "frontier"):
+        for against in ("rounds", "epsilon", "frontier", "tradeoff"):
             path = self.folder / f"{against}.png"
             plots.plot_comparison({"both": runs}, path, against)
             self.assertGreater(path.stat().st_size, 1000)

@@ -108,6 +108,9 @@ class RunSweepTest(absltest.TestCase):
             places=5,
         )
         self.assertLessEqual(float(summary[0]["epsilon"]), 8.0)
+        self.assertEqual(summary[0]["delta"], rows[0]["delta"])
+        # Nobody but a local mechanism has two epsilons.
+        self.assertEqual(summary[0]["central_epsilon"], "")
         self.assertTrue((self.folder / "accuracy.png").exists())
         self.assertTrue((self.folder / "frontier.png").exists())
 
@@ -134,6 +137,18 @@ class RunSweepTest(absltest.TestCase):
         )
         by_seed = sweeps.groups_of(runs, ["seed"])
         self.assertEqual(set(by_seed), {"seed=0", "seed=1"})
+        by_clip = sweeps.groups_of(runs, ["clip_norm"])
+        self.assertEqual(set(by_clip), {"clip_norm=0.5", "mechanism=median"})
+
+    def test_local_runs_have_the_central_epsilon_too(self):
+        local = {"rounds": 2, "clients_per_round": "all"}
+        config = {
+            "base": {**_CONFIG["base"], **local},
+            "grid": {"mechanism": ["local"]},
+        }
+        self.assertEqual(self._sweep(config), [])
+        (row,) = csv.DictReader((self.folder / "summary.csv").open())
+        self.assertLess(float(row["central_epsilon"]), float(row["epsilon"]))
 
     def test_a_run_that_fails_does_not_end_the_sweep(self):
         original = training.prepare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -114,11 +115,13 @@ def plot_comparison(
       groups: Runs by the name that they are shown under; several runs of a
         group (its seeds) are thin lines, and their mean a thick one.
       path: The image file.
-      against: "rounds"; "epsilon", what had been spent by then; or "frontier",
-        the final accuracy against the final epsilon.
+      against: "rounds"; "epsilon", what had been spent by then; "frontier",
+        the final accuracy against the final epsilon; or "tradeoff", the same
+        with a line a group, of means and standard deviations over the seeds.
     """
-    if against == "frontier":
-        _plot_frontier(groups, path)
+    if against in ("frontier", "tradeoff"):
+        draw = _plot_frontier if against == "frontier" else _plot_tradeoff
+        draw(groups, path)
         return
     figure, axes = _pyplot().subplots(figsize=(7, 4.5))
     curve_of = accuracy_of if against == "rounds" else accuracy_by_epsilon
@@ -201,4 +204,63 @@ def _plot_frontier(
     axes.set_xlabel("epsilon")
     axes.set_ylabel("accuracy")
     axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def tradeoff_of(runs: Iterable[Run]) -> list[tuple[float, float, float]]:
+    """Returns (epsilon, mean accuracy, stddev) of each setting, by epsilon.
+
+    Runs in one directory are the seeds of one setting; its epsilon is the
+    largest of theirs. Runs without a guarantee are left out, and the standard
+    deviation of a single run is 0.
+    """
+    settings: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.result.get("epsilon") is not None:
+            settings.setdefault(str(run.path.parent), []).append(run)
+    points = []
+    for seeds in settings.values():
+        accuracies = [run.result["accuracy"] for run in seeds]
+        points.append(
+            (
+                max(run.result["epsilon"] for run in seeds),
+                statistics.fmean(accuracies),
+                statistics.stdev(accuracies) if len(seeds) > 1 else 0.0,
+            )
+        )
+    return sorted(points)
+
+
+def _plot_tradeoff(
+    groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
+) -> None:
+    """Draws a line a group; one without any epsilon is a level to reach."""
+    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
+    epsilons = []
+    for place, (name, runs) in enumerate(groups.items()):
+        color = _COLORS[place % len(_COLORS)]
+        points = tradeoff_of(runs)
+        if points:
+            x, y, spread = zip(*points, strict=True)
+            epsilons += x
+            axes.errorbar(
+                x,
+                y,
+                spread,
+                marker="os^Dv"[place % 5],
+                capsize=3,
+                color=color,
+                label=name,
+            )
+        elif runs:
+            level = statistics.fmean(r.result["accuracy"] for r in runs)
+            axes.axhline(level, color=color, linestyle=":", label=name)
+    if epsilons and max(epsilons) > 20 * min(epsilons):
+        axes.set_xscale("log")
+    axes.set_xlabel("epsilon")
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0, 1)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
     _save(figure, path)

@@ -51,7 +51,17 @@ _PARTS = (
     "seeds",
 )
 _DISTRIBUTIONS = ("choice", "uniform", "log_uniform")
-_FIGURES = ("accuracy", "loss", "epsilon", "delta", "rounds", "seconds")
+_FIGURES = (
+    "accuracy",
+    "loss",
+    "epsilon",
+    "delta",
+    "central_epsilon",
+    "rounds",
+    "seconds",
+)
+# What may differ between the seeds, and is given as their mean.
+_MEANS = ("rounds", "seconds")
 RUNS_TABLE = "runs.csv"
 SUMMARY_TABLE = "summary.csv"
 
@@ -254,7 +264,7 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
             rows.append(
                 [trial.varied.get(k, "") for k in varied]
                 + [trial.settings.seed]
-                + [_shown(result[name]) for name in _FIGURES]
+                + [_shown(result.get(name, "")) for name in _FIGURES]
             )
             groups.setdefault(trial.name, (trial, []))[1].append(result)
     root.mkdir(parents=True, exist_ok=True)
@@ -270,12 +280,24 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
                 _shown(statistics.stdev(accuracies))
                 if len(results) > 1
                 else "",
-                _shown(max((r["epsilon"] for r in results), key=_or_infinite)),
-                _shown(statistics.fmean(r["rounds"] for r in results)),
+                _shown(_largest(results, "epsilon")),
+                _shown(results[0]["delta"]),
+                _shown(_largest(results, "central_epsilon")),
+                *(
+                    _shown(statistics.fmean(r[name] for r in results))
+                    for name in _MEANS
+                ),
             ]
         )
-    header = [*varied, "runs", "accuracy", "stddev", "epsilon", "rounds"]
+    header = [*varied, "runs", "accuracy", "stddev"]
+    header += ["epsilon", "delta", "central_epsilon", *_MEANS]
     _write_csv(root / SUMMARY_TABLE, header, summary)
+
+
+def _largest(results: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """Returns the worst of an epsilon; "" where it has no meaning."""
+    values = [result[name] for result in results if name in result]
+    return max(values, key=_or_infinite) if values else ""
 
 
 def _or_infinite(epsilon: float | None) -> float:
@@ -320,14 +342,16 @@ def groups_of(
 
     Args:
       runs: The runs.
-      by: Names of settings; those of equal values make a group. Without, the
-        seeds of a sweep's configuration do, and any other run by itself.
+      by: Names of settings; those of equal values make a group, and those
+        that have none of the settings, one a mechanism. Without, the seeds of
+        a sweep's configuration do, and any other run by itself.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         if by:
             values = ((name, getattr(run.settings, name)) for name in by)
-            name = ", ".join(f"{k}={v}" for k, v in values)
+            name = ", ".join(f"{k}={v}" for k, v in values if v is not None)
+            name = name or f"mechanism={run.settings.mechanism}"
         elif run.path.name.startswith("seed="):
             name = run.path.parent.name
         else:
