@@ -2,7 +2,7 @@
 
 import importlib
 
-from tfdp_fl import accounting, datasets
+from tfdp_fl import accounting, datasets, losses
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
 from tfdp_fl.mechanisms import (
     AdaptiveClipping,
@@ -30,6 +30,7 @@ __all__ = [
     "accounting",
     "callbacks",
     "datasets",
+    "losses",
     "make_private",
 ]
 

@@ -264,3 +264,64 @@ def _plot_tradeoff(
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     _save(figure, path)
+
+
+def plot_stopping_points(
+    panels: Mapping[str, Mapping[str, Sequence[Run]]],
+    path: str | os.PathLike[str],
+) -> None:
+    """Draws accuracy against rounds; a dot ends each private run.
+
+    Args:
+      panels: For each panel's title the runs by the name that they are shown
+        under; of several runs (seeds) the mean is drawn.
+      path: The image file.
+    """
+    figure, all_axes = _pyplot().subplots(
+        1, len(panels), figsize=(4 * len(panels), 3.6), sharey=True
+    )
+    for axes, (title, groups) in zip(
+        all_axes if len(panels) > 1 else [all_axes],
+        panels.items(),
+        strict=True,
+    ):
+        for place, (name, runs) in enumerate(groups.items()):
+            curves = [c for c in map(accuracy_of, runs) if c[0]]
+            if not curves:
+                continue
+            x, y = _mean_curve(curves)
+            color = _COLORS[place % len(_COLORS)]
+            axes.plot(x, y, color=color, label=name, linewidth=1.2)
+            if runs[0].settings.mechanism != "none":
+                axes.plot(x[-1], y[-1], "o", color=color)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("round")
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 1)
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, loc="lower right")
+    (all_axes if len(panels) == 1 else all_axes[0]).set_ylabel("accuracy")
+    _save(figure, path)
+
+
+def plot_update_variance(run: Run, path: str | os.PathLike[str]) -> None:
+    """Draws accuracy, and below it Geyer's V_c and U_s, against rounds."""
+    figure, (above, below) = _pyplot().subplots(
+        2, 1, figsize=(7, 5.5), sharex=True
+    )
+    above.plot(*accuracy_of(run), color=_ACCURACY_COLOR)
+    above.set_ylabel("accuracy")
+    above.set_ylim(0, 1)
+    for name, label, color in (
+        ("between_client_variance", "V_c, variance between clients", 1),
+        ("update_scale", "U_s, update scale", 2),
+    ):
+        below.plot(*run.history[name], color=_COLORS[color], label=label)
+    below.set_yscale("log")
+    below.set_xlabel("round")
+    below.set_xlim(left=0)
+    below.legend(fontsize=8)
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    _save(figure, path)

@@ -377,6 +377,19 @@ class Settings:
     client_momentum: float = _option(
         0.0, float, "Momentum of --client_optimizer=sgd."
     )
+    client_loss: str = _option(
+        "cross_entropy",
+        ("cross_entropy", "balanced"),
+        "What clients minimize. balanced: cross entropy that allows for the "
+        "labels a client happens to hold (tfdp_fl.losses); for clients with "
+        "few of the classes. Add --shuffle.",
+    )
+    prior_smoothing: float | None = _option(
+        None,
+        float,
+        "--client_loss=balanced: what a class is given besides its share of "
+        "the client's labels (0.01).",
+    )
     grad_clip: float = _option(
         -1.0,
         float,
@@ -394,8 +407,20 @@ class Settings:
     server_momentum: float = _option(
         0.0, float, "Momentum of --server_optimizer=sgd."
     )
+    server_schedule: str = _option(
+        "constant",
+        ("constant", "linear", "cosine"),
+        "How the server optimizer's learning rate goes, over --rounds: to 0 "
+        "at the end unless constant.",
+    )
 
     # How it runs; nothing here changes the guarantee, except a seed.
+    between_client_variance: bool = _option(
+        False,
+        bool,
+        "Whether history.csv receives Geyer's V_c and U_s. They are computed "
+        "from unclipped updates, and are for studying, not for publishing.",
+    )
     seed: int | None = _option(
         None,
         int,
@@ -656,6 +681,12 @@ class Settings:
             raise ValueError("--client_momentum is for --client_optimizer=sgd.")
         if self.server_momentum and self.server_optimizer != "sgd":
             raise ValueError("--server_momentum is for --server_optimizer=sgd.")
+        if self.prior_smoothing is not None and self.client_loss != "balanced":
+            raise ValueError("--prior_smoothing needs --client_loss=balanced.")
+        if self.server_schedule != "constant" and (
+            self.server_optimizer == "none"
+        ):
+            raise ValueError("--server_schedule needs --server_optimizer.")
         if self.server_learning_rate and self.server_optimizer == "none":
             raise ValueError("--server_learning_rate needs --server_optimizer.")
         if self.tff_workers and self.tff_hosts:

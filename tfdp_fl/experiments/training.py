@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import mechanisms
+from tfdp_fl import losses, mechanisms
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.experiments import plots, run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
@@ -85,7 +85,7 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
     )
     federated_model.compile(
         optimizer=_client_optimizer(settings),
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=_loss(settings),
         metrics=[tf.keras.metrics.SparseCategoricalAccuracy("accuracy")],
         server_optimizer=_server_optimizer(settings),
         jit_compile=_JIT_COMPILE[settings.jit_compile],
@@ -176,13 +176,33 @@ def _client_optimizer(settings: settings_lib.Settings) -> Any:
     )
 
 
+def _loss(settings: settings_lib.Settings) -> tf.keras.losses.Loss:
+    if settings.client_loss == "balanced":
+        smoothing = settings.prior_smoothing
+        return losses.BalancedSoftmaxCrossentropy(
+            **({} if smoothing is None else {"smoothing": smoothing})
+        )
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
 def _server_optimizer(settings: settings_lib.Settings) -> Any:
     rate = settings.server_learning_rate
     if settings.server_optimizer == "adam":
-        return tf.keras.optimizers.Adam(rate or _SERVER_ADAM_RATE)
+        rate = _scheduled(settings, rate or _SERVER_ADAM_RATE)
+        return tf.keras.optimizers.Adam(rate)
     if settings.server_optimizer == "sgd":
-        return tf.keras.optimizers.SGD(rate or 1.0, settings.server_momentum)
+        rate = _scheduled(settings, rate or 1.0)
+        return tf.keras.optimizers.SGD(rate, settings.server_momentum)
     return None
+
+
+def _scheduled(settings: settings_lib.Settings, rate: float) -> Any:
+    schedules = tf.keras.optimizers.schedules
+    if settings.server_schedule == "linear":
+        return schedules.PolynomialDecay(rate, settings.rounds, 0.0)
+    if settings.server_schedule == "cosine":
+        return schedules.CosineDecay(rate, settings.rounds)
+    return rate
 
 
 class _EpsilonByPLD(callbacks.FederatedCallback):
@@ -254,6 +274,7 @@ def run(
                 shuffle=settings.shuffle,
                 resume_from=path / run_directory.CHECKPOINT if resume else None,
                 runtime=prepared.workers,
+                between_client_variance=settings.between_client_variance,
             )
     except KeyboardInterrupt:
         stopped = "interrupted"
@@ -334,6 +355,11 @@ def _leave_files(
         "num_parameters": federated_model.model.count_params(),
         "seconds": round(seconds, 2),
     }
+    if settings.mechanism in settings_lib.CENTRAL:
+        for each in ("rdp", "pld"):
+            result[f"epsilon_{each}"] = federated_model.epsilon(
+                prepared.delta, each
+            )
     if mechanism.guarantee == mechanisms.LocalDP.guarantee:
         result["central_epsilon"] = federated_model.central_epsilon(
             prepared.delta, by
