@@ -69,6 +69,7 @@ class CohortSampler(abc.ABC):
             seed = _validate.non_negative_integer(seed=seed)
         self._seed = seed
         self._clients_per_round = clients_per_round
+        self._last_charge: charge_lib.RoundCharge | None = None
         if schedules.is_constant(clients_per_round):
             self._checked(clients_per_round)
         elif not callable(clients_per_round):
@@ -104,12 +105,21 @@ class CohortSampler(abc.ABC):
         self, round_index: int, event: dp_accounting.DpEvent
     ) -> charge_lib.RoundCharge:
         """Returns what a round costs whose mechanism releases `event`."""
-        return charge_lib.RoundCharge(
-            sampling=self.sampling,
-            num_clients=self._num_clients,
-            clients_per_round=self.expected_cohort_size(round_index),
-            event=event,
-        )
+        size = self.expected_cohort_size(round_index)
+        last = self._last_charge
+        if (
+            last is None
+            or last.clients_per_round != size
+            or type(event) is not dp_accounting.GaussianDpEvent
+            or last.event != event
+        ):  # Most rounds are like the one before, which was checked.
+            last = self._last_charge = charge_lib.RoundCharge(
+                sampling=self.sampling,
+                num_clients=self._num_clients,
+                clients_per_round=size,
+                event=event,
+            )
+        return last
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns how often one client can be drawn in consecutive rounds."""
@@ -155,7 +165,9 @@ class CohortSampler(abc.ABC):
 
     def _generator(self, round_index: int) -> np.random.Generator:
         if self._seed is None:
-            entropy = int.from_bytes(secrets.token_bytes(_ENTROPY_BYTES), "big")
+            entropy = np.frombuffer(
+                secrets.token_bytes(_ENTROPY_BYTES), np.uint32
+            )
             return np.random.default_rng(np.random.SeedSequence(entropy))
         return np.random.default_rng(
             np.random.SeedSequence([self._seed, _STREAM, round_index])

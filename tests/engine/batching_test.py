@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import hypothesis
@@ -67,6 +68,22 @@ class MakePlanTest(absltest.TestCase):
             plan.has_short_batches,
             any(length % batch_size for length in lengths),
         )
+
+    @_SETTINGS
+    @hypothesis.given(*[st.integers(1, 4)] * 4)
+    def test_equal_clients_too(self, clients, batches, batch_size, epochs):
+        lengths = [batches * batch_size] * clients
+        rows = _rows(lengths)
+        plan = batching.make_plan(rows, np.array(lengths), batch_size, epochs)
+        self.assertEqual(
+            _batches_of(plan),
+            _plain_batches(rows, lengths, batch_size, epochs),
+        )
+        self.assertEqual(
+            np.diff(plan.first_step).tolist(), [batches * epochs] * clients
+        )
+        for array in dataclasses.astuple(plan):
+            self.assertEqual(array.dtype, np.int32)
 
     @_SETTINGS
     @hypothesis.given(_LENGTHS, st.integers(1, 12), st.integers(1, 3))

@@ -67,7 +67,8 @@ class LocalAccount:
           ValueError: If anything is out of range; nothing is charged then.
         """
         positions, mu_squared = self._checked(positions, mu_squared)
-        np.add.at(self._mu_squared, positions, mu_squared)
+        if mu_squared.any():
+            np.add.at(self._mu_squared, positions, mu_squared)
         np.add.at(self._participations, positions, 1)
 
     def max_mu_squared_after(
@@ -124,7 +125,9 @@ class LocalAccount:
                 "positions must be a one-dimensional integer array, got shape "
                 f"{positions.shape} and dtype {positions.dtype}."
             )
-        if np.any((positions < 0) | (positions >= self.num_clients)):
+        if positions.size and (
+            positions.min() < 0 or positions.max() >= self.num_clients
+        ):
             raise ValueError(
                 f"positions must be from 0 to {self.num_clients - 1}, got "
                 f"{positions.min()} to {positions.max()}."

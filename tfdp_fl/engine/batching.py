@@ -102,6 +102,12 @@ def make_plan(
     """
     lengths = np.asarray(lengths, np.int64)
     num_clients = len(lengths)
+    if generator is None and num_clients:
+        size = int(lengths[0])
+        if size and size % batch_size == 0 and (lengths == size).all():
+            return _even_plan(
+                np.asarray(rows, np.int32), lengths, batch_size, local_epochs
+            )
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     # One pass is one client's epoch; passes are ordered by client, then epoch.
     pass_client = np.repeat(np.arange(num_clients), local_epochs)
@@ -133,6 +139,24 @@ def make_plan(
         else np.zeros((0, batch_size), np.int32),
         batch_sizes=batch_sizes.astype(np.int32),
         first_step=np.concatenate([[0], np.cumsum(steps)]).astype(np.int32),
+        members=np.arange(num_clients, dtype=np.int32),
+        num_examples=lengths.astype(np.int32),
+    )
+
+
+def _even_plan(
+    rows: np.ndarray, lengths: np.ndarray, batch_size: int, local_epochs: int
+) -> BatchPlan:
+    """Lays out equally large clients in their order, without short batches."""
+    num_clients = len(lengths)
+    batches = rows.reshape(num_clients, -1, batch_size)
+    steps = batches.shape[1] * local_epochs
+    if local_epochs > 1:
+        batches = np.tile(batches, (1, local_epochs, 1))
+    return BatchPlan(
+        rows=batches.reshape(-1, batch_size),
+        batch_sizes=np.full(num_clients * steps, batch_size, np.int32),
+        first_step=np.arange(num_clients + 1, dtype=np.int32) * steps,
         members=np.arange(num_clients, dtype=np.int32),
         num_examples=lengths.astype(np.int32),
     )

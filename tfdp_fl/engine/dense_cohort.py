@@ -18,6 +18,7 @@ pays where clients hold few examples for the size of the kernels.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,12 @@ def lockstep(
     """
     steps = np.diff(plan.first_step)
     most = int(steps.max(initial=0)) if num_steps is None else num_steps
+    if plan.num_clients and most and (steps == most).all():  # As it lies.
+        shape = [plan.num_clients, most, plan.rows.shape[1]]
+        return LockstepTable(
+            np.ascontiguousarray(plan.rows.reshape(shape).swapaxes(0, 1)),
+            np.ascontiguousarray(plan.batch_sizes.reshape(shape[:2]).T),
+        )
     step = np.arange(most)[:, None]
     active = step < steps[None, :]
     index = np.where(active, plan.first_step[None, :-1] + step, 0)
@@ -192,8 +199,40 @@ def supports(
     )
 
 
+class Kernels(NamedTuple):
+    """What the decisions below need to know of a model's dense kernels.
+
+    Attributes:
+      parameters: All elements of the model's variables.
+      largest: Elements of the largest kernel.
+      sides: Rows plus columns of that kernel.
+      widths: Rows plus columns, summed over all kernels.
+    """
+
+    parameters: int
+    largest: int
+    sides: int
+    widths: int
+
+
+def kernels_of(model: tf.keras.Model) -> Kernels:
+    """Returns the sizes of a supported model's kernels."""
+    shapes = [
+        layer.kernel.shape.as_list()
+        for layer in model.layers
+        if hasattr(layer, "kernel")
+    ]
+    largest = max(shapes, key=math.prod)
+    return Kernels(
+        parameters=model.count_params(),
+        largest=math.prod(largest),
+        sides=sum(largest),
+        widths=sum(map(sum, shapes)),
+    )
+
+
 def pays(
-    model: tf.keras.Model,
+    kernels: Kernels,
     lengths: np.ndarray,
     batch_size: int,
     local_epochs: int,
@@ -205,50 +244,40 @@ def pays(
     for each client: its gradients (n P) and the passes over its memory.
 
     Args:
-      model: A model that is supported.
+      kernels: Those of a model that is supported.
       lengths: Int [K], the clients' numbers of examples.
       batch_size: B.
       local_epochs: Passes over a client's examples.
     """
     steps = batching.steps_per_client(lengths, batch_size, local_epochs)
-    if not len(steps) or steps.max() > _MOST_STEPS or steps.max() == 0:
+    most = int(steps.max(initial=0))
+    if not 0 < most <= _MOST_STEPS:
         return False
-    if steps.max() * len(steps) > _MOST_IDLE * steps.sum():
+    if most * len(steps) > _MOST_IDLE * int(steps.sum()):
         return False
     seen = float(lengths.max()) * local_epochs
-    largest = max(
-        (layer.kernel for layer in model.layers if hasattr(layer, "kernel")),
-        key=lambda kernel: kernel.shape.num_elements(),
-    )
-    size, sides = largest.shape.num_elements(), sum(largest.shape)
-    return 3 * seen * sides <= 2 * size
+    return 3 * seen * kernels.sides <= 2 * kernels.largest
 
 
-def clients_at_once(model: tf.keras.Model, examples: int) -> int:
+def clients_at_once(kernels: Kernels, examples: int) -> int:
     """Returns how many clients' factors one call should hold.
 
     Their memory is bounded whatever the cohort: by a copy of the model, or by
     32 MB where the model is much smaller than that.
 
     Args:
-      model: A model that is supported.
+      kernels: Those of a model that is supported.
       examples: The most examples that a client trains on in a round.
     """
-    model_bytes = 4 * model.count_params()
+    model_bytes = 4 * kernels.parameters
     budget = model_bytes if model_bytes > _FACTOR_BYTES / 4 else _FACTOR_BYTES
-    widths = sum(
-        sum(layer.kernel.shape)
-        for layer in model.layers
-        if hasattr(layer, "kernel")
-    )
-    return max(1, int(budget // (_FACTOR_COPIES * 4 * widths * examples)))
+    one = _FACTOR_COPIES * 4 * kernels.widths * examples
+    return max(1, int(budget // one))
 
 
-def is_small(
-    model: tf.keras.Model, lengths: np.ndarray, local_epochs: int
-) -> bool:
+def is_small(kernels: Kernels, lengths: np.ndarray, local_epochs: int) -> bool:
     """Returns True if a cohort is not worth a second thread."""
-    products = float(lengths.sum()) * local_epochs * model.count_params()
+    products = float(lengths.sum()) * local_epochs * kernels.parameters
     return products < _SMALL
 
 

@@ -278,6 +278,9 @@ class CohortEngine:
             and not collect_records
             and dense_cohort.supports(models[0], training, query)
         )
+        self._kernels = (
+            dense_cohort.kernels_of(models[0]) if self._lockstep else None
+        )
         self._merge = tf.function(
             lambda a, b: tf.nest.map_structure(tf.add, a, b), autograph=False
         )
@@ -374,15 +377,16 @@ class CohortEngine:
     @staticmethod
     def _round_tensors(inputs: RoundInputs) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a round's numbers: float32 [z, m, learning rate], seed."""
-        numbers = tf.constant(
+        numbers = np.array(
             [
                 inputs.noise_multiplier,
                 inputs.clients_per_round,
                 inputs.learning_rate,
             ],
-            tf.float32,
+            np.float32,
         )
-        return numbers, tf.constant(inputs.seed, tf.int64)
+        seed = np.asarray(inputs.seed, np.int64)
+        return tf.convert_to_tensor(numbers), tf.convert_to_tensor(seed)
 
     def _broadcast(self, inputs: RoundInputs) -> Any:
         """Returns one set of noised weights for all replicas, () for none."""
@@ -456,7 +460,7 @@ class CohortEngine:
         """
         whole = _plan(chunk, inputs)
         side_by_side = self._lockstep and dense_cohort.pays(
-            self._models[0],
+            self._kernels,
             chunk.lengths,
             inputs.batch_size,
             inputs.local_epochs,
@@ -464,7 +468,7 @@ class CohortEngine:
         all_clients = at_once = len(chunk.lengths) or 1
         if side_by_side:
             examples = int(chunk.lengths.max()) * inputs.local_epochs
-            at_once = dense_cohort.clients_at_once(self._models[0], examples)
+            at_once = dense_cohort.clients_at_once(self._kernels, examples)
         elif self.output != cohort.SUM:
             width = sum(shape.num_elements() for shape in self._shapes)
             at_once = max(1, CHUNK_BYTES // (4 * width))
@@ -472,7 +476,7 @@ class CohortEngine:
         if portable and side_by_side:  # A second call costs a second message.
             inside, at_once = at_once, all_clients
         if side_by_side and dense_cohort.is_small(
-            self._models[0], chunk.lengths, inputs.local_epochs
+            self._kernels, chunk.lengths, inputs.local_epochs
         ):
             num_groups = min(num_groups, if_small)
         groups = [np.arange(whole.num_clients)]
@@ -646,7 +650,10 @@ class CohortEngine:
             self._functions[key] = self._traced(
                 replica, part.function, arguments
             )
-        flat = [tf.convert_to_tensor(each) for each in _flat(arguments)]
+        flat = [
+            each if isinstance(each, tf.Tensor) else tf.convert_to_tensor(each)
+            for each in _flat(arguments)
+        ]
         return _Call(self._functions[key], flat, part)
 
     def _traced(
@@ -831,7 +838,7 @@ class CohortEngine:
             pending.metric_states,
             pending.state,
             *pending.tensors,
-            tf.constant(answered, tf.float32),
+            tf.convert_to_tensor(np.float32(answered)),
         )
         key = ("release", len(pending.sums))
         if key not in self._functions:
