@@ -27,7 +27,7 @@ class TrainingTest(tf.test.TestCase):
                 Settings(
                     **_SMALL,
                     server_optimizer="sgd",
-                    server_learning_rate=2.0,
+                    server_learning_rate=2,
                     server_schedule=schedule,
                 )
             )

@@ -188,10 +188,10 @@ def _loss(settings: settings_lib.Settings) -> tf.keras.losses.Loss:
 def _server_optimizer(settings: settings_lib.Settings) -> Any:
     rate = settings.server_learning_rate
     if settings.server_optimizer == "adam":
-        rate = _scheduled(settings, rate or _SERVER_ADAM_RATE)
+        rate = _scheduled(settings, float(rate or _SERVER_ADAM_RATE))
         return tf.keras.optimizers.Adam(rate)
     if settings.server_optimizer == "sgd":
-        rate = _scheduled(settings, rate or 1.0)
+        rate = _scheduled(settings, float(rate or 1))
         return tf.keras.optimizers.SGD(rate, settings.server_momentum)
     return None
 
