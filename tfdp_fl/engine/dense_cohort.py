@@ -311,6 +311,7 @@ class DenseCohortFunction:
         query: mechanism.CohortQuery,
         steps: int,
         full_batches: bool,
+        all_usable: bool = False,
     ):
         """Prepares the function for a number of local steps.
 
@@ -320,7 +321,10 @@ class DenseCohortFunction:
           query: The mechanism's query; it only scales.
           steps: S.
           full_batches: Every client takes S steps of exactly B examples.
+          all_usable: Take for granted that no update has a NaN or an Inf. A
+            result with `discarded` clients is then of no use.
         """
+        self._all_usable = all_usable
         self._trainer = trainer
         self._query = query
         self._steps = steps
@@ -601,15 +605,15 @@ class DenseCohortFunction:
         usable = tf.math.is_finite(norm)
         each = self._query.scale_of(params, tf.where(usable, norm, 0.0), usable)
         scale = (-learning_rate * each.update)[:, None, None]
-        all_usable = tf.reduce_all(usable)
         update: list[Any] = [None] * len(weights)
         for layer, (x, d) in zip(dense, factors, strict=True):
             d = _rows(tf.math.multiply_no_nan(d, scale))
-            x = tf.cond(
-                all_usable,
-                lambda x=x: x,
-                lambda x=x: tf.where(tf.math.is_finite(x), x, 0.0),
-            )
+            if not self._all_usable:
+                x = tf.cond(
+                    tf.reduce_all(usable),
+                    lambda x=x: x,
+                    lambda x=x: tf.where(tf.math.is_finite(x), x, 0.0),
+                )
             update[layer.kernel] = tf.matmul(_rows(x), d, transpose_a=True)
             if layer.bias is not None:
                 update[layer.bias] = tf.reduce_sum(d, axis=0)

@@ -17,6 +17,7 @@ from tfdp_fl.engine import (
     cohort,
     compile_choice,
     dense_cohort,
+    flat_functions,
     replicas,
     server_update,
 )
@@ -26,6 +27,13 @@ from tfdp_fl.mechanisms import noise
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
 CHUNK_BYTES = 64 * 2**20
+
+# The training of clients side by side: of any, and of a few at a time of which
+# none is taken to have a NaN, on one thread.
+_LOCKSTEP, _LOCKSTEP_FEW = "lockstep", "lockstep of few"
+
+# Parameters of a model that is released on one thread: its noise is one draw.
+_SMALL_RELEASE = 2**16
 
 BroadcastHook = Callable[[list[tf.Tensor], tf.Tensor], list[tf.Tensor]]
 
@@ -113,7 +121,7 @@ class CohortPart:
     """Some clients of a chunk, as one compiled function trains them.
 
     Attributes:
-      function: Which function it is: the kind of its output or "lockstep",
+      function: Which function it is: the kind of its output or of lockstep,
         whether all batches are full, and the number of lockstep steps.
       tables: Its arguments that say who trains on what: a `LockstepTable`,
         perhaps with how many of its clients to train at once; or a
@@ -153,9 +161,10 @@ class _Call:
         check that `function(...)` makes of each, which takes longer than a
         small round, is left out.
         """
-        return self._function._call_flat(
-            self._arguments, self._function.captured_inputs
-        )
+        with flat_functions.executor(self._function):
+            return self._function._call_flat(
+                self._arguments, self._function.captured_inputs
+            )
 
 
 def _flat(arguments: Any) -> list[Any]:
@@ -475,9 +484,10 @@ class CohortEngine:
         inside = None
         if portable and side_by_side:  # A second call costs a second message.
             inside, at_once = at_once, all_clients
-        if side_by_side and dense_cohort.is_small(
+        small = side_by_side and dense_cohort.is_small(
             self._kernels, chunk.lengths, inputs.local_epochs
-        ):
+        )
+        if small:
             num_groups = min(num_groups, if_small)
         groups = [np.arange(whole.num_clients)]
         if num_groups > 1:
@@ -491,6 +501,7 @@ class CohortEngine:
                     side_by_side,
                     whole if portable else None,
                     inside,
+                    few=small and not portable,
                 )
                 for start in range(0, max(len(group), 1), at_once)
             ]
@@ -504,6 +515,7 @@ class CohortEngine:
         side_by_side: bool,
         serving: batching.BatchPlan | None = None,
         at_once: int | None = None,
+        few: bool = False,
     ) -> CohortPart:
         """Lays out a part, perhaps for a function that serves a whole plan."""
         portable = serving is not None
@@ -515,7 +527,8 @@ class CohortEngine:
             full = full and bool((steps == most).all())
             table = dense_cohort.lockstep(plan, most)
             tables = (table,) if at_once is None else (table, np.int32(at_once))
-            return CohortPart(("lockstep", full, most), tables, plan)
+            kind = _LOCKSTEP_FEW if few else _LOCKSTEP
+            return CohortPart((kind, full, most), tables, plan)
         windows = np.zeros([plan.num_clients, 0, 0], np.float32)
         if self._query.uses_window:
             windows = inputs.windows[plan.members].astype(np.float32)
@@ -541,7 +554,8 @@ class CohortEngine:
         )
 
     def _compiles(self, full: bool, kind: str | None = None) -> bool:
-        return bool(self._jit_compile and full and kind != "lockstep")
+        lockstep = kind in (_LOCKSTEP, _LOCKSTEP_FEW)
+        return bool(self._jit_compile and full and not lockstep)
 
     def part_function(
         self, function: tuple[str, bool, int | None], replica: int = 0
@@ -554,9 +568,14 @@ class CohortEngine:
         """
         kind, full, steps = function
         trainer = self._trainers[replica]
-        if kind == "lockstep":
+        if kind in (_LOCKSTEP, _LOCKSTEP_FEW):
             dense = dense_cohort.DenseCohortFunction(
-                self._models[replica], trainer, self._query, steps, full
+                self._models[replica],
+                trainer,
+                self._query,
+                steps,
+                full,
+                all_usable=kind == _LOCKSTEP_FEW,
             )
 
             def side_by_side(
@@ -619,7 +638,18 @@ class CohortEngine:
 
         def run(replica: int) -> None:
             for call in calls[replica]:
-                self.take(pending, call.part, call(), replica)
+                returned = call()
+                kind, *rest = call.part.function
+                if kind == _LOCKSTEP_FEW and float(
+                    returned[0].record.discarded
+                ):
+                    careful = dataclasses.replace(
+                        call.part, function=(_LOCKSTEP, *rest)
+                    )
+                    returned = self._prepared(
+                        replica, pending, chunk, careful
+                    )()
+                self.take(pending, call.part, returned, replica)
 
         if len(calls) == 1:
             run(0)
@@ -675,12 +705,13 @@ class CohortEngine:
 
         fixed, tables = arguments[:4], arguments[6:]
         kind, full, _ = which
-        compiled = tf.function(
-            function,
-            jit_compile=self._compiles(full, kind),
-            autograph=False,
-        )
-        return compiled.get_concrete_function(
+        return flat_functions.concrete_function(
+            tf.function(
+                function,
+                jit_compile=self._compiles(full, kind),
+                autograph=False,
+            ),
+            kind == _LOCKSTEP_FEW,
             *tf.nest.map_structure(
                 lambda each: tf.TensorSpec(each.shape, each.dtype), fixed
             ),
@@ -842,9 +873,12 @@ class CohortEngine:
         )
         key = ("release", len(pending.sums))
         if key not in self._functions:
-            self._functions[key] = tf.function(
-                self._release_round, autograph=False
-            ).get_concrete_function(*arguments)
+            size = sum(shape.num_elements() for shape in self._shapes)
+            self._functions[key] = flat_functions.concrete_function(
+                tf.function(self._release_round, autograph=False),
+                size <= _SMALL_RELEASE,
+                *arguments,
+            )
         call = _Call(self._functions[key], _flat(arguments))
         self.state, values = call()
         return dict(zip(self._log_names, values.numpy().tolist(), strict=True))
