@@ -493,6 +493,10 @@ class CohortEngine:
         if num_groups > 1:
             groups = batching.share_out(np.diff(whole.first_step), num_groups)
             groups = [group for group in groups if len(group)] or groups[:1]
+        most = max(map(len, groups))
+        if side_by_side and at_once < most and not portable:
+            # One call, which adds up in place.
+            inside, at_once, small = at_once, all_clients, False
         return [
             [
                 self._part(
@@ -675,7 +679,7 @@ class CohortEngine:
             chunk.y,
             *part.tables,
         )
-        key = (replica, *part.function)
+        key = (replica, *part.function, len(part.tables))
         if key not in self._functions:
             self._functions[key] = self._traced(
                 replica, part.function, arguments
