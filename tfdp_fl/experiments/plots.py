@@ -168,6 +168,18 @@ def frontier_of(
     return frontier
 
 
+def _scale_epsilon(axes: Any, epsilons: Sequence[float]) -> None:
+    """Makes the axis logarithmic, with plain numbers, if they are far apart."""
+    if not epsilons or max(epsilons) < 10 * min(epsilons):
+        return
+    from matplotlib import ticker
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+
+
 def _plot_frontier(
     groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
 ) -> None:
@@ -199,8 +211,7 @@ def _plot_frontier(
             label="frontier",
         )
         axes.legend(fontsize=8)
-        if frontier[-1][0] > 20 * frontier[0][0]:
-            axes.set_xscale("log")
+        _scale_epsilon(axes, [epsilon for epsilon, _ in frontier])
     axes.set_xlabel("epsilon")
     axes.set_ylabel("accuracy")
     axes.grid(alpha=0.3)
@@ -255,8 +266,7 @@ def _plot_tradeoff(
         elif runs:
             level = statistics.fmean(r.result["accuracy"] for r in runs)
             axes.axhline(level, color=color, linestyle=":", label=name)
-    if epsilons and max(epsilons) > 20 * min(epsilons):
-        axes.set_xscale("log")
+    _scale_epsilon(axes, epsilons)
     axes.set_xlabel("epsilon")
     axes.set_ylabel("accuracy")
     axes.set_ylim(0, 1)
