@@ -20,6 +20,20 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(model.count_params(), 650)
         self.assertEqual(model(tf.zeros([3, 8, 8])).shape, (3, 10))
 
+    @parameterized.parameters(((36,),), ((6, 6, 1),))
+    def test_pooled_images_keep_their_norm(self, shape):
+        model = models.mlp(shape, 10, (7,), pooling=2)
+        self.assertEqual(model.count_params(), (9 + 1) * 7 + 8 * 10)
+        before = tf.keras.Model(model.input, model.layers[-3].output)
+        blocks = np.kron(np.arange(9.0).reshape(3, 3), np.ones((2, 2)))
+        pooled = before(blocks.reshape(1, *shape))
+        self.assertAllClose(pooled, [2 * np.arange(9.0)])
+        self.assertAllClose(tf.norm(pooled), np.linalg.norm(blocks))
+
+    def test_pooling_refuses_what_is_no_image(self):
+        with self.assertRaisesRegex(ValueError, "pooling must be given image"):
+            models.linear((50,), 10, pooling=2)
+
     @parameterized.parameters(((784,),), ((28, 28, 1),))
     def test_cnn(self, shape):
         model = models.cnn(shape, 10, (512,))

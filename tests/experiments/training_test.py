@@ -61,9 +61,13 @@ class TrainingTest(tf.test.TestCase):
         for options, flag in (
             ({"prior_smoothing": 0.1}, "--client_loss=balanced"),
             ({"server_schedule": "linear"}, "--server_optimizer"),
+            (
+                {"dataset": "emnist", "model": "cnn", "input_pooling": 2},
+                "--input_pooling",
+            ),
         ):
             with self.assertRaisesRegex(ValueError, flag):
-                Settings(**_SMALL, **options).resolved()
+                Settings(**{**_SMALL, **options}).resolved()
 
 
 if __name__ == "__main__":
