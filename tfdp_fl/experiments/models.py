@@ -12,15 +12,18 @@ from tfdp_fl import _validate
 _EMBEDDING_SIZE = 8
 
 
-def linear(input_shape: Sequence[int], num_classes: int) -> tf.keras.Model:
-    """Returns multinomial logistic regression."""
-    return mlp(input_shape, num_classes, ())
+def linear(
+    input_shape: Sequence[int], num_classes: int, pooling: int = 1
+) -> tf.keras.Model:
+    """Returns multinomial logistic regression; see `mlp`."""
+    return mlp(input_shape, num_classes, (), pooling)
 
 
 def mlp(
     input_shape: Sequence[int],
     num_classes: int,
     hidden_units: Sequence[int] = (128,),
+    pooling: int = 1,
 ) -> tf.keras.Model:
     """Returns a dense network with ReLU, whose outputs are logits.
 
@@ -28,9 +31,23 @@ def mlp(
       input_shape: One example's shape; flattened if need be.
       num_classes: How many logits.
       hidden_units: The widths of the hidden layers.
+      pooling: If not 1, images come in as the means of squares of so many
+        pixels' side, times that side, which keeps their L2 norm about the
+        same: fewer weights for noise to fall on.
+
+    Raises:
+      ValueError: The examples are to be pooled, and are no images.
     """
     layers = [tf.keras.Input(tuple(input_shape))]
-    if len(input_shape) > 1:
+    flat = len(input_shape) == 1
+    if pooling != 1:
+        if flat:
+            layers.append(_as_image(input_shape, "pooling"))
+        elif len(input_shape) != 3:
+            raise _no_images(input_shape, "pooling")
+        layers.append(tf.keras.layers.AveragePooling2D(pooling))
+        layers.append(tf.keras.layers.Rescaling(pooling))
+    if pooling != 1 or not flat:
         layers.append(tf.keras.layers.Flatten())
     layers += [
         tf.keras.layers.Dense(units, activation="relu")
@@ -61,18 +78,9 @@ def cnn(
     """
     layers = [tf.keras.Input(tuple(input_shape))]
     if len(input_shape) == 1:
-        side = math.isqrt(input_shape[0])
-        if side**2 != input_shape[0]:
-            raise ValueError(
-                "model='cnn' must be given images, got examples of shape "
-                f"{list(input_shape)}."
-            )
-        layers.append(tf.keras.layers.Reshape((side, side, 1)))
+        layers.append(_as_image(input_shape, "model='cnn'"))
     elif len(input_shape) != 3:
-        raise ValueError(
-            "model='cnn' must be given images, got examples of shape "
-            f"{list(input_shape)}."
-        )
+        raise _no_images(input_shape, "model='cnn'")
     for channels in (32, 64):
         layers.append(
             tf.keras.layers.Conv2D(
@@ -87,6 +95,20 @@ def cnn(
     ]
     layers.append(tf.keras.layers.Dense(num_classes))
     return tf.keras.Sequential(layers)
+
+
+def _as_image(input_shape: Sequence[int], what: str) -> tf.keras.layers.Layer:
+    side = math.isqrt(input_shape[0])
+    if side**2 != input_shape[0]:
+        raise _no_images(input_shape, what)
+    return tf.keras.layers.Reshape((side, side, 1))
+
+
+def _no_images(input_shape: Sequence[int], what: str) -> ValueError:
+    return ValueError(
+        f"{what} must be given images, got examples of shape "
+        f"{list(input_shape)}."
+    )
 
 
 def lstm(

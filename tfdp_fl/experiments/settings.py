@@ -219,6 +219,12 @@ class Settings:
         str,
         "Units of the dense (mlp, cnn) or LSTM layers, as in 600,100.",
     )
+    input_pooling: int | None = _option(
+        None,
+        int,
+        "linear, mlp: images come in as the means of squares of so many "
+        "pixels' side; fewer weights for noise to fall on.",
+    )
 
     # The mechanism.
     mechanism: str = _option(
@@ -502,6 +508,11 @@ class Settings:
         if (self.model or defaults["model"]) != usual_model:
             defaults.pop("hidden_units")
         filled = self._with_defaults(defaults)
+        if filled.input_pooling and filled.model not in ("linear", "mlp"):
+            raise ValueError(
+                "--input_pooling is for --model=linear|mlp, got "
+                f"--model={filled.model}."
+            )
         if filled.iid:
             filled = dataclasses.replace(filled, shards_per_client=None)
         # Read now, so that a bad one is refused before anything starts.

@@ -113,5 +113,7 @@ def build_model(settings: settings_lib.Settings, task: Task) -> tf.keras.Model:
     widths = {} if units is None else {"hidden_units": units}
     if settings.model == "lstm":
         return models.lstm(task.num_classes, **widths)
+    if settings.input_pooling:
+        widths["pooling"] = settings.input_pooling
     build = {"linear": models.linear, "mlp": models.mlp, "cnn": models.cnn}
     return build[settings.model](spec.shape, task.num_classes, **widths)
