@@ -43,7 +43,10 @@ _CLIENTS = flags.DEFINE_multi_enum(
     "K; several may be given.",
 )
 _ROWS = flags.DEFINE_multi_enum(
-    "rows", list(geyer.ROWS), list(geyer.ROWS), "Which rows for each K."
+    "rows",
+    list(geyer.ROWS),
+    list(geyer.ROWS),
+    "Which rows for each K; non_private is there for K=100.",
 )
 _SEEDS = flags.DEFINE_integer(
     "seeds",

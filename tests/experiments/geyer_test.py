@@ -107,7 +107,7 @@ class GeyerTest(absltest.TestCase):
         path = _mnist(self.folder)
         configs = self.folder / "configs"
         configs.mkdir()
-        for name in geyer.names([100], ["best_honest"]):
+        for name in geyer.names([100], ["non_private", "best_honest"]):
             mechanism = "none" if "non_private" in name else "fixed"
             config = {
                 "description": "small",
@@ -125,7 +125,10 @@ class GeyerTest(absltest.TestCase):
             }
             (configs / f"{name}.json").write_text(json.dumps(config))
         read = geyer.read_configs(
-            configs, geyer.names([100], ["best_honest"]), path, seeds=1
+            configs,
+            geyer.names([100], ["non_private", "best_honest"]),
+            path,
+            seeds=1,
         )
         said = []
         for _ in range(2):

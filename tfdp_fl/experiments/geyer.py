@@ -21,7 +21,7 @@ from tfdp_fl.experiments import plots, run_directory, sweeps
 from tfdp_fl.experiments.run_directory import Run
 
 NON_PRIVATE = "k100_non_private"
-ROWS = ("as_published", "private_median", "best_honest")
+ROWS = ("non_private", "as_published", "private_median", "best_honest")
 CLIENTS = (100, 1000, 10000)
 
 # (ACC, CR, CC) of the paper's Table 1; None clients: without privacy, K=100.
@@ -52,7 +52,7 @@ def names(
 
     Args:
       clients: Which K, of `CLIENTS`.
-      rows: Which rows, of `ROWS`.
+      rows: Which rows, of `ROWS`; the baseline is there for K = 100 only.
 
     Raises:
       ValueError: One of them is not there.
@@ -61,7 +61,12 @@ def names(
         _validate.one_of(CLIENTS, clients=each)
     for each in rows:
         _validate.one_of(ROWS, rows=each)
-    return [NON_PRIVATE] + [f"k{k}_{row}" for k in clients for row in rows]
+    return [
+        f"k{k}_{row}"
+        for k in clients
+        for row in ROWS
+        if row in rows and (k == 100 or row != "non_private")
+    ]
 
 
 def read_configs(
@@ -237,7 +242,7 @@ def write_results(output_dir: str | os.PathLike[str]) -> str:
         {
             f"K = {k}": {
                 row.replace("_", " "): finished[f"k{k}_{row}"]
-                for row in ("non_private", *ROWS)
+                for row in ROWS
                 if f"k{k}_{row}" in finished
             }
             for k in CLIENTS
