@@ -291,7 +291,9 @@ class CohortEngine:
             dense_cohort.kernels_of(models[0]) if self._lockstep else None
         )
         self._merge = tf.function(
-            lambda a, b: tf.nest.map_structure(tf.add, a, b), autograph=False
+            lambda a, b: tf.nest.map_structure(tf.add, a, b),
+            autograph=False,
+            reduce_retracing=True,
         )
 
     @property
