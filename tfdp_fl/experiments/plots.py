@@ -287,13 +287,14 @@ def plot_stopping_points(
     panels: Mapping[str, Mapping[str, Sequence[Run]]],
     path: str | os.PathLike[str],
 ) -> None:
-    """Draws accuracy against rounds; a dot ends each private run.
+    """Draws accuracy from 0.5 on against rounds; a dot ends private runs.
 
     Args:
       panels: For each panel's title the runs by the name that they are shown
         under; of several runs (seeds) the mean is drawn.
       path: The image file.
     """
+    names = list(dict.fromkeys(n for groups in panels.values() for n in groups))
     figure, all_axes = _pyplot().subplots(
         1, len(panels), figsize=(4 * len(panels), 3.6), sharey=True
     )
@@ -302,19 +303,21 @@ def plot_stopping_points(
         panels.items(),
         strict=True,
     ):
-        for place, (name, runs) in enumerate(groups.items()):
+        for name, runs in groups.items():
             curves = [c for c in map(accuracy_of, runs) if c[0]]
             if not curves:
                 continue
             x, y = _mean_curve(curves)
+            place = names.index(name)
             color = _COLORS[place % len(_COLORS)]
-            axes.plot(x, y, color=color, label=name, linewidth=1.2)
+            style = ("-", "--", ":", "-.")[place % 4]
+            axes.plot(x, y, style, color=color, label=name)
             if runs[0].settings.mechanism != "none":
                 axes.plot(x[-1], y[-1], "o", color=color)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("round")
         axes.set_xlim(left=0)
-        axes.set_ylim(0, 1)
+        axes.set_ylim(0.5, 1)
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, loc="lower right")
