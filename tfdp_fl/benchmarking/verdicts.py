@@ -210,6 +210,11 @@ def of_growth(results: Results) -> list[Verdict]:
                 f"the most (cohort {worst['cohort']})",
                 f"at most {COPIES_PER_REPLICA:g}",
                 worst["copies_per_replica"] <= COPIES_PER_REPLICA,
+                "It is bounded, but not by four: a replica that trains its "
+                "part of the cohort in groups holds, by the code, its sum, a "
+                "group's sum and the clients' factors (a copy), beside what "
+                "the release takes (the total, the noise, both added up, the "
+                "mean) and what the allocator keeps of it.",
             )
         )
     uneven = results.result("uneven")
