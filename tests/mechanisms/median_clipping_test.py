@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from unittest import mock
 
 import dp_accounting
@@ -181,6 +182,22 @@ class PrivateMedianTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(
             rounds.flat(done.mean), rounds.flat(wanted), atol=1e-6
         )
+
+
+class UnreliableMedianTest(parameterized.TestCase):
+    def _bind(self, z_median):
+        tfdp_fl.MedianClipping(
+            noise_multiplier=1.0, median_noise_multiplier=z_median
+        ).bind(Deployment(clients_per_round=100))
+
+    def test_too_much_noise_for_the_cohort_is_warned_of(self):
+        with self.assertWarnsRegex(UserWarning, "take at most 7.22"):
+            self._bind(16.5)
+
+    def test_what_the_warning_advises_is_silent(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self._bind(7.2)
 
 
 class MedianClippingCostTest(parameterized.TestCase):

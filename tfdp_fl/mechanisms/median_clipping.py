@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import ClassVar
 
 import dp_accounting
@@ -17,6 +18,9 @@ from tfdp_fl.mechanisms import clipping, fixed_clipping, mechanism, noise
 SMALLEST_NORM = 1e-4
 LARGEST_NORM = 1e4
 SEARCH_STEPS = 12
+# A wrong answer early in the search is a median that is wrong by decades: a
+# cohort that agrees has to outweigh this many standard deviations.
+_SAFE_STDDEVS = 4.0
 
 
 def private_median(
@@ -40,7 +44,7 @@ def private_median(
     Returns:
       Float32 scalar between `SMALLEST_NORM` and `LARGEST_NORM`.
     """
-    stddev = median_noise_multiplier * math.sqrt(SEARCH_STEPS) / 2
+    stddev = _answer_stddev(median_noise_multiplier)
     low = tf.constant(math.log(SMALLEST_NORM))
     high = tf.constant(math.log(LARGEST_NORM))
     for _ in range(SEARCH_STEPS):
@@ -50,6 +54,28 @@ def private_median(
         high = tf.where(answer > 0, middle, high)
         low = tf.where(answer > 0, low, middle)
     return tf.exp(0.5 * (low + high))
+
+
+def _answer_stddev(median_noise_multiplier: float) -> float:
+    return median_noise_multiplier * math.sqrt(SEARCH_STEPS) / 2
+
+
+def _warn_if_unreliable(
+    median_noise_multiplier: float, clients_per_round: float
+) -> None:
+    stddev = _answer_stddev(median_noise_multiplier)
+    largest = clients_per_round / 2
+    if stddev * _SAFE_STDDEVS > largest:
+        advised = median_noise_multiplier * largest / (_SAFE_STDDEVS * stddev)
+        warnings.warn(
+            f"median_noise_multiplier={median_noise_multiplier:.3g} puts noise "
+            f"of stddev {stddev:.3g} on counts of at most {largest:g}: now and "
+            "then the median will be wrong by orders of magnitude, and the "
+            "noise on the sum with it, which can ruin a model. With "
+            f"{clients_per_round:g} clients in a cohort take at most "
+            f"{advised:.3g}, at the price of more noise on the sum.",
+            stacklevel=3,
+        )
 
 
 class MedianClippingQuery(fixed_clipping.FixedClippingQuery):
@@ -106,7 +132,8 @@ class MedianClipping(mechanism.Mechanism):
       noise_multiplier: z >= 0 of the sum; a constant, a sequence with one
         value a round, or a callable of the round (the paper's sigma_t).
       median_noise_multiplier: None for the exact median, as published, or
-        z_median > 0.
+        z_median > 0; for cohorts of m at most m / 14, or the median goes
+        astray now and then (a warning says so).
       noise_site: "server" or "client" (needs fixed-size sampling).
     """
 
@@ -143,6 +170,10 @@ class MedianClipping(mechanism.Mechanism):
     def bind(self, deployment: mechanism.Deployment) -> MedianClippingQuery:
         """Implements `Mechanism.bind`."""
         self.check(deployment)
+        if self.median_noise_multiplier is not None:
+            _warn_if_unreliable(
+                self.median_noise_multiplier, deployment.cohort_size(0)
+            )
         return MedianClippingQuery(
             self.median_noise_multiplier, self.noise_site
         )
