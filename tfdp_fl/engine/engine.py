@@ -705,9 +705,13 @@ class CohortEngine:
             _, params, weights, unheard = self._begin(
                 state, numbers, seed, broadcast
             )
-            return train(
-                weights, unheard, params, numbers[2], seed, x, y, *tables
-            )
+            # TensorFlow may turn sums into temporary variables, which it names
+            # by the graph's nodes, in one place for all that runs: replicas
+            # must not share names.
+            with tf.name_scope(f"replica_{replica}"):
+                return train(
+                    weights, unheard, params, numbers[2], seed, x, y, *tables
+                )
 
         fixed, tables = arguments[:4], arguments[6:]
         kind, full, _ = which
