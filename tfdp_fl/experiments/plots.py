@@ -36,13 +36,6 @@ def _pyplot() -> Any:
 def _save(figure: Any, path: str | os.PathLike[str]) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=100)
-    if os.fspath(path).endswith(".png"):
-        from PIL import Image
-
-        # A palette makes it a third of the size.
-        with Image.open(path) as image:
-            small = image.convert("RGB").quantize(64)
-        small.save(path, optimize=True)
     _pyplot().close(figure)
 
 
