@@ -473,6 +473,38 @@ class RetracingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(_Counting.calls, traced)
 
 
+class ReplicaNamesTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters((None,), (False,))
+    def test_replicas_share_no_names(self, jit_compile):
+        """TensorFlow finds its temporary variables by their nodes' names."""
+        dataset = FederatedDataset.from_client_arrays(
+            cohorts.client_arrays([10] * 6)
+        )
+        with mock.patch.multiple(
+            dense_cohort, pays=lambda *_: True, is_small=lambda *_: False
+        ):
+            engine = cohorts.make_engine(
+                cohorts.mlp(),
+                dataset,
+                mechanism=_mechanisms()["adaptive"],
+                num_replicas=2,
+                jit_compile=jit_compile,
+            )
+            engine.collect(dataset, cohorts.inputs(dataset))
+        names = {}
+        for (replica, *_), function in engine._functions.items():
+            if isinstance(replica, int):
+                names[replica] = {
+                    operation.name
+                    for operation in function.graph.get_operations()
+                    if operation.type not in ("Placeholder", "Identity", "NoOp")
+                }
+        self.assertLen(names, 2)
+        for each in names.values():
+            self.assertGreater(len(each), 20)
+        self.assertEmpty(names[0] & names[1])
+
+
 @tf.keras.utils.register_keras_serializable("tfdp_fl_test")
 class _Counting(tf.keras.layers.Dense):
     """Counts how often Python runs it: once a trace."""

@@ -702,13 +702,13 @@ class CohortEngine:
         train = self.part_function(which, replica)
 
         def function(state, numbers, seed, broadcast, x, y, *tables):
-            _, params, weights, unheard = self._begin(
-                state, numbers, seed, broadcast
-            )
             # TensorFlow may turn sums into temporary variables, which it names
             # by the graph's nodes, in one place for all that runs: replicas
             # must not share names.
             with tf.name_scope(f"replica_{replica}"):
+                _, params, weights, unheard = self._begin(
+                    state, numbers, seed, broadcast
+                )
                 return train(
                     weights, unheard, params, numbers[2], seed, x, y, *tables
                 )
