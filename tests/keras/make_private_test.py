@@ -10,7 +10,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl import sampling as sampling_lib
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import Deployment, default_median_noise_multiplier
 
 _DELTA = 1e-4
 _CLIENTS = 1000
@@ -64,7 +64,8 @@ class CalibrationTest(parameterized.TestCase):
         less = made.with_noise_multiplier(made.noise_multiplier * 0.999)
         if mechanism == "median":
             self.assertAlmostEqual(
-                made.median_noise_multiplier, 5 * made.noise_multiplier
+                made.median_noise_multiplier,
+                default_median_noise_multiplier(made.noise_multiplier, 100),
             )
         else:
             self.assertGreater(_cost(less, sampling, 30, 100), target)

@@ -199,6 +199,22 @@ class UnreliableMedianTest(parameterized.TestCase):
             warnings.simplefilter("error")
             self._bind(7.2)
 
+    @parameterized.parameters(
+        (1.0, 100, 5.0),  # Five times, where the cohort allows it.
+        (3.3, 100, 100 / (8 * 3**0.5)),  # 2 m/2 = 4 z_median sqrt(12)/2.
+        (3.3, 10, 1.5 * 3.3),  # No cohort is so small that it costs much.
+        (3.3, 1e6, 16.5),
+    )
+    def test_the_default_follows_the_cohort(self, z, m, expected):
+        found = tfdp_fl.mechanisms.default_median_noise_multiplier(z, m)
+        self.assertAlmostEqual(found, expected)
+
+    def test_the_default_for_a_hundred_clients_is_silent(self):
+        default = tfdp_fl.mechanisms.default_median_noise_multiplier(3.3, 100)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self._bind(default)
+
 
 class MedianClippingCostTest(parameterized.TestCase):
     @parameterized.parameters((1.0, 1.0), (0.7, 3.0), (5.0, 0.5))

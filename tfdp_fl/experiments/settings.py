@@ -285,8 +285,9 @@ class Settings:
         None,
         str,
         "median: noise multiplier of a private median, whose cost is "
-        "included (5 times --noise_multiplier); or exact: the cohort's own "
-        "median as published, which is not private (privacy.txt says so).",
+        "included (5 times --noise_multiplier, less for small cohorts); or "
+        "exact: the cohort's own median as published, which is not private "
+        "(privacy.txt says so).",
     )
     noise_site: str | None = _option(
         None,

@@ -154,7 +154,10 @@ def _federated_model(
         options["noise_multiplier"] = noise
         if settings.mechanism == "median":
             options.setdefault(
-                "median_noise_multiplier", _private_median(noise)
+                "median_noise_multiplier",
+                mechanisms.default_median_noise_multiplier(
+                    _smallest(noise), _smallest(cohorts["clients_per_round"])
+                ),
             )
     elif settings.mechanism in ("local", "adaptive_local"):
         options.update(epsilon=settings.target_epsilon, delta=delta)
@@ -163,9 +166,8 @@ def _federated_model(
     return DPFederatedModel(model, kind(**options), delta=delta, **cohorts)
 
 
-def _private_median(noise: float | tuple[float, ...]) -> float:
-    """Returns what `make_private` takes for the median: 5 z."""
-    return 5 * (min(noise) if isinstance(noise, tuple) else noise)
+def _smallest(value: float | tuple[float, ...]) -> float:
+    return min(value) if isinstance(value, tuple) else value
 
 
 def _client_optimizer(settings: settings_lib.Settings) -> Any:

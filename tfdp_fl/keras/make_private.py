@@ -63,8 +63,8 @@ def make_private(
         returned model.
       **options: Further arguments of the mechanism (such as `clip_norm`) and
         of `DPFederatedModel`. "median" is private here: its
-        `median_noise_multiplier` is five times the noise multiplier unless
-        given.
+        `median_noise_multiplier`, unless given, is
+        `mechanisms.default_median_noise_multiplier`.
 
     Raises:
       ValueError: The target cannot be kept, or an argument is not allowed.
@@ -76,10 +76,14 @@ def make_private(
     model_options = {
         name: options.pop(name) for name in _MODEL_OPTIONS if name in options
     }
-    make = _maker(mechanism, options, epsilon, delta)
     sampler = sampling_lib.make_sampler(
         sampling, num_clients, clients_per_round
     )
+    smallest = min(
+        schedules.value_at(clients_per_round, t, "clients_per_round")
+        for t in range(rounds)
+    )
+    make = _maker(mechanism, options, epsilon, delta, smallest)
     if mechanism not in _LOCAL:
         deployment = mechanisms.Deployment(
             clients_per_round=clients_per_round,
@@ -128,6 +132,7 @@ def _maker(
     options: dict[str, Any],
     epsilon: float,
     delta: float,
+    clients_per_round: float,
 ) -> Callable[[float | None], mechanisms.Mechanism]:
     """Returns a function from a noise multiplier to a mechanism.
 
@@ -157,11 +162,18 @@ def _maker(
     if mechanism != "median":
         return lambda z: kind(noise_multiplier=z, **options)
     given = options.pop("median_noise_multiplier", None)
-    return lambda z: kind(
-        noise_multiplier=z,
-        median_noise_multiplier=5 * z if given is None else given,
-        **options,
-    )
+
+    def private_median(z: float) -> mechanisms.Mechanism:
+        median = given
+        if median is None:
+            median = mechanisms.default_median_noise_multiplier(
+                z, clients_per_round
+            )
+        return kind(
+            noise_multiplier=z, median_noise_multiplier=median, **options
+        )
+
+    return private_median
 
 
 def _scaled(schedule: schedules.Schedule, factor: float) -> schedules.Schedule:

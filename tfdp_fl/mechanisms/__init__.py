@@ -10,7 +10,10 @@ from tfdp_fl.mechanisms.mechanism import (
     Mechanism,
     Record,
 )
-from tfdp_fl.mechanisms.median_clipping import MedianClipping
+from tfdp_fl.mechanisms.median_clipping import (
+    MedianClipping,
+    default_median_noise_multiplier,
+)
 from tfdp_fl.mechanisms.nbafl import NbAFL
 from tfdp_fl.mechanisms.no_privacy import NoPrivacy
 from tfdp_fl.mechanisms.query_mechanism import QueryMechanism
@@ -28,4 +31,5 @@ __all__ = [
     "NoPrivacy",
     "QueryMechanism",
     "Record",
+    "default_median_noise_multiplier",
 ]

@@ -21,6 +21,9 @@ SEARCH_STEPS = 12
 # A wrong answer early in the search is a median that is wrong by decades: a
 # cohort that agrees has to outweigh this many standard deviations.
 _SAFE_STDDEVS = 4.0
+# The default: five times the noise of the sum adds 2 % to it, and never less
+# than one and a half times, which adds 20 %.
+_USUAL_RATIO, _LEAST_RATIO = 5.0, 1.5
 
 
 def private_median(
@@ -60,13 +63,41 @@ def _answer_stddev(median_noise_multiplier: float) -> float:
     return median_noise_multiplier * math.sqrt(SEARCH_STEPS) / 2
 
 
+def _largest_reliable(clients_per_round: float) -> float:
+    """Returns the most noise with which a cohort that agrees is understood."""
+    return clients_per_round / (2 * _SAFE_STDDEVS * _answer_stddev(1.0))
+
+
+def default_median_noise_multiplier(
+    noise_multiplier: float, clients_per_round: float
+) -> float:
+    """Returns the z_median that is taken where none is given.
+
+    Five times the noise multiplier, which makes the noise on the sum 2 %
+    larger; less where counts of a small cohort would drown in it (about m/14),
+    but not below 1.5 times, which makes it 20 % larger.
+
+    Args:
+      noise_multiplier: z > 0 of the sum.
+      clients_per_round: m, the smallest expected size of a cohort.
+    """
+    return min(
+        _USUAL_RATIO * noise_multiplier,
+        max(
+            _largest_reliable(clients_per_round),
+            _LEAST_RATIO * noise_multiplier,
+        ),
+    )
+
+
 def _warn_if_unreliable(
     median_noise_multiplier: float, clients_per_round: float
 ) -> None:
     stddev = _answer_stddev(median_noise_multiplier)
     largest = clients_per_round / 2
-    if stddev * _SAFE_STDDEVS > largest:
-        advised = median_noise_multiplier * largest / (_SAFE_STDDEVS * stddev)
+    advised = _largest_reliable(clients_per_round)
+    # Rounding of the default, which is just this, is no reason to warn.
+    if median_noise_multiplier > advised * (1 + 1e-6):
         warnings.warn(
             f"median_noise_multiplier={median_noise_multiplier:.3g} puts noise "
             f"of stddev {stddev:.3g} on counts of at most {largest:g}: now and "
