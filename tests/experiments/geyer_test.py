@@ -34,11 +34,13 @@ class GeyerTest(absltest.TestCase):
         super().setUp()
         self.folder = files.directory(self)
 
-    def _write_run(self, name, seed, accuracy, mechanism="fixed", k=100):
+    def _write_run(
+        self, name, seed, accuracy, mechanism="fixed", k=100, caveats=()
+    ):
         path = self.folder / name / "base" / f"seed={seed}"
         path.mkdir(parents=True)
         settings = Settings(
-            dataset="mnist", num_clients=k, mechanism=mechanism
+            dataset="mnist", num_clients=k, mechanism=mechanism, seed=seed
         ).resolved()
         run_directory.write_json(
             path / run_directory.CONFIG, settings.to_dict()
@@ -46,6 +48,10 @@ class GeyerTest(absltest.TestCase):
         (path / run_directory.HISTORY).write_text(
             "round,val_accuracy,cohort_size,between_client_variance,"
             "update_scale\n1,0.5,40,2e-5,1e-4\n2,0.75,61,3e-5,2e-5\n"
+        )
+        run_directory.write_json(
+            path / run_directory.STATEMENT_JSON,
+            {"caveats": dict.fromkeys(caveats, "...")},
         )
         run_directory.write_json(
             path / run_directory.RESULT,
@@ -80,6 +86,33 @@ class GeyerTest(absltest.TestCase):
         self.assertEqual([row["accuracy"] for row in rows], ["0.97", "0.85"])
         for name in (geyer.ACCURACY_FIGURE, geyer.VARIANCE_FIGURE):
             self.assertGreater((self.folder / name).stat().st_size, 5000)
+
+    def test_what_epsilon_does_not_cover_is_what_the_statements_say(self):
+        self._write_run("k100_non_private", 0, 0.97, "none")
+        self._write_run(
+            "k100_as_published", 0, 0.8, caveats=["exact_median", "seed_given"]
+        )
+        self._write_run("k100_best_honest", 0, 0.8, caveats=["seed_given"])
+        table = geyer.write_results(self.folder)
+        self.assertIn("Not covered by ε in any row: seed given.", table)
+        (published,) = [x for x in table.split("\n") if "as published" in x]
+        (best,) = [x for x in table.split("\n") if "best honest" in x]
+        self.assertIn("| exact median |", published)
+        self.assertNotIn("exact median", best)
+
+    def test_epsilons_are_rounded_up_and_every_run_is_listed(self):
+        for seed in (0, 1):
+            self._write_run("k100_best_honest", seed, 0.8 + seed / 100)
+        path = self.folder / "k100_best_honest/base/seed=0/result.json"
+        result = json.loads(path.read_text())
+        result.update(epsilon_pld=7.0001, epsilon=7.0001)
+        path.write_text(json.dumps(result))
+        self.assertIn("| 7.001 |", geyer.write_results(self.folder))
+        with open(self.folder / geyer.RUNS_CSV, newline="") as file:
+            rows = list(csv.DictReader(file))
+        self.assertEqual([row["seed"] for row in rows], ["0", "1"])
+        self.assertEqual([row["accuracy"] for row in rows], ["0.8", "0.81"])
+        self.assertEqual([row["epsilon"] for row in rows], ["7.0001", ""])
 
     def test_every_configuration_is_geyers_setting(self):
         configs = geyer.read_configs(

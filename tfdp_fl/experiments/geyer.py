@@ -6,18 +6,16 @@ its seeds; its name says how many clients and which row: `k100_best_honest`.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tfdp_fl import _validate
-from tfdp_fl.experiments import plots, run_directory, sweeps
+from tfdp_fl.experiments import plots, run_directory, sweeps, tables
 from tfdp_fl.experiments.run_directory import Run
 
 NON_PRIVATE = "k100_non_private"
@@ -34,15 +32,9 @@ PAPER = {
 
 TABLE = "table1.md"
 TABLE_CSV = "table1.csv"
+RUNS_CSV = "runs.csv"
 ACCURACY_FIGURE = "figure1.png"
 VARIANCE_FIGURE = "figure2.png"
-
-_NOT_COVERED = {
-    "non_private": "everything",
-    "as_published": "the median: norms of the cohort, exact, every round",
-    "private_median": "nothing",
-    "best_honest": "nothing",
-}
 
 
 def names(
@@ -145,6 +137,8 @@ class Row:
       epsilon_pld: By PLD.
       sampling: How cohorts were drawn.
       hidden_units: The widths of the model's hidden layers.
+      caveats: The names of what its privacy statement says that epsilon does
+        not cover.
       seconds: What a run took.
     """
 
@@ -160,6 +154,7 @@ class Row:
     epsilon_pld: float | None
     sampling: str
     hidden_units: str
+    caveats: tuple[str, ...]
     seconds: float
 
     @classmethod
@@ -190,6 +185,7 @@ class Row:
             epsilon_pld=epsilons["pld"],
             sampling=first.settings.sampling,
             hidden_units=first.settings.hidden_units or "none",
+            caveats=tuple(dict.fromkeys(c for r in runs for c in r.caveats)),
             seconds=mean(run.result["seconds"] for run in runs),
         )
 
@@ -221,7 +217,7 @@ def _finished(output_dir: str | os.PathLike[str]) -> dict[str, list[Run]]:
 
 
 def write_results(output_dir: str | os.PathLike[str]) -> str:
-    """Writes table1.md, table1.csv and the figures of what is there.
+    """Writes the tables (table1.md, table1.csv, runs.csv) and the figures.
 
     Returns:
       The table as Markdown.
@@ -230,14 +226,22 @@ def write_results(output_dir: str | os.PathLike[str]) -> str:
     rows = read_rows(root)
     table = markdown(rows)
     run_directory.write_text(root / TABLE, table)
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(field.name for field in dataclasses.fields(Row))
-    writer.writerows(
-        [_cell(value) for value in dataclasses.astuple(row)] for row in rows
+    run_directory.write_csv(
+        root / TABLE_CSV,
+        [field.name for field in dataclasses.fields(Row)],
+        [[_cell(value) for value in dataclasses.astuple(row)] for row in rows],
     )
-    run_directory.write_text(root / TABLE_CSV, text.getvalue())
     finished = _finished(root)
+    run_directory.write_csv(
+        root / RUNS_CSV,
+        ["sweep", "seed", *sweeps.FIGURES],
+        [
+            [name, run.settings.seed]
+            + [run.result.get(figure, "") for figure in sweeps.FIGURES]
+            for name, runs in finished.items()
+            for run in runs
+        ],
+    )
     plots.plot_stopping_points(
         {
             f"K = {k}": {
@@ -257,16 +261,22 @@ def write_results(output_dir: str | os.PathLike[str]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else value
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return "" if value is None else value
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Returns the table; the paper's figures stand in brackets."""
+    """Returns the table; the paper's figures stand in brackets.
+
+    What the statements of all private rows name as not covered by epsilon
+    stands below it, once; the column has what else a row's statement names.
+    """
+    private = [{*row.caveats} for row in rows if row.delta is not None]
+    common = set.intersection(*private) if private else set()
     lines = [
         "| K | row | ACC | CR | CC | δ | ε by RDP | ε by PLD | sampling | "
-        "hidden units | not covered by ε | seeds | minutes a run |",
+        "hidden units | also not covered by ε | seeds | minutes a run |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -285,13 +295,26 @@ def markdown(rows: Sequence[Row]) -> str:
             f"{row.communication_rounds:.0f}{rounds}",
             f"{row.communication_cost:.0f}{cost}",
             "–" if row.delta is None else f"{row.delta:g}",
-            "–" if row.epsilon_rdp is None else f"{row.epsilon_rdp:.3f}",
-            "–" if row.epsilon_pld is None else f"{row.epsilon_pld:.3f}",
+            *(
+                "–" if each is None else tables.rounded_up(each, 3)
+                for each in (row.epsilon_rdp, row.epsilon_pld)
+            ),
             row.sampling,
             row.hidden_units,
-            _NOT_COVERED[row.row],
+            "everything: no ε"
+            if row.delta is None
+            else _listed(c for c in row.caveats if c not in common),
             str(row.seeds),
             f"{row.seconds / 60:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    if private:
+        shared = dict.fromkeys(
+            c for row in rows for c in row.caveats if c in common
+        )
+        lines += ["", f"Not covered by ε in any row: {_listed(shared)}."]
     return "\n".join(lines) + "\n"
+
+
+def _listed(caveats: Iterable[str]) -> str:
+    return ", ".join(each.replace("_", " ") for each in caveats) or "–"

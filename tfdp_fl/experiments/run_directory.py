@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import math
 import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from tfdp_fl.experiments import settings as settings_lib
@@ -96,6 +98,25 @@ def write_text(path: pathlib.Path, text: str) -> None:
         file.write(text)
     os.chmod(partial, 0o644)
     os.replace(partial, path)
+
+
+def write_csv(
+    path: pathlib.Path, header: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    """Writes a table, floats with six digits, and JSON's null as inf."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    for row in rows:
+        writer.writerow(
+            "inf"
+            if cell is None
+            else f"{cell:.6g}"
+            if isinstance(cell, float)
+            else cell
+            for cell in row
+        )
+    write_text(path, text.getvalue())
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
@@ -181,12 +202,15 @@ class Run:
       history: Its columns: for each name the rounds in which it has a value,
         and the values.
       result: What `result.json` says; empty if the run did not end.
+      caveats: What its privacy statement says that epsilon does not cover, by
+        name; empty if the run did not end.
     """
 
     path: pathlib.Path
     settings: settings_lib.Settings
     history: dict[str, tuple[list[int], list[float]]]
     result: dict[str, Any]
+    caveats: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
@@ -205,9 +229,16 @@ class Run:
                 rounds, values = columns.setdefault(name, ([], []))
                 rounds.append(int(row["round"]))
                 values.append(float(cell))
-        result = {}
-        if (path / RESULT).is_file():
-            result = json.loads((path / RESULT).read_text("utf-8"))
+        result, statement = (
+            json.loads((path / name).read_text("utf-8"))
+            if (path / name).is_file()
+            else {}
+            for name in (RESULT, STATEMENT_JSON)
+        )
         return cls(
-            path, settings_lib.Settings.read(path / CONFIG), columns, result
+            path,
+            settings_lib.Settings.read(path / CONFIG),
+            columns,
+            result,
+            statement.get("caveats", {}),
         )

@@ -19,9 +19,7 @@ those of `tfdp_fl.experiments.Settings`.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -51,7 +49,8 @@ _PARTS = (
     "seeds",
 )
 _DISTRIBUTIONS = ("choice", "uniform", "log_uniform")
-_FIGURES = (
+# What a table of runs says of each, by its name in `result.json`.
+FIGURES = (
     "accuracy",
     "loss",
     "epsilon",
@@ -264,11 +263,13 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
             rows.append(
                 [trial.varied.get(k, "") for k in varied]
                 + [trial.settings.seed]
-                + [_shown(result.get(name, "")) for name in _FIGURES]
+                + [result.get(name, "") for name in FIGURES]
             )
             groups.setdefault(trial.name, (trial, []))[1].append(result)
     root.mkdir(parents=True, exist_ok=True)
-    _write_csv(root / RUNS_TABLE, [*varied, "seed", *_FIGURES], rows)
+    run_directory.write_csv(
+        root / RUNS_TABLE, [*varied, "seed", *FIGURES], rows
+    )
     summary = []
     for trial, results in groups.values():
         accuracies = [result["accuracy"] for result in results]
@@ -276,22 +277,20 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
             [trial.varied.get(k, "") for k in varied]
             + [
                 len(results),
-                _shown(statistics.fmean(accuracies)),
-                _shown(statistics.stdev(accuracies))
-                if len(results) > 1
-                else "",
-                _shown(_largest(results, "epsilon")),
-                _shown(results[0]["delta"]),
-                _shown(_largest(results, "central_epsilon")),
+                statistics.fmean(accuracies),
+                statistics.stdev(accuracies) if len(results) > 1 else "",
+                _largest(results, "epsilon"),
+                results[0]["delta"],
+                _largest(results, "central_epsilon"),
                 *(
-                    _shown(statistics.fmean(r[name] for r in results))
+                    statistics.fmean(r[name] for r in results)
                     for name in _MEANS
                 ),
             ]
         )
     header = [*varied, "runs", "accuracy", "stddev"]
     header += ["epsilon", "delta", "central_epsilon", *_MEANS]
-    _write_csv(root / SUMMARY_TABLE, header, summary)
+    run_directory.write_csv(root / SUMMARY_TABLE, header, summary)
 
 
 def _largest(results: Sequence[Mapping[str, Any]], name: str) -> Any:
@@ -302,22 +301,6 @@ def _largest(results: Sequence[Mapping[str, Any]], name: str) -> Any:
 
 def _or_infinite(epsilon: float | None) -> float:
     return math.inf if epsilon is None else epsilon
-
-
-def _shown(value: Any) -> Any:
-    if value is None:
-        return "inf"
-    return f"{value:.6g}" if isinstance(value, float) else value
-
-
-def _write_csv(
-    path: pathlib.Path, header: Sequence[str], rows: Sequence[Sequence[Any]]
-) -> None:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    run_directory.write_text(path, text.getvalue())
 
 
 def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:

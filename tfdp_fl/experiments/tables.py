@@ -110,7 +110,7 @@ def _shown(row: Mapping[str, str], name: str) -> str:
         spread = f" ± {float(row['stddev']):.3f}" if row.get("stddev") else ""
         return f"{float(text):.3f}{spread}"
     if name in _EPSILONS:
-        return _rounded_up(float(text))
+        return rounded_up(float(text))
     if name == "delta":
         return f"{float(text):.2g}"
     if name == "seconds":
@@ -118,9 +118,10 @@ def _shown(row: Mapping[str, str], name: str) -> str:
     return text
 
 
-def _rounded_up(epsilon: float) -> str:
-    """Returns an epsilon with two decimals, rounded up."""
+def rounded_up(epsilon: float, decimals: int = 2) -> str:
+    """Returns an epsilon as text, rounded up."""
     if not math.isfinite(epsilon):
         return "none"
     # A calibrated epsilon of 8 - 1e-12, read back as 8, is no more than 8.
-    return f"{math.ceil(round(100 * epsilon, 6)) / 100:.2f}"
+    scale = 10**decimals
+    return f"{math.ceil(round(scale * epsilon, 6)) / scale:.{decimals}f}"
