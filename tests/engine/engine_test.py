@@ -369,6 +369,61 @@ class LockstepTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
         self.assertAllClose(fast_logs, slow_logs, rtol=1e-4)
 
+    def _rounds(self, jit_compile, count=3):
+        """Returns the weights and logs after some rounds of seven clients."""
+        model = cohorts.mlp()
+        dataset = FederatedDataset.from_client_arrays(
+            cohorts.client_arrays([5] * 7)
+        )
+        engine = self._engine(
+            model,
+            dataset,
+            jit_compile,
+            mechanism=_mechanisms()["fixed"],
+            training={"metrics": ["accuracy"]},
+            num_replicas=2,
+        )
+        with mock.patch.object(dense_cohort, "pays", lambda *args: True):
+            logs = [cohorts.run_round(engine, dataset) for _ in range(count)]
+        return model.get_weights(), logs, engine
+
+    def test_a_few_at_a_time_is_the_same(self):
+        with mock.patch.multiple(
+            dense_cohort,
+            clients_at_once=lambda *_: 2,
+            is_small=lambda *_: False,
+        ):
+            fast, fast_logs, engine = self._rounds(None)
+        trained = [key for key in engine._functions if isinstance(key[0], int)]
+        # Two tables' worth of arguments: the clients, and how many at a time.
+        self.assertEqual(
+            {(key[1], key[-1]) for key in trained}, {("lockstep", 2)}
+        )
+        slow, slow_logs, _ = self._rounds(False)
+        for one, other in zip(fast, slow, strict=True):
+            self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
+        for one, other in zip(fast_logs, slow_logs, strict=True):
+            self.assertAllClose(one, other, rtol=1e-4)
+
+    def test_what_was_added_up_stays_when_the_next_cohort_trains(self):
+        dataset = FederatedDataset.from_client_arrays(
+            cohorts.client_arrays([5] * 7)
+        )
+        engine = self._engine(
+            cohorts.mlp(), dataset, None, mechanism=_mechanisms()["fixed"]
+        )
+        with mock.patch.multiple(
+            dense_cohort, pays=lambda *_: True, clients_at_once=lambda *_: 2
+        ):
+            first = engine.collect(dataset, cohorts.inputs(dataset))
+            (total,) = first.sums
+            before = [each.numpy().copy() for each in total.record.update]
+            engine.collect(
+                dataset, cohorts.inputs(dataset, positions=np.arange(3))
+            )
+        for was, now in zip(before, total.record.update, strict=True):
+            self.assertAllEqual(was, now)
+
     def test_a_bad_client_becomes_zero_and_nobody_else_notices(self):
         good = cohorts.client_arrays((5, 5, 5))
         bad = {k: (x.copy(), y) for k, (x, y) in good.items()}

@@ -156,11 +156,19 @@ class CohortFunction:
         trainer.start_metrics()
         collect = options.output != SUM
         template = [tf.zeros(value.shape, value.dtype) for value in weights]
-        record = () if collect else query.initial_sample_state(template)
+        record = (
+            ()
+            if collect
+            else made_by_each_run(
+                query.initial_sample_state(template), num_clients
+            )
+        )
         moments: Any = ()
         if options.moments:
             zeros = [tf.zeros(value.shape) for value in weights]
-            moments = Moments(tf.zeros([]), zeros, zeros)
+            moments = made_by_each_run(
+                Moments(tf.zeros([]), zeros, zeros), num_clients
+            )
         size = tf.shape(table.members)[0]
 
         def rows_array(width: int) -> tf.TensorArray:
@@ -287,6 +295,27 @@ class CohortFunction:
         return loss, examples
 
 
+def made_by_each_run(state: Any, count: tf.Tensor) -> Any:
+    """Returns the same values, with zeros that no compiled function keeps.
+
+    TensorFlow folds zeros of a known shape into the function's graph, which
+    then holds a copy of the model for as long as it lives.
+
+    Args:
+      state: Nest of tensors, while a function is traced.
+      count: Integer scalar, never negative, not known until the function runs.
+    """
+    zero = tf.cast(count < 0, tf.float32)
+
+    def unfolded(tensor: tf.Tensor) -> tf.Tensor:
+        value = tf.get_static_value(tensor)
+        if value is None or value.size < 2 or value.any():
+            return tensor
+        return tf.fill(tensor.shape, tf.cast(zero, tensor.dtype))
+
+    return tf.nest.map_structure(unfolded, state)
+
+
 def _flatten(
     update: list[tf.Tensor], usable: tf.Tensor | None = None
 ) -> tf.Tensor:
@@ -363,7 +392,12 @@ def sum_collected(
     _, record = tf.while_loop(
         lambda k, _: k < tf.shape(updates)[0],
         client,
-        (tf.constant(0), query.initial_sample_state(template)),
+        (
+            tf.constant(0),
+            made_by_each_run(
+                query.initial_sample_state(template), tf.shape(updates)[0]
+            ),
+        ),
         parallel_iterations=1,
     )
     return record

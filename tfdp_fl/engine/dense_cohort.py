@@ -403,11 +403,20 @@ class DenseCohortFunction:
         learning_rate: tf.Tensor,
         at_once: tf.Tensor,
     ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
-        """Runs K clients, so many at once (an int32 scalar); see `__call__`."""
+        """Runs K clients, so many at once (an int32 scalar); see `__call__`.
 
-        def some(start: tf.Tensor) -> tuple[Any, Any]:
+        The replica's own variables, which no client needs here, hold the sum.
+        """
+        sums = self._trainer.variables
+        zeros = [tf.zeros(each.shape, each.dtype) for each in sums]
+        for each, zero in zip(
+            sums, cohort.made_by_each_run(zeros, at_once), strict=True
+        ):
+            each.assign(zero)
+
+        def some(start: tf.Tensor) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
             end = start + at_once
-            return self(
+            total, metrics = self(
                 weights,
                 params,
                 x,
@@ -417,28 +426,31 @@ class DenseCohortFunction:
                 ),
                 learning_rate,
             )
+            for each, part in zip(sums, total.record.update, strict=True):
+                each.assign_add(part)
+            return _with_update(total, ()), metrics
 
         def add(start: tf.Tensor, total: Any) -> tuple[tf.Tensor, Any]:
             total = tf.nest.map_structure(tf.add, total, some(start))
             return start + at_once, total
 
+        record = self._query.initial_sample_state(zeros)
         nobody = cohort.CohortSum(
-            self._query.initial_sample_state(weights),
-            tf.zeros([]),
-            tf.zeros([]),
-            (),
+            record._replace(update=()), tf.zeros([]), tf.zeros([]), ()
         )
         metrics = [
             tf.zeros_like(variable)
             for variable in self._trainer.metric_variables
         ]
-        _, total = tf.while_loop(
+        _, (total, metrics) = tf.while_loop(
             lambda start, _: start < tf.shape(table.rows)[1],
             add,
             (tf.constant(0), (nobody, metrics)),
             parallel_iterations=1,
         )
-        return total
+        return _with_update(total, [each.read_value() for each in sums]), (
+            metrics
+        )
 
     def _first_memory(
         self,
@@ -620,6 +632,10 @@ class DenseCohortFunction:
         return mechanism.Record(
             update, *[tf.reduce_sum(value) for value in each[1:]]
         )
+
+
+def _with_update(total: cohort.CohortSum, update: Any) -> cohort.CohortSum:
+    return total._replace(record=total.record._replace(update=update))
 
 
 def _is_dense(layer: Any) -> bool:
