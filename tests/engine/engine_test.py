@@ -296,6 +296,31 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(indexed, chunked, rtol=1e-4, atol=1e-6)
         self.assertAllClose(logs, chunked_logs, rtol=1e-4)
 
+    def test_streamed_to_xla_in_few_sizes(self):
+        """XLA compiles anew for each number of rows: there are few."""
+        streamed = FederatedDataset.from_client_fn(
+            list(self.arrays), self.arrays.__getitem__
+        )
+        options = {"batch_size": 1}  # No batch is short, so XLA compiles all.
+        compiled, logs = self._weights(
+            _mechanisms()["fixed"],
+            streamed,
+            jit_compile=True,
+            inputs=options,
+        )
+        plain, plain_logs = self._weights(
+            _mechanisms()["fixed"], inputs=options
+        )
+        self.assertAllClose(compiled, plain, rtol=1e-4, atol=1e-6)
+        self.assertAllClose(logs, plain_logs, rtol=1e-4)
+        engine = cohorts.make_engine(cohorts.mlp(), streamed, jit_compile=True)
+        for positions, rows in (([0], 8), ([3], 12), ([0, 3], 24), ([1], 4)):
+            inputs = cohorts.inputs(streamed, positions=np.array(positions))
+            (chunk,) = engine.chunks(streamed, inputs, [])
+            self.assertLen(chunk.x, rows)
+            self.assertLen(chunk.y, rows)
+            self.assertLen(chunk.rows, chunk.lengths.sum())
+
     def test_median_clipping_in_chunks(self):
         mechanism = _mechanisms()["median"]
         whole, _ = self._weights(mechanism)

@@ -439,7 +439,12 @@ class CohortEngine:
             return
         with concurrent.futures.ThreadPoolExecutor(1) as reader:
             chunks = _streamed_chunks(
-                dataset, positions, failures, self._element_spec
+                dataset,
+                positions,
+                failures,
+                self._element_spec,
+                # XLA compiles for every number of rows that it meets.
+                batching.padded_length if self._jit_compile else int,
             )
             ahead = reader.submit(next, chunks, None)
             while (chunk := ahead.result()) is not None:
@@ -980,8 +985,12 @@ def _streamed_chunks(
     positions: np.ndarray,
     failures: list[ClientFailure],
     element_spec: tuple[Any, Any],
+    rows_for: Callable[[int], int],
 ) -> Iterator[CohortChunk]:
-    """Reads clients one after the other into chunks of bounded size."""
+    """Reads clients one after the other into chunks of bounded size.
+
+    A chunk of n examples has `rows_for(n)` rows, the rest of them zeros.
+    """
     held: list[tuple[int, Any, Any]] = []
     size = 0
     sent = False
@@ -994,25 +1003,31 @@ def _streamed_chunks(
             array.nbytes for array in tf.nest.flatten((client.x, client.y))
         )
         if size >= CHUNK_BYTES:
-            yield _packed(held, element_spec)
+            yield _packed(held, element_spec, rows_for)
             held, size, sent = [], 0, True
     if held or not sent:
-        yield _packed(held, element_spec)
+        yield _packed(held, element_spec, rows_for)
 
 
 def _packed(
-    clients: list[tuple[int, Any, Any]], element_spec: tuple[Any, Any]
+    clients: list[tuple[int, Any, Any]],
+    element_spec: tuple[Any, Any],
+    rows_for: Callable[[int], int],
 ) -> CohortChunk:
     """Puts some clients' examples into one tensor for each feature."""
     lengths = np.asarray(
         [len(tf.nest.flatten(y)[0]) for _, _, y in clients], np.int64
     )
     total = int(lengths.sum())
+    padding = rows_for(total) - total
 
     def pack(spec: tf.TensorSpec, *arrays: np.ndarray) -> tf.Tensor:
         if not total:  # A gather needs a tensor to read nothing from.
-            shape = [1, *[dim or 1 for dim in spec.shape]]
+            shape = [max(1, padding), *[dim or 1 for dim in spec.shape]]
             return tf.zeros(shape, spec.dtype)
+        if padding:
+            none = np.zeros([padding, *arrays[0].shape[1:]], arrays[0].dtype)
+            arrays = (*arrays, none)
         return tf.constant(np.concatenate(arrays), spec.dtype)
 
     x = tf.nest.map_structure(

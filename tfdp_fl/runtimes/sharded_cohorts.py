@@ -18,6 +18,9 @@ from tfdp_fl.runtimes.worker_data import WorkerData
 
 SUM, NONE = "sum", "none"
 
+# How the broadcast is packed, beside the computations.
+_BROADCAST = "broadcast"
+
 # How many bytes of examples one message to a worker may hold. (gRPC's own
 # limit is 2 GB, and both sides hold it more than once.)
 MESSAGE_BYTES = 256 * 2**20
@@ -133,7 +136,9 @@ class ShardedCohorts:
     ) -> list[Any]:
         """Trains a chunk's clients; returns what each worker did."""
         inputs = pending.inputs
-        sent = _Packing(broadcast).pack(broadcast)
+        if _BROADCAST not in self._computations:
+            self._computations[_BROADCAST] = _Packing(broadcast)
+        sent = self._computations[_BROADCAST].packed(broadcast)
         records = []
         groups = self._engine.parts(
             chunk,
@@ -158,7 +163,7 @@ class ShardedCohorts:
                 clients = tuple(inputs.positions[members].tolist())
                 records.append(dataclasses.replace(record, clients=clients))
             if self._reduction == SUM:
-                self._engine.add(pending, *summed.unpack(results))
+                self._engine.add(pending, *summed.unpacked(results))
                 continue
             results = tf.nest.map_structure(tf.convert_to_tensor, results)
             replicas = self._engine.num_replicas
@@ -245,6 +250,8 @@ class _Packing:
 
     Attributes:
         specs: Of the vectors.
+        packed: Does what `pack` does, compiled.
+        unpacked: Does what `unpack` does, compiled.
     """
 
     def __init__(self, nest: Any):
@@ -263,6 +270,10 @@ class _Packing:
             tf.TensorSpec([sum(self._sizes[place] for place in places)], dtype)
             for dtype, places in self._vectors.items()
         ]
+        self.packed = tf.function(self.pack, autograph=False)
+        self.unpacked = tf.function(
+            self.unpack, input_signature=[self.specs], autograph=False
+        )
 
     def pack(self, nest: Any) -> list[tf.Tensor]:
         """Returns the vectors of a nest of tensors."""
