@@ -78,6 +78,7 @@ def _complete():
             "points": [
                 {
                     "mechanism": mechanism,
+                    "way": "side by side",
                     "cohort": cohort,
                     "model_bytes": 4e6,
                     "copies": copies,

@@ -243,13 +243,24 @@ class EngineSide:
         return made.fit(made.rounds)
 
     def memory(
-        self, workload: str, cohort: int, mechanism: str = "fixed"
+        self,
+        workload: str,
+        cohort: int,
+        mechanism: str = "fixed",
+        side_by_side: bool = True,
     ) -> dict[str, Any]:
         """Returns what two rounds need beside the data, in bytes.
 
         The data, the user's model, and all that TensorFlow and Keras take for
         their first training (measured with a tiny model) are not counted.
+
+        Args:
+          workload: A workload's name.
+          cohort: Clients per round.
+          mechanism: A key of `MECHANISMS`.
+          side_by_side: Whether dense models' clients may train side by side.
         """
+        jit_compile = None if side_by_side else False
         tiny = workloads.by_name("mlp_1e+04")
         _Run(
             tiny,
@@ -257,7 +268,7 @@ class EngineSide:
             4,
             "fixed_size",
             mechanism,
-            None,
+            jit_compile,
             None,
         ).fit(2)
         work = workloads.by_name(workload)
@@ -267,7 +278,7 @@ class EngineSide:
             cohort,
             "fixed_size",
             mechanism,
-            None,
+            jit_compile,
             None,
         )
         before = machine.memory_bytes()

@@ -167,14 +167,16 @@ def _draw_memory(result: Any, axes: Any) -> None:
     axes.set_title("memory above the data", fontsize=10)
     if result is None:
         return
-    for mechanism, color in (("fixed", _BLUE), ("median", _ORANGE)):
-        points = [p for p in result["points"] if p["mechanism"] == mechanism]
+    curves: dict[tuple[str, str, float], list[Any]] = {}
+    for point in result["points"]:
+        key = point["mechanism"], point["way"], point["model_bytes"]
+        curves.setdefault(key, []).append(point)
+    for (mechanism, way, size), points in curves.items():
         axes.loglog(
             [point["cohort"] for point in points],
             [max(point["copies_per_replica"], 0.01) for point in points],
             "o-",
-            color=color,
-            label=f"{mechanism} clipping",
+            label=f"{mechanism}, {way}, {size / 2**20:.0f} MiB",
         )
     axes.axhline(
         verdicts.COPIES_PER_REPLICA, color="gray", linestyle=":", label="bar"

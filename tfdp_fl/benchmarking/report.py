@@ -294,10 +294,17 @@ def _curves(results: Results) -> str:
     if memory is not None:
         parts.append(
             table(
-                ("mechanism, cohort", "model", "copies", "copies per replica"),
+                (
+                    "mechanism, how clients train",
+                    "cohort",
+                    "model",
+                    "copies",
+                    "copies per replica",
+                ),
                 [
                     (
-                        f"{point['mechanism']}, {point['cohort']}",
+                        f"{point['mechanism']}, {point['way']}",
+                        str(point["cohort"]),
                         f"{point['model_bytes'] / 2**20:.1f} MiB",
                         f"{point['copies']:.1f}",
                         f"{point['copies_per_replica']:.2f}",

@@ -35,8 +35,15 @@ HEAVY_MODULES = (
 COHORTS = (10, 20, 50, 100, 200, 500, 1000)
 POPULATIONS = (10**3, 10**4, 10**5, 10**6)
 MODEL_SIZES = (1e4, 1e5, 1e6, 1e7)
-MEMORY_MODEL = "mlp_4e+06"
-MEDIAN_MODEL = "mlp_1e+06"
+# What memory is measured of: the way that clients train, the mechanism, the
+# model, and how many of the cohorts. What a process takes whatever the model
+# (graphs, code) weighs less with the larger one.
+MEMORY_CURVES = (
+    ("side by side", "fixed", "mlp_4e+06", 5),
+    ("side by side", "fixed", "mlp_2e+07", 4),
+    ("one by one", "fixed", "mlp_2e+07", 3),
+    ("one by one", "median", "mlp_1e+06", 3),
+)
 
 # A setting of TFF that takes more than so many times the best is not pursued.
 _NEAR = 1.3
@@ -376,25 +383,27 @@ def model_size_curve(context: Context) -> Result:
 def memory_curve(context: Context) -> Result:
     """Measures the peak memory above the data, for growing cohorts."""
     cohorts = (10, 30) if context.quick else (10, 30, 100, 300, 1000)
-    result: Result = {"model": MEMORY_MODEL, "points": []}
-    for mechanism, model, sizes in (
-        ("fixed", MEMORY_MODEL, cohorts),
-        ("median", MEDIAN_MODEL, cohorts[:3]),
-    ):
-        for cohort in sizes:
+    result: Result = {"points": []}
+    for way, mechanism, model, count in MEMORY_CURVES:
+        for cohort in cohorts[:count]:
             with Side("engine") as side:
                 point = side.call(
-                    "memory", workload=model, cohort=cohort, mechanism=mechanism
+                    "memory",
+                    workload=model,
+                    cohort=cohort,
+                    mechanism=mechanism,
+                    side_by_side=way == "side by side",
                 )
             copies = point["bytes"] / point["model_bytes"]
             point.update(
                 cohort=cohort,
                 mechanism=mechanism,
+                way=way,
                 copies=copies,
                 copies_per_replica=copies / point["replicas"],
             )
             context.say(
-                f"{mechanism}, cohort {cohort}: "
+                f"{model}, {mechanism}, {way}, cohort {cohort}: "
                 f"{point['copies_per_replica']:.2f} model copies per replica"
             )
             result["points"].append(point)

@@ -208,21 +208,25 @@ def of_growth(results: Results) -> list[Verdict]:
     memory = results.result("memory")
     if memory is not None:
         fixed = [p for p in memory["points"] if p["mechanism"] == "fixed"]
+        cohorts = [point["cohort"] for point in fixed]
         worst = max(fixed, key=lambda p: p["copies_per_replica"])
         verdicts.append(
             Verdict(
                 "memory",
                 "memory above the data, cohorts of "
-                f"{fixed[0]['cohort']} to {fixed[-1]['cohort']}",
+                f"{min(cohorts)} to {max(cohorts)}",
                 f"{worst['copies_per_replica']:.2f} model copies per replica, "
-                f"the most (cohort {worst['cohort']})",
+                f"the most (cohort {worst['cohort']}, {worst['way']}, model of "
+                f"{worst['model_bytes'] / 2**20:.0f} MiB)",
                 f"at most {COPIES_PER_REPLICA:g}",
                 worst["copies_per_replica"] <= COPIES_PER_REPLICA,
-                "It is bounded, but not by four: a replica that trains its "
-                "part of the cohort in groups holds, by the code, its sum, a "
-                "group's sum and the clients' factors (a copy), beside what "
-                "the release takes (the total, the noise, both added up, the "
-                "mean) and what the allocator keeps of it.",
+                "It is bounded. By the code a replica holds its sum, a group's "
+                "sum and the clients' factors (half a copy to a copy), later "
+                "its sum and half of what the release takes (the total and "
+                "the noise): under three copies. The rest is what a process "
+                "takes whatever the model (graphs, the code of operations "
+                "that run for the first time: about 20 MiB) and what "
+                "TensorFlow's allocator loses between blocks.",
             )
         )
     uneven = results.result("uneven")
