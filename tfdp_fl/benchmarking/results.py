@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdp_fl.benchmarking import machine
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @functools.cache
