@@ -101,11 +101,13 @@ class CohortOptions:
         `COLLECT_RECORDS`: every client's record (for secure aggregation).
       full_batches: Every batch has exactly B rows, so shapes are fixed.
       moments: Whether to return `Moments`.
+      jit_compile: Whether XLA compiles the function.
     """
 
     output: str = SUM
     full_batches: bool = False
     moments: bool = False
+    jit_compile: bool = False
 
 
 class CohortFunction:
@@ -176,8 +178,13 @@ class CohortFunction:
 
         collected = ()
         if collect:
+            # Not an array of tensors, which is in memory twice when it is
+            # stacked.
             width = sum(value.shape.num_elements() for value in weights)
-            collected = (rows_array(width), rows_array(5))
+            collected = (
+                tf.ensure_shape(tf.zeros([size, width]), [None, width]),
+                rows_array(5),
+            )
         num_layers = len(weights) if query.uses_window else 0
         windows = rows_array(num_layers) if num_layers else ()
         state = (
@@ -216,7 +223,7 @@ class CohortFunction:
                 row = _flatten(update, tf.math.is_finite(norm))
                 scalars = tf.stack([0.0, 0.0, norm, 0.0, 0.0])
                 collected = (
-                    collected[0].write(k, row),
+                    self._with_row(collected[0], k, row),
                     collected[1].write(k, scalars),
                 )
             else:
@@ -227,7 +234,7 @@ class CohortFunction:
                 if collect:
                     scalars = tf.stack([*one[1:]])
                     collected = (
-                        collected[0].write(k, _flatten(one.update)),
+                        self._with_row(collected[0], k, _flatten(one.update)),
                         collected[1].write(k, scalars),
                     )
                 else:
@@ -242,7 +249,7 @@ class CohortFunction:
             scalars = collected[1].stack()
             result = (
                 CollectedUpdates(
-                    updates=collected[0].stack(),
+                    updates=collected[0],
                     norms=scalars[:, 2],
                     scalars=scalars,
                 ),
@@ -251,6 +258,14 @@ class CohortFunction:
         metrics = trainer.metric_values()
         norms = windows.stack() if num_layers else tf.zeros([size, 0])
         return result, metrics, norms
+
+    def _with_row(
+        self, matrix: tf.Tensor, k: tf.Tensor, row: tf.Tensor
+    ) -> tf.Tensor:
+        """Returns the matrix with another row k; not to be used without."""
+        if self._options.jit_compile:  # XLA writes it in place.
+            return tf.tensor_scatter_nd_update(matrix, [[k]], row[None])
+        return tf.raw_ops.InplaceUpdate(x=matrix, i=k[None], v=row[None])
 
     def _preprocess(
         self, params: Any, update: list[tf.Tensor], num_examples: tf.Tensor

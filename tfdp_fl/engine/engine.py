@@ -569,7 +569,10 @@ class CohortEngine:
         return bool(self._jit_compile and full and not lockstep)
 
     def part_function(
-        self, function: tuple[str, bool, int | None], replica: int = 0
+        self,
+        function: tuple[str, bool, int | None],
+        replica: int = 0,
+        jit_compile: bool = False,
     ) -> Callable[..., tuple[Any, list[tf.Tensor], tf.Tensor]]:
         """Returns the function that trains a part's clients, not traced.
 
@@ -614,7 +617,10 @@ class CohortEngine:
             trainer,
             self._query,
             cohort.CohortOptions(
-                output=kind, full_batches=full, moments=self._moments
+                output=kind,
+                full_batches=full,
+                moments=self._moments,
+                jit_compile=jit_compile,
             ),
         )
 
@@ -704,7 +710,9 @@ class CohortEngine:
         arguments: tuple,
     ) -> Any:
         """Returns a compiled function of one replica, for any cohort size."""
-        train = self.part_function(which, replica)
+        kind, full, _ = which
+        jit_compile = self._compiles(full, kind)
+        train = self.part_function(which, replica, jit_compile)
 
         def function(state, numbers, seed, broadcast, x, y, *tables):
             # TensorFlow may turn sums into temporary variables, which it names
@@ -719,11 +727,10 @@ class CohortEngine:
                 )
 
         fixed, tables = arguments[:4], arguments[6:]
-        kind, full, _ = which
         return flat_functions.concrete_function(
             tf.function(
                 function,
-                jit_compile=self._compiles(full, kind),
+                jit_compile=jit_compile,
                 autograph=False,
             ),
             kind == _LOCKSTEP_FEW,
