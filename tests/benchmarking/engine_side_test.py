@@ -60,6 +60,16 @@ class EngineSideTest(tf.test.TestCase):
             if "MatMul" in each["name"] and each["count"]
         ]
         self.assertNotEmpty(products)
+        self.assertBetween(profile["inside_functions"], 0.01, 0.99)
+        self.assertFalse(profile["one_thread"])
+
+    def test_profile_names_operations_of_functions_on_one_thread(self):
+        side = self._side()
+        side.add("run", "mlp_small", warm_up=0)
+        side.measure("run", 0.0, min_rounds=2)
+        profile = side.profile("run")
+        self.assertTrue(profile["one_thread"])
+        self.assertNotEmpty(profile["operations"])
 
     def test_tff_does_the_same_work(self):
         import tensorflow_federated as tff

@@ -38,6 +38,11 @@ class ProfilingTest(parameterized.TestCase):
     def test_categories(self, operation, category):
         self.assertEqual(profiling.category(operation), category)
 
+    def test_time_covered_counts_once(self):
+        spans = [(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]
+        self.assertAlmostEqual(profiling.covered(spans), 4.0)
+        self.assertEqual(profiling.covered([]), 0.0)
+
     def test_operations_of_a_profile(self):
         from tensorflow.tsl.profiler.protobuf import xplane_pb2
 

@@ -122,6 +122,8 @@ def _complete():
         found[f"profile_{work.name}"] = {
             "seconds": 0.9,
             "profiled_seconds": 1.0,
+            "inside_functions": 0.75,
+            "one_thread": work.name == "mlp_small",
             "cores": 2,
             "operations": [
                 {
@@ -218,6 +220,12 @@ class ReportTest(parameterized.TestCase):
         for name in report.HEADINGS:
             self.assertIn(f"<!-- begin {name} -->\n", page)
             self.assertIn(f"<!-- end {name} -->\n", page)
+
+    def test_profile_tells_python_from_functions(self):
+        self._put()
+        text = report.blocks(self.results)["profile"]
+        self.assertIn("between compiled functions | 25 % |", text)
+        self.assertIn("| mlp_small (see below) | mlp |", text)
 
     def test_profile_shares_add_up(self):
         shares = report.by_category(self.found["profile_mlp"])

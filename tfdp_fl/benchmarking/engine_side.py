@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import tensorflow as tf
 
 from tfdp_fl import datasets, keras, mechanisms
 from tfdp_fl.benchmarking import machine, profiling, workloads
+from tfdp_fl.engine import engine, flat_functions
 from tfdp_fl.experiments import training
 
 MECHANISMS = {
@@ -118,6 +121,25 @@ def _workers(
 
     runtimes.export_for_workers(clients, folder)
     return runtimes.TFFWorkers(num_workers=count, data=folder)
+
+
+@contextlib.contextmanager
+def _noted_calls(spans: list[tuple[float, float]]) -> Iterator[None]:
+    """Notes when the engine's compiled functions run."""
+    call = engine._Call.__call__
+
+    def noted(self: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return call(self)
+        finally:
+            spans.append((start, time.perf_counter()))
+
+    engine._Call.__call__ = noted
+    try:
+        yield
+    finally:
+        engine._Call.__call__ = call
 
 
 class EngineSide:
@@ -311,9 +333,27 @@ class EngineSide:
     def profile(self, run: str) -> dict[str, Any]:
         """Returns where the time of rounds goes, see `profiling`.
 
-        As many rounds as one call of `measure` runs, which comes before.
+        As many rounds as one call of `measure` runs, which comes before. The
+        profiler sees nothing of functions that run on one thread; if there is
+        nothing else, they are profiled as they run on several.
         """
         made = self._runs[run]
+        spans: list[tuple[float, float]] = []
+        with _noted_calls(spans):
+            times = made.fit(made.rounds)
+        inside = profiling.covered(spans) / np.sum(times)
+        found = self._profiled(made)
+        one_thread = not found["operations"]
+        if one_thread:
+            with flat_functions.by_default_executor():
+                found = self._profiled(made)
+        return {
+            **found,
+            "inside_functions": float(inside),
+            "one_thread": one_thread,
+        }
+
+    def _profiled(self, made: _Run) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             options = tf.profiler.experimental.ProfilerOptions(
                 host_tracer_level=2, python_tracer_level=0

@@ -65,6 +65,15 @@ def self_times(
     return dict(totals)
 
 
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Returns how much time lies in at least one (start, end)."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
 def operations(xplane: bytes, rounds: int) -> list[dict[str, Any]]:
     """Returns TensorFlow's operations of a profile, the longest first.
 

@@ -343,7 +343,13 @@ def _profile(results: Results) -> str:
     kinds = next(iter(shares.values()))
     parts = [
         table(
-            ("share of the cores' time", *shares),
+            (
+                "share of the cores' time",
+                *[
+                    f"{name} (see below)" if found[name]["one_thread"] else name
+                    for name in shares
+                ],
+            ),
             [
                 (
                     "round, with the profiler (without)",
@@ -364,6 +370,13 @@ def _profile(results: Results) -> str:
                     for kind in kinds
                     if any(each[kind] >= 0.005 for each in shares.values())
                 ],
+                (
+                    "of the round: in Python, between compiled functions",
+                    *[
+                        f"{100 * (1 - each['inside_functions']):.0f} %"
+                        for each in found.values()
+                    ],
+                ),
             ],
         )
     ]

@@ -13,12 +13,15 @@ be waiting.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from tensorflow.python.eager import context
 
 _ONE_THREAD = "SINGLE_THREADED_EXECUTOR"
 _MARK = "_tfdp_fl_one_thread"
+
+_in_use = True
 
 
 def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
@@ -40,9 +43,20 @@ def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
 
 def executor(function: Any) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which a traced function runs as it was meant to."""
-    if getattr(function, _MARK, False):
+    if _in_use and getattr(function, _MARK, False):
         return context.function_executor_type(_ONE_THREAD)
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def by_default_executor() -> Iterator[None]:
+    """Has all functions run by the default executor, which profilers see."""
+    global _in_use
+    _in_use = False
+    try:
+        yield
+    finally:
+        _in_use = True
 
 
 def _calls_functions(graph: Any) -> bool:
