@@ -220,13 +220,14 @@ def of_growth(results: Results) -> list[Verdict]:
                 f"{worst['model_bytes'] / 2**20:.0f} MiB)",
                 f"at most {COPIES_PER_REPLICA:g}",
                 worst["copies_per_replica"] <= COPIES_PER_REPLICA,
-                "It is bounded. By the code a replica holds its sum, a group's "
-                "sum and the clients' factors (half a copy to a copy), later "
-                "its sum and half of what the release takes (the total and "
-                "the noise): under three copies. The rest is what a process "
-                "takes whatever the model (graphs, the code of operations "
-                "that run for the first time: about 20 MiB) and what "
-                "TensorFlow's allocator loses between blocks.",
+                "It is bounded. By the code a replica holds its weights, its "
+                "sum and a client's update; or its sum, a group's sum and the "
+                "clients' factors (up to a copy); later its sum and half of "
+                "what the release takes (the total and the noise): about "
+                "three copies. The rest is what a process takes whatever the "
+                "model (graphs, code that runs for the first time) and what "
+                "TensorFlow's allocator loses between blocks, which differs "
+                "from run to run.",
             )
         )
     uneven = results.result("uneven")
