@@ -167,6 +167,10 @@ class _Call:
             )
 
 
+def _added(one: Any, other: Any) -> Any:
+    return tf.nest.map_structure(tf.add, one, other)
+
+
 def _flat(arguments: Any) -> list[Any]:
     return tf.nest.flatten(arguments)
 
@@ -289,11 +293,6 @@ class CohortEngine:
         )
         self._kernels = (
             dense_cohort.kernels_of(models[0]) if self._lockstep else None
-        )
-        self._merge = tf.function(
-            lambda a, b: tf.nest.map_structure(tf.add, a, b),
-            autograph=False,
-            reduce_retracing=True,
         )
 
     @property
@@ -779,8 +778,8 @@ class CohortEngine:
     ) -> None:
         """Adds the sum of some clients to `pending`."""
         if pending.sums[replica] != ():
-            result = self._merge(pending.sums[replica], result)
-            metrics = self._merge(pending.metric_states[replica], metrics)
+            result = _added(pending.sums[replica], result)
+            metrics = _added(pending.metric_states[replica], metrics)
         pending.sums[replica] = result
         pending.metric_states[replica] = metrics
 
@@ -810,7 +809,7 @@ class CohortEngine:
                 ]
             )
             for members, collected in pending.collected[replica]:
-                zeros = self._merge(
+                zeros = _added(
                     zeros,
                     add_up(
                         params, collected.updates, tf.constant(members), seed
