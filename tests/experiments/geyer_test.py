@@ -94,7 +94,7 @@ class GeyerTest(absltest.TestCase):
         )
         self._write_run("k100_best_honest", 0, 0.8, caveats=["seed_given"])
         table = geyer.write_results(self.folder)
-        self.assertIn("Not covered by ε in any row: seed given.", table)
+        self.assertIn("Caveats of every private row: seed given.", table)
         (published,) = [x for x in table.split("\n") if "as published" in x]
         (best,) = [x for x in table.split("\n") if "best honest" in x]
         self.assertIn("| exact median |", published)

@@ -269,14 +269,14 @@ def _cell(value: Any) -> Any:
 def markdown(rows: Sequence[Row]) -> str:
     """Returns the table; the paper's figures stand in brackets.
 
-    What the statements of all private rows name as not covered by epsilon
-    stands below it, once; the column has what else a row's statement names.
+    The caveats that the privacy statements of all private rows have stand
+    below it, once; the column has what else a row's statements have.
     """
     private = [{*row.caveats} for row in rows if row.delta is not None]
     common = set.intersection(*private) if private else set()
     lines = [
         "| K | row | ACC | CR | CC | δ | ε by RDP | ε by PLD | sampling | "
-        "hidden units | also not covered by ε | seeds | minutes a run |",
+        "hidden units | further caveats | seeds | minutes a run |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -301,7 +301,7 @@ def markdown(rows: Sequence[Row]) -> str:
             ),
             row.sampling,
             row.hidden_units,
-            "everything: no ε"
+            "no guarantee"
             if row.delta is None
             else _listed(c for c in row.caveats if c not in common),
             str(row.seeds),
@@ -312,7 +312,7 @@ def markdown(rows: Sequence[Row]) -> str:
         shared = dict.fromkeys(
             c for row in rows for c in row.caveats if c in common
         )
-        lines += ["", f"Not covered by ε in any row: {_listed(shared)}."]
+        lines += ["", f"Caveats of every private row: {_listed(shared)}."]
     return "\n".join(lines) + "\n"
 
 
