@@ -175,8 +175,9 @@ def of_sharded(results: Results) -> list[Verdict]:
                 f"{milliseconds(each['here']['median'])})",
                 f"at most {SHARDED_FACTOR:g} times",
                 each["ratio"] <= SHARDED_FACTOR,
-                f"{milliseconds(more)} are what gRPC, TFF's executors and the "
-                "other processes cost a round, whatever it computes.",
+                f"{milliseconds(more)} are what the messages (the model to "
+                "each worker, a sum of its size back), TFF's executors and "
+                "the other processes cost a round.",
             )
         )
     return verdicts
