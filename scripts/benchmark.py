@@ -1,6 +1,6 @@
 r"""Times the engine side by side with TensorFlow Federated.
 
-    python scripts/benchmark.py                      # everything, 20 minutes
+    python scripts/benchmark.py                      # everything, 25 minutes
     python scripts/benchmark.py --rows=tff,machine   # some rows, others kept
     python scripts/benchmark.py --profile=cnn        # where a round's time goes
     python scripts/benchmark.py --resume             # go on after a break
