@@ -18,9 +18,6 @@ from tfdp_fl.runtimes.worker_data import WorkerData
 
 SUM, NONE = "sum", "none"
 
-# How the broadcast is packed, beside the computations.
-_BROADCAST = "broadcast"
-
 # How many bytes of examples one message to a worker may hold. (gRPC's own
 # limit is 2 GB, and both sides hold it more than once.)
 MESSAGE_BYTES = 256 * 2**20
@@ -136,9 +133,6 @@ class ShardedCohorts:
     ) -> list[Any]:
         """Trains a chunk's clients; returns what each worker did."""
         inputs = pending.inputs
-        if _BROADCAST not in self._computations:
-            self._computations[_BROADCAST] = _Packing(broadcast)
-        sent = self._computations[_BROADCAST].packed(broadcast)
         records = []
         groups = self._engine.parts(
             chunk,
@@ -149,11 +143,13 @@ class ShardedCohorts:
         )
         for place in range(max(map(len, groups))):
             parts = [group[place] for group in groups if place < len(group)]
-            computation, summed = self._computation(parts[0], broadcast)
+            computation, packing, summed = self._computation(
+                parts[0], broadcast
+            )
             results, done = self._run_sharded(
                 computation,
                 [self._shard(chunk, part) for part in parts],
-                sent,
+                packing.packed(broadcast),
                 self._reduction,
             )
             for record in done:
@@ -189,10 +185,11 @@ class ShardedCohorts:
 
     def _computation(
         self, part: CohortPart, broadcast: tuple[Any, ...]
-    ) -> tuple[Any, _Packing | None]:
+    ) -> tuple[Any, _Packing, _Packing | None]:
         """Returns the computation for a part, made once for all sizes.
 
-        And how the sum that it returns is packed, if it is one.
+        And how what it is sent is packed, and the sum that it returns, if it is
+        one.
         """
         key = (part.function, self._data)
         if key not in self._computations:
@@ -201,7 +198,7 @@ class ShardedCohorts:
 
     def _lifted(
         self, part: CohortPart, broadcast: tuple[Any, ...]
-    ) -> tuple[Any, _Packing | None]:
+    ) -> tuple[Any, _Packing, _Packing | None]:
         train = self._engine.part_function(part.function)
         example_specs = self._engine.example_specs()
         data, by_sum = self._data, self._reduction == SUM
@@ -239,7 +236,7 @@ class ShardedCohorts:
             shard_spec,
             assigned=self._engine.assigned_variables(),
         )
-        return computation, summed[0] if by_sum else None
+        return computation, packing, summed[0] if by_sum else None
 
 
 class _Packing:
