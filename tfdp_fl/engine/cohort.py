@@ -179,10 +179,11 @@ class CohortFunction:
         collected = ()
         if collect:
             # Not an array of tensors, which is in memory twice when it is
-            # stacked.
+            # stacked. Written in place, so it must be no constant, ever.
             width = sum(value.shape.num_elements() for value in weights)
+            zero = tf.cast(num_clients < 0, tf.float32)
             collected = (
-                tf.ensure_shape(tf.zeros([size, width]), [None, width]),
+                tf.ensure_shape(tf.fill([size, width], zero), [None, width]),
                 rows_array(5),
             )
         num_layers = len(weights) if query.uses_window else 0
