@@ -65,7 +65,8 @@ class EngineSideTest(tf.test.TestCase):
 
     def test_profile_names_operations_of_functions_on_one_thread(self):
         side = self._side()
-        side.add("run", "mlp_small", warm_up=0)
+        made = side.add("run", "mlp_small", warm_up=0)
+        self.assertEqual(made["way"], "side by side")
         side.measure("run", 0.0, min_rounds=2)
         profile = side.profile("run")
         self.assertTrue(profile["one_thread"])

@@ -116,7 +116,7 @@ def _complete():
             "auto": _times(0.105),
             "xla": _times(0.2),
             "xla_first_seconds": 3.0,
-            "chosen": False,
+            "chosen": "plain",
             "ratio": 1.05,
         }
         found[f"profile_{work.name}"] = {

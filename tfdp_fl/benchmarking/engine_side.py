@@ -142,6 +142,14 @@ def _noted_calls(spans: list[tuple[float, float]]) -> Iterator[None]:
         engine._Call.__call__ = call
 
 
+def _way_of(federated_model: keras.DPFederatedModel) -> str:
+    """Returns how the rounds so far were computed in this process."""
+    functions = federated_model._engine._functions
+    if any("lockstep" in str(key) for key in functions):
+        return "side by side"
+    return "XLA" if federated_model._engine.jit_compile else "plain"
+
+
 class EngineSide:
     """Any number of runs in one process, that are measured in turns."""
 
@@ -214,6 +222,7 @@ class EngineSide:
             "first_seconds": first,
             "seconds": made.estimate,
             "jit_compile": getattr(engine, "jit_compile", None),
+            "way": _way_of(made.federated_model),
             "memory_bytes": peak - before,
             "peak_bytes": peak,
         }

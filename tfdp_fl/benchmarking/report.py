@@ -163,8 +163,7 @@ def _jit(results: Results) -> str:
                 _spread(result["plain"]),
                 xla,
                 first,
-                f"{_spread(result['auto'])} "
-                f"({'XLA' if result['chosen'] else 'plain'})",
+                f"{_spread(result['auto'])} ({result['chosen']})",
                 f"{result['ratio']:.2f}",
                 _yes(verdict.holds),
             )

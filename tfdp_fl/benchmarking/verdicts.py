@@ -336,10 +336,10 @@ def of_jit(results: Results, workload: workloads.Workload) -> Verdict | None:
         f"{result['ratio']:.2f}",
         f"at most {JIT_FACTOR}",
         result["ratio"] <= JIT_FACTOR,
-        "It chose XLA."
-        if result["chosen"]
-        else "It chose plain: the same program, timed twice; the difference "
-        "is the machine's noise.",
+        "It chose plain: the same program, timed twice; the difference is "
+        "the machine's noise."
+        if result["chosen"] == "plain"
+        else f"It chose {result['chosen']}.",
     )
 
 

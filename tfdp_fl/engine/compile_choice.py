@@ -1,7 +1,7 @@
 """Whether a model's local training should be compiled by XLA on this CPU.
 
-Measured (docs/benchmarks.md): XLA makes small dense models about three times
-faster, because it fuses away the cost of starting each operation. It makes
+Measured (docs/benchmarks.md): XLA makes small dense models more than twice as
+fast, because it fuses away the cost of starting each operation. It makes
 convolutions and recurrent layers several times slower, and large matrix
 products somewhat slower, because it does not use TensorFlow's own kernels for
 them.

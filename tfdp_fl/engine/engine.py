@@ -800,7 +800,7 @@ class CohortEngine:
         add_up = self._once("add_up", self._sum_collected)
 
         def run(replica: int) -> Any:
-            zeros = self._query.initial_sample_state(
+            total = self._query.initial_sample_state(
                 [
                     tf.zeros(shape, dtype)
                     for shape, dtype in zip(
@@ -809,13 +809,13 @@ class CohortEngine:
                 ]
             )
             for members, collected in pending.collected[replica]:
-                zeros = _added(
-                    zeros,
+                total = _added(
+                    total,
                     add_up(
                         params, collected.updates, tf.constant(members), seed
                     ),
                 )
-            return zeros
+            return total
 
         for members, collected in parts[:1]:  # Traced before the threads run.
             add_up(params, collected.updates[:0], members[:0], seed)
