@@ -2,7 +2,7 @@
 
 Measured (docs/benchmarks.md): XLA makes small dense models more than twice as
 fast, because it fuses away the cost of starting each operation. It makes
-convolutions and recurrent layers several times slower, and large matrix
+convolutions some twenty times slower, and recurrent layers and large matrix
 products somewhat slower, because it does not use TensorFlow's own kernels for
 them.
 """
