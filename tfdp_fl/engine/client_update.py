@@ -256,9 +256,11 @@ class ClientTrainer:
         return [variable.read_value() for variable in self.metric_variables]
 
     def update_metrics(self, y: Any, predicted: Any) -> None:
-        """Adds a batch to the metrics."""
+        """Adds a batch to the metrics, of which a NaN must make no NaN."""
         if self._metrics:
-            self._model.compiled_metrics.update_state(y, predicted)
+            self._model.compiled_metrics.update_state(
+                *tf.nest.map_structure(_with_numbers_only, (y, predicted))
+            )
 
     def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns what the compiled metrics say of a summed state.
@@ -370,39 +372,72 @@ class ClientTrainer:
             loss += tf.cast(extra, loss.dtype)
         return loss
 
-    def loss_of_outputs(
-        self,
-        label: tf.Tensor,
-        output: tf.Tensor,
-        sample_weight: tf.Tensor | None = None,
-    ) -> tf.Tensor:
+    def loss_of_outputs(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
         """Returns the loss of a model with one output, without extra terms."""
-        # What Keras's own container of losses does before it calls one.
-        if label.shape.rank == 1 and output.shape.rank == 2:
-            label = tf.expand_dims(label, -1)
-        if label.dtype.is_floating and output.dtype.is_floating:
-            label = tf.cast(label, output.dtype)
-        return self._single_loss(label, output, sample_weight)
+        return self._single_loss(*_as_keras_calls_a_loss(label, output))
+
+    def losses_of_rows(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
+        """Returns each row's loss, float32 [n], of which the loss is the mean.
+
+        Only for losses of which `separable` says so.
+
+        Args:
+          label: [n, ...].
+          output: [n, c], of a model with one output.
+        """
+        return self._single_loss.call(*_as_keras_calls_a_loss(label, output))
 
     def update(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns Delta = w - w_received, what the client's training did."""
         return self._hooked(
             [
-                variable - value
+                for_record(variable) - for_record(value)
                 for variable, value in zip(self.variables, weights, strict=True)
             ]
         )
 
     def weights(self) -> list[tf.Tensor]:
         """Returns the client's weights, for mechanisms that release them."""
-        return self._hooked(
-            [variable.read_value() for variable in self.variables]
-        )
+        return self._hooked([for_record(each) for each in self.variables])
 
     def _hooked(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if self._training.upload_hook is None:
             return tensors
         return list(self._training.upload_hook(tensors))
+
+
+def for_record(value: tf.Tensor | tf.Variable) -> tf.Tensor:
+    """Returns a weight's value as a client hands it in: float32 or float64.
+
+    Clipped, added up or noised with fewer bits, it would be rounded by more
+    than a clip may be.
+    """
+    value = tf.convert_to_tensor(value)
+    return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)
+
+
+def _as_keras_calls_a_loss(
+    label: tf.Tensor, output: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Does what Keras's own container of losses does before it calls one."""
+    if label.shape.rank == 1 and output.shape.rank == 2:
+        label = tf.expand_dims(label, -1)
+    if label.dtype.is_floating and output.dtype.is_floating:
+        label = tf.cast(label, output.dtype)
+    return label, output
+
+
+def _with_numbers_only(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor with 0 for NaN and Inf, and the mask that it had."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    numbers = tf.where(
+        tf.math.is_finite(tensor), tensor, tf.zeros([], tensor.dtype)
+    )
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        numbers._keras_mask = mask
+    return numbers
 
 
 def _dense(gradient: Any) -> tf.Tensor | None:

@@ -62,8 +62,9 @@ class CohortSum(NamedTuple):
 
     Attributes:
       record: The sum of the clients' `Record`s.
-      loss: Float32 scalar, the sum over examples of the training loss.
-      examples: Float32 scalar, the number of examples trained on.
+      loss: Float32 scalar, the sum over examples of the training loss, as far
+        as it is a number.
+      examples: Float32 scalar, the number of examples of which it is.
       moments: A `Moments`, or () if it was not asked for.
     """
 
@@ -157,7 +158,10 @@ class CohortFunction:
         trainer, options, query = self._trainer, self._options, self._query
         trainer.start_metrics()
         collect = options.output != SUM
-        template = [tf.zeros(value.shape, value.dtype) for value in weights]
+        template = [
+            client_update.for_record(tf.zeros(value.shape, value.dtype))
+            for value in weights
+        ]
         record = (
             ()
             if collect
@@ -299,7 +303,10 @@ class CohortFunction:
             batch_loss = self._trainer.step(
                 batch_x, batch_y, weights, learning_rate
             )
-            weight = tf.cast(size, tf.float32)
+            # One client's NaN is no reason not to know the others' loss.
+            counts = tf.math.is_finite(batch_loss)
+            weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
+            batch_loss = tf.where(counts, batch_loss, 0.0)
             return s + 1, loss + batch_loss * weight, examples + weight
 
         _, loss, examples = tf.while_loop(

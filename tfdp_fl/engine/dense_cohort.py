@@ -19,17 +19,17 @@ pays where clients hold few examples for the size of the kernels.
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.engine import batching, client_update, cohort
+from tfdp_fl.engine import batching, client_update, cohort, separable
 from tfdp_fl.mechanisms import mechanism
 
-# A float32 Gram matrix is rounded, and its sum may cancel: the squared norm is
-# rounded up by this part of the sum of magnitudes, so that the clip holds.
-_ROUNDING = 4e-7
+# Float32: the unit roundoff, and what is lost where a product underflows.
+_ROUNDOFF, _UNDERFLOW = 2.0**-24, 2.0**-126
 
 # Above this many local steps the unrolled graph is no longer worth it.
 _MOST_STEPS = 12
@@ -118,33 +118,27 @@ def _is_plain_dense(layer: Any) -> bool:
     return (
         type(layer) is tf.keras.layers.Dense
         and plain
-        and _is_kerass(layer.activation)
+        and separable.is_activation(layer.activation)
         and layer.trainable
         and layer.kernel.dtype == tf.float32
         and layer.compute_dtype == "float32"
     )
 
 
-def _is_kerass(function: Any) -> bool:
-    """Returns True for Keras's own functions, which take rows one by one.
+def _products_are_float32() -> bool:
+    """Returns True if a float32 product is computed as one.
 
-    The rows of several clients stand in one batch here. What somebody else
-    wrote might mix them, and then one client would move another's update.
+    The bound of an update's norm rests on it. oneDNN and GPUs can be told to
+    round the factors to fewer bits.
     """
-    return (getattr(function, "__module__", None) or "").startswith("keras.")
-
-
-def _is_mean_over_examples(loss: Any) -> bool:
-    if isinstance(loss, str):
-        loss = tf.keras.losses.get(loss)
-    if isinstance(loss, tf.keras.losses.Loss):
-        return (
-            _is_kerass(type(loss))
-            and _is_kerass(getattr(loss, "fn", None))
-            and loss.reduction in ("auto", "sum_over_batch_size")
-            and getattr(loss, "_fn_kwargs", {}).get("axis", -1) == -1
-        )
-    return callable(loss) and _is_kerass(loss)
+    modes = ("ONEDNN_DEFAULT_FPMATH_MODE", "TF_SET_ONEDNN_FPMATH_MODE")
+    if any(
+        os.environ.get(name, "STRICT") not in ("", "STRICT") for name in modes
+    ):
+        return False
+    return not tf.config.list_logical_devices("GPU") or not (
+        tf.config.experimental.tensor_float_32_execution_enabled()
+    )
 
 
 def supports(
@@ -161,7 +155,10 @@ def supports(
     chain = _chain(model)
     if (
         chain is None
-        or not _is_mean_over_examples(training.loss)
+        or not separable.is_mean_over_rows(training.loss)
+        or not separable.are_sums_over_rows(training.metrics)
+        or not _products_are_float32()
+        or model.losses
         or not query.only_scales
         or query.two_phase
         or query.releases != "update"
@@ -177,25 +174,12 @@ def supports(
     layers = tf.keras.layers
     dense = [layer for layer in chain if isinstance(layer, layers.Dense)]
     others = [layer for layer in chain if not isinstance(layer, layers.Dense)]
-    stateless = (
-        layers.InputLayer,
-        layers.Flatten,
-        layers.Activation,
-        layers.ReLU,
-        layers.LeakyReLU,
-        layers.Rescaling,
-    )
     return bool(
         dense
         and all(_is_plain_dense(layer) for layer in dense)
         and all(layer.input_spec.min_ndim == 2 for layer in dense)
         and all(len(layer.input_shape) == 2 for layer in dense)
-        and all(type(layer) in stateless for layer in others)
-        and all(
-            _is_kerass(layer.activation)
-            for layer in others
-            if isinstance(layer, layers.Activation)
-        )
+        and all(separable.is_layer(layer) for layer in others)
     )
 
 
@@ -372,12 +356,10 @@ class DenseCohortFunction:
         clients, batch = shape[1], shape[2]
         labels = tf.gather(y, table.rows)
         memory = self._first_memory(weights, x, table, clients)
-        loss = tf.zeros([])
+        loss, examples = tf.zeros([]), tf.zeros([])
         for step in range(self._steps):
-            mean, valid = self._sample_weights(
-                table.sizes[step], clients, batch
-            )
-            loss += self._step(
+            mean, valid = self._row_weights(table.sizes[step], batch)
+            summed, counted = self._step(
                 weights,
                 _rows(labels[step], keep=labels.shape.rank - 3),
                 mean,
@@ -386,8 +368,9 @@ class DenseCohortFunction:
                 learning_rate,
                 (clients, batch),
             )
+            loss += summed
+            examples += counted
         record = self._sum(weights, params, memory, clients, learning_rate)
-        examples = tf.cast(tf.reduce_sum(table.sizes), tf.float32)
         return (
             cohort.CohortSum(record, loss, examples, ()),
             self._trainer.metric_values(),
@@ -499,34 +482,37 @@ class DenseCohortFunction:
         # A bias is one more kernel row, for an input that is always 1.
         return products if layer.bias is None else products + 1.0
 
-    def _sample_weights(
-        self, sizes: tf.Tensor, clients: tf.Tensor, batch: tf.Tensor
-    ) -> tuple[tf.Tensor | None, tf.Tensor | None]:
-        """Returns weights [K B] that turn Keras's mean into sums.
+    def _row_weights(
+        self, sizes: tf.Tensor, batch: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Returns weights [K B] of the rows of a step, or one for all of them.
 
-        Keras divides by all K B rows. The first weights give the sum over
-        clients of each one's own mean, the second are 1 for rows that count.
+        The first weight sums to each client's own mean, the second is True for
+        rows that count (None: all of them do).
         """
         if self._full_batches:
-            return None, None
-        valid = tf.cast(tf.sequence_mask(sizes, batch), tf.float32)
+            return 1 / tf.cast(batch, tf.float32), None
+        valid = tf.sequence_mask(sizes, batch)
         sizes = tf.cast(sizes, tf.float32)
-        total = tf.cast(clients * batch, tf.float32)
-        mean = valid * tf.math.divide_no_nan(total, sizes)[:, None]
+        mean = tf.math.divide_no_nan(tf.cast(valid, tf.float32), sizes[:, None])
         return tf.reshape(mean, [-1]), tf.reshape(valid, [-1])
 
     def _step(
         self,
         weights: list[tf.Tensor],
         y: tf.Tensor,
-        mean_weights: tf.Tensor | None,
+        mean_weights: tf.Tensor,
         valid: tf.Tensor | None,
         memory: list[_Memory],
         learning_rate: tf.Tensor,
         shape: tuple[tf.Tensor, tf.Tensor],
-    ) -> tf.Tensor:
-        """Takes one step of every client; returns its loss over examples."""
-        clients, batch = shape
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Takes one step of every client.
+
+        Returns:
+          The loss summed over examples, and how many they are: those whose
+          loss is a number.
+        """
         outputs: list[tf.Tensor] = []
         h = None
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -541,9 +527,8 @@ class DenseCohortFunction:
                     tape.watch(z)
                 outputs.append(z)
                 h = layer.layer.activation(z)
-            loss = self._trainer.loss_of_outputs(y, h, mean_weights)
-            if mean_weights is None:
-                loss *= tf.cast(clients, loss.dtype)
+            losses = self._trainer.losses_of_rows(y, h)
+            loss = tf.reduce_sum(losses * mean_weights)
         for own, gradient in zip(
             memory, tape.gradient(loss, outputs), strict=True
         ):
@@ -552,14 +537,17 @@ class DenseCohortFunction:
             )
         if valid is None:
             self._trainer.update_metrics(y, h)
-            return loss * tf.cast(batch, loss.dtype)
-        # Keras weights a loss, but not its metrics.
-        counts = valid > 0
-        self._trainer.update_metrics(
-            tf.boolean_mask(y, counts), tf.boolean_mask(h, counts)
+        else:
+            self._trainer.update_metrics(
+                tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
+            )
+        counts = tf.math.is_finite(losses)
+        if valid is not None:
+            counts &= valid
+        return (
+            tf.reduce_sum(tf.where(counts, losses, 0.0)),
+            tf.reduce_sum(tf.cast(counts, tf.float32)),
         )
-        rows = tf.cast(clients * batch, tf.float32)
-        return self._trainer.loss_of_outputs(y, h, valid) * rows
 
     def _affine(
         self,
@@ -600,22 +588,36 @@ class DenseCohortFunction:
     ) -> mechanism.Record:
         """Scales each client's update as the mechanism says, and adds up."""
         dense = [layer for layer in self._layers if _is_dense(layer)]
-        squared = tf.zeros([clients])
-        factors = []
+        squares, bounds, magnitudes, factors = [], [], [], []
         for layer, own in zip(dense, memory, strict=True):
             d = tf.concat(own.gradients, axis=1)
             x, gram = own.known, own.gram
             if x is None:
                 x = tf.concat(own.inputs, axis=1)
                 gram = self._gram(layer, x, x)
-            both = gram * tf.matmul(d, d, transpose_b=True)
-            squared += tf.reduce_sum(
-                both + _ROUNDING * tf.abs(both), axis=[1, 2]
+            square, bound, magnitude = squared_norms(
+                gram,
+                tf.matmul(d, d, transpose_b=True),
+                x.shape[-1] + (layer.bias is not None),
+                d.shape[-1],
             )
+            squares.append(square)
+            bounds.append(bound)
+            magnitudes.append(magnitude)
             factors.append((x, d))
-        norm = learning_rate * tf.sqrt(tf.maximum(squared, 0.0))
+        # Of the product below, over the rows of all clients of this call.
+        rounding = _summation_error(tf.size(factors[0][1][..., 0]))
+        rate = tf.cast(learning_rate, tf.float64)
+        bound = rate * (
+            tf.sqrt(tf.add_n(bounds))
+            + rounding * tf.sqrt(tf.add_n([each**2 for each in magnitudes]))
+        )
+        # The scale, and each factor times it, are rounded as well.
+        norm = tf.cast(bound * (1 + 16 * _ROUNDOFF), tf.float32)
         usable = tf.math.is_finite(norm)
         each = self._query.scale_of(params, tf.where(usable, norm, 0.0), usable)
+        seen = tf.cast(rate * tf.sqrt(tf.add_n(squares)), tf.float32)
+        each = each._replace(norm=tf.where(usable, seen, 0.0))
         scale = (-learning_rate * each.update)[:, None, None]
         update: list[Any] = [None] * len(weights)
         for layer, (x, d) in zip(dense, factors, strict=True):
@@ -632,6 +634,67 @@ class DenseCohortFunction:
         return mechanism.Record(
             update, *[tf.reduce_sum(value) for value in each[1:]]
         )
+
+
+def _summation_error(terms: int | tf.Tensor) -> tf.Tensor:
+    """Returns gamma_n = n u / (1 - n u), of n float32 terms in any order."""
+    share = tf.cast(terms, tf.float64) * _ROUNDOFF
+    return share / (1 - share)
+
+
+def squared_norms(
+    gram_x: tf.Tensor, gram_d: tf.Tensor, columns_x: int, columns_d: int
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns the squared norms of K products X^T D, and what bounds them.
+
+    ||X^T D||^2 = sum_ij (X X^T)_ij (D D^T)_ij, of Gram matrices that were
+    rounded to float32. A client may choose rows that are large and cancel, so
+    that the sum is little more than rounding; hence a bound by proof. A float32
+    product of n terms, added up in whatever order, is off by at most
+    gamma_n sum |terms| (Higham 2002, "Accuracy and Stability of Numerical
+    Algorithms", section 3.1), plus n times the underflow threshold. With
+    Cauchy and Schwarz, for rows x_i of a columns,
+
+        |fl(X X^T)_ij - (X X^T)_ij| <= gamma_a ||x_i|| ||x_j|| + a 2^-126,
+
+    and likewise for D. Summed over i and j, with q = sum_i ||x_i|| ||d_i||,
+
+        ||X^T D||^2 <= sum_ij fl(X X^T)_ij fl(D D^T)_ij + (gamma_a + gamma_b
+            + gamma_a gamma_b) q^2 + a 2^-126 (sum_i ||d_i||)^2 + ...
+
+    q also bounds what rounding does to the product itself: computed over n
+    rows it is off by at most gamma_n q in Frobenius norm.
+
+    Args:
+      gram_x: Float32 [K, n, n], X X^T.
+      gram_d: Float32 [K, n, n], D D^T.
+      columns_x: a, the columns of X, one more where there is a bias.
+      columns_d: b, the columns of D.
+
+    Returns:
+      `(square, bound, q)`, float64 [K] each: the squared norm as computed (at
+      least 0), an upper bound of the true one, and q. None is finite where an
+      element is not.
+    """
+    lengths, errors, thresholds = [], [], []
+    for gram, columns in ((gram_x, columns_x), (gram_d, columns_d)):
+        error, threshold = _summation_error(columns), columns * _UNDERFLOW
+        diagonal = tf.cast(tf.linalg.diag_part(gram), tf.float64)
+        # Squares cannot cancel: this is the length at the least.
+        lengths.append(tf.sqrt((1 + 2 * error) * diagonal + threshold))
+        errors.append(error)
+        thresholds.append(threshold)
+    of_x, of_d = lengths
+    q = tf.reduce_sum(of_x * of_d, axis=1)
+    products = tf.cast(gram_x, tf.float64) * tf.cast(gram_d, tf.float64)
+    square = tf.reduce_sum(products, axis=[1, 2])
+    # What is of second order is less than a hundredth of what is there.
+    margin = 1.01 * (
+        (errors[0] + errors[1]) * q**2
+        + thresholds[0] * tf.reduce_sum(of_d, axis=1) ** 2
+        + thresholds[1] * tf.reduce_sum(of_x, axis=1) ** 2
+    )
+    return tf.maximum(square, 0.0), tf.maximum(square, 0.0) + margin, q
 
 
 def _with_update(total: cohort.CohortSum, update: Any) -> cohort.CohortSum:

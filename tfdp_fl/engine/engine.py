@@ -249,6 +249,7 @@ class CohortEngine:
             )
             for each in models
         ]
+        replicas.check_state(models[0], element_spec[0])
         query = mechanism.bind(
             dataclasses.replace(
                 deployment, num_variables=len(self._trainers[0].variables)
@@ -277,7 +278,10 @@ class CohortEngine:
         )
         self._unheard = [matching[id(each)] for each in first.replica_state]
         self._shapes = [each.shape for each in self.server.variables]
-        self._dtypes = [each.dtype for each in self.server.variables]
+        self._dtypes = [
+            client_update.for_record(tf.zeros([], each.dtype)).dtype
+            for each in self.server.variables
+        ]
         self._element_spec = element_spec
         self.state = query.initial_global_state()
         self._functions: dict[Any, Any] = {}

@@ -155,13 +155,55 @@ def changed_by_training(
     ]
     if not candidates:
         return []
-    traced = tf.function(
-        lambda: model(zeros_like_batch(element_spec, 2), training=True)
-    ).get_concrete_function()
-    assigned = _assigned_resources(traced)
+    assigned = _assigned_resources(_traced_forward_pass(model, element_spec))
     return [
         variable for variable in candidates if id(variable.handle) in assigned
     ]
+
+
+def check_state(model: tf.keras.Model, element_spec: Any) -> None:
+    """Raises ValueError if a model keeps what no client's start would reset.
+
+    What one client leaves behind in such a variable (the state of a stateful
+    RNN, or a layer's own memory) would go on to the next one.
+
+    Args:
+      model: A replica, with its generators (`own_generators`).
+      element_spec: A nest of `tf.TensorSpec`, one example's features.
+    """
+    for layer in model._flatten_layers(include_self=False):
+        if getattr(layer, "stateful", False) and hasattr(layer, "states"):
+            raise ValueError(
+                "model must not have stateful layers, whose state would pass "
+                f"from one client to the next, got {layer.name!r} with "
+                "stateful=True."
+            )
+    traced = _traced_forward_pass(model, element_spec)
+    assigned = _assigned_resources(traced)
+    reset = {id(variable.handle) for variable in model.variables}
+    for layer in model._flatten_layers():
+        source = getattr(layer, "_random_generator", None)
+        for value in (
+            *vars(layer).values(),
+            *getattr(source, "__dict__", {}).values(),
+        ):
+            if isinstance(value, tf.random.Generator):
+                reset.add(id(value.state.handle))
+    for variable in traced.graph.variables:
+        handle = id(variable.handle)
+        if handle in assigned and handle not in reset:
+            raise ValueError(
+                "model must keep what training changes in its weights, where "
+                "every client starts afresh; it also assigns the variable "
+                f"{variable.name!r}, whose value would pass from one client "
+                "to the next."
+            )
+
+
+def _traced_forward_pass(model: tf.keras.Model, element_spec: Any) -> Any:
+    return tf.function(
+        lambda: model(zeros_like_batch(element_spec, 2), training=True)
+    ).get_concrete_function()
 
 
 def _assigned_resources(function: Any) -> set[int]:

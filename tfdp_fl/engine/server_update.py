@@ -55,11 +55,14 @@ class ServerUpdate:
             for variable, value in zip(
                 self._trainable, mean[:count], strict=True
             ):
-                variable.assign_add(value)
+                if value.dtype == variable.dtype:
+                    variable.assign_add(value)
+                else:  # Rounded once, with its noise.
+                    variable.assign(_moved(variable, value))
         else:
             self.optimizer.apply_gradients(
                 [
-                    (-value, variable)
+                    (-tf.cast(value, variable.dtype), variable)
                     for variable, value in zip(
                         self._trainable, mean[:count], strict=True
                     )
@@ -68,7 +71,7 @@ class ServerUpdate:
         for variable, value in zip(
             self._non_trainable, mean[count:], strict=True
         ):
-            variable.assign(_kept_valid(variable, variable + value))
+            variable.assign(_kept_valid(variable, _moved(variable, value)))
 
     def finalize(self) -> None:
         """Gives the model its last values, as Keras does at the end of `fit`.
@@ -81,15 +84,17 @@ class ServerUpdate:
 
     def replace(self, weights: list[tf.Tensor]) -> None:
         """Sets the model to released weights (NbAFL)."""
-        count = len(self._trainable)
-        for variable, value in zip(
-            self._trainable, weights[:count], strict=True
-        ):
+        for variable, value in zip(self.variables, weights, strict=True):
+            value = tf.cast(value, variable.dtype)
+            if any(variable is each for each in self._non_trainable):
+                value = _kept_valid(variable, value)
             variable.assign(value)
-        for variable, value in zip(
-            self._non_trainable, weights[count:], strict=True
-        ):
-            variable.assign(_kept_valid(variable, value))
+
+
+def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
+    """Returns variable + change, of which the change may have more bits."""
+    moved = tf.cast(variable, change.dtype) + change
+    return tf.cast(moved, variable.dtype)
 
 
 def _kept_valid(variable: tf.Variable, value: tf.Tensor) -> Any:

@@ -1,0 +1,265 @@
+"""Data that an adversary would choose: no client moves the sum by more than S.
+
+The norm is measured in float64, of what the engine added to the sum.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import hypothesis
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from hypothesis import strategies as st
+
+import tfdp_fl
+from tests.engine import cohorts
+from tests.mechanisms import references
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import dense_cohort
+
+_S = 0.01
+_ALLOWED = _S * (1 + 1e-5)
+_PATHS = ("side by side", "a few at a time", "one by one", "xla", "streamed")
+
+
+def _network(features, widths, activation="linear", twins=True, seed=0):
+    """Returns a dense binary classifier in which two features cancel out."""
+    tf.keras.utils.set_random_seed(seed)
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input([features]),
+            *[tf.keras.layers.Dense(n, activation) for n in widths],
+            tf.keras.layers.Dense(1),
+        ]
+    )
+    if twins:
+        kernel = model.layers[0].kernel
+        rows = kernel.numpy()
+        rows[1] = -rows[0]
+        kernel.assign(rows)
+    return model
+
+
+def _added(model, x, y, path, *, batch_size, rate=50.0, loss=None, epochs=1):
+    """Returns the norm of what one client adds, and how many were discarded."""
+    if path == "streamed":
+        dataset = FederatedDataset.from_tf_datasets(
+            {0: tf.data.Dataset.from_tensor_slices((x, y))}
+        )
+    else:
+        dataset = FederatedDataset.from_client_arrays({0: (x, y)})
+    beside = path in ("side by side", "a few at a time", "streamed")
+    engine = cohorts.make_engine(
+        model,
+        dataset,
+        mechanism=tfdp_fl.FixedClipping(clip_norm=_S, noise_multiplier=0.0),
+        loss=loss or tf.keras.losses.BinaryCrossentropy(from_logits=True),
+        optimizer=tf.keras.optimizers.SGD(rate),
+        jit_compile=None if beside else path == "xla",
+    )
+    inputs = cohorts.inputs(
+        dataset,
+        batch_size=batch_size,
+        local_epochs=epochs,
+        learning_rate=rate,
+    )
+    with mock.patch.multiple(
+        dense_cohort,
+        pays=lambda *_: beside,
+        is_small=lambda *_: path == "a few at a time",
+    ):
+        pending = engine.collect(dataset, inputs)
+    assert beside == any("lockstep" in str(key) for key in engine._functions)
+    (total,) = pending.sums
+    record = total.record
+    norm = references.l2_norm([v.numpy() for v in record.update])
+    return norm, float(record.discarded)
+
+
+def _cancelling(features, examples, size):
+    """Returns data whose small parts add up, and vanish beside large ones.
+
+    Two features of the given size cancel in the logits. In a float32 Gram
+    matrix their squares swallow those of all others, which have the sign of
+    the label, and whose gradients add up.
+    """
+    sign = np.where(np.arange(examples) % 2, 1.0, -1.0)
+    x = np.empty([examples, features])
+    x[:, 2:] = size * 2.0**-12 * 0.99 * sign[:, None]
+    x[:, :2] = size
+    return x.astype(np.float32), (sign > 0).astype(np.float32)
+
+
+class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        path=_PATHS, widths=[(128,), (512,)], size=[30.0, 3000.0]
+    )
+    def test_large_features_that_cancel(self, path, widths, size):
+        norm, discarded = _added(
+            _network(784, widths),
+            *_cancelling(784, 10, size),
+            path,
+            batch_size=10,
+        )
+        self.assertEqual(discarded, 0)
+        self.assertBetween(norm, 0.01 * _S, _ALLOWED)
+
+    @parameterized.product(
+        path=_PATHS[:3], exponent=[-44, -38, -30, -3, 1, 4, 9, 18, 19, 30]
+    )
+    def test_whatever_the_scale(self, path, exponent):
+        for rate in (1e-3, 50.0):
+            norm, _ = _added(
+                _network(50, (16,)),
+                *_cancelling(50, 8, 10.0**exponent),
+                path,
+                batch_size=4,
+                rate=rate,
+            )
+            self.assertLessEqual(norm, _ALLOWED)
+
+    @parameterized.parameters((16,), (4096,), (64, 64, 64), ())
+    def test_any_width_and_depth(self, *widths):
+        for batch_size in (1, 12):
+            norm, _ = _added(
+                _network(300, widths),
+                *_cancelling(300, 12, 1000.0),
+                "side by side",
+                batch_size=batch_size,
+            )
+            self.assertLessEqual(norm, _ALLOWED)
+
+    @parameterized.parameters(*_PATHS[:3])
+    def test_factors_whose_squares_vanish(self, path):
+        # x x^T is 0 in float32 and d d^T is not, without a bias to tell.
+        model = tf.keras.Sequential(
+            [tf.keras.Input([40]), tf.keras.layers.Dense(3, use_bias=False)]
+        )
+        x = np.full([4, 40], 3e-23, np.float32)
+        y = np.full([4, 3], 1e18, np.float32)
+        norm, _ = _added(model, x, y, path, batch_size=4, rate=1e4, loss="mse")
+        self.assertBetween(norm, 1e-30, _ALLOWED)
+
+    @hypothesis.settings(
+        max_examples=25, deadline=None, derandomize=True, database=None
+    )
+    @hypothesis.given(
+        widths=st.lists(st.sampled_from([16, 40, 200]), max_size=2),
+        activation=st.sampled_from(["linear", "relu", "tanh"]),
+        twins=st.booleans(),
+        size=st.floats(-3, 18),
+        small=st.floats(0, 14),
+        examples=st.integers(2, 16),
+        batch_size=st.sampled_from([1, 3, 16]),
+        rate=st.sampled_from([1e-2, 1.0, 100.0]),
+        seed=st.integers(0, 9),
+    )
+    def test_anything(
+        self,
+        widths,
+        activation,
+        twins,
+        size,
+        small,
+        examples,
+        batch_size,
+        rate,
+        seed,
+    ):
+        rng = np.random.default_rng(seed)
+        x, y = _cancelling(60, examples, 10.0**size)
+        x[:, 2:] *= 2.0 ** (12 - small) * rng.choice([1, 1, -1, 0], [1, 58])
+        hypothesis.assume(-(-examples // batch_size) <= 6)
+        norm, _ = _added(
+            _network(60, widths, activation, twins, seed),
+            x,
+            y,
+            "side by side",
+            batch_size=batch_size,
+            rate=rate,
+        )
+        self.assertLessEqual(norm, _ALLOWED)
+
+    @parameterized.parameters("one by one", "xla")
+    def test_ten_million_equal_weights(self, path):
+        # Added up one after the other in float32, their squares stand still.
+        model = tf.keras.Sequential(
+            [
+                tf.keras.Input([4096]),
+                tf.keras.layers.Dense(2441, kernel_initializer="zeros"),
+            ]
+        )
+        norm, _ = _added(
+            model,
+            np.ones([1, 4096], np.float32),
+            np.ones([1, 2441], np.float32),
+            path,
+            batch_size=1,
+            loss="mse",
+        )
+        self.assertBetween(norm, 0.999 * _S, _ALLOWED)
+
+    @parameterized.parameters("float16", "bfloat16")
+    def test_a_model_of_few_bits_hands_in_more(self, dtype):
+        model = tf.keras.Sequential(
+            [
+                tf.keras.Input([30], dtype=dtype),
+                tf.keras.layers.Dense(20, dtype=dtype),
+            ]
+        )
+        rng = np.random.default_rng(0)
+        norm, _ = _added(
+            model,
+            rng.normal(size=[6, 30]).astype(np.float32),
+            rng.normal(size=[6, 20]).astype(np.float32),
+            "one by one",
+            batch_size=6,
+            rate=1.0,
+            loss="mse",
+        )
+        self.assertBetween(norm, 0.999 * _S, _ALLOWED)
+
+    def test_nobody_else_is_swallowed(self):
+        # One client's large terms must not absorb the others' in one product.
+        x, y = _cancelling(300, 10, 1000.0)
+        rng = np.random.default_rng(1)
+        others = {
+            k: (
+                rng.normal(size=[10, 300]).astype(np.float32),
+                rng.integers(0, 2, 10).astype(np.float32),
+            )
+            for k in range(1, 6)
+        }
+        model = _network(300, (32,))
+        sums = []
+        for clients in ({0: (x, y), **others}, others):
+            dataset = FederatedDataset.from_client_arrays(clients)
+            engine = cohorts.make_engine(
+                model,
+                dataset,
+                mechanism=tfdp_fl.FixedClipping(
+                    clip_norm=_S, noise_multiplier=0.0
+                ),
+                loss=tf.keras.losses.BinaryCrossentropy(from_logits=True),
+                jit_compile=None,
+            )
+            with mock.patch.object(dense_cohort, "pays", lambda *_: True):
+                pending = engine.collect(
+                    dataset,
+                    cohorts.inputs(
+                        dataset,
+                        batch_size=10,
+                        local_epochs=1,
+                        learning_rate=50.0,
+                    ),
+                )
+            (total,) = pending.sums
+            sums.append([v.numpy() for v in total.record.update])
+        moved = [a.astype(np.float64) - b for a, b in zip(*sums, strict=True)]
+        self.assertLessEqual(references.l2_norm(moved), _ALLOWED)
+
+
+if __name__ == "__main__":
+    tf.test.main()
