@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.engine import layers, replicas
+from tfdp_fl.engine import labels, layers, replicas
 from tfdp_fl.mechanisms import noise
 
 UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
@@ -170,6 +170,7 @@ class ClientTrainer:
         moving statistics of batch normalization). The mechanism treats them
         alike: clipped together, noised together.
       metric_variables: The state of the compiled metrics.
+      label_ranges: What class labels may be (see `labels.ranges`).
     """
 
     def __init__(
@@ -225,7 +226,10 @@ class ClientTrainer:
         )
         x, y = (replicas.zeros_like_batch(spec) for spec in element_spec)
         predicted = self._model(x, training=False)
-        check_labels(y, predicted, self._model.compiled_loss)
+        labels.check(y, predicted, self._model.compiled_loss)
+        self.label_ranges = labels.ranges(
+            y, predicted, self._model.compiled_loss
+        )
         self._model.compute_loss(x, y, predicted)
         self._model.compute_metrics(x, y, predicted, None)
         self._model.reset_metrics()
@@ -447,42 +451,3 @@ def _dense(gradient: Any) -> tf.Tensor | None:
 
 def _plus(gradient: Any, extra: tf.Tensor) -> tf.Tensor:
     return extra if gradient is None else _dense(gradient) + extra
-
-
-def check_labels(y: Any, predicted: Any, compiled_loss: Any) -> None:
-    """Raises ValueError if labels cannot belong to the model's output.
-
-    A loss of the user's own may take labels of any shape.
-
-    Args:
-      y: Nest of label tensors of a batch.
-      predicted: Nest of the model's outputs for it.
-      compiled_loss: A compiled model's container of losses.
-    """
-    compiled_loss.build(predicted)
-    labels = tf.nest.flatten(compiled_loss._conform_to_outputs(predicted, y))
-    outputs = tf.nest.flatten(predicted)
-    if len(labels) != len(outputs):
-        raise ValueError(
-            f"labels must have one tensor for each of the {len(outputs)} "
-            f"outputs of the model, got {len(labels)}."
-        )
-    losses = tf.nest.flatten(compiled_loss._losses)
-    for label, output, loss in zip(labels, outputs, losses, strict=True):
-        function = getattr(loss, "fn", None)
-        module = getattr(function, "__module__", None) or ""
-        if label is None or not module.startswith("keras."):
-            continue
-        shape, expected = label.shape[1:], output.shape[1:]
-        if function.__name__ == "sparse_categorical_crossentropy":
-            allowed = (expected[:-1], [*expected[:-1], 1])
-        elif expected.rank and expected[-1] == 1:
-            allowed = (expected, expected[:-1])
-        else:
-            allowed = (expected,)
-        if not any(shape.is_compatible_with(each) for each in allowed):
-            raise ValueError(
-                f"labels must have the shape {tuple(allowed[0])} for each "
-                f"example, to fit the model's output {tuple(expected)} and "
-                f"the loss {loss.name!r}, got {tuple(shape)}."
-            )

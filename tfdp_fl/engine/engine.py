@@ -18,6 +18,7 @@ from tfdp_fl.engine import (
     compile_choice,
     dense_cohort,
     flat_functions,
+    labels,
     replicas,
     server_update,
 )
@@ -242,6 +243,7 @@ class CohortEngine:
         self._moments = moments
         self._collect_records = collect_records
         count = num_replicas or replicas.default_num_replicas()
+        replicas.check_layers(model)
         models = _replicas_of(model, element_spec[0], count)
         self._trainers = [
             client_update.ClientTrainer(
@@ -283,6 +285,8 @@ class CohortEngine:
             for each in self.server.variables
         ]
         self._element_spec = element_spec
+        self._label_ranges = first.label_ranges
+        self._has_trained = False
         self.state = query.initial_global_state()
         self._functions: dict[Any, Any] = {}
         self._log_names: list[str] = []
@@ -318,6 +322,10 @@ class CohortEngine:
     def num_variables(self) -> int:
         """Returns how many tensors a client's record has."""
         return len(self._shapes)
+
+    def check_labels(self, dataset: FederatedDataset) -> None:
+        """Raises ValueError if a client's labels cannot be the model's."""
+        labels.check_clients(dataset, self._label_ranges)
 
     # Half one: train and add up.
 
@@ -446,6 +454,7 @@ class CohortEngine:
                 positions,
                 failures,
                 self._element_spec,
+                self._label_ranges,
                 # XLA compiles for every number of rows that it meets.
                 batching.padded_length if self._jit_compile else int,
             )
@@ -656,9 +665,15 @@ class CohortEngine:
             for replica, group in enumerate(groups)
         ]
 
+        raised: list[tuple[CohortPart, Exception]] = []
+
         def run(replica: int) -> None:
             for call in calls[replica]:
-                returned = call()
+                try:
+                    returned = call()
+                except tf.errors.InvalidArgumentError as error:
+                    raised.append((call.part, error))
+                    continue
                 kind, *rest = call.part.function
                 if kind == _LOCKSTEP_FEW and float(
                     returned[0].record.discarded
@@ -670,11 +685,48 @@ class CohortEngine:
                         replica, pending, chunk, careful
                     )()
                 self.take(pending, call.part, returned, replica)
+                self._has_trained |= call.part.plan.num_clients > 0
 
         if len(calls) == 1:
             run(0)
         else:
             list(self._pool.map(run, range(len(calls))))
+        for part, error in raised:
+            self._run_one_by_one(pending, chunk, part, error)
+
+    def _run_one_by_one(
+        self,
+        pending: PendingRound,
+        chunk: CohortChunk,
+        part: CohortPart,
+        error: Exception,
+    ) -> None:
+        """Trains the clients of a part in which one's data raised an error.
+
+        Who raises it alone has failed (an index that no embedding has, say);
+        the others are none the worse for it. Where nobody could ever train, it
+        is the model that is wrong.
+        """
+        failures, members = [], part.plan.members.tolist()
+        for place, member in enumerate(members):
+            alone = self._part(
+                batching.select(part.plan, np.array([place])),
+                pending.inputs,
+                side_by_side=False,
+            )
+            try:
+                self.take(
+                    pending,
+                    alone,
+                    self._prepared(0, pending, chunk, alone)(),
+                )
+            except tf.errors.InvalidArgumentError as own:
+                position = int(pending.inputs.positions[member])
+                failures.append(ClientFailure(position, own))
+        self._has_trained |= len(failures) < len(members)
+        if not self._has_trained:
+            raise error
+        pending.failures += failures
 
     def _prepared(
         self,
@@ -995,9 +1047,12 @@ def _streamed_chunks(
     positions: np.ndarray,
     failures: list[ClientFailure],
     element_spec: tuple[Any, Any],
+    label_ranges: list[labels.LabelRange],
     rows_for: Callable[[int], int],
 ) -> Iterator[CohortChunk]:
     """Reads clients one after the other into chunks of bounded size.
+
+    A client with labels that are not allowed failed.
 
     A chunk of n examples has `rows_for(n)` rows, the rest of them zeros.
     """
@@ -1007,6 +1062,10 @@ def _streamed_chunks(
     for member, client in enumerate(dataset.read_clients(positions)):
         if isinstance(client, ClientFailure):
             failures.append(client)
+            continue
+        problem = labels.problem_of_client(client.y, label_ranges)
+        if problem is not None:
+            failures.append(ClientFailure(int(positions[member]), problem))
             continue
         held.append((member, client.x, client.y))
         size += sum(

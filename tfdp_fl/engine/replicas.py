@@ -29,6 +29,17 @@ def default_num_replicas() -> int:
         return max(1, os.cpu_count() or 1)
 
 
+def check_layers(model: tf.keras.Model) -> None:
+    """Raises ValueError for layers that keep state from batch to batch."""
+    for layer in model._flatten_layers(include_self=False):
+        if getattr(layer, "stateful", False) and hasattr(layer, "states"):
+            raise ValueError(
+                "model must not have stateful layers, whose state would pass "
+                f"from one client to the next, got {layer.name!r} with "
+                "stateful=True."
+            )
+
+
 def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
     """Returns the same model with variables of its own.
 
@@ -166,20 +177,12 @@ def changed_by_training(
 def check_state(model: tf.keras.Model, element_spec: Any) -> None:
     """Raises ValueError if a model keeps what no client's start would reset.
 
-    What one client leaves behind in such a variable (the state of a stateful
-    RNN, or a layer's own memory) would go on to the next one.
+    What one client leaves behind in such a variable would go on to the next.
 
     Args:
       model: A replica, with its generators (`own_generators`).
       element_spec: A nest of `tf.TensorSpec`, one example's features.
     """
-    for layer in model._flatten_layers(include_self=False):
-        if getattr(layer, "stateful", False) and hasattr(layer, "states"):
-            raise ValueError(
-                "model must not have stateful layers, whose state would pass "
-                f"from one client to the next, got {layer.name!r} with "
-                "stateful=True."
-            )
     traced = _traced_forward_pass(model, element_spec)
     assigned = _assigned_resources(traced)
     reset = {id(variable.handle) for variable in model.variables}

@@ -388,6 +388,7 @@ class DPFederatedModel:
             plan = interrupted.plan
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
         self._prepare(clients, plan, between_client_variance)
+        self._engine.check_labels(clients)
         if interrupted is not None:
             interrupted.restore(self)
         self._plan = plan

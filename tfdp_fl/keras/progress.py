@@ -11,12 +11,12 @@ _HIDDEN = (
     "noise_stddev",
     "clipped_fraction",
     "mean_update_norm",
-    "discarded_clients",
     "client_noise_stddev",
     "between_client_variance",
     "update_scale",
-    "failed_clients",
 )
+# Of interest only where there is any.
+_RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
 
 
 class RoundProgress:
@@ -46,7 +46,7 @@ class RoundProgress:
             (name, value)
             for name, value in logs.items()
             if name not in _HIDDEN
-            and not (name == "abandoned_rounds" and not value)
+            and not (name in _RARE and not value)
             and not (isinstance(value, float) and math.isnan(value))
         ]
         if self._bar is not None:

@@ -1,0 +1,223 @@
+"""One client's data can end no round, and pass nothing on to the next one."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tfdp_fl
+from tests.engine import cohorts
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import dense_cohort
+
+_layers = tf.keras.layers
+
+
+def _fixed():
+    return tfdp_fl.FixedClipping(clip_norm=0.4, noise_multiplier=0.0)
+
+
+def _moved(
+    clients, model, *, beside=False, streamed=False, few=False, **options
+):
+    """Returns how a round moves a model, and its logs."""
+    if streamed:
+        dataset = FederatedDataset.from_tf_datasets(
+            {
+                k: tf.data.Dataset.from_tensor_slices(client)
+                for k, client in clients.items()
+            }
+        )
+    else:
+        dataset = FederatedDataset.from_client_arrays(clients)
+    engine = cohorts.make_engine(
+        model,
+        dataset,
+        mechanism=_fixed(),
+        jit_compile=None if beside else False,
+        **options,
+    )
+    before = model.get_weights()
+    with mock.patch.multiple(
+        dense_cohort, pays=lambda *_: beside, is_small=lambda *_: few
+    ):
+        pending = engine.collect(
+            dataset, cohorts.inputs(dataset, clients_per_round=3.0)
+        )
+        logs = engine.release(pending)
+    moved = [b - a for a, b in zip(before, model.get_weights(), strict=True)]
+    return moved, {**logs, "failures": pending.failures}
+
+
+class NaNTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        beside=[True, False], few=[True, False], value=[np.nan, np.inf, 1e38]
+    )
+    def test_the_loss_is_that_of_the_others(self, beside, few, value):
+        clients = cohorts.client_arrays((5, 5, 5))
+        clients[1][0][2, 1] = value
+        others = {k: v for k, v in clients.items() if k != 1}
+        metrics = {"training": {"metrics": ["accuracy", "mse"]}}
+        moved, logs = _moved(
+            clients, cohorts.mlp(), beside=beside, few=few, **metrics
+        )
+        wanted, _ = _moved(
+            others, cohorts.mlp(), beside=beside, few=few, **metrics
+        )
+        self.assertTrue(math.isfinite(logs["loss"]))
+        self.assertTrue(math.isfinite(logs["accuracy"]))
+        self.assertTrue(math.isfinite(logs["mse"]))
+        if logs["discarded_clients"]:
+            for one, other in zip(moved, wanted, strict=True):
+                self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
+        else:  # 1e38 saturates the tanh, and does no harm.
+            self.assertEqual(value, 1e38)
+
+
+class LabelTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(3, -1)
+    def test_outside_of_the_classes_is_said_before_the_first_round(self, label):
+        clients = cohorts.client_arrays((5, 5, 5))
+        clients[2][1][4] = label
+        fed = tfdp_fl.DPFederatedModel(
+            cohorts.mlp(), _fixed(), clients_per_round=3
+        )
+        fed.compile("sgd", cohorts.cross_entropy())
+        with self.assertRaisesRegex(
+            ValueError, "labels must be integers from 0 to 2, .* for client 2"
+        ):
+            fed.fit(FederatedDataset.from_client_arrays(clients), verbose=0)
+        self.assertEqual(fed.rounds, 0)
+
+    def test_an_ignored_class_is_allowed(self):
+        clients = cohorts.client_arrays((5, 5, 5))
+        clients[2][1][4] = -1
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, ignore_class=-1
+        )
+        dataset = FederatedDataset.from_client_arrays(clients)
+        engine = cohorts.make_engine(cohorts.mlp(), dataset, loss=loss)
+        engine.check_labels(dataset)
+
+    def test_of_a_client_that_is_not_taken_do_not_matter(self):
+        clients = cohorts.client_arrays((5, 5, 5))
+        clients[1][1][4] = 9
+        dataset = FederatedDataset.from_client_arrays(clients)
+        engine = cohorts.make_engine(cohorts.mlp(), dataset)
+        engine.check_labels(dataset.take([0, 2]))
+        with self.assertRaisesRegex(ValueError, "client 1"):
+            engine.check_labels(dataset)
+
+    def test_strings_are_no_labels(self):
+        clients = {
+            k: (x, np.array(["a"] * len(x)))
+            for k, (x, _) in cohorts.client_arrays().items()
+        }
+        dataset = FederatedDataset.from_client_arrays(clients)
+        with self.assertRaisesRegex(ValueError, "labels must be numbers"):
+            cohorts.make_engine(cohorts.mlp(), dataset)
+
+    def test_of_a_streamed_client_fail_the_client(self):
+        clients = cohorts.client_arrays((5, 5, 5))
+        others = {k: v for k, v in clients.items() if k != 1}
+        clients[1][1][4] = 7
+        moved, logs = _moved(clients, cohorts.mlp(), streamed=True)
+        wanted, _ = _moved(others, cohorts.mlp(), streamed=True)
+        (failure,) = logs["failures"]
+        self.assertEqual(failure.position, 1)
+        self.assertIn("from 0 to 2", str(failure.error))
+        for one, other in zip(moved, wanted, strict=True):
+            self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
+
+
+class TrainingErrorTest(tf.test.TestCase, parameterized.TestCase):
+    def _model(self):
+        tf.keras.utils.set_random_seed(1)
+        return tf.keras.Sequential(
+            [
+                tf.keras.Input([4], dtype=tf.int32),
+                _layers.Embedding(10, 3),
+                _layers.Flatten(),
+                _layers.Dense(3),
+            ]
+        )
+
+    def _clients(self, *bad):
+        rng = np.random.default_rng(0)
+        clients = {
+            k: (rng.integers(0, 10, [5, 4]), rng.integers(0, 3, 5))
+            for k in range(3)
+        }
+        for k in bad:
+            clients[k][0][2, 2] = 99
+        return clients
+
+    def test_a_client_whose_data_raises_has_failed(self):
+        clients = self._clients(1)
+        moved, logs = _moved(clients, self._model())
+        wanted, _ = _moved({0: clients[0], 2: clients[2]}, self._model())
+        self.assertEqual([f.position for f in logs["failures"]], [1])
+        for one, other in zip(moved, wanted, strict=True):
+            self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
+        self.assertTrue(math.isfinite(logs["loss"]))
+
+    def test_where_nobody_can_train_the_error_is_raised(self):
+        with self.assertRaises(tf.errors.InvalidArgumentError):
+            _moved(self._clients(0, 1, 2), self._model())
+
+
+class StateTest(tf.test.TestCase):
+    def test_a_stateful_layer_is_refused(self):
+        model = tf.keras.Sequential(
+            [
+                tf.keras.Input([4, 2], batch_size=5),
+                _layers.LSTM(3, stateful=True),
+                _layers.Dense(3),
+            ]
+        )
+        clients = {0: (np.zeros([5, 4, 2], np.float32), np.zeros(5, np.int64))}
+        dataset = FederatedDataset.from_client_arrays(clients)
+        with self.assertRaisesRegex(ValueError, "stateful=True"):
+            cohorts.make_engine(model, dataset)
+
+    def test_a_memory_outside_of_the_weights_is_refused(self):
+        memory = tf.Variable(0.0, name="memory")
+
+        class Remembers(_layers.Layer):
+            def call(self, x):
+                before = memory.read_value()
+                memory.assign(tf.reduce_sum(x))
+                return x + before
+
+        with tf.keras.utils.custom_object_scope({"Remembers": Remembers}):
+            model = tf.keras.Sequential(
+                [tf.keras.Input([4]), Remembers(), _layers.Dense(3)]
+            )
+            dataset = FederatedDataset.from_client_arrays(
+                cohorts.client_arrays()
+            )
+            with self.assertRaisesRegex(ValueError, "memory.*to the next"):
+                cohorts.make_engine(model, dataset)
+
+    def test_an_own_generator_is_no_memory(self):
+        class Noisy(_layers.Layer):
+            def __init__(self, **kwargs):
+                super().__init__(**kwargs)
+                self.generator = tf.random.Generator.from_seed(1)
+
+            def call(self, x):
+                return x + self.generator.normal(tf.shape(x))
+
+        with tf.keras.utils.custom_object_scope({"Noisy": Noisy}):
+            model = tf.keras.Sequential(
+                [tf.keras.Input([4]), Noisy(), _layers.Dense(3)]
+            )
+            _moved(cohorts.client_arrays((3, 3)), model)
+
+
+if __name__ == "__main__":
+    tf.test.main()

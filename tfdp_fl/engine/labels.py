@@ -1,0 +1,147 @@
+"""Whether labels can belong to a model's outputs, before anything trains."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl.datasets import FederatedDataset
+
+
+class LabelRange(NamedTuple):
+    """What the class labels of one output may be.
+
+    Attributes:
+      leaf: Which tensor of the flattened labels it is about.
+      num_classes: Labels are from 0 up to, but not including, this.
+      ignored: Another value that is allowed (Keras's `ignore_class`), or None.
+    """
+
+    leaf: int
+    num_classes: int
+    ignored: int | None
+
+    def rows_outside(self, values: Any) -> np.ndarray:
+        """Returns which rows (bool [n]) have a label that is not allowed."""
+        values = np.asarray(values)
+        inside = (values >= 0) & (values < self.num_classes)  # Not for a NaN.
+        if self.ignored is not None:
+            inside |= values == self.ignored
+        return ~inside.reshape(len(values), -1).all(axis=1)
+
+    def problem(self) -> str:
+        """Returns what to tell whoever has such a label."""
+        other = "" if self.ignored is None else f" (or {self.ignored})"
+        return (
+            f"labels must be integers from 0 to {self.num_classes - 1}{other}, "
+            "to fit the model's output, got one outside of that"
+        )
+
+
+def ranges(y: Any, predicted: Any, compiled_loss: Any) -> list[LabelRange]:
+    """Returns the ranges of the labels that are numbers of classes.
+
+    Args:
+      y: Nest of label tensors of a batch.
+      predicted: Nest of the model's outputs for it.
+      compiled_loss: A compiled model's container of losses, built.
+    """
+    leaves = tf.nest.pack_sequence_as(y, range(len(tf.nest.flatten(y))))
+    found = []
+    for leaf, output, loss in zip(
+        tf.nest.flatten(compiled_loss._conform_to_outputs(predicted, leaves)),
+        tf.nest.flatten(predicted),
+        tf.nest.flatten(compiled_loss._losses),
+        strict=True,
+    ):
+        function = getattr(loss, "fn", None)
+        if (
+            leaf is None
+            or function is not tf.keras.losses.sparse_categorical_crossentropy
+            or getattr(loss, "_fn_kwargs", {}).get("axis", -1) != -1
+        ):
+            continue
+        ignored = getattr(loss, "_fn_kwargs", {}).get("ignore_class")
+        found.append(LabelRange(leaf, output.shape[-1], ignored))
+    return found
+
+
+def problem_of_client(y: Any, allowed: list[LabelRange]) -> ValueError | None:
+    """Returns the error of a client whose labels are not allowed, or None."""
+    leaves = tf.nest.flatten(y)
+    for each in allowed:
+        if each.rows_outside(leaves[each.leaf]).any():
+            return ValueError(f"{each.problem()}.")
+    return None
+
+
+def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
+    """Raises ValueError if a client has labels that are not allowed.
+
+    Of a dataset that is read client by client nothing is known before; its
+    clients are checked when they are read.
+    """
+    if not dataset.is_indexed:
+        return
+    leaves = tf.nest.flatten(dataset.flat()[1])
+    for each in allowed:
+        outside = each.rows_outside(leaves[each.leaf])
+        if not outside.any():
+            continue
+        rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
+        places = np.flatnonzero(outside[rows])
+        if len(places):
+            position = int(
+                np.searchsorted(np.cumsum(lengths), places[0], side="right")
+            )
+            raise ValueError(
+                f"clients: {each.problem()} for client "
+                f"{dataset.client_ids[position]!r}."
+            )
+
+
+def check(y: Any, predicted: Any, compiled_loss: Any) -> None:
+    """Raises ValueError if labels cannot belong to the model's output.
+
+    A loss of the user's own may take labels of any shape.
+
+    Args:
+      y: Nest of label tensors of a batch.
+      predicted: Nest of the model's outputs for it.
+      compiled_loss: A compiled model's container of losses.
+    """
+    compiled_loss.build(predicted)
+    labels = tf.nest.flatten(compiled_loss._conform_to_outputs(predicted, y))
+    outputs = tf.nest.flatten(predicted)
+    if len(labels) != len(outputs):
+        raise ValueError(
+            f"labels must have one tensor for each of the {len(outputs)} "
+            f"outputs of the model, got {len(labels)}."
+        )
+    losses = tf.nest.flatten(compiled_loss._losses)
+    for label, output, loss in zip(labels, outputs, losses, strict=True):
+        function = getattr(loss, "fn", None)
+        module = getattr(function, "__module__", None) or ""
+        if label is None or not module.startswith("keras."):
+            continue
+        if label.dtype == tf.string:
+            raise ValueError(
+                f"labels must be numbers for the loss {loss.name!r}, got "
+                "strings; a tf.keras.layers.StringLookup of the classes makes "
+                "integers of them."
+            )
+        shape, expected = label.shape[1:], output.shape[1:]
+        if function.__name__ == "sparse_categorical_crossentropy":
+            allowed = (expected[:-1], [*expected[:-1], 1])
+        elif expected.rank and expected[-1] == 1:
+            allowed = (expected, expected[:-1])
+        else:
+            allowed = (expected,)
+        if not any(shape.is_compatible_with(each) for each in allowed):
+            raise ValueError(
+                f"labels must have the shape {tuple(allowed[0])} for each "
+                f"example, to fit the model's output {tuple(expected)} and "
+                f"the loss {loss.name!r}, got {tuple(shape)}."
+            )
