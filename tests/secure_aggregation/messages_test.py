@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from tfdp_fl.secure_aggregation import Message, RejectedMessageError
+from tfdp_fl.secure_aggregation import (
+    AdditiveSecretSharing,
+    Member,
+    Message,
+    RejectedMessageError,
+)
 
 
 def _message() -> Message:
@@ -54,6 +60,17 @@ class MessageTest(parameterized.TestCase):
         {"sender": None},
         {"members": [[1]]},
         {"kind": None, "tensors": 3},
+        {"kind": "shrug"},
+        {"kind": ["share"]},
+        {"session": 7},
+        {"members": 1e999},
+        {"tensors": [["<u8", [1.9]]]},
+        {"tensors": [["<u8", [True]]]},
+        {"tensors": [["<u8", [1e999]]]},
+        {"tensors": [["<u8", [0, 2**70]]]},
+        {"tensors": [["<u8", [0] * 33]]},
+        {"tensors": [["<u8", "0"]]},
+        {"tensors": [["<u8", {"0": 0}]]},
     )
     def test_bad_headers_are_refused(self, **changes):
         header = {
@@ -68,6 +85,44 @@ class MessageTest(parameterized.TestCase):
         magic = _message().to_bytes()[:16]
         with self.assertRaises(RejectedMessageError):
             Message.from_bytes(magic + struct.pack("<I", len(text)) + text)
+
+    def test_mutated_messages_are_read_or_refused(self):
+        # Whatever the bytes, nothing but the documented error comes out, and
+        # what is read can be handed to a member.
+        rng = np.random.default_rng(1)
+        data = _message().to_bytes()
+        (length,) = struct.unpack_from("<I", data, 16)
+        header = data[20 : 20 + length].decode()
+        spans = [each.span() for each in re.finditer(r"[^][{}:, ]+", header)]
+        junk = (
+            "1.9", "-1", "1e999", "NaN", "null", "true", '"x"', "[]", "{}",
+            "18446744073709551616", "9" * 5000, "[" * 3000, "\\ud800",
+        )  # fmt: skip
+        refused = 0
+        for attempt in range(6000):
+            if attempt % 2:
+                changed = bytearray(data)
+                for _ in range(rng.integers(1, 4)):
+                    changed[rng.integers(len(data))] = rng.integers(256)
+            else:
+                start, end = spans[rng.integers(len(spans))]
+                part = junk[rng.integers(len(junk))]
+                text = (header[:start] + part + header[end:]).encode()
+                changed = data[:16] + struct.pack("<I", len(text))
+                changed += text + data[20 + length :]
+            member = Member(
+                AdditiveSecretSharing(),
+                "ann",
+                np.zeros([2, 3]),
+                members=[3, "ann", "bob"],
+                session="s1",
+            )
+            member.begin(0.0)
+            try:
+                member.receive(Message.from_bytes(bytes(changed)), 0.0)
+            except RejectedMessageError:
+                refused += 1
+        self.assertGreater(refused, 4000)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ STEP_OF_KIND = {READY: 1, PEERS: 1, SHARE: 2, PARTIAL_SUM: 3}
 
 _MAGIC = b"tfdpfl-secagg-1\n"
 _DTYPES = ("<u4", "<u8", "<f8")
+_MOST_DIMENSIONS = 32  # What numpy allows.
+_MOST_BYTES = 2**62  # No array is larger; beyond it numpy's own sizes overflow.
 
 
 class RejectedMessageError(ValueError):
@@ -94,14 +96,14 @@ class Message:
             raise RejectedMessageError("These bytes are not a message.")
         (length,) = struct.unpack_from("<I", data, len(_MAGIC))
         try:
-            header = json.loads(data[start : start + length])
+            header = json.loads(data[start : start + length].decode("utf-8"))
             layout = [
-                (_known_dtype(dtype), tuple(int(size) for size in shape))
+                (_known_dtype(dtype), _known_shape(shape))
                 for dtype, shape in header["tensors"]
             ]
             fields = {
-                "kind": str(header["kind"]),
-                "session": str(header["session"]),
+                "kind": _known_kind(header["kind"]),
+                "session": _text(header["session"]),
                 "sender": _member_id(header["sender"]),
                 "recipient": _member_id(header["recipient"]),
                 "members": tuple(_member_id(m) for m in header["members"]),
@@ -111,13 +113,8 @@ class Message:
                 "The header of the message cannot be read."
             ) from error
         offset = start + length
-        sizes = [
-            math.prod(shape) * dtype.itemsize
-            if min(shape, default=0) >= 0
-            else -1
-            for dtype, shape in layout
-        ]
-        if min(sizes, default=0) < 0 or offset + sum(sizes) != len(data):
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in layout]
+        if offset + sum(sizes) != len(data):
             raise RejectedMessageError(
                 "The message is not as long as its header says."
             )
@@ -135,6 +132,35 @@ def _known_dtype(name: str) -> np.dtype:
     if name not in _DTYPES:
         raise ValueError(f"dtype must be one of {_DTYPES}, got {name!r}.")
     return np.dtype(name)
+
+
+def _known_shape(shape: object) -> tuple[int, ...]:
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"A shape is a list of at most {_MOST_DIMENSIONS} sizes, got "
+            f"{shape!r}."
+        )
+    # JSON knows 1.9, Infinity and true as well; `int` would take them.
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"Sizes are integers from 0, got {shape!r}.")
+    # Sizes beside a 0 need no bytes, and are still sizes of an array.
+    if math.prod(max(size, 1) for size in shape) > _MOST_BYTES // 8:
+        raise ValueError(f"No array has the shape {shape!r}.")
+    return tuple(shape)
+
+
+def _known_kind(kind: object) -> str:
+    if not isinstance(kind, str) or kind not in STEP_OF_KIND:
+        raise ValueError(
+            f"kind must be one of {tuple(STEP_OF_KIND)}, got {kind!r}."
+        )
+    return kind
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"session must be a string, got {value!r}.")
+    return value
 
 
 def _member_id(value: object) -> MemberId:
