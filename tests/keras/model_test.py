@@ -317,19 +317,69 @@ class CohortTest(parameterized.TestCase):
             fed.spending.clients.participations, np.ones(40)
         )
 
-    def test_secure_aggregation_adds_up_the_same(self):
-        plain = toy.federated(_QUIET, clients_per_round=7)
+    @parameterized.named_parameters(
+        ("fixed", _QUIET),
+        ("exact_median", tfdp_fl.MedianClipping(noise_multiplier=0.0)),
+        (
+            "private_median",
+            tfdp_fl.MedianClipping(
+                noise_multiplier=0.0, median_noise_multiplier=0.1
+            ),
+        ),
+        (
+            "median_with_noise_at_the_clients",
+            tfdp_fl.MedianClipping(noise_multiplier=0.1, noise_site="client"),
+        ),
+    )
+    def test_secure_aggregation_adds_up_the_same(self, mechanism):
+        plain = toy.federated(mechanism, clients_per_round=7)
         secure = toy.federated(
-            _QUIET,
+            mechanism,
             clients_per_round=7,
             secure_aggregation=AdditiveSecretSharing(),
         )
+        start = plain.get_weights()
         for fed in (plain, secure):
             _fit(fed, 2, seed=1)
         for one, other in zip(
             plain.get_weights(), secure.get_weights(), strict=True
         ):
             np.testing.assert_allclose(one, other, atol=1e-6)
+        self.assertFalse(np.array_equal(start[0], plain.get_weights()[0]))
+
+    def test_a_value_too_large_to_share_does_not_end_the_training(self):
+        x, y = toy.arrays(400)
+        x[13] = 1e6  # The second of 40 clients.
+        clients = tfdp_fl.datasets.FederatedDataset.from_indices(
+            x, y, np.arange(400).reshape(40, 10)
+        )
+        fed = toy.federated(
+            tfdp_fl.NoPrivacy(),
+            clients_per_round=40,
+            secure_aggregation=AdditiveSecretSharing(),
+        )
+        before = fed.get_weights()
+        with self.assertWarnsRegex(UserWarning, "1 of 40.*max_share_value=100"):
+            history = _fit(fed, 1, clients).history
+        self.assertEqual(history["discarded_clients"], [1.0])
+        self.assertEqual(history["failed_clients"], [0.0])
+        for one, other in zip(before, fed.get_weights(), strict=True):
+            self.assertLess(np.abs(one - other).max(), 1.0)
+
+    def test_a_client_whose_noise_is_missing_has_failed(self):
+        fed = toy.federated(
+            tfdp_fl.FixedClipping(
+                clip_norm=1e4, noise_multiplier=1.0, noise_site="client"
+            ),
+            clients_per_round=7,
+            secure_aggregation=AdditiveSecretSharing(),
+        )
+        before = fed.get_weights()
+        with self.assertWarnsRegex(UserWarning, "lacks their noise"):
+            history = _fit(fed, 1).history
+        self.assertEqual(history["abandoned_rounds"], [1.0])
+        self.assertEqual(fed.epsilon(_DELTA), 0.0)
+        np.testing.assert_array_equal(before[0], fed.get_weights()[0])
 
     def test_a_nan_client_is_dropped_and_reported(self):
         x, y = toy.arrays(400)

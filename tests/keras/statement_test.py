@@ -166,6 +166,18 @@ class StatementTest(parameterized.TestCase):
             "client_noise_needs_honest_clients" in caveats, site == "client"
         )
 
+    @parameterized.parameters(None, 1.0)
+    def test_secure_aggregation_says_that_norms_are_seen(self, median_noise):
+        fed = _trained(
+            tfdp_fl.MedianClipping(
+                noise_multiplier=1.0, median_noise_multiplier=median_noise
+            ),
+            rounds=1,
+            secure_aggregation=AdditiveSecretSharing(),
+        )
+        caveats = fed.privacy_statement(0.1, "dict")["caveats"]
+        self.assertIn("secure_aggregation_norms_seen", caveats)
+
     def test_every_caveat_is_one_that_the_statement_knows(self):
         source = tfdp_fl.keras.statement._caveats.__code__.co_consts
         keys = {

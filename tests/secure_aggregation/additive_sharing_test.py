@@ -24,6 +24,20 @@ def _chi_square_is_alarming(cells: np.ndarray, num_cells: int) -> bool:
     return statistic > stats.chi2.isf(_FALSE_ALARM, num_cells - 1)
 
 
+def _just_above_halves(size: int, norm: float, step: float) -> np.ndarray:
+    """Returns what gets longest by rounding, of at most a given norm."""
+    each = norm / (size**0.5 * step)
+    low = max(np.floor(each - 0.5), 0.0) + 0.500001
+    if each <= low:  # Not all coordinates can be as large as a half.
+        value = np.zeros(size)
+        value[: int(0.999 * size * (each / low) ** 2)] = low
+    else:
+        value = np.full(size, low)
+        share = (each**2 - low**2) / ((low + 1) ** 2 - low**2)
+        value[: int(0.999 * size * share)] += 1
+    return value * step
+
+
 def _top_bits(shares: np.ndarray, bits: int) -> np.ndarray:
     return (shares >> (shares.dtype.itemsize * 8 - bits)).astype(np.int64)
 
@@ -198,6 +212,60 @@ class ReconstructionTest(parameterized.TestCase):
             np.abs(back - values).max(), protocol.resolution / 2
         )
         self.assertGreater(np.abs(back - values).max(), 0)
+
+    @parameterized.product(
+        bits=(32, 64),
+        size_and_bound=((100_000, 0.01), (1_000_000, 0.01), (3, 1e-4)),
+        kind=("random", "halves", "one", "zeros"),
+    )
+    def test_what_is_sent_is_within_the_bound(self, bits, size_and_bound, kind):
+        size, bound = size_and_bound
+        protocol = AdditiveSecretSharing(bits=bits)
+        value = {
+            "random": np.random.default_rng(1).normal(size=size),
+            "halves": _just_above_halves(size, bound, protocol.resolution),
+            "one": np.eye(1, size)[0],
+            "zeros": np.zeros(size),
+        }[kind].astype(np.float32)
+        norm = np.linalg.norm(value.astype(np.float64))
+        if kind in ("random", "one") or norm > bound:
+            value *= np.float32(bound / norm)
+        sent = protocol.encode(protocol.within(value, bound))
+        decoded = protocol.decode(sent)
+        self.assertLessEqual(np.linalg.norm(decoded), bound)
+        np.testing.assert_array_equal(decoded, protocol.within(value, bound))
+        np.testing.assert_allclose(
+            decoded, value, atol=1.01 * protocol.resolution + 1e-7 * bound
+        )
+
+    @parameterized.parameters((100_000, 1.11), (10_000_000, 1.99))
+    def test_rounding_to_the_nearest_would_exceed_the_clip(self, size, factor):
+        protocol = AdditiveSecretSharing(bits=32)
+        value = _just_above_halves(size, 0.01, protocol.resolution)
+        self.assertLessEqual(np.linalg.norm(value), 0.01)
+        nearest = protocol.decode(protocol.encode(value))
+        self.assertGreater(np.linalg.norm(nearest), factor * 0.01)
+        sent = protocol.decode(protocol.encode(protocol.within(value, 0.01)))
+        self.assertLessEqual(np.linalg.norm(sent), 0.01)
+
+    def test_without_rounding_up_nothing_is_lost(self):
+        # The nearest value, where that is within the bound.
+        protocol = AdditiveSecretSharing(bits=32)
+        value = 0.7 * protocol.resolution * np.ones(5)
+        np.testing.assert_array_equal(
+            protocol.within(value, 1.0), protocol.resolution * np.ones(5)
+        )
+        # Towards zero where no bound is known, whatever norm is meant.
+        np.testing.assert_array_equal(
+            protocol.within(-value, np.inf), np.zeros(5)
+        )
+
+    def test_float_shares_are_of_a_value_within_the_bound(self):
+        protocol = AdditiveSecretSharing(mode="float")
+        value = np.full(1000, 0.1, np.float32)  # Norm 3.1622777 > sqrt(10).
+        sent = protocol.within(value, 3.0)
+        self.assertLessEqual(np.linalg.norm(sent), 3.0)
+        np.testing.assert_allclose(sent, value * 3 / 10**0.5, rtol=1e-6)
 
     @parameterized.parameters(3, 10, 100)
     def test_float_error_is_within_1e_6(self, participants):

@@ -139,6 +139,17 @@ CAVEATS: dict[str, str] = {
         "could have that delta."
     ),
     "epsilon_large": ("An epsilon above 10 bounds the worst case only weakly."),
+    "secure_aggregation_norms_seen": (
+        "The clip norm of each round was set from the norms of the clients' "
+        "updates, and the norm of each client's update reached the server in "
+        "the clear, outside secure aggregation and without noise; towards the "
+        "server epsilon does not cover those norms."
+    ),
+    "query_noise_from_tf_random": (
+        "The noise was drawn by the TF-Privacy query from TensorFlow's own "
+        "random numbers: if tf.random.set_seed was called, whoever knows that "
+        "seed can repeat the noise, and towards them there is no guarantee."
+    ),
 }
 
 _SAMPLING = {

@@ -424,3 +424,39 @@ def sum_collected(
         parallel_iterations=1,
     )
     return record
+
+
+def preprocess_collected(
+    query: mechanism.CohortQuery,
+    params: Any,
+    updates: tf.Tensor,
+    members: tf.Tensor,
+    seed: tf.Tensor,
+    shapes: list[tf.TensorShape],
+    dtypes: list[tf.DType],
+) -> CollectedUpdates:
+    """Returns the records of updates that waited for a joint clip.
+
+    What `sum_collected` adds up (for its arguments see there), one by one.
+    """
+    width = sum(shape.num_elements() for shape in shapes)
+
+    def client(row):
+        update, member = row
+        client_seed = noise.fold_in(seed, member)
+        with noise.seeded(noise.fold_in(client_seed, 0)):
+            one = query.preprocess_record(
+                params, unflatten(update, shapes, dtypes)
+            )
+        return _flatten(one.update), tf.stack([*one[1:]])
+
+    flat, scalars = tf.map_fn(
+        client,
+        (updates, members),
+        parallel_iterations=1,
+        fn_output_signature=(
+            tf.TensorSpec([width], tf.float32),
+            tf.TensorSpec([5], tf.float32),
+        ),
+    )
+    return CollectedUpdates(updates=flat, norms=scalars[:, 2], scalars=scalars)

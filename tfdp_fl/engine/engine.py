@@ -382,7 +382,11 @@ class CohortEngine:
             each = getattr(pending, name)
             setattr(pending, name, [each[replica] for replica in ran])
         if self._query.two_phase:
-            self._clip_and_sum(pending)
+            params = self._set_clip(pending)
+            if self._collect_records:
+                self._clip_each(pending, params)
+            else:
+                self._clip_and_sum(pending, params)
 
     def begin(self, inputs: RoundInputs) -> tuple[Any, Any, Any, Any]:
         """Returns what clients need of the server.
@@ -839,20 +843,36 @@ class CohortEngine:
         pending.sums[replica] = result
         pending.metric_states[replica] = metrics
 
-    def _clip_and_sum(self, pending: PendingRound) -> None:
-        """Sets the clip from all norms; then clips and adds up each update."""
+    def _set_clip(self, pending: PendingRound) -> Any:
+        """Sets the clip from all norms; returns the sample params."""
         parts = [part for group in pending.collected for part in group]
         norms = np.zeros(len(pending.inputs.positions), np.float32)
         answered = np.zeros(len(norms), bool)
         for members, collected in parts:
             norms[members] = collected.norms.numpy()
             answered[members] = True
-        seed = tf.constant(pending.inputs.seed)
         pending.state, params = self._once("clip", self._clip_to_cohort)(
             pending.state,
             *pending.tensors,
             tf.constant(norms[answered]),
         )
+        return params
+
+    def _clip_each(self, pending: PendingRound, params: Any) -> None:
+        """Makes records of the updates, for a sum that is formed elsewhere."""
+        preprocess = self._once("clip_each", self._preprocess_collected)
+        seed = tf.constant(pending.inputs.seed)
+        for group in pending.collected:
+            for place, (members, collected) in enumerate(group):
+                records = preprocess(
+                    params, collected.updates, tf.constant(members), seed
+                )
+                group[place] = (members, records)
+
+    def _clip_and_sum(self, pending: PendingRound, params: Any) -> None:
+        """Clips and adds up each update."""
+        parts = [part for group in pending.collected for part in group]
+        seed = tf.constant(pending.inputs.seed)
         add_up = self._once("add_up", self._sum_collected)
 
         def run(replica: int) -> Any:
@@ -890,6 +910,17 @@ class CohortEngine:
 
     def _sum_collected(self, params, updates, members, seed):
         return cohort.sum_collected(
+            self._query,
+            params,
+            updates,
+            members,
+            seed,
+            self._shapes,
+            self._dtypes,
+        )
+
+    def _preprocess_collected(self, params, updates, members, seed):
+        return cohort.preprocess_collected(
             self._query,
             params,
             updates,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import numpy as np
 
 from tfdp_fl import secure_aggregation
@@ -9,6 +12,10 @@ from tfdp_fl.engine import engine
 
 # Of a record's scalars, the bit and the weight are handed in.
 _HANDED_IN = 2
+_DISCARDED = 4  # The place of that diagnostic among the scalars.
+# Noise of two steps of the grid is, once rounded, the rounded sum's noise but
+# for a part of exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
+_STEPS_OF_NOISE = 2.0
 
 
 def sum_securely(
@@ -24,6 +31,14 @@ def sum_securely(
     diagnostics that `History` reports (norm, clipped, discarded) do not: they
     are known because this is a simulation, and a deployment has none.
 
+    Where the server adds the noise, the update that is sent is within the clip
+    (`AdditiveSecretSharing.within`), not only the one before rounding. Noise
+    of the clients' own is rounded with the update, to the nearest value.
+
+    A client with a value above `max_share_value` does not end the round. If it
+    brings no noise that the sum needs, it counts as discarded: it hands in
+    zeros. If it does, it has failed.
+
     Args:
       cohort_engine: The engine that collected the records one by one.
       pending: The round; its sum is set.
@@ -31,21 +46,52 @@ def sum_securely(
       group_size: How many members a group aims at; None: its minimum.
 
     Returns:
-      The places in the cohort of clients whose group failed: their updates
-      are not in the sum.
+      The places in the cohort of clients that failed, or whose group did:
+      their updates are not in the sum.
+
+    Raises:
+      ValueError: The protocol's grid is too coarse for what is sent, or the
+        cohort cannot be split.
     """
     parts = [part for group in pending.collected for part in group]
     if not parts:
         cohort_engine.set_record_sum(pending, None)
         return ()
+    query = cohort_engine.query
+    params = None
+    if query.client_noise != "own":
+        params = query.derive_sample_params(
+            query.begin_round(pending.state, *pending.tensors[0][:2])
+        )
+    _check_grid(protocol, params)
     members = np.concatenate([members for members, _ in parts])
     scalars = np.concatenate([each.scalars.numpy() for _, each in parts])
-    vectors = np.concatenate([each.updates.numpy() for _, each in parts])
+    updates = np.concatenate([each.updates.numpy() for _, each in parts])
     order = np.argsort(members, kind="stable")
-    members, scalars = members[order], scalars[order]
-    vectors = np.concatenate([vectors[order], scalars[:, :_HANDED_IN]], axis=1)
+    members, scalars, updates = members[order], scalars[order], updates[order]
+    too_large = ~(
+        np.abs(updates).max(axis=1, initial=0.0) <= protocol.max_share_value
+    ) | ~(
+        np.abs(scalars[:, :_HANDED_IN]).max(axis=1) <= protocol.max_share_value
+    )
+    if too_large.any():
+        failed = _without(too_large, members, scalars, updates, query, protocol)
+        if failed:
+            cohort_engine.set_record_sum(pending, None)
+            return failed
+    bound = None
+    if query.client_noise == "none":
+        # A query that is not ours may not say what its clip is.
+        bound = float(getattr(params, "clip_norm", math.inf))
+
+    def sent_by(index: int) -> np.ndarray:
+        update = updates[index].astype(np.float64)
+        if bound is not None:
+            update = protocol.within(update, bound)
+        return np.concatenate([update, scalars[index, :_HANDED_IN]])
+
     grouped = secure_aggregation.sum_in_groups(
-        vectors, protocol, group_size=group_size
+        sent_by, protocol, group_size=group_size, num_members=len(members)
     )
     if grouped.total is None:
         cohort_engine.set_record_sum(pending, None)
@@ -56,3 +102,57 @@ def sum_securely(
             pending, np.concatenate([grouped.total, seen])
         )
     return tuple(int(members[index]) for index in grouped.failed_members)
+
+
+def _check_grid(protocol, params) -> None:
+    """Raises ValueError if rounding would lose a bit or change the noise."""
+    if protocol.mode != "ring":
+        return
+    needed = [("the bit and the weight of a client", 0.5)]
+    for name, what in (
+        ("noise_stddev", "a client's noise on its update"),
+        ("count_noise_stddev", "a client's noise on its bit"),
+    ):
+        stddev = float(getattr(params, name, 0.0))
+        if stddev > 0:
+            needed.append((what, stddev / _STEPS_OF_NOISE))
+    for what, resolution in needed:
+        if protocol.resolution > resolution:
+            raise ValueError(
+                "secure_aggregation must have a resolution of at most "
+                f"{resolution:.3g}, because of {what}, got "
+                f"{protocol.resolution:.3g}: take bits=64, or a smaller "
+                f"max_share_value than {protocol.max_share_value:g}."
+            )
+
+
+def _without(
+    too_large, members, scalars, updates, query, protocol
+) -> tuple[int, ...]:
+    """Makes zeros of what cannot be sent; returns the clients that fail."""
+    places = np.flatnonzero(too_large)
+    fails = query.client_noise == "share"
+    warnings.warn(
+        f"{len(places)} of {len(members)} clients have values that are not "
+        f"within max_share_value={protocol.max_share_value:g} (first: place "
+        f"{int(members[places[0]])} in the cohort) and "
+        + (
+            "have failed, and the sum lacks their noise."
+            if fails
+            else "were discarded: they hand in zeros."
+        )
+        + " If they are honest, secure_aggregation needs a larger "
+        "max_share_value.",
+        stacklevel=3,
+    )
+    if fails:
+        return tuple(int(members[place]) for place in places)
+    updates[places] = 0.0
+    scalars[places, _DISCARDED] = 1.0
+    handed_in = scalars[:, :_HANDED_IN]
+    # A mean over the clients that answered is one without these; a fixed
+    # divisor does not look at the weight, and the bit is the client's to give.
+    if query.client_noise == "own":
+        handed_in[places] = 0.0
+    handed_in[~(np.abs(handed_in) <= protocol.max_share_value)] = 0.0
+    return ()

@@ -118,6 +118,8 @@ def _caveats(fed: Any) -> tuple[str, ...]:
         and not at_clients
         and not local
         and private,
+        "secure_aggregation_norms_seen": fed._secure_aggregation is not None
+        and fed._engine.query.two_phase,
         "non_trainable_released": private and server.has_non_trainable,
         "non_trainable_kept": fed._engine.keeps_non_trainable,
         "clients_excluded": seen["clients_excluded"] > 0,

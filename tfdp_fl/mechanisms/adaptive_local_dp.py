@@ -35,6 +35,7 @@ class AdaptiveLocalDPQuery(mechanism.CohortQuery):
     """
 
     uses_window = True
+    client_noise = "own"
 
     def __init__(
         self,

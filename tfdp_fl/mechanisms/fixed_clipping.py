@@ -40,6 +40,7 @@ class FixedClippingQuery(mechanism.CohortQuery):
     def __init__(self, clip_norm: float, noise_site: str):
         self._clip_norm = clip_norm
         self._noise_site = noise_site
+        self.client_noise = "share" if noise_site == "client" else "none"
 
     def initial_global_state(self) -> mechanism.QueryState:
         """Implements `DPQuery.initial_global_state`."""

@@ -28,6 +28,8 @@ class LocalDPQuery(mechanism.CohortQuery):
     itself, so nothing depends on how many there are.
     """
 
+    client_noise = "own"
+
     def __init__(self, clip_norm: float, client_noise_multiplier: float):
         self._clip_norm = clip_norm
         self._client_noise_multiplier = client_noise_multiplier

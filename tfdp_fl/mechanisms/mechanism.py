@@ -133,11 +133,16 @@ class CohortQuery(tfp.SumAggregationDPQuery):
         it is the weights themselves (NbAFL).
       uses_window: Whether every client brings norms of its earlier rounds
         (AdaptiveLocalDP).
+      client_noise: What noise a client's record carries: "none" (the server
+        adds it, so what a client sends has to be within the clip), "share" (a
+        part of the noise on the sum: without it the sum has too little) or
+        "own" (each record is a private release by itself).
     """
 
     two_phase: ClassVar[bool] = False
     releases: ClassVar[str] = "update"
     uses_window: ClassVar[bool] = False
+    client_noise: ClassVar[str] = "none"
 
     @property
     def only_scales(self) -> bool:

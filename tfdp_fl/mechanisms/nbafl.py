@@ -57,6 +57,7 @@ class NbAFLQuery(mechanism.CohortQuery):
     """Clips and noises weights at the clients; clips and noises the mean."""
 
     releases = "weights"
+    client_noise = "own"
 
     def __init__(
         self, weight_clip: float, uplink_factor: float, downlink_stddev: float

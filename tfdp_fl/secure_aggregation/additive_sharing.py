@@ -44,6 +44,11 @@ class AdditiveSecretSharing:
     values, at most `resolution / 2` each. A value that is larger than
     `max_share_value`, or not finite, is refused and never wrapped or clipped.
 
+    Rounding to the nearest may make a vector longer, by up to
+    sqrt(D) * resolution / 2: with noise that is added after the sum, a member
+    would then move it by more than the clip. `within` gives the value on the
+    grid that is no longer than the clip; what `encode` makes of it is that.
+
     With the defaults the resolution is 2^-39 = 1.8e-12 (with `bits=32`, which
     halves the traffic, 2^-17 = 7.6e-6: lower `max_share_value` to what the
     values need, since every halving halves the error).
@@ -130,6 +135,32 @@ class AdditiveSecretSharing:
                 f"{self.max_participants} (max_participants) members, got "
                 f"{participants}."
             )
+
+    def within(self, value: np.ndarray, bound: float) -> np.ndarray:
+        """Returns the value as it can be sent, no longer than a bound.
+
+        In the ring that is the nearest value on the grid if its L2 norm is at
+        most `bound`. Otherwise the value is scaled to the bound and rounded
+        towards zero, which makes no coordinate larger in magnitude, and so no
+        norm of it. The norms are measured in float64, on what is sent.
+
+        Args:
+          value: finite real numbers, any shape, clipped already: what exceeds
+            the bound is meant to be the rounding of floating point.
+          bound: S, at least 0; infinity if there is none. Then every value is
+            rounded towards zero, so that no norm of it grows.
+
+        Returns:
+          A float64 array of the same shape, which `encode` does not change.
+        """
+        value = np.asarray(value, np.float64)
+        step = self.resolution if self.mode == "ring" else 0.0
+        if math.isfinite(bound):
+            nearest = np.rint(value / step) * step if step else value
+            if _norm(nearest) <= bound:
+                return nearest
+            value = _scaled_to(value, bound)
+        return np.trunc(value / step) * step if step else value
 
     def encode(self, value: np.ndarray, name: str = "value") -> np.ndarray:
         """Returns the ring elements (or float64 numbers) that stand for it.
@@ -233,3 +264,21 @@ class AdditiveSecretSharing:
         for share in shares[1:]:
             total += share
         return total
+
+
+def _norm(value: np.ndarray) -> float:
+    # Scaled, so that no square is lost or overflows.
+    largest = float(np.max(np.abs(value), initial=0.0))
+    if not largest:
+        return 0.0
+    return largest * float(np.linalg.norm(np.ravel(value / largest)))
+
+
+def _scaled_to(value: np.ndarray, bound: float) -> np.ndarray:
+    """Returns the value, scaled down to a norm of at most `bound`."""
+    norm, factor = _norm(value), 1.0
+    while norm > bound:
+        # Once, as a rule; the margin is for the rounding of this product.
+        factor *= bound / norm * (1 - 2.0**-48)
+        norm = _norm(value * factor)
+    return value * factor

@@ -1,0 +1,112 @@
+"""What a client hands in to secure aggregation, and what comes of it."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.engine import cohorts
+from tfdp_fl import secure_aggregation
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import RoundInputs, secure_sum
+
+_CLIP = 1e-4
+
+
+def _collected(mechanism, noise_multiplier):
+    dataset = FederatedDataset.from_client_arrays(
+        cohorts.client_arrays(sizes=(7, 3, 5))
+    )
+    engine = cohorts.make_engine(
+        cohorts.mlp(), dataset, mechanism=mechanism, collect_records=True
+    )
+    inputs = RoundInputs(
+        round_index=0,
+        positions=np.arange(3),
+        clients_per_round=3.0,
+        noise_multiplier=noise_multiplier,
+        batch_size=2,
+        local_epochs=1,
+        learning_rate=0.1,
+        seed=np.array([3, 4]),
+    )
+    return engine, engine.collect(dataset, inputs)
+
+
+class SumSecurelyTest(parameterized.TestCase):
+    def _sent(self, mechanism, protocol, noise_multiplier=0.0):
+        """Returns the vectors that a cohort sends, as they are on the grid."""
+        engine, pending = _collected(mechanism, noise_multiplier)
+        sent = []
+
+        def spy(updates, protocol, group_size=None, *, num_members=None):
+            rows = updates
+            if callable(updates):
+                rows = [updates(index) for index in range(num_members)]
+            sent.extend(protocol.decode(protocol.encode(row)) for row in rows)
+            return secure_aggregation.sum_in_groups(rows, protocol, group_size)
+
+        with mock.patch.object(
+            secure_sum, "secure_aggregation", mock.Mock(sum_in_groups=spy)
+        ):
+            failed = secure_sum.sum_securely(engine, pending, protocol)
+        self.assertEqual(failed, ())
+        return sent
+
+    @parameterized.product(
+        mechanism=(
+            tfdp_fl.FixedClipping(clip_norm=_CLIP, noise_multiplier=1.0),
+            tfdp_fl.AdaptiveClipping(
+                initial_clip_norm=_CLIP,
+                noise_multiplier=1.0,
+                count_noise_stddev=1.0,
+            ),
+        ),
+        bits=(32, 64),
+    )
+    def test_is_within_the_clip_where_the_server_adds_the_noise(
+        self, mechanism, bits
+    ):
+        # The grid of 32 bits has steps of 7.6e-6: rounded to the nearest, 51
+        # coordinates may be up to 27 % longer than this clip.
+        protocol = secure_aggregation.AdditiveSecretSharing(bits=bits)
+        sent = self._sent(mechanism, protocol, 1.0)
+        self.assertLen(sent, 3)
+        for vector in sent:
+            self.assertLessEqual(np.linalg.norm(vector[:-2]), _CLIP)
+            self.assertGreater(np.linalg.norm(vector[:-2]), 0.5 * _CLIP)
+            self.assertEqual(vector[-1], 1.0)
+
+    def test_the_median_clips_what_is_sent(self):
+        protocol = secure_aggregation.AdditiveSecretSharing(bits=32)
+        sent = self._sent(
+            tfdp_fl.MedianClipping(noise_multiplier=1.0), protocol, 1.0
+        )
+        norms = sorted(np.linalg.norm(vector[:-2]) for vector in sent)
+        self.assertGreater(norms[0], 0.0)
+        self.assertGreater(norms[2], norms[0])
+        # Two of three are as long as the median, up to what is rounded off.
+        self.assertAlmostEqual(norms[1] / norms[2], 1.0, places=3)
+
+    def test_a_grid_that_is_too_coarse_is_refused(self):
+        coarse = secure_aggregation.AdditiveSecretSharing(
+            bits=32, max_share_value=1e8
+        )
+        with self.assertRaisesRegex(ValueError, "bit and the weight.*bits=64"):
+            self._sent(tfdp_fl.NoPrivacy(), coarse)
+        mechanism = tfdp_fl.FixedClipping(
+            clip_norm=1e-5, noise_multiplier=1.0, noise_site="client"
+        )
+        with self.assertRaisesRegex(ValueError, "noise on its update"):
+            self._sent(
+                mechanism,
+                secure_aggregation.AdditiveSecretSharing(bits=32),
+                1.0,
+            )
+
+
+if __name__ == "__main__":
+    absltest.main()
