@@ -12,7 +12,7 @@ VALUES = [np.array(v, np.float32) for v in ([3, 0], [0, 0.5], [0.25, 0])]
 
 class QueryFactoryTest(absltest.TestCase):
     def test_sum_query_gives_the_mean(self):
-        event = dp_accounting.GaussianDpEvent(1.0)
+        event = dp_accounting.NonPrivateDpEvent()
         process = aggregators.QueryFactory(
             query=tfp.GaussianSumQuery(1.0, 0.0),
             dp_event=event,
@@ -41,8 +41,8 @@ class QueryFactoryTest(absltest.TestCase):
 
         event = dp_accounting.ComposedDpEvent(
             [
-                dp_accounting.GaussianDpEvent(1.0),
-                dp_accounting.GaussianDpEvent(2.0),
+                dp_accounting.GaussianDpEvent(0.0),
+                dp_accounting.NonPrivateDpEvent(),
             ]
         )
         ours = aggregators.QueryFactory(

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import dp_accounting
 import numpy as np
 import tensorflow as tf
 import tensorflow_privacy as tfp
 from absl.testing import parameterized
+from tensorflow_privacy.privacy.dp_query import nested_query
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
+from tfdp_fl.accounting import statement
 from tfdp_fl.mechanisms import Deployment
 
 _WIDE = [[100, 100], [100, 100], [5000]]
@@ -15,7 +19,10 @@ _EVENT = dp_accounting.GaussianDpEvent(1.0)
 
 
 def _bound(query):
-    mechanism = tfdp_fl.QueryMechanism(query=query, dp_event=_EVENT)
+    # Whatever the query's noise, nothing is claimed for it here.
+    mechanism = tfdp_fl.QueryMechanism(
+        query=query, dp_event=dp_accounting.NonPrivateDpEvent()
+    )
     bound = mechanism.bind(Deployment(clients_per_round=8))
     return bound, bound.initial_global_state()
 
@@ -127,7 +134,7 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_costs_what_was_declared(self):
         mechanism = tfdp_fl.QueryMechanism(
-            query=tfp.GaussianSumQuery(0.5, 1.0), dp_event=_EVENT
+            query=tfp.GaussianSumQuery(0.5, 0.5), dp_event=_EVENT
         )
         self.assertEqual(
             mechanism.round_event(3, Deployment(clients_per_round=8)), _EVENT
@@ -145,6 +152,154 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
             tfdp_fl.QueryMechanism(
                 query=query, dp_event=dp_accounting.UnsupportedDpEvent()
             )
+
+    @parameterized.named_parameters(
+        (
+            "no_noise",
+            tfp.GaussianSumQuery(1.0, 0.0),
+            dp_accounting.GaussianDpEvent(10.0),
+        ),
+        ("less_noise", tfp.GaussianSumQuery(1.0, 0.99), _EVENT),
+        (
+            "sampling_twice",
+            tfp.GaussianSumQuery(1.0, 1.0),
+            dp_accounting.PoissonSampledDpEvent(0.01, _EVENT),
+        ),
+        (
+            "another_kind",
+            tfp.GaussianSumQuery(1.0, 1.0),
+            dp_accounting.LaplaceDpEvent(2.0),
+        ),
+        ("no_privacy", tfp.NoPrivacySumQuery(), _EVENT),
+        (
+            "count_forgotten",
+            _adaptive(1.0, 1.0),
+            dp_accounting.GaussianDpEvent(1.0),
+        ),
+        (
+            "inside_another",
+            tfp.NormalizedQuery(tfp.GaussianSumQuery(1.0, 0.5), 8.0),
+            _EVENT,
+        ),
+    )
+    def test_an_event_that_costs_less_is_refused(self, query, event):
+        with self.assertRaisesRegex(ValueError, "dp_event must not"):
+            tfdp_fl.QueryMechanism(query=query, dp_event=event)
+
+    @parameterized.parameters(
+        (tfp.GaussianSumQuery(0.3, 0.3 * 1.1), 1.1),
+        (tfp.GaussianSumQuery(1.0, 1.5), 1.0),
+        (tfp.NormalizedQuery(tfp.GaussianSumQuery(1.0, 1.0), 8.0), 1.0),
+        (_adaptive(1.0, 1.0), 0.8**0.5),
+    )
+    def test_an_event_that_costs_as_much_or_more_is_taken(self, query, z):
+        event = dp_accounting.GaussianDpEvent(z)
+        tfdp_fl.QueryMechanism(query=query, dp_event=event)
+
+    def test_a_query_for_several_variables_is_tried_when_it_is_bound(self):
+        def nested(stddev):
+            queries = [tfp.GaussianSumQuery(1.0, s) for s in (2.0, stddev)]
+            return tfdp_fl.QueryMechanism(
+                query=nested_query.NestedSumQuery(queries),
+                dp_event=dp_accounting.ComposedDpEvent(
+                    [dp_accounting.GaussianDpEvent(2.0)] * 2
+                ),
+            )
+
+        deployment = Deployment(clients_per_round=8, num_variables=2)
+        nested(2.0).bind(deployment)
+        with self.assertRaisesRegex(ValueError, "dp_event must not cost less"):
+            nested(1.0).bind(deployment)
+
+    @parameterized.named_parameters(
+        (
+            "tree",
+            lambda: tfp.TreeResidualSumQuery.build_l2_gaussian_query(
+                1.0, 1.0, [tf.TensorSpec([4])]
+            ),
+        ),
+        (
+            "cumulative_tree",
+            lambda: tfp.TreeCumulativeSumQuery.build_l2_gaussian_query(
+                1.0, 1.0, [tf.TensorSpec([4])]
+            ),
+        ),
+        (
+            "inside_another",
+            lambda: tfp.NormalizedQuery(
+                tfp.TreeResidualSumQuery.build_l2_gaussian_query(
+                    1.0, 1.0, [tf.TensorSpec([4])]
+                ),
+                8.0,
+            ),
+        ),
+        (
+            "adaptive_tree",
+            lambda: tfp.QAdaClipTreeResSumQuery(
+                1.0, 1.0, [tf.TensorSpec([4])], 0.5, 0.2, 1.0, 8.0
+            ),
+        ),
+        (
+            "range",
+            lambda: tfp.TreeRangeSumQuery.build_central_gaussian_query(
+                1.0, 1.0
+            ),
+        ),
+        (
+            "restart",
+            lambda: tfp.RestartQuery(
+                tfp.TreeResidualSumQuery.build_l2_gaussian_query(
+                    1.0, 1.0, [tf.TensorSpec([4])]
+                ),
+                mock.Mock(),
+            ),
+        ),
+        ("discrete", lambda: tfp.DiscreteGaussianSumQuery(1.0, 1.0)),
+        ("average", tfp.NoPrivacyAverageQuery),
+    )
+    def test_queries_that_cannot_be_charged_are_refused(self, query):
+        with self.assertRaisesRegex(ValueError, "query must.*FixedClipping"):
+            tfdp_fl.QueryMechanism(query=query(), dp_event=_EVENT)
+
+    @parameterized.named_parameters(
+        ("reports_nothing", dp_accounting.UnsupportedDpEvent(), 1.0, False),
+        ("reports_no_privacy", dp_accounting.NonPrivateDpEvent(), 1.0, False),
+        ("reports_more", dp_accounting.GaussianDpEvent(0.5), 1.0, False),
+        ("has_no_noise", _EVENT, 0.0, False),
+        ("grows", _EVENT, 1.0, True),
+    )
+    def test_a_query_of_the_users_own_is_tried(self, reported, stddev, grows):
+        class Own(tfp.SumAggregationDPQuery):
+            def initial_global_state(self):
+                return tf.zeros([1])
+
+            def get_noised_result(self, sample_state, global_state):
+                noised = [
+                    each + stddev * tf.random.normal(each.shape)
+                    for each in sample_state
+                ]
+                if grows:
+                    global_state = tf.concat([global_state] * 2, 0)
+                return noised, global_state, reported
+
+        with self.assertRaises(ValueError):
+            tfdp_fl.QueryMechanism(query=Own(), dp_event=_EVENT)
+
+    def test_the_noise_follows_tensorflows_seed_and_a_caveat_says_so(self):
+        mechanism = tfdp_fl.QueryMechanism(
+            query=tfp.GaussianSumQuery(0.5, 0.5), dp_event=_EVENT
+        )
+        query = mechanism.bind(Deployment(clients_per_round=8))
+        means = []
+        for _ in range(2):
+            tf.random.set_seed(3)
+            state = query.initial_global_state()
+            done = rounds.run_round(query, state, rounds.zero_updates(2, _WIDE))
+            means.append(rounds.flat(done.mean))
+        self.assertAllEqual(*means)
+        self.assertIn("query_noise_from_tf_random", mechanism.caveats())
+        for key in mechanism.caveats():
+            self.assertIn(key, statement.CAVEATS)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tensorflow_privacy as tfp
 
 from tfdp_fl import _validate
-from tfdp_fl.mechanisms import clipping, mechanism
+from tfdp_fl.mechanisms import clipping, mechanism, query_check
 
 
 class WrappedState(NamedTuple):
@@ -133,11 +133,18 @@ class QueryMechanism(mechanism.Mechanism):
     with its own denominator; that of any other query is taken as a sum and
     divided by the expected cohort size m.
 
-    The noise comes from the query, unseeded: a run with `seed=` repeats its
-    cohorts and batches, not this noise.
+    The noise comes from the query, which draws it from TensorFlow's own random
+    numbers: a run with `seed=` repeats its cohorts and batches, not this noise;
+    `tf.random.set_seed` repeats the noise, for whoever knows that seed.
+
+    Of TF-Privacy's queries these are allowed: `GaussianSumQuery`,
+    `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery`
+    and `NestedSumQuery` of them. A query of your own is tried on zeros, if it
+    takes a list of vectors: its state must keep its shape, its noise must be
+    there, and `dp_event` must not cost less than the event that it reports.
 
     Attributes:
-      query: Any `tfp.SumAggregationDPQuery` over a list of tensors, one for
+      query: A `tfp.SumAggregationDPQuery` over a list of tensors, one for
         each variable of the model.
       dp_event: What one round of it releases, before sampling: for instance
         `dp_accounting.GaussianDpEvent(noise_multiplier)`.
@@ -154,10 +161,14 @@ class QueryMechanism(mechanism.Mechanism):
                 "dp_event must be an event that can be accounted for, got "
                 f"{self.dp_event!r}."
             )
+        query_check.check_query(self.query, self.dp_event, num_variables=1)
 
     def bind(self, deployment: mechanism.Deployment) -> WrappedQuery:
         """Implements `Mechanism.bind`."""
-        del deployment
+        if deployment.num_variables not in (None, 1):
+            query_check.check_query(
+                self.query, self.dp_event, deployment.num_variables
+            )
         return WrappedQuery(self.query)
 
     def round_event(
@@ -177,4 +188,4 @@ class QueryMechanism(mechanism.Mechanism):
 
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
-        return ("custom_query_event",)
+        return ("custom_query_event", "query_noise_from_tf_random")

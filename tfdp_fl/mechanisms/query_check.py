@@ -1,0 +1,184 @@
+"""Whether a TF-Privacy query can be a mechanism at the cost declared for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import dp_accounting
+import tensorflow as tf
+import tensorflow_privacy as tfp
+from dp_accounting import rdp
+from tensorflow_privacy.privacy.dp_query import nested_query
+
+_ALLOWED = (
+    tfp.GaussianSumQuery,
+    nested_query.NestedSumQuery,
+    tfp.NoPrivacySumQuery,
+    tfp.NormalizedQuery,
+    tfp.QuantileAdaptiveClipSumQuery,
+)
+_USE_INSTEAD = (
+    "use tfdp_fl.FixedClipping, AdaptiveClipping or MedianClipping, or one of "
+    f"TF-Privacy's {', '.join(each.__name__ for each in _ALLOWED)}"
+)
+# Noise that is there is not zero in so many coordinates, however coarse.
+_COORDINATES = 1000
+# Where an event is compared with another: the tails and the body of its
+# privacy loss, and what many rounds of it cost.
+_DELTAS = (1e-3, 1e-6, 1e-9)
+_COUNTS = (1, 100)
+# A query computes its noise multiplier in float32.
+_ROUNDING = 1e-5
+
+
+def check_query(
+    query: tfp.SumAggregationDPQuery,
+    dp_event: dp_accounting.DpEvent,
+    num_variables: int,
+) -> None:
+    """Raises ValueError unless a query can be run, and charged as declared.
+
+    A query that does not take vectors of zeros, one for each variable, cannot
+    be tried; only its class is looked at.
+
+    Args:
+      query: The query.
+      dp_event: What one round of it is to be charged as.
+      num_variables: How many tensors an update has.
+
+    Raises:
+      ValueError: It is a query of TF-Privacy that is not known to work, its
+        state does not keep its shape, it reports no event that can be
+        accounted for, or it costs more than is declared.
+    """
+    _check_classes(query)
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return
+        try:
+            rounds = list(_two_rounds(query, num_variables))
+        except Exception:  # Of whatever kind: the query is not ours.
+            return
+    free = _epsilons(dp_event) == _epsilons(dp_accounting.NonPrivateDpEvent())
+    for state, result, new_state, event in rounds:
+        if _layout(state) != _layout(new_state):
+            raise ValueError(
+                "query must have a state that keeps its structure and shapes "
+                f"from round to round, got {type(query).__name__}; "
+                f"{_USE_INSTEAD}."
+            )
+        _check_event(query, dp_event, _with_numbers(event))
+        if not free and any(
+            not tf.reduce_any(tf.not_equal(each, 0))
+            for each in tf.nest.flatten(result)
+        ):
+            raise ValueError(
+                f"dp_event must not be {dp_event!r} for a query that adds no "
+                f"noise, got {type(query).__name__}, whose result on zeros is "
+                "zero; dp_accounting.NonPrivateDpEvent() is what it costs."
+            )
+
+
+def _check_classes(query: Any) -> None:
+    for each in type(query).__mro__:
+        if each.__module__.startswith("tensorflow_privacy."):
+            break
+    abstract = (tfp.SumAggregationDPQuery, tfp.DPQuery)
+    if each not in _ALLOWED and each not in abstract:
+        name = type(query).__name__
+        raise ValueError(
+            "query must be one whose state and cost are known here, got "
+            f"{name}{_why_not(each)}; {_USE_INSTEAD}."
+        )
+    if isinstance(query, tfp.NormalizedQuery):
+        _check_classes(query._numerator)
+    if isinstance(query, nested_query.NestedSumQuery):
+        for inner in tf.nest.flatten(query._queries):
+            _check_classes(inner)
+
+
+def _why_not(query_class: type) -> str:
+    if "Tree" in query_class.__name__ or "Restart" in query_class.__name__:
+        return (
+            ", whose noise is correlated over the rounds (it is seeded by the "
+            "clock, its state changes shape, and it reports no event that can "
+            "be accounted for round by round)"
+        )
+    return ""
+
+
+def _two_rounds(
+    query: tfp.SumAggregationDPQuery, num_variables: int
+) -> Iterator[tuple[Any, Any, Any, dp_accounting.DpEvent]]:
+    """Yields state, result, next state and event of rounds without data."""
+    template = [tf.zeros([_COORDINATES]) for _ in range(num_variables)]
+    state = query.initial_global_state()
+    for _ in range(2):
+        params = query.derive_sample_params(state)
+        total = query.accumulate_preprocessed_record(
+            query.initial_sample_state(template),
+            query.preprocess_record(params, template),
+        )
+        result, new_state, event = query.get_noised_result(total, state)
+        yield state, result, new_state, event
+        state = new_state
+
+
+def _layout(state: Any) -> list[tuple[Any, Any]]:
+    leaves = [tf.convert_to_tensor(each) for each in tf.nest.flatten(state)]
+    return [(leaf.shape.as_list(), leaf.dtype) for leaf in leaves]
+
+
+def _check_event(
+    query: Any, declared: dp_accounting.DpEvent, reported: dp_accounting.DpEvent
+) -> None:
+    name = type(query).__name__
+    reported_cost = _epsilons(reported)
+    if reported_cost is None and declared != reported:
+        raise ValueError(
+            "query must report an event that can be accounted for, got "
+            f"{name} with {reported!r}; {_USE_INSTEAD}."
+        )
+    declared_cost = _epsilons(declared)
+    if declared_cost is None:
+        if declared != reported:
+            raise ValueError(
+                f"dp_event must be what the query reports, {reported!r}, or "
+                f"one that can be compared with it, got {declared!r}."
+            )
+    elif any(
+        one < other * (1 - _ROUNDING)
+        for one, other in zip(declared_cost, reported_cost, strict=True)
+    ):
+        raise ValueError(
+            f"dp_event must not cost less than what {name} reports of a round, "
+            f"{reported!r}, got {declared!r}."
+        )
+
+
+def _epsilons(event: dp_accounting.DpEvent) -> list[float] | None:
+    """Returns what an event costs in some respects; None if not known."""
+    epsilons = []
+    for count in _COUNTS:
+        accountant = rdp.RdpAccountant()
+        try:
+            accountant.compose(event, count)
+        except Exception:  # Each version of dp-accounting raises its own.
+            return None
+        epsilons += [accountant.get_epsilon(delta) for delta in _DELTAS]
+    return epsilons
+
+
+def _with_numbers(value: Any) -> Any:
+    """Returns an event with numbers for tensors."""
+    if isinstance(value, dp_accounting.DpEvent):
+        names = [field.name for field in attrs.fields(type(value))]
+        return attrs.evolve(
+            value,
+            **{name: _with_numbers(getattr(value, name)) for name in names},
+        )
+    if isinstance(value, (list, tuple)):
+        return [_with_numbers(each) for each in value]
+    return value.numpy().item() if tf.is_tensor(value) else value
