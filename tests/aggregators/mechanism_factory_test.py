@@ -89,6 +89,12 @@ class TypesTest(parameterized.TestCase):
         query_state = collections.OrderedDict(
             clip_norm=SCALAR, noise_multiplier=SCALAR, clients_per_round=SCALAR
         )
+        history = collections.OrderedDict(
+            kinds=tff.TensorType(np.int64, [None]),
+            costs=tff.TensorType(np.float64, [None]),
+            cohort_sizes=tff.TensorType(np.float64, [None]),
+            populations=tff.TensorType(np.int64, [None]),
+        )
         event = [
             ("module_name", tff.TensorType(np.str_)),
             ("class_name", tff.TensorType(np.str_)),
@@ -103,6 +109,7 @@ class TypesTest(parameterized.TestCase):
                     ("sum_state", tff.StructType([])),
                     ("dp_event", tff.StructType(event)),
                     ("is_init_state", tff.TensorType(np.bool_)),
+                    ("history", tff.types.to_type(history)),
                 ]
             ),
             tff.SERVER,
@@ -275,6 +282,9 @@ class BehaviourTest(parameterized.TestCase):
             self.assertEqual(state.query_state.clients_per_round, size)
             event = dp_accounting.GaussianDpEvent(1.0 + index)
             self.assertEqual(aggregators.extract_dp_event(state), event)
+            self.assertEqual(state.history.costs[-1], 1.0 + index)
+            self.assertEqual(state.history.cohort_sizes[-1], size)
+            self.assertLen(state.history.kinds, index + 1)
             self.assertEqual(
                 differential_privacy.extract_dp_event_from_state(state), event
             )
@@ -305,6 +315,7 @@ class CompositionTest(absltest.TestCase):
         np.testing.assert_allclose(output.result, [(0.5 + 1) / 3, 0, 0])
         found = aggregators.find_aggregator_state(output.state)
         self.assertEqual(found.rounds, 1)
+        self.assertIs(aggregators.accountable_state(output.state), found)
 
     def test_compression_sums_the_updates(self):
         compression = (

@@ -4,7 +4,8 @@ import tensorflow_federated as tff
 import tensorflow_privacy as tfp
 from absl.testing import absltest
 
-from tfdp_fl import aggregators
+import tfdp_fl
+from tfdp_fl import aggregators, learning
 
 VECTOR = tff.TensorType(np.float32, [2])
 VALUES = [np.array(v, np.float32) for v in ([3, 0], [0, 0.5], [0.25, 0])]
@@ -25,6 +26,26 @@ class QueryFactoryTest(absltest.TestCase):
         )
         self.assertEqual(output.measurements["discarded_clients"], 1)
         self.assertEqual(aggregators.extract_dp_event(output.state), event)
+
+    def test_an_event_that_is_no_gaussian_stays_what_it_is(self):
+        event = dp_accounting.LaplaceDpEvent(0.125)
+        process = aggregators.QueryFactory(
+            query=tfp.GaussianSumQuery(1.0, 1.0),
+            dp_event=event,
+            clients_per_round=[3, 2],
+        ).create(VECTOR)
+        state = process.next(process.initialize(), VALUES).state
+        self.assertEqual(aggregators.extract_dp_event(state), event)
+        (charge,) = learning.privacy_charges(
+            state,
+            tfdp_fl.QueryMechanism(
+                query=tfp.GaussianSumQuery(1.0, 1.0), dp_event=event
+            ),
+            sampling="poisson",
+            num_clients=10,
+            clients_per_round=[3, 2],
+        )
+        self.assertEqual(charge.event, event)
 
     def test_adaptive_query_keeps_its_state(self):
         def query():

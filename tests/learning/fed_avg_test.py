@@ -7,7 +7,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 from absl.testing import absltest, parameterized
 
-from tfdp_fl import datasets, learning, mechanisms
+from tfdp_fl import aggregators, datasets, learning, mechanisms
 from tfdp_fl.aggregators import find_aggregator_state
 
 CLIENTS = 4
@@ -160,6 +160,97 @@ class BuildDPFedAvgTest(parameterized.TestCase):
             process.epsilon(
                 state, delta=1e-5, sampling="poisson", num_clients=7
             )
+
+    def test_a_state_that_two_processes_made_costs_what_both_cost(self):
+        def build(noise_multiplier, clients_per_round=CLIENTS, num_clients=100):
+            return learning.build_dp_fed_avg(
+                model_fn,
+                mechanisms.FixedClipping(
+                    clip_norm=1.0, noise_multiplier=noise_multiplier
+                ),
+                clients_per_round,
+                OPTIMIZER,
+                sampling="poisson",
+                num_clients=num_clients,
+            )
+
+        state, _ = run(build(0.1), [self.cohort] * 4)
+        alone = build(0.1).epsilon(state, delta=1e-5)
+        after = build(5.0)
+        state = after.next(state, self.cohort).state
+        self.assertGreater(alone, 100)
+        self.assertGreaterEqual(after.epsilon(state, delta=1e-5), alone)
+        bare = learning.epsilon(
+            state,
+            after.mechanism,
+            sampling="poisson",
+            num_clients=100,
+            clients_per_round=CLIENTS,
+            delta=1e-5,
+        )
+        self.assertEqual(bare, after.epsilon(state, delta=1e-5))
+        # The same of m, and of N, of which a process may have been told less.
+        wide = build(5.0, clients_per_round=1)
+        state = wide.next(state, self.cohort[:1]).state
+        self.assertGreaterEqual(wide.epsilon(state, delta=1e-5), alone)
+        with self.assertRaisesRegex(ValueError, "num_clients must be the 100"):
+            build(5.0, 1, num_clients=10_000).epsilon(state, delta=1e-5)
+        # A state that was kept in between, as a program does.
+        directory = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, directory)
+        manager = tff.program.FileProgramStateManager(directory)
+        asyncio.run(manager.save(state, 6))
+        loaded = asyncio.run(manager.load(6, wide.initialize()))
+        self.assertEqual(
+            wide.epsilon(loaded, delta=1e-5), wide.epsilon(state, delta=1e-5)
+        )
+        self.assertIn("N = 100", wide.privacy_statement(loaded, delta=1e-5))
+
+    def test_releases_past_the_mechanism_have_no_epsilon(self):
+        factory = aggregators.FixedClippingFactory(
+            clip_norm=1.0, noise_multiplier=1.0, clients_per_round=CLIENTS
+        )
+        mime = tff.learning.algorithms.build_unweighted_mime_lite(
+            model_fn,
+            tff.learning.optimizers.build_sgdm(0.1, momentum=0.9),
+            model_aggregator=factory,
+        )
+        averaged = tff.learning.algorithms.build_unweighted_fed_avg(
+            model_fn,
+            OPTIMIZER,
+            model_aggregator=tff.aggregators.UnweightedMeanFactory(factory),
+        )
+        adaptive = tff.learning.algorithms.build_unweighted_fed_avg(
+            model_fn,
+            OPTIMIZER,
+            model_aggregator=tff.aggregators.zeroing_factory(
+                tff.aggregators.PrivateQuantileEstimationProcess.no_noise(
+                    1.0, 0.5, 0.2
+                ),
+                factory,
+            ),
+        )
+        declared = {
+            "sampling": "poisson",
+            "num_clients": 100,
+            "clients_per_round": CLIENTS,
+            "delta": 1e-5,
+        }
+        for process, message in (
+            (mime, "full gradients"),
+            (averaged, "divides once more"),
+            (adaptive, "follows the clients' values"),
+        ):
+            state, _ = run(process, [self.cohort])
+            with self.assertRaisesRegex(ValueError, message):
+                learning.epsilon(state, factory.mechanism, **declared)
+        plain = tff.learning.algorithms.build_unweighted_fed_avg(
+            model_fn, OPTIMIZER, model_aggregator=factory
+        )
+        state, _ = run(plain, [self.cohort])
+        value = learning.epsilon(state, factory.mechanism, **declared)
+        self.assertGreater(value, 0)
+        self.assertIn("what else", value.statement)
 
     def test_arguments(self):
         fixed = mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)

@@ -1,32 +1,63 @@
+import json
 import math
 
 import dp_accounting
+import numpy as np
 import tensorflow_privacy as tfp
 from absl.testing import absltest, parameterized
 
 from tfdp_fl import accounting, learning, mechanisms
-from tfdp_fl.aggregators import AggregatorState
+from tfdp_fl.aggregators import AggregatorState, RoundHistory
+from tfdp_fl.aggregators.state import history_kind
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 DELTA = 1e-5
 
 
-def state_after(mechanism, rounds, clients_per_round=100):
+def state_after(mechanism, rounds, clients_per_round=100, **facts):
     """Returns what an aggregator's state says after a number of rounds."""
     deployment = mechanism_lib.Deployment(
-        clients_per_round=clients_per_round, rounds=10
+        clients_per_round=clients_per_round, **{"rounds": 10, **facts}
     )
-    event = dp_accounting.NonPrivateDpEvent()
-    if mechanism.guarantee == "central" and rounds:
-        event = mechanism.round_event(rounds - 1, deployment)
+    events = [mechanism.round_event(k, deployment) for k in range(rounds)]
+    event = events[-1] if rounds else dp_accounting.NonPrivateDpEvent()
+    if mechanism.guarantee in ("local", "record"):
+        costs = [mechanism.mu_squared(deployment)] * rounds
+        event = dp_accounting.NonPrivateDpEvent()
+    else:
+        gaussian = dp_accounting.GaussianDpEvent
+        costs = [
+            each.noise_multiplier if isinstance(each, gaussian) else 0.0
+            for each in events
+        ]
+    kind = history_kind(mechanism, event, deployment.sampling)
     return AggregatorState(
-        query_state=mechanism_lib.QueryState(
-            1.0, 1.0, deployment.cohort_size(max(rounds - 1, 0))
-        ),
+        query_state=(),
         rounds=rounds,
         sum_state=(),
         dp_event=event.to_named_tuple(),
         is_init_state=not rounds,
+        history=RoundHistory(
+            kinds=np.full(rounds, kind),
+            costs=np.array(costs, np.float64),
+            cohort_sizes=np.array(
+                [deployment.cohort_size(k) for k in range(rounds)], np.float64
+            ),
+            populations=np.full(rounds, deployment.num_clients or 0),
+        ),
+    )
+
+
+def one_after_the_other(*states):
+    """Returns the state that one process after the other made."""
+    return states[-1]._replace(
+        rounds=sum(each.rounds for each in states),
+        history=RoundHistory(
+            *map(
+                np.concatenate,
+                zip(*(each.history for each in states), strict=True),
+            )
+        ),
     )
 
 
@@ -108,7 +139,8 @@ class EpsilonTest(parameterized.TestCase):
         self.assertLess(spent(5), 8.0)
         # Nobody was in more than 10 rounds, which is what it was made for.
         self.assertAlmostEqual(spent(10), 8.0, places=4)
-        self.assertAlmostEqual(spent(10, max_participations=3), 8.0, places=4)
+        # It had noise for ten, and was in three.
+        self.assertLess(spent(10, max_participations=3), 5.0)
 
     def test_no_privacy_is_infinite(self):
         mechanism = mechanisms.NoPrivacy()
@@ -123,7 +155,7 @@ class EpsilonTest(parameterized.TestCase):
         self.assertEqual(value, math.inf)
 
     def test_other_events_are_charged_as_declared(self):
-        event = dp_accounting.LaplaceDpEvent(2.0)
+        event = dp_accounting.LaplaceDpEvent(0.1)
         mechanism = mechanisms.QueryMechanism(
             query=tfp.GaussianSumQuery(1.0, 1.0), dp_event=event
         )
@@ -136,9 +168,161 @@ class EpsilonTest(parameterized.TestCase):
         )
         self.assertEqual(charge.event, event)
 
+    def test_each_round_costs_what_it_cost_when_it_was_run(self):
+        # Four rounds nearly without noise, and one with much.
+        state = one_after_the_other(
+            state_after(fixed(0.1), 4), state_after(fixed(5.0), 1)
+        )
+        declared = {
+            "sampling": "poisson",
+            "num_clients": 1000,
+            "clients_per_round": 100,
+            "delta": DELTA,
+        }
+        value = learning.epsilon(state, fixed(5.0), **declared)
+        expected = accounting.epsilon(
+            (0.1,) * 4 + (5.0,), "poisson", 1000, 100, 5, DELTA
+        )
+        self.assertAlmostEqual(value, expected)
+        self.assertGreater(value, 100)
+        self.assertIn("0.1 to 5", value.statement)
+
+    def test_so_do_rounds_of_another_cohort_size(self):
+        state = one_after_the_other(
+            state_after(fixed(1.0), 9, 500), state_after(fixed(1.0), 1, 10)
+        )
+        value = learning.epsilon(
+            state,
+            fixed(1.0),
+            sampling="poisson",
+            num_clients=1000,
+            clients_per_round=10,
+            delta=DELTA,
+        )
+        sizes = (500,) * 9 + (10,)
+        self.assertAlmostEqual(
+            value, accounting.epsilon(1.0, "poisson", 1000, sizes, 10, DELTA)
+        )
+
+    def test_so_do_local_releases(self):
+        weak, strong = (
+            mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=z)
+            for z in (1.0, 100.0)
+        )
+        state = one_after_the_other(
+            state_after(weak, 2), state_after(strong, 3)
+        )
+
+        def spent(mechanism, **options):
+            return learning.epsilon(
+                state,
+                mechanism,
+                sampling="poisson",
+                num_clients=1000,
+                clients_per_round=100,
+                delta=DELTA,
+                **options,
+            )
+
+        mu_squared = 2 * 4.0 + 3 * 4e-4
+        self.assertAlmostEqual(
+            spent(strong),
+            accounting.epsilon_of_mu_squared(mu_squared, DELTA),
+        )
+        # Of the rounds that it may have been in, the most costly ones.
+        self.assertAlmostEqual(
+            spent(strong, max_participations=1),
+            accounting.epsilon_of_mu_squared(4.0, DELTA),
+        )
+
+    @parameterized.named_parameters(
+        (
+            "another_mechanism",
+            state_after(mechanisms.MedianClipping(noise_multiplier=1.0), 2),
+            "round 1 of 3 was run by a process of another kind",
+        ),
+        (
+            "noise_elsewhere",
+            state_after(
+                mechanisms.FixedClipping(
+                    clip_norm=1.0, noise_multiplier=1.0, noise_site="client"
+                ),
+                2,
+            ),
+            "another kind",
+        ),
+        (
+            "another_sampling",
+            state_after(fixed(1.0), 2, sampling="fixed_size"),
+            "another kind",
+        ),
+        (
+            "another_population",
+            state_after(fixed(1.0), 2, num_clients=100),
+            "num_clients must be the 100",
+        ),
+    )
+    def test_rounds_that_cannot_be_priced_here(self, earlier, message):
+        state = one_after_the_other(earlier, state_after(fixed(1.0), 1))
+        with self.assertRaisesRegex(ValueError, message):
+            learning.epsilon(
+                state,
+                fixed(1.0),
+                sampling="poisson",
+                num_clients=1000,
+                clients_per_round=100,
+                delta=DELTA,
+            )
+
+    def test_a_state_without_its_history(self):
+        state = state_after(fixed(1.0), 2)._replace(rounds=3)
+        with self.assertRaisesRegex(ValueError, "history"):
+            learning.privacy_charges(
+                state,
+                fixed(1.0),
+                sampling="poisson",
+                num_clients=1000,
+                clients_per_round=100,
+            )
+
+    def test_the_statement_says_what_the_number_is(self):
+        declared = {
+            "sampling": "poisson",
+            "num_clients": 1000,
+            "clients_per_round": 100,
+            "delta": DELTA,
+        }
+        state = state_after(fixed(1.0), 100)
+        value = learning.epsilon(state, fixed(1.0), **declared)
+        self.assertIsInstance(value, float)
+        self.assertEqual(json.loads(json.dumps(value)), float(value))
+        self.assertIn("epsilon = 7.9", value.statement)
+        self.assertIn("was declared by whoever asked", value.statement)
+        self.assertIn("not the server's state", value.statement)
+        facts = learning.privacy_statement(
+            state, fixed(1.0), format="dict", **declared
+        )
+        self.assertEqual(facts["epsilon"], value)
+        for caveat in ("tff_cohorts_declared", "tff_other_releases"):
+            self.assertIn(caveat, facts["caveats"])
+
+    def test_the_statement_of_a_local_guarantee(self):
+        mechanism = mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=4.0)
+        value = learning.epsilon(
+            state_after(mechanism, 5),
+            mechanism,
+            sampling="poisson",
+            num_clients=1000,
+            clients_per_round=100,
+            delta=DELTA,
+            max_participations=2,
+        )
+        self.assertIn("Local differential privacy", value.statement)
+        self.assertIn("2 rounds", value.statement)
+
     @parameterized.named_parameters(
         ("noise", fixed(2.0), 100, "noise multiplier of 1.0"),
-        ("no_noise", mechanisms.NoPrivacy(), 99, "clients_per_round"),
+        ("no_noise", mechanisms.NoPrivacy(), 99, "another kind"),
         ("clients", fixed(1.0), 50, "clients_per_round"),
     )
     def test_declarations_that_the_state_contradicts(

@@ -150,6 +150,18 @@ CAVEATS: dict[str, str] = {
         "random numbers: if tf.random.set_seed was called, whoever knows that "
         "seed can repeat the noise, and towards them there is no guarantee."
     ),
+    "tff_cohorts_declared": (
+        "How the cohorts were drawn, from how many clients and how often one "
+        "of them took part was declared by whoever asked: TensorFlow Federated "
+        "is handed each cohort and cannot see it."
+    ),
+    "tff_other_releases": (
+        "Epsilon counts what the mechanism's aggregator released in the rounds "
+        "that led to this state, and the model that follows from it; not the "
+        "server's state, nor what else a process computes from clients' data, "
+        "nor rounds whose result was thrown away, nor a sum by a factory of "
+        "the user's own that lets a client count for more than its clip."
+    ),
 }
 
 _SAMPLING = {

@@ -17,6 +17,8 @@ from tfdp_fl.aggregators.no_privacy import NoPrivacyFactory
 from tfdp_fl.aggregators.query import QueryFactory
 from tfdp_fl.aggregators.state import (
     AggregatorState,
+    RoundHistory,
+    accountable_state,
     extract_dp_event,
     find_aggregator_state,
 )
@@ -32,7 +34,9 @@ __all__ = [
     "NbAFLFactory",
     "NoPrivacyFactory",
     "QueryFactory",
+    "RoundHistory",
     "WindowedAdaptiveLocalDPFactory",
+    "accountable_state",
     "extract_dp_event",
     "find_aggregator_state",
     "from_mechanism",

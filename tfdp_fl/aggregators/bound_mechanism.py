@@ -14,6 +14,7 @@ from tfdp_fl.aggregators import (
     cohort_process,
     cohort_size,
     round_values,
+    state,
     values,
 )
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -182,6 +183,11 @@ class BoundMechanism:
 
     def _plan(self, num_variables: int) -> cohort_process.RoundPlan:
         event, event_noise = self._events(num_variables)
+        deployment = self._deployment_for(num_variables)
+        if self.mechanism.guarantee in ("local", "record"):
+            cost = float(self.mechanism.mu_squared(deployment))
+        else:
+            cost = event_noise
         return cohort_process.RoundPlan(
             noise_multiplier=self._noise,
             clients_per_round=self._clients,
@@ -189,6 +195,12 @@ class BoundMechanism:
             event_noise_multiplier=round_values.RoundValues(
                 event_noise, "noise_multiplier", tf.float64
             ),
+            kind=state.history_kind(self.mechanism, event, deployment.sampling),
+            cost=round_values.RoundValues(cost, "noise_multiplier", tf.float64),
+            cohort_size=round_values.RoundValues(
+                deployment.clients_per_round, "clients_per_round", tf.float64
+            ),
+            population=deployment.num_clients or 0,
         )
 
     def _events(
@@ -208,10 +220,11 @@ class BoundMechanism:
             event = self.mechanism.round_event(index, deployment)
             # Only a Gaussian changes from round to round; a mechanism says
             # "no privacy" of one without noise.
-            multipliers.append(float(getattr(event, "noise_multiplier", 0.0)))
-            if not hasattr(event, "noise_multiplier") and not isinstance(
-                event, dp_accounting.NonPrivateDpEvent
-            ):
+            if isinstance(event, dp_accounting.GaussianDpEvent):
+                multipliers.append(float(event.noise_multiplier))
+            elif isinstance(event, dp_accounting.NonPrivateDpEvent):
+                multipliers.append(0.0)
+            else:
                 return event, 0.0
         return None, tuple(multipliers)
 

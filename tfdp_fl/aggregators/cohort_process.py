@@ -43,12 +43,20 @@ class RoundPlan:
       event: A `DpEvent` that is the same for every round, or None: a Gaussian
         with `event_noise_multiplier`.
       event_noise_multiplier: Float64, z of everything that a round releases.
+      kind: See `history_kind`.
+      cost: Float64, see `RoundHistory.costs`.
+      cohort_size: Float64, m.
+      population: N, or 0 if it is not known.
     """
 
     noise_multiplier: round_values.RoundValues
     clients_per_round: round_values.RoundValues
     event: dp_accounting.DpEvent | None
     event_noise_multiplier: round_values.RoundValues
+    kind: int
+    cost: round_values.RoundValues
+    cohort_size: round_values.RoundValues
+    population: int
 
     def event_at(self, round_index: tf.Tensor) -> Any:
         """Returns the round's event as a named tuple of tensors."""
@@ -58,6 +66,23 @@ class RoundPlan:
                 self.event_noise_multiplier.at(round_index)
             )
         return event.to_named_tuple()
+
+    def written_down(
+        self, history: state.RoundHistory, round_index: tf.Tensor
+    ) -> state.RoundHistory:
+        """Returns a history with one more round."""
+        row = state.RoundHistory(
+            kinds=tf.constant(self.kind, tf.int64),
+            costs=self.cost.at(round_index),
+            cohort_sizes=self.cohort_size.at(round_index),
+            populations=tf.constant(self.population, tf.int64),
+        )
+        return state.RoundHistory(
+            *(
+                tf.concat([past, [now]], axis=0)
+                for past, now in zip(history, row, strict=True)
+            )
+        )
 
 
 def create_cohort_process(
@@ -166,14 +191,34 @@ def create_cohort_process(
     def add_inner(measurements, inner):
         return collections.OrderedDict(measurements, inner=inner)
 
+    @tff.tensorflow.computation
+    def no_history():
+        # Of a length that the graph does not know: it grows.
+        return state.RoundHistory(
+            *(
+                tf.compat.v1.placeholder_with_default(
+                    np.zeros([0], dtype), [None]
+                )
+                for dtype in (np.int64, np.float64, np.float64, np.int64)
+            )
+        )
+
     @tff.tensorflow.computation(np.int32)
-    def finish_round(round_index):
-        return round_index + 1, plan.event_at(round_index)
+    def event_of(round_index):
+        return plan.event_at(round_index)
+
+    @tff.tensorflow.computation(np.int32, no_history.type_signature.result)
+    def finish_round(round_index, history):
+        return (
+            round_index + 1,
+            plan.event_at(round_index),
+            plan.written_down(history, round_index),
+        )
 
     @tff.federated_computation
     def init_fn():
         first = tff.federated_value(np.int32(0), tff.SERVER)
-        _, event = tff.federated_map(finish_round, first)
+        event = tff.federated_map(event_of, first)
         return tff.federated_zip(
             state.AggregatorState(
                 query_state=tff.federated_eval(initial_query_state, tff.SERVER),
@@ -181,6 +226,7 @@ def create_cohort_process(
                 sum_state=sum_process.initialize(),
                 dp_event=event,
                 is_init_state=tff.federated_value(True, tff.SERVER),
+                history=tff.federated_eval(no_history, tff.SERVER),
             )
         )
 
@@ -198,13 +244,16 @@ def create_cohort_process(
         mean, new_query_state, measurements = tff.federated_map(
             get_noised_result, (total.result, query_state)
         )
-        rounds, event = tff.federated_map(finish_round, server_state.rounds)
+        rounds, event, history = tff.federated_map(
+            finish_round, (server_state.rounds, server_state.history)
+        )
         new_state = state.AggregatorState(
             query_state=new_query_state,
             rounds=rounds,
             sum_state=total.state,
             dp_event=event,
             is_init_state=tff.federated_value(False, tff.SERVER),
+            history=history,
         )
         if inner_factory is not None:
             measurements = tff.federated_map(

@@ -2,11 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import attrs
 import dp_accounting
+import numpy as np
+import tensorflow_federated as tff
+
+from tfdp_fl.mechanisms import mechanism as mechanism_lib
+
+
+class RoundHistory(NamedTuple):
+    """What each round cost, written down by the process that ran it.
+
+    A state may be handed from process to process; what a round cost is then
+    still what it cost. T is the number of rounds so far.
+
+    Attributes:
+      kinds: Int64 [T], a digest of which kind of mechanism a round was of (see
+        `history_kind`).
+      costs: Float64 [T]: of a central Gaussian mechanism the noise multiplier
+        of all that the round released, 0 without noise; of a local one mu^2,
+        (sensitivity / sigma)^2 of one client's part; of any other event 0.
+      cohort_sizes: Float64 [T], the expected m.
+      populations: Int64 [T], N, or 0 if the process was not told.
+    """
+
+    kinds: Any
+    costs: Any
+    cohort_sizes: Any
+    populations: Any
+
+
+def history_kind(
+    mechanism: mechanism_lib.Mechanism,
+    event: dp_accounting.DpEvent | None,
+    sampling: str | None,
+) -> int:
+    """Returns an int64 that stands for what a round's cost is a number of.
+
+    Args:
+      mechanism: The mechanism; its class, caveats and noise site count.
+      event: What a round releases. A Gaussian, or no privacy, is not part of
+        the kind (nor is None, which stands for them): the noise multiplier is
+        written down with each round.
+      sampling: How the process was told that cohorts are drawn, or None.
+    """
+    if isinstance(
+        event,
+        (dp_accounting.GaussianDpEvent, dp_accounting.NonPrivateDpEvent),
+    ):
+        event = None
+    text = repr(
+        (
+            mechanism.name,
+            mechanism.guarantee,
+            mechanism.caveats(),
+            getattr(mechanism, "noise_site", None),
+            event,
+            sampling,
+        )
+    )
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
 
 
 class AggregatorState(NamedTuple):
@@ -22,6 +82,7 @@ class AggregatorState(NamedTuple):
       dp_event: What the last round released about its cohort, before sampling,
         as `dp_accounting.DpEvent.to_named_tuple` gives it.
       is_init_state: Bool scalar, True until the first round.
+      history: A `RoundHistory`.
     """
 
     query_state: Any
@@ -29,6 +90,7 @@ class AggregatorState(NamedTuple):
     sum_state: Any
     dp_event: Any
     is_init_state: Any
+    history: Any
 
 
 def find_aggregator_state(state: Any) -> AggregatorState:
@@ -76,15 +138,102 @@ def extract_dp_event(state: Any) -> dp_accounting.DpEvent:
     nothing of a trusted server (see `tfdp_fl.learning.epsilon`).
 
     Args:
-      state: A state after a round (see `find_aggregator_state`).
+      state: A state after a round (see `accountable_state`).
 
     Raises:
-      ValueError: No round was aggregated yet.
+      ValueError: No round was aggregated yet, or the mechanism is not all that
+        the state's process released.
     """
-    found = find_aggregator_state(state)
+    found = accountable_state(state)
     if found.is_init_state:
         raise ValueError(
             "state must come from `next`, got that of `initialize`, whose "
             "dp_event stands for nothing."
         )
     return dp_accounting.DpEvent.from_named_tuple(found.dp_event)
+
+
+# What `tff.aggregators.zeroing_factory` and `clipping_factory` keep.
+_ROBUST_STATES = {
+    ("clipping_norm", "inner_agg", "clipped_count_agg"): "clipping",
+    ("zeroing_norm", "inner_agg", "zeroed_count_agg"): "zeroing",
+}
+_BUILD_INSTEAD = (
+    "Build the process with tfdp_fl.learning.build_dp_fed_avg, or hand the "
+    "mechanism's factory itself to tff.learning.algorithms."
+    "build_unweighted_fed_avg."
+)
+
+
+def accountable_state(state: Any) -> AggregatorState:
+    """Returns the mechanism's state, if all of a state can be accounted for.
+
+    Known are the states of `tff.learning`'s federated averaging whose
+    aggregator is the mechanism's, alone or inside zeroing and clipping with
+    constant norms, which are one client's own business.
+
+    Args:
+      state: A `LearningAlgorithmState`, or the state of such an aggregator.
+
+    Raises:
+      ValueError: The state is of another kind: something beside the mechanism,
+        or around it, may release what no epsilon here counts.
+    """
+    if isinstance(state, (AggregatorState, Mapping)):
+        return _inside_robust(state)
+    if not isinstance(state, tff.learning.templates.LearningAlgorithmState):
+        raise ValueError(
+            "state must be the state of a learning process "
+            "(LearningAlgorithmState) or of a mechanism's aggregator "
+            f"(AggregatorState), got {type(state).__name__}. {_BUILD_INSTEAD}"
+        )
+    _check_client_work(state.client_work)
+    for name in ("distributor", "finalizer", "global_model_weights"):
+        if list(_states_in(getattr(state, name))):
+            raise ValueError(
+                "state must hold one mechanism, at its aggregator, got another "
+                f"in its {name}. {_BUILD_INSTEAD}"
+            )
+    return _inside_robust(state.aggregator)
+
+
+def _check_client_work(state: Any) -> None:
+    """Raises ValueError unless client work keeps but optimizer settings.
+
+    Whatever else it keeps can come from clients' data, past the aggregator.
+    """
+    settings = state.values() if isinstance(state, Mapping) else [state]
+    known = (isinstance(state, tuple) and not state) or all(
+        not isinstance(each, (tuple, list, Mapping)) and np.ndim(each) == 0
+        for each in settings
+    )
+    if not known:
+        raise ValueError(
+            "state must come from federated averaging, got client work that "
+            "keeps a state of its own, as Mime's keeps full gradients: what "
+            f"that releases has no noise of the mechanism's. {_BUILD_INSTEAD}"
+        )
+
+
+def _inside_robust(state: Any) -> AggregatorState:
+    if isinstance(state, AggregatorState):
+        return state
+    names = tuple(state) if isinstance(state, Mapping) else None
+    if names not in _ROBUST_STATES:
+        raise ValueError(
+            "state must have the mechanism's own aggregator, alone or inside "
+            "zeroing or clipping with constant norms, got "
+            + (f"one with {list(names)}" if names else type(state).__name__)
+            + ": an aggregator around it (a mean, for one, divides once more, "
+            "by a count or by weights without noise) may release more than "
+            f"the mechanism does. {_BUILD_INSTEAD}"
+        )
+    norm = state[names[0]]
+    if not (isinstance(norm, tuple) and not norm):
+        raise ValueError(
+            f"state must come from {_ROBUST_STATES[names]} with a constant "
+            "norm, got one whose norm follows the clients' values: one client "
+            "then changes what others contribute, and epsilon does not hold. "
+            f"{_BUILD_INSTEAD}"
+        )
+    return _inside_robust(state["inner_agg"])

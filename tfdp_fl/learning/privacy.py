@@ -1,7 +1,7 @@
 """Epsilon from a process's state and the sampling that the caller declares.
 
 TFF is handed the cohort of a round; how it was drawn only the caller knows.
-The state knows how many rounds there were, the mechanism what each released.
+What each round cost is written down in the state by the process that ran it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import dp_accounting
+import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import accounting, schedules
@@ -17,6 +18,26 @@ from tfdp_fl.accounting import pass_plan
 from tfdp_fl.accounting.local import epsilon_of_mu_squared
 from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
+
+_BY_CLIENT = ("local", "record")
+
+
+class Epsilon(float):
+    """An epsilon, as the number that it is, and what has to be said with it.
+
+    Attributes:
+      facts: A `tfdp_fl.accounting.StatementFacts`; None of a number that was
+        computed from others.
+      delta: The delta at which it holds, or None.
+    """
+
+    facts: accounting.StatementFacts | None = None
+    delta: float | None = None
+
+    @property
+    def statement(self) -> str:
+        """The privacy statement: what holds, for whom, and what is not in."""
+        return accounting.privacy_statement(self.facts, self.delta)
 
 
 def privacy_charges(
@@ -31,12 +52,14 @@ def privacy_charges(
     """Returns what each round that is in a state cost centrally.
 
     Args:
-      state: The state of a learning process, or an `AggregatorState`.
-      mechanism: The mechanism that the process was built with.
+      state: The state of a learning process, or an `AggregatorState` (see
+        `tfdp_fl.aggregators.accountable_state`).
+      mechanism: The mechanism that ran the last round. Earlier ones may have
+        had another noise multiplier, if the mechanism was of the same kind.
       sampling: How the cohorts were drawn: "poisson", "fixed_size" or
         "shuffled".
       num_clients: N, the population they were drawn from.
-      clients_per_round: m, as the process was built with.
+      clients_per_round: m, as the process that ran the last round had it.
       rounds: The number of rounds that were planned, where the mechanism
         splits a budget over them.
 
@@ -44,9 +67,10 @@ def privacy_charges(
       A charge for each round, in order.
 
     Raises:
-      ValueError: The state tells of another mechanism or another m.
+      ValueError: The state tells of another mechanism, sampling, N or m, or
+        it may hold releases that are not the mechanism's.
     """
-    found = state_lib.find_aggregator_state(state)
+    found = state_lib.accountable_state(state)
     deployment = mechanism_lib.Deployment(
         clients_per_round=clients_per_round,
         num_clients=num_clients,
@@ -54,16 +78,21 @@ def privacy_charges(
         rounds=rounds,
         num_variables=_num_variables(state),
     )
-    done = int(found.rounds)
-    events = [mechanism.round_event(index, deployment) for index in range(done)]
+    history = _history(found, mechanism, deployment)
+    done = len(history.costs)
+    events = [
+        _event(mechanism, index, float(cost), deployment)
+        for index, cost in enumerate(history.costs)
+    ]
     if done:
-        _check_state(found, mechanism, events[-1], deployment)
+        _check_last(history, mechanism, events[-1], deployment)
+    sizes = tuple(float(size) for size in history.cohort_sizes)
     plan = None
-    if sampling == "shuffled":
-        plan = pass_plan.PassPlan(num_clients, clients_per_round)
+    if sampling == "shuffled" and done:
+        plan = pass_plan.PassPlan(num_clients, sizes)
     charges = []
     for index, event in enumerate(events):
-        size, place = deployment.cohort_size(index), {}
+        size, place = sizes[index], {}
         if plan is not None:
             pass_index, start, stop = plan.cohort(index)
             size = stop - start
@@ -91,59 +120,119 @@ def epsilon(
     accountant: str = "rdp",
     rounds: int | None = None,
     max_participations: int | None = None,
-) -> float:
+) -> Epsilon:
     """Returns the epsilon of the mechanism's own guarantee after a state.
 
     A central guarantee is composed over the rounds, under the sampling that is
     declared. A local one, or one per record, is composed over the rounds of
-    the one client that took part most often; sampling makes no difference.
+    the one client that took part most often (the most costly ones, if they
+    differ); sampling makes no difference.
 
     The number is as good as the declaration: cohorts have to be drawn that
-    way, from the whole population, in secret. (`tfdp_fl.sampling` does.)
+    way, from the whole population, in secret. (`tfdp_fl.sampling` does.) Its
+    `statement` says so, and what else is not in it.
 
     Args:
-      state: The state of a learning process, or an `AggregatorState`.
-      mechanism: The mechanism that the process was built with.
+      state: The state of a learning process, or an `AggregatorState` (see
+        `tfdp_fl.aggregators.accountable_state`).
+      mechanism: The mechanism that ran the last round. What earlier rounds
+        cost is in the state; a state of another kind of mechanism is refused.
       sampling: "poisson", "fixed_size" or "shuffled".
       num_clients: N.
-      clients_per_round: m, as the process was built with.
+      clients_per_round: m, as the process that ran the last round had it.
       delta: In (0, 1).
       accountant: "rdp" or "pld".
-      rounds: The number of rounds that were planned, for a mechanism that
-        splits a budget over them, as the process was built with.
+      rounds: The number of rounds that were planned, for a mechanism whose
+        schedules or budget go by them, as the process was built with.
       max_participations: The most rounds that any one client took part in;
-        None: it may have been in all of them. For a local mechanism with a
-        budget also what it was calibrated to.
+        None: it may have been in all of them.
 
     Raises:
-      ValueError: The state tells of another mechanism or another m.
+      ValueError: The state tells of another mechanism, sampling, N or m, or
+        it may hold releases that are not the mechanism's.
     """
-    if mechanism.guarantee in ("local", "record"):
-        done = int(state_lib.find_aggregator_state(state).rounds)
-        deployment = mechanism_lib.Deployment(
-            clients_per_round=clients_per_round,
+    if mechanism.guarantee in _BY_CLIENT:
+        found = state_lib.accountable_state(state)
+        history = _history(
+            found,
+            mechanism,
+            mechanism_lib.Deployment(
+                clients_per_round=clients_per_round,
+                num_clients=num_clients,
+                sampling=sampling,
+            ),
+        )
+        times = len(history.costs)
+        if max_participations is not None:
+            times = min(times, max_participations)
+        most = np.sort(history.costs)[len(history.costs) - times :]
+        value = epsilon_of_mu_squared(math.fsum(most), delta)
+        how, sizes = {"epsilon_local": value}, list(history.cohort_sizes)
+        costs = ()
+    else:
+        record = accounting.PrivacyAccountant()
+        charges = privacy_charges(
+            state,
+            mechanism,
+            sampling=sampling,
             num_clients=num_clients,
+            clients_per_round=clients_per_round,
             rounds=rounds,
-            max_participations=max_participations,
-            num_variables=_num_variables(state),
         )
-        times = min(done, max_participations or done)
-        if not times:
-            return epsilon_of_mu_squared(0.0, delta)
-        return epsilon_of_mu_squared(
-            times * mechanism.mu_squared(deployment), delta
-        )
-    history = accounting.PrivacyAccountant()
-    for charge in privacy_charges(
-        state,
-        mechanism,
+        for charge in charges:
+            record.add(charge)
+        value = record.epsilon(delta, accountant)
+        how = {f"epsilon_{accountant}": value}
+        sizes = [charge.clients_per_round for charge in charges]
+        costs = {charge.noise_multiplier for charge in charges}
+        times = None
+    result = Epsilon(value)
+    result.delta = delta
+    result.facts = accounting.StatementFacts(
+        guarantee=mechanism.guarantee,
+        mechanism=mechanism.name,
+        mechanism_description=mechanism.describe(),
+        mechanism_parameters=_parameters(mechanism, costs),
+        unit="record" if mechanism.guarantee == "record" else "client",
         sampling=sampling,
         num_clients=num_clients,
-        clients_per_round=clients_per_round,
-        rounds=rounds,
-    ):
-        history.add(charge)
-    return history.epsilon(delta, accountant)
+        clients_per_round=[float(size) for size in sizes]
+        or float(schedules.value_at(clients_per_round, 0, "clients_per_round")),
+        rounds=len(sizes),
+        max_participations=times,
+        implied_epsilon=mechanism.epsilon
+        if mechanism.guarantee == "record"
+        else None,
+        implied_delta=getattr(mechanism, "implied_delta", None),
+        caveats=_caveats(mechanism),
+        **how,
+    )
+    return result
+
+
+def privacy_statement(
+    state: Any,
+    mechanism: mechanism_lib.Mechanism,
+    *,
+    delta: float,
+    format: str = "text",
+    **declared: Any,
+) -> str | dict[str, Any]:
+    """Returns the privacy statement after a state.
+
+    Args:
+      state: See `epsilon`.
+      mechanism: See `epsilon`.
+      delta: In (0, 1).
+      format: "text", "markdown" or "dict" (see `tfdp_fl.accounting.
+        privacy_statement`).
+      **declared: The other arguments of `epsilon`.
+
+    Raises:
+      ValueError: See `epsilon`.
+    """
+    spent = epsilon(state, mechanism, delta=delta, **declared)
+    return accounting.privacy_statement(spent.facts, delta, format)
 
 
 def _num_variables(state: Any) -> int | None:
@@ -151,32 +240,84 @@ def _num_variables(state: Any) -> int | None:
     return None if weights is None else len(tf.nest.flatten(weights.trainable))
 
 
-def _check_state(
+def _history(
     found: state_lib.AggregatorState,
+    mechanism: mechanism_lib.Mechanism,
+    deployment: mechanism_lib.Deployment,
+) -> state_lib.RoundHistory:
+    """Returns what is written down, if it can be told what it means."""
+    history = state_lib.RoundHistory(*map(np.asarray, found.history))
+    done = int(found.rounds)
+    if any(len(column) != done for column in history):
+        raise ValueError(
+            f"state must have a history of each of its {done} rounds, got one "
+            f"of {len(history.costs)}."
+        )
+    # A process that was not told how cohorts are drawn says nothing about it.
+    event = None
+    if done and mechanism.guarantee == "central":
+        event = mechanism.round_event(done - 1, deployment)
+    known = [
+        state_lib.history_kind(mechanism, event, sampling)
+        for sampling in (None, deployment.sampling)
+    ]
+    other = np.flatnonzero(~np.isin(history.kinds, known))
+    if len(other):
+        raise ValueError(
+            "state must come from processes of this mechanism and sampling, "
+            f"{mechanism.name} and {deployment.sampling!r}, got one whose "
+            f"round {other[0] + 1} of {done} was run by a process of another "
+            "kind, whose guarantee cannot be told from here."
+        )
+    other = np.flatnonzero(
+        ~np.isin(history.populations, [0, deployment.num_clients])
+    )
+    if len(other):
+        raise ValueError(
+            f"num_clients must be the {history.populations[other[0]]} that "
+            f"round {other[0] + 1} of the state was run with, got "
+            f"{deployment.num_clients!r}."
+        )
+    return history
+
+
+def _event(
+    mechanism: mechanism_lib.Mechanism,
+    index: int,
+    cost: float,
+    deployment: mechanism_lib.Deployment,
+) -> dp_accounting.DpEvent:
+    """Returns what a round released, from what is written down of it."""
+    if cost > 0:
+        return dp_accounting.GaussianDpEvent(cost)
+    if mechanism.guarantee != "central":
+        return mechanism.round_event(index, deployment)
+    event = mechanism.round_event(index, deployment)
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        return dp_accounting.NonPrivateDpEvent()
+    return event  # Of the kind that is written down.
+
+
+def _check_last(
+    history: state_lib.RoundHistory,
     mechanism: mechanism_lib.Mechanism,
     event: dp_accounting.DpEvent,
     deployment: mechanism_lib.Deployment,
 ) -> None:
-    """Raises ValueError if a state cannot come from what is declared."""
-    last = int(found.rounds) - 1
-    size = deployment.cohort_size(last)
-    known = float(found.query_state.clients_per_round)
+    """Raises ValueError if the last round cannot be what is declared."""
+    last = len(history.costs) - 1
+    size, known = deployment.cohort_size(last), float(history.cohort_sizes[-1])
     if not math.isclose(size, known, rel_tol=1e-5):
         raise ValueError(
             f"clients_per_round must be what the state was made with, {known} "
             f"in its last round, got {size}."
         )
-    if mechanism.guarantee != "central":
-        return
-    recorded = accounting.RoundCharge(
-        sampling="poisson",
-        num_clients=1,
-        clients_per_round=1,
-        event=state_lib.extract_dp_event(found),
-    ).noise_multiplier
-    declared = accounting.RoundCharge(
-        sampling="poisson", num_clients=1, clients_per_round=1, event=event
-    ).noise_multiplier
+    recorded, declared = (
+        accounting.RoundCharge(
+            sampling="poisson", num_clients=1, clients_per_round=1, event=each
+        ).noise_multiplier
+        for each in (event, mechanism.round_event(last, deployment))
+    )
     if recorded is None or declared is None:
         matches = recorded is declared
     else:
@@ -187,3 +328,35 @@ def _check_state(
             f"had a noise multiplier of {recorded}, got {mechanism!r} with "
             f"{declared}."
         )
+
+
+def _parameters(
+    mechanism: mechanism_lib.Mechanism, costs: Any
+) -> dict[str, Any]:
+    parameters = {}
+    for name, value in mechanism.parameters().items():
+        if value is None:
+            continue
+        if not isinstance(value, (bool, int, float, str)):
+            value = type(value).__name__ if name == "query" else repr(value)
+        parameters[name] = value
+    if len(costs) > 1 and None not in costs:
+        parameters["noise_multiplier"] = (
+            f"{min(costs):g} to {max(costs):g} (by round, all releases of one)"
+        )
+    return parameters
+
+
+def _caveats(mechanism: mechanism_lib.Mechanism) -> tuple[str, ...]:
+    if mechanism.guarantee == "none":
+        return mechanism.caveats()
+    at_clients = getattr(mechanism, "noise_site", None) == "client"
+    return (
+        *mechanism.caveats(),
+        *(("client_noise_needs_honest_clients",) if at_clients else ()),
+        "tff_cohorts_declared",
+        "tff_other_releases",
+        "unnoised_metrics",
+        "hyperparameter_search_not_counted",
+        "floating_point_noise",
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow_federated as tff
 
+from tfdp_fl import accounting
 from tfdp_fl.learning import privacy
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
@@ -61,7 +62,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         num_clients: int | None = None,
         accountant: str = "rdp",
         max_participations: int | None = None,
-    ) -> float:
+    ) -> privacy.Epsilon:
         """Returns epsilon after a state (see `tfdp_fl.learning.epsilon`).
 
         Args:
@@ -87,6 +88,20 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
                 "max_participations", max_participations, optional=True
             ),
         )
+
+    def privacy_statement(
+        self, state: Any, *, delta: float, format: str = "text", **declared: Any
+    ) -> str | dict[str, Any]:
+        """Returns the privacy statement after a state.
+
+        Args:
+          state: A state of this process.
+          delta: In (0, 1).
+          format: "text", "markdown" or "dict".
+          **declared: The other arguments of `epsilon`.
+        """
+        spent = self.epsilon(state, delta=delta, **declared)
+        return accounting.privacy_statement(spent.facts, delta, format)
 
     def _known(self, name: str, value: Any, optional: bool = False) -> Any:
         built_with = getattr(self._deployment, name)
