@@ -11,9 +11,9 @@ STATE = state_lib.AggregatorState((), 1, (), (), False, ())
 SCALAR = tff.TensorType(np.float32)
 
 
-def ours():
+def ours(**sums):
     return aggregators.FixedClippingFactory(
-        clip_norm=1.0, noise_multiplier=1.0, clients_per_round=2
+        clip_norm=1.0, noise_multiplier=1.0, clients_per_round=2, **sums
     )
 
 
@@ -102,6 +102,37 @@ class AccountableStateTest(parameterized.TestCase):
                 state_lib.accountable_state(learning_state(state))
             with self.assertRaisesRegex(ValueError, "build_dp_fed_avg"):
                 aggregators.extract_dp_event(state)
+
+    def test_sums_whose_bounds_follow_the_clients_are_refused(self):
+        norm = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(
+            1.0, 0.5, 0.2
+        )
+        plain = tff.aggregators.SumFactory()
+        for sums in (
+            {"inner_factory": tff.aggregators.zeroing_factory(norm, plain)},
+            {"inner_factory": tff.aggregators.SecureSumFactory(norm)},
+            {"scalars_factory": tff.aggregators.SecureSumFactory(norm)},
+        ):
+            state = ours(**sums).create(SCALAR).initialize()
+            with self.assertRaisesRegex(ValueError, "inner_factory"):
+                state_lib.accountable_state(state)
+        constant = {
+            "inner_factory": tff.aggregators.SecureSumFactory(4.0, -4.0),
+            "scalars_factory": tff.aggregators.zeroing_factory(99.0, plain),
+        }
+        state = ours(**constant).create(SCALAR).initialize()
+        self.assertIs(state_lib.accountable_state(state), state)
+
+    def test_what_is_no_sum_is_refused(self):
+        for each in (
+            ours(),
+            tff.aggregators.UnweightedMeanFactory(),
+            tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(
+                1.0, 10, 1.0
+            ),
+        ):
+            with self.assertRaisesRegex(ValueError, "inner_factory.*a sum"):
+                ours(inner_factory=each)
 
     @parameterized.named_parameters(
         ("gradients", {"client_work": ((np.zeros(3),), ())}),

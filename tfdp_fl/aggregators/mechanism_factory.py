@@ -146,8 +146,26 @@ def from_mechanism(
 
 
 def check_inner_factory(name: str, factory: Any) -> None:
-    """Raises TypeError unless a factory is None or an unweighted one."""
-    if factory is not None:
-        _validate.instance_of(
-            tff.aggregators.UnweightedAggregationFactory, **{name: factory}
+    """Raises unless a factory is None or may be one that sums.
+
+    Raises:
+      TypeError: It is not an unweighted factory.
+      ValueError: It is known to give something else than a sum.
+    """
+    if factory is None:
+        return
+    _validate.instance_of(
+        tff.aggregators.UnweightedAggregationFactory, **{name: factory}
+    )
+    others = (
+        MechanismFactory,
+        tff.aggregators.DifferentiallyPrivateFactory,
+        tff.aggregators.UnweightedMeanFactory,
+    )
+    if isinstance(factory, others):
+        raise ValueError(
+            f"{name} must give a sum (such as tff.aggregators.SumFactory, "
+            "SecureSumFactory or EncodedSumFactory), got "
+            f"{type(factory).__name__}: the mechanism divides, by the expected "
+            "cohort size, and adds the noise."
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import attrs
 import dp_accounting
 import numpy as np
+import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -170,7 +171,8 @@ def accountable_state(state: Any) -> AggregatorState:
 
     Known are the states of `tff.learning`'s federated averaging whose
     aggregator is the mechanism's, alone or inside zeroing and clipping with
-    constant norms, which are one client's own business.
+    constant norms, which are one client's own business, and whose sums (the
+    mechanism's `inner_factory` and `scalars_factory`) keep no state.
 
     Args:
       state: A `LearningAlgorithmState`, or the state of such an aggregator.
@@ -203,7 +205,7 @@ def _check_client_work(state: Any) -> None:
     Whatever else it keeps can come from clients' data, past the aggregator.
     """
     settings = state.values() if isinstance(state, Mapping) else [state]
-    known = (isinstance(state, tuple) and not state) or all(
+    known = not tf.nest.flatten(state) or all(
         not isinstance(each, (tuple, list, Mapping)) and np.ndim(each) == 0
         for each in settings
     )
@@ -217,6 +219,14 @@ def _check_client_work(state: Any) -> None:
 
 def _inside_robust(state: Any) -> AggregatorState:
     if isinstance(state, AggregatorState):
+        if tf.nest.flatten(state.sum_state):
+            raise ValueError(
+                "state must come from a sum that is the same in every round "
+                "(inner_factory and scalars_factory without a state), got one "
+                "that keeps a state, as secure sums and zeroing with adaptive "
+                "bounds do: one client then changes what others contribute, "
+                f"after the clip. {_BUILD_INSTEAD}"
+            )
         return state
     names = tuple(state) if isinstance(state, Mapping) else None
     if names not in _ROBUST_STATES:
@@ -229,7 +239,7 @@ def _inside_robust(state: Any) -> AggregatorState:
             f"the mechanism does. {_BUILD_INSTEAD}"
         )
     norm = state[names[0]]
-    if not (isinstance(norm, tuple) and not norm):
+    if tf.nest.flatten(norm):
         raise ValueError(
             f"state must come from {_ROBUST_STATES[names]} with a constant "
             "norm, got one whose norm follows the clients' values: one client "
