@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
+import tensorflow_privacy as tfp
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
@@ -365,6 +367,32 @@ class CohortTest(parameterized.TestCase):
         self.assertEqual(history["failed_clients"], [0.0])
         for one, other in zip(before, fed.get_weights(), strict=True):
             self.assertLess(np.abs(one - other).max(), 1.0)
+
+    def test_a_query_with_sums_of_its_own_is_refused(self):
+        fed = toy.federated(
+            tfdp_fl.QueryMechanism(
+                query=tfp.QuantileAdaptiveClipSumQuery(
+                    1.0, 1.0, 0.5, 0.2, 2.0, 7.0
+                ),
+                dp_event=dp_accounting.GaussianDpEvent(0.9),
+            ),
+            clients_per_round=7,
+            secure_aggregation=AdditiveSecretSharing(),
+        )
+        with self.assertRaisesRegex(ValueError, "use tfdp_fl.AdaptiveClip"):
+            _fit(fed, 1)
+
+    def test_a_local_release_too_large_to_share_is_left_out_of_the_mean(self):
+        fed = toy.federated(
+            tfdp_fl.LocalDP(clip_norm=1e4, noise_multiplier=1.0),
+            clients_per_round=7,
+            secure_aggregation=AdditiveSecretSharing(),
+        )
+        before = fed.get_weights()
+        with self.assertWarnsRegex(UserWarning, "7 of 7.*hand in zeros"):
+            history = _fit(fed, 1).history
+        self.assertEqual(history["discarded_clients"], [7.0])
+        np.testing.assert_array_equal(before[0], fed.get_weights()[0])
 
     def test_a_client_whose_noise_is_missing_has_failed(self):
         fed = toy.federated(

@@ -25,7 +25,9 @@ class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
     (quantization) comes after the clip: it may cost accuracy, and with
     noise added by the clients it must not enlarge a client's influence.
     The factory itself can be the inner one of `tff.aggregators.
-    clipping_factory` and `zeroing_factory`.
+    clipping_factory` and `zeroing_factory` with a constant norm. (A norm that
+    follows the clients' values lets one client change what others contribute;
+    a mean around it divides once more: those have no epsilon.)
 
     Measurements of a round, as an `OrderedDict`: `clip_norm` and
     `noise_stddev` (on the sum) that held in this round, `clipped_fraction`,

@@ -237,6 +237,7 @@ class CohortFunction:
                         client_params, update, table.num_examples[k]
                     )
                 if collect:
+                    _check_one_by_one(one.update, weights)
                     scalars = tf.stack([*one[1:]])
                     collected = (
                         self._with_row(collected[0], k, _flatten(one.update)),
@@ -337,6 +338,17 @@ def made_by_each_run(state: Any, count: tf.Tensor) -> Any:
         return tf.fill(tensor.shape, tf.cast(zero, tensor.dtype))
 
     return tf.nest.map_structure(unfolded, state)
+
+
+def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:
+    """Raises ValueError unless a record holds an update, and nothing else."""
+    if not isinstance(update, list) or len(update) != len(weights):
+        raise ValueError(
+            "secure_aggregation needs a mechanism whose clients hand in one "
+            "tensor for each variable, got a query that makes "
+            f"{type(update).__name__} of them: use tfdp_fl.AdaptiveClipping, "
+            "whose bit goes through the secure sum as well."
+        )
 
 
 def _flatten(
