@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import types
 from collections.abc import Callable, Sequence
@@ -30,7 +31,9 @@ def client(
             return new, num_examples, {}
 
     inner = Client()
-    return DPFedAvgNumPyClient(inner).to_client() if wrapped else inner.to_client()
+    return (
+        DPFedAvgNumPyClient(inner).to_client() if wrapped else inner.to_client()
+    )
 
 
 def _proxy_class() -> type:
@@ -159,7 +162,7 @@ def secagg_round(
     def create_message(content, message_type, dst_node_id, group_id, ttl=None):
         return Message(
             Metadata(1, "", 0, dst_node_id, "", group_id, 3600.0, message_type),
-            content,
+            copy.deepcopy(content),  # As if it went over a wire.
         )
 
     def send_and_receive(messages, timeout=None):

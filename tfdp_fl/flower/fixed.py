@@ -13,11 +13,12 @@ import numpy as np
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.flower import answers as answers_lib
 from tfdp_fl.flower import (
     errors,
     keys,
     population,
-    replies,
+    report,
     rounds,
     strategies,
     updates,
@@ -41,32 +42,18 @@ class _ConfiguredRound:
     Attributes:
       server_round: its number.
       clip_norm: S.
-      sent: w, the model that all of them were sent.
+      message: the model that all of them were sent, as the strategy made it.
+      sent: w, the arrays in it.
       asked: the names of those who were asked, where clients have names.
       plan: the round as it is released if nobody fails.
     """
 
     server_round: int
     clip_norm: float
+    message: Any
     sent: list[np.ndarray]
-    asked: frozenset[Any]
+    asked: frozenset[str]
     plan: rounds.ReleasedRound
-
-
-@dataclasses.dataclass(frozen=True)
-class _Answers:
-    """Whose replies are in the sum, and who failed.
-
-    Attributes:
-      valid: client, its result, and what was read in it.
-      failures: as the server is told of them; clients whose replies could not
-        be used among them.
-      reasons: why replies could not be used.
-    """
-
-    valid: list[tuple[Any, Any, replies.Reply]]
-    failures: list[Any]
-    reasons: list[str]
 
 
 class DPFedAvgFixed:
@@ -285,17 +272,12 @@ class DPFedAvgFixed:
         epsilon = self.privacy_epsilon(
             num_clients, delta, accountant=accountant
         )
-        released = self._history.released
-        charged = [r.charge(num_clients).num_clients for r in released]
         return {
             "epsilon": epsilon if np.isfinite(epsilon) else None,
             "delta": self._history.target_delta if delta is None else delta,
             "accountant": accountant,
-            "relation": "one client is replaced by another",
-            "rounds": len(released),
-            "rounds_from_ledger": len(self._history.earlier),
+            **report.facts(self._history, num_clients),
             "clients_per_round": self.num_sampled_clients,
-            "num_clients": [min(charged), max(charged)] if charged else None,
             "noise_added_by": (
                 "server" if self.server_side_noising else "clients"
             ),
@@ -305,7 +287,12 @@ class DPFedAvgFixed:
                 f"{type(self.strategy).__qualname__}"
             ),
             "averages": self.averages,
-            "caveats": self._caveats(released),
+            "caveats": report.caveats(
+                self._history,
+                averages=self.averages,
+                is_flowers=strategies.is_flowers(self.strategy),
+                server_side_noising=self.server_side_noising,
+            ),
         }
 
     def state(self) -> dict[str, Any]:
@@ -415,8 +402,9 @@ class DPFedAvgFixed:
         self._configured = _ConfiguredRound(
             server_round,
             self.clip_norm,
+            instructions[0][1].parameters,
             _the_one_model(instructions),
-            frozenset(_name(client) for client in clients) - {None},
+            frozenset(map(answers_lib.name_of, clients)) - {None},
             plan,
         )
         dp_config = self._dp_config()
@@ -449,7 +437,7 @@ class DPFedAvgFixed:
           LedgerWriteError: if the round could not be written down. Nothing is
             released then.
         """
-        configured, self._configured = self._configured, None
+        configured = self._configured
         if configured is None or configured.server_round != server_round:
             if server_round in (self._idle_round, self.stopped_before_round):
                 return None, {}
@@ -459,10 +447,20 @@ class DPFedAvgFixed:
                 "clients were sent and the norm they clipped to are not known. "
                 "Nothing is released or charged."
             )
-        answers = self._answers(configured, results, failures)
-        reason = self._reason_to_abandon(answers, len(results))
-        if reason is not None:
-            return self._abandon(server_round, reason)
+        self._configured = None
+        answers = answers_lib.collect(
+            server_round,
+            results,
+            failures,
+            configured.asked,
+            [array.shape for array in configured.sent],
+            self._wants_norm_bit,
+        )
+        self.rejected_replies += len(answers.reasons)
+        if not self._releasable(answers):
+            return self._abandon(
+                server_round, answers.summary(self.num_sampled_clients)
+            )
         mean = self._noised_mean(configured, answers)
         next_clip_norm = self._next_clip_norm(
             configured.clip_norm,
@@ -475,10 +473,18 @@ class DPFedAvgFixed:
         )
         self.clip_norm = next_clip_norm
         self._abandoned_in_a_row = 0
-        shared = parameters_lib.like(answers.valid[0][1].parameters, mean)
+        released = parameters_lib.like(configured.message, mean)
         handed = [
-            (client, _with_the_mean(fit_res, shared))
-            for client, fit_res, _ in answers.valid
+            (
+                client,
+                parameters_lib.replaced(
+                    fit_res,
+                    parameters=released,
+                    num_examples=1,
+                    metrics=reply.metrics,
+                ),
+            )
+            for client, fit_res, reply in answers.valid
         ]
         with strategies.metrics_errors_logged(self.strategy):
             return self.strategy.aggregate_fit(
@@ -585,65 +591,15 @@ class DPFedAvgFixed:
             self._history.target_delta,
         )
 
-    def _answers(
-        self,
-        configured: _ConfiguredRound,
-        results: _Messages,
-        failures: Sequence[Any],
-    ) -> _Answers:
-        """Reads the replies; a client is in the sum once, and if it was asked.
-
-        A reply that cannot be used is logged, and its client has failed.
-        """
-        shapes = [array.shape for array in configured.sent]
-        valid, reasons, failed = [], [], list(failures)
-        names = set()
-        for client, fit_res in results:
-            name = _name(client)
-            try:
-                if name is not None and configured.asked:
-                    if name not in configured.asked:
-                        raise replies.ReplyError("it was not asked")
-                    if name in names:
-                        raise replies.ReplyError("it has replied before")
-                reply = replies.read(fit_res, shapes, self._wants_norm_bit)
-            except replies.ReplyError as error:
-                reasons.append(f"client {name or client!r:.100}: {error}")
-                failed.append((client, fit_res))
-            else:
-                names.add(name)
-                valid.append((client, fit_res, reply))
-        self.rejected_replies += len(reasons)
-        for reason in reasons:
-            _logger.warning(
-                "Round %s, a reply is not used: %s.",
-                configured.server_round,
-                reason,
-            )
-        return _Answers(valid, failed, reasons)
-
-    def _reason_to_abandon(
-        self, answers: _Answers, num_results: int
-    ) -> str | None:
-        """Returns why a round cannot be released; None if it can."""
+    def _releasable(self, answers: answers_lib.Answers) -> bool:
         m = self.num_sampled_clients
-        counted = (
-            f"{num_results} results and "
-            f"{len(answers.failures) - len(answers.reasons)} failures, "
-            f"where {m} results are needed"
-        )
-        if answers.reasons:
-            counted += (
-                f"; {len(answers.reasons)} replies could not be used (the "
-                f"first: {answers.reasons[0]})"
-            )
-        if num_results > m or not answers.valid:
-            return counted
-        missing = len(answers.valid) < m or answers.failures
+        if not answers.valid or answers.num_results > m:
+            return False
+        if answers.complete(m):
+            return True
+        # Flower's own word for "abort".
         refuses = getattr(self.strategy, "accept_failures", True) is False
-        if missing and (self.on_client_failure == "abort" or refuses):
-            return counted
-        return None
+        return self.on_client_failure == "exclude" and not refuses
 
     def _abandon(
         self, server_round: int, reason: str
@@ -660,7 +616,7 @@ class DPFedAvgFixed:
         return None, {}
 
     def _noised_mean(
-        self, configured: _ConfiguredRound, answers: _Answers
+        self, configured: _ConfiguredRound, answers: answers_lib.Answers
     ) -> list[np.ndarray]:
         """Returns w + (sum_k clip(Delta_k) + N(0, (z S)^2)) / m.
 
@@ -691,74 +647,6 @@ class DPFedAvgFixed:
         if shares:
             total = updates.noised(total, stddev * shares**0.5)
         return updates.applied(configured.sent, [array / m for array in total])
-
-    def _caveats(self, released: Sequence[rounds.ReleasedRound]) -> list[str]:
-        said = []
-        if self.averages:
-            said.append(
-                "That the wrapped strategy makes of a mean what it should was "
-                "vouched for by the user; it was handed nothing else."
-            )
-        elif not strategies.is_flowers(self.strategy):
-            said.append(
-                "The wrapped strategy is none of Flower's; what it makes of "
-                "the noised mean was not looked at."
-            )
-        if any(r.available is None for r in released):
-            said.append(
-                "The client manager did not tell how many clients there were; "
-                "their number is the user's word."
-            )
-        elif any(
-            r.num_clients == r.clients_per_round < r.available for r in released
-        ):
-            said.append(
-                "Rounds whose clients were not seen to be drawn by the client "
-                "manager are charged without amplification by sampling."
-            )
-        if any(r.num_replies < r.clients_per_round for r in released):
-            said.append(
-                "Some drawn clients failed and were left out of their round's "
-                "sum; the noise and the divisor stayed as planned. That they "
-                "failed is not hidden."
-            )
-        if not self.server_side_noising:
-            said.append(
-                "Each client added its share of the noise; if clients leave "
-                "it out, the noise on the sum is smaller than charged."
-            )
-        if self._history.earlier:
-            said.append(
-                "Rounds that the ledger held before are charged as well."
-            )
-        said.append(
-            "Losses, metrics and failures that clients report carry no noise "
-            "and are not covered."
-        )
-        return said
-
-
-def _name(client: Any) -> str | None:
-    """Returns the name that Flower gives a client; None if it has none."""
-    cid = getattr(client, "cid", None)
-    return cid if isinstance(cid, str) else None
-
-
-def _with_the_mean(fit_res: Any, mean: Any) -> Any:
-    """Returns a copy of a result that holds the mean, of weight one.
-
-    An exact norm bit must not reach the strategy's own metrics.
-    """
-    return parameters_lib.replaced(
-        fit_res,
-        parameters=mean,
-        num_examples=1,
-        metrics={
-            name: value
-            for name, value in fit_res.metrics.items()
-            if name != keys.NORM_BIT
-        },
-    )
 
 
 def _the_one_model(instructions: _Messages) -> list[np.ndarray]:

@@ -45,10 +45,13 @@ class Reply:
         its values may be anything, NaN and infinity among them.
       norm_bit: whether its update was within the clip norm, by its own word;
         None if that was not asked for.
+      metrics: its other metrics. The exact bit is not among them: the wrapped
+        strategy may publish what it makes of metrics.
     """
 
     arrays: list[np.ndarray]
     norm_bit: bool | None
+    metrics: dict[str, Any]
 
 
 def read(
@@ -71,15 +74,15 @@ def read(
                 f"metrics must be a mapping, got {type(metrics).__name__}"
             )
         bit = _norm_bit(metrics) if wants_norm_bit else None
-        return Reply(_arrays(fit_res.parameters, shapes), bit)
+        others = {k: v for k, v in metrics.items() if k != keys.NORM_BIT}
+        return Reply(_arrays(fit_res.parameters, shapes), bit, others)
     except ReplyError:
         raise
     except Exception as error:
         # The checks above and below are meant to be complete. If one is not,
         # a client must still be able to end no more than its own reply.
-        raise ReplyError(
-            f"it cannot be read ({type(error).__name__}: {error!s:.100})"
-        ) from error
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:100]
+        raise ReplyError(f"it cannot be read ({what})") from error
 
 
 def _norm_bit(metrics: Mapping[str, Any]) -> bool:

@@ -124,7 +124,8 @@ class RoundHistory:
           mechanism: for the header of a new file.
           expected_head: the last line that was seen of it, if any.
         """
-        if not isinstance(ledger, ledger_lib.PrivacyLedger):
+        is_ours = not isinstance(ledger, ledger_lib.PrivacyLedger)
+        if is_ours:
             ledger = ledger_lib.PrivacyLedger(
                 ledger,
                 mode="append",
@@ -133,6 +134,14 @@ class RoundHistory:
                 mechanism=dict(mechanism),
                 expected_head=expected_head,
             )
+        try:
+            self._take_over(ledger)
+        except BaseException:
+            if is_ours:
+                ledger.close()
+            raise
+
+    def _take_over(self, ledger: ledger_lib.PrivacyLedger) -> None:
         entries = ledger.contents().entries
         if len(entries) < self._in_ledger:
             raise ValueError(
