@@ -92,16 +92,21 @@ class ClippingTest(parameterized.TestCase):
             self.assertEqual((array.dtype, array.shape), (dtype, shape))
 
     @parameterized.product(
-        dtype=(np.float16, np.float32), clip_norm=(1e-8, 1e-4, 0.01, 1.0)
+        dtype=(np.float16, np.float32), in_spacings=(0.501, 0.75, 20.3, 1e3)
     )
     def test_what_is_sent_is_within_the_clip_norm_after_rounding(
-        self, dtype, clip_norm
+        self, dtype, in_spacings
     ):
-        # Rounded to nearest it is 240 times too long (float16, 1e-4).
-        received = [np.linspace(0.5, 8.0, 10_000).astype(dtype)]
-        rng = np.random.default_rng(3)
-        update = [rng.normal(size=10_000)]
-        client = DPFedAvgNumPyClient(_Client(update))
+        # The worst case, 0.501, is twice as long if it is rounded to nearest.
+        received = [np.full(10_000, 8.0, dtype)]
+        each = in_spacings * float(np.spacing(dtype(8.0)))
+        clip_norm = 100 * each
+        client = DPFedAvgNumPyClient(_Client(None))
+        client.client.fit = lambda parameters, config: (
+            [parameters[0].astype(np.float64) + 1.5 * each],
+            1,
+            {},
+        )
         ((sent,), *_) = client.fit(received, {"dpfedavg_clip_norm": clip_norm})
         self.assertEqual(sent.dtype, dtype)
         moved = sent.astype(np.float64) - received[0].astype(np.float64)

@@ -117,7 +117,7 @@ class DPFedAvgNumPyClient:
             noised = updates.noised(update.arrays, stddev)
             sent = updates.applied(received, noised)
         else:
-            sent = updates.applied_within(received, update.arrays)
+            sent = updates.applied_within(received, update.arrays, clip_norm)
         if wants_bit:
             metrics = {**metrics, keys.NORM_BIT: update.within}
         return sent, _NUM_EXAMPLES, metrics

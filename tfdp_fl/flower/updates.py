@@ -145,24 +145,32 @@ def applied(
 
 
 def applied_within(
-    received: Sequence[np.ndarray], update: Sequence[np.ndarray]
+    received: Sequence[np.ndarray],
+    update: Sequence[np.ndarray],
+    clip_norm: float,
 ) -> list[np.ndarray]:
-    """As `applied`, rounded towards `received`.
+    """As `applied`, and what comes out is within the clip norm of `received`.
 
-    Rounded to nearest, small updates of large weights come out longer than
-    they are: in float16, of a clip norm of 0.01 and weights of 1, hundreds of
-    times. Here no coordinate moves farther than `update` says, so that what is
-    sent is within the clip norm too.
+    Rounding to nearest may double an update: each coordinate by itself, if it
+    is a little more than half of what lies between its weight and the next
+    number. If that leads out of S, all are rounded towards `received`: no
+    coordinate moves farther than `update` says then.
+
+    Args:
+      received: w.
+      update: float64 arrays with a joint L2 norm of at most S.
+      clip_norm: S.
     """
     rounded = applied(received, update)
-    for i, (old, change) in enumerate(zip(received, update, strict=True)):
-        new, wide = rounded[i], np.asarray(old, np.float64)
-        too_far = np.abs(np.asarray(new, np.float64) - wide) > np.abs(change)
-        towards = np.asarray(old, new.dtype)
-        rounded[i] = np.asarray(
-            np.where(too_far, np.nextafter(new, towards), new), new.dtype
-        )
-    return rounded
+    if _norm(difference(rounded, received)) <= clip_norm:
+        return rounded
+    shortened = []
+    for new, old, change in zip(rounded, received, update, strict=True):
+        moved = np.asarray(new, np.float64) - np.asarray(old, np.float64)
+        back = np.nextafter(new, np.asarray(old, new.dtype))
+        too_far = np.abs(moved) > np.abs(change)
+        shortened.append(np.asarray(np.where(too_far, back, new), new.dtype))
+    return shortened
 
 
 def _result_dtype(array: np.ndarray) -> np.dtype:
