@@ -407,6 +407,16 @@ class ExcludedClientTest(parameterized.TestCase):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-15)
         self.assertLen(self.inner.results[0], num_replies)
 
+    def test_more_results_than_clients_are_no_round(self):
+        # Somebody would be in the sum twice, where clients have no names.
+        strategy = DPFedAvgFixed(_Strategy(), 3, 0.5)
+        trainers = _trainers(3)
+        results = _fit(strategy.configure_fit(1, _MODEL, trainers), trainers)
+        self.assertEqual(
+            strategy.aggregate_fit(1, [*results, results[0]], []), (None, {})
+        )
+        self.assertEqual(strategy.released_rounds, ())
+
     def test_the_noise_is_the_planned_one(self):
         # 200 001 coordinates: the sample stddev varies by 0.16 %; 1.5 % is
         # more than 9 of these, a false alarm below 1e-19.

@@ -209,6 +209,33 @@ class FlowersManagerTest(parameterized.TestCase):
         (released,) = wrapped.released_rounds
         self.assertEqual((released.available, released.num_clients), (40, 20))
 
+    def test_who_connects_or_leaves_meanwhile_does_not_count(self):
+        clients = [real_flower.client([np.zeros(2)]) for _ in range(40)]
+        manager = real_flower.manager(clients)
+        everybody = dict(manager.clients)
+        draw = manager.sample
+
+        def sample(num_clients, min_num_clients=None, criterion=None):
+            drawn = draw(num_clients, min_num_clients, criterion)
+            rest = [p for p in everybody.values() if p not in drawn]
+            # Ten of them were late, ten others are gone already.
+            for proxy in rest[:10]:
+                manager.unregister(proxy)
+            for proxy in late:
+                manager.register(proxy)
+            return drawn
+
+        late = list(everybody.values())[30:]
+        for proxy in late:
+            manager.unregister(proxy)
+        manager.sample = sample
+        wrapper = DPFedAvgFixed(real_flower.strategy("FedAvg", 4), 4, 1.0)
+        real_flower.round_of(
+            wrapper, manager, real_flower.parameters(np.zeros(2))
+        )
+        (released,) = wrapper.released_rounds
+        self.assertEqual((released.available, released.num_clients), (30, 20))
+
     def test_strategies_see_a_client_manager(self):
         import flwr
 

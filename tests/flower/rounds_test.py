@@ -9,6 +9,7 @@ import tempfile
 import types
 from unittest import mock
 
+import dp_accounting
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -298,6 +299,19 @@ class LedgerTest(parameterized.TestCase):
             strategy = _fixed(ledger=ledger)
             _run(strategy, 2)
             self.assertEqual(ledger.rounds, 2)
+
+    def test_a_ledger_of_another_relation_is_refused_and_let_go(self):
+        poisson = accounting.RoundCharge(
+            sampling="poisson",
+            num_clients=100,
+            clients_per_round=10,
+            event=dp_accounting.GaussianDpEvent(1.0),
+        )
+        with accounting.PrivacyLedger(self.path) as ledger:
+            ledger.record(0, poisson, 10)
+        with self.assertRaisesRegex(ValueError, "neighbouring relation"):
+            _fixed(ledger=self.path)
+        accounting.PrivacyLedger(self.path, mode="append").close()
 
     def test_wrong_arguments_leave_no_file(self):
         with self.assertRaises(ValueError):

@@ -52,9 +52,10 @@ class WatchedManager:
         names = ("num_clients", "min_num_clients", "criterion")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         wait_for = getattr(self._manager, "wait_for", None)
-        if callable(wait_for):
+        needed = given.get("min_num_clients") or given.get("num_clients")
+        if callable(wait_for) and needed:
             # As `sample` does, or those who come meanwhile would not count.
-            wait_for(given.get("min_num_clients") or given["num_clients"])
+            wait_for(needed)
         before = self._eligible(given.get("criterion"))
         clients = self._manager.sample(*args, **kwargs)
         after = self._eligible(given.get("criterion"))

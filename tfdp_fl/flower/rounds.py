@@ -123,6 +123,11 @@ class RoundHistory:
             there.
           mechanism: for the header of a new file.
           expected_head: the last line that was seen of it, if any.
+
+        Raises:
+          ValueError: if it holds rounds of another neighbouring relation, or
+            fewer than were known to be in it.
+          LedgerError: if it cannot be gone on with.
         """
         is_ours = not isinstance(ledger, ledger_lib.PrivacyLedger)
         if is_ours:
@@ -155,6 +160,14 @@ class RoundHistory:
             if entry.charge is not None
         ]
         for charge in unknown:
+            if charge.sampling != "fixed_size":
+                raise ValueError(
+                    f"ledger must hold fixed_size rounds only, got {ledger.path} "
+                    f"with one under {charge.sampling} sampling: its "
+                    "neighbouring relation is another, and no one epsilon "
+                    "covers both."
+                )
+        for charge in unknown:
             self._spent.add(charge)
         self.earlier += unknown
         if unknown:
@@ -178,9 +191,7 @@ class RoundHistory:
     def epsilon_after(self, charge: charge_lib.RoundCharge) -> float:
         """Returns what epsilon at `target_delta` would be after one more round.
 
-        Raises:
-          ValueError: if there is no target, or if the ledger's earlier rounds
-            have another neighbouring relation.
+        Only where there is a target.
         """
         return self._spent.epsilon_after(
             charge, self.target_delta, self.accountant
@@ -242,10 +253,10 @@ class RoundHistory:
         charges = collections.Counter(
             released.charge(num_clients, sampling) for released in self.released
         )
-        for charge in self.earlier:
-            if charge.sampling == "fixed_size":
-                charge = dataclasses.replace(charge, sampling=sampling)
-            charges[charge] += 1
+        charges.update(
+            dataclasses.replace(charge, sampling=sampling)
+            for charge in self.earlier
+        )
         history = accountant_lib.PrivacyAccountant()
         for charge, count in charges.items():
             history.add(charge, count)
