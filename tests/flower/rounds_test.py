@@ -242,7 +242,7 @@ class LedgerTest(parameterized.TestCase):
         first.close()
         with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
             again = _fixed(ledger=self.path, **target)
-        self.assertIn("4 rounds", logs.output[0])
+        self.assertIn("holds 4 rounds", logs.output[0])
         self.assertAlmostEqual(again.privacy_epsilon(), _epsilon(4))
         self.assertEqual(_run(again, 10), 2)
         self.assertEqual(again.privacy_report()["rounds_from_ledger"], 4)
@@ -299,6 +299,18 @@ class LedgerTest(parameterized.TestCase):
             strategy = _fixed(ledger=ledger)
             _run(strategy, 2)
             self.assertEqual(ledger.rounds, 2)
+
+    def test_two_runs_with_one_ledger_have_one_budget(self):
+        target = {"target_epsilon": _epsilon(6) + 1e-6, "target_delta": 1e-5}
+        with accounting.PrivacyLedger(self.path) as ledger:
+            one = _fixed(ledger=ledger, **target)
+            other = _adaptive(ledger=ledger, **target)
+            self.assertEqual(_run(one, 2), 2)
+            self.assertEqual(_run(other, 2), 2)
+            self.assertEqual(_run(one, 9), 2)
+            self.assertEqual(_run(other, 9), 0)
+            self.assertAlmostEqual(one.privacy_epsilon(), _epsilon(6))
+            self.assertAlmostEqual(other.privacy_epsilon(), _epsilon(6))
 
     def test_a_ledger_of_another_relation_is_refused_and_let_go(self):
         poisson = accounting.RoundCharge(

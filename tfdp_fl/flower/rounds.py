@@ -72,8 +72,8 @@ class RoundHistory:
 
     Attributes:
       released: the rounds.
-      earlier: charges of rounds that the ledger holds and this object has not
-        released itself: it was not told of them before it was made.
+      earlier: charges of rounds that the ledger holds and that others
+        released: a process that is gone, or another run.
       target_epsilon: the most that may be spent; None for no limit.
       target_delta: at this delta.
       accountant: "rdp" or "pld", for the limit.
@@ -147,41 +147,43 @@ class RoundHistory:
             raise
 
     def _take_over(self, ledger: ledger_lib.PrivacyLedger) -> None:
-        entries = ledger.contents().entries
-        if len(entries) < self._in_ledger:
+        if ledger.rounds < self._in_ledger:
             raise ValueError(
                 f"ledger must be the one that held {self._in_ledger} rounds "
                 f"when the state was taken, got {ledger.path} with "
-                f"{len(entries)}."
+                f"{ledger.rounds}."
             )
-        unknown = [
-            entry.charge
-            for entry in entries[self._in_ledger :]
-            if entry.charge is not None
-        ]
-        for charge in unknown:
-            if charge.sampling != "fixed_size":
-                raise ValueError(
-                    f"ledger must hold fixed_size rounds only, got {ledger.path} "
-                    f"with one under {charge.sampling} sampling: its "
-                    "neighbouring relation is another, and no one epsilon "
-                    "covers both."
-                )
-        for charge in unknown:
-            self._spent.add(charge)
-        self.earlier += unknown
-        if unknown:
-            _logger.warning(
-                "The ledger %s holds %d rounds that were released before; they "
-                "are charged as well.",
-                ledger.path,
-                len(unknown),
-            )
+        begun_later = self._in_ledger == 0
+        self._charge_unknown(ledger)
         self._ledger = ledger
-        if self._in_ledger == 0:
+        if begun_later:
             for released in self.released:
                 self._write(released, released.charge(), written_later=True)
         self._in_ledger = ledger.rounds
+
+    def _charge_unknown(self, ledger: ledger_lib.PrivacyLedger) -> None:
+        """Charges the lines of a ledger that others have written."""
+        if ledger.rounds == self._in_ledger:
+            return
+        unknown = ledger.contents().entries[self._in_ledger :]
+        for entry in unknown:
+            if entry.charge is None or entry.charge.sampling != "fixed_size":
+                raise ValueError(
+                    "ledger must hold rounds of fixed_size sampling and with "
+                    f"a central charge only, got {ledger.path} with one of "
+                    f"{entry.charge!r}: its neighbouring relation is another, "
+                    "and no one epsilon covers both."
+                )
+        for entry in unknown:
+            self._spent.add(entry.charge)
+            self.earlier.append(entry.charge)
+        self._in_ledger = ledger.rounds
+        _logger.warning(
+            "The ledger %s holds %d rounds that others released; they are "
+            "charged as well.",
+            ledger.path,
+            len(unknown),
+        )
 
     def close(self) -> None:
         """Lets go of the ledger."""
@@ -199,6 +201,8 @@ class RoundHistory:
 
     def affords(self, charge: charge_lib.RoundCharge) -> bool:
         """Whether a round may be run without passing the target."""
+        if self._ledger is not None:
+            self._charge_unknown(self._ledger)
         return (
             self.target_epsilon is None
             or self.epsilon_after(charge) <= self.target_epsilon
@@ -213,6 +217,7 @@ class RoundHistory:
         """
         charge = released.charge()
         if self._ledger is not None:
+            self._charge_unknown(self._ledger)
             self._write(released, charge)
             self._in_ledger = self._ledger.rounds
         self._spent.add(charge)
