@@ -71,7 +71,8 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
     for original, copied in layers:
         copied.trainable = original.trainable
         # Not every layer's configuration has it.
-        copied.activity_regularizer = original.activity_regularizer
+        if original.activity_regularizer is not copied.activity_regularizer:
+            copied._activity_regularizer = original.activity_regularizer
     if _shapes(copy) != _shapes(model):
         raise ValueError(
             "model cannot be copied: its configuration does not rebuild the "
