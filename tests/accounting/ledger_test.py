@@ -144,7 +144,7 @@ class LedgerTest(_Folder):
             accounting.epsilon_from_ledger(self.path, 1e-5), expected
         )
         # A run resumed at round 2 forgot what rounds 2 and 3 released.
-        with PrivacyLedger(self.path, "append") as ledger:
+        with PrivacyLedger(self.path, "append", run=ledger.run) as ledger:
             ledger.record(
                 2, None, 5, local={"mu_squared": 0.5, "max_mu_squared": 0.75}
             )

@@ -47,6 +47,8 @@ class StatementTest(parameterized.TestCase):
                 "validation_data_not_covered",
                 "hyperparameter_search_not_counted",
                 "floating_point_noise",
+                "pseudorandom_noise",
+                "population_stated",
             },
         )
         text = fed.privacy_statement()

@@ -149,9 +149,17 @@ def epsilon_of_mu_squared(mu_squared: float, delta: float) -> float:
     """Returns the exact epsilon of Gaussian releases whose mu^2 add up.
 
     Args:
-      mu_squared: Sum of (sensitivity / sigma)^2; 0 for nothing released.
+      mu_squared: Sum of (sensitivity / sigma)^2; 0 for nothing released,
+        infinity for a release without noise.
       delta: Between 0 and 1.
+
+    Raises:
+      ValueError: mu_squared is negative or NaN.
     """
+    if not mu_squared >= 0:
+        raise ValueError(
+            f"mu_squared must be a number of at least 0, got {mu_squared!r}."
+        )
     delta = _validate.inside_unit_interval(delta=delta)
     if mu_squared == 0:
         return 0.0

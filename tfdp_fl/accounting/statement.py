@@ -31,12 +31,21 @@ CAVEATS: dict[str, str] = {
     "seed_given": (
         "A random seed was given, so whoever knows it can repeat the cohorts "
         "and the noise; towards them there is no guarantee, and the seed has "
-        "to be kept as secret as the data."
+        "to be kept as secret as the data. Another run with the same seed has "
+        "the same noise in the same rounds, so that the difference of what "
+        "the two release has none: a seed must not be used again on the same "
+        "clients."
     ),
     "local_not_central": (
         "The guarantee is local: every client adds its own noise before "
         "anything leaves it, and epsilon is that of one client's releases "
         "against the server; it is not to be compared with a central epsilon."
+    ),
+    "record_sensitivity_assumed": (
+        "The guarantee rests on the published assumption that one record moves "
+        "a client's clipped weights by at most 2C/n, for a weight clip C and a "
+        "client of n records; that holds for a mean over records, and is "
+        "neither proven nor enforced for weights that were trained by SGD."
     ),
     "per_record": (
         "The guarantee is per record, not per client: it covers one example in "
@@ -102,10 +111,23 @@ CAVEATS: dict[str, str] = {
         "Only this run is counted: other runs on the same clients, such as a "
         "search for hyperparameters, cost extra."
     ),
+    "only_runs_in_ledgers_counted": (
+        "Only this run and the other runs in its ledgers are counted: further "
+        "runs on the same clients cost extra."
+    ),
     "shuffled_zero_out": (
         "Cohorts were a shuffled order of all clients; adding or removing a "
-        "client means here that its update is replaced by zero in its place, "
-        "and no amplification by sampling is claimed."
+        "client means here that everything it hands in (its update and, where "
+        "the clip adapts, the centred bit or the norm beside it) counts as "
+        "zero in its place; that it has this place, and so the number of "
+        "clients N, is not protected, and no amplification by sampling is "
+        "claimed."
+    ),
+    "population_stated": (
+        "The number of clients N and the sizes of the cohorts that were drawn "
+        "are stated as they are; where neighbours differ by one client added "
+        "or removed, these numbers depend on who is among the clients, and "
+        "stating them is not covered by epsilon."
     ),
     "fixed_size_population_known": (
         "Cohorts had a fixed size, so neighbouring data sets differ by one "
@@ -129,6 +151,12 @@ CAVEATS: dict[str, str] = {
         "the ideal Gaussian; attacks on the low bits of floating-point noise "
         "are out of its scope."
     ),
+    "pseudorandom_noise": (
+        "The noise came from the pseudo-random generator Philox4x32-10, whose "
+        "secret is no longer than 64 bits and which is not made for "
+        "cryptography; the guarantee is towards those who cannot guess that "
+        "secret or tell the generator's output from true randomness."
+    ),
     "validation_data_not_covered": (
         "Data used for validation, or for choosing a model by it, is not "
         "covered by epsilon unless it is public."
@@ -136,6 +164,11 @@ CAVEATS: dict[str, str] = {
     "delta_not_below_one_over_n": (
         "Delta is not below one divided by the number of clients, which is "
         "larger than is usual: a mechanism that publishes one client outright "
+        "could have that delta."
+    ),
+    "delta_not_below_one_over_records": (
+        "Delta is not below one divided by the number of records, which is "
+        "larger than is usual: a mechanism that publishes one record outright "
         "could have that delta."
     ),
     "epsilon_large": ("An epsilon above 10 bounds the worst case only weakly."),
@@ -201,11 +234,19 @@ class StatementFacts:
       relation: The neighbouring relation; default that of the sampling.
       sampling: "poisson", "fixed_size" or "shuffled".
       num_clients: N.
+      populations: N of every population there were rounds on, in their order,
+        where there were several.
+      num_records: The number of records of all clients, if known; what delta
+        is compared with where a record is protected.
       clients_per_round: m, or the expected sizes of all rounds.
       cohort_sizes: The sizes of the cohorts that were really drawn.
       rounds: How many rounds were released.
+      rounds_of_others: How many rounds of other runs the epsilons count as
+        well.
       epsilon_rdp: Central epsilon by Renyi accounting.
       epsilon_pld: Central epsilon by privacy loss distributions.
+      rdp_computed_by: What computed `epsilon_rdp`, in words.
+      pld_computed_by: What computed `epsilon_pld`, in words.
       epsilon_local: Local (or per-record) epsilon of the client that spent
         most.
       max_participations: In how many rounds the most-seen client took part.
@@ -226,11 +267,16 @@ class StatementFacts:
     relation: dp_accounting.NeighboringRelation | None = None
     sampling: str = "poisson"
     num_clients: int = 1
+    populations: Sequence[int] = ()
+    num_records: int | None = None
     clients_per_round: float | Sequence[float] = 1
     cohort_sizes: Sequence[int] = ()
     rounds: int = 0
+    rounds_of_others: int = 0
     epsilon_rdp: Epsilon = None
     epsilon_pld: Epsilon = None
+    rdp_computed_by: str = "tfdp_fl's own Renyi accounting"
+    pld_computed_by: str = "the privacy loss distributions of dp-accounting"
     epsilon_local: Epsilon = None
     max_participations: int | None = None
     central_epsilon: Epsilon = None
@@ -243,6 +289,7 @@ class StatementFacts:
         _validate.one_of(_SAMPLING, sampling=self.sampling)
         _validate.positive_integer(num_clients=self.num_clients)
         _validate.non_negative_integer(rounds=self.rounds)
+        _validate.non_negative_integer(rounds_of_others=self.rounds_of_others)
         for caveat in self.caveats:
             _validate.one_of(CAVEATS, caveats=caveat)
 
@@ -309,6 +356,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             if local or facts.sampling == "fixed_size"
             else dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
         )
+    populations = list(facts.populations) or [facts.num_clients]
     caveats = dict.fromkeys(facts.caveats)
     if math.isfinite(best):
         if facts.sampling == "shuffled" and not local:
@@ -319,7 +367,12 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             caveats["local_not_central"] = None
         if facts.guarantee == "record":
             caveats["per_record"] = None
-        if delta * facts.num_clients >= 1:
+        if facts.sampling == "poisson" and not local:
+            caveats["population_stated"] = None
+        if facts.guarantee == "record":
+            if facts.num_records and delta * facts.num_records >= 1:
+                caveats["delta_not_below_one_over_records"] = None
+        elif delta * min(populations) >= 1:
             caveats["delta_not_below_one_over_n"] = None
         if best > 10:
             caveats["epsilon_large"] = None
@@ -334,8 +387,11 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         "implied_epsilon": facts.implied_epsilon,
         "implied_delta": facts.implied_delta,
         "rounds": facts.rounds,
+        "rounds_of_others": facts.rounds_of_others,
         "sampling": facts.sampling,
         "num_clients": facts.num_clients,
+        "populations": populations,
+        "num_records": facts.num_records,
         "clients_per_round": _range(facts.clients_per_round),
         "cohort_sizes": _range(facts.cohort_sizes),
         "max_participations": facts.max_participations,
@@ -356,6 +412,10 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
 
 def _summary(facts, content, values, best, relation, delta) -> str:
     after = f"after {_count(facts.rounds, 'round')} of training"
+    if facts.rounds_of_others:
+        after += (
+            f" and {facts.rounds_of_others} of other runs on the same clients"
+        )
     if not math.isfinite(best):
         why = (
             "the mechanism adds no noise"
@@ -368,7 +428,7 @@ def _summary(facts, content, values, best, relation, delta) -> str:
         )
     neighbours = _RELATION[relation.name].format(unit=facts.unit)
     if facts.guarantee == "central":
-        by = _by_accountants(values)
+        by = _by_accountants(facts, values)
         return (
             f"Central differential privacy per {facts.unit}: {after}, "
             "the sequence of all models published is (epsilon, "
@@ -395,7 +455,8 @@ def _summary(facts, content, values, best, relation, delta) -> str:
         text += (
             " Against those who see only the averages, the same noise gives "
             + (
-                f"a central epsilon of {_up(central)} at delta = {delta:g}."
+                f"a central epsilon of {_up(central)} at delta = {delta:g}, "
+                "for the same neighbours."
                 if math.isfinite(central)
                 else "no finite central epsilon."
             )
@@ -413,15 +474,23 @@ def _summary(facts, content, values, best, relation, delta) -> str:
     return text
 
 
-def _by_accountants(values) -> str:
+def _by_accountants(facts, values) -> str:
     rdp, pld = values["epsilon_rdp"], values["epsilon_pld"]
+    exact = "exact" in facts.pld_computed_by
+    by_pld = (
+        f"exactly, as one Gaussian, {_up(pld)}"
+        if exact and pld is not None
+        else f"by privacy loss distributions {_up(pld)}"
+        if pld is not None
+        else ""
+    )
     if rdp is not None and pld is not None:
         return (
-            f" (by privacy loss distributions {_up(pld)}, by Renyi "
-            f"accounting {_up(rdp)}; each is an upper bound)"
+            f" ({by_pld}, by Renyi accounting {_up(rdp)}; each is an upper "
+            "bound)"
         )
     if pld is not None:
-        return " (by privacy loss distributions, an upper bound)"
+        return f" ({by_pld}, an upper bound)"
     return " (by Renyi accounting, an upper bound)"
 
 
@@ -439,8 +508,9 @@ def _meaning(facts, best, delta) -> str:
     )
     return (
         f"In plain words: whatever anyone concludes from {seen}, with any "
-        "other knowledge and any computing power, the odds they give it can "
-        f"differ by a factor of at most exp(epsilon) = {factor} because of one "
+        "other knowledge, as long as they cannot foretell the noise, the odds "
+        "they give it can differ by a factor of at most exp(epsilon) = "
+        f"{factor} because of one "
         f"{facts.unit}'s data, except for events of probability about delta = "
         f"{delta:g}."
     )
@@ -465,7 +535,8 @@ def _how(facts, content) -> str:
     )
     text += (
         f"Sampling ({facts.sampling}): {_SAMPLING[facts.sampling]}, with N = "
-        f"{facts.num_clients} and m = {sizes}"
+        + ", then ".join(map(str, content["populations"]))
+        + f" and m = {sizes}"
     )
     if drawn["count"]:
         text += (
@@ -476,9 +547,17 @@ def _how(facts, content) -> str:
     if not content["has_guarantee"]:
         return f"{text}."
     if facts.guarantee == "central":
+        by = [
+            computed_by
+            for name, computed_by in (
+                ("epsilon_pld", facts.pld_computed_by),
+                ("epsilon_rdp", facts.rdp_computed_by),
+            )
+            if content[name] is not None
+        ]
         return (
-            f"{text}. Epsilon was computed with dp-accounting "
-            f"{content['dp_accounting']} for the sampling that was done."
+            f"{text}. Epsilon was computed for the sampling that was done, by "
+            f"{'; and by '.join(by)}."
         )
     return (
         f"{text}. Epsilon was computed exactly (analytic Gaussian) from what "
@@ -500,7 +579,8 @@ def _markdown(content: dict[str, Any]) -> str:
         "epsilon (central, same noise)": content["central_epsilon"],
         "Rounds": content["rounds"],
         "Sampling": content["sampling"],
-        "Clients (N)": content["num_clients"],
+        "Clients (N)": ", then ".join(map(str, content["populations"])),
+        "Rounds of other runs": content["rounds_of_others"] or None,
         "Clients per round, planned (m)": _range_text(
             content["clients_per_round"]
         ),

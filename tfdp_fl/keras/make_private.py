@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting, mechanisms, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.keras import model as model_lib
+from tfdp_fl.keras.privacy_target import ON_OVERSPEND, PrivacyTarget
 
 _MECHANISMS = {
     "adaptive": mechanisms.AdaptiveClipping,
@@ -40,13 +41,16 @@ def make_private(
     mechanism: str | mechanisms.Mechanism = "adaptive",
     sampling: str = "poisson",
     accountant: str = "rdp",
+    on_overspend: str = "stop",
     **options: Any,
 ) -> model_lib.DPFederatedModel:
     """Returns a `DPFederatedModel` with the smallest noise for a target.
 
     The noise multiplier is calibrated for the rounds, the population and the
     sampling that are given here; `epsilon` of the returned model is computed
-    from the rounds that really ran.
+    from the rounds that really ran. The target is kept over all calls of
+    `fit`, however many rounds they ask for. (Clients that add their own noise
+    set it for the `rounds` given here.)
 
     Args:
       model: A built Keras model.
@@ -61,6 +65,8 @@ def make_private(
       sampling: "poisson", "fixed_size" or "shuffled".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
         returned model.
+      on_overspend: "stop": a `fit` ends before the round that would pass the
+        target, and says so; "warn": it warns once, and goes on.
       **options: Further arguments of the mechanism (such as `clip_norm`) and
         of `DPFederatedModel`. "median" is private here: its
         `median_noise_multiplier`, unless given, is
@@ -73,6 +79,10 @@ def make_private(
     delta = _validate.inside_unit_interval(target_delta=target_delta)
     _validate.positive_integer(num_clients=num_clients)
     _validate.positive_integer(rounds=rounds)
+    _validate.one_of(ON_OVERSPEND, on_overspend=on_overspend)
+    model_lib.warn_of_large_delta("target_delta", delta, num_clients)
+    # Calibrated for the very cohort sizes that will be drawn.
+    clients_per_round = schedules.fixed(clients_per_round)
     model_options = {
         name: options.pop(name) for name in _MODEL_OPTIONS if name in options
     }
@@ -123,6 +133,14 @@ def make_private(
         sampling,
         delta=delta,
         accountant=accountant,
+        target=PrivacyTarget(
+            epsilon=epsilon,
+            delta=delta,
+            accountant=accountant,
+            num_clients=num_clients,
+            rounds=rounds,
+            on_overspend=on_overspend,
+        ),
         **model_options,
     )
 
@@ -151,6 +169,7 @@ def _maker(
                 "(AdaptiveClipping, FixedClipping or MedianClipping) or one of "
                 f"{', '.join(map(repr, _MECHANISMS))}, got {mechanism!r}."
             )
+        schedule = schedules.fixed(schedule)
         return lambda factor: mechanism.with_noise_multiplier(
             _scaled(schedule, factor)
         )

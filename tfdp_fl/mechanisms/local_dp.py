@@ -292,10 +292,17 @@ class LocalDP(LocalMechanism):
         m independent client noises of stddev z_local S are a central noise
         multiplier of sqrt(m) z_local, if exactly m clients answer. A Poisson
         cohort brings a random number of noises: nothing is claimed then.
+
+        Neighbours are those of the local guarantee, one client's data replaced
+        by other data, which moves the sum by 2S. The charge of a fixed-size
+        cohort doubles the sensitivity itself; for a shuffled one it is done
+        here.
         """
         multiplier = self.client_noise_multiplier(deployment)
         if multiplier == 0 or deployment.sampling in ("poisson", None):
             return dp_accounting.NonPrivateDpEvent()
+        if deployment.sampling != "fixed_size":
+            multiplier /= SENSITIVITY
         return dp_accounting.GaussianDpEvent(
             multiplier * math.sqrt(deployment.cohort_size(round_index))
         )

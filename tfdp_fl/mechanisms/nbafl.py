@@ -238,6 +238,10 @@ class NbAFL(mechanism.Mechanism):
         del round_index, deployment
         return dp_accounting.NonPrivateDpEvent()
 
+    def caveats(self) -> tuple[str, ...]:
+        """Implements `Mechanism.caveats`."""
+        return ("per_record", "record_sensitivity_assumed")
+
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
         return (
@@ -248,7 +252,3 @@ class NbAFL(mechanism.Mechanism):
             f"requires it. As published, epsilon={self.epsilon:g} at the "
             f"implied delta={self.implied_delta:.3g}."
         )
-
-    def caveats(self) -> tuple[str, ...]:
-        """Implements `Mechanism.caveats`."""
-        return ("per_record",)
