@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests.keras import files, toy
-from tfdp_fl.keras import run_state
+from tfdp_fl.keras import checkpoint, run_state
 
 _DELTA = 1e-3
 _ROUNDS = 6
@@ -286,6 +286,40 @@ class RefusalTest(parameterized.TestCase):
             ]
         )
         self._refused(toy.federated(model=larger), "model must have the weig")
+
+    def test_the_same_clients_in_another_order_are_refused(self):
+        other = self.clients.take(np.arange(toy.NUM_CLIENTS)[::-1])
+        self._refused(toy.federated(), "clients' ids .* must be", clients=other)
+
+    def _without(self, *names):
+        """Returns a copy of the run as an earlier version wrote it."""
+        copy = files.directory(self) / "run"
+        shutil.copytree(self.path, copy)
+        kept = checkpoint.CheckpointDirectory(copy)
+        for round_index in kept.rounds():
+            saved = checkpoint._read(kept.file(round_index))
+            for name in names:
+                saved.metadata.pop(name, None)
+            saved.metadata["settings"].pop(run_state._CLIENT_IDS)
+            saved.metadata["spending"].pop("others")
+            kept.write(saved, keep=99)
+        return copy
+
+    def test_an_earlier_version_did_not_keep_who_the_clients_are(self):
+        copy = self._without("run", "populations", "calibration")
+        resumed = toy.federated()
+        with self.assertWarnsRegex(
+            RuntimeWarning, "not checked that they are the same clients"
+        ):
+            resumed.fit(
+                self.clients,
+                rounds=2,
+                batch_size=5,
+                seed=1,
+                verbose=0,
+                resume_from=copy,
+            )
+        self.assertEqual(resumed.rounds, 2)
 
     def test_missing_checkpoints_and_ledger_are_named(self):
         empty = files.directory(self)

@@ -205,5 +205,57 @@ class StatementTest(parameterized.TestCase):
             toy.federated().privacy_statement(_DELTA)
 
 
+class WhatItRestsOnTest(parameterized.TestCase):
+    def test_central_number_of_shuffled_local_noise_is_for_replaced_data(self):
+        fed = _trained(
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=8.0),
+            sampling="shuffled",
+            rounds=2,
+        )
+        facts = fed.privacy_statement(_DELTA, "dict")
+        self.assertEqual(facts["relation"], "REPLACE_ONE")
+        # 20 noises of 8 S each, against a sum that moves by 2 S; one pass.
+        right = 8.0 * 20**0.5 / 2
+        found = facts["central_epsilon"]
+        self.assertGreaterEqual(
+            found, accounting.gaussian_epsilon(right, _DELTA)
+        )
+        self.assertLess(found, 1.3 * accounting.gaussian_epsilon(right, _DELTA))
+        self.assertGreater(
+            found, 1.5 * accounting.gaussian_epsilon(2 * right, _DELTA)
+        )
+        self.assertIn("for the same neighbours", facts["summary"])
+
+    def test_delta_per_record_is_compared_with_the_records(self):
+        mechanism = tfdp_fl.NbAFL(epsilon=50.0, constant=3.0, weight_clip=10.0)
+        fed = _trained(mechanism, rounds=1)  # 40 clients of 10 records.
+        for delta, large in ((1 / 100, True), (1 / 500, False)):
+            caveats = fed.privacy_statement(delta, "dict")["caveats"]
+            self.assertEqual(
+                "delta_not_below_one_over_records" in caveats, large
+            )
+            self.assertNotIn("delta_not_below_one_over_n", caveats)
+        self.assertIn("at most 2C/n", fed.privacy_statement())
+        self.assertAlmostEqual(
+            fed.privacy_statement(format="dict")["delta"], 400**-1.1
+        )
+
+    def test_who_computed_is_said(self):
+        amplified = _trained(sampling="poisson", rounds=1)
+        how = amplified.privacy_statement(_DELTA, "dict")["how"]
+        self.assertRegex(how, "by the privacy loss distributions of dp-acc")
+        self.assertRegex(how, "by tfdp_fl's own Renyi accounting")
+        plain = _trained(sampling="shuffled", rounds=1)
+        facts = plain.privacy_statement(_DELTA, "dict")
+        self.assertRegex(facts["how"], "exact conversion of one Gaussian")
+        self.assertNotIn("privacy loss distributions", facts["how"])
+        self.assertIn("exactly, as one Gaussian", facts["summary"])
+
+    def test_a_large_delta_is_warned_of_once_the_clients_are_known(self):
+        fed = toy.federated(delta=0.03)
+        with self.assertWarnsRegex(RuntimeWarning, "delta should be below"):
+            fed.fit(toy.clients(), verbose=0)
+
+
 if __name__ == "__main__":
     absltest.main()

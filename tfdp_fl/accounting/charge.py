@@ -96,9 +96,7 @@ class RoundCharge:
     @property
     def relation(self) -> dp_accounting.NeighboringRelation:
         """When two data sets are neighbours: the guarantee's first half."""
-        if self.sampling == "fixed_size":
-            return dp_accounting.NeighboringRelation.REPLACE_ONE
-        return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+        return relation_of(self.sampling)
 
     @property
     def sampling_probability(self) -> float:
@@ -198,6 +196,13 @@ class RoundCharge:
 
     def __hash__(self) -> int:
         return hash(self._json)
+
+
+def relation_of(sampling: str) -> dp_accounting.NeighboringRelation:
+    """Returns when two data sets are neighbours under a sampling."""
+    if sampling == "fixed_size":
+        return dp_accounting.NeighboringRelation.REPLACE_ONE
+    return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
 def require_fixed_size_pld() -> None:

@@ -82,10 +82,16 @@ class Spending:
     @property
     def max_mu_squared(self) -> float:
         """Returns the most that one client can have spent, in all runs."""
-        return (
-            self.clients.max_mu_squared
-            + self.lost_mu_squared
-            + sum(each.mu_squared for each in self.others.values())
+        return self.clients.max_mu_squared + self.mu_squared_elsewhere
+
+    @property
+    def mu_squared_elsewhere(self) -> float:
+        """Returns what counts against every client on top of its own account.
+
+        Rounds that were lost, and other runs.
+        """
+        return self.lost_mu_squared + sum(
+            each.mu_squared for each in self.others.values()
         )
 
     def charge(

@@ -372,7 +372,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         if facts.guarantee == "record":
             if facts.num_records and delta * facts.num_records >= 1:
                 caveats["delta_not_below_one_over_records"] = None
-        elif delta * min(populations) >= 1:
+        elif delta * max(populations) >= 1:
             caveats["delta_not_below_one_over_n"] = None
         if best > 10:
             caveats["epsilon_large"] = None

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _validate, accounting
+from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.keras import checkpoint, run_state, statement
 from tfdp_fl.keras.privacy_target import PrivacyTarget
@@ -289,10 +290,20 @@ class Ledger(FederatedCallback):
                 f"to be counted together, and {self.path} is one of runs with "
                 f"a {other} guarantee."
             )
+        relation = charge_lib.relation_of(federated_model.sampling)
+        others = [entry for entries in runs.values() for entry in entries]
+        for entry in others:
+            if entry.charge is not None and entry.charge.relation != relation:
+                raise ValueError(
+                    "path must be a ledger of rounds whose neighbouring "
+                    f"relation is {relation.name}, as for "
+                    f"{federated_model.sampling} sampling, and {self.path} has "
+                    "rounds of "
+                    f"{entry.charge.sampling} sampling; one guarantee cannot "
+                    "cover both."
+                )
         if federated_model.seed_given and any(
-            entry.details.get("seeded")
-            for entries in runs.values()
-            for entry in entries
+            entry.details.get("seeded") for entry in others
         ):
             warnings.warn(
                 f"A seed was given, as it was to another run in {self.path}. "

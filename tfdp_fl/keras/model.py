@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import dp_accounting
@@ -644,9 +644,8 @@ class DPFederatedModel:
         participations = self._sampler.max_participations(
             rounds, plan.first_round
         )
-        limit = getattr(self.mechanism, "max_participations", None)
-        if limit is not None:
-            participations = min(participations, limit)
+        if self._participation_limit is not None:
+            participations = min(participations, self._participation_limit)
         self._calibration = {
             "rounds": rounds,
             "max_participations": participations,
@@ -702,7 +701,7 @@ class DPFederatedModel:
     ) -> dict[str, float]:
         """Draws, collects, charges, releases; returns the round's logs."""
         round_index = self._round
-        positions = self._drawn(round_index)
+        positions = self._drawn(round_index, self._spending.clients)
         inputs = engine.RoundInputs(
             round_index=round_index,
             positions=positions,
@@ -762,13 +761,18 @@ class DPFederatedModel:
         # The metrics first, as Keras orders them.
         return {**released, **logs, **report}
 
-    def _drawn(self, round_index: int) -> np.ndarray:
+    @property
+    def _participation_limit(self) -> int | None:
+        return getattr(self.mechanism, "max_participations", None)
+
+    def _drawn(
+        self, round_index: int, account: accounting.LocalAccount
+    ) -> np.ndarray:
         positions = self._sampler.cohort(round_index)
-        limit = getattr(self.mechanism, "max_participations", None)
+        limit = self._participation_limit
         if limit is None:
             return positions
-        seen = self._spending.clients.participations[positions]
-        return positions[seen < limit]
+        return positions[account.participations[positions] < limit]
 
     def _charge(self, round_index: int, answered: int | None = None):
         """Returns what a round costs that so many clients answered."""
@@ -781,6 +785,28 @@ class DPFederatedModel:
         ):  # The noise of those who are missing is missing too.
             event = dp_accounting.NonPrivateDpEvent()
         return self._sampler.charge(round_index, event)
+
+    def _mu_squared_after(self, rounds: int) -> Iterator[float]:
+        """Yields the most that one client can have spent after each round.
+
+        The cohorts of a shuffled order are known beforehand. Of others it is
+        not known which clients they will draw: any that may still take part.
+        """
+        mu_squared, limit = self._mu_squared(), self._participation_limit
+        clients = self._spending.clients
+        elsewhere = self._spending.mu_squared_elsewhere
+        if self._sampling != "shuffled":
+            for draws in range(1, rounds + 1):
+                yield elsewhere + clients.max_mu_squared_after_draws(
+                    draws, mu_squared, limit
+                )
+            return
+        trial = accounting.LocalAccount(clients.num_clients)
+        trial.set_state(clients.get_state())
+        for round_index in range(self._round, self._round + rounds):
+            positions = self._drawn(round_index, trial)
+            trial.add(positions, mu_squared)
+            yield elsewhere + trial.max_mu_squared
 
     def _mu_squared(self) -> float:
         if not self._spending.by_client:
@@ -884,6 +910,11 @@ class DPFederatedModel:
         return self._mechanism
 
     @property
+    def sampling(self) -> str:
+        """How cohorts are drawn: "poisson", "fixed_size" or "shuffled"."""
+        return self._sampling
+
+    @property
     def target(self) -> PrivacyTarget | None:
         """What the noise was calibrated for, if `make_private` did it."""
         return self._target
@@ -939,6 +970,9 @@ class DPFederatedModel:
         self, round_index: int, delta: float, accountant: str | None = None
     ) -> float:
         """Returns what epsilon would be after the coming round."""
+        if self._spending.by_client:
+            (spent,) = self._mu_squared_after(1)
+            return spending_lib.epsilon_of_mu_squared(spent, delta)
         return self._spending.epsilon_after(
             self._charge(round_index),
             self._mu_squared(),
@@ -955,9 +989,7 @@ class DPFederatedModel:
     ) -> int:
         """Returns how many of the next rounds a budget allows."""
         if self._spending.by_client:
-            spent = self._spending.max_mu_squared
-            for done in range(rounds):
-                spent += self._mu_squared()
+            for done, spent in enumerate(self._mu_squared_after(rounds)):
                 if spending_lib.epsilon_of_mu_squared(spent, delta) > epsilon:
                     return done
             return rounds
