@@ -243,42 +243,52 @@ class LedgerTest(parameterized.TestCase):
         return tfdp_fl.callbacks.Ledger(self.path, append=True, key=key)
 
     @parameterized.named_parameters(
-        ("central", None),
-        ("local", tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)),
+        ("central", None, 4, "poisson", 4.847),
+        (
+            "local",
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=2.0),
+            40,
+            "shuffled",
+            37.62,
+        ),
     )
-    def test_a_ledger_of_two_runs_tells_what_all_rounds_cost(self, mechanism):
+    def test_a_ledger_of_two_runs_tells_what_all_rounds_cost(
+        self, mechanism, size, sampling, known
+    ):
+        delta = 1e-5
         make = functools.partial(
-            toy.federated, mechanism, clients_per_round=40, sampling="shuffled"
+            toy.federated, mechanism, clients_per_round=size, sampling=sampling
         )
         clients = toy.clients()
         first, second, whole = make(), make(), make()
-        first.fit(clients, rounds=3, verbose=0, callbacks=[self._append()])
+        first.fit(clients, rounds=10, verbose=0, callbacks=[self._append()])
         # Rounds that nobody wrote down, and then as many with the ledger.
-        second.fit(clients, rounds=3, verbose=0)
-        self.assertEqual(second.epsilon(_DELTA), first.epsilon(_DELTA))
-        second.fit(clients, rounds=3, verbose=0, callbacks=[self._append()])
-        whole.fit(clients, rounds=9, verbose=0)
-        expected = whole.epsilon(_DELTA)
-        self.assertAlmostEqual(second.epsilon(_DELTA), expected, places=9)
+        second.fit(clients, rounds=10, verbose=0)
+        self.assertEqual(second.epsilon(delta), first.epsilon(delta))
+        second.fit(clients, rounds=10, verbose=0, callbacks=[self._append()])
+        whole.fit(clients, rounds=30, verbose=0)
+        expected = whole.epsilon(delta)
+        self.assertAlmostEqual(expected, known, delta=0.005)
+        self.assertAlmostEqual(second.epsilon(delta), expected, places=9)
         contents = accounting.PrivacyLedger.read(self.path)
-        self.assertAlmostEqual(contents.epsilon(_DELTA), expected, places=9)
-        self.assertLen(contents.entries, 9)
+        self.assertAlmostEqual(contents.epsilon(delta), expected, places=9)
+        self.assertLen(contents.entries, 30)
         self.assertEqual(
             {run: len(lines) for run, lines in contents.by_run().items()},
-            {first.run_id: 3, second.run_id: 6},
+            {first.run_id: 10, second.run_id: 20},
         )
         with self.subTest("to read it again adds nothing"):
             second.fit(clients, rounds=1, verbose=0, callbacks=[self._append()])
             whole.fit(clients, rounds=1, verbose=0)
             self.assertAlmostEqual(
-                second.epsilon(_DELTA), whole.epsilon(_DELTA), places=9
+                second.epsilon(delta), whole.epsilon(delta), places=9
             )
         with self.subTest("the statement says whose rounds they are"):
-            facts = second.privacy_statement(_DELTA, "dict")
+            facts = second.privacy_statement(delta, "dict")
             self.assertEqual(
-                (facts["rounds"], facts["rounds_of_others"]), (7, 3)
+                (facts["rounds"], facts["rounds_of_others"]), (21, 10)
             )
-            self.assertIn("7 rounds of training and 3 of", facts["summary"])
+            self.assertIn("21 rounds of training and 10 of", facts["summary"])
             self.assertIn("only_runs_in_ledgers_counted", facts["caveats"])
             self.assertNotIn(
                 "hyperparameter_search_not_counted", facts["caveats"]
@@ -291,7 +301,7 @@ class LedgerTest(parameterized.TestCase):
             resumed.fit(clients, rounds=1, verbose=0, resume_from=path)
             self.assertEqual(resumed.run_id, second.run_id)
             self.assertAlmostEqual(
-                resumed.epsilon(_DELTA), second.epsilon(_DELTA), places=9
+                resumed.epsilon(delta), second.epsilon(delta), places=9
             )
 
     def test_a_budget_counts_a_ledger_wherever_it_stands(self):

@@ -208,22 +208,20 @@ class StatementTest(parameterized.TestCase):
 class WhatItRestsOnTest(parameterized.TestCase):
     def test_central_number_of_shuffled_local_noise_is_for_replaced_data(self):
         fed = _trained(
-            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=8.0),
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0),
+            clients_per_round=10,
             sampling="shuffled",
-            rounds=2,
+            accountant="pld",
         )
-        facts = fed.privacy_statement(_DELTA, "dict")
+        facts = fed.privacy_statement(1e-5, "dict")
         self.assertEqual(facts["relation"], "REPLACE_ONE")
-        # 20 noises of 8 S each, against a sum that moves by 2 S; one pass.
-        right = 8.0 * 20**0.5 / 2
-        found = facts["central_epsilon"]
-        self.assertGreaterEqual(
-            found, accounting.gaussian_epsilon(right, _DELTA)
+        # 10 noises of 4 S each, against a sum that moves by 2 S; one pass.
+        self.assertAlmostEqual(
+            fed.central_epsilon(1e-5),
+            accounting.gaussian_epsilon(4.0 * 10**0.5 / 2, 1e-5),
         )
-        self.assertLess(found, 1.3 * accounting.gaussian_epsilon(right, _DELTA))
-        self.assertGreater(
-            found, 1.5 * accounting.gaussian_epsilon(2 * right, _DELTA)
-        )
+        self.assertAlmostEqual(fed.central_epsilon(1e-5), 0.561, 3)
+        self.assertGreaterEqual(facts["central_epsilon"], 0.561)
         self.assertIn("for the same neighbours", facts["summary"])
 
     def test_delta_per_record_is_compared_with_the_records(self):
