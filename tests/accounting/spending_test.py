@@ -91,7 +91,7 @@ class SpendingTest(parameterized.TestCase):
             (None, 2.0, None),
         )
         for _ in range(2):
-            spending.absorb(contents, "own")
+            spending.absorb(contents, "own", "a.jsonl")
             self.assertEqual(spending.rounds, 3)
             self.assertEqual(spending.rounds_of_others, 2)
             self.assertAlmostEqual(
@@ -105,15 +105,27 @@ class SpendingTest(parameterized.TestCase):
         self.assertEqual(again.epsilon(1e-3), spending.epsilon(1e-3))
         self.assertEqual(again.others, spending.others)
 
+    def test_a_run_in_two_files_counts_twice(self):
+        # It may have gone on from one checkpoint in two places.
+        spending = spending_lib.Spending(spending_lib.CENTRAL, 10)
+        contents = self._ledger(("other", 2.0, None))
+        for source in ("a.jsonl", "copy of a.jsonl"):
+            spending.absorb(contents, "own", source)
+        self.assertEqual(spending.rounds_of_others, 2)
+
     def test_local_spending_of_others_counts_against_every_client(self):
         spending = spending_lib.Spending(spending_lib.LOCAL, 10)
         spending.charge(_charge(), np.array([1, 2]), 0.5)
         spending.absorb(
-            self._ledger(("other", 2.0, 0.25), ("other", 2.0, 0.25)), "own"
+            self._ledger(("other", 2.0, 0.25), ("other", 2.0, 0.25)),
+            "own",
+            "a.jsonl",
         )
         self.assertEqual(spending.max_mu_squared, 0.5 + 0.5)
         with self.assertRaisesRegex(ValueError, "all have a local guarantee"):
-            spending.absorb(self._ledger(("third", 2.0, None)), "own")
+            spending.absorb(
+                self._ledger(("third", 2.0, None)), "own", "b.jsonl"
+            )
         self.assertEqual(spending.max_mu_squared, 0.5 + 0.5)
 
     def test_the_state_survives_a_checkpoint(self):

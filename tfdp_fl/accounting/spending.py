@@ -29,6 +29,13 @@ class OtherRun:
     charges: collections.Counter[charge_lib.RoundCharge]
     mu_squared: float
 
+    def joined(self, other: OtherRun) -> OtherRun:
+        """Returns what the run spent by two accounts, neither complete."""
+        return OtherRun(
+            charges=self.charges | other.charges,
+            mu_squared=max(self.mu_squared, other.mu_squared),
+        )
+
 
 class Spending:
     """The cost of the rounds that ran, and of those that ledgers tell of.
@@ -45,8 +52,8 @@ class Spending:
       lost_mu_squared: What any one client may have spent on top in rounds that
         a crash cut off between their charge and their checkpoint: nobody can
         tell any more which clients those were.
-      others: What runs of other models spent on the same clients, by ledger
-        and run, as their ledgers tell it.
+      others: What runs of other models spent on the same clients, by run
+        and ledger file, as the files tell it.
     """
 
     def __init__(self, guarantee: str, num_clients: int):
@@ -112,24 +119,28 @@ class Spending:
         self._own[charge] += 1
         self.clients.add(positions, mu_squared if self.by_client else 0.0)
 
-    def absorb(self, contents: ledger_lib.LedgerContents, run: str) -> None:
+    def absorb(
+        self, contents: ledger_lib.LedgerContents, run: str, source: str
+    ) -> None:
         """Counts what a ledger tells of and is not counted yet.
 
         Rounds of this run that only the ledger knows (a crash cut them off
         from their checkpoint) and all rounds of the other runs in it. To read
         a ledger again adds what was written to it since, and nothing else.
-        Two ledgers that tell of the same other run count twice: a run may
-        have gone on from one checkpoint in two places.
+        Two files that tell of the same other run count twice: a run may have
+        gone on from one checkpoint in two places.
 
         Args:
           contents: The ledger.
           run: The id of this run.
+          source: The name of the file.
 
         Raises:
           ValueError: A round of the ledger has a guarantee of another kind;
             nothing is counted then.
         """
-        own, others = collections.Counter(self._own), dict(self.others)
+        own = collections.Counter(self._own)
+        others: dict[str, OtherRun] = {}
         for other, entries in contents.by_run().items():
             charges = collections.Counter(
                 entry.charge for entry in entries if entry.charge is not None
@@ -147,12 +158,30 @@ class Spending:
                     f"this run's, got one with rounds of run {other} that "
                     "have none."
                 )
-            others[f"{contents.identity}/{other}"] = OtherRun(
+            others[f"{other} in {source}"] = OtherRun(
                 charges=charges,
                 mu_squared=ledger_lib.largest_mu_squared(entries)
                 if self.by_client
                 else 0.0,
             )
+        self._count(own, others)
+
+    def keep_others(self, others: dict[str, OtherRun]) -> None:
+        """Counts what is known of other runs and not counted yet."""
+        self._count(self._own, others)
+
+    def _count(
+        self,
+        own: collections.Counter[charge_lib.RoundCharge],
+        others: dict[str, OtherRun],
+    ) -> None:
+        others = {
+            **self.others,
+            **{
+                name: other.joined(self.others.get(name, other))
+                for name, other in others.items()
+            },
+        }
         if (own, others) != (self._own, self.others):
             self.central = _composed(own, others)
             self._own, self.others = own, others

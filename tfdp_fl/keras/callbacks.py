@@ -259,7 +259,7 @@ class Ledger(FederatedCallback):
                     "know of; resume from its directory."
                 )
         self._check_runs(contents, known is not None)
-        federated_model.spending.absorb(contents, federated_model.run_id)
+        federated_model.spending.absorb(contents, federated_model.run_id, name)
         federated_model.ledgers_ahead.discard(name)
         self._catch_up(contents)
         self._remember()

@@ -332,7 +332,11 @@ class InterruptedRun:
             fed.run_id = self.run_id
         if self.ledger is not None and self.ledger.entries:
             saved = spending.rounds
-            spending.absorb(self.ledger, fed.run_id)
+            spending.absorb(
+                self.ledger,
+                fed.run_id,
+                ledger_key(ledger_path(self.directory)),
+            )
             fed._facts["rounds_charged_twice"] += spending.rounds - saved
             spending.lost_mu_squared = max(
                 spending.lost_mu_squared,
@@ -340,6 +344,7 @@ class InterruptedRun:
                     self.checkpoint.round_index, fed.run_id
                 ),
             )
+        spending.keep_others(fed._spending.others)
         fed._spending = spending
         fed._populations = [
             (num_clients, digest)
