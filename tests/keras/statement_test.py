@@ -10,6 +10,8 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
+from tfdp_fl.keras import randomness
+from tfdp_fl.mechanisms import noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _DELTA = 1e-3
@@ -248,6 +250,16 @@ class WhatItRestsOnTest(parameterized.TestCase):
         self.assertRegex(facts["how"], "exact conversion of one Gaussian")
         self.assertNotIn("privacy loss distributions", facts["how"])
         self.assertIn("exactly, as one Gaussian", facts["summary"])
+
+    def test_noise_has_no_more_than_64_secret_bits(self):
+        # What "pseudorandom_noise" says: of a seed of 128 bits, `fold_in`
+        # keeps 64, next to a number that anybody can count.
+        seed = tf.constant(randomness.round_seed(None, 0))
+        self.assertEqual(int(noise.fold_in(seed, -1)[1]), -1)
+        caveats = _trained(rounds=1).privacy_statement(_DELTA, "dict")[
+            "caveats"
+        ]
+        self.assertIn("64 bits", caveats["pseudorandom_noise"])
 
     def test_a_large_delta_is_warned_of_once_the_clients_are_known(self):
         fed = toy.federated(delta=0.03)
