@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
@@ -314,16 +315,16 @@ class TargetTest(parameterized.TestCase):
             self._made(on_overspend="ignore")
 
     def test_an_impure_schedule_is_calibrated_as_it_will_run(self):
-        draws = iter(range(10**6))
+        rng = np.random.default_rng(0)
         fed = tfdp_fl.make_private(
             toy.dense(),
             target_epsilon=4.0,
             target_delta=_DELTA,
             num_clients=_CLIENTS,
-            clients_per_round=lambda t: 50 + next(draws) % 17,
+            clients_per_round=lambda t: rng.uniform(20, 200),
             rounds=5,
             mechanism=tfdp_fl.FixedClipping(
-                clip_norm=1.0, noise_multiplier=lambda t: 1.0 + next(draws) % 3
+                clip_norm=1.0, noise_multiplier=lambda t: rng.uniform(0.5, 3)
             ),
         )
         sizes = [fed._clients_per_round(t) for t in range(5)]
