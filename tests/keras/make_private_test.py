@@ -282,6 +282,16 @@ class TargetTest(parameterized.TestCase):
             fed.fit(toy.clients(), rounds=2, verbose=0)
         self.assertEqual(fed.rounds, 6)
 
+    def test_cohorts_that_are_not_known_may_allow_more(self):
+        fed = self._made("local", rounds=3, epsilon=8.0, sampling="poisson")
+        with self.assertWarnsRegex(
+            RuntimeWarning, "at least 3 of the 40 rounds .* may end there"
+        ):
+            fed.fit(toy.clients(), rounds=40, verbose=0)
+        # 40 clients are drawn half of the time: somebody is soon drawn thrice.
+        self.assertBetween(fed.rounds, 3, 12)
+        self.assertLessEqual(fed.epsilon(1e-3), 8.0 * (1 + 1e-9))
+
     def test_clients_that_sit_out_do_not_end_the_training(self):
         fed = self._made("local", rounds=6, epsilon=8.0, max_participations=2)
         with warnings.catch_warnings():

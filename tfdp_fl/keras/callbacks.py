@@ -113,14 +113,19 @@ class PrivacyBudget(FederatedCallback):
         # Rounds that are abandoned cost nothing, so it can only be more.
         self._affordable_before = first_round + allowed
         if allowed < asked:
+            fed = self.federated_model
+            # Whom later cohorts draw is not known, but for shuffled ones.
+            at_least = fed.spending.by_client and fed.sampling != "shuffled"
             self._say_what_is_allowed(
                 f"{self._name}: epsilon={self.epsilon:g} at "
-                f"delta={self.delta:g} allows {allowed} of the {asked} rounds "
-                "asked for"
+                f"delta={self.delta:g} allows "
+                f"{'at least ' * at_least}{allowed} of the {asked} rounds "
+                "asked for",
+                "may" if at_least else "will",
             )
 
-    def _say_what_is_allowed(self, message: str) -> None:
-        self.federated_model.say(f"{message}; training will end there.")
+    def _say_what_is_allowed(self, message: str, will: str) -> None:
+        self.federated_model.say(f"{message}; training {will} end there.")
 
     def allow_round(self, round_index: int) -> bool:
         """Returns False if the round would overspend the budget."""
@@ -157,10 +162,10 @@ class KeepTarget(PrivacyBudget):
         self._goes_on = target.on_overspend == "warn"
         self._warned = False
 
-    def _say_what_is_allowed(self, message: str) -> None:
+    def _say_what_is_allowed(self, message: str, will: str) -> None:
         if not self._goes_on:
             warnings.warn(
-                f"{message}; training will end there. (on_overspend='warn' "
+                f"{message}; training {will} end there. (on_overspend='warn' "
                 "goes on.)",
                 RuntimeWarning,
                 stacklevel=4,
