@@ -17,11 +17,6 @@ FORMATS = ("text", "dict", "markdown")
 
 # Each caveat is one full sentence that stands by itself.
 CAVEATS: dict[str, str] = {
-    "exact_median": (
-        "The clip norm of each round was the exact median of that round's "
-        "update norms, as published; that median is not private, so strictly "
-        "epsilon holds only for what the models reveal beyond it."
-    ),
     "unnoised_metrics": (
         "The training loss, the training metrics and the diagnostics of each "
         "round (such as norms and clipped fractions) were computed from "
@@ -41,42 +36,9 @@ CAVEATS: dict[str, str] = {
         "anything leaves it, and epsilon is that of one client's releases "
         "against the server; it is not to be compared with a central epsilon."
     ),
-    "record_sensitivity_assumed": (
-        "The guarantee rests on the published assumption that one record moves "
-        "a client's clipped weights by at most 2C/n, for a weight clip C and a "
-        "client of n records; that holds for a mean over records, and is "
-        "neither proven nor enforced for weights that were trained by SGD."
-    ),
     "per_record": (
         "The guarantee is per record, not per client: it covers one example in "
         "a client's data, and a client with many examples is protected less."
-    ),
-    "classic_above_one": (
-        "The noise was calibrated by the classic Gaussian formula at an "
-        "epsilon of 1 or more, where its proof does not hold; the target it "
-        "was calibrated for is not guaranteed, and the epsilon reported here "
-        "was computed from the noise really added."
-    ),
-    "basic_composition": (
-        "The target was split evenly over the rounds (basic composition), "
-        "which adds more noise than is needed; the epsilon reported here is "
-        "what the noise really gives."
-    ),
-    "layers_charged_separately": (
-        "Each layer of the model was clipped and noised by itself and is "
-        "charged as a release of its own."
-    ),
-    "layers_joint": (
-        "All layers of one update are charged as one joint release."
-    ),
-    "radius_from_unnoised_norms": (
-        "Each client's clipping radius follows the un-noised norms of its own "
-        "earlier updates; what the noise's size thereby reveals is not part of "
-        "epsilon."
-    ),
-    "custom_query_event": (
-        "The mechanism is a query given by the user together with its cost; "
-        "that the cost is right was not checked here."
     ),
     "secure_aggregation": (
         "Updates were summed by secure aggregation, so that no party saw a "
@@ -178,11 +140,6 @@ CAVEATS: dict[str, str] = {
         "the clear, outside secure aggregation and without noise; towards the "
         "server epsilon does not cover those norms."
     ),
-    "query_noise_from_tf_random": (
-        "The noise was drawn by the TF-Privacy query from TensorFlow's own "
-        "random numbers: if tf.random.set_seed was called, whoever knows that "
-        "seed can repeat the noise, and towards them there is no guarantee."
-    ),
     "tff_cohorts_declared": (
         "How the cohorts were drawn, from how many clients and how often one "
         "of them took part was declared by whoever asked: TensorFlow Federated "
@@ -196,6 +153,24 @@ CAVEATS: dict[str, str] = {
         "the user's own that lets a client count for more than its clip."
     ),
 }
+
+
+def add_caveats(sentences: Mapping[str, str]) -> None:
+    """Adds what a mechanism declares to `CAVEATS`.
+
+    Args:
+      sentences: Full sentences by key.
+
+    Raises:
+      ValueError: A key has another sentence already.
+    """
+    for key, sentence in sentences.items():
+        if CAVEATS.setdefault(key, sentence) != sentence:
+            raise ValueError(
+                f"own_caveats must have new keys, got {key!r}, which stands "
+                f"for: {CAVEATS[key]}"
+            )
+
 
 _SAMPLING = {
     "poisson": (
@@ -360,22 +335,22 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     caveats = dict.fromkeys(facts.caveats)
     if math.isfinite(best):
         if facts.sampling == "shuffled" and not local:
-            caveats["shuffled_zero_out"] = None
+            caveats.setdefault("shuffled_zero_out", None)
         if facts.sampling == "fixed_size" and not local:
-            caveats["fixed_size_population_known"] = None
+            caveats.setdefault("fixed_size_population_known", None)
         if facts.guarantee == "local":
-            caveats["local_not_central"] = None
+            caveats.setdefault("local_not_central", None)
         if facts.guarantee == "record":
-            caveats["per_record"] = None
+            caveats.setdefault("per_record", None)
         if facts.sampling == "poisson" and not local:
-            caveats["population_stated"] = None
+            caveats.setdefault("population_stated", None)
         if facts.guarantee == "record":
             if facts.num_records and delta * facts.num_records >= 1:
-                caveats["delta_not_below_one_over_records"] = None
+                caveats.setdefault("delta_not_below_one_over_records", None)
         elif delta * max(populations) >= 1:
-            caveats["delta_not_below_one_over_n"] = None
+            caveats.setdefault("delta_not_below_one_over_n", None)
         if best > 10:
-            caveats["epsilon_large"] = None
+            caveats.setdefault("epsilon_large", None)
     content: dict[str, Any] = {
         "guarantee": facts.guarantee,
         "has_guarantee": math.isfinite(best),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import time
@@ -134,9 +135,9 @@ def _federated_model(
         else AdditiveSecretSharing(mode=settings.secure_aggregation),
     }
     noise = settings.schedule("noise_multiplier")
-    if noise is None and settings.mechanism in settings_lib.CENTRAL:
+    if noise is None and kind.guarantee == "central":
         mechanism: Any = settings.mechanism
-        if settings.median_noise_multiplier == "exact":
+        if None in options.values():  # Asked for by name, and so no default.
             mechanism = kind(noise_multiplier=1.0, **options)
             options = {}
         return make_private(
@@ -150,20 +151,29 @@ def _federated_model(
             **options,
             **cohorts,
         )
-    if noise is not None:
-        options["noise_multiplier"] = noise
-        if settings.mechanism == "median":
-            options.setdefault(
-                "median_noise_multiplier",
-                mechanisms.default_median_noise_multiplier(
-                    _smallest(noise), _smallest(cohorts["clients_per_round"])
-                ),
-            )
-    elif settings.mechanism in ("local", "adaptive_local"):
-        options.update(epsilon=settings.target_epsilon, delta=delta)
-    elif settings.mechanism == "nbafl":
-        options.update(epsilon=settings.target_epsilon)
-    return DPFederatedModel(model, kind(**options), delta=delta, **cohorts)
+    if (
+        noise is not None
+        and kind.guarantee == "central"
+        and (None not in options.values())
+    ):
+        made = kind.for_target(
+            noise_multiplier=noise,
+            epsilon=math.inf,
+            delta=delta,
+            clients_per_round=_smallest(cohorts["clients_per_round"]),
+            **options,
+        )
+    elif noise is not None:
+        made = kind(noise_multiplier=noise, **options)
+    elif kind.guarantee == "none":
+        made = kind(**options)
+    else:
+        budget = {"epsilon": settings.target_epsilon, "delta": delta}
+        own = {field.name for field in dataclasses.fields(kind)}
+        made = kind(
+            **options, **{name: budget[name] for name in own & budget.keys()}
+        )
+    return DPFederatedModel(model, made, delta=delta, **cohorts)
 
 
 def _smallest(value: float | tuple[float, ...]) -> float:

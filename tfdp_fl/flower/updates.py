@@ -68,23 +68,24 @@ def clipped(update: Sequence[np.ndarray], clip_norm: float) -> ClippedUpdate:
       update: float64 arrays.
       clip_norm: S > 0.
     """
-    norm = _norm(update)
-    if not math.isfinite(norm):
+    length = norm(update)
+    if not math.isfinite(length):
         zeros = [np.zeros_like(array) for array in update]
         return ClippedUpdate(zeros, within=True, discarded=True)
-    if norm <= clip_norm:
+    if length <= clip_norm:
         return ClippedUpdate(list(update), within=True, discarded=False)
-    scale = clip_norm / norm
+    scale = clip_norm / length
     return ClippedUpdate(
         [array * scale for array in update], within=False, discarded=False
     )
 
 
-def _norm(arrays: Sequence[np.ndarray]) -> float:
+def norm(arrays: Sequence[np.ndarray]) -> float:
+    """Returns the L2 norm over all arrays, however small their squares."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        norm = math.sqrt(sum(float(np.sum(array**2)) for array in arrays))
-    if norm >= _SQUARES_VANISH_BELOW or not math.isfinite(norm):
-        return norm
+        length = math.sqrt(sum(float(np.sum(array**2)) for array in arrays))
+    if length >= _SQUARES_VANISH_BELOW or not math.isfinite(length):
+        return length
     largest = max(
         (float(np.max(np.abs(a))) for a in arrays if a.size), default=0
     )
@@ -162,7 +163,7 @@ def applied_within(
       clip_norm: S.
     """
     rounded = applied(received, update)
-    if _norm(difference(rounded, received)) <= clip_norm:
+    if norm(difference(rounded, received)) <= clip_norm:
         return rounded
     shortened = []
     for new, old, change in zip(rounded, received, update, strict=True):

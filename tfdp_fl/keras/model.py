@@ -138,9 +138,10 @@ class DPFederatedModel:
             delta = _validate.inside_unit_interval(delta=delta)
         if target is not None:
             _validate.instance_of(PrivacyTarget, target=target)
-        noise = getattr(mechanism, "noise_multiplier", None)
-        if callable(noise):
-            mechanism = mechanism.with_noise_multiplier(schedules.fixed(noise))
+        if callable(mechanism.noise_multiplier):
+            mechanism = mechanism.with_noise_multiplier(
+                schedules.fixed(mechanism.noise_multiplier)
+            )
         self.model = model
         self._mechanism = mechanism
         self.delta = delta
@@ -201,7 +202,7 @@ class DPFederatedModel:
         self._verbose = 0
 
     def _failure_rule(self, rule: str | None) -> str:
-        at_clients = getattr(self.mechanism, "noise_site", None) == "client"
+        at_clients = self.mechanism.needs_exact_cohort
         if rule is None:
             return "abort" if at_clients else "exclude"
         _validate.one_of(FAILURE_RULES, on_client_failure=rule)
@@ -266,10 +267,11 @@ class DPFederatedModel:
                 "would be dropped after the round, got use_ema=True."
             )
         if server_optimizer is not None:
-            if getattr(self.mechanism, "mu", None) is not None:
+            if self.mechanism.releases_weights:
                 raise ValueError(
-                    "server_optimizer must be None with NbAFL, which releases "
-                    f"weights and no update, got {server_optimizer!r}."
+                    "server_optimizer must be None with "
+                    f"{self.mechanism.name}, which releases weights and no "
+                    f"update, got {server_optimizer!r}."
                 )
             server_optimizer = tf.keras.optimizers.get(server_optimizer)
         self._compiled = _Compiled(
@@ -278,7 +280,7 @@ class DPFederatedModel:
                 loss=loss,
                 metrics=metrics,
                 loss_weights=loss_weights,
-                proximal_weight=getattr(self.mechanism, "mu", 0.0),
+                proximal_weight=self.mechanism.proximal_weight,
                 grad_clip=_validate.finite(grad_clip=grad_clip),
                 upload_hook=upload_hook,
             ),
@@ -557,11 +559,11 @@ class DPFederatedModel:
                 clients.num_clients
             )
             self._windows = None
-        if self._engine.query.uses_window and self._windows is None:
+        if self._engine.query.keeps_window and self._windows is None:
             self._windows = np.full(
                 [
                     clients.num_clients,
-                    self._engine.query.window,
+                    self.mechanism.window,
                     self._engine.num_variables,
                 ],
                 np.nan,
@@ -623,7 +625,7 @@ class DPFederatedModel:
         if by_client and self._calibration is not None and self._populations:
             if (
                 self._target is None
-                and getattr(self.mechanism, "epsilon", None) is not None
+                and self.mechanism.epsilon is not None
                 and plan.last_round > self._calibration["rounds"]
                 and not self._warned_of_more_rounds
             ):
@@ -763,7 +765,7 @@ class DPFederatedModel:
 
     @property
     def _participation_limit(self) -> int | None:
-        return getattr(self.mechanism, "max_participations", None)
+        return self.mechanism.max_participations
 
     def _drawn(
         self, round_index: int, account: accounting.LocalAccount

@@ -59,7 +59,7 @@ def facts(federated_model: Any) -> accounting.StatementFacts:
         implied_epsilon=mechanism.epsilon
         if spending.guarantee == spending_lib.RECORD
         else None,
-        implied_delta=getattr(mechanism, "implied_delta", None),
+        implied_delta=mechanism.implied_delta,
         caveats=_caveats(fed),
     )
 
@@ -112,7 +112,7 @@ def _caveats(fed: Any) -> tuple[str, ...]:
     mechanism, seen = fed.mechanism, fed._facts
     caveats = dict.fromkeys(mechanism.caveats())
     private = fed._spending.guarantee != spending_lib.NONE
-    at_clients = getattr(mechanism, "noise_site", None) == "client"
+    at_clients = mechanism.noise_site == "client"
     local = fed._spending.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
     server = fed._engine.server
     holds = {
