@@ -41,16 +41,17 @@ class RepositoryTest(absltest.TestCase):
     def test_imports_have_no_cycle(self):
         self.assertEqual(update_build_files.dependency_cycle(_ROOT), [])
 
-    def test_nobody_imports_scripts(self):
+    def test_nobody_imports_scripts_and_research_stays_outside(self):
         importers = [
             f"//{folder}:{name} imports {dep}"
             for folder in update_build_files.folders(_ROOT)
-            if folder.split("/")[0] in ("tfdp_fl", "scripts")
+            if folder.split("/")[0] in ("tfdp_fl", "scripts", "research")
             for name, target in update_build_files.expected_targets(
                 _ROOT, folder
             ).items()
             for dep in target.deps
-            if dep.startswith("//scripts")
+            if dep.startswith(("//scripts", "//research"))
+            and not (folder.startswith("research") and "//research" in dep)
         ]
         self.assertEqual(importers, [])
 

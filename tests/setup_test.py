@@ -152,7 +152,7 @@ class SetupTest(absltest.TestCase):
             for name in _wanted(file)
         }
         undeclared = []
-        for top in ("tfdp_fl", "scripts"):
+        for top in ("tfdp_fl", "scripts", "research"):
             for path in sorted((_ROOT / top).rglob("*.py")):
                 imports = update_build_files.imported_modules(
                     path.read_text(encoding="utf-8"), "tfdp_fl"

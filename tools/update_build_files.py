@@ -21,7 +21,7 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-PYTHON_FOLDERS = ("tfdp_fl", "scripts", "tests", "tools")
+PYTHON_FOLDERS = ("tfdp_fl", "scripts", "research", "tests", "tools")
 NOTEBOOK_FOLDER = "colab"
 RULES_FILE = "@rules_python//python:defs.bzl"
 PREAMBLE = """\
@@ -147,7 +147,7 @@ def imported_labels(root: pathlib.Path, path: pathlib.Path) -> set[str]:
 def _rule_for(folder: str, path: pathlib.Path) -> str:
     if path.name.endswith("_test.py"):
         return "py_test"
-    is_program = folder.split("/")[0] in ("scripts", "tools")
+    is_program = folder in ("scripts", "research", "tools")
     if is_program and "__main__" in path.read_text(encoding="utf-8"):
         return "py_binary"
     return "py_library"

@@ -5,7 +5,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from tfdp_fl.benchmarking import (
+from research.benchmarking import (
     plots,
     report,
     results,
@@ -215,7 +215,7 @@ class ReportTest(parameterized.TestCase):
         self.assertEqual(report.fill(filled, texts), filled)
 
     def test_the_page_in_the_repository_has_every_block(self):
-        root = pathlib.Path(__file__).resolve().parents[2]
+        root = pathlib.Path(__file__).resolve().parents[3]
         page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
         for name in report.HEADINGS:
             self.assertIn(f"<!-- begin {name} -->\n", page)

@@ -1,6 +1,6 @@
 """Table 1 and the figures of Geyer et al. (2017), from runs on MNIST.
 
-Each row of the table is a sweep of its own (`scripts/configs/geyer/`), over
+Each row of the table is a sweep of its own (`research/configs/geyer/`), over
 its seeds; its name says how many clients and which row: `k100_best_honest`.
 """
 
@@ -14,8 +14,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from research import figures
 from tfdp_fl import _validate
-from tfdp_fl.experiments import plots, run_directory, sweeps, tables
+from tfdp_fl.experiments import run_directory, sweeps, tables
 from tfdp_fl.experiments.run_directory import Run
 
 NON_PRIVATE = "k100_non_private"
@@ -242,7 +243,7 @@ def write_results(output_dir: str | os.PathLike[str]) -> str:
             for run in runs
         ],
     )
-    plots.plot_stopping_points(
+    figures.plot_stopping_points(
         {
             f"K = {k}": {
                 row.replace("_", " "): finished[f"k{k}_{row}"]
@@ -254,7 +255,7 @@ def write_results(output_dir: str | os.PathLike[str]) -> str:
         root / ACCURACY_FIGURE,
     )
     if NON_PRIVATE in finished:
-        plots.plot_update_variance(
+        figures.plot_update_variance(
             finished[NON_PRIVATE][0], root / VARIANCE_FIGURE
         )
     return table

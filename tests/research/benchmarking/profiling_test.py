@@ -2,7 +2,7 @@
 
 from absl.testing import absltest, parameterized
 
-from tfdp_fl.benchmarking import profiling
+from research.benchmarking import profiling
 
 
 class ProfilingTest(parameterized.TestCase):

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl.benchmarking import machine, workloads
-from tfdp_fl.benchmarking.processes import Side, SideError
+from research.benchmarking import machine, workloads
+from research.benchmarking.processes import Side, SideError
 
 Result = dict[str, Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tfdp_fl.benchmarking import workloads
-from tfdp_fl.benchmarking.results import Results
+from research.benchmarking import workloads
+from research.benchmarking.results import Results
 
 # Of performance.md.
 FLOPS_SHARE = 0.85

@@ -9,11 +9,12 @@ import pathlib
 import numpy as np
 from absl.testing import absltest
 
+from research import geyer
 from tests.keras import files
-from tfdp_fl.experiments import geyer, run_directory, sweeps
+from tfdp_fl.experiments import run_directory, sweeps
 from tfdp_fl.experiments.settings import Settings
 
-_CONFIGS = pathlib.Path(__file__).parents[2] / "scripts" / "configs" / "geyer"
+_CONFIGS = pathlib.Path(__file__).parents[2] / "research" / "configs" / "geyer"
 
 
 def _mnist(folder: pathlib.Path) -> pathlib.Path:

@@ -5,7 +5,7 @@ import subprocess
 
 from absl.testing import absltest
 
-from tfdp_fl.benchmarking import machine, processes
+from research.benchmarking import machine, processes
 
 
 class ProcessesTest(absltest.TestCase):

@@ -8,8 +8,8 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from scripts import benchmark
-from tfdp_fl.benchmarking import results, rows
+from research import benchmark
+from research.benchmarking import results, rows
 
 
 def _row(name, result):

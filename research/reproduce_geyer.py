@@ -1,8 +1,8 @@
 r"""Reproduces Table 1 and the figures of Geyer et al. (2017) on MNIST.
 
-    python scripts/reproduce_geyer.py --data_path=mnist.npz
+    python research/reproduce_geyer.py --data_path=mnist.npz
 
-Runs the sweeps in scripts/configs/geyer, one after the other: for K = 100,
+Runs the sweeps in research/configs/geyer, one after the other: for K = 100,
 1000 and 10000 clients of two label shards each, at epsilon 8, the algorithm as
 published, with a private median, and the best that this package does. Runs
 that have a result are skipped and long ones continue from their checkpoint,
@@ -12,7 +12,7 @@ where training stopped) and figure2.png (V_c and U_s).
 
 The settings were chosen on training points held out from the clients, as in
 
-    python scripts/sweep.py --config=scripts/configs/geyer/search_k100.json \
+    python scripts/sweep.py --config=research/configs/geyer/search_k100.json \
         --set=data_path=mnist.npz
 """
 
@@ -25,10 +25,13 @@ from collections.abc import Sequence
 
 # TensorFlow reports libraries for GPUs that are not there as errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# research/ is not installed, and a program finds only its own folder.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from absl import app, flags
 
-from tfdp_fl.experiments import geyer, training
+from research import geyer
+from tfdp_fl.experiments import training
 
 _DATA_PATH = flags.DEFINE_string(
     "data_path", None, "MNIST as Keras stores it, mnist.npz."
@@ -65,6 +68,7 @@ _VERBOSE = flags.DEFINE_integer(
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs what the flags ask for, and writes the tables."""
     if len(argv) > 1:
         sys.exit(f"reproduce_geyer.py: {argv[1]!r} is not a flag.")
     if not _DATA_PATH.value:

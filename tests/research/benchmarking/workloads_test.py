@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tfdp_fl.benchmarking import workloads
+from research.benchmarking import workloads
 
 
 class WorkloadsTest(parameterized.TestCase, tf.test.TestCase):

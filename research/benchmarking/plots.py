@@ -6,8 +6,8 @@ import os
 import pathlib
 from typing import Any
 
-from tfdp_fl.benchmarking import verdicts, workloads
-from tfdp_fl.benchmarking.results import Results
+from research.benchmarking import verdicts, workloads
+from research.benchmarking.results import Results
 
 # Colour-blind safe (Okabe and Ito 2008).
 _BLUE, _ORANGE, _GREEN, _PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"

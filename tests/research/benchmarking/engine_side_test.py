@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.benchmarking import engine_side, workloads
+from research.benchmarking import engine_side, workloads
 
 _TINY = dataclasses.replace(workloads.WORKLOADS["mlp_small"], clients=4)
 
@@ -75,7 +75,7 @@ class EngineSideTest(tf.test.TestCase):
     def test_tff_does_the_same_work(self):
         import tensorflow_federated as tff
 
-        from tfdp_fl.benchmarking import tff_side
+        from research.benchmarking import tff_side
 
         self._patched(mock.patch.object(workloads, "NOISE_MULTIPLIER", 0.0))
         self._patched(mock.patch.object(workloads, "CLIP_NORM", 0.02))

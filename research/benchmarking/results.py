@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from typing import Any
 
-from tfdp_fl.benchmarking import machine
+from research.benchmarking import machine
 
 _FORMAT = 2
 

@@ -1,9 +1,9 @@
 r"""Times the engine side by side with TensorFlow Federated.
 
-    python scripts/benchmark.py                      # everything, 25 minutes
-    python scripts/benchmark.py --rows=tff,machine   # some rows, others kept
-    python scripts/benchmark.py --profile=cnn        # where a round's time goes
-    python scripts/benchmark.py --resume             # go on after a break
+    python research/benchmark.py                      # everything, 25 minutes
+    python research/benchmark.py --rows=tff,machine   # some rows, others kept
+    python research/benchmark.py --profile=cnn        # where a round's time goes
+    python research/benchmark.py --resume             # go on after a break
 
 Each side runs in a process of its own, the sides take turns, and what counts
 are medians after warm-up, as ratios. Nothing else should run on the machine.
@@ -24,9 +24,11 @@ from collections.abc import Sequence
 
 # TensorFlow reports libraries for GPUs that are not there as errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# research/ is not installed, and a program finds only its own folder.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from tfdp_fl.benchmarking import machine, plots, report, results, verdicts
-from tfdp_fl.benchmarking import rows as rows_lib
+from research.benchmarking import machine, plots, report, results, verdicts
+from research.benchmarking import rows as rows_lib
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -62,7 +62,7 @@ class Side:
             [
                 sys.executable,
                 "-m",
-                "tfdp_fl.benchmarking.child",
+                "research.benchmarking.child",
                 kind,
                 json.dumps(dict(options or {})),
             ],

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from tfdp_fl.benchmarking import machine, workloads
+from research.benchmarking import machine, workloads
 
 LOOPS = {
     each.name: each

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.benchmarking import machine, workloads
-from tfdp_fl.benchmarking.workloads import Convolution, Operation, Product
+from research.benchmarking import machine, workloads
+from research.benchmarking.workloads import Convolution, Operation, Product
 
 LARGE = (Product(2048, 2048, 2048),)
 

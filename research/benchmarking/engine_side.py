@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import datasets, keras, mechanisms
-from tfdp_fl.benchmarking import machine, profiling, workloads
+from research.benchmarking import machine, profiling, workloads
 from tfdp_fl.engine import engine, flat_functions
 from tfdp_fl.experiments import training
 

@@ -8,21 +8,21 @@ import sys
 import traceback
 from typing import Any
 
-from tfdp_fl.benchmarking import machine
+from research.benchmarking import machine
 
 
 def make(kind: str, options: dict[str, Any]) -> Any:
     """Returns the object of a side; imports what this one needs, no more."""
     if kind == "engine":
-        from tfdp_fl.benchmarking import engine_side
+        from research.benchmarking import engine_side
 
         return engine_side.EngineSide(**options)
     if kind == "tff":
-        from tfdp_fl.benchmarking import tff_side
+        from research.benchmarking import tff_side
 
         return tff_side.TFFSide(**options)
     if kind == "products":
-        from tfdp_fl.benchmarking import products_side
+        from research.benchmarking import products_side
 
         return products_side.ProductsSide(**options)
     raise ValueError(

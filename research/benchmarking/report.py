@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tfdp_fl.benchmarking import profiling, verdicts, workloads
-from tfdp_fl.benchmarking.results import Results
-from tfdp_fl.benchmarking.verdicts import milliseconds
+from research.benchmarking import profiling, verdicts, workloads
+from research.benchmarking.results import Results
+from research.benchmarking.verdicts import milliseconds
 
 HEADINGS = {
     "run": "The run",
