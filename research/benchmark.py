@@ -1,9 +1,9 @@
 r"""Times the engine side by side with TensorFlow Federated.
 
-    python research/benchmark.py                      # everything, 25 minutes
-    python research/benchmark.py --rows=tff,machine   # some rows, others kept
-    python research/benchmark.py --profile=cnn        # where a round's time goes
-    python research/benchmark.py --resume             # go on after a break
+    python research/benchmark.py                     # everything, 25 minutes
+    python research/benchmark.py --rows=tff,machine  # some rows, others kept
+    python research/benchmark.py --profile=cnn       # where a round's time goes
+    python research/benchmark.py --resume            # go on after a break
 
 Each side runs in a process of its own, the sides take turns, and what counts
 are medians after warm-up, as ratios. Nothing else should run on the machine.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from research import figures
-from tfdp_fl import _validate
+from tfdp_fl import _files, _validate
 from tfdp_fl.experiments import run_directory, sweeps, tables
 from tfdp_fl.experiments.run_directory import Run
 
@@ -226,7 +226,7 @@ def write_results(output_dir: str | os.PathLike[str]) -> str:
     root = pathlib.Path(output_dir)
     rows = read_rows(root)
     table = markdown(rows)
-    run_directory.write_text(root / TABLE, table)
+    _files.write_text(root / TABLE, table)
     run_directory.write_csv(
         root / TABLE_CSV,
         [field.name for field in dataclasses.fields(Row)],

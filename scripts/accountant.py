@@ -27,6 +27,7 @@ from absl import app, flags
 
 from tfdp_fl import accounting
 from tfdp_fl.accounting import planner
+from tfdp_fl.experiments import plots
 
 _SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 _ACCOUNTANTS = ("rdp", "pld")
@@ -252,11 +253,7 @@ def _print_ledger(delta: float) -> None:
 
 
 def _draw(plan: planner.Plan, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plots.pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for sampling in _SAMPLING.value:
         for accountant in _ACCOUNTANT.value:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import datasets, keras, mechanisms
 from research.benchmarking import machine, profiling, workloads
-from tfdp_fl.engine import engine, flat_functions
+from tfdp_fl import datasets, keras, mechanisms
+from tfdp_fl.engine import flat_functions
 from tfdp_fl.experiments import training
 
 MECHANISMS = {
@@ -121,25 +119,6 @@ def _workers(
 
     runtimes.export_for_workers(clients, folder)
     return runtimes.TFFWorkers(num_workers=count, data=folder)
-
-
-@contextlib.contextmanager
-def _noted_calls(spans: list[tuple[float, float]]) -> Iterator[None]:
-    """Notes when the engine's compiled functions run."""
-    call = engine._Call.__call__
-
-    def noted(self: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return call(self)
-        finally:
-            spans.append((start, time.perf_counter()))
-
-    engine._Call.__call__ = noted
-    try:
-        yield
-    finally:
-        engine._Call.__call__ = call
 
 
 def _way_of(federated_model: keras.DPFederatedModel) -> str:
@@ -348,7 +327,7 @@ class EngineSide:
         """
         made = self._runs[run]
         spans: list[tuple[float, float]] = []
-        with _noted_calls(spans):
+        with flat_functions.timed(lambda *span: spans.append(span)):
             times = made.fit(made.rounds)
         inside = profiling.covered(spans) / np.sum(times)
         found = self._profiled(made)

@@ -8,6 +8,7 @@ from typing import Any
 
 from research.benchmarking import verdicts, workloads
 from research.benchmarking.results import Results
+from tfdp_fl.experiments import plots
 
 # Colour-blind safe (Okabe and Ito 2008).
 _BLUE, _ORANGE, _GREEN, _PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -15,20 +16,11 @@ _BLUE, _ORANGE, _GREEN, _PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 RATIOS, GROWTH = "benchmark_ratios.png", "benchmark_growth.png"
 
 
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def _save(figure: Any, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    _pyplot().close(figure)
+    plots.pyplot().close(figure)
 
 
 def draw(results: Results, folder: str | os.PathLike[str]) -> list[str]:
@@ -55,7 +47,7 @@ def draw(results: Results, folder: str | os.PathLike[str]) -> list[str]:
 def _draw_ratios(results: Results, path: pathlib.Path) -> None:
     """Draws a round's time in TFF, here, and at the floor."""
     works = [w for w in workloads.WORKLOADS.values() if results.result(w.name)]
-    figure, axes = _pyplot().subplots(figsize=(8.5, 4.2))
+    figure, axes = plots.pyplot().subplots(figsize=(8.5, 4.2))
     width = 0.38
     for place, work in enumerate(works):
         result = results.result(work.name)
@@ -104,7 +96,7 @@ def _draw_ratios(results: Results, path: pathlib.Path) -> None:
 
 
 def _draw_growth(results: Results, path: pathlib.Path) -> None:
-    figure, panels = _pyplot().subplots(2, 2, figsize=(9.5, 7))
+    figure, panels = plots.pyplot().subplots(2, 2, figsize=(9.5, 7))
     _draw_cohort(results.result("cohort"), panels[0][0])
     _draw_population(results.result("population"), panels[0][1])
     _draw_model_size(results.result("model_size"), panels[1][0])

@@ -8,10 +8,10 @@ import json
 import os
 import pathlib
 import subprocess
-import tempfile
 from typing import Any
 
 from research.benchmarking import machine
+from tfdp_fl import _files
 
 _FORMAT = 2
 
@@ -95,14 +95,7 @@ class Results:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, "rows": self.rows}, indent=1)
-        # Never half a file, whatever happens to this process.
-        handle, temporary = tempfile.mkstemp(
-            dir=self._path.parent, prefix=f".{self._path.name}"
-        )
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, self._path)
+        _files.write_text(self._path, text + "\n")
 
     def result(self, name: str) -> dict[str, Any] | None:
         """Returns what was measured, or None."""

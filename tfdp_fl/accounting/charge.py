@@ -10,7 +10,7 @@ from typing import Any
 
 import dp_accounting
 
-from tfdp_fl import _validate
+from tfdp_fl import _json, _validate
 from tfdp_fl.accounting import events
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
@@ -181,7 +181,7 @@ class RoundCharge:
         for name in ("pass_index", "pass_offset", "partition"):
             if getattr(self, name) is not None:
                 fields[name] = getattr(self, name)
-        return events.canonical_json(fields)
+        return _json.canonical(fields)
 
     def to_json(self) -> str:
         """Returns the charge as one line of JSON, exact to the last bit."""

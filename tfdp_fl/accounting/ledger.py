@@ -33,7 +33,7 @@ import pathlib
 import secrets
 from typing import Any
 
-from tfdp_fl import _validate, version
+from tfdp_fl import _json, _validate, version
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import events, local
@@ -369,7 +369,7 @@ class PrivacyLedger:
                 "charge": charge and json.loads(charge.to_json()),
                 "local": local,
                 "time": _now(),
-                "details": json.loads(json.dumps(details, default=_plain)),
+                "details": _json.plain(details, _refuse),
             }
         )
         self._rounds += 1
@@ -448,7 +448,7 @@ class PrivacyLedger:
             raise LedgerError(f"The ledger {self._path} is closed.")
         body["previous"] = self._head
         digest = _digest(body, self._key)
-        line = events.canonical_json({**body, "hash": digest}) + "\n"
+        line = _json.canonical({**body, "hash": digest}) + "\n"
         self._write(line.encode())
         self._head = digest
 
@@ -622,7 +622,7 @@ def _verified(line: bytes, head: str, key: bytes | None) -> dict[str, Any]:
     body = json.loads(line.decode())
     if not isinstance(body, dict):
         raise ValueError("it is not a JSON object")
-    if events.canonical_json(body).encode() != line:
+    if _json.canonical(body).encode() != line:
         raise ValueError("it is not written as the ledger writes")
     digest = body.pop("hash")
     if body.get("previous") != head:
@@ -688,7 +688,7 @@ def _checked_local(
 
 
 def _digest(body: dict[str, Any], key: bytes | None) -> str:
-    data = events.canonical_json(body).encode()
+    data = _json.canonical(body).encode()
     if key is None:
         return hashlib.sha256(data).hexdigest()
     return hmac.new(key, data, hashlib.sha256).hexdigest()
@@ -703,10 +703,5 @@ def _now() -> str:
     return now.isoformat(timespec="milliseconds")
 
 
-def _plain(value: Any) -> Any:
-    """Turns NumPy values into JSON ones."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if hasattr(value, "numpy"):
-        return value.numpy().tolist()
+def _refuse(value: Any) -> None:
     raise TypeError(f"{value!r} cannot be kept in a ledger.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import dp_accounting
 
-from tfdp_fl import _validate
+from tfdp_fl import _json, _validate
 from tfdp_fl.accounting import events
 
 GUARANTEES = ("central", "local", "record", "none")
@@ -357,8 +357,8 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         "unit": facts.unit,
         "relation": relation.name,
         "delta": delta,
-        "epsilon": _finite(best),
-        **{name: _finite(value) for name, value in values.items()},
+        "epsilon": _json.finite(best),
+        **{name: _json.finite(value) for name, value in values.items()},
         "implied_epsilon": facts.implied_epsilon,
         "implied_delta": facts.implied_delta,
         "rounds": facts.rounds,
@@ -373,7 +373,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         "mechanism": facts.mechanism,
         "mechanism_description": facts.mechanism_description,
         "mechanism_parameters": {
-            key: _json_value(value)
+            key: _json.plain(value)
             for key, value in facts.mechanism_parameters.items()
         },
         "dp_accounting": events.dp_accounting_version(),
@@ -588,10 +588,6 @@ def _value(epsilon: Epsilon, delta: float) -> float | None:
     return None if value is None else float(value)
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _range(sizes: float | Sequence[float]) -> dict[str, float | int | None]:
     values = [sizes] if not hasattr(sizes, "__len__") else list(sizes)
     if not values:
@@ -638,15 +634,3 @@ def _short(value: Any) -> str:
         return f"{value:.6g}"
     text = str(value)
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _json_value(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(k): _json_value(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return repr(value)

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tfdp_fl import _optional
 from tfdp_fl.experiments.run_directory import Run
 
 # Colour-blind safe (Okabe and Ito 2008), the two that every chart uses first.
@@ -25,7 +26,13 @@ COLORS = (
 
 
 def pyplot() -> Any:
-    import matplotlib
+    """Returns matplotlib's pyplot, made to draw into files.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    with _optional.needed("matplotlib", "A chart"):
+        import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -34,6 +41,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a figure to a file, and forgets it."""
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot().close(figure)

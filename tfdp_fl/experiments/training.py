@@ -8,11 +8,12 @@ import math
 import os
 import pathlib
 import time
+import warnings
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import losses, mechanisms
+from tfdp_fl import _files, losses, mechanisms
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.experiments import plots, run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
@@ -331,7 +332,7 @@ def _leave_files(
 ) -> dict[str, Any]:
     settings, federated_model = prepared.settings, prepared.federated_model
     federated_model.save(path / run_directory.MODEL)
-    run_directory.write_text(
+    _files.write_text(
         path / run_directory.STATEMENT,
         federated_model.privacy_statement(prepared.delta) + "\n",
     )
@@ -377,5 +378,8 @@ def _leave_files(
             prepared.delta, by
         )
     run_directory.write_json(path / run_directory.RESULT, result)
-    plots.plot_run(run_directory.Run.read(path), path / run_directory.CHART)
+    try:
+        plots.plot_run(run_directory.Run.read(path), path / run_directory.CHART)
+    except ImportError as error:  # Everything else is there.
+        warnings.warn(str(error), stacklevel=2)
     return result

@@ -18,7 +18,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import accounting, schedules
+from tfdp_fl import _json, accounting, schedules
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import checkpoint as checkpoint_lib
@@ -123,7 +123,7 @@ def settings(fed: Any, num_clients: int, plan: fit_plan.FitPlan) -> Any:
         "server_optimizer": _config(compiled.server_optimizer),
         "grad_clip": compiled.training.grad_clip,
     }
-    return {name: _plain(value) for name, value in values.items()}
+    return _json.plain(values)
 
 
 def _config(optimizer: Any) -> Any:
@@ -137,19 +137,6 @@ def _config(optimizer: Any) -> Any:
         if name not in ("learning_rate", "name", "jit_compile")
     }
     return [type(optimizer).__name__, config]
-
-
-def _plain(value: Any) -> Any:
-    """Returns what a value is after a round trip through JSON."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return repr(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
