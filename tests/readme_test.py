@@ -74,7 +74,7 @@ class ReadmeTest(absltest.TestCase):
             file
             for page in pages
             for file in re.findall(
-                r"\b(?:scripts|research|tools|colab|docs)/[\w./]+\.\w+", page
+                r"\b(?:scripts|research|tools|colab)/[\w./]+\.\w+", page
             )
         }
         self.assertIn("research/reproduce_geyer.py", files)
