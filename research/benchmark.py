@@ -29,6 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from research.benchmarking import machine, plots, report, results, verdicts
 from research.benchmarking import rows as rows_lib
+from tfdp_fl.experiments import plots as run_plots
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -92,9 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     page = arguments.output
     store_path = arguments.json or page.with_suffix(".json")
     try:
+        run_plots.pyplot()  # Missed before anything is measured.
         selected = rows_lib.select(names)
         store = results.Results(store_path)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         sys.exit(f"benchmark.py: {error}")
     context = rows_lib.Context(
         quick=arguments.quick, data_folder=arguments.data, say=_say

@@ -31,7 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from absl import app, flags
 
 from research import geyer
-from tfdp_fl.experiments import training
+from tfdp_fl.experiments import plots, training
 
 _DATA_PATH = flags.DEFINE_string(
     "data_path", None, "MNIST as Keras stores it, mnist.npz."
@@ -75,6 +75,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit("reproduce_geyer.py: --data_path must be given.")
     training.use_one_thread_per_operation()
     try:
+        plots.pyplot()  # Missed before hours have passed.
         wanted = geyer.names([int(k) for k in _CLIENTS.value], _ROWS.value)
         failed = geyer.run_all(
             geyer.read_configs(
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
             verbose=_VERBOSE.value,
         )
         print(geyer.write_results(_OUTPUT_DIR.value))
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"reproduce_geyer.py: {error}")
     if failed:
         sys.exit(f"reproduce_geyer.py: {len(failed)} runs failed.")

@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
             _print_ledger(plan.delta)
             return
         solved = _compare(plan)
-    except (ValueError, accounting.LedgerError) as error:
+    except (ImportError, ValueError, accounting.LedgerError) as error:
         raise SystemExit(f"accountant: {error}") from error
     if _PLOT.value:
         _draw(solved[_SAMPLING.value[0]], _PLOT.value)
@@ -123,6 +123,7 @@ def _check_flags(plan: planner.Plan) -> None:
         raise ValueError("--expected_head and --key_file need --ledger.")
     _ = plan.missing
     if _PLOT.value:
+        plots.pyplot()  # Missed before anything is computed.
         path = pathlib.Path(_PLOT.value)
         if path.suffix not in (".png", ".pdf"):
             raise ValueError(f"--plot must end in .png or .pdf, got {path}.")

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
             say=lambda line: print(line, flush=True),
             verbose=_VERBOSE.value,
         )
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"sweep.py: {error}")
     if failed:
         sys.exit(f"sweep.py: {len(failed)} of {len(trials)} runs failed.")
