@@ -224,6 +224,16 @@ class BehaviourTest(parameterized.TestCase):
         self.assertEqual(output.measurements["cohort_size"], 4)
         self.assertAlmostEqual(output.measurements["clip_norm"], 0.7, places=6)
 
+    def test_half_precision_is_refused(self):
+        import ml_dtypes
+
+        factory = aggregators.FixedClippingFactory(
+            clip_norm=1.0, noise_multiplier=0.0, clients_per_round=1
+        )
+        for dtype in (np.float16, ml_dtypes.bfloat16):
+            with self.assertRaisesRegex(TypeError, "float16 or bfloat16"):
+                factory.create(tff.TensorType(dtype, [3]))
+
     def test_the_clip_holds_whatever_the_size(self):
         clip, size = 0.01, 1_000_000
         process = aggregators.FixedClippingFactory(

@@ -7,13 +7,13 @@ import tensorflow_federated as tff
 from absl.testing import absltest
 
 from tests.mechanisms import rounds
-from tests.outside.smooth_clipping import SmoothClipping
+from tests.outside.loading import smooth_clipping
 from tfdp_fl import aggregators, mechanisms
 
 
 class OwnMechanismTest(absltest.TestCase):
     def test_is_what_its_query_computes(self):
-        mechanism = SmoothClipping(noise_multiplier=0.0)
+        mechanism = smooth_clipping()(noise_multiplier=0.0)
         process = aggregators.from_mechanism(mechanism, 3).create(
             tff.TensorType(np.float32, [4])
         )
@@ -31,7 +31,7 @@ class OwnMechanismTest(absltest.TestCase):
             )
 
     def test_has_a_factory_of_its_own(self):
-        factory = aggregators.factory_of(SmoothClipping)(
+        factory = aggregators.factory_of(smooth_clipping())(
             noise_multiplier=1.0, start_norm=2.0, clients_per_round=3
         )
         self.assertEqual(factory.mechanism.start_norm, 2.0)

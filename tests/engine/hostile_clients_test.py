@@ -151,6 +151,18 @@ class OwnNoiseTest(tf.test.TestCase, parameterized.TestCase):
         self.assertBetween(moved, 0.0, 5 * 2 * 0.5 * (1 + 1e-4))
 
 
+class LossTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(True, False)
+    def test_a_huge_loss_stays_a_number(self, beside):
+        clients = {
+            k: (x, np.ones([len(x), 3], np.float32))
+            for k, (x, _) in cohorts.client_arrays((5, 5)).items()
+        }
+        clients[1][1][:] = 1.8e19
+        _, logs = _moved(clients, cohorts.mlp(), beside=beside, loss="mse")
+        self.assertTrue(math.isfinite(logs["loss"]))
+
+
 class LabelTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(3, -1)
     def test_outside_of_the_classes_is_said_before_the_first_round(self, label):
@@ -238,6 +250,11 @@ class TrainingErrorTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
         self.assertTrue(math.isfinite(logs["loss"]))
 
+    def test_a_lone_client_ends_nothing(self):
+        clients = self._clients(0)
+        _, logs = _moved({0: clients[0]}, self._model())
+        self.assertLen(logs["failures"], 1)
+
     def test_where_nobody_can_train_the_error_is_raised(self):
         with self.assertRaises(tf.errors.InvalidArgumentError):
             _moved(self._clients(0, 1, 2), self._model())
@@ -256,6 +273,71 @@ class StateTest(tf.test.TestCase):
         dataset = FederatedDataset.from_client_arrays(clients)
         with self.assertRaisesRegex(ValueError, "stateful=True"):
             cohorts.make_engine(model, dataset)
+
+    def _refused(self, word="to the next", **options):
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
+        with self.assertRaisesRegex(ValueError, word):
+            cohorts.make_engine(cohorts.mlp(), dataset, **options)
+
+    def test_a_memory_of_loss_hook_or_optimizer_is_refused(self):
+        memory = tf.Variable(0.0, name="memory")
+        usual = cohorts.cross_entropy()
+
+        def remembers(value):
+            before = memory.read_value()
+            memory.assign(tf.reduce_sum(value))
+            return before
+
+        self._refused(
+            loss=lambda y, p: usual(y, p) + 0 * remembers(p),
+        )
+
+        def hook(update):
+            return [each + remembers(each) for each in update]
+
+        self._refused(training={"upload_hook": hook})
+
+        class Optimizer(tf.keras.optimizers.SGD):
+            def update_step(self, gradient, variable):
+                super().update_step(gradient + remembers(gradient), variable)
+
+        self._refused(optimizer=Optimizer(0.1, momentum=0.5))
+
+    def test_python_that_is_called_back_is_refused(self):
+        def loss(y, p):
+            return tf.numpy_function(
+                lambda v: v, [tf.reduce_sum(p)], tf.float32
+            )
+
+        self._refused("py_function", loss=loss)
+
+    def test_nadam_starts_afresh(self):
+        optimizer = tf.keras.optimizers.Nadam(0.1)
+        clients = cohorts.client_arrays((5, 5))
+        both, _ = _moved(clients, cohorts.mlp(), optimizer=optimizer)
+        alone = [
+            _moved({0: client}, cohorts.mlp(), optimizer=optimizer)[0]
+            for client in clients.values()
+        ]
+        for together, one, other in zip(both, *alone, strict=True):
+            self.assertAllClose(together, one + other, atol=1e-6)
+
+    def test_constraints_hold_under_plain_sgd(self):
+        model = tf.keras.Sequential(
+            [
+                tf.keras.Input([4]),
+                _layers.Dense(
+                    3, kernel_constraint=tf.keras.constraints.MaxNorm(0.5)
+                ),
+            ]
+        )
+        dataset = FederatedDataset.from_client_arrays(
+            cohorts.client_arrays((5,))
+        )
+        engine = cohorts.make_engine(model, dataset)
+        cohorts.run_round(engine, dataset, learning_rate=10.0)
+        norms = np.linalg.norm(model.get_weights()[0], axis=0)
+        self.assertAllLessEqual(norms, 0.5 * (1 + 1e-5))
 
     def test_a_memory_outside_of_the_weights_is_refused(self):
         memory = tf.Variable(0.0, name="memory")

@@ -16,17 +16,17 @@ from tfdp_fl.engine import RoundInputs, secure_sum
 _CLIP = 1e-4
 
 
-def _collected(mechanism, noise_multiplier):
+def _collected(mechanism, noise_multiplier, sizes=(7, 3, 5)):
     dataset = FederatedDataset.from_client_arrays(
-        cohorts.client_arrays(sizes=(7, 3, 5))
+        cohorts.client_arrays(sizes=sizes)
     )
     engine = cohorts.make_engine(
         cohorts.mlp(), dataset, mechanism=mechanism, collect_records=True
     )
     inputs = RoundInputs(
         round_index=0,
-        positions=np.arange(3),
-        clients_per_round=3.0,
+        positions=np.arange(len(sizes)),
+        clients_per_round=float(len(sizes)),
         noise_multiplier=noise_multiplier,
         batch_size=2,
         local_epochs=1,
@@ -41,16 +41,17 @@ class SumSecurelyTest(parameterized.TestCase):
         """Returns the vectors that a cohort sends, as they are on the grid."""
         engine, pending = _collected(mechanism, noise_multiplier)
         sent = []
+        really = secure_aggregation.sum_in_groups
 
         def spy(updates, protocol, group_size=None, *, num_members=None):
             rows = updates
             if callable(updates):
                 rows = [updates(index) for index in range(num_members)]
             sent.extend(protocol.decode(protocol.encode(row)) for row in rows)
-            return secure_aggregation.sum_in_groups(rows, protocol, group_size)
+            return really(rows, protocol, group_size)
 
         with mock.patch.object(
-            secure_sum, "secure_aggregation", mock.Mock(sum_in_groups=spy)
+            secure_sum.secure_aggregation, "sum_in_groups", spy
         ):
             failed = secure_sum.sum_securely(engine, pending, protocol)
         self.assertEqual(failed, ())
@@ -75,10 +76,23 @@ class SumSecurelyTest(parameterized.TestCase):
         protocol = secure_aggregation.AdditiveSecretSharing(bits=bits)
         sent = self._sent(mechanism, protocol, 1.0)
         self.assertLen(sent, 3)
+        scalars = len(mechanism.released_sums) + 1
         for vector in sent:
-            self.assertLessEqual(np.linalg.norm(vector[:-1]), _CLIP)
-            self.assertGreater(np.linalg.norm(vector[:-1]), 0.5 * _CLIP)
+            norm = np.linalg.norm(vector[:-scalars])
+            self.assertBetween(norm, 0.5 * _CLIP, _CLIP)
             self.assertEqual(vector[-1], 1.0)
+
+    def test_a_cohort_that_cannot_be_split_has_failed(self):
+        # As when one of six drops out and groups have three members.
+        protocol = secure_aggregation.AdditiveSecretSharing(
+            min_participants=3, max_participants=4
+        )
+        engine, pending = _collected(
+            tfdp_fl.NoPrivacy(), 0.0, sizes=(7, 3, 5, 1, 2)
+        )
+        with self.assertWarnsRegex(UserWarning, "can not be split"):
+            failed = secure_sum.sum_securely(engine, pending, protocol)
+        self.assertEqual(failed, (0, 1, 2, 3, 4))
 
     def test_the_median_clips_what_is_sent(self):
         protocol = secure_aggregation.AdditiveSecretSharing(bits=32)

@@ -77,6 +77,20 @@ class FixedClippingMeanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(done.total.norm, 0.4)
 
 
+class ClipRangeTest(parameterized.TestCase):
+    @parameterized.parameters(1e-11, 1e31)
+    def test_a_clip_that_float32_cannot_keep_is_refused(self, clip):
+        for make in (
+            lambda: tfdp_fl.FixedClipping(clip_norm=clip, noise_multiplier=1.0),
+            lambda: tfdp_fl.AdaptiveClipping(
+                initial_clip_norm=clip, noise_multiplier=1.0
+            ),
+            lambda: tfdp_fl.LocalDP(clip_norm=clip, noise_multiplier=1.0),
+        ):
+            with self.assertRaisesRegex(ValueError, "clip_norm must be from"):
+                make()
+
+
 class FixedClippingNoiseTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(noise_site=["server", "client"], answered=[1, 10])
     def test_stddev_of_the_mean_is_z_s_over_m(self, noise_site, answered):

@@ -15,10 +15,10 @@ from absl.testing import absltest
 import tfdp_fl
 from tests.engine import cohorts
 from tests.mechanisms import rounds, statistics
-from tests.outside.smooth_clipping import SmoothClipping
+from tests.outside.loading import FILE as _FILE
+from tests.outside.loading import smooth_clipping
 from tfdp_fl import accounting, mechanisms
 
-_FILE = pathlib.Path(__file__).with_name("smooth_clipping.py")
 _ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -37,7 +37,7 @@ class OwnMechanismTest(absltest.TestCase):
         self.assertIn(f"```python\n{_FILE.read_text('utf-8')}```", page)
 
     def test_query_is_its_mathematics(self):
-        mechanism = SmoothClipping(noise_multiplier=0.0)
+        mechanism = smooth_clipping()(noise_multiplier=0.0)
         query = mechanism.bind(mechanisms.Deployment(clients_per_round=3))
         norms = [0.1, 0.5, 1e6]
         updates = rounds.updates_with_norms(norms)
@@ -58,7 +58,7 @@ class OwnMechanismTest(absltest.TestCase):
         )
 
     def test_both_releases_are_noised(self):
-        mechanism = SmoothClipping(noise_multiplier=1.0)
+        mechanism = smooth_clipping()(noise_multiplier=1.0)
         query = mechanism.bind(mechanisms.Deployment(clients_per_round=10))
         state = query.initial_global_state()
         zeros = rounds.zero_updates(1, [[200, 100]])[0]
@@ -84,6 +84,7 @@ class OwnMechanismTest(absltest.TestCase):
         statistics.assert_gaussian(lengths, 2**0.5)
 
     def test_trains_by_name_and_says_what_it_is(self):
+        smooth_clipping()
         clients = tfdp_fl.datasets.FederatedDataset.from_client_arrays(
             cohorts.client_arrays((5,) * 20)
         )
@@ -97,7 +98,7 @@ class OwnMechanismTest(absltest.TestCase):
             mechanism="smooth",
             start_norm=0.3,
         )
-        self.assertIsInstance(fed.mechanism, SmoothClipping)
+        self.assertIsInstance(fed.mechanism, smooth_clipping())
         fed.compile("sgd", cohorts.cross_entropy())
         history = fed.fit(clients, rounds=3, batch_size=5, verbose=0).history
         self.assertAlmostEqual(history["clip_norm"][0], 0.3, places=6)
@@ -119,7 +120,7 @@ class OwnMechanismTest(absltest.TestCase):
         for jit_compile in (None, False):
             fed = tfdp_fl.DPFederatedModel(
                 _model(),
-                SmoothClipping(noise_multiplier=0.0),
+                smooth_clipping()(noise_multiplier=0.0),
                 clients_per_round=4,
                 sampling="fixed_size",
             )
@@ -139,7 +140,7 @@ class OwnMechanismTest(absltest.TestCase):
         ):
             fed = tfdp_fl.DPFederatedModel(
                 _model(),
-                SmoothClipping(noise_multiplier=0.0),
+                smooth_clipping()(noise_multiplier=0.0),
                 clients_per_round=4,
                 sampling="fixed_size",
                 secure_aggregation=protocol,

@@ -35,6 +35,12 @@ def check_value_type(value_type: tff.types.Type) -> int:
                 f"value_type must be a structure of tensors, got {path} of "
                 f"type {leaf}."
             )
+        if tf.as_dtype(leaf.dtype) in (tf.float16, tf.bfloat16):
+            raise TypeError(
+                "value_type must not have tensors of float16 or bfloat16, in "
+                "which a clip is rounded by more than it may be and noise is "
+                f"lost, got {path} of type {leaf}; cast them to float32 first."
+            )
         if not tf.as_dtype(leaf.dtype).is_floating:
             raise TypeError(
                 "value_type must have float tensors only, because a mechanism "

@@ -7,6 +7,7 @@ to. Both know clients by position, 0 to N - 1, and nothing about their ids.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import nests
+
+# How many clients say what an example looks like, if nobody else does.
+_ASKED_FOR_SPEC = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +167,7 @@ class StreamedSource:
         """
         if self._element_spec is None:
             error: Exception | None = None
+            specs: list[nests.Nest] = []
             for key in self._keys:
                 try:
                     x, y, length = _client_arrays(self._read_fn(key))
@@ -170,13 +175,18 @@ class StreamedSource:
                     error = error or raised
                     continue
                 if length:
-                    self._element_spec = nests.spec_of((x, y))
+                    specs.append(nests.spec_of((x, y)))
+                if len(specs) == _ASKED_FOR_SPEC:
                     break
-            else:
+            if not specs:
                 raise ValueError(
                     "element_spec must be given, because no client with "
                     f"examples could be read; the first error was {error!r}."
                 ) from error
+            # What most of them have: one odd client is not to decide.
+            votes = collections.Counter(map(repr, specs))
+            ((chosen, _),) = votes.most_common(1)
+            self._element_spec = next(s for s in specs if repr(s) == chosen)
         return self._element_spec
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:

@@ -83,7 +83,9 @@ class ClientOptimizer:
         variables: list[tf.Variable],
     ):
         self._variables = variables
-        self._plain_sgd = is_plain_sgd(optimizer)
+        self._plain_sgd = is_plain_sgd(optimizer) and all(
+            getattr(each, "constraint", None) is None for each in variables
+        )
         self._optimizer = type(optimizer).from_config(optimizer.get_config())
         self._has_fixed_rate = not has_rate_schedule(optimizer)
         self._slots: list[tuple[tf.Variable, np.ndarray | None]] = []
@@ -98,6 +100,13 @@ class ClientOptimizer:
         else:  # tf.keras.optimizers.legacy
             self._optimizer._create_all_weights(self._variables)
             state = list(self._optimizer.weights)
+        # Nadam, for one, keeps a variable that is none of those it tells of.
+        known = {id(each) for each in state}
+        state += [
+            each
+            for each in vars(self._optimizer).values()
+            if isinstance(each, tf.Variable) and id(each) not in known
+        ]
         rate = self.learning_rate_variable
         for variable in state:
             if variable is rate:
@@ -301,6 +310,15 @@ class ClientTrainer:
             *self.metric_variables,
             *self._optimizer.assigned_variables,
             *[generator.state for generator in self._generators],
+        ]
+
+    @property
+    def written_only(self) -> list[tf.Variable]:
+        """Returns what Keras's losses note down of themselves, unread here."""
+        return [
+            variable
+            for metric in self._model.compiled_loss.metrics
+            for variable in metric.variables
         ]
 
     def start(

@@ -88,6 +88,8 @@ class CollectedUpdates(NamedTuple):
     scalars: tf.Tensor
 
 
+_LARGEST_LOSS = 1e25
+
 SUM, COLLECT_UPDATES, COLLECT_RECORDS = "sum", "updates", "records"
 
 
@@ -296,7 +298,7 @@ class CohortFunction:
             # One client's NaN is no reason not to know the others' loss.
             counts = tf.math.is_finite(batch_loss)
             weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
-            batch_loss = tf.where(counts, batch_loss, 0.0)
+            batch_loss = tf.where(counts, bounded_loss(batch_loss), 0.0)
             return s + 1, loss + batch_loss * weight, examples + weight
 
         _, loss, examples = tf.while_loop(
@@ -306,6 +308,14 @@ class CohortFunction:
             parallel_iterations=1,
         )
         return loss, examples
+
+
+def bounded_loss(losses: tf.Tensor) -> tf.Tensor:
+    """Returns losses of which a whole cohort's sum is still a number.
+
+    They are reported only; training knows no bound.
+    """
+    return tf.clip_by_value(losses, -_LARGEST_LOSS, _LARGEST_LOSS)
 
 
 def made_by_each_run(state: Any, count: tf.Tensor) -> Any:

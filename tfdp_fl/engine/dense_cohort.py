@@ -565,7 +565,7 @@ class DenseCohortFunction:
         if valid is not None:
             counts &= valid
         return (
-            tf.reduce_sum(tf.where(counts, losses, 0.0)),
+            tf.reduce_sum(tf.where(counts, cohort.bounded_loss(losses), 0.0)),
             tf.reduce_sum(tf.cast(counts, tf.float32)),
         )
 
@@ -640,7 +640,9 @@ class DenseCohortFunction:
         )
         seen = tf.cast(rate * tf.sqrt(tf.add_n(squares)), tf.float32)
         each = each._replace(norm=tf.where(usable, seen, 0.0))
-        scale = (-learning_rate * each.update)[:, None, None]
+        # A rate that is no number makes nobody usable, and zero of everybody.
+        scale = tf.where(usable, -learning_rate * each.update, 0.0)
+        scale = scale[:, None, None]
         update: list[Any] = [None] * len(weights)
         for layer, (x, d) in zip(dense, factors, strict=True):
             d = _rows(tf.math.multiply_no_nan(d, scale))

@@ -33,6 +33,18 @@ CHUNK_BYTES = 64 * 2**20
 # none is taken to have a NaN, on one thread.
 _LOCKSTEP, _LOCKSTEP_FEW = "lockstep", "lockstep of few"
 
+# What one client's data can make TensorFlow raise, such as an index that no
+# embedding has.
+_CLIENT_ERRORS = (
+    tf.errors.DataLossError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.OutOfRangeError,
+    tf.errors.UnimplementedError,
+    tf.errors.UnknownError,
+)
+
 # Parameters of a model that is released on one thread: its noise is one draw.
 _SMALL_RELEASE = 2**16
 
@@ -84,7 +96,8 @@ class PendingRound:
         their clients' places in the cohort.
       window_norms: Float32 [K, L], each client's layer norms before noise, NaN
         for those that did not answer; None if the mechanism keeps no window.
-      failures: The clients whose data could not be read.
+      failures: The clients whose data could not be read, or not be trained on.
+      training_error: What training on somebody's data raised, if anything.
     """
 
     inputs: RoundInputs
@@ -96,6 +109,7 @@ class PendingRound:
     collected: list[list[tuple[np.ndarray, cohort.CollectedUpdates]]]
     window_norms: np.ndarray | None
     failures: list[ClientFailure] = dataclasses.field(default_factory=list)
+    training_error: Exception | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +265,7 @@ class CohortEngine:
             )
             for each in models
         ]
-        replicas.check_state(models[0], element_spec[0])
+        self._check_state(models[0], element_spec)
         query = mechanism.bind(
             dataclasses.replace(
                 deployment, num_variables=len(self._trainers[0].variables)
@@ -323,6 +337,26 @@ class CohortEngine:
         """Returns how many tensors a client's record has."""
         return len(self._shapes)
 
+    def _check_state(self, model: tf.keras.Model, element_spec: Any) -> None:
+        """Raises ValueError if something would pass from client to client."""
+        trainer = self._trainers[0]
+
+        def client_step() -> Any:
+            weights = [each.read_value() for each in trainer.variables]
+            others = [each.read_value() for each in trainer.replica_state]
+            rate = tf.constant(0.0)
+            trainer.start_metrics()
+            trainer.start(weights, others, rate, tf.zeros([2], tf.int64))
+            x, y = (replicas.zeros_like_batch(each) for each in element_spec)
+            trainer.step(x, y, weights, rate)
+            return trainer.update(weights)
+
+        replicas.check_state(
+            model,
+            client_step,
+            [*trainer.assigned_variables, *trainer.written_only],
+        )
+
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""
         labels.check_clients(dataset, self._label_ranges)
@@ -376,7 +410,18 @@ class CohortEngine:
         return pending
 
     def complete(self, pending: PendingRound) -> None:
-        """Ends collecting, once every chunk was added."""
+        """Ends collecting, once every chunk was added.
+
+        Raises:
+          tf.errors.OpError: Nobody could ever be trained: it is the model.
+        """
+        cohort_size = len(pending.inputs.positions)
+        if (
+            pending.training_error is not None
+            and not self._has_trained
+            and len(pending.failures) == cohort_size > 1
+        ):
+            raise pending.training_error
         ran = [r for r, total in enumerate(pending.sums) if total != ()]
         for name in ("sums", "metric_states", "collected"):
             each = getattr(pending, name)
@@ -675,7 +720,7 @@ class CohortEngine:
             for call in calls[replica]:
                 try:
                     returned = call()
-                except tf.errors.InvalidArgumentError as error:
+                except _CLIENT_ERRORS as error:
                     raised.append((call.part, error))
                     continue
                 kind, *rest = call.part.function
@@ -707,9 +752,7 @@ class CohortEngine:
     ) -> None:
         """Trains the clients of a part in which one's data raised an error.
 
-        Who raises it alone has failed (an index that no embedding has, say);
-        the others are none the worse for it. Where nobody could ever train, it
-        is the model that is wrong.
+        Who raises it alone has failed; the others are none the worse for it.
         """
         failures, members = [], part.plan.members.tolist()
         for place, member in enumerate(members):
@@ -724,13 +767,20 @@ class CohortEngine:
                     alone,
                     self._prepared(0, pending, chunk, alone)(),
                 )
-            except tf.errors.InvalidArgumentError as own:
+            except _CLIENT_ERRORS as own:
                 position = int(pending.inputs.positions[member])
                 failures.append(ClientFailure(position, own))
+        if len(failures) == len(members):  # Nothing is a sum as well.
+            nobody = self._part(
+                batching.select(part.plan, np.zeros(0, np.int64)),
+                pending.inputs,
+                side_by_side=False,
+            )
+            returned = self._prepared(0, pending, chunk, nobody)()
+            self.take(pending, nobody, returned)
         self._has_trained |= len(failures) < len(members)
-        if not self._has_trained:
-            raise error
         pending.failures += failures
+        pending.training_error = error
 
     def _prepared(
         self,
@@ -1100,6 +1150,10 @@ def _streamed_chunks(
         if problem is not None:
             failures.append(ClientFailure(int(positions[member]), problem))
             continue
+        if held and _shapes(held[-1]) != _shapes((member, client.x, client.y)):
+            # Of another length, where the spec leaves it open.
+            yield _packed(held, element_spec, rows_for)
+            held, size, sent = [], 0, True
         held.append((member, client.x, client.y))
         size += sum(
             array.nbytes for array in tf.nest.flatten((client.x, client.y))
@@ -1109,6 +1163,12 @@ def _streamed_chunks(
             held, size, sent = [], 0, True
     if held or not sent:
         yield _packed(held, element_spec, rows_for)
+
+
+def _shapes(client: tuple[int, Any, Any]) -> list[tuple[int, ...]]:
+    """Returns the shapes of one example of a client, tensor by tensor."""
+    _, x, y = client
+    return [np.shape(each)[1:] for each in tf.nest.flatten((x, y))]
 
 
 def _packed(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -175,35 +176,60 @@ def changed_by_training(
     ]
 
 
-def check_state(model: tf.keras.Model, element_spec: Any) -> None:
-    """Raises ValueError if a model keeps what no client's start would reset.
+def check_state(
+    model: tf.keras.Model,
+    client_step: Callable[[], Any],
+    reset: list[tf.Variable],
+) -> None:
+    """Raises ValueError if local training keeps what no client's start resets.
 
-    What one client leaves behind in such a variable would go on to the next.
+    What one client leaves behind in such a variable (a memory of a layer, a
+    loss, a regulariser, an optimizer or a hook) would go on to the next. Python
+    code that TensorFlow calls back can keep what nobody sees, and is refused.
 
     Args:
       model: A replica, with its generators (`own_generators`).
-      element_spec: A nest of `tf.TensorSpec`, one example's features.
+      client_step: All that a client does: start, train on a batch, hand in.
+      reset: What is assigned for every client before it is read.
     """
-    traced = _traced_forward_pass(model, element_spec)
-    assigned = _assigned_resources(traced)
-    reset = {id(variable.handle) for variable in model.variables}
+    traced = tf.function(client_step, autograph=False).get_concrete_function()
+    allowed = {id(variable.handle) for variable in reset}
     for layer in model._flatten_layers():
         source = getattr(layer, "_random_generator", None)
-        for value in (
+        values = (
             *vars(layer).values(),
             *getattr(source, "__dict__", {}).values(),
-        ):
+        )
+        for value in values:
             if isinstance(value, tf.random.Generator):
-                reset.add(id(value.state.handle))
+                allowed.add(id(value.state.handle))
+    assigned = _assigned_resources(traced)
     for variable in traced.graph.variables:
         handle = id(variable.handle)
-        if handle in assigned and handle not in reset:
+        if handle in assigned and handle not in allowed:
             raise ValueError(
-                "model must keep what training changes in its weights, where "
-                "every client starts afresh; it also assigns the variable "
-                f"{variable.name!r}, whose value would pass from one client "
-                "to the next."
+                "model, loss, optimizer and hooks must keep what training "
+                "changes in the model's weights or the optimizer's slots, "
+                "where every client starts afresh; training also assigns the "
+                f"variable {variable.name!r}, whose value would pass from one "
+                "client to the next."
             )
+    callbacks = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+    if callbacks & {each.type for each in _operations(traced.graph)}:
+        raise ValueError(
+            "model, loss, metrics and hooks must be TensorFlow operations: "
+            "tf.py_function and tf.numpy_function may keep what one client "
+            "leaves behind for the next, and workers cannot run them."
+        )
+
+
+def _operations(graph: Any) -> Iterator[Any]:
+    """Yields the operations of a graph and of the functions that it calls."""
+    yield from graph.get_operations()
+    for function in graph._functions.values():
+        inner = getattr(function, "graph", None)
+        if inner is not None:
+            yield from inner.get_operations()
 
 
 def _traced_forward_pass(model: tf.keras.Model, element_spec: Any) -> Any:

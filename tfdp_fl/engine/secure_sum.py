@@ -74,6 +74,14 @@ def sum_securely(
         if failed:
             cohort_engine.set_record_sum(pending, None)
             return failed
+    if group_size is not None:
+        protocol.check_group_size(group_size)
+    try:
+        secure_aggregation.split_into_groups(len(members), protocol, group_size)
+    except ValueError as error:  # A client that drops out can make it so.
+        warnings.warn(f"{error} All of them have failed.", stacklevel=2)
+        cohort_engine.set_record_sum(pending, None)
+        return tuple(int(member) for member in members)
     bound = None
     if site == "server":
         bound = float(query.largest_norm(state))

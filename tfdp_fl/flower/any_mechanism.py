@@ -31,9 +31,6 @@ class DPFedAvg(fixed.DPFedAvgFixed):
     what it released. The server is trusted with each update, therefore, and
     SecAgg+ has nothing to add up; where it is not to be, `DPFedAvgFixed` and
     `DPFedAvgAdaptive` have the clients clip.
-
-    Attributes:
-      mechanism: the mechanism.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class DPFedAvg(fixed.DPFedAvgFixed):
             mechanism = mechanism.with_noise_multiplier(
                 schedules.fixed(mechanism.noise_multiplier)
             )
-        self.mechanism = mechanism
+        self._declared = mechanism
         first = mechanism.first_clip_norm() if clip_norm is None else clip_norm
         ledger = options.pop("ledger", None)
         super().__init__(
@@ -99,6 +96,11 @@ class DPFedAvg(fixed.DPFedAvgFixed):
         )
         if ledger is not None:  # Once all arguments are known to be right.
             self._history.open_ledger(ledger, self._mechanism())
+
+    @property
+    def mechanism(self) -> mechanisms.Mechanism:
+        """The mechanism; it cannot be exchanged in the middle of a run."""
+        return self._declared
 
     def _dp_config(self) -> dict[str, Any]:
         return {keys.CLIP_NORM: _NO_CLIP}

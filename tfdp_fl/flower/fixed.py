@@ -46,6 +46,8 @@ class _ConfiguredRound:
       sent: w, the arrays in it.
       asked: the names of those who were asked, where clients have names.
       plan: the round as it is released if nobody fails.
+      noise_stddev: z S / sqrt(m), a client's share of the noise.
+      noised_by_server: whether the server adds the noise of all.
     """
 
     server_round: int
@@ -54,6 +56,8 @@ class _ConfiguredRound:
     sent: list[np.ndarray]
     asked: frozenset[str]
     plan: rounds.ReleasedRound
+    noise_stddev: float
+    noised_by_server: bool
 
 
 class DPFedAvgFixed:
@@ -406,6 +410,8 @@ class DPFedAvgFixed:
             _the_one_model(instructions),
             frozenset(map(answers_lib.name_of, clients)) - {None},
             plan,
+            self._client_noise_stddev(self.clip_norm),
+            self.server_side_noising,
         )
         dp_config = self._dp_config()
         return [
@@ -625,9 +631,9 @@ class DPFedAvgFixed:
         client only lowers it: noise and m are those of the plan.
         """
         clip_norm = configured.clip_norm
-        stddev = self._client_noise_stddev(clip_norm)
+        stddev = configured.noise_stddev
         bound = clip_norm
-        if not self.server_side_noising:
+        if not configured.noised_by_server:
             size = sum(array.size for array in configured.sent)
             bound = updates.largest_honest_norm(clip_norm, stddev, size)
         total = [np.zeros(array.shape) for array in configured.sent]
@@ -642,8 +648,8 @@ class DPFedAvgFixed:
         self.discarded_updates += discarded
         # One share of the noise for each client whose noise is not there: all
         # m of them, or those who had theirs discarded with their update.
-        m = self.num_sampled_clients
-        shares = m if self.server_side_noising else discarded
+        m = configured.plan.clients_per_round
+        shares = m if configured.noised_by_server else discarded
         if shares:
             total = updates.noised(total, stddev * shares**0.5)
         return updates.applied(configured.sent, [array / m for array in total])

@@ -184,6 +184,7 @@ class DPFederatedModel:
         self._plan: FitPlan | None = None
         self._deployment: Deployment | None = None
         self._cohort_sizes: list[int] = []
+        self._interrupted_releases = 0
         self._last_logs: list[str] = ["loss"]
         # What the statement has to tell beside what was spent.
         self._facts = {
@@ -713,7 +714,9 @@ class DPFederatedModel:
             batch_size=plan.batch_size,
             local_epochs=plan.local_epochs,
             learning_rate=self._client_learning_rate(),
-            seed=randomness.round_seed(plan.seed, round_index),
+            seed=randomness.round_seed(
+                plan.seed, round_index, self._interrupted_releases
+            ),
             shuffle=randomness.shuffle_generator(plan.seed, round_index)
             if plan.shuffle
             else None,
@@ -755,7 +758,11 @@ class DPFederatedModel:
         self._spending.charge(charge, positions, mu_squared)
         if self._populations[-1:] != [self._population]:
             self._populations.append(self._population)
-        released = self._engine.release(pending)
+        try:
+            released = self._engine.release(pending)
+        except BaseException:
+            self._interrupted_releases += 1
+            raise
         self._cohort_sizes.append(len(positions))
         self._last_logs = list(released)
         self._facts["clients_excluded"] += failed

@@ -66,7 +66,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         fixed_clipping.noise_multiplier_parameter()
     )
     initial_clip_norm: float = parameters.parameter(
-        _validate.positive,
+        parameters.clip,
         "the clip of the first round.",
         default=0.1,
         start=0.5,

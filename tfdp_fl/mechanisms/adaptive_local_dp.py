@@ -77,7 +77,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         _validate.inside_unit_interval, "its delta."
     )
     clipping_radius: float = parameters.parameter(
-        _validate.positive,
+        parameters.clip,
         "the most that a layer's radius may be.",
         default=1.0,
     )

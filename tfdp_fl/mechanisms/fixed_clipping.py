@@ -53,7 +53,7 @@ class FixedClipping(mechanism.Mechanism):
     """
 
     clip_norm: float = parameters.parameter(
-        _validate.positive,
+        parameters.clip,
         "the clip S, L2 over the whole update.",
         start=0.5,
     )

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-# An adaptive clip stays above this: where noise alone had brought it down by
+# An adaptive clip stays between these. Where noise alone had brought it down by
 # hundreds of decades, it could rise by a tenth a round at most. No update is so
 # small that it matters, and the number depends on nobody's data.
-SMALLEST_CLIP_NORM = 1e-10
+SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 1e-10, 1e30
 
 
 def choose(condition: Any, one: Any, other: Any) -> Any:
@@ -105,7 +105,8 @@ def next_clip_norm(
     moved = clip_norm * exp(
         -learning_rate * (noised_fraction - target_quantile)
     )
-    return choose(moved > SMALLEST_CLIP_NORM, moved, SMALLEST_CLIP_NORM)
+    moved = choose(moved > SMALLEST_CLIP_NORM, moved, SMALLEST_CLIP_NORM)
+    return choose(moved < LARGEST_CLIP_NORM, moved, LARGEST_CLIP_NORM)
 
 
 def client_noise_stddev(

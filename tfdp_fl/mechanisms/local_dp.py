@@ -257,7 +257,7 @@ class LocalDP(LocalMechanism):
     """
 
     clip_norm: float = parameters.parameter(
-        _validate.positive, "the clip S, L2 over the whole update.", start=1.0
+        parameters.clip, "the clip S, L2 over the whole update.", start=1.0
     )
     epsilon: float | None = parameters.parameter(
         parameters.Optional(_validate.positive),

@@ -16,6 +16,7 @@ from tfdp_fl.mechanisms import (
     clipping,
     contribution,
     fixed_clipping,
+    formulas,
     mechanism,
     noise,
     parameters,
@@ -216,7 +217,11 @@ class MedianClipping(mechanism.Mechanism):
             return private_median(norms, self.median_noise_multiplier)
         return tf.cond(
             tf.size(norms) > 0,
-            lambda: clipping.median(norms),
+            lambda: tf.clip_by_value(
+                clipping.median(norms),
+                formulas.SMALLEST_CLIP_NORM,
+                formulas.LARGEST_CLIP_NORM,
+            ),
             lambda: round.clip_norm,
         )
 

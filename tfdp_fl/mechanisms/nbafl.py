@@ -119,7 +119,7 @@ class NbAFL(mechanism.Mechanism):
         start=3.0,
     )
     weight_clip: float = parameters.parameter(
-        _validate.positive, "C, the bound of a client's weights.", start=5.0
+        parameters.clip, "C, the bound of a client's weights.", start=5.0
     )
     mu: float = parameters.parameter(
         _validate.non_negative, "weight of the proximal term.", default=0.0

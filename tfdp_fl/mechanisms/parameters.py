@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp_fl import _validate, schedules
+from tfdp_fl.mechanisms import formulas
 
 Check = Callable[..., Any]
 
@@ -111,6 +112,23 @@ class Scheduled:
         """Checks one named value."""
         ((name, value),) = checked.items()
         return schedules.checked(value, self.check, name)
+
+
+def clip(**checked: Any) -> float:
+    """Returns a clip norm for which float32 keeps the guarantee, or raises.
+
+    Below 1e-10 the squares of what is to be clipped begin to vanish, above
+    1e30 the noise is no number any more.
+    """
+    ((name, value),) = checked.items()
+    value = _validate.positive(**checked)
+    if not formulas.SMALLEST_CLIP_NORM <= value <= formulas.LARGEST_CLIP_NORM:
+        raise ValueError(
+            f"{name} must be from {formulas.SMALLEST_CLIP_NORM:g} to "
+            f"{formulas.LARGEST_CLIP_NORM:g}, got {value!r}: beyond, float32 "
+            "can neither clip nor noise."
+        )
+    return value
 
 
 def words_of(field: dataclasses.Field[Any]) -> Sequence[str] | None:

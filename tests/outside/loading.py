@@ -1,0 +1,20 @@
+"""Loads the mechanism from outside for one test module, and forgets it."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import unittest
+from typing import Any
+
+from tfdp_fl.mechanisms import registry
+
+FILE = pathlib.Path(__file__).with_name("smooth_clipping.py")
+
+
+def smooth_clipping() -> Any:
+    """Returns the class, known by its name until the test module ends."""
+    if "smooth" not in registry.names():
+        registry.load(str(FILE))
+        unittest.addModuleCleanup(registry.unregister, "smooth")
+    return sys.modules[FILE.stem].SmoothClipping
