@@ -7,7 +7,7 @@ import math
 import dp_accounting
 import numpy as np
 import tensorflow as tf
-import tensorflow_privacy as tfp
+from tfdp_fl.mechanisms import tfp_throwaway as tfp
 from absl.testing import absltest, parameterized
 
 import tfdp_fl

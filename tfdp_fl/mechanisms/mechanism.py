@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
 import tensorflow as tf
-import tensorflow_privacy as tfp
+from tfdp_fl.mechanisms import tfp_throwaway as tfp
 
 from tfdp_fl import _validate, schedules
 

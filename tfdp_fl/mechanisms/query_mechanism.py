@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import dp_accounting
 import tensorflow as tf
-import tensorflow_privacy as tfp
+from tfdp_fl.mechanisms import tfp_throwaway as tfp
 
 from tfdp_fl import _validate
 from tfdp_fl.mechanisms import clipping, mechanism, query_check
