@@ -6,12 +6,12 @@ the user's model holds the server's weights, untouched until a round is over.
 
 from __future__ import annotations
 
-import inspect
 import os
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
+
+from tfdp_fl import keras_versions
 
 
 def default_num_replicas() -> int:
@@ -31,7 +31,7 @@ def default_num_replicas() -> int:
 
 def check_layers(model: tf.keras.Model) -> None:
     """Raises ValueError for layers that keep state from batch to batch."""
-    for layer in model._flatten_layers(include_self=False):
+    for layer in keras_versions.layers_of(model):
         if getattr(layer, "stateful", False) and hasattr(layer, "states"):
             raise ValueError(
                 "model must not have stateful layers, whose state would pass "
@@ -52,13 +52,7 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
       ValueError: The model cannot be copied.
     """
     try:
-        with tf.keras.utils.custom_object_scope(_own_functions(model)):
-            if isinstance(model, tf.keras.Sequential) or (
-                model._is_graph_network
-            ):
-                copy = tf.keras.models.clone_model(model)
-            else:
-                copy = type(model).from_config(model.get_config())
+        copy = keras_versions.rebuilt(model)
         if not copy.built or (not copy.weights and model.weights):
             copy(zeros_like_batch(element_spec))
     except Exception as error:
@@ -66,7 +60,13 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
             f"model cannot be copied for training clients side by side: {error}"
         ) from error
     layers = list(
-        zip(model._flatten_layers(), copy._flatten_layers(), strict=True)
+        zip(
+            *(
+                keras_versions.layers_of(each, include_self=True)
+                for each in (model, copy)
+            ),
+            strict=True,
+        )
     )
     for original, copied in layers:
         copied.trainable = original.trainable
@@ -86,26 +86,6 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
     return copy
 
 
-def _own_functions(model: tf.keras.Model) -> dict[str, Any]:
-    """Returns the user's functions in a model, such as activations, by name.
-
-    A layer's configuration knows them by name only.
-    """
-    functions: dict[str, Any] = {}
-    for layer in model._flatten_layers():
-        for value in vars(layer).values():
-            module = getattr(value, "__module__", None) or ""
-            if not inspect.isfunction(value) or module.startswith(
-                ("keras.", "tensorflow.")
-            ):
-                continue
-            if functions.setdefault(value.__name__, value) is not value:
-                raise ValueError(
-                    f"two functions in it are both named {value.__name__!r}."
-                )
-    return functions
-
-
 def _shapes(model: tf.keras.Model) -> list[tf.TensorShape | None]:
     # A vocabulary is among the weights, too, and has no shape.
     return [getattr(weight, "shape", None) for weight in model.weights]
@@ -119,34 +99,6 @@ def zeros_like_batch(element_spec: Any, batch_size: int = 1) -> Any:
         ),
         element_spec,
     )
-
-
-def own_generators(model: tf.keras.Model) -> list[tf.random.Generator]:
-    """Gives every random layer (Dropout, noise, ...) a generator of its own.
-
-    Keras's default for such layers is an operation whose stream cannot be
-    restarted; with a generator, a client's masks follow from the round's seed.
-    Only copies of the user's model are changed.
-
-    Args:
-      model: A replica.
-
-    Returns:
-      The generators, in the order of the layers.
-    """
-    generators = []
-    for layer in model._flatten_layers():
-        source = getattr(layer, "_random_generator", None)
-        if source is None or not hasattr(source, "_rng_type"):
-            continue
-        generator = tf.random.Generator.from_state(
-            np.zeros(3, np.int64), alg="philox"
-        )
-        source._rng_type = source.RNG_STATEFUL
-        source._generator = generator
-        source._built = True
-        generators.append(generator)
-    return generators
 
 
 def changed_by_training(
@@ -163,7 +115,7 @@ def changed_by_training(
     """
     candidates = [
         variable
-        for variable in model.non_trainable_variables
+        for variable in keras_versions.tf_variables(model.non_trainable_weights)
         if variable.dtype.is_floating
     ]
     if not candidates:
@@ -180,20 +132,18 @@ def check_state(model: tf.keras.Model, element_spec: Any) -> None:
     What one client leaves behind in such a variable would go on to the next.
 
     Args:
-      model: A replica, with its generators (`own_generators`).
+      model: A replica, with its generators.
       element_spec: A nest of `tf.TensorSpec`, one example's features.
     """
     traced = _traced_forward_pass(model, element_spec)
     assigned = _assigned_resources(traced)
-    reset = {id(variable.handle) for variable in model.variables}
-    for layer in model._flatten_layers():
-        source = getattr(layer, "_random_generator", None)
-        for value in (
-            *vars(layer).values(),
-            *getattr(source, "__dict__", {}).values(),
-        ):
-            if isinstance(value, tf.random.Generator):
-                reset.add(id(value.state.handle))
+    reset = {
+        id(variable.handle)
+        for variable in (
+            *keras_versions.tf_variables(model.weights),
+            *keras_versions.state_of_randomness(model),
+        )
+    }
     for variable in traced.graph.variables:
         handle = id(variable.handle)
         if handle in assigned and handle not in reset:

@@ -13,7 +13,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, accounting, engine, schedules
+from tfdp_fl import _validate, accounting, engine, keras_versions, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
@@ -109,6 +109,7 @@ class DPFederatedModel:
           ValueError: An argument is not allowed; the message names it.
           TypeError: An argument has the wrong type.
         """
+        keras_versions.check_backend()
         _validate.instance_of(tf.keras.Model, model=model)
         _validate.instance_of(Mechanism, mechanism=mechanism)
         _validate.one_of(SAMPLINGS, sampling=sampling)
@@ -232,11 +233,7 @@ class DPFederatedModel:
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be callable, got {hook!r}.")
         optimizer = tf.keras.optimizers.get(optimizer)
-        if getattr(optimizer, "use_ema", False):
-            raise ValueError(
-                "optimizer must not use_ema: a client's average of weights "
-                "would be dropped after the round, got use_ema=True."
-            )
+        keras_versions.check_optimizer(optimizer)
         if server_optimizer is not None:
             if getattr(self.mechanism, "mu", None) is not None:
                 raise ValueError(
@@ -666,8 +663,8 @@ class DPFederatedModel:
         return self.mechanism.mu_squared(self._deployment)
 
     def _client_learning_rate(self) -> float:
-        rate = self._compiled.training.optimizer.learning_rate
-        if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+        rate = keras_versions.learning_rate(self._compiled.training.optimizer)
+        if rate is None:
             return 0.0  # The optimizer follows its own steps.
         if isinstance(rate, tf.Variable):
             # A tenth of the time that `numpy()` takes, in every round.
@@ -677,11 +674,9 @@ class DPFederatedModel:
         return float(rate)
 
     def _set_client_learning_rate(self, value: float) -> None:
-        rate = self._compiled.training.optimizer.learning_rate
-        if not isinstance(
-            rate, tf.keras.optimizers.schedules.LearningRateSchedule
-        ):
-            self._compiled.training.optimizer.learning_rate = value
+        optimizer = self._compiled.training.optimizer
+        if keras_versions.learning_rate(optimizer) is not None:
+            optimizer.learning_rate = value
 
     def _remember_norms(
         self, positions: np.ndarray, norms: np.ndarray | None
