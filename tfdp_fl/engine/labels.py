@@ -30,7 +30,7 @@ class LabelRange(NamedTuple):
         inside = (values >= 0) & (values < self.num_classes)  # Not for a NaN.
         if self.ignored is not None:
             inside |= values == self.ignored
-        return ~inside.reshape(len(values), -1).all(axis=1)
+        return ~inside.all(axis=tuple(range(1, inside.ndim)))
 
     def problem(self) -> str:
         """Returns what to tell whoever has such a label."""

@@ -79,10 +79,7 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
         )
     copy.set_weights(model.get_weights())
     for original, copied in layers:
-        if hasattr(original, "get_vocabulary"):
-            copied.set_vocabulary(original.get_vocabulary())
-        elif hasattr(copied, "finalize_state"):  # Adapted constants.
-            copied.finalize_state()
+        keras_versions.copy_adapted(original, copied)
     return copy
 
 
@@ -156,9 +153,13 @@ def check_state(model: tf.keras.Model, element_spec: Any) -> None:
 
 
 def _traced_forward_pass(model: tf.keras.Model, element_spec: Any) -> Any:
-    return tf.function(
-        lambda: model(zeros_like_batch(element_spec, 2), training=True)
-    ).get_concrete_function()
+    def forward_pass() -> Any:
+        # Keras 3 names a scope after the model, which may not be a name that
+        # a function can begin with.
+        with tf.name_scope("forward_pass"):
+            return model(zeros_like_batch(element_spec, 2), training=True)
+
+    return tf.function(forward_pass, autograph=False).get_concrete_function()
 
 
 def _assigned_resources(function: Any) -> set[int]:

@@ -22,6 +22,7 @@ build_optimizer = _keras.build_optimizer
 call_loss = _keras.call_loss
 check_backend = _keras.check_backend
 check_optimizer = _keras.check_optimizer
+copy_adapted = _keras.copy_adapted
 has_adapted_weights = _keras.has_adapted_weights
 input_rank = _keras.input_rank
 is_of_keras = _keras.is_of_keras
@@ -44,6 +45,7 @@ __all__ = [
     "call_loss",
     "check_backend",
     "check_optimizer",
+    "copy_adapted",
     "has_adapted_weights",
     "input_rank",
     "is_of_keras",

@@ -72,6 +72,21 @@ def _own_functions(model: tf.keras.Model) -> dict[str, Any]:
     return functions
 
 
+def copy_adapted(
+    original: tf.keras.layers.Layer, copied: tf.keras.layers.Layer
+) -> None:
+    """Gives a copied layer what the original was adapted to.
+
+    Args:
+      original: Any layer.
+      copied: A layer made from its configuration, with its weights.
+    """
+    if hasattr(original, "get_vocabulary"):
+        copied.set_vocabulary(original.get_vocabulary())
+    elif hasattr(copied, "finalize_state"):
+        copied.finalize_state()
+
+
 def input_rank(layer: tf.keras.layers.Layer) -> int:
     """Returns how many dimensions the layer's input has."""
     return len(layer.input_shape)

@@ -109,6 +109,23 @@ def _is_own_function(value: Any) -> bool:
     return inspect.isfunction(value) and not is_of_keras(value)
 
 
+def copy_adapted(
+    original: tf.keras.layers.Layer, copied: tf.keras.layers.Layer
+) -> None:
+    """Gives a copied layer what the original was adapted to.
+
+    Args:
+      original: Any layer.
+      copied: A layer made from its configuration, with its weights.
+    """
+    if hasattr(original, "get_vocabulary"):
+        copied.set_vocabulary(original.get_vocabulary())
+    elif hasattr(original, "bin_boundaries"):  # These are no weights.
+        copied.bin_boundaries = original.bin_boundaries
+    elif hasattr(copied, "finalize_state"):
+        copied.finalize_state()
+
+
 def input_rank(layer: tf.keras.layers.Layer) -> int:
     """Returns how many dimensions the layer's input has."""
     return len(layer.input.shape)
@@ -127,7 +144,12 @@ def has_adapted_weights(layer: tf.keras.layers.Layer) -> bool:
 
 def own_random_state(model: tf.keras.Model) -> list[tf.Variable]:
     """Returns the states of the generators of random layers."""
-    return state_of_randomness(model)
+    found: dict[int, tf.Variable] = {}
+    for layer in layers_of(model, include_self=True):
+        for generator in layer._seed_generators:
+            state = tf_variable(generator.state)
+            found.setdefault(id(state), state)
+    return list(found.values())
 
 
 def random_state(key: tf.Tensor) -> tf.Tensor:
@@ -137,12 +159,12 @@ def random_state(key: tf.Tensor) -> tf.Tensor:
 
 def state_of_randomness(model: tf.keras.Model) -> list[tf.Variable]:
     """Returns the states of all generators that a model's layers hold."""
-    found: dict[int, tf.Variable] = {}
-    for layer in layers_of(model, include_self=True):
-        for generator in layer._seed_generators:
-            state = tf_variable(generator.state)
-            found.setdefault(id(state), state)
-    return list(found.values())
+    return own_random_state(model) + [
+        value.state
+        for layer in layers_of(model, include_self=True)
+        for value in vars(layer).values()
+        if isinstance(value, tf.random.Generator)
+    ]
 
 
 # Losses and metrics.
