@@ -451,6 +451,8 @@ class DPFederatedModel:
                 # Keras's own place for it: the last validation came before.
                 self._engine.server.finalize()
             keras_callbacks.on_train_end(logs)
+            for each in federated:
+                each.on_train_ended()
         finally:
             for each in federated:
                 each.on_fit_end()
