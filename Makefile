@@ -47,6 +47,9 @@ VENV ?= $(VENV_$(STACK))
 PINNED_tff = requirements-full.txt
 PINNED_current = requirements-current.txt
 PINNED = $(PINNED_$(STACK))
+# TensorFlow Privacy 0.9.0 says that it is for Python up to 3.11; its queries run
+# on later ones.
+PIP_FLAGS_current = --ignore-requires-python
 
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
@@ -100,7 +103,7 @@ $(STAMP): $(PINNED) setup.py
 	@$(BIN)/python -c '$(call suitable,$(STACK))' 2>/dev/null || "$(FOUND)" -m venv --clear $(VENV)
 	@echo "Installing $(PINNED) into $(VENV) (2 to 3 GB, a minute or two) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --use-pep517 --require-hashes --no-deps -r $(PINNED)
+	  $(PIP_FLAGS_$(STACK)) --use-pep517 --require-hashes --no-deps -r $(PINNED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation --editable .
 	@touch $@
