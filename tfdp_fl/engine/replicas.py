@@ -6,6 +6,7 @@ the user's model holds the server's weights, untouched until a round is over.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -70,8 +71,10 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
     )
     for original, copied in layers:
         copied.trainable = original.trainable
-        # Not every layer's configuration has it.
-        copied.activity_regularizer = original.activity_regularizer
+        # Not every layer's configuration has it. A wrapper (Bidirectional)
+        # only reads it off the layer inside, which has its own turn.
+        with contextlib.suppress(AttributeError):
+            copied.activity_regularizer = original.activity_regularizer
     if _shapes(copy) != _shapes(model):
         raise ValueError(
             "model cannot be copied: its configuration does not rebuild the "
@@ -144,6 +147,14 @@ def check_state(model: tf.keras.Model, element_spec: Any) -> None:
     for variable in traced.graph.variables:
         handle = id(variable.handle)
         if handle in assigned and handle not in reset:
+            if "seed_generator" in variable.name:
+                raise ValueError(
+                    "model must draw its random numbers by a "
+                    "keras.random.SeedGenerator that a layer holds and gives "
+                    "as seed=, so that they follow from the seed of the round; "
+                    "it draws from Keras's global one, which all clients would "
+                    "share."
+                )
             raise ValueError(
                 "model must keep what training changes in its weights, where "
                 "every client starts afresh; it also assigns the variable "

@@ -36,9 +36,7 @@ class ServerUpdate:
         self.optimizer = optimizer
         self._state: list[tf.Variable] = []
         if optimizer is not None:
-            self._state = keras_versions.build_optimizer(
-                optimizer, self._owned
-            )
+            self._state = keras_versions.build_optimizer(optimizer, self._owned)
 
     @property
     def has_non_trainable(self) -> bool:
