@@ -86,7 +86,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 benchmark: $(STAMP)
-	$(RUN) scripts/benchmark.py $(BENCHMARK_FLAGS)
+	$(RUN) research/benchmark.py $(BENCHMARK_FLAGS)
 
 notebooks: $(STAMP)
 	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/jupyter execute --inplace colab/*.ipynb

@@ -27,6 +27,7 @@ from absl import app, flags
 
 from tfdp_fl import accounting
 from tfdp_fl.accounting import planner
+from tfdp_fl.experiments import plots
 
 _SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 _ACCOUNTANTS = ("rdp", "pld")
@@ -94,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
             _print_ledger(plan.delta)
             return
         solved = _compare(plan)
-    except (ValueError, accounting.LedgerError) as error:
+    except (ImportError, ValueError, accounting.LedgerError) as error:
         raise SystemExit(f"accountant: {error}") from error
     if _PLOT.value:
         _draw(solved[_SAMPLING.value[0]], _PLOT.value)
@@ -122,6 +123,7 @@ def _check_flags(plan: planner.Plan) -> None:
         raise ValueError("--expected_head and --key_file need --ledger.")
     _ = plan.missing
     if _PLOT.value:
+        plots.pyplot()  # Missed before anything is computed.
         path = pathlib.Path(_PLOT.value)
         if path.suffix not in (".png", ".pdf"):
             raise ValueError(f"--plot must end in .png or .pdf, got {path}.")
@@ -252,11 +254,7 @@ def _print_ledger(delta: float) -> None:
 
 
 def _draw(plan: planner.Plan, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plots.pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for sampling in _SAMPLING.value:
         for accountant in _ACCOUNTANT.value:

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
             _print_tables(argv[1:])
         else:
             _draw(argv[1:])
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"plot.py: {error}")
 
 

@@ -23,11 +23,21 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from absl import app, flags
 
+from tfdp_fl.mechanisms import registry
+
+# Flags are made of the mechanisms that are known by then.
+registry.load_named_in(sys.argv[1:], "mechanism_module")
+
 from tfdp_fl.experiments import sweeps, training
 
 _CONFIG = flags.DEFINE_string("config", None, "The configuration's file.")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", None, "Where the runs go; runs/<config's name> unless given."
+)
+flags.DEFINE_string(
+    "mechanism_module",
+    None,
+    "A Python file or module that registers mechanisms of your own.",
 )
 _SET = flags.DEFINE_multi_string(
     "set",
@@ -63,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
             say=lambda line: print(line, flush=True),
             verbose=_VERBOSE.value,
         )
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"sweep.py: {error}")
     if failed:
         sys.exit(f"sweep.py: {len(failed)} of {len(trials)} runs failed.")

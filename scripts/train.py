@@ -27,6 +27,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from absl import app, flags
 
+from tfdp_fl.mechanisms import registry
+
+# Flags are made of the mechanisms that are known by then.
+registry.load_named_in(sys.argv[1:], "mechanism_module")
+
 from tfdp_fl.experiments import Settings, run_directory, training
 from tfdp_fl.runtimes import errors
 

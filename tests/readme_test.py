@@ -11,8 +11,11 @@ import tempfile
 
 from absl.testing import absltest
 
+from tfdp_fl.experiments import Settings
+
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_PAGES = sorted((_ROOT / "docs").glob("*.md"))
 
 
 class ReadmeTest(absltest.TestCase):
@@ -54,8 +57,6 @@ class ReadmeTest(absltest.TestCase):
         self.assertEqual(missing, [])
 
     def test_commands_name_programs_and_flags_that_are_there(self):
-        from tfdp_fl.experiments import Settings
-
         commands = re.findall(
             r"python (scripts/\w+\.py)((?: .*\\\n)*.*)", _README
         )
@@ -66,6 +67,20 @@ class ReadmeTest(absltest.TestCase):
             if program == "scripts/train.py":
                 given = {*re.findall(r"--(\w+)", flags)}
                 self.assertEqual(given - names, set())
+
+    def test_commands_of_every_page_name_files_that_are_there(self):
+        pages = [_README, *(p.read_text("utf-8") for p in _PAGES)]
+        files = {
+            file
+            for page in pages
+            for file in re.findall(
+                r"\b(?:scripts|research|tools|colab)/[\w./]+\.\w+", page
+            )
+        }
+        self.assertIn("research/reproduce_geyer.py", files)
+        self.assertIn("research/configs/local_dp.json", files)
+        missing = sorted(f for f in files if not (_ROOT / f).exists())
+        self.assertEqual(missing, [])
 
 
 if __name__ == "__main__":

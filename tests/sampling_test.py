@@ -268,5 +268,30 @@ class ErrorsTest(parameterized.TestCase):
             sampling.make_sampler(*arguments)
 
 
+class FixedScheduleTest(absltest.TestCase):
+    def test_a_cohort_is_charged_for_the_size_it_was_drawn_with(self):
+        for name in ("poisson", "fixed_size", "shuffled"):
+            draws = iter(range(10**6))
+            sampler = sampling.make_sampler(
+                name, 100, lambda t, draws=draws: 3 + next(draws) % 13
+            )
+            event = dp_accounting.GaussianDpEvent(1.0)
+            for t in range(20):
+                before = sampler.expected_cohort_size(t)
+                cohort = sampler.cohort(t)
+                charged = sampler.charge(t, event).clients_per_round
+                self.assertEqual(charged, before)
+                if name != "poisson":
+                    self.assertLen(cohort, charged)
+
+    def test_only_shuffled_cohorts_come_in_passes(self):
+        sampler = sampling.make_sampler("shuffled", 10, 4)
+        self.assertEqual(
+            [sampler.begins_pass(t) for t in range(4)],
+            [True, False, False, True],
+        )
+        self.assertTrue(sampling.make_sampler("poisson", 10, 4).begins_pass(1))
+
+
 if __name__ == "__main__":
     absltest.main()

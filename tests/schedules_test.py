@@ -64,6 +64,30 @@ class CheckedTest(parameterized.TestCase):
             _checked(schedule)
 
 
+class FixedTest(absltest.TestCase):
+    def test_a_callable_is_asked_once_for_each_round(self):
+        asked = []
+
+        def impure(t):
+            asked.append(t)
+            return float(len(asked))
+
+        schedule = schedules.fixed(impure)
+        self.assertEqual([schedule(t) for t in (0, 4, 0, 4)], [1, 2, 1, 2])
+        self.assertEqual(asked, [0, 4])
+        self.assertIs(schedules.fixed(schedule), schedule)
+        self.assertEqual(schedules.value_at(schedule, 4, "m"), 2.0)
+
+    def test_a_list_cannot_change_afterwards(self):
+        sizes = [1, 2]
+        schedule = schedules.fixed(sizes)
+        sizes[0] = 9
+        self.assertEqual(schedule, (1, 2))
+
+    def test_numbers_stay_what_they_are(self):
+        self.assertEqual(schedules.fixed(3), 3)
+
+
 class IsConstantTest(absltest.TestCase):
     def test_only_a_number_is(self):
         self.assertTrue(schedules.is_constant(3))

@@ -110,6 +110,12 @@ class SetupTest(absltest.TestCase):
         self.assertEqual(arguments["name"], "tfdp_fl")
         self.assertEqual(arguments["version"], version.__version__)
 
+    def test_citation_and_changelog_know_the_version(self):
+        citation = (_ROOT / "CITATION.cff").read_text(encoding="utf-8")
+        self.assertIn(f"\nversion: {version.__version__}\n", citation)
+        changelog = (_ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+        self.assertIn(f"\n## {version.__version__}", changelog)
+
     def test_python_range(self):
         supported = specifiers.SpecifierSet(
             _setup_arguments()["python_requires"]
@@ -177,7 +183,7 @@ class SetupTest(absltest.TestCase):
             for name in _wanted(file)
         }
         undeclared = []
-        for top in ("tfdp_fl", "scripts"):
+        for top in ("tfdp_fl", "scripts", "research"):
             for path in sorted((_ROOT / top).rglob("*.py")):
                 imports = update_build_files.imported_modules(
                     path.read_text(encoding="utf-8"), "tfdp_fl"

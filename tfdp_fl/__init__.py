@@ -39,7 +39,6 @@ _ON_DEMAND = (
     "aggregators",
     "flower",
     "learning",
-    "rdp_accountant",
     "runtimes",
     "secure_aggregation",
 )

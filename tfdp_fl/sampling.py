@@ -68,7 +68,9 @@ class CohortSampler(abc.ABC):
         if seed is not None:
             seed = _validate.non_negative_integer(seed=seed)
         self._seed = seed
-        self._clients_per_round = clients_per_round
+        clients_per_round = self._clients_per_round = schedules.fixed(
+            clients_per_round
+        )
         self._last_charge: charge_lib.RoundCharge | None = None
         if schedules.is_constant(clients_per_round):
             self._checked(clients_per_round)
@@ -125,6 +127,11 @@ class CohortSampler(abc.ABC):
         """Returns how often one client can be drawn in consecutive rounds."""
         del first_round  # Any client may be in every cohort.
         return _validate.non_negative_integer(rounds=rounds)
+
+    def begins_pass(self, round_index: int) -> bool:
+        """Returns whether no pass over the clients is in progress."""
+        del round_index  # Only shuffled cohorts come in passes.
+        return True
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep, as JSON values.
@@ -229,7 +236,7 @@ class ShuffledSampler(CohortSampler):
         seed: int | None = None,
     ):
         super().__init__(num_clients, clients_per_round, seed)
-        self._plan = pass_plan.PassPlan(num_clients, clients_per_round)
+        self._plan = pass_plan.PassPlan(num_clients, self._clients_per_round)
         self._key = None if seed is not None else secrets.token_hex(32)
         # Public, and says nothing of the order: tells the ledger which rounds
         # follow the same one.
@@ -276,6 +283,10 @@ class ShuffledSampler(CohortSampler):
             return 0
         first = self._plan.cohort(first_round)[0]
         return self._plan.cohort(first_round + rounds - 1)[0] - first + 1
+
+    def begins_pass(self, round_index: int) -> bool:
+        """See base class."""
+        return self._plan.cohort(round_index)[1] == 0
 
     def state(self) -> dict[str, Any]:
         """See base class."""

@@ -3,6 +3,10 @@
 A schedule is a constant, a sequence with one value a round, or a callable of
 the round (counted from 0). Geyer et al. (2017), Algorithm 1, schedule both the
 cohort size m_t and the noise sigma_t.
+
+What is released and what is charged must be the same number, also where a
+callable is random or reads a variable. So a run uses `fixed(schedule)`, which
+asks the callable once for each round.
 """
 
 from __future__ import annotations
@@ -11,6 +15,33 @@ import numbers
 from collections.abc import Callable, Sequence
 
 Schedule = float | Sequence[float] | Callable[[int], float]
+
+
+class OncePerRound:
+    """A callable of the round that keeps the first answer for each round."""
+
+    def __init__(self, schedule: Callable[[int], float]):
+        self._schedule = schedule
+        self._values: dict[int, float] = {}
+
+    def __call__(self, round_index: int) -> float:
+        """Returns the value of a round, asked for when it is first needed."""
+        if round_index not in self._values:
+            value = self._schedule(round_index)
+            # Of two threads that ask at once, both get what one of them kept.
+            self._values.setdefault(round_index, value)
+        return self._values[round_index]
+
+
+def fixed(schedule: Schedule) -> Schedule:
+    """Returns a schedule that gives every round one value for good.
+
+    A callable becomes a `OncePerRound`, a list a tuple; what is fixed already
+    is returned as it is.
+    """
+    if callable(schedule) and not isinstance(schedule, OncePerRound):
+        return OncePerRound(schedule)
+    return tuple(schedule) if isinstance(schedule, list) else schedule
 
 
 def is_constant(schedule: Schedule) -> bool:

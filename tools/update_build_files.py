@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import collections
 import dataclasses
+import difflib
 import pathlib
 import sys
 from collections.abc import Iterator
 
-PYTHON_FOLDERS = ("tfdp_fl", "scripts", "tests", "tools")
+PYTHON_FOLDERS = ("tfdp_fl", "scripts", "research", "tests", "tools")
 NOTEBOOK_FOLDER = "colab"
 RULES_FILE = "@rules_python//python:defs.bzl"
 PREAMBLE = """\
@@ -147,7 +147,7 @@ def imported_labels(root: pathlib.Path, path: pathlib.Path) -> set[str]:
 def _rule_for(folder: str, path: pathlib.Path) -> str:
     if path.name.endswith("_test.py"):
         return "py_test"
-    is_program = folder.split("/")[0] in ("scripts", "tools")
+    is_program = folder in ("scripts", "research", "tools")
     if is_program and "__main__" in path.read_text(encoding="utf-8"):
         return "py_binary"
     return "py_library"
@@ -178,22 +178,20 @@ def _full_label(label: str, folder: str) -> str:
     return label
 
 
-def read_build_file(
-    path: pathlib.Path, folder: str
-) -> tuple[list[Target], list[ast.Call]]:
-    """Reads a BUILD file, whose Starlark is also Python syntax.
+def read_build_file(path: pathlib.Path, folder: str) -> list[Target]:
+    """Reads a BUILD file's targets; Starlark is also Python syntax.
 
     Args:
       path: The BUILD file.
       folder: Its folder relative to the repository.
 
     Returns:
-      Its targets in order, and its other calls (`load`, `package`, ...).
+      Its targets in order.
 
     Raises:
       ValueError: A statement is not a call of a rule.
     """
-    targets, others = [], []
+    targets = []
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         call = getattr(statement, "value", None)
         if isinstance(call, ast.Constant):  # The file's docstring.
@@ -203,8 +201,7 @@ def read_build_file(
                 f"{path}:{statement.lineno}: only calls of rules are expected."
             )
         attributes = {k.arg: k.value for k in call.keywords}
-        if "name" not in attributes:
-            others.append(call)
+        if "name" not in attributes:  # `load`, `package`, `licenses`.
             continue
         literal = {
             key: ast.literal_eval(value)
@@ -224,7 +221,7 @@ def read_build_file(
                 },
             )
         )
-    return targets, others
+    return targets
 
 
 def _dep_text(dep: str, folder: str) -> str:
@@ -243,7 +240,7 @@ def build_file_text(root: pathlib.Path, folder: str) -> str:
     """Returns the BUILD file that a folder should have."""
     targets = expected_targets(root, folder)
     path = root / folder / "BUILD"
-    for old in read_build_file(path, folder)[0] if path.exists() else []:
+    for old in read_build_file(path, folder) if path.exists() else []:
         if old.name in targets:
             targets[old.name].extra = {**old.extra, **targets[old.name].extra}
         elif old.rule not in _PYTHON_RULES:
@@ -269,62 +266,18 @@ def build_file_text(root: pathlib.Path, folder: str) -> str:
     return "\n".join(blocks)
 
 
-def _target_problems(actual: Target, wanted: Target) -> Iterator[str]:
-    if actual.rule != wanted.rule:
-        yield f"is a {actual.rule}, should be a {wanted.rule}"
-    if sorted(actual.srcs) != sorted(wanted.srcs):
-        yield f"has srcs {actual.srcs}, should have {wanted.srcs}"
-    for dep in sorted(wanted.deps - actual.deps):
-        yield f"lacks dep {dep}, which it imports"
-    for dep in sorted(actual.deps - wanted.deps):
-        yield f"has dep {dep}, which it does not import"
-
-
-def _heading_problems(
-    targets: list[Target], others: list[ast.Call]
-) -> Iterator[str]:
-    used = {t.rule for t in targets} & {*_PYTHON_RULES}
-    loaded = [
-        arg.value
-        for call in others
-        if ast.unparse(call.func) == "load" and call.args[0].value == RULES_FILE
-        for arg in call.args[1:]
-    ]
-    if sorted(loaded) != sorted(used):
-        yield f"loads {sorted(loaded)}, should load {sorted(used)}"
-    calls = {ast.dump(call) for call in others}
-    for wanted in PREAMBLE.split("\n\n"):
-        if ast.dump(ast.parse(wanted.strip()).body[0].value) not in calls:
-            yield f"lacks {wanted.strip()}"
-
-
 def problems(root: pathlib.Path, folder: str) -> Iterator[str]:
-    """Yields what is wrong with a folder's BUILD file, a line each."""
+    """Yields how a folder's BUILD file differs from what it should be."""
     path = root / folder / "BUILD"
-    if not path.exists():
-        yield f"{folder}/BUILD is missing"
-        return
-    targets, others = read_build_file(path, folder)
-    for problem in _heading_problems(targets, others):
-        yield f"{folder}/BUILD {problem}"
-    counts = collections.Counter(target.name for target in targets)
-    for name, count in counts.items():
-        if count > 1:
-            yield f"//{folder}:{name} is there {count} times"
-    sources = collections.Counter(s for target in targets for s in target.srcs)
-    for source, count in sources.items():
-        if count > 1:
-            yield f"{folder}/{source} is in {count} targets"
-    wanted = expected_targets(root, folder)
-    actual = {target.name: target for target in targets}
-    for name in sorted(wanted.keys() - actual.keys()):
-        yield f"//{folder}:{name} is missing, for {wanted[name].srcs}"
-    for name, target in sorted(actual.items()):
-        if name in wanted:
-            for problem in _target_problems(target, wanted[name]):
-                yield f"//{folder}:{name} {problem}"
-        elif target.rule in _PYTHON_RULES:
-            yield f"//{folder}:{name} has no file of that name"
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
+    yield from difflib.unified_diff(
+        found.splitlines(),
+        build_file_text(root, folder).splitlines(),
+        f"{folder}/BUILD",
+        f"{folder}/BUILD, of what its files import",
+        n=1,
+        lineterm="",
+    )
 
 
 def dependency_cycle(root: pathlib.Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import pathlib
 import random
@@ -144,7 +145,7 @@ class LedgerTest(_Folder):
             accounting.epsilon_from_ledger(self.path, 1e-5), expected
         )
         # A run resumed at round 2 forgot what rounds 2 and 3 released.
-        with PrivacyLedger(self.path, "append") as ledger:
+        with PrivacyLedger(self.path, "append", run=ledger.run) as ledger:
             ledger.record(
                 2, None, 5, local={"mu_squared": 0.5, "max_mu_squared": 0.75}
             )
@@ -165,6 +166,121 @@ class LedgerTest(_Folder):
         ledger.close()
         with self.assertRaisesRegex(accounting.LedgerError, "closed"):
             ledger.record(0, _charge(), 3)
+
+
+class RunsTest(_Folder):
+    def _local(self, ledger, rounds, first=0):
+        for t in range(first, first + rounds):
+            ledger.record(
+                t,
+                _charge(),
+                5,
+                local={"mu_squared": 0.5, "max_mu_squared": 0.5 * (t + 1)},
+            )
+
+    def test_every_line_names_its_run(self):
+        with PrivacyLedger(self.path) as first:
+            first.record(0, _charge(), 5)
+        with PrivacyLedger(self.path, "append") as second:
+            second.record(0, _charge(), 5)
+        with PrivacyLedger(self.path, "append", run=first.run) as again:
+            again.record(1, _charge(), 5)
+        self.assertNotEqual(first.run, second.run)
+        entries = PrivacyLedger.read(self.path).entries
+        self.assertEqual(
+            [entry.run for entry in entries],
+            [first.run, second.run, first.run],
+        )
+        with self.assertRaisesRegex(ValueError, "run must be a text"):
+            PrivacyLedger(self.path, "append", run="")
+
+    def test_local_spending_of_runs_adds_up(self):
+        with PrivacyLedger(self.path) as first:
+            self._local(first, 10)
+        # The same rounds again: of the same run they would be resumed ones.
+        with PrivacyLedger(self.path, "append") as second:
+            self._local(second, 10, first=10)
+        contents = PrivacyLedger.read(self.path)
+        self.assertEqual(
+            contents.local_epsilon(1e-5),
+            accounting.epsilon_of_mu_squared(5.0 + 10.0, 1e-5),
+        )
+        self.assertEqual(contents.lost_mu_squared(15, second.run), 2.5)
+        self.assertEqual(contents.lost_mu_squared(15, first.run), 0.0)
+
+    def test_a_round_without_a_local_guarantee_has_no_local_epsilon(self):
+        with PrivacyLedger(self.path) as ledger:
+            self._local(ledger, 1)
+            ledger.record(1, _charge(), 5)
+        self.assertEqual(
+            PrivacyLedger.read(self.path).local_epsilon(1e-5), math.inf
+        )
+
+    def _first_format(self, rounds):
+        """Writes what version 0.6 wrote."""
+        head, lines = "0" * 64, []
+        bodies = [
+            {
+                "kind": "header",
+                "format": "tfdp_fl privacy ledger 1",
+                "authentication": "sha256",
+                "mechanism": {},
+            }
+        ]
+        bodies += [
+            {
+                "kind": "round",
+                "round": t,
+                "cohort_size": 7,
+                "charge": json.loads(_charge().to_json()),
+                "local": {"mu_squared": 0.5, "max_mu_squared": 0.5 + t / 2},
+                "time": "2025-01-01T00:00:00.000+00:00",
+                "details": {},
+            }
+            for t in range(rounds)
+        ]
+        for body in bodies:
+            body["previous"] = head
+            head = ledger_lib._digest(body, None)
+            text = json.dumps(
+                {**body, "hash": head}, sort_keys=True, separators=(",", ":")
+            )
+            lines.append(f"{text}\n")
+        self.path.write_text("".join(lines))
+
+    def test_the_first_format_is_read_and_gone_on_with(self):
+        self._first_format(3)
+        contents = PrivacyLedger.read(self.path)
+        self.assertEqual([entry.run for entry in contents.entries], [None] * 3)
+        self.assertEqual(list(contents.by_run()), [contents.identity])
+        with PrivacyLedger(self.path, "append") as ledger:
+            self._local(ledger, 2)
+        contents = PrivacyLedger.read(self.path)
+        self.assertEqual(
+            [entry.run for entry in contents.entries],
+            [None, None, None, ledger.run, ledger.run],
+        )
+        # The old lines are one other run.
+        self.assertEqual(
+            contents.local_epsilon(1e-5),
+            accounting.epsilon_of_mu_squared(1.5 + 1.0, 1e-5),
+        )
+        self.assertAlmostEqual(
+            contents.accountant().epsilon(1e-5),
+            accounting.epsilon(1.0, "poisson", 1000, 100, 5, 1e-5),
+        )
+
+    def test_a_format_of_the_future_is_refused(self):
+        self._first_format(0)
+        body = json.loads(self.path.read_text())
+        body["format"] = "tfdp_fl privacy ledger 3"
+        del body["hash"]
+        body["hash"] = ledger_lib._digest(body, None)
+        self.path.write_text(
+            json.dumps(body, sort_keys=True, separators=(",", ":")) + "\n"
+        )
+        with self.assertRaisesRegex(accounting.LedgerError, "ledger 3"):
+            PrivacyLedger.read(self.path)
 
 
 class TamperingTest(_Folder):
@@ -315,6 +431,135 @@ class CrashTest(_Folder):
                 recorded = len(PrivacyLedger.read(self.path).entries)
                 self.assertGreaterEqual(recorded, released_in_all)
         self.assertGreater(released_in_all, 0)
+
+
+class OpenFileTest(_Folder):
+    """What happens to the file while a run has it open is noticed."""
+
+    def setUp(self):
+        super().setUp()
+        self.ledger = PrivacyLedger(self.path)
+        self.addCleanup(self.ledger.close)
+        self.ledger.record(0, _charge(), 5)
+
+    def _refused(self, error, message):
+        with self.assertRaisesRegex(error, message):
+            self.ledger.record(1, _charge(), 5)
+        self.assertEqual(self.ledger.rounds, 1)
+
+    def test_deleted(self):
+        self.path.unlink()
+        self._refused(accounting.LedgerMovedError, "was deleted, moved or")
+        self.assertFalse(self.path.exists())
+
+    def test_moved_and_put_back(self):
+        elsewhere = self.folder / "elsewhere.jsonl"
+        self.path.rename(elsewhere)
+        before = elsewhere.read_bytes()
+        self._refused(accounting.LedgerMovedError, "Put it back")
+        self.assertEqual(elsewhere.read_bytes(), before)
+        elsewhere.rename(self.path)
+        self.ledger.record(1, _charge(), 5)
+        self.assertLen(PrivacyLedger.read(self.path).entries, 2)
+
+    def test_replaced_by_a_copy(self):
+        copy = self.folder / "copy.jsonl"
+        copy.write_bytes(self.path.read_bytes())
+        copy.replace(self.path)
+        self._refused(accounting.LedgerMovedError, "replaced")
+
+    def test_written_by_something_else(self):
+        with self.path.open("ab") as file:
+            file.write(b"one line more\n")
+        self._refused(accounting.LedgerTamperedError, "something else changed")
+
+    def test_cut_short(self):
+        os.truncate(self.path, self.path.stat().st_size - 10)
+        self._refused(accounting.LedgerTamperedError, "something else changed")
+
+    def test_a_fork_cannot_write_and_does_not_unlock(self):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                try:
+                    self.ledger.record(1, _charge(2.0), 5)
+                except accounting.LedgerForkedError as error:
+                    os.write(writer, str(error).encode())
+                self.ledger.close()
+            finally:
+                os._exit(0)
+        os.close(writer)
+        os.waitpid(child, 0)
+        with os.fdopen(reader, "rb") as pipe:
+            said = pipe.read().decode()
+        self.assertIn(f"opened by process {os.getpid()}", said)
+        with self.assertRaises(accounting.LedgerInUseError):
+            PrivacyLedger(self.path, "append")
+        self.ledger.record(1, _charge(), 5)
+        self.assertLen(PrivacyLedger.read(self.path).entries, 2)
+
+    def test_a_fork_that_lives_on_does_not_hold_the_lock(self):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            self.ledger.close()
+            PrivacyLedger(self.path, "append").close()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    def test_the_process_may_change_its_folder(self):
+        here = os.getcwd()
+        try:
+            os.chdir(self.folder)
+            with PrivacyLedger("relative.jsonl") as ledger:
+                os.chdir(here)
+                ledger.record(0, _charge(), 5)
+                self.assertLen(ledger.contents().entries, 1)
+        finally:
+            os.chdir(here)
+
+    def test_only_its_owner_can_read_it(self):
+        self.assertEqual(self.path.stat().st_mode & 0o777, 0o600)
+
+    @parameterized.parameters(
+        ({"mu_squared": -1.0, "max_mu_squared": 1.0}, "mu_squared .* got -1"),
+        ({"mu_squared": math.nan, "max_mu_squared": 1.0}, "mu_squared .*nan"),
+        ({"mu_squared": 1.0, "max_mu_squared": math.nan}, "max_mu_s.*nan"),
+        ({"mu_squared": 1.0, "max_mu_squared": -0.5}, "max_mu_s.*-0.5"),
+        (
+            {"mu_squared": math.inf, "max_mu_squared": math.inf},
+            "finite in a round with noise",
+        ),
+    )
+    def test_spending_that_cannot_be(self, local, message):
+        before = self.path.read_bytes()
+        with self.assertRaisesRegex(accounting.LedgerEntryError, message):
+            self.ledger.record(1, _charge(), 5, local=local)
+        self.assertEqual(self.path.read_bytes(), before)
+        # Nor does a reader believe it.
+        with (
+            unittest.mock.patch.object(
+                ledger_lib, "_checked_local", lambda local, charge: local
+            ),
+        ):
+            self.ledger.record(1, _charge(), 5, local=local)
+        with self.assertRaisesRegex(accounting.LedgerTamperedError, message):
+            PrivacyLedger.read(self.path)
+
+    def test_a_release_without_noise_may_cost_everything(self):
+        infinite = {"mu_squared": math.inf, "max_mu_squared": math.inf}
+        self.ledger.close()
+        other = self.folder / "other.jsonl"
+        with PrivacyLedger(other) as ledger:
+            ledger.record(0, _charge(0.0), 5, local=infinite)
+            ledger.record(1, None, 5, local=infinite)
+        self.assertEqual(
+            PrivacyLedger.read(other).local_epsilon(1e-5), math.inf
+        )
 
 
 class RefusalTest(_Folder):

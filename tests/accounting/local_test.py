@@ -79,5 +79,20 @@ class LocalAccountTest(parameterized.TestCase):
         self.assertEqual(account.max_participations, 0)
 
 
+class DrawsTest(absltest.TestCase):
+    def test_the_client_that_may_spend_most_is_in_every_round(self):
+        account = local.LocalAccount(4)
+        account.add(np.array([0, 1]), 0.5)
+        account.add(np.array([0]), 0.5)
+        after = account.max_mu_squared_after_draws
+        self.assertEqual(after(0, 0.5), 1.0)
+        self.assertEqual(after(3, 0.5), 2.5)
+        # Client 0 sits out; the others have two or three rounds left.
+        self.assertEqual(after(1, 0.25, 2), 1.0)
+        self.assertEqual(after(9, 0.75, 2), 1.5)
+        self.assertEqual(after(9, np.inf, 2), np.inf)
+        self.assertEqual(after(0, np.inf), 1.0)
+
+
 if __name__ == "__main__":
     absltest.main()

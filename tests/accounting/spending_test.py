@@ -56,6 +56,78 @@ class SpendingTest(parameterized.TestCase):
             places=12,
         )
 
+    def _ledger(self, *lines):
+        """Returns contents with lines of (run, noise, local spending)."""
+        entries = [
+            accounting.LedgerEntry(
+                round_index=t,
+                cohort_size=4,
+                charge=_charge(z),
+                local=local
+                and {"mu_squared": local, "max_mu_squared": local * (t + 1)},
+                time="",
+                details={},
+                run=run,
+            )
+            for t, (run, z, local) in enumerate(lines)
+        ]
+        return accounting.LedgerContents(
+            header={},
+            entries=tuple(entries),
+            truncated=False,
+            head="head",
+            identity=f"ledger {len(lines)}",
+        )
+
+    def test_what_a_ledger_tells_of_is_counted_once(self):
+        spending = spending_lib.Spending(spending_lib.CENTRAL, 10)
+        for _ in range(2):
+            spending.charge(_charge(), np.array([1]), 0.0)
+        # A round of our own that is known, one that is not, two of others.
+        contents = self._ledger(
+            ("own", 2.0, None),
+            ("own", 3.0, None),
+            ("other", 2.0, None),
+            (None, 2.0, None),
+        )
+        for _ in range(2):
+            spending.absorb(contents, "own", "a.jsonl")
+            self.assertEqual(spending.rounds, 3)
+            self.assertEqual(spending.rounds_of_others, 2)
+            self.assertAlmostEqual(
+                spending.epsilon(1e-3),
+                accounting.epsilon(
+                    [2.0, 2.0, 2.0, 2.0, 3.0], "poisson", 10, 4, 5, 1e-3
+                ),
+                places=12,
+            )
+        again = spending_lib.Spending.from_state(spending.state())
+        self.assertEqual(again.epsilon(1e-3), spending.epsilon(1e-3))
+        self.assertEqual(again.others, spending.others)
+
+    def test_a_run_in_two_files_counts_twice(self):
+        # It may have gone on from one checkpoint in two places.
+        spending = spending_lib.Spending(spending_lib.CENTRAL, 10)
+        contents = self._ledger(("other", 2.0, None))
+        for source in ("a.jsonl", "copy of a.jsonl"):
+            spending.absorb(contents, "own", source)
+        self.assertEqual(spending.rounds_of_others, 2)
+
+    def test_local_spending_of_others_counts_against_every_client(self):
+        spending = spending_lib.Spending(spending_lib.LOCAL, 10)
+        spending.charge(_charge(), np.array([1, 2]), 0.5)
+        spending.absorb(
+            self._ledger(("other", 2.0, 0.25), ("other", 2.0, 0.25)),
+            "own",
+            "a.jsonl",
+        )
+        self.assertEqual(spending.max_mu_squared, 0.5 + 0.5)
+        with self.assertRaisesRegex(ValueError, "all have a local guarantee"):
+            spending.absorb(
+                self._ledger(("third", 2.0, None)), "own", "b.jsonl"
+            )
+        self.assertEqual(spending.max_mu_squared, 0.5 + 0.5)
+
     def test_the_state_survives_a_checkpoint(self):
         spending = spending_lib.Spending(spending_lib.LOCAL, 10)
         spending.charge(_charge(), np.array([1, 2]), 0.5)

@@ -174,5 +174,68 @@ class StatementTest(parameterized.TestCase):
             _text(format="html")
 
 
+class WordingTest(parameterized.TestCase):
+    """What is promised is no more than what is charged."""
+
+    def test_a_client_left_out_of_a_pass_leaves_out_its_bit(self):
+        text = _text(sampling="shuffled")
+        self.assertIn("everything it hands in (its update and, where", text)
+        self.assertIn("centred bit", text)
+        # AdaptiveClipping(z=1.5), m=20: a bit that is left out moves the
+        # count by 1/2, one that became "norm <= S" would move it by 1.
+        z, count_stddev = 1.5, 20 / 20
+        update = z**-2 - (2 * count_stddev) ** -2
+        left_out = update + (0.5 / count_stddev) ** 2
+        flipped = update + (1.0 / count_stddev) ** 2
+        self.assertAlmostEqual(left_out, z**-2)
+        self.assertAlmostEqual(
+            accounting.gaussian_epsilon(left_out**-0.5, 1e-5), 2.753, 3
+        )
+        self.assertAlmostEqual(
+            accounting.gaussian_epsilon(flipped**-0.5, 1e-5), 4.853, 3
+        )
+
+    def test_the_stated_population_is_not_protected(self):
+        sentence = statement.CAVEATS["population_stated"]
+        self.assertIn(sentence, _text())
+        self.assertNotIn(sentence, _text(sampling="fixed_size"))
+        self.assertIn("number of clients N", _text(sampling="shuffled"))
+
+    def test_no_more_is_claimed_than_the_generator_gives(self):
+        text = _text(caveats=("pseudorandom_noise",))
+        self.assertNotIn("computing power", text)
+        self.assertIn("as long as they cannot foretell the noise", text)
+        self.assertRegex(text, "Philox4x32-10.*no longer than 64 bits")
+
+    def test_a_seed_that_is_used_again_is_pointed_out(self):
+        self.assertIn("must not be used again", statement.CAVEATS["seed_given"])
+
+    def test_all_populations_are_named(self):
+        content = _text(format="dict", populations=[1000, 500])
+        self.assertIn("with N = 1000, then 500 and m = 100", content["how"])
+        self.assertEqual(content["populations"], [1000, 500])
+        with self.subTest("delta is held against the largest"):
+            sentence = statement.CAVEATS["delta_not_below_one_over_n"]
+            self.assertIn(sentence, _text(1 / 700, populations=[1000, 500]))
+            self.assertNotIn(sentence, _text(1 / 1500, populations=[1000]))
+
+    def test_rounds_of_other_runs_are_counted_apart(self):
+        text = _text(rounds_of_others=4)
+        self.assertIn("after 3 rounds of training and 4 of other runs", text)
+
+    def test_delta_per_record_is_not_held_against_clients(self):
+        record = {
+            "guarantee": "record",
+            "unit": "record",
+            "epsilon_local": 3.0,
+            "caveats": ("record_sensitivity_assumed",),
+        }
+        content = _text(1e-3, "dict", **record)
+        self.assertNotIn("delta_not_below_one_over_n", content["caveats"])
+        self.assertNotIn("delta_not_below_one_over_records", content["caveats"])
+        content = _text(1e-3, "dict", num_records=2000, **record)
+        self.assertIn("delta_not_below_one_over_records", content["caveats"])
+
+
 if __name__ == "__main__":
     absltest.main()

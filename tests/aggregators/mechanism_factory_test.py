@@ -224,6 +224,23 @@ class BehaviourTest(parameterized.TestCase):
         self.assertEqual(output.measurements["cohort_size"], 4)
         self.assertAlmostEqual(output.measurements["clip_norm"], 0.7, places=6)
 
+    def test_the_clip_holds_whatever_the_size(self):
+        clip, size = 0.01, 1_000_000
+        process = aggregators.FixedClippingFactory(
+            clip_norm=clip, noise_multiplier=0.0, clients_per_round=1
+        ).create(tff.TensorType(np.float32, [size]))
+        state = process.initialize()
+        cancelling = np.resize(np.float32([1e15, -1e15, 3.0]), size)
+        for value in (
+            np.ones(size, np.float32),
+            np.full(size, 1e-30, np.float32),
+            np.full(size, 1e15, np.float32),
+            cancelling,
+        ):
+            output = process.next(state, [value])
+            norm = np.linalg.norm(output.result.astype(np.float64))
+            self.assertLessEqual(norm, clip * (1 + 1e-5))
+
     def test_nan_and_inf_are_zeroed_before_clipping(self):
         process = aggregators.FixedClippingFactory(
             clip_norm=1.0, noise_multiplier=0.0, clients_per_round=4

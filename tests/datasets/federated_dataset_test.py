@@ -720,5 +720,46 @@ class DerivedTest(parameterized.TestCase):
         self.assertIn("read from each", _streamed(_uneven()).describe())
 
 
+class ClientIdsDigestTest(absltest.TestCase):
+    def _of(self, ids):
+        rows = np.zeros([len(ids), 1], np.int32)
+        x, y = np.zeros([1, 2], np.float32), np.zeros([1], np.int32)
+        return FederatedDataset.from_indices(x, y, rows, ids).client_ids_digest
+
+    def test_it_tells_ids_and_their_order_apart(self):
+        given = [
+            ["a", "b"],
+            ["b", "a"],
+            ["a", "c"],
+            ["a"],
+            ["ab"],
+            ["a str 'b'", "c"],
+            ["a", "str 'b'c"],
+            [1, 2],
+            ["1", "2"],
+            [1.0, 2.0],
+            [(1, 2), 3],
+        ]
+        self.assertLen({self._of(ids) for ids in given}, len(given))
+
+    def test_the_same_ids_have_the_same_one(self):
+        self.assertEqual(self._of(range(9000)), self._of(list(range(9000))))
+        self.assertEqual(
+            self._of([np.int64(3), np.str_("a")]), self._of([3, "a"])
+        )
+
+    def test_taken_clients_have_that_of_their_ids(self):
+        rows = np.zeros([5, 1], np.int32)
+        x, y = np.zeros([1, 2], np.float32), np.zeros([1], np.int32)
+        dataset = FederatedDataset.from_indices(x, y, rows)
+        self.assertEqual(
+            dataset.take([3, 1]).client_ids_digest, self._of([3, 1])
+        )
+        self.assertEqual(
+            dataset.map(lambda x, y: (x, y)).client_ids_digest,
+            dataset.client_ids_digest,
+        )
+
+
 if __name__ == "__main__":
     absltest.main()

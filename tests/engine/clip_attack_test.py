@@ -120,6 +120,17 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
             )
             self.assertLessEqual(norm, _ALLOWED)
 
+    @parameterized.parameters(-0.1, -50.0, 0.0)
+    def test_any_learning_rate(self, rate):
+        norm, _ = _added(
+            _network(50, (16,)),
+            *_cancelling(50, 8, 10.0),
+            "side by side",
+            batch_size=4,
+            rate=rate,
+        )
+        self.assertLessEqual(norm, _ALLOWED)
+
     @parameterized.parameters((16,), (4096,), (64, 64, 64), ())
     def test_any_width_and_depth(self, *widths):
         for batch_size in (1, 12):
@@ -220,6 +231,29 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
             loss="mse",
         )
         self.assertBetween(norm, 0.999 * _S, _ALLOWED)
+
+    def test_honest_clients_are_cut_a_thousandth_too_short_at_most(self):
+        clients, _ = tfdp_fl.datasets.load_digits(num_clients=100)
+        tf.keras.utils.set_random_seed(0)
+        model = tf.keras.Sequential(
+            [
+                tf.keras.Input([64]),
+                tf.keras.layers.Dense(128, "relu"),
+                tf.keras.layers.Dense(10),
+            ]
+        )
+        shortest = 1.0
+        for client in range(20):
+            norm, _ = _added(
+                model,
+                *clients.client(clients.client_ids[client]),
+                "side by side",
+                batch_size=10,
+                rate=0.2,
+                loss=cohorts.cross_entropy(),
+            )
+            shortest = min(shortest, norm / _S)
+        self.assertBetween(shortest, 1 - 1e-3, 1 + 1e-5)
 
     def test_nobody_else_is_swallowed(self):
         # One client's large terms must not absorb the others' in one product.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 
 import tensorflow as tf
 from absl.testing import parameterized
@@ -47,6 +48,24 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             results = list(pool.map(call, range(64)))
         self.assertAllClose(results, [function(x).numpy()] * 64)
+
+    def test_calls_are_told_by_start_and_end(self):
+        x = tf.constant([1.0, 2.0])
+        spans = []
+        for asked in (True, False):
+            traced = flat_functions.concrete_function(
+                tf.function(_flat), asked, x
+            )
+            with flat_functions.timed(lambda *span: spans.append(span)):
+                begin = time.perf_counter()
+                with flat_functions.executor(traced):
+                    traced(x)
+                end = time.perf_counter()
+            with flat_functions.executor(traced):  # Nobody is told.
+                traced(x)
+            start, stop = spans[-1]
+            self.assertTrue(begin <= start <= stop <= end)
+        self.assertLen(spans, 2)
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ class SumSecurelyTest(parameterized.TestCase):
         sent = self._sent(mechanism, protocol, 1.0)
         self.assertLen(sent, 3)
         for vector in sent:
-            self.assertLessEqual(np.linalg.norm(vector[:-2]), _CLIP)
-            self.assertGreater(np.linalg.norm(vector[:-2]), 0.5 * _CLIP)
+            self.assertLessEqual(np.linalg.norm(vector[:-1]), _CLIP)
+            self.assertGreater(np.linalg.norm(vector[:-1]), 0.5 * _CLIP)
             self.assertEqual(vector[-1], 1.0)
 
     def test_the_median_clips_what_is_sent(self):
@@ -85,7 +85,7 @@ class SumSecurelyTest(parameterized.TestCase):
         sent = self._sent(
             tfdp_fl.MedianClipping(noise_multiplier=1.0), protocol, 1.0
         )
-        norms = sorted(np.linalg.norm(vector[:-2]) for vector in sent)
+        norms = sorted(np.linalg.norm(vector[:-1]) for vector in sent)
         self.assertGreater(norms[0], 0.0)
         self.assertGreater(norms[2], norms[0])
         # Two of three are as long as the median, up to what is rounded off.
@@ -95,7 +95,7 @@ class SumSecurelyTest(parameterized.TestCase):
         coarse = secure_aggregation.AdditiveSecretSharing(
             bits=32, max_share_value=1e8
         )
-        with self.assertRaisesRegex(ValueError, "bit and the weight.*bits=64"):
+        with self.assertRaisesRegex(ValueError, "bits and the weight.*bits=64"):
             self._sent(tfdp_fl.NoPrivacy(), coarse)
         mechanism = tfdp_fl.FixedClipping(
             clip_norm=1e-5, noise_multiplier=1.0, noise_site="client"

@@ -140,6 +140,42 @@ class ClipNormTest(parameterized.TestCase):
         np.testing.assert_allclose(np.std(moves), 0.001, rtol=0.09)
         self.assertLess(abs(np.mean(moves)), 8 * 0.001 / math.sqrt(4000))
 
+    def test_it_comes_back_from_the_floor_and_no_deeper(self):
+        strategy = DPFedAvgAdaptive(
+            _Strategy(),
+            2,
+            init_clip_norm=1e-90,
+            noise_multiplier=0.0,
+            min_clip_norm=1e-3,
+        )
+        self.assertEqual(strategy.clip_norm, 1e-3)
+        strategy.clip_norm = 1e-87  # As a count of very noisy bits left it.
+        clips, _ = _run(strategy, [1.0, 1.0])
+        self.assertEqual(clips, [1e-3])
+        # Without the floor 2000 rounds, at a factor of exp(0.1) each.
+        clips, _ = _run(strategy, [1.0, 1.0], rounds=75)
+        self.assertGreater(clips[-1], 0.9)
+
+    @parameterized.parameters(True, False)
+    def test_noise_on_the_count_leads_to_no_norm_that_cannot_be_used(self, big):
+        # sigma_b = 1e9 clients: exp overflows, or S is 0.
+        strategy = DPFedAvgAdaptive(
+            _Strategy(), 2, 1.0, 0.0, clip_count_stddev=1e9
+        )
+        seen = set()
+        for _ in range(60):  # Both signs come, but for 2^-59.
+            strategy.clip_norm = 1.0
+            strategy.configure_fit(1, [np.zeros(2)], "ab")
+            results = [
+                (name, _FitRes([np.zeros(2)], 1, {"dpfedavg_norm_bit": True}))
+                for name in "ab"
+            ]
+            strategy.aggregate_fit(1, results, [])
+            seen.add(strategy.clip_norm)
+        self.assertIn(1e30 if big else 1e-8, seen)
+        self.assertBetween(min(seen), 1e-8, 1e30)
+        self.assertBetween(max(seen), 1e-8, 1e30)
+
     @parameterized.parameters((50, 1.0, 2.5), (50, 0.0, 0.0))
     def test_default_count_noise(self, m, z, stddev):
         strategy = DPFedAvgAdaptive(_Strategy(), m, noise_multiplier=z)
@@ -167,20 +203,29 @@ class MessagesTest(parameterized.TestCase):
                 stddev, 0.2 / math.sqrt(0.75) / math.sqrt(50)
             )
 
-    def test_a_missing_bit_is_an_error_and_nothing_moves(self):
+    @parameterized.parameters(
+        {}, {"bit": None}, {"bit": "yes"}, {"bit": np.nan}, {"bit": np.ones(2)}
+    )
+    def test_a_client_without_a_bit_has_failed_and_pulls_neither_way(
+        self, **changed
+    ):
         inner = _Strategy()
         strategy = DPFedAvgAdaptive(inner, 3, noise_multiplier=0.0)
         strategy.configure_fit(1, [np.zeros(2)], "abc")
+        bits = {"a": True, "c": False}
         results = [
-            (name, _FitRes([np.zeros(2)], 1, {"dpfedavg_norm_bit": True}))
-            for name in "abc"
+            (name, _FitRes([np.zeros(2)], 1, {"dpfedavg_norm_bit": bit}))
+            for name, bit in bits.items()
         ]
-        del results[1][1].metrics["dpfedavg_norm_bit"]
-        with self.assertRaisesRegex(KeyError, "'b' returned no dpfedavg_norm"):
+        metrics = {"dpfedavg_norm_bit": changed["bit"]} if changed else {}
+        results.append(("b", _FitRes([np.zeros(2)], 1, metrics)))
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
             strategy.aggregate_fit(1, results, [])
-        self.assertEqual(strategy.clip_norm, 0.1)
-        self.assertEqual(strategy.released_rounds, ())
-        self.assertEqual(inner.results, [])
+        self.assertIn("client 'b': ", logs.output[0])
+        self.assertIn("dpfedavg_norm_bit", logs.output[0])
+        self.assertLen(inner.results[0], 2)
+        # One within, one not, one unknown: b = 1/2 = gamma.
+        self.assertAlmostEqual(strategy.clip_norm, 0.1, places=15)
 
     def test_one_client_moves_the_count_by_one_whatever_it_sends(self):
         strategy = DPFedAvgAdaptive(
@@ -238,6 +283,7 @@ class AccountingTest(parameterized.TestCase):
         ({"clip_count_stddev": 0.5}, "clip_count_stddev.*above"),
         ({"clip_count_stddev": 0.0}, "clip_count_stddev.*above"),
         ({"num_sampled_clients": 10}, "clip_count_stddev.*above"),
+        ({"min_clip_norm": 0.0}, "min_clip_norm"),
     )
     def test_bad_arguments_are_named(self, changes, pattern):
         arguments = {"num_sampled_clients": 50, **changes}

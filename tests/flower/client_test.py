@@ -78,7 +78,7 @@ class ClippingTest(parameterized.TestCase):
             returned, received, client.update, strict=True
         ):
             np.testing.assert_allclose(got, old + change * factor, rtol=1e-8)
-        self.assertEqual(num_examples, 7)
+        self.assertEqual((num_examples, type(num_examples)), (1, int))
         self.assertEqual(metrics, {"loss": 0.5})
 
     @parameterized.parameters(np.float16, np.float32, np.float64)
@@ -90,6 +90,35 @@ class ClippingTest(parameterized.TestCase):
         for array, shape in zip(returned, _SHAPES, strict=True):
             self.assertIsInstance(array, np.ndarray)
             self.assertEqual((array.dtype, array.shape), (dtype, shape))
+
+    @parameterized.product(
+        dtype=(np.float16, np.float32), in_spacings=(0.501, 0.75, 20.3, 1e3)
+    )
+    def test_what_is_sent_is_within_the_clip_norm_after_rounding(
+        self, dtype, in_spacings
+    ):
+        # The worst case, 0.501, is twice as long if it is rounded to nearest.
+        received = [np.full(10_000, 8.0, dtype)]
+        each = in_spacings * float(np.spacing(dtype(8.0)))
+        clip_norm = 100 * each
+        client = DPFedAvgNumPyClient(_Client(None))
+        client.client.fit = lambda parameters, config: (
+            [parameters[0].astype(np.float64) + 1.5 * each],
+            1,
+            {},
+        )
+        ((sent,), *_) = client.fit(received, {"dpfedavg_clip_norm": clip_norm})
+        self.assertEqual(sent.dtype, dtype)
+        moved = sent.astype(np.float64) - received[0].astype(np.float64)
+        self.assertLessEqual(np.linalg.norm(moved), clip_norm * (1 + 1e-12))
+
+    @parameterized.parameters(1e-150, 1e-160, 1e-200, 1e-300)
+    def test_squares_that_vanish_are_clipped_all_the_same(self, clip_norm):
+        client = DPFedAvgNumPyClient(_Client([np.full(4, 1e3 * clip_norm)]))
+        ((sent,), *_) = client.fit(
+            [np.zeros(4)], {"dpfedavg_clip_norm": clip_norm}
+        )
+        np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
 
     def test_integers_come_back_unrounded(self):
         returned, _, _ = DPFedAvgNumPyClient(_Client([3, 4])).fit(

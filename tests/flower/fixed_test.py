@@ -11,7 +11,13 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from tfdp_fl import accounting
-from tfdp_fl.flower import DPFedAvgFixed, DPFedAvgNumPyClient
+from tfdp_fl.flower import (
+    DPFedAvgFixed,
+    DPFedAvgNumPyClient,
+    RoundNotConfiguredError,
+    RoundsAbandonedError,
+    updates,
+)
 
 
 @dataclasses.dataclass
@@ -178,37 +184,50 @@ class AggregateTest(parameterized.TestCase):
             abs(np.mean(4 * noise)), 8 * 1.3 * 0.7 / np.sqrt(200_001)
         )
 
-    def test_what_clients_have_noised_is_handed_on_as_it_came(self):
+    def test_what_clients_have_noised_gets_no_more_noise(self):
         trainers = _trainers(3)
         inner = _Strategy()
         strategy = DPFedAvgFixed(inner, 3, 0.5, 1.0, server_side_noising=False)
         results = _fit(strategy.configure_fit(1, _MODEL, trainers), trainers)
         strategy.aggregate_fit(1, results, [])
-        for (_, sent), (_, handed) in zip(
-            results, inner.results[0], strict=True
-        ):
-            np.testing.assert_array_equal(
-                _flat(sent.parameters), _flat(handed.parameters)
+        mean = np.mean([_flat(res.parameters) for _, res in results], axis=0)
+        for _, handed in inner.results[0]:
+            np.testing.assert_allclose(
+                _flat(handed.parameters), mean, rtol=1e-12, atol=1e-12
             )
 
-    def test_the_noise_of_two_rounds_and_two_clients_is_independent(self):
+    def test_the_strategy_sees_nothing_but_the_noised_mean(self):
+        # Whatever it does then is post-processing; and with each reply noised
+        # and rounded by itself, a model in float16 would show what rounding
+        # did to each of them.
+        trainers = _trainers(4)
+        inner = _Strategy()
+        strategy = DPFedAvgFixed(inner, 4, 0.5)
+        results = _fit(strategy.configure_fit(1, _MODEL, trainers), trainers)
+        got, _ = strategy.aggregate_fit(1, results, [])
+        first = inner.results[0][0][1].parameters
+        self.assertLen(inner.results[0], 4)
+        for _, handed in inner.results[0]:
+            self.assertIs(handed.parameters, first)
+        np.testing.assert_allclose(_flat(got), _flat(first), rtol=1e-12)
+
+    def test_the_noise_of_two_rounds_is_independent(self):
         size = 20_000
         trainers = {
             name: _Trainer([np.zeros(size), np.array(0.0)], 1) for name in "abc"
         }
-        inner = _Strategy()
-        strategy = DPFedAvgFixed(inner, 3, 1.0)
+        strategy = DPFedAvgFixed(_Strategy(), 3, 1.0)
         noises = []
-        for server_round in (1, 2):
+        for server_round in (1, 2, 3):
             instructions = strategy.configure_fit(
                 server_round, [np.zeros(size), np.array(0.0)], trainers
             )
             np.random.seed(0)
-            strategy.aggregate_fit(
+            got, _ = strategy.aggregate_fit(
                 server_round, _fit(instructions, trainers), []
             )
-            noises += [res.parameters[0] for _, res in inner.results[-1]]
-        correlations = np.corrcoef(noises) - np.eye(6)
+            noises.append(got[0])
+        correlations = np.corrcoef(noises) - np.eye(3)
         # stddev 0.007 each: a false alarm at 0.06 has probability < 1e-15.
         self.assertLess(np.abs(correlations).max(), 0.06)
 
@@ -274,7 +293,9 @@ class AbandonedRoundTest(parameterized.TestCase):
         super().setUp()
         self.trainers = _trainers(3)
         self.inner = _Strategy()
-        self.strategy = DPFedAvgFixed(self.inner, 3, 0.5)
+        self.strategy = DPFedAvgFixed(
+            self.inner, 3, 0.5, on_client_failure="abort"
+        )
         self.results = _fit(
             self.strategy.configure_fit(1, _MODEL, self.trainers), self.trainers
         )
@@ -284,7 +305,7 @@ class AbandonedRoundTest(parameterized.TestCase):
             self.assertEqual(
                 self.strategy.aggregate_fit(1, results, failures), (None, {})
             )
-        self.assertIn("Round 1 is abandoned", logs.output[0])
+        self.assertIn("Round 1 is abandoned", logs.output[-1])
         self.assertEqual(self.inner.results, [])
         self.assertEqual(self.strategy.released_rounds, ())
         self.assertEqual(self.strategy.privacy_epsilon(1000, 1e-5), 0.0)
@@ -318,6 +339,166 @@ class AbandonedRoundTest(parameterized.TestCase):
         self.assertEqual(
             [r.server_round for r in self.strategy.released_rounds], [2]
         )
+
+    def test_it_is_not_for_ever(self):
+        strategy = DPFedAvgFixed(
+            self.inner, 3, 0.5, 1.0, False, max_abandoned_rounds=3
+        )
+        for server_round in (1, 2):
+            strategy.configure_fit(server_round, _MODEL, self.trainers)
+            self.assertEqual(
+                strategy.aggregate_fit(server_round, [], []), (None, {})
+            )
+        strategy.configure_fit(3, _MODEL, self.trainers)
+        with self.assertRaisesRegex(
+            RoundsAbandonedError, "3 rounds in a row.*round 3: 1 results and 1"
+        ):
+            strategy.aggregate_fit(3, self.results[:1], [OSError()])
+        self.assertEqual(strategy.released_rounds, ())
+
+    def test_a_released_round_begins_the_count_anew(self):
+        strategy = DPFedAvgFixed(self.inner, 3, 0.5, max_abandoned_rounds=2)
+        for server_round in range(1, 9):
+            instructions = strategy.configure_fit(
+                server_round, _MODEL, self.trainers
+            )
+            results = []
+            if server_round % 2:
+                results = _fit(instructions, self.trainers)
+            strategy.aggregate_fit(server_round, results, [])
+        self.assertLen(strategy.released_rounds, 4)
+
+    def test_with_the_clients_noise_all_of_them_are_needed(self):
+        strategy = DPFedAvgFixed(self.inner, 3, 0.5, 1.0, False)
+        self.assertEqual(strategy.on_client_failure, "abort")
+        with self.assertRaisesRegex(ValueError, "on_client_failure"):
+            DPFedAvgFixed(
+                self.inner, 3, 0.5, 1.0, False, on_client_failure="exclude"
+            )
+
+    def test_a_strategy_that_accepts_no_failures_gets_no_such_round(self):
+        self.inner.accept_failures = False
+        strategy = DPFedAvgFixed(self.inner, 3, 0.5)
+        strategy.configure_fit(1, _MODEL, self.trainers)
+        self.assertEqual(
+            strategy.aggregate_fit(1, self.results[:2], []), (None, {})
+        )
+        self.assertEqual(strategy.released_rounds, ())
+
+
+class ExcludedClientTest(parameterized.TestCase):
+    """Noise of the server: who failed is left out of the sum."""
+
+    def _round(self, z, num_replies, num_params=50, failures=()):
+        trainers = _trainers(10, num_params=num_params)
+        model = [np.zeros(num_params), np.array(0.0)]
+        self.inner = _Strategy()
+        self.strategy = DPFedAvgFixed(self.inner, 10, 0.5, z)
+        instructions = self.strategy.configure_fit(1, model, trainers)
+        results = _fit(instructions, trainers)[:num_replies]
+        some = dict(list(trainers.items())[:num_replies])
+        wanted = _clipped_mean(some, 0.5, model) * num_replies / 10
+        got, _ = self.strategy.aggregate_fit(1, results, failures)
+        return _flat(got), wanted
+
+    @parameterized.parameters(1, 5, 9, 10)
+    def test_the_divisor_is_the_planned_one(self, num_replies):
+        got, wanted = self._round(0.0, num_replies)
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-15)
+        self.assertLen(self.inner.results[0], num_replies)
+
+    def test_more_results_than_clients_are_no_round(self):
+        # Somebody would be in the sum twice, where clients have no names.
+        strategy = DPFedAvgFixed(_Strategy(), 3, 0.5)
+        trainers = _trainers(3)
+        results = _fit(strategy.configure_fit(1, _MODEL, trainers), trainers)
+        self.assertEqual(
+            strategy.aggregate_fit(1, [*results, results[0]], []), (None, {})
+        )
+        self.assertEqual(strategy.released_rounds, ())
+
+    def test_the_noise_is_the_planned_one(self):
+        # 200 001 coordinates: the sample stddev varies by 0.16 %; 1.5 % is
+        # more than 9 of these, a false alarm below 1e-19.
+        got, wanted = self._round(1.0, 5, 200_000, [OSError()] * 5)
+        np.testing.assert_allclose(np.std(10 * (got - wanted)), 0.5, rtol=0.015)
+
+    def test_it_costs_as_much_as_a_full_round(self):
+        self._round(1.0, 5)
+        (released,) = self.strategy.released_rounds
+        self.assertEqual(
+            (released.num_replies, released.clients_per_round), (5, 10)
+        )
+        excluded = self.strategy.privacy_epsilon(100, 1e-5)
+        self._round(1.0, 10)
+        self.assertEqual(excluded, self.strategy.privacy_epsilon(100, 1e-5))
+        self._round(1.0, 5)
+        caveats = " ".join(self.strategy.privacy_report(1e-5, 100)["caveats"])
+        self.assertIn("left out of their round's sum", caveats)
+
+
+class UnknownRoundTest(parameterized.TestCase):
+    """Without the model that was sent there is nothing to clip against."""
+
+    def setUp(self):
+        super().setUp()
+        self.trainers = _trainers(3)
+        self.inner = _Strategy()
+        self.strategy = DPFedAvgFixed(self.inner, 3, 0.5)
+
+    def _assert_refused(self, server_round):
+        huge = [
+            (name, _FitRes([np.full(50, 1e3), np.array(0.0)], 1, {}))
+            for name in self.trainers
+        ]
+        before = self.strategy.released_rounds
+        handed = len(self.inner.results)
+        with self.assertRaisesRegex(
+            RoundNotConfiguredError,
+            f"Round {server_round} has no configure_fit",
+        ):
+            self.strategy.aggregate_fit(server_round, huge, [])
+        self.assertEqual(self.strategy.released_rounds, before)
+        self.assertLen(self.inner.results, handed)
+
+    def test_results_without_configure_fit(self):
+        self._assert_refused(1)
+
+    def test_results_that_come_twice(self):
+        instructions = self.strategy.configure_fit(1, _MODEL, self.trainers)
+        self.strategy.aggregate_fit(1, _fit(instructions, self.trainers), [])
+        self._assert_refused(1)
+
+    def test_results_of_another_round(self):
+        self.strategy.configure_fit(2, _MODEL, self.trainers)
+        self._assert_refused(1)
+
+
+class HonestNoiseTest(parameterized.TestCase):
+    """With noise at the clients, replies are bounded by S and a tail."""
+
+    def test_an_unwrapped_client_moves_the_model_by_no_more_than_noise(self):
+        trainers = _trainers(5)
+        strategy = DPFedAvgFixed(_Strategy(), 5, 0.5, 1.0, False)
+        results = _fit(strategy.configure_fit(1, _MODEL, trainers), trainers)
+        results[0][1].parameters = [np.full(50, 1e30), np.array(0.0)]
+        got, _ = strategy.aggregate_fit(1, results, [])
+        stddev = 0.5 / math.sqrt(5)
+        bound = updates.largest_honest_norm(0.5, stddev, 51)
+        self.assertLess(bound, 0.5 + stddev * (math.sqrt(51) + 9))
+        moved = np.linalg.norm(_flat(got) - _flat(_MODEL))
+        self.assertLessEqual(moved, bound)
+        self.assertLen(strategy.released_rounds, 1)
+
+    @parameterized.parameters(1, 50, 5000)
+    def test_honest_clients_are_not_cut_short(self, size):
+        # Each exceeds the bound with a probability below 5e-18.
+        rng = np.random.default_rng()
+        bound = updates.largest_honest_norm(0.5, 0.3, size)
+        for _ in range(200):
+            update = rng.normal(scale=0.3, size=size)
+            update[0] += 0.5
+            self.assertLess(np.linalg.norm(update), bound)
 
 
 class AccountingTest(parameterized.TestCase):
@@ -382,6 +563,13 @@ class ArgumentsTest(parameterized.TestCase):
         ({"noise_multiplier": -1.0}, ValueError),
         ({"server_side_noising": 1}, TypeError),
         ({"strategy": object()}, TypeError),
+        ({"on_client_failure": "ignore"}, ValueError),
+        ({"max_abandoned_rounds": 0}, ValueError),
+        ({"averages": 1}, TypeError),
+        ({"target_epsilon": 1.0}, ValueError),
+        ({"target_delta": 1e-5}, ValueError),
+        ({"target_epsilon": -1.0, "target_delta": 1e-5}, ValueError),
+        ({"accountant": "moments"}, ValueError),
     )
     def test_bad_arguments_are_named(self, changes, error):
         arguments = {

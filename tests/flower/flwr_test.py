@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import unittest
 
 import numpy as np
@@ -12,10 +13,23 @@ from tfdp_fl.flower import (
     DPFedAvgAdaptive,
     DPFedAvgFixed,
     DPFedAvgNumPyClient,
+    RoundsAbandonedError,
 )
 
 _NUM_CLIENTS = 12
 _SAMPLED = 6
+
+
+def _put(result, tensor):
+    result.parameters.tensors[0] = tensor
+
+
+def _npy_header(shape, descr="<f4"):
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        buffer, {"descr": descr, "fortran_order": False, "shape": shape}
+    )
+    return buffer.getvalue()
 
 
 @unittest.skipUnless(
@@ -182,6 +196,131 @@ class FlowerTest(parameterized.TestCase):
         np.testing.assert_allclose(np.std(noise), z * 0.8, rtol=0.02)
         self.assertLess(abs(np.mean(noise)), 8 * z * 0.8 / np.sqrt(size))
         self.assertGreater(strategy.privacy_epsilon(_NUM_CLIENTS, 1e-5), 0)
+
+    @parameterized.named_parameters(
+        ("no_bit", lambda res: res.metrics.clear()),
+        (
+            "vector_bit",
+            lambda res: res.metrics.update(dpfedavg_norm_bit=np.ones(3)),
+        ),
+        ("no_metrics", lambda res: setattr(res, "metrics", None)),
+        ("no_parameters", lambda res: setattr(res, "parameters", None)),
+        ("no_tensors", lambda res: res.parameters.tensors.clear()),
+        ("zip", lambda res: _put(res, b"PK\x03\x04" + b"\0" * 99)),
+        ("pickle", lambda res: _put(res, b"\x80\x04K\x01.")),
+        ("text", lambda res: _put(res, "text")),
+        ("huge", lambda res: _put(res, _npy_header((3 * 10**12, 2)))),
+        ("complex", lambda res: _put(res, _npy_header((8,), "<c16"))),
+    )
+    def test_one_hostile_reply_ends_nothing(self, change):
+        clients = self._clients([(8,)])
+        strategy = self._strategy(DPFedAvgAdaptive, 1000.0, 0.0, True)
+        instructions = strategy.configure_fit(
+            1,
+            self.flwr.common.ndarrays_to_parameters([np.zeros(8, np.float32)]),
+            self._manager(clients),
+        )
+        results = [
+            (proxy, proxy.fit(ins, timeout=None, group_id=1))
+            for proxy, ins in instructions
+        ]
+        change(results[2][1])
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
+            parameters, metrics = strategy.aggregate_fit(1, results, [])
+        hostile = results[2][0].cid
+        self.assertIn(f"client {hostile!r}: ", logs.output[0])
+        self.assertEqual(metrics, {"count": _SAMPLED - 1})
+        others = [clients[int(p.cid)].update[0] for p, _ in instructions]
+        np.testing.assert_allclose(
+            self.flwr.common.parameters_to_ndarrays(parameters)[0],
+            np.sum(np.delete(others, 2, axis=0), axis=0) / _SAMPLED,
+            rtol=0,
+            atol=2e-6,
+        )
+        self.assertEqual(strategy.rejected_replies, 1)
+
+    def test_half_of_the_replies_are_enough(self):
+        clients = self._clients([(8,)])
+        strategy = self._strategy(DPFedAvgFixed, 1000.0, 0.0, True)
+        instructions = strategy.configure_fit(
+            1,
+            self.flwr.common.ndarrays_to_parameters([np.zeros(8, np.float32)]),
+            self._manager(clients),
+        )
+        results = [
+            (proxy, proxy.fit(ins, timeout=None, group_id=1))
+            for proxy, ins in instructions[:3]
+        ]
+        parameters, _ = strategy.aggregate_fit(1, results, [OSError()] * 3)
+        chosen = [clients[int(p.cid)].update[0] for p, _ in instructions[:3]]
+        np.testing.assert_allclose(
+            self.flwr.common.parameters_to_ndarrays(parameters)[0],
+            np.sum(chosen, axis=0) / _SAMPLED,
+            rtol=0,
+            atol=2e-6,
+        )
+
+    def test_nobody_is_in_the_sum_twice_or_unasked(self):
+        clients = self._clients([(8,)])
+        strategy = self._strategy(DPFedAvgFixed, 1000.0, 0.0, True)
+        manager = self._manager(clients)
+        instructions = strategy.configure_fit(
+            1,
+            self.flwr.common.ndarrays_to_parameters([np.zeros(8, np.float32)]),
+            manager,
+        )
+        ins = instructions[0][1]
+        asked = [proxy for proxy, _ in instructions]
+        (other, *_) = [p for p in manager.all().values() if p not in asked]
+        parameters, _ = strategy.aggregate_fit(
+            1,
+            [
+                (proxy, proxy.fit(ins, timeout=None, group_id=1))
+                for proxy in (asked[0], asked[0], other)
+            ],
+            [],
+        )
+        np.testing.assert_allclose(
+            self.flwr.common.parameters_to_ndarrays(parameters)[0],
+            clients[int(asked[0].cid)].update[0] / _SAMPLED,
+            rtol=0,
+            atol=2e-6,
+        )
+
+    def test_flowers_own_server_ends_on_a_budget_and_on_silence(self):
+        def server(strategy):
+            made = self.flwr.server.Server(
+                client_manager=self._manager(self._clients([(8,)])),
+                strategy=strategy,
+            )
+            made.strategy.strategy.initial_parameters = (
+                self.flwr.common.ndarrays_to_parameters(
+                    [np.zeros(8, np.float32)]
+                )
+            )
+            return made
+
+        strategy = DPFedAvgFixed(
+            self._fed_avg(),
+            _SAMPLED,
+            0.5,
+            target_epsilon=40.0,
+            target_delta=1e-5,
+        )
+        server(strategy).fit(num_rounds=30, timeout=None)
+        spent = strategy.privacy_epsilon()
+        self.assertBetween(spent, 30.0, 40.0)
+        self.assertLess(len(strategy.released_rounds), 30)
+        self.assertEqual(strategy.stopped_before_round, 30)
+
+        strategy = DPFedAvgFixed(
+            self._fed_avg(), _SAMPLED, 0.5, max_abandoned_rounds=3
+        )
+        silent = server(strategy)
+        for proxy in silent.client_manager().all().values():
+            proxy.client = None  # All of them raise.
+        with self.assertRaisesRegex(RoundsAbandonedError, "3 rounds in a row"):
+            silent.fit(num_rounds=30, timeout=None)
 
     def test_flowers_own_server_runs_on_it(self):
         server = self.flwr.server.Server(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import shutil
+import warnings
 
 import numpy as np
 import tensorflow as tf
@@ -235,6 +238,151 @@ class LedgerTest(parameterized.TestCase):
         )
         self.assertLess(fed.epsilon(_DELTA), math.inf)
         self.assertEqual(contents.header["mechanism"]["guarantee"], "local")
+
+    def _append(self, key=None):
+        return tfdp_fl.callbacks.Ledger(self.path, append=True, key=key)
+
+    @parameterized.named_parameters(
+        ("central", None, 4, "poisson", 4.847),
+        (
+            "local",
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=2.0),
+            40,
+            "shuffled",
+            37.62,
+        ),
+    )
+    def test_a_ledger_of_two_runs_tells_what_all_rounds_cost(
+        self, mechanism, size, sampling, known
+    ):
+        delta = 1e-5
+        make = functools.partial(
+            toy.federated, mechanism, clients_per_round=size, sampling=sampling
+        )
+        clients = toy.clients()
+        first, second, whole = make(), make(), make()
+        first.fit(clients, rounds=10, verbose=0, callbacks=[self._append()])
+        # Rounds that nobody wrote down, and then as many with the ledger.
+        second.fit(clients, rounds=10, verbose=0)
+        self.assertEqual(second.epsilon(delta), first.epsilon(delta))
+        second.fit(clients, rounds=10, verbose=0, callbacks=[self._append()])
+        whole.fit(clients, rounds=30, verbose=0)
+        expected = whole.epsilon(delta)
+        self.assertAlmostEqual(expected, known, delta=0.005)
+        self.assertAlmostEqual(second.epsilon(delta), expected, places=9)
+        contents = accounting.PrivacyLedger.read(self.path)
+        self.assertAlmostEqual(contents.epsilon(delta), expected, places=9)
+        self.assertLen(contents.entries, 30)
+        self.assertEqual(
+            {run: len(lines) for run, lines in contents.by_run().items()},
+            {first.run_id: 10, second.run_id: 20},
+        )
+        with self.subTest("to read it again adds nothing"):
+            second.fit(clients, rounds=1, verbose=0, callbacks=[self._append()])
+            whole.fit(clients, rounds=1, verbose=0)
+            self.assertAlmostEqual(
+                second.epsilon(delta), whole.epsilon(delta), places=9
+            )
+        with self.subTest("the statement says whose rounds they are"):
+            facts = second.privacy_statement(delta, "dict")
+            self.assertEqual(
+                (facts["rounds"], facts["rounds_of_others"]), (21, 10)
+            )
+            self.assertIn("21 rounds of training and 10 of", facts["summary"])
+            self.assertIn("only_runs_in_ledgers_counted", facts["caveats"])
+            self.assertNotIn(
+                "hyperparameter_search_not_counted", facts["caveats"]
+            )
+        with self.subTest("what came from the ledger survives a resume"):
+            path = self.path.with_name("run")
+            keeper = tfdp_fl.callbacks.RoundCheckpoint(path)
+            second.fit(clients, rounds=1, verbose=0, callbacks=[keeper])
+            resumed = make()
+            resumed.fit(clients, rounds=1, verbose=0, resume_from=path)
+            self.assertEqual(resumed.run_id, second.run_id)
+            self.assertAlmostEqual(
+                resumed.epsilon(delta), second.epsilon(delta), places=9
+            )
+
+    def test_a_budget_counts_a_ledger_wherever_it_stands(self):
+        make = functools.partial(toy.federated, sampling="poisson")
+        first, second = make(), make()
+        first.fit(toy.clients(), 3, verbose=0, callbacks=[self._append()])
+        spent = accounting.epsilon(1.0, "poisson", 40, 20, 4, _DELTA)
+        budget = tfdp_fl.callbacks.PrivacyBudget(spent * 1.001, _DELTA)
+        second.fit(
+            toy.clients(), 3, verbose=0, callbacks=[budget, self._append()]
+        )
+        self.assertEqual(second.rounds, 1)
+        self.assertLessEqual(second.epsilon(_DELTA), budget.epsilon)
+
+    def test_runs_that_cannot_be_added_are_refused(self):
+        clients = toy.clients()
+        toy.federated().fit(clients, verbose=0, callbacks=[self._append()])
+        local = toy.federated(
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
+        )
+        poisson = toy.federated(sampling="poisson")
+        before = self.path.read_bytes()
+        for fed, message in (
+            (local, "path must be a ledger of runs with a local guarantee"),
+            (poisson, "one guarantee cannot cover both"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                fed.fit(clients, verbose=0, callbacks=[self._append()])
+            self.assertEqual(fed.rounds, 0)
+            self.assertEqual(self.path.read_bytes(), before)
+
+    def test_one_run_in_two_places_is_refused(self):
+        clients = toy.clients()
+        path = self.path.with_name("run")
+        first = toy.federated()
+        first.fit(
+            clients,
+            2,
+            verbose=0,
+            callbacks=[tfdp_fl.callbacks.RoundCheckpoint(path)],
+        )
+        copy = path.with_name("copy")
+        shutil.copytree(path, copy)
+        second = toy.federated()
+        second.fit(clients, 2, verbose=0, resume_from=copy)
+        ledger = tfdp_fl.callbacks.Ledger(copy / "ledger.jsonl", append=True)
+        second.fit(clients, 1, verbose=0, callbacks=[ledger])
+        with self.assertRaisesRegex(ValueError, "gone on with in two places"):
+            first.fit(clients, 1, verbose=0, callbacks=[ledger])
+
+    def test_a_seed_in_two_runs_of_a_ledger_is_warned_of(self):
+        clients = toy.clients()
+        fit = {"verbose": 0, "seed": 3}
+        toy.federated().fit(clients, callbacks=[self._append()], **fit)
+        self.assertTrue(
+            accounting.PrivacyLedger.read(self.path)
+            .entries[0]
+            .details["seeded"]
+        )
+        with self.assertWarnsRegex(RuntimeWarning, "give another seed"):
+            toy.federated().fit(clients, callbacks=[self._append()], **fit)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            toy.federated().fit(clients, verbose=0, callbacks=[self._append()])
+
+    def test_a_ledger_that_is_deleted_stops_the_training(self):
+        fed = toy.federated()
+
+        class Delete(tf.keras.callbacks.Callback):
+            def on_epoch_end(this, epoch, logs=None):  # noqa: N805
+                self.path.unlink()
+
+        with self.assertRaises(accounting.LedgerMovedError):
+            fed.fit(
+                toy.clients(),
+                3,
+                verbose=0,
+                callbacks=[self._append(), Delete()],
+            )
+        self.assertEqual(fed.rounds, 1)
+        self.assertEqual(fed.spending.rounds, 1)
 
     def test_disk_full_abandons_the_round(self):
         fed = toy.federated()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
@@ -195,6 +197,149 @@ class RefusalTest(parameterized.TestCase):
     def test_refuses_unknown_options(self, options, message):
         with self.assertRaisesRegex(TypeError, message):
             _make(**options)
+
+
+class TargetTest(parameterized.TestCase):
+    """A target is a budget: `fit` does not pass it in silence."""
+
+    def _made(self, mechanism="fixed", rounds=4, epsilon=9.0, **options):
+        if mechanism in ("fixed", "local"):
+            options["clip_norm"] = 0.5
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            target_epsilon=epsilon,
+            target_delta=1e-3,
+            num_clients=toy.NUM_CLIENTS,
+            clients_per_round=20,
+            rounds=rounds,
+            mechanism=mechanism,
+            num_replicas=1,
+            **options,
+        )
+        fed.compile("sgd", toy.loss(), jit_compile=False)
+        return fed
+
+    def test_what_was_planned_is_kept(self):
+        target = self._made(accountant="pld").target
+        self.assertEqual(
+            (target.epsilon, target.delta, target.rounds, target.accountant),
+            (9.0, 1e-3, 4, "pld"),
+        )
+        self.assertEqual(target.num_clients, toy.NUM_CLIENTS)
+        self.assertEqual(target.on_overspend, "stop")
+
+    def test_more_rounds_than_planned_are_not_run(self):
+        fed = self._made()
+        with self.assertWarnsRegex(
+            RuntimeWarning, "epsilon=9 .* allows 4 of the 12 rounds asked for"
+        ):
+            history = fed.fit(toy.clients(), rounds=12, verbose=0)
+        self.assertLen(history.epoch, 4)
+        self.assertBetween(fed.epsilon(1e-3), 9.0 * (1 - 1e-3), 9.0)
+        with (
+            self.subTest("and a fit that cannot run one says so"),
+            self.assertWarnsRegex(RuntimeWarning, "allows 0 of the 1 rounds"),
+        ):
+            history = fed.fit(toy.clients(), rounds=1, verbose=0)
+            self.assertEmpty(history.epoch)
+            self.assertEqual(fed.rounds, 4)
+
+    def test_what_was_asked_for_runs_without_a_word(self):
+        fed = self._made()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            for rounds in (1, 3):
+                fed.fit(toy.clients(), rounds=rounds, verbose=0)
+        self.assertEqual(fed.rounds, 4)
+
+    def test_warn_goes_on_and_says_so_once(self):
+        fed = self._made(on_overspend="warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", RuntimeWarning)
+            for _ in range(3):
+                fed.fit(toy.clients(), rounds=3, verbose=0)
+        self.assertEqual(fed.rounds, 9)
+        self.assertGreater(fed.epsilon(1e-3), 9.0)
+        said = [
+            str(each.message)
+            for each in caught
+            if "make_private" in str(each.message)
+        ]
+        self.assertLen(said, 1)
+        self.assertIn("training goes on and spends more", said[0])
+
+    @parameterized.parameters("local", "adaptive_local")
+    def test_clients_do_not_get_a_fresh_target_for_every_fit(self, mechanism):
+        fed = self._made(mechanism, rounds=6, epsilon=8.0, sampling="shuffled")
+        # 6 rounds are 3 passes: 3 participations of every client.
+        for _ in range(3):
+            fed.fit(toy.clients(), rounds=2, verbose=0)
+        self.assertEqual(fed.rounds, 6)
+        self.assertBetween(
+            fed.epsilon(1e-3), 8.0 * (1 - 1e-3), 8.0 * (1 + 1e-9)
+        )
+        with self.assertWarnsRegex(RuntimeWarning, "allows 0 of the 2"):
+            fed.fit(toy.clients(), rounds=2, verbose=0)
+        self.assertEqual(fed.rounds, 6)
+
+    def test_cohorts_that_are_not_known_may_allow_more(self):
+        fed = self._made("local", rounds=3, epsilon=8.0, sampling="poisson")
+        with self.assertWarnsRegex(
+            RuntimeWarning, "at least 3 of the 40 rounds .* may end there"
+        ):
+            fed.fit(toy.clients(), rounds=40, verbose=0)
+        # 40 clients are drawn half of the time: somebody is soon drawn thrice.
+        self.assertBetween(fed.rounds, 3, 12)
+        self.assertLessEqual(fed.epsilon(1e-3), 8.0 * (1 + 1e-9))
+
+    def test_clients_that_sit_out_do_not_end_the_training(self):
+        fed = self._made("local", rounds=6, epsilon=8.0, max_participations=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            fed.fit(toy.clients(), rounds=6, verbose=0)
+        self.assertEqual(fed.rounds, 6)
+        self.assertLessEqual(fed.epsilon(1e-3), 8.0 * (1 + 1e-9))
+
+    def test_a_smaller_population_than_planned_runs_fewer_rounds(self):
+        fed = self._made()
+        with self.assertWarnsRegex(RuntimeWarning, "of the 4 rounds"):
+            fed.fit(toy.clients(25), rounds=4, verbose=0)
+        self.assertLess(fed.rounds, 4)
+        self.assertLessEqual(fed.epsilon(1e-3), 9.0)
+
+    def test_a_delta_that_is_too_large_is_warned_of_when_it_is_made(self):
+        with self.assertWarnsRegex(
+            RuntimeWarning, "target_delta should be below .*0.001, got 0.002"
+        ):
+            tfdp_fl.make_private(
+                toy.dense(),
+                target_epsilon=4.0,
+                target_delta=2e-3,
+                num_clients=1000,
+                clients_per_round=100,
+                rounds=3,
+            )
+
+    def test_on_overspend_is_checked(self):
+        with self.assertRaisesRegex(ValueError, "on_overspend must be one of"):
+            self._made(on_overspend="ignore")
+
+    def test_an_impure_schedule_is_calibrated_as_it_will_run(self):
+        rng = np.random.default_rng(0)
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            target_epsilon=4.0,
+            target_delta=_DELTA,
+            num_clients=_CLIENTS,
+            clients_per_round=lambda t: rng.uniform(20, 200),
+            rounds=5,
+            mechanism=tfdp_fl.FixedClipping(
+                clip_norm=1.0, noise_multiplier=lambda t: rng.uniform(0.5, 3)
+            ),
+        )
+        sizes = [fed._clients_per_round(t) for t in range(5)]
+        found = _cost(fed.mechanism, "poisson", 5, sizes)
+        self.assertBetween(found, 4.0 * (1 - 1e-3), 4.0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import math
 import dp_accounting
 import numpy as np
 import tensorflow as tf
-from tfdp_fl.mechanisms import tfp_throwaway as tfp
+import tensorflow_privacy as tfp
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
@@ -598,6 +598,114 @@ class ErrorTest(parameterized.TestCase):
         )
         with self.assertRaisesRegex(ValueError, "delta must be a number str"):
             fed.epsilon(0.0)
+
+
+class PopulationTest(parameterized.TestCase):
+    """Clients are told apart by their ids, not by their number alone."""
+
+    def _datasets(self):
+        clients = toy.clients()
+        order = np.roll(np.arange(toy.NUM_CLIENTS), 1)
+        return clients, clients.take(order)
+
+    @parameterized.named_parameters(
+        (
+            "local",
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0),
+            "fixed_size",
+            "kept for each client",
+        ),
+        ("in a pass", None, "shuffled", "round 2 goes on with a pass"),
+    )
+    def test_another_order_is_refused(self, mechanism, sampling, why):
+        clients, other = self._datasets()
+        fed = toy.federated(mechanism, sampling=sampling)
+        fed.fit(clients, rounds=1, verbose=0)
+        spent, weights = fed.epsilon(1e-3), fed.get_weights()
+        for wrong, got in ((other, "other ids or"), (toy.clients(41), "41")):
+            with self.assertRaisesRegex(
+                ValueError, f"clients must be the same 40 .*{why}.*got {got}"
+            ):
+                fed.fit(wrong, rounds=1, verbose=0)
+        self.assertEqual(fed.epsilon(1e-3), spent)
+        for one, now in zip(weights, fed.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, now)
+        # The same ids in another object are the same clients.
+        fed.fit(toy.clients(), rounds=1, verbose=0)
+        self.assertEqual(fed.rounds, 2)
+
+    def test_between_passes_the_order_may_change(self):
+        clients, other = self._datasets()
+        fed = toy.federated(sampling="shuffled")
+        fed.fit(clients, rounds=2, verbose=0)
+        fed.fit(other, rounds=1, verbose=0)
+        self.assertEqual(fed.rounds, 3)
+
+    @parameterized.parameters("poisson", "fixed_size")
+    def test_central_cohorts_may_come_from_several_populations(self, sampling):
+        fed = toy.federated(sampling=sampling)
+        fed.fit(toy.clients(40), rounds=1, verbose=0)
+        fed.fit(toy.clients(30), rounds=1, verbose=0)
+        fed.fit(toy.clients(40), rounds=1, verbose=0)
+        facts = fed.privacy_statement(1e-3, "dict")
+        self.assertEqual(facts["populations"], [40, 30])
+        self.assertIn("N = 40, then 30", facts["how"])
+
+
+class SchedulesTest(parameterized.TestCase):
+    def test_a_round_is_charged_for_the_noise_and_cohort_it_had(self):
+        draws = iter(range(10**6))
+
+        def impure(t):
+            return 1.0 + next(draws) % 7
+
+        fed = toy.federated(
+            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=impure),
+            clients_per_round=lambda t: 5 + next(draws) % 11,
+            sampling="fixed_size",
+        )
+        charged = []
+
+        class Watch(tfdp_fl.callbacks.FederatedCallback):
+            def on_round_charged(self, round_index, charge, details):
+                charged.append((charge, details))
+
+        history = fed.fit(
+            toy.clients(), rounds=6, verbose=0, callbacks=[Watch()]
+        ).history
+        for t, (charge, details) in enumerate(charged):
+            z = charge.noise_multiplier
+            self.assertEqual(details["noise_multiplier"], z)
+            self.assertAlmostEqual(history["noise_stddev"][t], 0.5 * z, 5)
+            self.assertEqual(charge.clients_per_round, details["cohort_size"])
+        noise = [charge.noise_multiplier for charge, _ in charged]
+        parameters = fed.privacy_statement(1e-3, "dict")["mechanism_parameters"]
+        self.assertEqual(
+            parameters["noise_multiplier"],
+            f"{min(noise):g} to {max(noise):g} (scheduled)",
+        )
+
+    def test_the_mechanism_of_a_model_is_the_one_it_was_made_with(self):
+        fed = toy.federated()
+        with self.assertRaises(AttributeError):
+            fed.mechanism = tfdp_fl.NoPrivacy()
+        self.assertEqual(fed.mechanism.name, "FixedClipping")
+
+
+class CalibrationTest(absltest.TestCase):
+    def test_a_second_fit_of_a_local_budget_keeps_its_noise_and_says_so(self):
+        fed = toy.federated(
+            tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=1e-3),
+            clients_per_round=40,
+        )
+        fed.fit(toy.clients(), rounds=2, verbose=0)
+        one = fed.spending.max_mu_squared
+        with self.assertWarnsRegex(
+            RuntimeWarning, "goes beyond the 2 rounds .* epsilon=8"
+        ):
+            fed.fit(toy.clients(), rounds=2, verbose=0)
+        self.assertAlmostEqual(fed.spending.max_mu_squared, 2 * one)
+        self.assertGreater(fed.epsilon(1e-3), 12.0)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
+from tfdp_fl.keras import randomness
+from tfdp_fl.mechanisms import noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _DELTA = 1e-3
@@ -47,6 +49,8 @@ class StatementTest(parameterized.TestCase):
                 "validation_data_not_covered",
                 "hyperparameter_search_not_counted",
                 "floating_point_noise",
+                "pseudorandom_noise",
+                "population_stated",
             },
         )
         text = fed.privacy_statement()
@@ -201,6 +205,66 @@ class StatementTest(parameterized.TestCase):
     def test_before_training_there_is_nothing_to_state(self):
         with self.assertRaisesRegex(ValueError, "fit must be called before"):
             toy.federated().privacy_statement(_DELTA)
+
+
+class WhatItRestsOnTest(parameterized.TestCase):
+    def test_central_number_of_shuffled_local_noise_is_for_replaced_data(self):
+        fed = _trained(
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0),
+            clients_per_round=10,
+            sampling="shuffled",
+            accountant="pld",
+        )
+        facts = fed.privacy_statement(1e-5, "dict")
+        self.assertEqual(facts["relation"], "REPLACE_ONE")
+        # 10 noises of 4 S each, against a sum that moves by 2 S; one pass.
+        self.assertAlmostEqual(
+            fed.central_epsilon(1e-5),
+            accounting.gaussian_epsilon(4.0 * 10**0.5 / 2, 1e-5),
+        )
+        self.assertAlmostEqual(fed.central_epsilon(1e-5), 0.561, 3)
+        self.assertGreaterEqual(facts["central_epsilon"], 0.561)
+        self.assertIn("for the same neighbours", facts["summary"])
+
+    def test_delta_per_record_is_compared_with_the_records(self):
+        mechanism = tfdp_fl.NbAFL(epsilon=50.0, constant=3.0, weight_clip=10.0)
+        fed = _trained(mechanism, rounds=1)  # 40 clients of 10 records.
+        for delta, large in ((1 / 100, True), (1 / 500, False)):
+            caveats = fed.privacy_statement(delta, "dict")["caveats"]
+            self.assertEqual(
+                "delta_not_below_one_over_records" in caveats, large
+            )
+            self.assertNotIn("delta_not_below_one_over_n", caveats)
+        self.assertIn("at most 2C/n", fed.privacy_statement())
+        self.assertAlmostEqual(
+            fed.privacy_statement(format="dict")["delta"], 400**-1.1
+        )
+
+    def test_who_computed_is_said(self):
+        amplified = _trained(sampling="poisson", rounds=1)
+        how = amplified.privacy_statement(_DELTA, "dict")["how"]
+        self.assertRegex(how, "by the privacy loss distributions of dp-acc")
+        self.assertRegex(how, "by tfdp_fl's own Renyi accounting")
+        plain = _trained(sampling="shuffled", rounds=1)
+        facts = plain.privacy_statement(_DELTA, "dict")
+        self.assertRegex(facts["how"], "exact conversion of one Gaussian")
+        self.assertNotIn("privacy loss distributions", facts["how"])
+        self.assertIn("exactly, as one Gaussian", facts["summary"])
+
+    def test_noise_has_no_more_than_64_secret_bits(self):
+        # What "pseudorandom_noise" says: of a seed of 128 bits, `fold_in`
+        # keeps 64, next to a number that anybody can count.
+        seed = tf.constant(randomness.round_seed(None, 0))
+        self.assertEqual(int(noise.fold_in(seed, -1)[1]), -1)
+        caveats = _trained(rounds=1).privacy_statement(_DELTA, "dict")[
+            "caveats"
+        ]
+        self.assertIn("64 bits", caveats["pseudorandom_noise"])
+
+    def test_a_large_delta_is_warned_of_once_the_clients_are_known(self):
+        fed = toy.federated(delta=0.03)
+        with self.assertWarnsRegex(RuntimeWarning, "delta should be below"):
+            fed.fit(toy.clients(), verbose=0)
 
 
 if __name__ == "__main__":

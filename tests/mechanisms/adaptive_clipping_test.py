@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
-from tfdp_fl.mechanisms import Deployment, noise
+from tfdp_fl.mechanisms import Deployment, Round, noise
 
 _WIDE = [[100, 100], [100, 100], [5000]]
 
@@ -156,7 +156,9 @@ class AdaptiveClippingNoiseTest(tf.test.TestCase, parameterized.TestCase):
         @tf.function
         def bits():
             return tf.map_fn(
-                lambda _: query.preprocess_record(params, zero).below_clip,
+                lambda _: query.preprocess_record(params, zero).sums[
+                    "below_clip"
+                ],
                 tf.zeros([20_000]),
             )
 
@@ -195,11 +197,17 @@ class AdaptiveClippingNoiseTest(tf.test.TestCase, parameterized.TestCase):
         query, state = _query(m=lambda t: 10 * (t + 1), noise_multiplier=0.5)
         for m, z in ((10, 0.5), (40, 1.5)):
             begun = query.begin_round(state, z, m)
-            self.assertAllClose(query.count_noise_stddev(begun), m / 20)
-            self.assertAllClose(
-                query.update_noise_multiplier(begun),
-                references.update_noise_multiplier(z, m / 20),
+            begun = begun._replace(clip_norm=tf.constant(2.0))
+            stddevs = query.mechanism.noise_stddevs(begun, query.deployment)
+            self.assertAllClose(stddevs["below_clip"], m / 20)
+            update = 2.0 * references.update_noise_multiplier(z, m / 20)
+            self.assertAllClose(stddevs["update"], update)
+            # The same of plain numbers, for the planner and Flower.
+            numbers = query.mechanism.noise_stddevs(
+                Round(2.0, z, float(m)), query.deployment
             )
+            self.assertIsInstance(numbers["update"], float)
+            self.assertAllClose(numbers["update"], update)
 
 
 class AdaptiveClippingArgumentsTest(parameterized.TestCase):

@@ -11,7 +11,7 @@ from absl.testing import parameterized
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import Client, Deployment
 
 _NAN = float("nan")
 _WIDE = [[150, 150], [150, 150], [20000]]
@@ -35,6 +35,12 @@ def _bound(num_layers, rounds=5, epsilon=8.0, delta=1e-5, **arguments):
     return query, query.initial_global_state()
 
 
+def _radii(query, window=None):
+    if window is not None:
+        window = tf.constant(window)
+    return query.mechanism.radii(Client(window=window), query.deployment)
+
+
 class RadiiTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ([],),
@@ -53,17 +59,17 @@ class RadiiTest(tf.test.TestCase, parameterized.TestCase):
             references.disco_radius(norms, 1.0),
             references.disco_radius([2 * norm for norm in norms], 1.0),
         ]
-        self.assertAllClose(query.radii(tf.constant(window)), expected)
+        self.assertAllClose(_radii(query, window), expected)
 
     def test_the_first_round_uses_the_bound(self):
-        query, state = _bound(4, clipping_radius=0.7)
-        self.assertAllClose(query.derive_sample_params(state).radii, [0.7] * 4)
+        query, _ = _bound(4, clipping_radius=0.7)
+        self.assertAllClose(_radii(query), [0.7] * 4)
 
     def test_window_may_have_another_length(self):
         query, _ = _bound(1, window=5)
-        self.assertEqual(query.window, 5)
+        self.assertEqual(query.mechanism.window, 5)
         self.assertAllClose(
-            query.radii(tf.constant([[0.1], [0.2], [0.3], [0.4], [0.5]])),
+            _radii(query, [[0.1], [0.2], [0.3], [0.4], [0.5]]),
             [0.3],
         )
 
@@ -71,7 +77,7 @@ class RadiiTest(tf.test.TestCase, parameterized.TestCase):
         query, _ = _bound(4)
         (update,) = rounds.updates_with_norms([50.0])
         self.assertAllClose(
-            query.layer_norms([tf.constant(v) for v in update]),
+            query.mechanism.window_norms([tf.constant(v) for v in update]),
             [np.linalg.norm(v) for v in update],
             rtol=1e-5,
         )

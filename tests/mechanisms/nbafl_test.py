@@ -28,7 +28,7 @@ def _bound(deployment=_SHORT, epsilon=10.0, constant=1.0, weight_clip=0.5):
 class UplinkTest(tf.test.TestCase, parameterized.TestCase):
     def test_without_noise_weights_are_clipped_and_averaged_by_examples(self):
         query, state = _bound(epsilon=1e9)
-        self.assertEqual(query.releases, "weights")
+        self.assertTrue(query.mechanism.releases_weights)
         weights = rounds.updates_with_norms([0.1, 0.4, 2.0, 1e4])
         examples = [1, 10, 30, 5]
         done = rounds.run_round(query, state, weights, num_examples=examples)

@@ -5,7 +5,7 @@ from unittest import mock
 import dp_accounting
 import numpy as np
 import tensorflow as tf
-from tfdp_fl.mechanisms import tfp_throwaway as tfp
+import tensorflow_privacy as tfp
 from absl.testing import parameterized
 from tensorflow_privacy.privacy.dp_query import nested_query
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.mechanisms import noise
+from tfdp_fl.mechanisms import Client, noise
 
 SHAPES = ([3, 4], [4], [4, 2], [2])
 
@@ -74,14 +74,12 @@ def run_round(
     total = query.initial_sample_state([tf.constant(v) for v in template])
     records = []
     for k, update in enumerate(updates):
-        own = params
-        if windows is not None:
-            own = params._replace(radii=query.radii(tf.constant(windows[k])))
-        extra = {}
-        if num_examples is not None:
-            extra["num_examples"] = tf.constant(num_examples[k])
+        client = Client(
+            None if num_examples is None else tf.constant(num_examples[k]),
+            None if windows is None else tf.constant(windows[k]),
+        )
         with stream(k):
-            record = query.preprocess_record(own, update, **extra)
+            record = query.preprocess_record(params, update, client)
         records.append(record)
         total = query.accumulate_preprocessed_record(total, record)
     with stream(-1):

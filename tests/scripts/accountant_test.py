@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import io
 import pathlib
+import sys
 import tempfile
+from unittest import mock
 
 import dp_accounting
 from absl import flags
@@ -95,6 +97,13 @@ class AccountantTest(parameterized.TestCase):
         )
         self.assertIn("fixed sigma^2/m", text)
         self.assertIn("more rounds for the same epsilon", text)
+
+    def test_a_missing_matplotlib_is_named_before_anything_is_computed(self):
+        with (
+            mock.patch.dict(sys.modules, matplotlib=None),
+            self.assertRaisesRegex(SystemExit, "pip install matplotlib"),
+        ):
+            _run(**_PLAN, plot=str(self.folder / "epsilon.png"))
 
     @absltest.skipIf(
         importlib.util.find_spec("matplotlib") is None, "needs matplotlib"

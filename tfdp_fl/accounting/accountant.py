@@ -14,7 +14,7 @@ from dp_accounting.pld import privacy_loss_distribution
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import gaussian, passes
+from tfdp_fl.accounting import events, gaussian, passes
 from tfdp_fl.accounting import rdp as rdp_lib
 
 # PLD keeps a probability for every multiple of this up to the largest loss.
@@ -223,6 +223,25 @@ class PrivacyAccountant:
         if self._is_one_gaussian:
             return gaussian.gaussian_delta(self._mu_squared**-0.5, epsilon)
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
+
+    def computed_by(self, accountant: str) -> str:
+        """Returns whose code computes `epsilon`, in words for a statement."""
+        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
+        package = f"dp-accounting {events.dp_accounting_version()}"
+        if accountant == "pld":
+            if self._is_one_gaussian:
+                return (
+                    "the exact conversion of one Gaussian (Balle & Wang 2018)"
+                )
+            return f"the privacy loss distributions of {package}"
+        foreign = self._other or any(
+            charge.noise_multiplier is None for charge in self._amplified
+        )
+        return (
+            "tfdp_fl's own Renyi accounting, which is tested against that of "
+            + package
+            + (f", and {package}'s of all that is no Gaussian" * bool(foreign))
+        )
 
     def rdp(self) -> np.ndarray:
         """Returns the history's Renyi curve, float64 [len(orders)]."""

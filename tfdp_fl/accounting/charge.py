@@ -10,7 +10,7 @@ from typing import Any
 
 import dp_accounting
 
-from tfdp_fl import _validate
+from tfdp_fl import _json, _validate
 from tfdp_fl.accounting import events
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
@@ -96,9 +96,7 @@ class RoundCharge:
     @property
     def relation(self) -> dp_accounting.NeighboringRelation:
         """When two data sets are neighbours: the guarantee's first half."""
-        if self.sampling == "fixed_size":
-            return dp_accounting.NeighboringRelation.REPLACE_ONE
-        return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+        return relation_of(self.sampling)
 
     @property
     def sampling_probability(self) -> float:
@@ -183,7 +181,7 @@ class RoundCharge:
         for name in ("pass_index", "pass_offset", "partition"):
             if getattr(self, name) is not None:
                 fields[name] = getattr(self, name)
-        return events.canonical_json(fields)
+        return _json.canonical(fields)
 
     def to_json(self) -> str:
         """Returns the charge as one line of JSON, exact to the last bit."""
@@ -198,6 +196,13 @@ class RoundCharge:
 
     def __hash__(self) -> int:
         return hash(self._json)
+
+
+def relation_of(sampling: str) -> dp_accounting.NeighboringRelation:
+    """Returns when two data sets are neighbours under a sampling."""
+    if sampling == "fixed_size":
+        return dp_accounting.NeighboringRelation.REPLACE_ONE
+    return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
 def require_fixed_size_pld() -> None:

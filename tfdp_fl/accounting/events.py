@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 import numbers
 from collections.abc import Sequence
@@ -142,11 +141,6 @@ def _from_json_value(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_from_json_value(item) for item in value)
     return value
-
-
-def canonical_json(value: Any) -> str:
-    """Returns the one JSON text of a value: sorted keys, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def dp_accounting_version() -> str:

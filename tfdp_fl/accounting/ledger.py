@@ -12,6 +12,10 @@ A last line without its end is what a crash in mid-write leaves. Its round's
 result was never shown, as `record` had not returned, so it is not charged. (If
 the line is complete but for its newline, it is counted all the same.) A round
 that is run again after a crash has two lines and is charged twice.
+
+Several runs on the same clients may share a ledger, one after the other. Each
+line names its run, so that what one of them spent elsewhere is not taken for
+what another one wrote here.
 """
 
 from __future__ import annotations
@@ -26,14 +30,17 @@ import json
 import math
 import os
 import pathlib
+import secrets
 from typing import Any
 
-from tfdp_fl import _validate, version
+from tfdp_fl import _json, _validate, version
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import events, local
 
-FORMAT = "tfdp_fl privacy ledger 1"
+FORMAT = "tfdp_fl privacy ledger 2"
+# In the first format no line names its run.
+_WITHOUT_RUNS = "tfdp_fl privacy ledger 1"
 _GENESIS = "0" * 64
 
 
@@ -53,6 +60,18 @@ class LedgerWriteError(LedgerError):
     """A line could not be written; what stood before is as it was."""
 
 
+class LedgerMovedError(LedgerError):
+    """The file was deleted, moved or replaced while it was open."""
+
+
+class LedgerForkedError(LedgerError):
+    """Another process than the one that opened the ledger uses it."""
+
+
+class LedgerEntryError(LedgerError, ValueError):
+    """A line would say what no round can have cost."""
+
+
 # The shorter name, as in a sentence.
 LedgerTampered = LedgerTamperedError
 
@@ -70,6 +89,8 @@ class LedgerEntry:
         client: {"mu_squared": of this round, "max_mu_squared": so far}.
       time: When the line was written, UTC, ISO 8601.
       details: The mechanism's parameters of the round, and anything else.
+      run: The id of the run that released the round; None in a ledger of the
+        first format.
     """
 
     round_index: int
@@ -78,6 +99,7 @@ class LedgerEntry:
     local: dict[str, float] | None
     time: str
     details: dict[str, Any]
+    run: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,12 +111,25 @@ class LedgerContents:
       entries: The rounds, in the order in which they were released.
       truncated: Whether the last line was cut short by a crash.
       head: The hash of the last whole line.
+      identity: The hash of the first line, which no other ledger has; it
+        stands for the run of the lines that name none.
     """
 
     header: dict[str, Any]
     entries: tuple[LedgerEntry, ...]
     truncated: bool
     head: str
+    identity: str
+
+    def by_run(self) -> dict[str, tuple[LedgerEntry, ...]]:
+        """Returns the rounds of each run, by the run's id.
+
+        Lines without an id count as one run, named by `identity`.
+        """
+        runs: dict[str, list[LedgerEntry]] = {}
+        for entry in self.entries:
+            runs.setdefault(entry.run or self.identity, []).append(entry)
+        return {run: tuple(entries) for run, entries in runs.items()}
 
     def accountant(self) -> accountant_lib.PrivacyAccountant:
         """Returns an accountant to which all rounds were added."""
@@ -121,32 +156,46 @@ class LedgerContents:
     def local_epsilon(self, delta: float) -> float:
         """Returns the local epsilon of the client that spent most, at delta.
 
-        The spending so far that the last line tells, plus, for rounds that a
-        resumed run did again, the most a client can have spent in the run that
-        was lost.
+        The spending so far that a run's last line tells, plus, for rounds that
+        it did again after it was resumed, the most a client can have spent in
+        what was lost. Runs add up, as if the client that spent most in one had
+        spent most in every other. Infinite if a round has no local guarantee.
         """
-        spent, lost = self._spent_and_lost(math.inf)
-        return local.epsilon_of_mu_squared(spent + lost, delta)
+        if any(entry.local is None for entry in self.entries):
+            return math.inf
+        spent = math.fsum(
+            largest_mu_squared(entries) for entries in self.by_run().values()
+        )
+        return local.epsilon_of_mu_squared(spent, delta)
 
-    def lost_mu_squared(self, next_round: int) -> float:
+    def lost_mu_squared(self, next_round: int, run: str) -> float:
         """Returns what one client may have spent in rounds that were lost.
 
         Args:
-          next_round: The round that the run goes on with; lines of this round
-            and later ones belong to a run that was lost.
+          next_round: The round that the run goes on with; its lines of this
+            round and later ones belong to what was lost.
+          run: The run's id.
         """
-        return self._spent_and_lost(next_round)[1]
+        return _spent_and_lost(self.by_run().get(run, ()), next_round)[1]
 
-    def _spent_and_lost(self, earliest_later: float) -> tuple[float, float]:
-        spent, lost = 0.0, 0.0
-        for entry in reversed(self.entries):
-            if entry.local is not None:
-                if entry.round_index >= earliest_later:
-                    lost += entry.local["mu_squared"]
-                else:
-                    spent = max(spent, entry.local["max_mu_squared"])
-            earliest_later = min(earliest_later, entry.round_index)
-        return spent, lost
+
+def largest_mu_squared(entries: tuple[LedgerEntry, ...]) -> float:
+    """Returns the most that one client can have spent in one run's rounds."""
+    return math.fsum(_spent_and_lost(entries, math.inf))
+
+
+def _spent_and_lost(
+    entries: tuple[LedgerEntry, ...], earliest_later: float
+) -> tuple[float, float]:
+    spent, lost = 0.0, 0.0
+    for entry in reversed(entries):
+        if entry.local is not None:
+            if entry.round_index >= earliest_later:
+                lost += entry.local["mu_squared"]
+            else:
+                spent = max(spent, entry.local["max_mu_squared"])
+        earliest_later = min(earliest_later, entry.round_index)
+    return spent, lost
 
 
 class PrivacyLedger:
@@ -166,6 +215,7 @@ class PrivacyLedger:
         mechanism: dict[str, Any] | None = None,
         key: bytes | None = None,
         expected_head: str | None = None,
+        run: str | None = None,
     ):
         """Opens a ledger for writing and takes its lock.
 
@@ -182,15 +232,23 @@ class PrivacyLedger:
             SHA-256.
           expected_head: With "append": a `head` seen before, which the file
             must still contain.
+          run: The id of the run whose rounds will be recorded; None: a new,
+            random one. A run that is resumed gives the id it had.
 
         Raises:
           FileExistsError: mode "create" and the file exists.
           LedgerInUseError: Another run has it open.
           LedgerTamperedError: The existing lines do not verify.
+          LedgerError: It has a format that is not known here.
           LedgerWriteError: It cannot be created or written.
         """
         _validate.one_of(("create", "append"), mode=mode)
         self._path = pathlib.Path(path)
+        # Where it is, wherever the process goes.
+        self._place = os.path.abspath(self._path)
+        # A fork inherits the file, its lock and the place of the next line.
+        self._process = os.getpid()
+        self._run = new_run() if run is None else _checked_run(run)
         self._key = key
         self._head = _GENESIS
         self._rounds = 0
@@ -200,7 +258,7 @@ class PrivacyLedger:
         if mode == "create":
             flags |= os.O_EXCL
         try:
-            self._descriptor = os.open(self._path, flags, 0o644)
+            self._descriptor = os.open(self._place, flags, 0o600)
         except FileExistsError:
             raise FileExistsError(
                 errno.EEXIST,
@@ -234,7 +292,7 @@ class PrivacyLedger:
                 self._sync_folder()
         except BaseException as error:
             if mode == "create" and not isinstance(error, LedgerInUseError):
-                self._path.unlink(missing_ok=True)  # Made here, and empty.
+                os.unlink(self._place)  # Made here, and empty.
             self.close()
             raise
 
@@ -252,6 +310,11 @@ class PrivacyLedger:
     def rounds(self) -> int:
         """How many rounds the ledger holds."""
         return self._rounds
+
+    @property
+    def run(self) -> str:
+        """The id of the run whose rounds are recorded."""
+        return self._run
 
     def record(
         self,
@@ -278,6 +341,11 @@ class PrivacyLedger:
           LedgerWriteError: If the line could not be written and synced (disk
             full, for instance). The ledger is as it was before; the round must
             not be released.
+          LedgerMovedError: If the file was deleted, moved or replaced.
+          LedgerForkedError: If this is not the process that opened it.
+          LedgerTamperedError: If something else was written to the file.
+          LedgerEntryError: If `local` is negative or NaN, or infinite in a
+            round whose charge says that there was noise.
         """
         if charge is None and local is None:
             raise ValueError(
@@ -287,13 +355,11 @@ class PrivacyLedger:
         if charge is not None:
             _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         if local is not None:
-            local = {
-                name: float(local[name])
-                for name in ("mu_squared", "max_mu_squared")
-            }
+            local = _checked_local(local, charge)
         self._append(
             {
                 "kind": "round",
+                "run": self._run,
                 "round": _validate.non_negative_integer(
                     round_index=round_index
                 ),
@@ -303,18 +369,21 @@ class PrivacyLedger:
                 "charge": charge and json.loads(charge.to_json()),
                 "local": local,
                 "time": _now(),
-                "details": json.loads(json.dumps(details, default=_plain)),
+                "details": _json.plain(details, _refuse),
             }
         )
         self._rounds += 1
 
     def contents(self) -> LedgerContents:
         """Returns what the ledger holds now."""
-        return PrivacyLedger.read(self._path, key=self._key)
+        return PrivacyLedger.read(self._place, key=self._key)
 
     def close(self) -> None:
         """Releases the file and its lock."""
         if self._descriptor is not None:
+            if self._process == os.getpid():
+                # Forks that still hold the file would hold the lock as well.
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -359,6 +428,8 @@ class PrivacyLedger:
         """Verifies what is there and removes a line that was cut short."""
         size = os.fstat(self._descriptor).st_size
         data = os.pread(self._descriptor, size, 0)
+        self._end = size
+        self._check_file()
         contents, whole = _parse(
             data, str(self._path), self._key, expected_head
         )
@@ -377,7 +448,7 @@ class PrivacyLedger:
             raise LedgerError(f"The ledger {self._path} is closed.")
         body["previous"] = self._head
         digest = _digest(body, self._key)
-        line = events.canonical_json({**body, "hash": digest}) + "\n"
+        line = _json.canonical({**body, "hash": digest}) + "\n"
         self._write(line.encode())
         self._head = digest
 
@@ -387,6 +458,7 @@ class PrivacyLedger:
                 f"The ledger {self._path} could not be repaired after a failed "
                 "write; close it and open it with mode='append'."
             )
+        self._check_file()
         try:
             written = 0
             while written < len(data):
@@ -405,6 +477,36 @@ class PrivacyLedger:
             ) from error
         self._end += len(data)
 
+    def _check_file(self) -> None:
+        """Raises unless a line written now is found by whoever reads next."""
+        if os.getpid() != self._process:
+            raise LedgerForkedError(
+                f"The ledger {self._path} was opened by process "
+                f"{self._process} and cannot be written by its fork "
+                f"{os.getpid()}: both would write in the same place. Open one "
+                "in each process, or release rounds in one process only."
+            )
+        own = os.fstat(self._descriptor)
+        try:
+            found = os.stat(self._place)
+        except OSError:
+            found = None
+        if found is None or (own.st_dev, own.st_ino) != (
+            found.st_dev,
+            found.st_ino,
+        ):
+            raise LedgerMovedError(
+                f"The ledger {self._path} was deleted, moved or replaced while "
+                "it was open: what is written now would not be found there. "
+                "Put it back; the round must not be released."
+            )
+        if own.st_size != self._end:
+            raise LedgerTamperedError(
+                f"The ledger {self._path} has {own.st_size} bytes where "
+                f"{self._end} were written: something else changed it while "
+                "it was open. The round must not be released."
+            )
+
     def _roll_back(self) -> None:
         try:
             os.ftruncate(self._descriptor, self._end)
@@ -415,7 +517,7 @@ class PrivacyLedger:
     def _sync_folder(self) -> None:
         """Makes the new file's name survive a crash."""
         try:
-            folder = os.open(self._path.parent, os.O_RDONLY)
+            folder = os.open(os.path.dirname(self._place), os.O_RDONLY)
         except OSError:
             return  # A folder that may be written but not read.
         try:
@@ -454,6 +556,7 @@ def _parse(
     header: dict[str, Any] = {}
     entries: list[LedgerEntry] = []
     head, seen = _GENESIS, {_GENESIS}
+    identity = _GENESIS
     whole, truncated = len(data) - len(tail), not data
     for number, line in enumerate([*lines, tail], start=1):
         unfinished = number == len(lines) + 1
@@ -464,10 +567,11 @@ def _parse(
             if (number == 1) != (body["kind"] == "header"):
                 raise ValueError("it is not what belongs there")
             if number == 1:
-                header = body
+                header, identity = body, body["hash"]
                 _check_scheme(header, key, name)
+                _check_format(header, name)
             else:
-                entries.append(_entry(body))
+                entries.append(_entry(body, header["format"]))
         except (ValueError, KeyError, TypeError) as error:
             if unfinished:
                 truncated = True
@@ -488,7 +592,11 @@ def _parse(
     for field in ("kind", "hash", "previous"):
         header.pop(field, None)
     contents = LedgerContents(
-        header=header, entries=tuple(entries), truncated=truncated, head=head
+        header=header,
+        entries=tuple(entries),
+        truncated=truncated,
+        head=head,
+        identity=identity,
     )
     return contents, whole
 
@@ -502,11 +610,19 @@ def _check_scheme(header: dict[str, Any], key: bytes | None, name: str) -> None:
         )
 
 
+def _check_format(header: dict[str, Any], name: str) -> None:
+    if header["format"] not in (FORMAT, _WITHOUT_RUNS):
+        raise LedgerError(
+            f"The ledger {name} has the format {header['format']!r}; this "
+            f"version reads {FORMAT!r} and {_WITHOUT_RUNS!r}."
+        )
+
+
 def _verified(line: bytes, head: str, key: bytes | None) -> dict[str, Any]:
     body = json.loads(line.decode())
     if not isinstance(body, dict):
         raise ValueError("it is not a JSON object")
-    if events.canonical_json(body).encode() != line:
+    if _json.canonical(body).encode() != line:
         raise ValueError("it is not written as the ledger writes")
     digest = body.pop("hash")
     if body.get("previous") != head:
@@ -518,20 +634,61 @@ def _verified(line: bytes, head: str, key: bytes | None) -> dict[str, Any]:
     return {**body, "hash": digest}
 
 
-def _entry(body: dict[str, Any]) -> LedgerEntry:
-    charge = body["charge"]
+def _entry(body: dict[str, Any], format: str) -> LedgerEntry:
+    charge, local = body["charge"], body["local"]
+    if charge is not None:
+        charge = charge_lib.RoundCharge.from_json(charge)
+    # In the first format, only lines that were written later name a run.
+    run = body.get("run") if format == _WITHOUT_RUNS else body["run"]
     return LedgerEntry(
         round_index=body["round"],
         cohort_size=body["cohort_size"],
-        charge=charge and charge_lib.RoundCharge.from_json(charge),
-        local=body["local"],
+        charge=charge,
+        local=None if local is None else _checked_local(local, charge),
         time=body["time"],
         details=body["details"],
+        run=run,
     )
 
 
+def new_run() -> str:
+    """Returns the id of a new run, random hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def _checked_run(run: Any) -> str:
+    if not isinstance(run, str) or not run:
+        raise ValueError(f"run must be a text that is not empty, got {run!r}.")
+    return run
+
+
+def _checked_local(
+    local: dict[str, Any], charge: charge_lib.RoundCharge | None
+) -> dict[str, float]:
+    """Returns a round's local spending, or raises LedgerEntryError.
+
+    Infinity is what a release without noise costs, so a round may say it, but
+    not next to a charge that has noise.
+    """
+    checked = {
+        name: float(local[name]) for name in ("mu_squared", "max_mu_squared")
+    }
+    for name, value in checked.items():
+        if not value >= 0:
+            raise LedgerEntryError(
+                f"{name} must be a number of at least 0, got {value!r}."
+            )
+    noise = None if charge is None else charge.noise_multiplier
+    if noise and math.isinf(checked["mu_squared"]):
+        raise LedgerEntryError(
+            "mu_squared must be finite in a round with noise, got inf next to "
+            f"a noise multiplier of {noise!r}."
+        )
+    return checked
+
+
 def _digest(body: dict[str, Any], key: bytes | None) -> str:
-    data = events.canonical_json(body).encode()
+    data = _json.canonical(body).encode()
     if key is None:
         return hashlib.sha256(data).hexdigest()
     return hmac.new(key, data, hashlib.sha256).hexdigest()
@@ -546,10 +703,5 @@ def _now() -> str:
     return now.isoformat(timespec="milliseconds")
 
 
-def _plain(value: Any) -> Any:
-    """Turns NumPy values into JSON ones."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if hasattr(value, "numpy"):
-        return value.numpy().tolist()
+def _refuse(value: Any) -> None:
     raise TypeError(f"{value!r} cannot be kept in a ledger.")

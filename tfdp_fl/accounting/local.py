@@ -81,6 +81,29 @@ class LocalAccount:
         np.add.at(sums, inverse, mu_squared)
         return float(max(self.max_mu_squared, sums.max(initial=0.0)))
 
+    def max_mu_squared_after_draws(
+        self,
+        draws: int,
+        mu_squared: float,
+        max_participations: int | None = None,
+    ) -> float:
+        """Returns the most `max_mu_squared` can be after more rounds.
+
+        Which clients they will draw is not known: any client may be in all of
+        them.
+
+        Args:
+          draws: How many rounds.
+          mu_squared: (sensitivity / sigma)^2 of one client's release in each.
+          max_participations: After so many rounds a client sits out.
+        """
+        spent, seen = self._mu_squared, self._participations
+        if max_participations is None:
+            return self.max_mu_squared + (draws * mu_squared if draws else 0.0)
+        more = np.minimum(draws, np.maximum(max_participations - seen, 0))
+        after = spent + np.where(more > 0, more * mu_squared, 0.0)
+        return float(after.max())
+
     def epsilon(self, delta: float) -> float:
         """Returns the exact epsilon of the client that spent most."""
         return epsilon_of_mu_squared(self.max_mu_squared, delta)
@@ -149,9 +172,17 @@ def epsilon_of_mu_squared(mu_squared: float, delta: float) -> float:
     """Returns the exact epsilon of Gaussian releases whose mu^2 add up.
 
     Args:
-      mu_squared: Sum of (sensitivity / sigma)^2; 0 for nothing released.
+      mu_squared: Sum of (sensitivity / sigma)^2; 0 for nothing released,
+        infinity for a release without noise.
       delta: Between 0 and 1.
+
+    Raises:
+      ValueError: mu_squared is negative or NaN.
     """
+    if not mu_squared >= 0:
+        raise ValueError(
+            f"mu_squared must be a number of at least 0, got {mu_squared!r}."
+        )
     delta = _validate.inside_unit_interval(delta=delta)
     if mu_squared == 0:
         return 0.0

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import local as local_lib
 from tfdp_fl.accounting.local import epsilon_of_mu_squared
 
 CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherRun:
+    """What another run spent, as a ledger tells it.
+
+    Attributes:
+      charges: Its rounds, and how often each.
+      mu_squared: The most that one client can have spent in it.
+    """
+
+    charges: collections.Counter[charge_lib.RoundCharge]
+    mu_squared: float
+
+    def joined(self, other: OtherRun) -> OtherRun:
+        """Returns what the run spent by two accounts, neither complete."""
+        return OtherRun(
+            charges=self.charges | other.charges,
+            mu_squared=max(self.mu_squared, other.mu_squared),
+        )
+
+
 class Spending:
-    """The cost of the rounds that ran.
+    """The cost of the rounds that ran, and of those that ledgers tell of.
 
     A central guarantee is composed over rounds under the sampling that ran. A
     local one (and a guarantee per record) is composed for each client over the
@@ -23,23 +46,40 @@ class Spending:
 
     Attributes:
       guarantee: "central", "local", "record" or "none".
-      central: The `PrivacyAccountant` of the rounds.
+      central: The `PrivacyAccountant` of all rounds, those of other runs
+        included.
       clients: The `LocalAccount` of the clients' own releases.
       lost_mu_squared: What any one client may have spent on top in rounds that
         a crash cut off between their charge and their checkpoint: nobody can
         tell any more which clients those were.
+      others: What runs of other models spent on the same clients, by run
+        and ledger file, as the files tell it.
     """
 
     def __init__(self, guarantee: str, num_clients: int):
         self.guarantee = guarantee
         self.central = accountant_lib.PrivacyAccountant()
+        self._own: collections.Counter[charge_lib.RoundCharge] = (
+            collections.Counter()
+        )
         self.clients = local_lib.LocalAccount(num_clients)
         self.lost_mu_squared = 0.0
+        self.others: dict[str, OtherRun] = {}
 
     @property
     def rounds(self) -> int:
-        """Returns how many rounds were charged."""
-        return self.central.rounds
+        """Returns how many rounds were charged to this run."""
+        return self._own.total()
+
+    @property
+    def rounds_of_others(self) -> int:
+        """Returns how many rounds of other runs are counted as well."""
+        return sum(each.charges.total() for each in self.others.values())
+
+    @property
+    def charges(self) -> tuple[tuple[charge_lib.RoundCharge, int], ...]:
+        """Returns this run's rounds as (charge, count)."""
+        return tuple(self._own.items())
 
     @property
     def by_client(self) -> bool:
@@ -48,8 +88,18 @@ class Spending:
 
     @property
     def max_mu_squared(self) -> float:
-        """Returns the most that one client can have spent."""
-        return self.clients.max_mu_squared + self.lost_mu_squared
+        """Returns the most that one client can have spent, in all runs."""
+        return self.clients.max_mu_squared + self.mu_squared_elsewhere
+
+    @property
+    def mu_squared_elsewhere(self) -> float:
+        """Returns what counts against every client on top of its own account.
+
+        Rounds that were lost, and other runs.
+        """
+        return self.lost_mu_squared + sum(
+            each.mu_squared for each in self.others.values()
+        )
 
     def charge(
         self,
@@ -66,7 +116,75 @@ class Spending:
             only if the guarantee is composed client by client.
         """
         self.central.add(charge)
+        self._own[charge] += 1
         self.clients.add(positions, mu_squared if self.by_client else 0.0)
+
+    def absorb(
+        self, contents: ledger_lib.LedgerContents, run: str, source: str
+    ) -> None:
+        """Counts what a ledger tells of and is not counted yet.
+
+        Rounds of this run that only the ledger knows (a crash cut them off
+        from their checkpoint) and all rounds of the other runs in it. To read
+        a ledger again adds what was written to it since, and nothing else.
+        Two files that tell of the same other run count twice: a run may have
+        gone on from one checkpoint in two places.
+
+        Args:
+          contents: The ledger.
+          run: The id of this run.
+          source: The name of the file.
+
+        Raises:
+          ValueError: A round of the ledger has a guarantee of another kind;
+            nothing is counted then.
+        """
+        own = collections.Counter(self._own)
+        others: dict[str, OtherRun] = {}
+        for other, entries in contents.by_run().items():
+            charges = collections.Counter(
+                entry.charge for entry in entries if entry.charge is not None
+            )
+            if other == run:
+                own |= charges  # Of each kind, as many as either knows of.
+                continue
+            if any(
+                (entry.local if self.by_client else entry.charge) is None
+                for entry in entries
+            ):
+                raise ValueError(
+                    "path must be a ledger whose rounds all have a "
+                    f"{self.guarantee} guarantee, to be counted together with "
+                    f"this run's, got one with rounds of run {other} that "
+                    "have none."
+                )
+            others[f"{other} in {source}"] = OtherRun(
+                charges=charges,
+                mu_squared=ledger_lib.largest_mu_squared(entries)
+                if self.by_client
+                else 0.0,
+            )
+        self._count(own, others)
+
+    def keep_others(self, others: dict[str, OtherRun]) -> None:
+        """Counts what is known of other runs and not counted yet."""
+        self._count(self._own, others)
+
+    def _count(
+        self,
+        own: collections.Counter[charge_lib.RoundCharge],
+        others: dict[str, OtherRun],
+    ) -> None:
+        others = {
+            **self.others,
+            **{
+                name: other.joined(self.others.get(name, other))
+                for name, other in others.items()
+            },
+        }
+        if (own, others) != (self._own, self.others):
+            self.central = _composed(own, others)
+            self._own, self.others = own, others
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns the epsilon of the mechanism's own guarantee at delta.
@@ -108,10 +226,11 @@ class Spending:
         clients = self.clients.get_state()
         return {
             "guarantee": self.guarantee,
-            "charges": [
-                [charge.to_json(), count]
-                for charge, count in self.central.charges
-            ],
+            "charges": _as_json(self._own),
+            "others": {
+                name: [_as_json(other.charges), other.mu_squared]
+                for name, other in self.others.items()
+            },
             "mu_squared": clients["mu_squared"],
             "participations": clients["participations"],
             "lost_mu_squared": self.lost_mu_squared,
@@ -121,10 +240,39 @@ class Spending:
     def from_state(cls, state: dict[str, Any]) -> Spending:
         """Returns the spending that `state` was taken of."""
         spending = cls(state["guarantee"], len(state["mu_squared"]))
-        for charge, count in state["charges"]:
-            spending.central.add(
-                charge_lib.RoundCharge.from_json(charge), int(count)
+        spending._own = _from_json(state["charges"])
+        spending.others = {
+            name: OtherRun(
+                charges=_from_json(charges), mu_squared=float(mu_squared)
             )
+            # Missing where an earlier version wrote the state.
+            for name, (charges, mu_squared) in state.get("others", {}).items()
+        }
+        spending.central = _composed(spending._own, spending.others)
         spending.clients.set_state(state)
         spending.lost_mu_squared = float(state.get("lost_mu_squared", 0.0))
         return spending
+
+
+def _composed(
+    own: collections.Counter[charge_lib.RoundCharge],
+    others: dict[str, OtherRun],
+) -> accountant_lib.PrivacyAccountant:
+    history = accountant_lib.PrivacyAccountant()
+    for charges in (*(each.charges for each in others.values()), own):
+        for charge, count in charges.items():
+            history.add(charge, count)
+    return history
+
+
+def _as_json(charges: collections.Counter[charge_lib.RoundCharge]) -> list:
+    return [[charge.to_json(), count] for charge, count in charges.items()]
+
+
+def _from_json(charges: list) -> collections.Counter[charge_lib.RoundCharge]:
+    return collections.Counter(
+        {
+            charge_lib.RoundCharge.from_json(charge): int(count)
+            for charge, count in charges
+        }
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import dp_accounting
 
-from tfdp_fl import _validate
+from tfdp_fl import _json, _validate
 from tfdp_fl.accounting import events
 
 GUARANTEES = ("central", "local", "record", "none")
@@ -17,11 +17,6 @@ FORMATS = ("text", "dict", "markdown")
 
 # Each caveat is one full sentence that stands by itself.
 CAVEATS: dict[str, str] = {
-    "exact_median": (
-        "The clip norm of each round was the exact median of that round's "
-        "update norms, as published; that median is not private, so strictly "
-        "epsilon holds only for what the models reveal beyond it."
-    ),
     "unnoised_metrics": (
         "The training loss, the training metrics and the diagnostics of each "
         "round (such as norms and clipped fractions) were computed from "
@@ -31,7 +26,10 @@ CAVEATS: dict[str, str] = {
     "seed_given": (
         "A random seed was given, so whoever knows it can repeat the cohorts "
         "and the noise; towards them there is no guarantee, and the seed has "
-        "to be kept as secret as the data."
+        "to be kept as secret as the data. Another run with the same seed has "
+        "the same noise in the same rounds, so that the difference of what "
+        "the two release has none: a seed must not be used again on the same "
+        "clients."
     ),
     "local_not_central": (
         "The guarantee is local: every client adds its own noise before "
@@ -41,33 +39,6 @@ CAVEATS: dict[str, str] = {
     "per_record": (
         "The guarantee is per record, not per client: it covers one example in "
         "a client's data, and a client with many examples is protected less."
-    ),
-    "classic_above_one": (
-        "The noise was calibrated by the classic Gaussian formula at an "
-        "epsilon of 1 or more, where its proof does not hold; the target it "
-        "was calibrated for is not guaranteed, and the epsilon reported here "
-        "was computed from the noise really added."
-    ),
-    "basic_composition": (
-        "The target was split evenly over the rounds (basic composition), "
-        "which adds more noise than is needed; the epsilon reported here is "
-        "what the noise really gives."
-    ),
-    "layers_charged_separately": (
-        "Each layer of the model was clipped and noised by itself and is "
-        "charged as a release of its own."
-    ),
-    "layers_joint": (
-        "All layers of one update are charged as one joint release."
-    ),
-    "radius_from_unnoised_norms": (
-        "Each client's clipping radius follows the un-noised norms of its own "
-        "earlier updates; what the noise's size thereby reveals is not part of "
-        "epsilon."
-    ),
-    "custom_query_event": (
-        "The mechanism is a query given by the user together with its cost; "
-        "that the cost is right was not checked here."
     ),
     "secure_aggregation": (
         "Updates were summed by secure aggregation, so that no party saw a "
@@ -102,10 +73,23 @@ CAVEATS: dict[str, str] = {
         "Only this run is counted: other runs on the same clients, such as a "
         "search for hyperparameters, cost extra."
     ),
+    "only_runs_in_ledgers_counted": (
+        "Only this run and the other runs in its ledgers are counted: further "
+        "runs on the same clients cost extra."
+    ),
     "shuffled_zero_out": (
         "Cohorts were a shuffled order of all clients; adding or removing a "
-        "client means here that its update is replaced by zero in its place, "
-        "and no amplification by sampling is claimed."
+        "client means here that everything it hands in (its update and, where "
+        "the clip adapts, the centred bit or the norm beside it) counts as "
+        "zero in its place; that it has this place, and so the number of "
+        "clients N, is not protected, and no amplification by sampling is "
+        "claimed."
+    ),
+    "population_stated": (
+        "The number of clients N and the sizes of the cohorts that were drawn "
+        "are stated as they are; where neighbours differ by one client added "
+        "or removed, these numbers depend on who is among the clients, and "
+        "stating them is not covered by epsilon."
     ),
     "fixed_size_population_known": (
         "Cohorts had a fixed size, so neighbouring data sets differ by one "
@@ -129,6 +113,12 @@ CAVEATS: dict[str, str] = {
         "the ideal Gaussian; attacks on the low bits of floating-point noise "
         "are out of its scope."
     ),
+    "pseudorandom_noise": (
+        "The noise came from the pseudo-random generator Philox4x32-10, whose "
+        "secret is no longer than 64 bits and which is not made for "
+        "cryptography; the guarantee is towards those who cannot guess that "
+        "secret or tell the generator's output from true randomness."
+    ),
     "validation_data_not_covered": (
         "Data used for validation, or for choosing a model by it, is not "
         "covered by epsilon unless it is public."
@@ -138,17 +128,17 @@ CAVEATS: dict[str, str] = {
         "larger than is usual: a mechanism that publishes one client outright "
         "could have that delta."
     ),
+    "delta_not_below_one_over_records": (
+        "Delta is not below one divided by the number of records, which is "
+        "larger than is usual: a mechanism that publishes one record outright "
+        "could have that delta."
+    ),
     "epsilon_large": ("An epsilon above 10 bounds the worst case only weakly."),
     "secure_aggregation_norms_seen": (
         "The clip norm of each round was set from the norms of the clients' "
         "updates, and the norm of each client's update reached the server in "
         "the clear, outside secure aggregation and without noise; towards the "
         "server epsilon does not cover those norms."
-    ),
-    "query_noise_from_tf_random": (
-        "The noise was drawn by the TF-Privacy query from TensorFlow's own "
-        "random numbers: if tf.random.set_seed was called, whoever knows that "
-        "seed can repeat the noise, and towards them there is no guarantee."
     ),
     "tff_cohorts_declared": (
         "How the cohorts were drawn, from how many clients and how often one "
@@ -163,6 +153,24 @@ CAVEATS: dict[str, str] = {
         "the user's own that lets a client count for more than its clip."
     ),
 }
+
+
+def add_caveats(sentences: Mapping[str, str]) -> None:
+    """Adds what a mechanism declares to `CAVEATS`.
+
+    Args:
+      sentences: Full sentences by key.
+
+    Raises:
+      ValueError: A key has another sentence already.
+    """
+    for key, sentence in sentences.items():
+        if CAVEATS.setdefault(key, sentence) != sentence:
+            raise ValueError(
+                f"own_caveats must have new keys, got {key!r}, which stands "
+                f"for: {CAVEATS[key]}"
+            )
+
 
 _SAMPLING = {
     "poisson": (
@@ -201,11 +209,19 @@ class StatementFacts:
       relation: The neighbouring relation; default that of the sampling.
       sampling: "poisson", "fixed_size" or "shuffled".
       num_clients: N.
+      populations: N of every population there were rounds on, in their order,
+        where there were several.
+      num_records: The number of records of all clients, if known; what delta
+        is compared with where a record is protected.
       clients_per_round: m, or the expected sizes of all rounds.
       cohort_sizes: The sizes of the cohorts that were really drawn.
       rounds: How many rounds were released.
+      rounds_of_others: How many rounds of other runs the epsilons count as
+        well.
       epsilon_rdp: Central epsilon by Renyi accounting.
       epsilon_pld: Central epsilon by privacy loss distributions.
+      rdp_computed_by: What computed `epsilon_rdp`, in words.
+      pld_computed_by: What computed `epsilon_pld`, in words.
       epsilon_local: Local (or per-record) epsilon of the client that spent
         most.
       max_participations: In how many rounds the most-seen client took part.
@@ -226,11 +242,16 @@ class StatementFacts:
     relation: dp_accounting.NeighboringRelation | None = None
     sampling: str = "poisson"
     num_clients: int = 1
+    populations: Sequence[int] = ()
+    num_records: int | None = None
     clients_per_round: float | Sequence[float] = 1
     cohort_sizes: Sequence[int] = ()
     rounds: int = 0
+    rounds_of_others: int = 0
     epsilon_rdp: Epsilon = None
     epsilon_pld: Epsilon = None
+    rdp_computed_by: str = "tfdp_fl's own Renyi accounting"
+    pld_computed_by: str = "the privacy loss distributions of dp-accounting"
     epsilon_local: Epsilon = None
     max_participations: int | None = None
     central_epsilon: Epsilon = None
@@ -243,6 +264,7 @@ class StatementFacts:
         _validate.one_of(_SAMPLING, sampling=self.sampling)
         _validate.positive_integer(num_clients=self.num_clients)
         _validate.non_negative_integer(rounds=self.rounds)
+        _validate.non_negative_integer(rounds_of_others=self.rounds_of_others)
         for caveat in self.caveats:
             _validate.one_of(CAVEATS, caveats=caveat)
 
@@ -309,40 +331,49 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             if local or facts.sampling == "fixed_size"
             else dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
         )
+    populations = list(facts.populations) or [facts.num_clients]
     caveats = dict.fromkeys(facts.caveats)
     if math.isfinite(best):
         if facts.sampling == "shuffled" and not local:
-            caveats["shuffled_zero_out"] = None
+            caveats.setdefault("shuffled_zero_out", None)
         if facts.sampling == "fixed_size" and not local:
-            caveats["fixed_size_population_known"] = None
+            caveats.setdefault("fixed_size_population_known", None)
         if facts.guarantee == "local":
-            caveats["local_not_central"] = None
+            caveats.setdefault("local_not_central", None)
         if facts.guarantee == "record":
-            caveats["per_record"] = None
-        if delta * facts.num_clients >= 1:
-            caveats["delta_not_below_one_over_n"] = None
+            caveats.setdefault("per_record", None)
+        if facts.sampling == "poisson" and not local:
+            caveats.setdefault("population_stated", None)
+        if facts.guarantee == "record":
+            if facts.num_records and delta * facts.num_records >= 1:
+                caveats.setdefault("delta_not_below_one_over_records", None)
+        elif delta * max(populations) >= 1:
+            caveats.setdefault("delta_not_below_one_over_n", None)
         if best > 10:
-            caveats["epsilon_large"] = None
+            caveats.setdefault("epsilon_large", None)
     content: dict[str, Any] = {
         "guarantee": facts.guarantee,
         "has_guarantee": math.isfinite(best),
         "unit": facts.unit,
         "relation": relation.name,
         "delta": delta,
-        "epsilon": _finite(best),
-        **{name: _finite(value) for name, value in values.items()},
+        "epsilon": _json.finite(best),
+        **{name: _json.finite(value) for name, value in values.items()},
         "implied_epsilon": facts.implied_epsilon,
         "implied_delta": facts.implied_delta,
         "rounds": facts.rounds,
+        "rounds_of_others": facts.rounds_of_others,
         "sampling": facts.sampling,
         "num_clients": facts.num_clients,
+        "populations": populations,
+        "num_records": facts.num_records,
         "clients_per_round": _range(facts.clients_per_round),
         "cohort_sizes": _range(facts.cohort_sizes),
         "max_participations": facts.max_participations,
         "mechanism": facts.mechanism,
         "mechanism_description": facts.mechanism_description,
         "mechanism_parameters": {
-            key: _json_value(value)
+            key: _json.plain(value)
             for key, value in facts.mechanism_parameters.items()
         },
         "dp_accounting": events.dp_accounting_version(),
@@ -356,6 +387,10 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
 
 def _summary(facts, content, values, best, relation, delta) -> str:
     after = f"after {_count(facts.rounds, 'round')} of training"
+    if facts.rounds_of_others:
+        after += (
+            f" and {facts.rounds_of_others} of other runs on the same clients"
+        )
     if not math.isfinite(best):
         why = (
             "the mechanism adds no noise"
@@ -368,7 +403,7 @@ def _summary(facts, content, values, best, relation, delta) -> str:
         )
     neighbours = _RELATION[relation.name].format(unit=facts.unit)
     if facts.guarantee == "central":
-        by = _by_accountants(values)
+        by = _by_accountants(facts, values)
         return (
             f"Central differential privacy per {facts.unit}: {after}, "
             "the sequence of all models published is (epsilon, "
@@ -395,7 +430,8 @@ def _summary(facts, content, values, best, relation, delta) -> str:
         text += (
             " Against those who see only the averages, the same noise gives "
             + (
-                f"a central epsilon of {_up(central)} at delta = {delta:g}."
+                f"a central epsilon of {_up(central)} at delta = {delta:g}, "
+                "for the same neighbours."
                 if math.isfinite(central)
                 else "no finite central epsilon."
             )
@@ -413,15 +449,23 @@ def _summary(facts, content, values, best, relation, delta) -> str:
     return text
 
 
-def _by_accountants(values) -> str:
+def _by_accountants(facts, values) -> str:
     rdp, pld = values["epsilon_rdp"], values["epsilon_pld"]
+    exact = "exact" in facts.pld_computed_by
+    by_pld = (
+        f"exactly, as one Gaussian, {_up(pld)}"
+        if exact and pld is not None
+        else f"by privacy loss distributions {_up(pld)}"
+        if pld is not None
+        else ""
+    )
     if rdp is not None and pld is not None:
         return (
-            f" (by privacy loss distributions {_up(pld)}, by Renyi "
-            f"accounting {_up(rdp)}; each is an upper bound)"
+            f" ({by_pld}, by Renyi accounting {_up(rdp)}; each is an upper "
+            "bound)"
         )
     if pld is not None:
-        return " (by privacy loss distributions, an upper bound)"
+        return f" ({by_pld}, an upper bound)"
     return " (by Renyi accounting, an upper bound)"
 
 
@@ -439,8 +483,9 @@ def _meaning(facts, best, delta) -> str:
     )
     return (
         f"In plain words: whatever anyone concludes from {seen}, with any "
-        "other knowledge and any computing power, the odds they give it can "
-        f"differ by a factor of at most exp(epsilon) = {factor} because of one "
+        "other knowledge, as long as they cannot foretell the noise, the odds "
+        "they give it can differ by a factor of at most exp(epsilon) = "
+        f"{factor} because of one "
         f"{facts.unit}'s data, except for events of probability about delta = "
         f"{delta:g}."
     )
@@ -465,7 +510,8 @@ def _how(facts, content) -> str:
     )
     text += (
         f"Sampling ({facts.sampling}): {_SAMPLING[facts.sampling]}, with N = "
-        f"{facts.num_clients} and m = {sizes}"
+        + ", then ".join(map(str, content["populations"]))
+        + f" and m = {sizes}"
     )
     if drawn["count"]:
         text += (
@@ -476,9 +522,17 @@ def _how(facts, content) -> str:
     if not content["has_guarantee"]:
         return f"{text}."
     if facts.guarantee == "central":
+        by = [
+            computed_by
+            for name, computed_by in (
+                ("epsilon_pld", facts.pld_computed_by),
+                ("epsilon_rdp", facts.rdp_computed_by),
+            )
+            if content[name] is not None
+        ]
         return (
-            f"{text}. Epsilon was computed with dp-accounting "
-            f"{content['dp_accounting']} for the sampling that was done."
+            f"{text}. Epsilon was computed for the sampling that was done, by "
+            f"{'; and by '.join(by)}."
         )
     return (
         f"{text}. Epsilon was computed exactly (analytic Gaussian) from what "
@@ -500,7 +554,8 @@ def _markdown(content: dict[str, Any]) -> str:
         "epsilon (central, same noise)": content["central_epsilon"],
         "Rounds": content["rounds"],
         "Sampling": content["sampling"],
-        "Clients (N)": content["num_clients"],
+        "Clients (N)": ", then ".join(map(str, content["populations"])),
+        "Rounds of other runs": content["rounds_of_others"] or None,
         "Clients per round, planned (m)": _range_text(
             content["clients_per_round"]
         ),
@@ -531,10 +586,6 @@ def _markdown(content: dict[str, Any]) -> str:
 def _value(epsilon: Epsilon, delta: float) -> float | None:
     value = epsilon(delta) if callable(epsilon) else epsilon
     return None if value is None else float(value)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _range(sizes: float | Sequence[float]) -> dict[str, float | int | None]:
@@ -583,15 +634,3 @@ def _short(value: Any) -> str:
         return f"{value:.6g}"
     text = str(value)
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _json_value(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(k): _json_value(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return repr(value)

@@ -1,20 +1,23 @@
 """TFF aggregation factories of the mechanisms."""
 
-from tfdp_fl.aggregators.adaptive_clipping import AdaptiveClippingFactory
 from tfdp_fl.aggregators.adaptive_local_dp import (
-    AdaptiveLocalDPFactory,
     WindowedAdaptiveLocalDPFactory,
 )
-from tfdp_fl.aggregators.fixed_clipping import FixedClippingFactory
-from tfdp_fl.aggregators.local_dp import LocalDPFactory
 from tfdp_fl.aggregators.mechanism_factory import (
     MechanismFactory,
     from_mechanism,
 )
-from tfdp_fl.aggregators.median_clipping import MedianClippingFactory
+from tfdp_fl.aggregators.named import (
+    AdaptiveClippingFactory,
+    AdaptiveLocalDPFactory,
+    FixedClippingFactory,
+    LocalDPFactory,
+    MedianClippingFactory,
+    NoPrivacyFactory,
+    QueryFactory,
+    factory_of,
+)
 from tfdp_fl.aggregators.nbafl import NbAFLFactory
-from tfdp_fl.aggregators.no_privacy import NoPrivacyFactory
-from tfdp_fl.aggregators.query import QueryFactory
 from tfdp_fl.aggregators.state import (
     AggregatorState,
     RoundHistory,
@@ -38,6 +41,7 @@ __all__ = [
     "WindowedAdaptiveLocalDPFactory",
     "accountable_state",
     "extract_dp_event",
+    "factory_of",
     "find_aggregator_state",
     "from_mechanism",
 ]

@@ -17,6 +17,7 @@ from tfdp_fl.aggregators import (
     state,
     values,
 )
+from tfdp_fl.mechanisms import cohort_query, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
@@ -78,7 +79,7 @@ class BoundMechanism:
         clients = round_values.tabulated(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )
-        noise = getattr(mechanism, "noise_multiplier", None)
+        noise = mechanism.noise_multiplier
         noise = round_values.tabulated(
             0.0 if noise is None else noise,
             "noise_multiplier",
@@ -94,8 +95,8 @@ class BoundMechanism:
         if rounds is None and lengths:
             rounds = min(lengths)
         if max_participations is None:
-            max_participations = getattr(mechanism, "max_participations", None)
-        self.deployment = mechanism_lib.Deployment(
+            max_participations = mechanism.max_participations
+        self.deployment = contribution.Deployment(
             clients_per_round=clients,
             num_clients=num_clients,
             sampling=sampling,
@@ -111,7 +112,7 @@ class BoundMechanism:
 
     @property
     def _needs_exact_cohort(self) -> bool:
-        return getattr(self.mechanism, "noise_site", None) == "client"
+        return self.mechanism.needs_exact_cohort
 
     def _check_cohort_sizes(self) -> None:
         limit = self.deployment.num_clients
@@ -131,11 +132,11 @@ class BoundMechanism:
                     f"cohort size is fixed, got {value!r}."
                 )
 
-    def bind(self, num_variables: int) -> mechanism_lib.CohortQuery:
+    def bind(self, num_variables: int) -> cohort_query.CohortQuery:
         """Returns the mechanism's query for values of so many tensors."""
         return self.mechanism.bind(self._deployment_for(num_variables))
 
-    def _deployment_for(self, num_variables: int) -> mechanism_lib.Deployment:
+    def _deployment_for(self, num_variables: int) -> contribution.Deployment:
         return dataclasses.replace(self.deployment, num_variables=num_variables)
 
     def create(
@@ -144,7 +145,7 @@ class BoundMechanism:
         weight_type: tff.types.Type | None = None,
         *,
         wrap: Callable[
-            [mechanism_lib.CohortQuery], mechanism_lib.CohortQuery
+            [cohort_query.CohortQuery], cohort_query.CohortQuery
         ] = lambda query: query,
         inner_factory: tff.aggregators.UnweightedAggregationFactory | None,
         scalars_factory: tff.aggregators.UnweightedAggregationFactory | None,
@@ -171,14 +172,14 @@ class BoundMechanism:
         )
 
     def _size_check(
-        self, query: mechanism_lib.CohortQuery
+        self, query: cohort_query.CohortQuery
     ) -> cohort_size.CohortSizeCheck:
         return cohort_size.CohortSizeCheck(
             exact=self._needs_exact_cohort,
             at_most_expected=self.deployment.sampling
             in ("fixed_size", "shuffled"),
             at_most=self.deployment.num_clients,
-            some_weight=query.releases == "weights",
+            some_weight=self.mechanism.releases_weights,
         )
 
     def _plan(self, num_variables: int) -> cohort_process.RoundPlan:

@@ -30,7 +30,7 @@ from tfdp_fl.aggregators import (
     state,
     values,
 )
-from tfdp_fl.mechanisms import mechanism as mechanism_lib
+from tfdp_fl.mechanisms import cohort_query, contribution
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class RoundPlan:
 
 
 def create_cohort_process(
-    query: mechanism_lib.CohortQuery,
+    query: cohort_query.CohortQuery,
     plan: RoundPlan,
     size_check: cohort_size.CohortSizeCheck,
     value_type: tff.types.Type,
@@ -131,19 +131,19 @@ def create_cohort_process(
         clip_to_cohort = _create_clip_to_cohort(
             query, query_state_type, value_type
         )
-    record_class = []
     client_types = [value_type]
     if weight_type is not None:
         client_types.append(weight_type)
 
     def preprocess(params, value, *weight):
-        record = query.preprocess_record(params, flatten(value), *weight)
-        record_class.append(type(record))
+        client = [query.client_with(number) for number in weight]
+        record = query.preprocess_record(params, flatten(value), *client)
         fields = collections.OrderedDict(record._asdict())
         update = fields.pop("update")
         if isinstance(update, list) and len(update) == len(flatten(value)):
             # As the inner factory would be handed it without a mechanism.
             update = pack(update, value_type)
+        fields["sums"] = collections.OrderedDict(fields["sums"])
         fields["cohort_size"] = tf.ones([])
         return collections.OrderedDict(update=update, scalars=fields)
 
@@ -170,7 +170,7 @@ def create_cohort_process(
         )
         update = flatten(total["update"]) if packed else total["update"]
         with tf.control_dependencies([size]):
-            record = record_class[0](
+            record = contribution.Contribution(
                 update=tf.nest.map_structure(tf.identity, update), **scalars
             )
             mean, new_state, _ = query.get_noised_result(record, query_state)
@@ -281,7 +281,7 @@ def _without_varargs(function: Callable[..., Any], arity: int) -> Any:
 
 
 def _create_clip_to_cohort(
-    query: mechanism_lib.CohortQuery,
+    query: cohort_query.CohortQuery,
     query_state_type: tff.types.Type,
     value_type: tff.types.Type,
 ) -> tff.Computation:

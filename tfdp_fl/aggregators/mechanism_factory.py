@@ -8,8 +8,8 @@ import tensorflow_federated as tff
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl.aggregators import bound_mechanism
+from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.mechanisms import nbafl
 
 
 class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
@@ -77,10 +77,10 @@ class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
           ValueError: The mechanism's guarantee does not hold there, or it
             needs a fact that is not given.
         """
-        if isinstance(mechanism, nbafl.NbAFL):
+        if getattr(mechanism, "releases_weights", False):
             raise ValueError(
-                "mechanism must release updates, got NbAFL, which releases "
-                "weights with each client's number of examples: use "
+                f"mechanism must release updates, got {mechanism.name}, which "
+                "releases weights with each client's number of examples: use "
                 "NbAFLFactory (a WeightedAggregationFactory) or "
                 "tfdp_fl.learning.build_dp_fed_avg."
             )
@@ -101,7 +101,7 @@ class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
         return self._bound.mechanism
 
     @property
-    def deployment(self) -> mechanism_lib.Deployment:
+    def deployment(self) -> contribution.Deployment:
         """Where it is used."""
         return self._bound.deployment
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow_federated as tff
 
 from tfdp_fl import schedules
 from tfdp_fl.aggregators import bound_mechanism, mechanism_factory
-from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.mechanisms import nbafl
+from tfdp_fl.mechanisms import contribution, nbafl
 
 
 class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
@@ -91,15 +92,14 @@ class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
         return self._bound.mechanism
 
     @property
-    def deployment(self) -> mechanism_lib.Deployment:
+    def deployment(self) -> contribution.Deployment:
         """Where it is used."""
         return self._bound.deployment
 
     @property
     def downlink_noise_stddev(self) -> float:
         """Sigma_D, the stddev of the noise before broadcast."""
-        query = self._bound.bind(num_variables=1)
-        return float(query.noise_stddev(None))
+        return self.mechanism.downlink_stddev(self.deployment)
 
     def create(
         self, value_type: tff.types.Type, weight_type: tff.types.Type
@@ -113,19 +113,20 @@ class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
         return self._bound.create(
             value_type,
             weight_type,
-            wrap=lambda query: query if self._downlink_noise else self._quiet(),
+            wrap=lambda query: (
+                query
+                if self._downlink_noise
+                else _WithoutDownlinkNoise(**query.mechanism.parameters()).bind(
+                    query.deployment
+                )
+            ),
             **self._factories,
         )
 
-    def _quiet(self) -> nbafl.NbAFLQuery:
-        """Returns the query without the noise before broadcast."""
-        uplink = nbafl.uplink_noise_stddev(
-            self.mechanism.weight_clip,
-            self.mechanism.constant,
-            self.mechanism.epsilon,
-            self.deployment.rounds,
-            examples=1.0,
-        )
-        return nbafl.NbAFLQuery(
-            self.mechanism.weight_clip, uplink, downlink_stddev=0.0
-        )
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WithoutDownlinkNoise(nbafl.NbAFL):
+    """NbAFL whose noise before broadcast somebody else adds."""
+
+    def downlink_stddev(self, deployment: contribution.Deployment) -> float:
+        return 0.0

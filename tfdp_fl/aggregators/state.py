@@ -61,7 +61,7 @@ def history_kind(
             mechanism.name,
             mechanism.guarantee,
             mechanism.caveats(),
-            getattr(mechanism, "noise_site", None),
+            mechanism.noise_site,
             event,
             sampling,
         )

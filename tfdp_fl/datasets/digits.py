@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from tfdp_fl import _validate
+from tfdp_fl import _optional, _validate
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.partitioning import (
     check_held_out,
@@ -50,10 +50,12 @@ def load_digits(
       int32[n].
 
     Raises:
+      ImportError: If scikit-learn is not installed.
       TypeError, ValueError: If an argument is out of its range.
     """
     config = {"loader": "digits", **locals()}
-    from sklearn import datasets
+    with _optional.needed("scikit-learn", "load_digits"):
+        from sklearn import datasets
 
     test_fraction = _validate.inside_unit_interval(test_fraction=test_fraction)
     digits = datasets.load_digits()

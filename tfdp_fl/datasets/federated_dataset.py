@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from tfdp_fl import _validate
 from tfdp_fl.datasets import nests, npz, sources
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
+
+_IDS_AT_ONCE = 4096
 
 
 class FederatedDataset:
@@ -65,6 +68,7 @@ class FederatedDataset:
         self._client_ids = client_ids
         self._config = config
         self._position_of: dict[Any, int] | None = None
+        self._ids_digest: str | None = None
 
     # Construction.
 
@@ -294,6 +298,29 @@ class FederatedDataset:
     def is_indexed(self) -> bool:
         """Whether every example is in memory, in the tensors of `flat()`."""
         return isinstance(self._source, sources.IndexedSource)
+
+    @property
+    def client_ids_digest(self) -> str:
+        """The SHA-256 of the clients' ids in the order of their positions.
+
+        Hexadecimal. Two datasets have the same one if their ids have the same
+        types and are written alike, in the same order; NumPy numbers count as
+        Python's. It is computed once, in about a second for a million clients.
+        """
+        if self._ids_digest is None:
+            digest = hashlib.sha256()
+            for start in range(0, self.num_clients, _IDS_AT_ONCE):
+                texts = map(
+                    _id_text, self._client_ids[start : start + _IDS_AT_ONCE]
+                )
+                # With its length before it, no id can pass for two.
+                digest.update(
+                    "".join(f"{len(text)}:{text}" for text in texts).encode(
+                        errors="surrogatepass"
+                    )
+                )
+            self._ids_digest = digest.hexdigest()
+        return self._ids_digest
 
     def client_sizes(self, positions: Any = None) -> np.ndarray:
         """Returns the number of examples of clients, int64[k].
@@ -563,6 +590,12 @@ class FederatedDataset:
             f"y: {nests.describe_spec(y_spec)}",
         ]
         return "FederatedDataset\n" + textwrap.indent("\n".join(lines), "  ")
+
+
+def _id_text(client_id: Any) -> str:
+    if isinstance(client_id, np.generic):
+        client_id = client_id.item()
+    return f"{type(client_id).__qualname__} {client_id!r}"
 
 
 class _TakenIds(Sequence):

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import _files
 from tfdp_fl.datasets import nests, sources
 
 _FORMAT = "tfdp_fl.FederatedDataset/1"
@@ -53,20 +53,8 @@ def save(
         header["client_ids"] = [_encode_id(client) for client in client_ids]
     contents["header"] = np.array(json.dumps(header))
     contents["lengths"] = lengths
-
-    directory = os.path.dirname(os.path.abspath(path))
-    descriptor, partial = tempfile.mkstemp(suffix=".part", dir=directory)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            np.savez(file, **contents)
-        # mkstemp's files are for their owner only; workers must read this one.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(partial, 0o666 & ~umask)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with _files.replacing(path) as file:
+        np.savez(file, **contents)
 
 
 def load(

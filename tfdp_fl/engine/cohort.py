@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp_fl.engine import client_update
-from tfdp_fl.mechanisms import mechanism, noise
+from tfdp_fl.mechanisms import cohort_query, contribution, noise
 
 
 class ClientTable(NamedTuple):
@@ -61,14 +61,14 @@ class CohortSum(NamedTuple):
     """What a group of clients adds up to.
 
     Attributes:
-      record: The sum of the clients' `Record`s.
+      record: The sum of the clients' `Contribution`s.
       loss: Float32 scalar, the sum over examples of the training loss, as far
         as it is a number.
       examples: Float32 scalar, the number of examples of which it is.
       moments: A `Moments`, or () if it was not asked for.
     """
 
-    record: mechanism.Record
+    record: contribution.Contribution
     loss: tf.Tensor
     examples: tf.Tensor
     moments: Any
@@ -80,8 +80,7 @@ class CollectedUpdates(NamedTuple):
     Attributes:
       updates: Float32 [K, D], flattened and concatenated over variables.
       norms: Float32 [K].
-      scalars: Float32 [K, 5], a record's below_clip, weight, norm, clipped,
-        discarded.
+      scalars: Float32 [K, ...], `Contribution.scalars` of each.
     """
 
     updates: tf.Tensor
@@ -117,7 +116,7 @@ class CohortFunction:
     def __init__(
         self,
         trainer: client_update.ClientTrainer,
-        query: mechanism.CohortQuery,
+        query: cohort_query.CohortQuery,
         options: CohortOptions,
     ):
         self._trainer = trainer
@@ -188,9 +187,9 @@ class CohortFunction:
             zero = tf.cast(num_clients < 0, tf.float32)
             collected = (
                 tf.ensure_shape(tf.fill([size, width], zero), [None, width]),
-                rows_array(5),
+                rows_array(query.num_scalars),
             )
-        num_layers = len(weights) if query.uses_window else 0
+        num_layers = len(weights) if query.keeps_window else 0
         windows = rows_array(num_layers) if num_layers else ()
         state = (
             tf.constant(0),
@@ -211,34 +210,33 @@ class CohortFunction:
                 k, table, x, y, weights, learning_rate, loss, examples
             )
             update = (
-                trainer.update(weights)
-                if query.releases == "update"
-                else trainer.weights()
+                trainer.weights()
+                if query.mechanism.releases_weights
+                else trainer.update(weights)
             )
-            client_params = params
+            window = None
             if num_layers:
-                client_params = params._replace(
-                    radii=query.radii(table.windows[k])
-                )
-                windows = windows.write(k, query.layer_norms(update))
+                window = table.windows[k]
+                windows = windows.write(k, query.mechanism.window_norms(update))
             if options.moments:
                 moments = _add_moments(moments, update)
             if options.output == COLLECT_UPDATES:
                 norm = query.record_norm(update)
                 row = _flatten(update, tf.math.is_finite(norm))
-                scalars = tf.stack([0.0, 0.0, norm, 0.0, 0.0])
                 collected = (
                     self._with_row(collected[0], k, row),
-                    collected[1].write(k, scalars),
+                    collected[1].write(k, query.with_norm_of_scalars(norm)),
                 )
             else:
                 with noise.seeded(noise.fold_in(client_seed, 0)):
-                    one = self._preprocess(
-                        client_params, update, table.num_examples[k]
+                    one = query.preprocess_record(
+                        params,
+                        update,
+                        contribution.Client(table.num_examples[k], window),
                     )
                 if collect:
                     _check_one_by_one(one.update, weights)
-                    scalars = tf.stack([*one[1:]])
+                    scalars = tf.stack(one.scalars())
                     collected = (
                         self._with_row(collected[0], k, _flatten(one.update)),
                         collected[1].write(k, scalars),
@@ -256,7 +254,7 @@ class CohortFunction:
             result = (
                 CollectedUpdates(
                     updates=collected[0],
-                    norms=scalars[:, 2],
+                    norms=query.norm_of_scalars(scalars),
                     scalars=scalars,
                 ),
                 result,
@@ -272,15 +270,6 @@ class CohortFunction:
         if self._options.jit_compile:  # XLA writes it in place.
             return tf.tensor_scatter_nd_update(matrix, [[k]], row[None])
         return tf.raw_ops.InplaceUpdate(x=matrix, i=k[None], v=row[None])
-
-    def _preprocess(
-        self, params: Any, update: list[tf.Tensor], num_examples: tf.Tensor
-    ) -> mechanism.Record:
-        if self._query.releases == "weights":
-            return self._query.preprocess_record(
-                params, update, num_examples=num_examples
-            )
-        return self._query.preprocess_record(params, update)
 
     def _local_steps(
         self,
@@ -392,14 +381,14 @@ def _add_moments(moments: Moments, update: list[tf.Tensor]) -> Moments:
 
 
 def sum_collected(
-    query: mechanism.CohortQuery,
+    query: cohort_query.CohortQuery,
     params: Any,
     updates: tf.Tensor,
     members: tf.Tensor,
     seed: tf.Tensor,
     shapes: list[tf.TensorShape],
     dtypes: list[tf.DType],
-) -> mechanism.Record:
+) -> contribution.Contribution:
     """Preprocesses and adds up updates that waited for a joint clip.
 
     Args:
@@ -439,7 +428,7 @@ def sum_collected(
 
 
 def preprocess_collected(
-    query: mechanism.CohortQuery,
+    query: cohort_query.CohortQuery,
     params: Any,
     updates: tf.Tensor,
     members: tf.Tensor,
@@ -460,7 +449,7 @@ def preprocess_collected(
             one = query.preprocess_record(
                 params, unflatten(update, shapes, dtypes)
             )
-        return _flatten(one.update), tf.stack([*one[1:]])
+        return _flatten(one.update), tf.stack(one.scalars())
 
     flat, scalars = tf.map_fn(
         client,
@@ -468,7 +457,9 @@ def preprocess_collected(
         parallel_iterations=1,
         fn_output_signature=(
             tf.TensorSpec([width], tf.float32),
-            tf.TensorSpec([5], tf.float32),
+            tf.TensorSpec([query.num_scalars], tf.float32),
         ),
     )
-    return CollectedUpdates(updates=flat, norms=scalars[:, 2], scalars=scalars)
+    return CollectedUpdates(
+        updates=flat, norms=query.norm_of_scalars(scalars), scalars=scalars
+    )

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.engine import batching, client_update, cohort, separable
-from tfdp_fl.mechanisms import mechanism
+from tfdp_fl.mechanisms import cohort_query, contribution
 
 # Float32: the unit roundoff, and what is lost where a product underflows.
 _ROUNDOFF, _UNDERFLOW = 2.0**-24, 2.0**-126
@@ -146,7 +146,7 @@ def _products_are_float32() -> bool:
 def supports(
     model: tf.keras.Model,
     training: client_update.LocalTraining,
-    query: mechanism.CohortQuery,
+    query: cohort_query.CohortQuery,
 ) -> bool:
     """Returns True if a cohort of this model can be trained in this way.
 
@@ -163,7 +163,7 @@ def supports(
         or model.losses
         or not query.only_scales
         or query.two_phase
-        or query.releases != "update"
+        or query.mechanism.releases_weights
         or not client_update.is_plain_sgd(training.optimizer)
         or training.proximal_weight
         or training.grad_clip > 0
@@ -294,7 +294,7 @@ class DenseCohortFunction:
         self,
         model: tf.keras.Model,
         trainer: client_update.ClientTrainer,
-        query: mechanism.CohortQuery,
+        query: cohort_query.CohortQuery,
         steps: int,
         full_batches: bool,
         all_usable: bool = False,
@@ -358,7 +358,7 @@ class DenseCohortFunction:
         self._trainer.start_metrics()
         shape = tf.shape(table.rows)
         clients, batch = shape[1], shape[2]
-        labels = tf.gather(y, table.rows)
+        labels = self._own(tf.gather(y, table.rows), table.sizes)
         memory = self._first_memory(weights, x, table, clients)
         loss, examples = tf.zeros([]), tf.zeros([])
         for step in range(self._steps):
@@ -453,8 +453,11 @@ class DenseCohortFunction:
         at once.
         """
         memory = [_Memory() for layer in self._layers if _is_dense(layer)]
-        rows = tf.transpose(table.rows, [1, 0, 2])
-        h = tf.gather(x, tf.reshape(rows, [-1]))
+        h = self._own(
+            tf.gather(x, tf.transpose(table.rows, [1, 0, 2])),
+            tf.transpose(table.sizes),
+        )
+        h = _rows(h, keep=h.shape.rank - 3)
         for layer in self._layers:
             if not _is_dense(layer):
                 h = layer(h)
@@ -471,6 +474,23 @@ class DenseCohortFunction:
             )
             return memory
         raise AssertionError("A dense model has a dense layer.")
+
+    def _own(self, values: tf.Tensor, sizes: tf.Tensor) -> tf.Tensor:
+        """Returns gathered values with zeros where there is no example.
+
+        A client that idles has rows in the table that are somebody else's:
+        what stands in them, such as a NaN, is none of its business.
+
+        Args:
+          values: [n, m, B, ...].
+          sizes: Int32 [n, m], how many of the B are examples.
+        """
+        if self._full_batches:
+            return values
+        valid = tf.sequence_mask(sizes, tf.shape(values)[2])
+        for _ in range(values.shape.rank - 3):
+            valid = valid[..., tf.newaxis]
+        return tf.where(valid, values, tf.zeros([], values.dtype))
 
     def _server_product(
         self, layer: _DenseLayer, weights: list[tf.Tensor], h: tf.Tensor
@@ -589,7 +609,7 @@ class DenseCohortFunction:
         memory: list[_Memory],
         clients: tf.Tensor,
         learning_rate: tf.Tensor,
-    ) -> mechanism.Record:
+    ) -> contribution.Contribution:
         """Scales each client's update as the mechanism says, and adds up."""
         dense = [layer for layer in self._layers if _is_dense(layer)]
         squares, bounds, magnitudes, factors = [], [], [], []
@@ -611,7 +631,7 @@ class DenseCohortFunction:
             factors.append((x, d))
         # Of the product below, over the rows of all clients of this call.
         rounding = _summation_error(tf.size(factors[0][1][..., 0]))
-        rate = tf.cast(learning_rate, tf.float64)
+        rate = tf.abs(tf.cast(learning_rate, tf.float64))
         bound = rate * (
             tf.sqrt(tf.add_n(bounds))
             + rounding * tf.sqrt(tf.add_n([each**2 for each in magnitudes]))
@@ -619,7 +639,9 @@ class DenseCohortFunction:
         # The scale, and each factor times it, are rounded as well.
         norm = tf.cast(bound * (1 + 16 * _ROUNDOFF), tf.float32)
         usable = tf.math.is_finite(norm)
-        each = self._query.scale_of(params, tf.where(usable, norm, 0.0), usable)
+        each = self._query.mechanism.contribution_of_norm(
+            tf.where(usable, norm, 0.0), usable, params
+        )
         seen = tf.cast(rate * tf.sqrt(tf.add_n(squares)), tf.float32)
         each = each._replace(norm=tf.where(usable, seen, 0.0))
         scale = (-learning_rate * each.update)[:, None, None]
@@ -635,8 +657,8 @@ class DenseCohortFunction:
             update[layer.kernel] = tf.matmul(_rows(x), d, transpose_a=True)
             if layer.bias is not None:
                 update[layer.bias] = tf.reduce_sum(d, axis=0)
-        return mechanism.Record(
-            update, *[tf.reduce_sum(value) for value in each[1:]]
+        return each.with_scalars(
+            update, [tf.reduce_sum(value) for value in each.scalars()]
         )
 
 

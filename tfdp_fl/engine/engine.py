@@ -23,8 +23,8 @@ from tfdp_fl.engine import (
     replicas,
     server_update,
 )
+from tfdp_fl.mechanisms import contribution, noise
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-from tfdp_fl.mechanisms import noise
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
@@ -209,7 +209,7 @@ class CohortEngine:
         model: tf.keras.Model,
         training: client_update.LocalTraining,
         mechanism: mechanism_lib.Mechanism,
-        deployment: mechanism_lib.Deployment,
+        deployment: contribution.Deployment,
         element_spec: tuple[Any, Any],
         server_optimizer: tf.keras.optimizers.Optimizer | None = None,
         broadcast_hook: BroadcastHook | None = None,
@@ -370,7 +370,7 @@ class CohortEngine:
             collected=[[] for _ in range(self.num_replicas)],
             window_norms=None,
         )
-        if self._query.uses_window:
+        if self._query.keeps_window:
             pending.window_norms = np.full(
                 [len(inputs.positions), self.num_variables], np.nan, np.float32
             )
@@ -558,7 +558,7 @@ class CohortEngine:
             kind = _LOCKSTEP_FEW if few else _LOCKSTEP
             return CohortPart((kind, full, most), tables, plan)
         windows = np.zeros([plan.num_clients, 0, 0], np.float32)
-        if self._query.uses_window:
+        if self._query.keeps_window:
             windows = inputs.windows[plan.members].astype(np.float32)
         padded = plan
         if self._compiles(full) and not portable:
@@ -826,7 +826,7 @@ class CohortEngine:
                 )
             if count:
                 pending.collected[replica].append((members, collected))
-        if self._query.uses_window:
+        if self._query.keeps_window:
             pending.window_norms[members] = norms.numpy()[:count]
         self.add(pending, result, metrics, replica)
 
@@ -945,15 +945,17 @@ class CohortEngine:
 
         Args:
           pending: A round whose records were collected one by one.
-          total: Float [D + 5], the sum over clients of the flattened update
+          total: Float [D + ...], the sum over clients of the flattened update
             followed by the record's scalars; None if there is nothing.
         """
         width = sum(shape.num_elements() for shape in self._shapes)
         if total is None:
-            total = np.zeros(width + 5)
+            total = np.zeros(width + self._query.num_scalars)
         total = tf.constant(total, tf.float32)
         update = cohort.unflatten(total[:width], self._shapes, self._dtypes)
-        record = mechanism_lib.Record(update, *tf.unstack(total[width:], num=5))
+        record = self._query.initial_sample_state([]).with_scalars(
+            update, tf.unstack(total[width:], num=self._query.num_scalars)
+        )
         zeros = tf.nest.map_structure(tf.zeros_like, record)
         pending.sums = [
             each._replace(record=record if replica == 0 else zeros)
@@ -1007,7 +1009,7 @@ class CohortEngine:
                 total.record, state
             )
         record = total.record
-        if self._query.releases == "weights":
+        if self._query.mechanism.releases_weights:
             tf.cond(
                 record.weight > 0,
                 lambda: self._replaced(mean),

@@ -13,7 +13,8 @@ be waiting.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tensorflow.python.eager import context
@@ -21,7 +22,11 @@ from tensorflow.python.eager import context
 _ONE_THREAD = "SINGLE_THREADED_EXECUTOR"
 _MARK = "_tfdp_fl_one_thread"
 
+# Told of a call by its start and end.
+OnCall = Callable[[float, float], None]
+
 _in_use = True
+_on_call: OnCall | None = None
 
 
 def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
@@ -42,10 +47,27 @@ def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
 
 
 def executor(function: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which a traced function runs as it was meant to."""
+    """Returns a context in which a traced function runs as it was meant to.
+
+    Every call of a compiled function is made in one.
+    """
     if _in_use and getattr(function, _MARK, False):
-        return context.function_executor_type(_ONE_THREAD)
-    return contextlib.nullcontext()
+        executor_ = context.function_executor_type(_ONE_THREAD)
+    else:
+        executor_ = contextlib.nullcontext()
+    return executor_ if _on_call is None else _timed(executor_, _on_call)
+
+
+@contextlib.contextmanager
+def _timed(
+    executor_: contextlib.AbstractContextManager[None], on_call: OnCall
+) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        with executor_:
+            yield
+    finally:
+        on_call(start, time.perf_counter())
 
 
 @contextlib.contextmanager
@@ -57,6 +79,22 @@ def by_default_executor() -> Iterator[None]:
         yield
     finally:
         _in_use = True
+
+
+@contextlib.contextmanager
+def timed(on_call: OnCall) -> Iterator[None]:
+    """Has `on_call` told of each call of a compiled function.
+
+    Args:
+      on_call: Called with a call's start and end, `time.perf_counter()`
+        seconds, on the thread that made it; several may call at once.
+    """
+    global _on_call
+    before, _on_call = _on_call, on_call
+    try:
+        yield
+    finally:
+        _on_call = before
 
 
 def _calls_functions(graph: Any) -> bool:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import warnings
+from typing import Any
 
 import numpy as np
 
-from tfdp_fl import secure_aggregation
+from tfdp_fl import mechanisms, secure_aggregation
 from tfdp_fl.engine import engine
 
-# Of a record's scalars, the bit and the weight are handed in.
-_HANDED_IN = 2
-_DISCARDED = 4  # The place of that diagnostic among the scalars.
+_DISCARDED = -1  # The place of that diagnostic among a record's scalars.
 # Noise of two steps of the grid is, once rounded, the rounded sum's noise but
 # for a part of exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
 _STEPS_OF_NOISE = 2.0
@@ -58,37 +56,33 @@ def sum_securely(
         cohort_engine.set_record_sum(pending, None)
         return ()
     query = cohort_engine.query
-    params = None
-    if query.client_noise != "own":
-        params = query.derive_sample_params(
-            query.begin_round(pending.state, *pending.tensors[0][:2])
-        )
-    _check_grid(protocol, params)
+    site = query.mechanism.noise_site
+    state = query.begin_round(pending.state, *pending.tensors[0][:2])
+    _check_grid(protocol, query, state)
     members = np.concatenate([members for members, _ in parts])
     scalars = np.concatenate([each.scalars.numpy() for _, each in parts])
     updates = np.concatenate([each.updates.numpy() for _, each in parts])
     order = np.argsort(members, kind="stable")
     members, scalars, updates = members[order], scalars[order], updates[order]
+    # The diagnostics are not handed in.
+    handed_in = scalars[:, : scalars.shape[1] - mechanisms.NUM_DIAGNOSTICS]
     too_large = ~(
         np.abs(updates).max(axis=1, initial=0.0) <= protocol.max_share_value
-    ) | ~(
-        np.abs(scalars[:, :_HANDED_IN]).max(axis=1) <= protocol.max_share_value
-    )
+    ) | ~(np.abs(handed_in).max(axis=1) <= protocol.max_share_value)
     if too_large.any():
-        failed = _without(too_large, members, scalars, updates, query, protocol)
+        failed = _without(too_large, members, scalars, updates, site, protocol)
         if failed:
             cohort_engine.set_record_sum(pending, None)
             return failed
     bound = None
-    if query.client_noise == "none":
-        # A query that is not ours may not say what its clip is.
-        bound = float(getattr(params, "clip_norm", math.inf))
+    if site == "server":
+        bound = float(query.largest_norm(state))
 
     def sent_by(index: int) -> np.ndarray:
         update = updates[index].astype(np.float64)
         if bound is not None:
             update = protocol.within(update, bound)
-        return np.concatenate([update, scalars[index, :_HANDED_IN]])
+        return np.concatenate([update, handed_in[index]])
 
     grouped = secure_aggregation.sum_in_groups(
         sent_by, protocol, group_size=group_size, num_members=len(members)
@@ -97,25 +91,28 @@ def sum_securely(
         cohort_engine.set_record_sum(pending, None)
     else:
         heard = list(grouped.succeeded_members)
-        seen = scalars[heard, _HANDED_IN:].sum(axis=0)
+        seen = scalars[heard, handed_in.shape[1] :].sum(axis=0)
         cohort_engine.set_record_sum(
             pending, np.concatenate([grouped.total, seen])
         )
     return tuple(int(members[index]) for index in grouped.failed_members)
 
 
-def _check_grid(protocol, params) -> None:
+def _check_grid(
+    protocol: secure_aggregation.AdditiveSecretSharing,
+    query: mechanisms.CohortQuery,
+    state: Any,
+) -> None:
     """Raises ValueError if rounding would lose a bit or change the noise."""
     if protocol.mode != "ring":
         return
-    needed = [("the bit and the weight of a client", 0.5)]
-    for name, what in (
-        ("noise_stddev", "a client's noise on its update"),
-        ("count_noise_stddev", "a client's noise on its bit"),
-    ):
-        stddev = float(getattr(params, name, 0.0))
-        if stddev > 0:
-            needed.append((what, stddev / _STEPS_OF_NOISE))
+    needed = [("the bits and the weight of a client", 0.5)]
+    if query.mechanism.noise_site == "client":
+        needed += [
+            (f"a client's noise on its {name}", float(share) / _STEPS_OF_NOISE)
+            for name, share in query.noise_shares(state).items()
+            if float(share) > 0
+        ]
     for what, resolution in needed:
         if protocol.resolution > resolution:
             raise ValueError(
@@ -127,11 +124,16 @@ def _check_grid(protocol, params) -> None:
 
 
 def _without(
-    too_large, members, scalars, updates, query, protocol
+    too_large: np.ndarray,
+    members: np.ndarray,
+    scalars: np.ndarray,
+    updates: np.ndarray,
+    noise_site: str,
+    protocol: secure_aggregation.AdditiveSecretSharing,
 ) -> tuple[int, ...]:
     """Makes zeros of what cannot be sent; returns the clients that fail."""
     places = np.flatnonzero(too_large)
-    fails = query.client_noise == "share"
+    fails = noise_site == "client"
     warnings.warn(
         f"{len(places)} of {len(members)} clients have values that are not "
         f"within max_share_value={protocol.max_share_value:g} (first: place "
@@ -149,10 +151,10 @@ def _without(
         return tuple(int(members[place]) for place in places)
     updates[places] = 0.0
     scalars[places, _DISCARDED] = 1.0
-    handed_in = scalars[:, :_HANDED_IN]
+    handed_in = scalars[:, : scalars.shape[1] - mechanisms.NUM_DIAGNOSTICS]
     # A mean over the clients that answered is one without these; a fixed
     # divisor does not look at the weight, and the bit is the client's to give.
-    if query.client_noise == "own":
+    if noise_site == "every client":
         handed_in[places] = 0.0
     handed_in[~(np.abs(handed_in) <= protocol.max_share_value)] = 0.0
     return ()

@@ -8,12 +8,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tfdp_fl import _optional
 from tfdp_fl.experiments.run_directory import Run
 
 # Colour-blind safe (Okabe and Ito 2008), the two that every chart uses first.
 _ACCURACY_COLOR = "#0072B2"
 _EPSILON_COLOR = "#D55E00"
-_COLORS = (
+COLORS = (
     _ACCURACY_COLOR,
     _EPSILON_COLOR,
     "#009E73",
@@ -24,8 +25,14 @@ _COLORS = (
 )
 
 
-def _pyplot() -> Any:
-    import matplotlib
+def pyplot() -> Any:
+    """Returns matplotlib's pyplot, made to draw into files.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    with _optional.needed("matplotlib", "A chart"):
+        import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -33,10 +40,11 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a figure to a file, and forgets it."""
     figure.tight_layout()
     figure.savefig(path, dpi=100)
-    _pyplot().close(figure)
+    pyplot().close(figure)
 
 
 def accuracy_of(run: Run) -> tuple[list[int], list[float]]:
@@ -70,7 +78,7 @@ def accuracy_by_epsilon(run: Run) -> tuple[list[float], list[float]]:
 
 def plot_run(run: Run, path: str | os.PathLike[str]) -> None:
     """Draws accuracy (left axis) and epsilon (right) against rounds."""
-    figure, left = _pyplot().subplots(figsize=(7, 4))
+    figure, left = pyplot().subplots(figsize=(7, 4))
     left.plot(*accuracy_of(run), color=_ACCURACY_COLOR, label="accuracy")
     left.set_xlabel("round")
     left.set_ylabel("accuracy", color=_ACCURACY_COLOR)
@@ -88,7 +96,7 @@ def plot_run(run: Run, path: str | os.PathLike[str]) -> None:
         right.tick_params(axis="y", colors=_EPSILON_COLOR)
         right.set_ylim(0, 1.05 * max(epsilons))
     left.set_title(title_of(run), fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def title_of(run: Run) -> str:
@@ -123,17 +131,17 @@ def plot_comparison(
         draw = _plot_frontier if against == "frontier" else _plot_tradeoff
         draw(groups, path)
         return
-    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
+    figure, axes = pyplot().subplots(figsize=(7, 4.5))
     curve_of = accuracy_of if against == "rounds" else accuracy_by_epsilon
     for place, (name, runs) in enumerate(groups.items()):
-        color = _COLORS[place % len(_COLORS)]
-        style = ("-", "--", ":", "-.")[place // len(_COLORS) % 4]
+        color = COLORS[place % len(COLORS)]
+        style = ("-", "--", ":", "-.")[place // len(COLORS) % 4]
         curves = [c for c in map(curve_of, runs) if c[0]]
         if not curves:
             continue
         for x, y in curves if len(curves) > 1 else ():
             axes.plot(x, y, style, color=color, alpha=0.3, linewidth=0.8)
-        axes.plot(*_mean_curve(curves), style, color=color, label=name)
+        axes.plot(*mean_curve(curves), style, color=color, label=name)
     axes.set_xlabel("round" if against == "rounds" else "epsilon")
     axes.set_ylabel("accuracy")
     axes.set_ylim(0, 1)
@@ -141,10 +149,10 @@ def plot_comparison(
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
-def _mean_curve(
+def mean_curve(
     curves: Sequence[tuple[Sequence[float], Sequence[float]]],
 ) -> tuple[list[float], list[float]]:
     """Returns the mean over the first points that all curves have."""
@@ -184,7 +192,7 @@ def _plot_frontier(
     groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
 ) -> None:
     """Draws final accuracy against final epsilon, and the best for each."""
-    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
+    figure, axes = pyplot().subplots(figsize=(7, 4.5))
     points = []
     for place, (name, runs) in enumerate(groups.items()):
         finished = [
@@ -196,8 +204,8 @@ def _plot_frontier(
             points += finished
             axes.plot(
                 *zip(*finished, strict=True),
-                "os^Dv"[place // len(_COLORS) % 5],
-                color=_COLORS[place % len(_COLORS)],
+                "os^Dv"[place // len(COLORS) % 5],
+                color=COLORS[place % len(COLORS)],
                 label=name,
             )
     frontier = frontier_of(points)
@@ -215,7 +223,7 @@ def _plot_frontier(
     axes.set_xlabel("epsilon")
     axes.set_ylabel("accuracy")
     axes.grid(alpha=0.3)
-    _save(figure, path)
+    save(figure, path)
 
 
 def tradeoff_of(runs: Iterable[Run]) -> list[tuple[float, float, float]]:
@@ -246,10 +254,10 @@ def _plot_tradeoff(
     groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
 ) -> None:
     """Draws a line a group; one without any epsilon is a level to reach."""
-    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
+    figure, axes = pyplot().subplots(figsize=(7, 4.5))
     epsilons = []
     for place, (name, runs) in enumerate(groups.items()):
-        color = _COLORS[place % len(_COLORS)]
+        color = COLORS[place % len(COLORS)]
         points = tradeoff_of(runs)
         if points:
             x, y, spread = zip(*points, strict=True)
@@ -273,68 +281,4 @@ def _plot_tradeoff(
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
-    _save(figure, path)
-
-
-def plot_stopping_points(
-    panels: Mapping[str, Mapping[str, Sequence[Run]]],
-    path: str | os.PathLike[str],
-) -> None:
-    """Draws accuracy from 0.5 on against rounds; a dot ends private runs.
-
-    Args:
-      panels: For each panel's title the runs by the name that they are shown
-        under; of several runs (seeds) the mean is drawn.
-      path: The image file.
-    """
-    names = list(dict.fromkeys(n for groups in panels.values() for n in groups))
-    figure, all_axes = _pyplot().subplots(
-        1, len(panels), figsize=(4 * len(panels), 3.6), sharey=True
-    )
-    for axes, (title, groups) in zip(
-        all_axes if len(panels) > 1 else [all_axes],
-        panels.items(),
-        strict=True,
-    ):
-        for name, runs in groups.items():
-            curves = [c for c in map(accuracy_of, runs) if c[0]]
-            if not curves:
-                continue
-            x, y = _mean_curve(curves)
-            place = names.index(name)
-            color = _COLORS[place % len(_COLORS)]
-            style = ("-", "--", ":", "-.")[place % 4]
-            axes.plot(x, y, style, color=color, label=name)
-            if runs[0].settings.mechanism != "none":
-                axes.plot(x[-1], y[-1], "o", color=color)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("round")
-        axes.set_xlim(left=0)
-        axes.set_ylim(0.5, 1)
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="lower right")
-    (all_axes if len(panels) == 1 else all_axes[0]).set_ylabel("accuracy")
-    _save(figure, path)
-
-
-def plot_update_variance(run: Run, path: str | os.PathLike[str]) -> None:
-    """Draws accuracy, and below it Geyer's V_c and U_s, against rounds."""
-    figure, (above, below) = _pyplot().subplots(
-        2, 1, figsize=(7, 5.5), sharex=True
-    )
-    above.plot(*accuracy_of(run), color=_ACCURACY_COLOR)
-    above.set_ylabel("accuracy")
-    above.set_ylim(0, 1)
-    for name, label, color in (
-        ("between_client_variance", "V_c, variance between clients", 1),
-        ("update_scale", "U_s, update scale", 2),
-    ):
-        below.plot(*run.history[name], color=_COLORS[color], label=label)
-    below.set_yscale("log")
-    below.set_xlabel("round")
-    below.set_xlim(left=0)
-    below.legend(fontsize=8)
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    _save(figure, path)
+    save(figure, path)

@@ -15,14 +15,13 @@ import csv
 import dataclasses
 import io
 import json
-import math
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from tfdp_fl import _files, _json
 from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.keras import callbacks
 
@@ -91,15 +90,6 @@ def _owned() -> tuple[str, ...]:
     return (*_FILES, CHECKPOINT)
 
 
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(partial, 0o644)
-    os.replace(partial, path)
-
-
 def write_csv(
     path: pathlib.Path, header: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> None:
@@ -116,22 +106,13 @@ def write_csv(
             else cell
             for cell in row
         )
-    write_text(path, text.getvalue())
+    _files.write_text(path, text.getvalue())
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes JSON; what is not finite becomes null."""
-    write_text(path, json.dumps(_finite(value), indent=2) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    value = _json.finite(_json.plain(value))
+    _files.write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 class HistoryFile(callbacks.FederatedCallback):
@@ -161,20 +142,12 @@ class HistoryFile(callbacks.FederatedCallback):
         """Adds a round's row; rounds are counted from 1, as printed."""
         self._rows.append({"round": epoch + 1, **(logs or {})})
         columns = dict.fromkeys(name for row in self._rows for name in row)
-        with tempfile.NamedTemporaryFile(
-            "w",
-            dir=self._path.parent,
-            suffix=".part",
-            delete=False,
-            newline="",
-            encoding="utf-8",
-        ) as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            for row in self._rows:
-                writer.writerow({k: _cell(v) for k, v in row.items()})
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, self._path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in self._rows:
+            writer.writerow({k: _cell(v) for k, v in row.items()})
+        _files.write_text(self._path, text.getvalue())
 
 
 def _cell(value: Any) -> Any:

@@ -8,31 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp_fl import _validate, mechanisms
+from tfdp_fl import _validate
+from tfdp_fl.experiments import mechanism_options
+from tfdp_fl.experiments.mechanism_options import (
+    CENTRAL,
+    MECHANISMS,
+    parameters_of,
+)
 
-MECHANISMS: dict[str, type[mechanisms.Mechanism]] = {
-    "none": mechanisms.NoPrivacy,
-    "fixed": mechanisms.FixedClipping,
-    "adaptive": mechanisms.AdaptiveClipping,
-    "median": mechanisms.MedianClipping,
-    "local": mechanisms.LocalDP,
-    "adaptive_local": mechanisms.AdaptiveLocalDP,
-    "nbafl": mechanisms.NbAFL,
-}
-CENTRAL = ("fixed", "adaptive", "median")
 DATASETS = ("digits", "mnist", "shakespeare", "emnist", "npz")
 MODELS = ("linear", "mlp", "cnn", "lstm")
 
-# These come from --target_epsilon and --target_delta.
-_BUDGET = ("epsilon", "delta")
-
-# Where a choice is left open, what each data set is trained with ...
+# Where a choice is left open, what each data set is trained with; then what
+# its mechanism suggests.
 _BY_DATASET: dict[str, dict[str, Any]] = {
     "digits": {
         "num_clients": 500,
@@ -90,36 +83,6 @@ _BY_DATASET: dict[str, dict[str, Any]] = {
     },
 }
 
-# ... and each mechanism runs with. Noise that every client adds by itself wants
-# few weights, few rounds and everybody in them (docs/mechanisms.md shows what
-# comes out); "all" is N.
-_LOCAL = {
-    "model": "linear",
-    "sampling": "fixed_size",
-    "clients_per_round": "all",
-    "rounds": 10,
-    "local_epochs": 5,
-    "client_learning_rate": 0.5,
-}
-_BY_MECHANISM: dict[str, dict[str, Any]] = {
-    "none": {},
-    "fixed": {"clip_norm": 0.5, "target_epsilon": 8.0},
-    "adaptive": {"initial_clip_norm": 0.5, "target_epsilon": 8.0},
-    "median": {"target_epsilon": 8.0},
-    "local": {**_LOCAL, "clip_norm": 1.0, "target_epsilon": 16.0},
-    "adaptive_local": {
-        **_LOCAL,
-        "clipping_radius": 1.0,
-        "target_epsilon": 16.0,
-    },
-    "nbafl": {
-        **_LOCAL,
-        "rounds": 20,
-        "constant": 3.0,
-        "weight_clip": 5.0,
-        "target_epsilon": 50.0,
-    },
-}
 _ALWAYS: dict[str, Any] = {"sampling": "poisson", "local_epochs": 1}
 
 
@@ -130,25 +93,11 @@ def _option(default: Any, kind: Any, help_: str) -> Any:
     )
 
 
-def _mechanism_help() -> str:
-    lines = []
-    for name in MECHANISMS:
-        parameters = ", ".join(parameters_of(name)) or "no parameters"
-        lines.append(f"{name}: {parameters}")
-    return "; ".join(lines)
-
-
-def parameters_of(mechanism: str) -> tuple[str, ...]:
-    """Returns the options that are parameters of a mechanism."""
-    return tuple(
-        field.name
-        for field in dataclasses.fields(MECHANISMS[mechanism])
-        if field.name not in _BUDGET
-    )
+_MechanismParameters = mechanism_options.declared_class("_MechanismParameters")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(_MechanismParameters):
     """Everything that decides a training run.
 
     None leaves a choice to the data set or the mechanism; `resolved` fills it
@@ -231,16 +180,21 @@ class Settings:
         "adaptive",
         tuple(MECHANISMS),
         "What is released about a cohort, and the flags that are its "
-        "parameters. " + _mechanism_help() + ". Parameters that are not given "
-        "have the defaults of docs/mechanisms.md.",
+        "parameters. " + mechanism_options.summary() + ".",
+    )
+    mechanism_module: str | None = _option(
+        None,
+        str,
+        "A Python file or module that registers a mechanism of your own "
+        "(docs/adding_a_mechanism.md); it is imported first.",
     )
     target_epsilon: float | None = _option(
         None,
         float,
         "The guarantee to keep at --target_delta; the noise is calibrated to "
-        "it. For fixed, adaptive and median (8): of the trained model, for a "
-        "whole client. For local and adaptive_local (16): of what a client "
-        "sends, for all it takes part in. For nbafl (100): per record. With "
+        f"it ({mechanism_options.target_help()}). With a trusted server: of "
+        "the trained model, for a whole client. For local mechanisms: of what "
+        "a client sends, for all it takes part in. For nbafl: per record. With "
         "--noise_multiplier the noise is as given, and training stops before "
         "the round that would spend more.",
     )
@@ -255,90 +209,6 @@ class Settings:
         ("rdp", "pld"),
         "Who calibrates and reports: rdp, or pld (tighter and slower).",
     )
-    noise_multiplier: str | float | None = _option(
-        None,
-        str,
-        "fixed, adaptive, median: z, noise stddev on the sum of the clipped "
-        "updates over the clip; a number, or one value a round (0.9,1,1.1 or "
-        "20x0.8,40x1.2). local: what one client adds, over the clip.",
-    )
-    clip_norm: float | None = _option(
-        None, float, "fixed, local: the clip S, L2 over the whole update (0.5)."
-    )
-    initial_clip_norm: float | None = _option(
-        None, float, "adaptive: the clip of the first round (0.5)."
-    )
-    target_quantile: float | None = _option(
-        None,
-        float,
-        "adaptive: the fraction of clients that should remain unclipped (0.5).",
-    )
-    clip_learning_rate: float | None = _option(
-        None, float, "adaptive: how fast the clip follows (0.2)."
-    )
-    count_noise_stddev: float | None = _option(
-        None,
-        float,
-        "adaptive: noise on the count of unclipped clients (m/20).",
-    )
-    median_noise_multiplier: str | float | None = _option(
-        None,
-        str,
-        "median: noise multiplier of a private median, whose cost is "
-        "included (5 times --noise_multiplier, less for small cohorts); or "
-        "exact: the cohort's own median as published, which is not private "
-        "(privacy.txt says so).",
-    )
-    noise_site: str | None = _option(
-        None,
-        ("server", "client"),
-        "fixed, adaptive, median: who adds the noise (server). client needs "
-        "--sampling=fixed_size.",
-    )
-    calibration: str | None = _option(
-        None,
-        ("analytic", "classic"),
-        "local, adaptive_local: analytic (Balle & Wang 2018), or the classic "
-        "formula, proven for epsilon < 1.",
-    )
-    composition: str | None = _option(
-        None,
-        ("rdp", "basic"),
-        "local, adaptive_local: how a client's rounds add up: rdp, or basic "
-        "(epsilon / T for every round).",
-    )
-    max_participations: int | None = _option(
-        None,
-        int,
-        "local, adaptive_local: after so many rounds a client sits out, which "
-        "needs less noise in each.",
-    )
-    clipping_radius: float | None = _option(
-        None, float, "adaptive_local: the most a layer's radius may be (0.5)."
-    )
-    window: int | None = _option(
-        None,
-        int,
-        "adaptive_local: how many of its own last norms a client averages (3).",
-    )
-    layers: str | None = _option(
-        None,
-        ("joint", "separate"),
-        "adaptive_local: whether a round's layers are one release or charged "
-        "one by one (joint).",
-    )
-    constant: float | None = _option(
-        None,
-        float,
-        "nbafl: c, from which delta = 1.25 exp(-c^2/2) follows (3).",
-    )
-    weight_clip: float | None = _option(
-        None, float, "nbafl: C, the bound of a client's weights (10)."
-    )
-    mu: float | None = _option(
-        None, float, "nbafl: weight of the proximal term (0)."
-    )
-
     # The rounds.
     sampling: str | None = _option(
         None,
@@ -501,7 +371,7 @@ class Settings:
         self._check_optimizers()
         defaults = {**_ALWAYS, **_BY_DATASET[self.dataset]}
         usual_model = defaults["model"]
-        defaults.update(_BY_MECHANISM[self.mechanism])
+        defaults.update(mechanism_options.run_defaults(self.mechanism))
         if self.dataset == "shakespeare":
             defaults["model"] = usual_model
         if self.noise_multiplier is not None:
@@ -580,27 +450,29 @@ class Settings:
 
     def delta(self, num_clients: int) -> float:
         """Returns the delta at which epsilon is reported."""
-        if self.mechanism == "nbafl":
-            return min(1.25 * math.exp(-(self.constant**2) / 2), 1 - 1e-9)
+        implied = self._implied_delta()
+        if implied is not None:
+            return min(implied, 1 - 1e-9)
         if self.target_delta is not None:
             return self.target_delta
         return num_clients**-1.1
 
+    def _implied_delta(self) -> float | None:
+        """Returns the delta that follows from the mechanism's parameters."""
+        kind = MECHANISMS[self.mechanism]
+        if kind.guarantee != "record":
+            return None
+        starts = mechanism_options.run_defaults(self.mechanism)
+        own = set(parameters_of(self.mechanism)) & starts.keys()
+        made = kind(
+            epsilon=1.0,
+            **{name: starts[name] for name in own} | self.mechanism_options(),
+        )
+        return made.implied_delta
+
     def mechanism_options(self) -> dict[str, Any]:
         """Returns the mechanism's parameters that are set, noise excepted."""
-        options = {
-            name: getattr(self, name)
-            for name in parameters_of(self.mechanism)
-            if name != "noise_multiplier" and getattr(self, name) is not None
-        }
-        if "median_noise_multiplier" in options:
-            if options["median_noise_multiplier"] == "exact":
-                options["median_noise_multiplier"] = None
-            else:
-                options["median_noise_multiplier"] = float(
-                    options["median_noise_multiplier"]
-                )
-        return options
+        return mechanism_options.chosen(self, self.mechanism)
 
     def _check_words(self) -> None:
         """Refuses words and types that a flag would have refused."""
@@ -668,25 +540,18 @@ class Settings:
             _validate.inside_unit_interval(
                 **{"--target_delta": self.target_delta}
             )
-            if self.mechanism == "nbafl":
+            if self._implied_delta() is not None:
                 raise ValueError(
-                    "--target_delta follows from --constant with "
-                    "--mechanism=nbafl, and is not given."
+                    "--target_delta follows from the parameters of "
+                    f"--mechanism={self.mechanism} (nbafl: --constant), and "
+                    "is not given."
                 )
         if self.accountant == "pld" and self.mechanism not in CENTRAL:
             raise ValueError(
                 f"--accountant=pld is for --mechanism={'|'.join(CENTRAL)}, "
                 f"got --mechanism={self.mechanism}."
             )
-        if isinstance(self.median_noise_multiplier, str):
-            try:
-                if self.median_noise_multiplier != "exact":
-                    float(self.median_noise_multiplier)
-            except ValueError as error:
-                raise ValueError(
-                    "--median_noise_multiplier must be a number or exact, got "
-                    f"{self.median_noise_multiplier!r}."
-                ) from error
+        self.mechanism_options()
 
     def _check_optimizers(self) -> None:
         if self.client_momentum and self.client_optimizer != "sgd":

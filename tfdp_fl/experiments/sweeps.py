@@ -206,8 +206,11 @@ def run_sweep(
     write_tables(root, trials)
     groups = groups_of(read_runs([root]))
     if groups:
-        plots.plot_comparison(groups, root / "accuracy.png")
-        plots.plot_comparison(groups, root / "frontier.png", "frontier")
+        try:
+            plots.plot_comparison(groups, root / "accuracy.png")
+            plots.plot_comparison(groups, root / "frontier.png", "frontier")
+        except ImportError as error:
+            say(str(error))
     return failed
 
 

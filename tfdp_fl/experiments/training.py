@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import time
+import warnings
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import losses, mechanisms
+from tfdp_fl import _files, losses, mechanisms
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.experiments import plots, run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
@@ -134,9 +136,9 @@ def _federated_model(
         else AdditiveSecretSharing(mode=settings.secure_aggregation),
     }
     noise = settings.schedule("noise_multiplier")
-    if noise is None and settings.mechanism in settings_lib.CENTRAL:
+    if noise is None and kind.guarantee == "central":
         mechanism: Any = settings.mechanism
-        if settings.median_noise_multiplier == "exact":
+        if None in options.values():  # Asked for by name, and so no default.
             mechanism = kind(noise_multiplier=1.0, **options)
             options = {}
         return make_private(
@@ -150,20 +152,29 @@ def _federated_model(
             **options,
             **cohorts,
         )
-    if noise is not None:
-        options["noise_multiplier"] = noise
-        if settings.mechanism == "median":
-            options.setdefault(
-                "median_noise_multiplier",
-                mechanisms.default_median_noise_multiplier(
-                    _smallest(noise), _smallest(cohorts["clients_per_round"])
-                ),
-            )
-    elif settings.mechanism in ("local", "adaptive_local"):
-        options.update(epsilon=settings.target_epsilon, delta=delta)
-    elif settings.mechanism == "nbafl":
-        options.update(epsilon=settings.target_epsilon)
-    return DPFederatedModel(model, kind(**options), delta=delta, **cohorts)
+    if (
+        noise is not None
+        and kind.guarantee == "central"
+        and (None not in options.values())
+    ):
+        made = kind.for_target(
+            noise_multiplier=noise,
+            epsilon=math.inf,
+            delta=delta,
+            clients_per_round=_smallest(cohorts["clients_per_round"]),
+            **options,
+        )
+    elif noise is not None:
+        made = kind(noise_multiplier=noise, **options)
+    elif kind.guarantee == "none":
+        made = kind(**options)
+    else:
+        budget = {"epsilon": settings.target_epsilon, "delta": delta}
+        own = {field.name for field in dataclasses.fields(kind)}
+        made = kind(
+            **options, **{name: budget[name] for name in own & budget.keys()}
+        )
+    return DPFederatedModel(model, made, delta=delta, **cohorts)
 
 
 def _smallest(value: float | tuple[float, ...]) -> float:
@@ -321,7 +332,7 @@ def _leave_files(
 ) -> dict[str, Any]:
     settings, federated_model = prepared.settings, prepared.federated_model
     federated_model.save(path / run_directory.MODEL)
-    run_directory.write_text(
+    _files.write_text(
         path / run_directory.STATEMENT,
         federated_model.privacy_statement(prepared.delta) + "\n",
     )
@@ -367,5 +378,8 @@ def _leave_files(
             prepared.delta, by
         )
     run_directory.write_json(path / run_directory.RESULT, result)
-    plots.plot_run(run_directory.Run.read(path), path / run_directory.CHART)
+    try:
+        plots.plot_run(run_directory.Run.read(path), path / run_directory.CHART)
+    except ImportError as error:  # Everything else is there.
+        warnings.warn(str(error), stacklevel=2)
     return result

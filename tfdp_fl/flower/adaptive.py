@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,10 @@ import numpy as np
 from tfdp_fl import _validate
 from tfdp_fl.flower import fixed, keys
 from tfdp_fl.mechanisms import formulas
+
+# The noise of such an S is still a number in float32. As the floor, it looks at
+# no data.
+_LARGEST_CLIP_NORM = 1e30
 
 
 class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
@@ -23,6 +28,10 @@ class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
     and count together cost z; the noise on the updates is that of
     z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2).
 
+    S never falls below `min_clip_norm`: it would take as many rounds to come
+    back, a factor of exp(eta (1 - gamma)) or exp(eta gamma) each. The floor
+    looks at no data, so it costs nothing.
+
     The bits reach the server without noise, which it adds to their count:
     `server_side_noising=False` does not hide a client's bit from the server.
 
@@ -33,6 +42,7 @@ class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
       clip_norm_lr: eta.
       clip_norm_target_quantile: gamma.
       clip_count_stddev: sigma_b.
+      min_clip_norm: the smallest S.
     """
 
     def __init__(
@@ -45,6 +55,9 @@ class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
         clip_norm_lr: float = 0.2,
         clip_norm_target_quantile: float = 0.5,
         clip_count_stddev: float | None = None,
+        *,
+        min_clip_norm: float = 1e-8,
+        **options: Any,
     ):
         """Wraps a strategy.
 
@@ -58,17 +71,24 @@ class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
           clip_norm_target_quantile: gamma.
           clip_count_stddev: sigma_b, above z / 2; None means m / 20, or 0 if
             there is no noise at all.
+          min_clip_norm: S never falls below it. Weights of 1 in float32 are
+            6e-8 apart downwards, so that an update of norm 1e-8 is lost to
+            their rounding: a smaller S is of no use to a model.
+          **options: the keyword-only arguments of `DPFedAvgFixed`.
 
         Raises:
           TypeError, ValueError: if an argument is not what it should be.
         """
-        _validate.positive(init_clip_norm=init_clip_norm)
+        init_clip_norm = _validate.positive(init_clip_norm=init_clip_norm)
+        self.min_clip_norm = _validate.positive(min_clip_norm=min_clip_norm)
+        ledger = options.pop("ledger", None)
         super().__init__(
             strategy,
             num_sampled_clients,
-            init_clip_norm,
+            max(init_clip_norm, self.min_clip_norm),
             noise_multiplier,
             server_side_noising,
+            **options,
         )
         self.clip_norm_lr = _validate.non_negative(clip_norm_lr=clip_norm_lr)
         self.clip_norm_target_quantile = _validate.probability(
@@ -88,6 +108,12 @@ class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
                 f"{self.clip_count_stddev!r} (by default num_sampled_clients "
                 f"/ 20) and noise_multiplier={self.noise_multiplier!r}."
             )
+        if ledger is not None:  # Once all arguments are known to be right.
+            self._history.open_ledger(ledger, self._mechanism())
+
+    @property
+    def _wants_norm_bit(self) -> bool:
+        return True
 
     @property
     def _update_noise_multiplier(self) -> float:
@@ -98,20 +124,35 @@ class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
     def _dp_config(self) -> dict[str, Any]:
         return {**super()._dp_config(), keys.ADAPTIVE_CLIP_ENABLED: True}
 
-    def _next_clip_norm(self, clip_norm: float, results: list) -> float:
-        count = 0
-        for client, fit_res in results:
-            if keys.NORM_BIT not in fit_res.metrics:
-                raise KeyError(
-                    f"Client {getattr(client, 'cid', client)!r} returned no "
-                    f"{keys.NORM_BIT}. Is it wrapped in DPFedAvgNumPyClient?"
-                )
-            # One client moves the count by one at most, whatever it sends.
-            count += bool(fit_res.metrics[keys.NORM_BIT])
+    def _arguments(self) -> dict[str, Any]:
+        arguments = super()._arguments()
+        arguments["init_clip_norm"] = arguments.pop("clip_norm")
+        return {
+            **arguments,
+            "clip_norm_lr": self.clip_norm_lr,
+            "clip_norm_target_quantile": self.clip_norm_target_quantile,
+            "clip_count_stddev": self.clip_count_stddev,
+            "min_clip_norm": self.min_clip_norm,
+        }
+
+    def _next_clip_norm(
+        self, clip_norm: float, norm_bits: Sequence[bool | None]
+    ) -> float:
+        """Returns S exp(-eta (b - gamma)), within its floor and ceiling.
+
+        The bits are counted from the middle (b - 1/2), so that a client that
+        is missing pulls S neither way.
+        """
+        count = sum(bool(bit) - 0.5 for bit in norm_bits)
         noised = np.random.default_rng().normal(count, self.clip_count_stddev)
-        return formulas.next_clip_norm(
-            clip_norm,
-            float(noised) / self.num_sampled_clients,
-            self.clip_norm_target_quantile,
-            self.clip_norm_lr,
-        )
+        fraction = 0.5 + float(noised) / self.num_sampled_clients
+        try:
+            next_clip_norm = formulas.next_clip_norm(
+                clip_norm,
+                fraction,
+                self.clip_norm_target_quantile,
+                self.clip_norm_lr,
+            )
+        except OverflowError:
+            next_clip_norm = _LARGEST_CLIP_NORM
+        return min(max(next_clip_norm, self.min_clip_norm), _LARGEST_CLIP_NORM)

@@ -13,6 +13,12 @@ from tfdp_fl.flower import keys, updates
 
 _logger = logging.getLogger(__name__)
 
+# The weight of every client in every average downstream. With SecAgg+ it is the
+# client itself that multiplies its model by this number, under its mask, where
+# no server can put it right: the true number of examples would be the client's
+# share of the average, whatever it was clipped to.
+_NUM_EXAMPLES = 1
+
 
 class DPFedAvgNumPyClient:
     """Clips, and on request noises, the update that a client returns.
@@ -27,9 +33,12 @@ class DPFedAvgNumPyClient:
       * `dpfedavg_adaptive_clip_enabled`: True asks for the metric
         `dpfedavg_norm_bit`, which is true if and only if ||Delta|| <= S.
 
+    The number of examples that goes with the update is always 1: every client
+    has the same weight, and the true number stays where it is.
+
     Everything else (`get_parameters`, `get_properties`, `evaluate`, ...) is
     the wrapped client's. What leaves the client by those ways, and the other
-    metrics and the number of examples, carries no noise.
+    metrics, carries no noise.
 
     Source: Flower's "Differential Privacy Wrappers", client-side logic;
     McMahan et al. (2018), Algorithm 1, UserUpdate; Andrew et al. (2021),
@@ -64,8 +73,10 @@ class DPFedAvgNumPyClient:
           config: passed on to the wrapped client as it is.
 
         Returns:
-          The parameters in the dtypes received, the wrapped client's number of
-          examples, and its metrics (with the norm bit, if asked for).
+          The parameters in the dtypes received (without noise they are within
+          S of those received, after rounding too); 1 as the number of examples,
+          whatever the wrapped client says; and its metrics (with the norm bit,
+          if asked for).
 
         Raises:
           KeyError: if the server sent no clip norm. Nothing was trained then.
@@ -92,7 +103,7 @@ class DPFedAvgNumPyClient:
         )
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
-        returned, num_examples, metrics = self.client.fit(parameters, config)
+        returned, _, metrics = self.client.fit(parameters, config)
 
         update = updates.clipped(
             updates.difference(returned, received), clip_norm
@@ -102,12 +113,14 @@ class DPFedAvgNumPyClient:
             _logger.warning(
                 "The update holds NaN or infinity: zero is sent in its place."
             )
-        released = update.arrays
         if stddev > 0:
-            released = updates.noised(released, stddev)
+            noised = updates.noised(update.arrays, stddev)
+            sent = updates.applied(received, noised)
+        else:
+            sent = updates.applied_within(received, update.arrays, clip_norm)
         if wants_bit:
             metrics = {**metrics, keys.NORM_BIT: update.within}
-        return updates.applied(received, released), num_examples, metrics
+        return sent, _NUM_EXAMPLES, metrics
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
         """The wrapped client's `get_parameters`."""

@@ -15,7 +15,9 @@ import numpy as np
 
 
 def to_arrays(parameters: Any) -> list[np.ndarray]:
-    """Returns the arrays that parameters of either form hold.
+    """Returns the arrays that the server's own parameters hold.
+
+    Not for what clients send: see `replies`.
 
     Raises:
       TypeError: if the parameters have neither form.

@@ -11,6 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+# Below, the squares of an update's numbers may be lost to underflow.
+_SQUARES_VANISH_BELOW = 1e-140
+
+# x: exp(-x) is the probability with which an honest client is cut short.
+_TAIL_EXPONENT = 40.0
+
 
 class ClippedUpdate(NamedTuple):
     """A clipped update and what was seen on the way.
@@ -62,17 +68,53 @@ def clipped(update: Sequence[np.ndarray], clip_norm: float) -> ClippedUpdate:
       update: float64 arrays.
       clip_norm: S > 0.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        norm = math.sqrt(sum(float(np.sum(array**2)) for array in update))
-    if not math.isfinite(norm):
+    length = norm(update)
+    if not math.isfinite(length):
         zeros = [np.zeros_like(array) for array in update]
         return ClippedUpdate(zeros, within=True, discarded=True)
-    if norm <= clip_norm:
+    if length <= clip_norm:
         return ClippedUpdate(list(update), within=True, discarded=False)
-    scale = clip_norm / norm
+    scale = clip_norm / length
     return ClippedUpdate(
         [array * scale for array in update], within=False, discarded=False
     )
+
+
+def norm(arrays: Sequence[np.ndarray]) -> float:
+    """Returns the L2 norm over all arrays, however small their squares."""
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        length = math.sqrt(sum(float(np.sum(array**2)) for array in arrays))
+    if length >= _SQUARES_VANISH_BELOW or not math.isfinite(length):
+        return length
+    largest = max(
+        (float(np.max(np.abs(a))) for a in arrays if a.size), default=0
+    )
+    if largest == 0:
+        return 0.0
+    return largest * math.sqrt(
+        sum(float(np.sum((array / largest) ** 2)) for array in arrays)
+    )
+
+
+def largest_honest_norm(clip_norm: float, stddev: float, size: int) -> float:
+    """Returns what a clipped and noised update of an honest client stays under.
+
+    For g ~ N(0, I_D), ||g||^2 > D + 2 sqrt(D x) + 2 x has a probability of at
+    most exp(-x). With x = 40, a client that clips to S and adds noise of
+    stddev sigma exceeds S + sigma (D + 2 sqrt(D x) + 2 x)^(1/2) with a
+    probability below 5e-18.
+
+    Source: Laurent & Massart, "Adaptive estimation of a quadratic functional
+    by model selection" (2000), Lemma 1.
+
+    Args:
+      clip_norm: S.
+      stddev: sigma, of the client's noise per coordinate.
+      size: D, the number of coordinates.
+    """
+    x = _TAIL_EXPONENT
+    radius = math.sqrt(size + 2 * math.sqrt(size * x) + 2 * x)
+    return clip_norm + stddev * radius
 
 
 def noised(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
@@ -101,6 +143,35 @@ def applied(
         )
         for old, change in zip(received, update, strict=True)
     ]
+
+
+def applied_within(
+    received: Sequence[np.ndarray],
+    update: Sequence[np.ndarray],
+    clip_norm: float,
+) -> list[np.ndarray]:
+    """As `applied`, and what comes out is within the clip norm of `received`.
+
+    Rounding to nearest may double an update: each coordinate by itself, if it
+    is a little more than half of what lies between its weight and the next
+    number. If that leads out of S, all are rounded towards `received`: no
+    coordinate moves farther than `update` says then.
+
+    Args:
+      received: w.
+      update: float64 arrays with a joint L2 norm of at most S.
+      clip_norm: S.
+    """
+    rounded = applied(received, update)
+    if norm(difference(rounded, received)) <= clip_norm:
+        return rounded
+    shortened = []
+    for new, old, change in zip(rounded, received, update, strict=True):
+        moved = np.asarray(new, np.float64) - np.asarray(old, np.float64)
+        back = np.nextafter(new, np.asarray(old, new.dtype))
+        too_far = np.abs(moved) > np.abs(change)
+        shortened.append(np.asarray(np.where(too_far, back, new), new.dtype))
+    return shortened
 
 
 def _result_dtype(array: np.ndarray) -> np.dtype:

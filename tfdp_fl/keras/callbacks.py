@@ -7,15 +7,20 @@ trained Keras model. A `FederatedCallback` also gets to know the
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import sys
+import warnings
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp_fl import _validate, accounting
+from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.keras import checkpoint, run_state, statement
+from tfdp_fl.keras.privacy_target import PrivacyTarget
 
 
 class FederatedCallback(tf.keras.callbacks.Callback):
@@ -91,6 +96,8 @@ class PrivacyBudget(FederatedCallback):
       stopped_before_round: The round (from 0) that was not run, or None.
     """
 
+    _name = "PrivacyBudget"
+
     def __init__(
         self, epsilon: float, delta: float, accountant: str | None = None
     ):
@@ -113,11 +120,19 @@ class PrivacyBudget(FederatedCallback):
         # Rounds that are abandoned cost nothing, so it can only be more.
         self._affordable_before = first_round + allowed
         if allowed < asked:
-            self.federated_model.say(
-                f"PrivacyBudget: epsilon={self.epsilon:g} at "
-                f"delta={self.delta:g} allows {allowed} of the {asked} rounds "
-                "asked for; training will end there."
+            fed = self.federated_model
+            # Whom later cohorts draw is not known, but for shuffled ones.
+            at_least = fed.spending.by_client and fed.sampling != "shuffled"
+            self._say_what_is_allowed(
+                f"{self._name}: epsilon={self.epsilon:g} at "
+                f"delta={self.delta:g} allows "
+                f"{'at least ' * at_least}{allowed} of the {asked} rounds "
+                "asked for",
+                "may" if at_least else "will",
             )
+
+    def _say_what_is_allowed(self, message: str, will: str) -> None:
+        self.federated_model.say(f"{message}; training {will} end there.")
 
     def allow_round(self, round_index: int) -> bool:
         """Returns False if the round would overspend the budget."""
@@ -130,11 +145,50 @@ class PrivacyBudget(FederatedCallback):
             return True
         self.stopped_before_round = round_index
         self.federated_model.say(
-            f"PrivacyBudget: stopped before round {round_index + 1}, which "
+            f"{self._name}: stopped before round {round_index + 1}, which "
             f"would bring epsilon to {after:.4g} (budget {self.epsilon:g} at "
             f"delta={self.delta:g})."
         )
         return False
+
+
+class KeepTarget(PrivacyBudget):
+    """Keeps the target that a model was calibrated for, in every `fit`.
+
+    Where fewer rounds are allowed than were asked for, it warns, however
+    silent the training is.
+    """
+
+    _name = "make_private"
+
+    def __init__(self, target: PrivacyTarget):
+        # Calibration may be off by rounding; that is no reason to stop.
+        super().__init__(
+            target.epsilon * (1 + 1e-9), target.delta, target.accountant
+        )
+        self._goes_on = target.on_overspend == "warn"
+        self._warned = False
+
+    def _say_what_is_allowed(self, message: str, will: str) -> None:
+        if not self._goes_on:
+            warnings.warn(
+                f"{message}; training {will} end there. (on_overspend='warn' "
+                "goes on.)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{message}; training goes on and spends more "
+                "(on_overspend='warn').",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def allow_round(self, round_index: int) -> bool:
+        """Returns False if the round would pass a target that is to be kept."""
+        return self._goes_on or super().allow_round(round_index)
 
 
 class Ledger(FederatedCallback):
@@ -146,7 +200,7 @@ class Ledger(FederatedCallback):
     the same model goes on with the same file.
 
     Attributes:
-      path: The file.
+      path: The file, readable by its owner only if it is made here.
     """
 
     def __init__(
@@ -160,7 +214,8 @@ class Ledger(FederatedCallback):
         Args:
           path: The file; its folder must exist.
           append: Whether to go on with a ledger of another run, so that it
-            counts all runs on the same clients together.
+            and the model count all runs on the same clients together: what the
+            other runs spent is part of the model's epsilon from then on.
           key: A secret that authenticates the lines (HMAC).
         """
         super().__init__()
@@ -179,12 +234,16 @@ class Ledger(FederatedCallback):
         """Opens the ledger, refusing that of another run."""
         del first_round, last_round
         federated_model = self.federated_model
+        target = federated_model.target
         name = run_state.ledger_key(self.path)
         known = federated_model.known_ledgers.get(name)
         self._ledger = accounting.PrivacyLedger(
             self.path,
             mode="append",
-            target_delta=federated_model.delta,
+            target_epsilon=None if target is None else target.epsilon,
+            target_delta=federated_model.delta
+            if target is None
+            else target.delta,
             mechanism={
                 "name": federated_model.mechanism.name,
                 "guarantee": federated_model.mechanism.guarantee,
@@ -193,6 +252,7 @@ class Ledger(FederatedCallback):
             unit=statement.unit(federated_model.mechanism),
             key=self._key,
             expected_head=known or None,
+            run=federated_model.run_id,
         )
         contents = self._ledger.contents()
         if contents.entries and not self._append:
@@ -210,19 +270,74 @@ class Ledger(FederatedCallback):
                     f"and {self.path} has rounds that this model does not "
                     "know of; resume from its directory."
                 )
+        self._check_runs(contents, known is not None)
+        federated_model.spending.absorb(contents, federated_model.run_id, name)
         federated_model.ledgers_ahead.discard(name)
         self._catch_up(contents)
         self._remember()
+
+    def _check_runs(
+        self, contents: accounting.LedgerContents, known: bool
+    ) -> None:
+        """Refuses rounds that cannot be told apart from or added to our own."""
+        federated_model = self.federated_model
+        runs = contents.by_run()
+        own = runs.pop(federated_model.run_id, ())
+        heads = federated_model.known_ledgers.values()
+        if own and not known and contents.head not in heads:
+            raise ValueError(
+                f"path must not hold rounds of this very run that this model "
+                f"does not know of, and {self.path} does: the run was gone on "
+                "with in two places. Resume from that ledger's directory, or "
+                "choose another path."
+            )
+        if not runs:
+            return
+        guarantee = federated_model.mechanism.guarantee
+        other = contents.header.get("mechanism", {}).get("guarantee", guarantee)
+        central = (spending_lib.CENTRAL, spending_lib.NONE)
+        if other != guarantee and not {other, guarantee} <= {*central}:
+            raise ValueError(
+                f"path must be a ledger of runs with a {guarantee} guarantee, "
+                f"to be counted together, and {self.path} is one of runs with "
+                f"a {other} guarantee."
+            )
+        relation = charge_lib.relation_of(federated_model.sampling)
+        others = [entry for entries in runs.values() for entry in entries]
+        for entry in others:
+            if entry.charge is not None and entry.charge.relation != relation:
+                raise ValueError(
+                    "path must be a ledger of rounds whose neighbouring "
+                    f"relation is {relation.name}, as for "
+                    f"{federated_model.sampling} sampling, and {self.path} has "
+                    "rounds of "
+                    f"{entry.charge.sampling} sampling; one guarantee cannot "
+                    "cover both."
+                )
+        if federated_model.seed_given and any(
+            entry.details.get("seeded") for entry in others
+        ):
+            warnings.warn(
+                f"A seed was given, as it was to another run in {self.path}. "
+                "If it is the same one, both have the same noise in the same "
+                "rounds, and the difference of what they release has none: "
+                "give another seed, or none.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _catch_up(self, contents: accounting.LedgerContents) -> None:
         """Writes the rounds that were charged while no ledger was kept."""
         spending = self.federated_model.spending
         next_round = self.federated_model.rounds
-        lost = contents.lost_mu_squared(next_round)
+        run = self.federated_model.run_id
+        lost = contents.lost_mu_squared(next_round, run)
         self._elsewhere = max(0.0, spending.lost_mu_squared - lost)
-        written = dict(contents.accountant().charges)
-        for charge, count in spending.central.charges:
-            for _ in range(count - written.get(charge, 0)):
+        written = collections.Counter(
+            entry.charge for entry in contents.by_run().get(run, ())
+        )
+        for charge, count in spending.charges:
+            for _ in range(count - written[charge]):
                 self._ledger.record(
                     max(0, next_round - 1),
                     charge,

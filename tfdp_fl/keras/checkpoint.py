@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from tfdp_fl import _files, _json
+
 FORMAT = "tfdp_fl checkpoint 1"
 _METADATA = "metadata.json"
 _LOCK = "lock"
 _NAME = re.compile(r"round-(\d{8})\.npz")
-_TEMPORARY = ".writing-"
 
 
 class CheckpointError(RuntimeError):
@@ -139,7 +140,7 @@ class CheckpointDirectory:
                 "one a directory of its own."
             ) from None
         self._lock = descriptor
-        for leftover in self.path.glob(f"{_TEMPORARY}*"):
+        for leftover in self.path.glob(f"{_files.TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
 
     def release(self) -> None:
@@ -184,30 +185,11 @@ def write_atomically(file: pathlib.Path, data: bytes, mode: int = 0o600):
       CheckpointWriteError: It could not be written and synced; the old file is
         as it was.
     """
-    temporary = file.with_name(f"{_TEMPORARY}{file.name}-{os.getpid()}")
-    with _clear_errors(file):
-        try:
-            descriptor = os.open(
-                temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode
-            )
-            with open(descriptor, "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        _sync_folder(file.parent)
-
-
-def _sync_folder(folder: pathlib.Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with (
+        _clear_errors(file),
+        _files.replacing(file, mode=mode, sync=True) as stream,
+    ):
+        stream.write(data)
 
 
 @contextlib.contextmanager
@@ -293,4 +275,4 @@ def _digest(data: bytes) -> str:
 
 
 def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return _json.canonical(value).encode()

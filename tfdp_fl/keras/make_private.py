@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +13,8 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting, mechanisms, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.keras import model as model_lib
+from tfdp_fl.keras.privacy_target import ON_OVERSPEND, PrivacyTarget
 
-_MECHANISMS = {
-    "adaptive": mechanisms.AdaptiveClipping,
-    "fixed": mechanisms.FixedClipping,
-    "median": mechanisms.MedianClipping,
-    "local": mechanisms.LocalDP,
-    "adaptive_local": mechanisms.AdaptiveLocalDP,
-}
-_LOCAL = ("local", "adaptive_local")
 _MODEL_OPTIONS = (
     "on_client_failure",
     "non_trainable_state",
@@ -40,13 +34,16 @@ def make_private(
     mechanism: str | mechanisms.Mechanism = "adaptive",
     sampling: str = "poisson",
     accountant: str = "rdp",
+    on_overspend: str = "stop",
     **options: Any,
 ) -> model_lib.DPFederatedModel:
     """Returns a `DPFederatedModel` with the smallest noise for a target.
 
     The noise multiplier is calibrated for the rounds, the population and the
     sampling that are given here; `epsilon` of the returned model is computed
-    from the rounds that really ran.
+    from the rounds that really ran. The target is kept over all calls of
+    `fit`, however many rounds they ask for. (Clients that add their own noise
+    set it for the `rounds` given here.)
 
     Args:
       model: A built Keras model.
@@ -55,12 +52,15 @@ def make_private(
       num_clients: The population N.
       clients_per_round: The expected cohort size m, constant or a schedule.
       rounds: T.
-      mechanism: "adaptive", "fixed", "median", "local" or "adaptive_local"; or
-        a mechanism whose `noise_multiplier` is replaced (a schedule of it is
+      mechanism: A registered name: "adaptive", "fixed", "median", "local",
+        "adaptive_local" or one of your own (`mechanisms.register`); or a
+        mechanism whose `noise_multiplier` is replaced (a schedule of it is
         scaled as a whole).
       sampling: "poisson", "fixed_size" or "shuffled".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
         returned model.
+      on_overspend: "stop": a `fit` ends before the round that would pass the
+        target, and says so; "warn": it warns once, and goes on.
       **options: Further arguments of the mechanism (such as `clip_norm`) and
         of `DPFederatedModel`. "median" is private here: its
         `median_noise_multiplier`, unless given, is
@@ -73,6 +73,10 @@ def make_private(
     delta = _validate.inside_unit_interval(target_delta=target_delta)
     _validate.positive_integer(num_clients=num_clients)
     _validate.positive_integer(rounds=rounds)
+    _validate.one_of(ON_OVERSPEND, on_overspend=on_overspend)
+    model_lib.warn_of_large_delta("target_delta", delta, num_clients)
+    # Calibrated for the very cohort sizes that will be drawn.
+    clients_per_round = schedules.fixed(clients_per_round)
     model_options = {
         name: options.pop(name) for name in _MODEL_OPTIONS if name in options
     }
@@ -84,7 +88,8 @@ def make_private(
         for t in range(rounds)
     )
     make = _maker(mechanism, options, epsilon, delta, smallest)
-    if mechanism not in _LOCAL:
+    noise = None
+    if make(_TINY).guarantee == "central":
         deployment = mechanisms.Deployment(
             clients_per_round=clients_per_round,
             num_clients=num_clients,
@@ -92,7 +97,7 @@ def make_private(
             rounds=rounds,
         )
 
-        def charges(noise: float):
+        def charges(noise: float) -> Any:
             trial = make(noise)
             trial.check(deployment)
             counts = collections.Counter(
@@ -101,7 +106,7 @@ def make_private(
             )
             return counts.items()
 
-        limit = _largest_noise(make, sampler, rounds)
+        limit = _largest_noise(make, deployment)
         try:
             noise = accounting.calibrate(
                 charges, epsilon, delta, accountant, upper=limit
@@ -110,19 +115,23 @@ def make_private(
             if limit is None:
                 raise
             raise ValueError(
-                f"{error} An adaptive clip needs less noise than twice "
-                "count_noise_stddev, which is clients_per_round / 20 unless "
-                "given: raise either, or use mechanism='fixed'."
+                f"{error} {make(_TINY).noise_limit_reason}"
             ) from error
-    else:
-        noise = None
     return model_lib.DPFederatedModel(
         model,
-        make(noise),
+        make(_TINY if noise is None else noise),
         clients_per_round,
         sampling,
         delta=delta,
         accountant=accountant,
+        target=PrivacyTarget(
+            epsilon=epsilon,
+            delta=delta,
+            accountant=accountant,
+            num_clients=num_clients,
+            rounds=rounds,
+            on_overspend=on_overspend,
+        ),
         **model_options,
     )
 
@@ -133,47 +142,46 @@ def _maker(
     epsilon: float,
     delta: float,
     clients_per_round: float,
-) -> Callable[[float | None], mechanisms.Mechanism]:
+) -> Callable[[float], mechanisms.Mechanism]:
     """Returns a function from a noise multiplier to a mechanism.
 
-    For a mechanism with scheduled noise it is the factor of the schedule.
+    For a mechanism with scheduled noise it is the factor of the schedule; a
+    local one sets its noise itself.
     """
+    allowed = [
+        name
+        for name in mechanisms.names()
+        if mechanisms.by_name(name).guarantee in ("central", "local")
+    ]
     if isinstance(mechanism, mechanisms.Mechanism):
         if options:
             raise TypeError(
                 f"{sorted(options)} cannot be given with a mechanism that is "
                 "already made."
             )
-        schedule = getattr(mechanism, "noise_multiplier", None)
-        if mechanism.guarantee != "central" or schedule is None:
+        if (
+            mechanism.guarantee != "central"
+            or "noise_multiplier" not in mechanism.parameters()
+        ):
             raise ValueError(
                 "mechanism must be one whose noise_multiplier can be chosen "
                 "(AdaptiveClipping, FixedClipping or MedianClipping) or one of "
-                f"{', '.join(map(repr, _MECHANISMS))}, got {mechanism!r}."
+                f"{', '.join(map(repr, allowed))}, got {mechanism!r}."
             )
+        schedule = schedules.fixed(mechanism.noise_multiplier)
         return lambda factor: mechanism.with_noise_multiplier(
             _scaled(schedule, factor)
         )
-    _validate.one_of(_MECHANISMS, mechanism=mechanism)
-    kind = _MECHANISMS[mechanism]
+    _validate.one_of(allowed, mechanism=mechanism)
+    kind = mechanisms.by_name(mechanism)
     _check_options(kind, options)
-    if mechanism in _LOCAL:
-        return lambda _: kind(epsilon=epsilon, delta=delta, **options)
-    if mechanism != "median":
-        return lambda z: kind(noise_multiplier=z, **options)
-    given = options.pop("median_noise_multiplier", None)
-
-    def private_median(z: float) -> mechanisms.Mechanism:
-        median = given
-        if median is None:
-            median = mechanisms.default_median_noise_multiplier(
-                z, clients_per_round
-            )
-        return kind(
-            noise_multiplier=z, median_noise_multiplier=median, **options
-        )
-
-    return private_median
+    return lambda noise: kind.for_target(
+        noise_multiplier=noise,
+        epsilon=epsilon,
+        delta=delta,
+        clients_per_round=clients_per_round,
+        **options,
+    )
 
 
 def _scaled(schedule: schedules.Schedule, factor: float) -> schedules.Schedule:
@@ -198,17 +206,14 @@ def _check_options(kind: type, options: dict[str, Any]) -> None:
 
 def _largest_noise(
     make: Callable[[float], mechanisms.Mechanism],
-    sampler: sampling_lib.CohortSampler,
-    rounds: int,
+    deployment: mechanisms.Deployment,
 ) -> float | None:
-    """Returns below which noise an adaptive clip is possible: 2 sigma_b."""
+    """Returns the largest noise that a mechanism allows; None: any."""
     made = make(_TINY)
-    if not isinstance(made, mechanisms.AdaptiveClipping):
-        return None
-    limits = []
-    for t in range(rounds):
-        count = made.count_noise_stddev_of(sampler.expected_cohort_size(t))
-        noise = made.noise_multiplier_at(t)
-        if noise > 0:
-            limits.append(2 * count * _TINY / noise)
-    return min(limits, default=1.0) * (1 - 1e-9)
+    limits = [
+        made.noise_limit(t, deployment) * _TINY / noise
+        for t in range(deployment.rounds or 0)
+        if (noise := made.noise_multiplier_at(t)) > 0
+    ]
+    limit = min(limits, default=1.0)
+    return None if math.isinf(limit) else limit * (1 - 1e-9)

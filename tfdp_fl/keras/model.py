@@ -6,7 +6,8 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import dp_accounting
@@ -15,12 +16,14 @@ import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, engine, keras_versions, schedules
 from tfdp_fl import sampling as sampling_lib
+from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import secure_sum
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import progress, randomness, run_state, statement
 from tfdp_fl.keras.fit_plan import FitPlan
+from tfdp_fl.keras.privacy_target import PrivacyTarget
 from tfdp_fl.mechanisms import Deployment, Mechanism
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
@@ -61,6 +64,8 @@ class DPFederatedModel:
       mechanism: What is released about a cohort.
       delta: The delta at which `History` reports epsilon, or None.
       accountant: "rdp" or "pld".
+      target: What the noise was calibrated for (`make_private`), or None.
+      run_id: Names this training in ledgers; a resumed one has the same.
       known_ledgers: The hash of the last line that this model knows of each
         ledger, by the ledger's path.
       ledgers_ahead: Those which may hold rounds that came after the checkpoint
@@ -80,6 +85,7 @@ class DPFederatedModel:
         non_trainable_state: str = "aggregate",
         secure_aggregation: Any = None,
         num_replicas: int | None = None,
+        target: PrivacyTarget | None = None,
     ):
         """Wraps a model; nothing is copied or traced yet.
 
@@ -87,7 +93,9 @@ class DPFederatedModel:
           model: A built Keras model (Sequential, functional or subclassed).
           mechanism: A `tfdp_fl` mechanism.
           clients_per_round: The expected cohort size m, constant, a sequence
-            with one value a round, or a callable of the round (from 0).
+            with one value a round, or a callable of the round (from 0). A
+            callable, here or in the mechanism, is asked once for each round:
+            what it says then is what is used and what is charged.
           sampling: "poisson": every client takes part with probability m/N;
             "fixed_size": m of N without replacement; "shuffled": every client
             once per pass.
@@ -104,6 +112,8 @@ class DPFederatedModel:
           secure_aggregation: An `AdditiveSecretSharing`, through which the
             clients' records are summed; None sums them in the engine.
           num_replicas: How many clients train at once; None: one a core.
+          target: What the noise was calibrated for; kept in every `fit`, as
+            its `on_overspend` says. `make_private` gives it.
 
         Raises:
           ValueError: An argument is not allowed; the message names it.
@@ -127,14 +137,22 @@ class DPFederatedModel:
             _validate.positive_integer(num_replicas=num_replicas)
         if delta is not None:
             delta = _validate.inside_unit_interval(delta=delta)
+        if target is not None:
+            _validate.instance_of(PrivacyTarget, target=target)
+        if callable(mechanism.noise_multiplier):
+            mechanism = mechanism.with_noise_multiplier(
+                schedules.fixed(mechanism.noise_multiplier)
+            )
         self.model = model
-        self.mechanism = mechanism
+        self._mechanism = mechanism
         self.delta = delta
         self.accountant = _validate.one_of(
             ("rdp", "pld"), accountant=accountant
         )
         self._clients_per_round = schedules.checked(
-            clients_per_round, _validate.positive, "clients_per_round"
+            schedules.fixed(clients_per_round),
+            _validate.positive,
+            "clients_per_round",
         )
         self._sampling = sampling
         self._non_trainable_state = _validate.one_of(
@@ -155,6 +173,14 @@ class DPFederatedModel:
         self._sampler_key: Any = None
         self._round = 0
         self._spending: spending_lib.Spending | None = None
+        # The clients of the present fit, and of all fits that were charged:
+        # how many, and a digest of who they are and in which order.
+        self._population: tuple[int, str] | None = None
+        self._populations: list[tuple[int, str]] = []
+        self._num_records: int | None = None
+        # The rounds that the clients' noise was calibrated for.
+        self._calibration: dict[str, int] | None = None
+        self._warned_of_more_rounds = False
         self._windows: np.ndarray | None = None
         self._plan: FitPlan | None = None
         self._deployment: Deployment | None = None
@@ -169,12 +195,15 @@ class DPFederatedModel:
             "rounds_charged_twice": 0,
         }
         self._budget_delta: float | None = None
+        self._target = target
+        self._keep_target = target and callbacks_lib.KeepTarget(target)
+        self.run_id = ledger_lib.new_run()
         self.known_ledgers: dict[str, str] = {}
         self.ledgers_ahead: set[str] = set()
         self._verbose = 0
 
     def _failure_rule(self, rule: str | None) -> str:
-        at_clients = getattr(self.mechanism, "noise_site", None) == "client"
+        at_clients = self.mechanism.needs_exact_cohort
         if rule is None:
             return "abort" if at_clients else "exclude"
         _validate.one_of(FAILURE_RULES, on_client_failure=rule)
@@ -235,10 +264,11 @@ class DPFederatedModel:
         optimizer = tf.keras.optimizers.get(optimizer)
         keras_versions.check_optimizer(optimizer)
         if server_optimizer is not None:
-            if getattr(self.mechanism, "mu", None) is not None:
+            if self.mechanism.releases_weights:
                 raise ValueError(
-                    "server_optimizer must be None with NbAFL, which releases "
-                    f"weights and no update, got {server_optimizer!r}."
+                    "server_optimizer must be None with "
+                    f"{self.mechanism.name}, which releases weights and no "
+                    f"update, got {server_optimizer!r}."
                 )
             server_optimizer = tf.keras.optimizers.get(server_optimizer)
         self._compiled = _Compiled(
@@ -247,7 +277,7 @@ class DPFederatedModel:
                 loss=loss,
                 metrics=metrics,
                 loss_weights=loss_weights,
-                proximal_weight=getattr(self.mechanism, "mu", 0.0),
+                proximal_weight=self.mechanism.proximal_weight,
                 grad_clip=_validate.finite(grad_clip=grad_clip),
                 upload_hook=upload_hook,
             ),
@@ -321,10 +351,17 @@ class DPFederatedModel:
         """Trains for a number of rounds.
 
         A second call goes on with the same model, clip, server optimizer and
-        spent budget; rounds are counted over all calls.
+        spent budget; rounds are counted over all calls. A model of
+        `make_private` keeps its target over all of them: it ends before the
+        round that would pass it (with an empty history, if that is the first),
+        unless it was made with `on_overspend="warn"`.
 
         Args:
-          clients: The clients' data.
+          clients: The clients' data. Where what was spent is kept for each
+            client (local and per-record guarantees), and within a pass over
+            shuffled clients, they are the same clients in the same order as
+            before; elsewhere they may be others, and the statement names all
+            their numbers.
           rounds: How many rounds to run (with `resume_from`: how many the
             interrupted call was to run in all).
           batch_size: Examples in one local batch; a client's last may be short.
@@ -384,7 +421,12 @@ class DPFederatedModel:
             )
             plan = interrupted.plan
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
-        self._prepare(clients, plan, between_client_variance)
+        self._prepare(
+            clients,
+            plan,
+            between_client_variance,
+            None if interrupted is None else interrupted.calibration,
+        )
         self._engine.check_labels(clients)
         if interrupted is not None:
             interrupted.restore(self)
@@ -396,6 +438,8 @@ class DPFederatedModel:
             for each in callbacks
             if isinstance(each, callbacks_lib.FederatedCallback)
         ]
+        if self._keep_target is not None:
+            federated.append(self._keep_target)
         for each in federated:
             each.set_federated_model(self)
         history = self.model.history = tf.keras.callbacks.History()
@@ -415,7 +459,8 @@ class DPFederatedModel:
         )
         self.model.stop_training = False
         try:
-            for each in federated:
+            # What a ledger tells of counts against every budget.
+            for each in sorted(federated, key=_opens_ledger):
                 each.on_rounds_planned(self._round, plan.last_round)
             keras_callbacks.on_train_begin()
             logs: dict[str, float] = {}
@@ -459,9 +504,15 @@ class DPFederatedModel:
         return history
 
     def _prepare(
-        self, clients: FederatedDataset, plan: FitPlan, variance: bool
+        self,
+        clients: FederatedDataset,
+        plan: FitPlan,
+        variance: bool,
+        calibration: dict[str, int] | None,
     ) -> None:
         """Checks the data against everything else, and makes the engine."""
+        self._check_population(clients)
+        self._warn_of_delta(clients.num_clients)
         key = (clients.num_clients, plan.seed)
         if self._sampler is None or self._sampler_key != key:
             self._sampler = sampling_lib.make_sampler(
@@ -471,23 +522,15 @@ class DPFederatedModel:
                 plan.seed,
             )
             self._sampler_key = key
-        rounds = plan.last_round - plan.first_round
         for round_index in range(plan.first_round, plan.last_round):
             self.mechanism.noise_multiplier_at(round_index)
             self._sampler.expected_cohort_size(round_index)
-        participations = self._sampler.max_participations(
-            rounds, plan.first_round
-        )
-        limit = getattr(self.mechanism, "max_participations", None)
-        if limit is not None:
-            participations = min(participations, limit)
         deployment = Deployment(
             clients_per_round=self._clients_per_round,
             num_clients=clients.num_clients,
             sampling=self._sampling,
-            rounds=rounds,
-            max_participations=participations,
             min_examples=self._min_examples(clients),
+            **self._calibrated_for(plan, calibration),
         )
         self.mechanism.check(deployment)
         bound_to = deployment
@@ -505,35 +548,110 @@ class DPFederatedModel:
         self._deployment = dataclasses.replace(
             deployment, num_variables=self._engine.num_variables
         )
-        if (
-            self._spending is None
-            or self._spending.clients.num_clients != clients.num_clients
-        ):
-            if self._spending is not None and self._spending.by_client:
-                raise ValueError(
-                    "clients must be the same clients in every fit of a "
-                    "mechanism that is accounted for client by client, got "
-                    f"{clients.num_clients} where there were "
-                    f"{self._spending.clients.num_clients}."
-                )
-            if self._spending is None:
-                self._spending = spending_lib.Spending(
-                    self.mechanism.guarantee, clients.num_clients
-                )
+        if self._spending is None:
+            self._spending = spending_lib.Spending(
+                self.mechanism.guarantee, clients.num_clients
+            )
+        if self._spending.clients.num_clients != clients.num_clients:
             # Central spending does not depend on who the clients are.
             self._spending.clients = accounting.LocalAccount(
                 clients.num_clients
             )
-        if self._engine.query.uses_window and self._windows is None:
+            self._windows = None
+        if self._engine.query.keeps_window and self._windows is None:
             self._windows = np.full(
                 [
                     clients.num_clients,
-                    self._engine.query.window,
+                    self.mechanism.window,
                     self._engine.num_variables,
                 ],
                 np.nan,
                 np.float32,
             )
+
+    def _check_population(self, clients: FederatedDataset) -> None:
+        """Refuses other clients where spending hangs on who they are."""
+        population = (clients.num_clients, clients.client_ids_digest)
+        if self._populations and population != self._populations[-1]:
+            why = None
+            if self._spending.by_client:
+                why = "what was spent is kept for each client"
+            elif not self._sampler.begins_pass(self._round):
+                why = (
+                    f"round {self._round + 1} goes on with a pass over the "
+                    "clients, in which each takes part once"
+                )
+            if why is not None:
+                before = self._populations[-1][0]
+                got = (
+                    "other ids or another order"
+                    if before == clients.num_clients
+                    else f"{clients.num_clients}"
+                )
+                raise ValueError(
+                    f"clients must be the same {before} clients in the same "
+                    f"order as in the rounds before, because {why}, got {got}."
+                )
+        self._population = population
+
+    def _warn_of_delta(self, num_clients: int) -> None:
+        if self.delta is None or self._spending is not None:
+            return
+        warned = self._target is not None and (
+            self._target.delta * self._target.num_clients >= 1
+        )
+        if not warned and self.mechanism.guarantee != spending_lib.RECORD:
+            warn_of_large_delta("delta", self.delta, num_clients)
+
+    def _calibrated_for(
+        self, plan: FitPlan, resumed: dict[str, int] | None
+    ) -> dict[str, int]:
+        """Returns for how many rounds clients set their noise.
+
+        `rounds` and `max_participations` of a `Deployment`: those of the
+        target, or else of the first `fit`. They stay, once a round was
+        charged: a later `fit` has no fresh budget to calibrate to. A resumed
+        one goes on with what the interrupted one had.
+        """
+        asked = plan.last_round - plan.first_round
+        by_client = self.mechanism.guarantee not in (
+            spending_lib.CENTRAL,
+            spending_lib.NONE,
+        )
+        if by_client and resumed is not None:
+            self._calibration = resumed
+            return resumed
+        if by_client and self._calibration is not None and self._populations:
+            if (
+                self._target is None
+                and self.mechanism.epsilon is not None
+                and plan.last_round > self._calibration["rounds"]
+                and not self._warned_of_more_rounds
+            ):
+                self._warned_of_more_rounds = True
+                warnings.warn(
+                    f"rounds={asked} goes beyond the "
+                    f"{self._calibration['rounds']} rounds for which "
+                    f"{self.mechanism.name} set its noise to keep epsilon="
+                    f"{self.mechanism.epsilon:g}. The noise stays as it was, "
+                    "and epsilon will be larger.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            return self._calibration
+        rounds = asked
+        if by_client and self._target is not None:
+            rounds = self._target.rounds
+        participations = self._sampler.max_participations(
+            rounds, plan.first_round
+        )
+        if self._participation_limit is not None:
+            participations = min(participations, self._participation_limit)
+        self._calibration = {
+            "rounds": rounds,
+            "max_participations": participations,
+        }
+        return self._calibration
 
     def _make_engine(
         self,
@@ -571,6 +689,7 @@ class DPFederatedModel:
                 f"clients must know their sizes for {self.mechanism.name}: "
                 f"{error}"
             ) from error
+        self._num_records = int(sizes.sum())
         sizes = sizes[sizes > 0]
         return int(sizes.min()) if len(sizes) else None
 
@@ -583,7 +702,7 @@ class DPFederatedModel:
     ) -> dict[str, float]:
         """Draws, collects, charges, releases; returns the round's logs."""
         round_index = self._round
-        positions = self._drawn(round_index)
+        positions = self._drawn(round_index, self._spending.clients)
         inputs = engine.RoundInputs(
             round_index=round_index,
             positions=positions,
@@ -628,9 +747,13 @@ class DPFederatedModel:
             if self._spending.by_client
             else 0.0,
         }
+        if plan.seed is not None:
+            details["seeded"] = True
         for each in federated:
             each.on_round_charged(round_index, charge, details)
         self._spending.charge(charge, positions, mu_squared)
+        if self._populations[-1:] != [self._population]:
+            self._populations.append(self._population)
         released = self._engine.release(pending)
         self._cohort_sizes.append(len(positions))
         self._last_logs = list(released)
@@ -639,13 +762,18 @@ class DPFederatedModel:
         # The metrics first, as Keras orders them.
         return {**released, **logs, **report}
 
-    def _drawn(self, round_index: int) -> np.ndarray:
+    @property
+    def _participation_limit(self) -> int | None:
+        return self.mechanism.max_participations
+
+    def _drawn(
+        self, round_index: int, account: accounting.LocalAccount
+    ) -> np.ndarray:
         positions = self._sampler.cohort(round_index)
-        limit = getattr(self.mechanism, "max_participations", None)
+        limit = self._participation_limit
         if limit is None:
             return positions
-        seen = self._spending.clients.participations[positions]
-        return positions[seen < limit]
+        return positions[account.participations[positions] < limit]
 
     def _charge(self, round_index: int, answered: int | None = None):
         """Returns what a round costs that so many clients answered."""
@@ -658,6 +786,28 @@ class DPFederatedModel:
         ):  # The noise of those who are missing is missing too.
             event = dp_accounting.NonPrivateDpEvent()
         return self._sampler.charge(round_index, event)
+
+    def _mu_squared_after(self, rounds: int) -> Iterator[float]:
+        """Yields the most that one client can have spent after each round.
+
+        The cohorts of a shuffled order are known beforehand. Of others it is
+        not known which clients they will draw: any that may still take part.
+        """
+        mu_squared, limit = self._mu_squared(), self._participation_limit
+        clients = self._spending.clients
+        elsewhere = self._spending.mu_squared_elsewhere
+        if self._sampling != "shuffled":
+            for draws in range(1, rounds + 1):
+                yield elsewhere + clients.max_mu_squared_after_draws(
+                    draws, mu_squared, limit
+                )
+            return
+        trial = accounting.LocalAccount(clients.num_clients)
+        trial.set_state(clients.get_state())
+        for round_index in range(self._round, self._round + rounds):
+            positions = self._drawn(round_index, trial)
+            trial.add(positions, mu_squared)
+            yield elsewhere + trial.max_mu_squared
 
     def _mu_squared(self) -> float:
         if not self._spending.by_client:
@@ -754,6 +904,26 @@ class DPFederatedModel:
     # Privacy.
 
     @property
+    def mechanism(self) -> Mechanism:
+        """What is released about a cohort; what was charged hangs on it."""
+        return self._mechanism
+
+    @property
+    def sampling(self) -> str:
+        """How cohorts are drawn: "poisson", "fixed_size" or "shuffled"."""
+        return self._sampling
+
+    @property
+    def target(self) -> PrivacyTarget | None:
+        """What the noise was calibrated for, if `make_private` did it."""
+        return self._target
+
+    @property
+    def seed_given(self) -> bool:
+        """Returns whether any `fit` was given a seed."""
+        return self._facts["seed_given"]
+
+    @property
     def rounds(self) -> int:
         """Returns how many rounds were run (abandoned ones included)."""
         return self._round
@@ -799,6 +969,9 @@ class DPFederatedModel:
         self, round_index: int, delta: float, accountant: str | None = None
     ) -> float:
         """Returns what epsilon would be after the coming round."""
+        if self._spending.by_client:
+            (spent,) = self._mu_squared_after(1)
+            return spending_lib.epsilon_of_mu_squared(spent, delta)
         return self._spending.epsilon_after(
             self._charge(round_index),
             self._mu_squared(),
@@ -815,9 +988,7 @@ class DPFederatedModel:
     ) -> int:
         """Returns how many of the next rounds a budget allows."""
         if self._spending.by_client:
-            spent = self._spending.max_mu_squared
-            for done in range(rounds):
-                spent += self._mu_squared()
+            for done, spent in enumerate(self._mu_squared_after(rounds)):
                 if spending_lib.epsilon_of_mu_squared(spent, delta) > epsilon:
                     return done
             return rounds
@@ -849,7 +1020,7 @@ class DPFederatedModel:
         Args:
           delta: Where epsilon is stated; None: the `delta` of this model, or
             that of the last `PrivacyBudget`, or else N^-1.1 for N clients
-            (McMahan et al. 2018).
+            (McMahan et al. 2018), or records where those are protected.
           format: "text", "markdown" or "dict".
 
         Raises:
@@ -863,7 +1034,30 @@ class DPFederatedModel:
         if delta is None:
             delta = self.delta or self._budget_delta
         if delta is None:
-            delta = min(0.5, self._spending.clients.num_clients**-1.1)
+            units = [size for size, _ in self._populations]
+            units.append(self._spending.clients.num_clients)
+            if self._spending.guarantee == spending_lib.RECORD:
+                units = [self._num_records]
+            delta = min(0.5, max(units) ** -1.1)
         return accounting.privacy_statement(
             statement.facts(self), delta, format
         )
+
+
+def warn_of_large_delta(name: str, delta: float, num_clients: int) -> None:
+    """Warns of a delta that publishing one client outright could have."""
+    if delta * num_clients >= 1:
+        warnings.warn(
+            f"{name} should be below 1 / num_clients = {1 / num_clients:.3g}, "
+            f"got {delta:g}: a mechanism that publishes one of the "
+            f"{num_clients} clients outright could have that delta.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _opens_ledger(callback: callbacks_lib.FederatedCallback) -> int:
+    """Sorts ledgers first, then checkpoints, which save what ledgers tell."""
+    if isinstance(callback, callbacks_lib.Ledger):
+        return 0
+    return 1 if isinstance(callback, callbacks_lib.RoundCheckpoint) else 2

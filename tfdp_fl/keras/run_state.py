@@ -11,19 +11,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import warnings
 from typing import Any
 
 import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import accounting, keras_versions, schedules
+from tfdp_fl import _json, accounting, keras_versions, schedules
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import checkpoint as checkpoint_lib
 from tfdp_fl.keras import fit_plan
 
 LEDGER = "ledger.jsonl"
+_CLIENT_IDS = "clients' ids (their digest, in order)"
 
 
 def ledger_path(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -64,7 +66,13 @@ def capture(
         round_index=fed._round,
         metadata={
             "plan": dataclasses.asdict(fed._plan),
-            "settings": settings(fed, fed._sampler.num_clients, fed._plan),
+            "run": fed.run_id,
+            "settings": {
+                **settings(fed, fed._sampler.num_clients, fed._plan),
+                _CLIENT_IDS: fed._population[1],
+            },
+            "populations": [list(each) for each in fed._populations],
+            "calibration": fed._calibration,
             "sampler": fed._sampler.state(),
             "spending": spending,
             "learning_rate": fed._client_learning_rate(),
@@ -117,7 +125,7 @@ def settings(fed: Any, num_clients: int, plan: fit_plan.FitPlan) -> Any:
         "server_optimizer": _config(compiled.server_optimizer),
         "grad_clip": compiled.training.grad_clip,
     }
-    return {name: _plain(value) for name, value in values.items()}
+    return _json.plain(values)
 
 
 def _config(optimizer: Any) -> Any:
@@ -154,19 +162,6 @@ def _weight_names(model: Any) -> list[str]:
     return [
         weight.name.split("/")[-1].split(":")[0] for weight in model.weights
     ]
-
-
-def _plain(value: Any) -> Any:
-    """Returns what a value is after a round trip through JSON."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return repr(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,6 +218,16 @@ class InterruptedRun:
         )
         saved = checkpoint.metadata["settings"]
         now = settings(federated_model, clients.num_clients, asked)
+        if _CLIENT_IDS in saved:
+            now[_CLIENT_IDS] = clients.client_ids_digest
+        else:
+            warnings.warn(
+                f"The checkpoint in {directory} was written by a version that "
+                "did not keep the clients' ids, so it is not checked that they "
+                "are the same clients in the same order.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         for name in sorted(saved.keys() | now.keys()):
             if _comparable(saved.get(name)) != _comparable(now.get(name)):
                 raise ValueError(
@@ -254,7 +259,7 @@ class InterruptedRun:
         if self.ledger is not None and (
             ledger_key(ledger_path(self.directory)) in fed.known_ledgers
         ):
-            covered = len(self.ledger.entries)
+            covered = len(self.ledger.by_run().get(fed.run_id, ()))
         if fed._spending is not None and fed._spending.rounds > covered:
             raise ValueError(
                 "resume_from must be given to a model that was not trained "
@@ -305,6 +310,20 @@ class InterruptedRun:
     def _group(self, group: str) -> list[np.ndarray]:
         return [self.checkpoint.arrays[name] for name in self._names(group)]
 
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run; None if neither it nor its ledger has one.
+
+        In a ledger that names no runs, its rounds are those without a name.
+        """
+        identity = None if self.ledger is None else self.ledger.identity
+        return self.checkpoint.metadata.get("run", identity)
+
+    @property
+    def calibration(self) -> dict[str, int] | None:
+        """What the clients' noise was calibrated for, if it is kept."""
+        return self.checkpoint.metadata.get("calibration")
+
     def restore(self, fed: Any) -> None:
         """Puts a prepared model in the state of the checkpoint.
 
@@ -346,15 +365,31 @@ class InterruptedRun:
             }
         )
         fed._facts.update(metadata["facts"])
+        if self.run_id is not None:
+            fed.run_id = self.run_id
         if self.ledger is not None and self.ledger.entries:
-            lost = len(self.ledger.entries) - spending.rounds
-            fed._facts["rounds_charged_twice"] += max(0, lost)
-            spending.central = self.ledger.accountant()
+            saved = spending.rounds
+            spending.absorb(
+                self.ledger,
+                fed.run_id,
+                ledger_key(ledger_path(self.directory)),
+            )
+            fed._facts["rounds_charged_twice"] += spending.rounds - saved
             spending.lost_mu_squared = max(
                 spending.lost_mu_squared,
-                self.ledger.lost_mu_squared(self.checkpoint.round_index),
+                self.ledger.lost_mu_squared(
+                    self.checkpoint.round_index, fed.run_id
+                ),
             )
+        spending.keep_others(fed._spending.others)
         fed._spending = spending
+        fed._populations = [
+            (num_clients, digest)
+            for num_clients, digest in metadata.get("populations", ())
+        ]
+        if not fed._populations and spending.rounds:
+            # An earlier version kept none; then they were all the same.
+            fed._populations = [fed._population]
         fed._cohort_sizes = arrays["cohort_sizes"].tolist()
         fed._last_logs = list(metadata["log_names"])
         fed._set_client_learning_rate(metadata["learning_rate"])

@@ -22,7 +22,7 @@ def facts(federated_model: Any) -> accounting.StatementFacts:
     spending, mechanism = fed._spending, fed.mechanism
     sizes = [
         charge.clients_per_round
-        for charge, count in spending.central.charges
+        for charge, count in spending.charges
         for _ in range(count)
     ] or fed._sampler.expected_cohort_size(0)
     by_client = spending.by_client
@@ -36,11 +36,19 @@ def facts(federated_model: Any) -> accounting.StatementFacts:
         else "client",
         sampling=fed._sampling,
         num_clients=spending.clients.num_clients,
+        populations=[
+            size
+            for size, _ in dict.fromkeys(fed._populations or [fed._population])
+        ],
+        num_records=fed._num_records,
         clients_per_round=sizes,
         cohort_sizes=fed._cohort_sizes,
         rounds=spending.rounds,
+        rounds_of_others=spending.rounds_of_others,
         epsilon_rdp=None if by_client else _epsilon(spending, "rdp"),
         epsilon_pld=None if by_client else _epsilon(spending, "pld"),
+        rdp_computed_by=spending.central.computed_by("rdp"),
+        pld_computed_by=spending.central.computed_by("pld"),
         epsilon_local=spending.epsilon if by_client else None,
         max_participations=spending.clients.max_participations
         if by_client
@@ -51,7 +59,7 @@ def facts(federated_model: Any) -> accounting.StatementFacts:
         implied_epsilon=mechanism.epsilon
         if spending.guarantee == spending_lib.RECORD
         else None,
-        implied_delta=getattr(mechanism, "implied_delta", None),
+        implied_delta=mechanism.implied_delta,
         caveats=_caveats(fed),
     )
 
@@ -104,7 +112,7 @@ def _caveats(fed: Any) -> tuple[str, ...]:
     mechanism, seen = fed.mechanism, fed._facts
     caveats = dict.fromkeys(mechanism.caveats())
     private = fed._spending.guarantee != spending_lib.NONE
-    at_clients = getattr(mechanism, "noise_site", None) == "client"
+    at_clients = mechanism.noise_site == "client"
     local = fed._spending.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
     server = fed._engine.server
     holds = {
@@ -126,8 +134,11 @@ def _caveats(fed: Any) -> tuple[str, ...]:
         "rounds_abandoned": seen["rounds_abandoned"] > 0,
         "rounds_charged_twice": seen["rounds_charged_twice"] > 0,
         "validation_data_not_covered": private and seen["validated"],
-        "hyperparameter_search_not_counted": private,
+        "hyperparameter_search_not_counted": private
+        and not fed._spending.others,
+        "only_runs_in_ledgers_counted": private and bool(fed._spending.others),
         "floating_point_noise": private,
+        "pseudorandom_noise": private,
         "seed_given": private and seen["seed_given"],
     }
     caveats.update(dict.fromkeys(key for key, true in holds.items() if true))

@@ -17,6 +17,7 @@ from tfdp_fl import accounting, schedules
 from tfdp_fl.accounting import pass_plan
 from tfdp_fl.accounting.local import epsilon_of_mu_squared
 from tfdp_fl.aggregators import state as state_lib
+from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 _BY_CLIENT = ("local", "record")
@@ -71,7 +72,7 @@ def privacy_charges(
         it may hold releases that are not the mechanism's.
     """
     found = state_lib.accountable_state(state)
-    deployment = mechanism_lib.Deployment(
+    deployment = contribution.Deployment(
         clients_per_round=clients_per_round,
         num_clients=num_clients,
         sampling=sampling,
@@ -156,7 +157,7 @@ def epsilon(
         history = _history(
             found,
             mechanism,
-            mechanism_lib.Deployment(
+            contribution.Deployment(
                 clients_per_round=clients_per_round,
                 num_clients=num_clients,
                 sampling=sampling,
@@ -203,7 +204,7 @@ def epsilon(
         implied_epsilon=mechanism.epsilon
         if mechanism.guarantee == "record"
         else None,
-        implied_delta=getattr(mechanism, "implied_delta", None),
+        implied_delta=mechanism.implied_delta,
         caveats=_caveats(mechanism),
         **how,
     )
@@ -243,7 +244,7 @@ def _num_variables(state: Any) -> int | None:
 def _history(
     found: state_lib.AggregatorState,
     mechanism: mechanism_lib.Mechanism,
-    deployment: mechanism_lib.Deployment,
+    deployment: contribution.Deployment,
 ) -> state_lib.RoundHistory:
     """Returns what is written down, if it can be told what it means."""
     history = state_lib.RoundHistory(*map(np.asarray, found.history))
@@ -285,7 +286,7 @@ def _event(
     mechanism: mechanism_lib.Mechanism,
     index: int,
     cost: float,
-    deployment: mechanism_lib.Deployment,
+    deployment: contribution.Deployment,
 ) -> dp_accounting.DpEvent:
     """Returns what a round released, from what is written down of it."""
     if cost > 0:
@@ -302,7 +303,7 @@ def _check_last(
     history: state_lib.RoundHistory,
     mechanism: mechanism_lib.Mechanism,
     event: dp_accounting.DpEvent,
-    deployment: mechanism_lib.Deployment,
+    deployment: contribution.Deployment,
 ) -> None:
     """Raises ValueError if the last round cannot be what is declared."""
     last = len(history.costs) - 1
@@ -350,7 +351,7 @@ def _parameters(
 def _caveats(mechanism: mechanism_lib.Mechanism) -> tuple[str, ...]:
     if mechanism.guarantee == "none":
         return mechanism.caveats()
-    at_clients = getattr(mechanism, "noise_site", None) == "client"
+    at_clients = mechanism.noise_site == "client"
     return (
         *mechanism.caveats(),
         *(("client_noise_needs_honest_clients",) if at_clients else ()),

@@ -8,6 +8,7 @@ import tensorflow_federated as tff
 
 from tfdp_fl import accounting
 from tfdp_fl.learning import privacy
+from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 
@@ -18,7 +19,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         self,
         process: tff.learning.templates.LearningProcess,
         mechanism: mechanism_lib.Mechanism,
-        deployment: mechanism_lib.Deployment,
+        deployment: contribution.Deployment,
         *,
         get_model_weights: tff.Computation | None = None,
         set_model_weights: tff.Computation | None = None,
@@ -49,7 +50,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         return self._mechanism
 
     @property
-    def deployment(self) -> mechanism_lib.Deployment:
+    def deployment(self) -> contribution.Deployment:
         """Where it is used, as far as it was said when it was built."""
         return self._deployment
 

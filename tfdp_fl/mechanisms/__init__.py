@@ -2,26 +2,34 @@
 
 from tfdp_fl.mechanisms.adaptive_clipping import AdaptiveClipping
 from tfdp_fl.mechanisms.adaptive_local_dp import AdaptiveLocalDP
+from tfdp_fl.mechanisms.cohort_query import CohortQuery
+from tfdp_fl.mechanisms.contribution import (
+    NUM_DIAGNOSTICS,
+    Client,
+    Contribution,
+    Deployment,
+    Round,
+)
 from tfdp_fl.mechanisms.fixed_clipping import FixedClipping
 from tfdp_fl.mechanisms.local_dp import LocalDP
-from tfdp_fl.mechanisms.mechanism import (
-    CohortQuery,
-    Deployment,
-    Mechanism,
-    Record,
-)
+from tfdp_fl.mechanisms.mechanism import Mechanism
 from tfdp_fl.mechanisms.median_clipping import (
     MedianClipping,
     default_median_noise_multiplier,
 )
 from tfdp_fl.mechanisms.nbafl import NbAFL
 from tfdp_fl.mechanisms.no_privacy import NoPrivacy
+from tfdp_fl.mechanisms.parameters import parameter
 from tfdp_fl.mechanisms.query_mechanism import QueryMechanism
+from tfdp_fl.mechanisms.registry import by_name, names, register
 
 __all__ = [
+    "NUM_DIAGNOSTICS",
     "AdaptiveClipping",
     "AdaptiveLocalDP",
+    "Client",
     "CohortQuery",
+    "Contribution",
     "Deployment",
     "FixedClipping",
     "LocalDP",
@@ -30,6 +38,10 @@ __all__ = [
     "NbAFL",
     "NoPrivacy",
     "QueryMechanism",
-    "Record",
+    "Round",
+    "by_name",
     "default_median_noise_multiplier",
+    "names",
+    "parameter",
+    "register",
 ]

@@ -3,122 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import dp_accounting
 import tensorflow as tf
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl.mechanisms import (
+    contribution,
     fixed_clipping,
     formulas,
     mechanism,
-    noise,
+    parameters,
+    registry,
 )
 
 _DEFAULT_COUNT_NOISE_FRACTION = 1 / 20
 
-
-class AdaptiveClippingQuery(fixed_clipping.FixedClippingQuery):
-    """Fixed clipping within a round; S moves after the round.
-
-    Two sums are released: the updates, and the bits b_k - 1/2 that say whether
-    a norm was at most S. Centred bits have sensitivity 1/2, so the two
-    together cost z if the updates are noised with
-    z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2) (Andrew et al. 2021, Theorem 1).
-    """
-
-    def __init__(
-        self,
-        initial_clip_norm: float,
-        target_quantile: float,
-        clip_learning_rate: float,
-        count_noise_stddev: float | None,
-        noise_site: str,
-    ):
-        super().__init__(initial_clip_norm, noise_site)
-        self._target_quantile = target_quantile
-        self._clip_learning_rate = clip_learning_rate
-        self._count_noise_stddev = count_noise_stddev
-
-    def count_noise_stddev(self, state: mechanism.QueryState) -> tf.Tensor:
-        """Returns sigma_b (float32 scalar), the noise on the sum of bits.
-
-        The default is m / 20, and no noise where there is none on the updates.
-        """
-        if self._count_noise_stddev is not None:
-            return tf.constant(self._count_noise_stddev, tf.float32)
-        return tf.where(
-            state.noise_multiplier > 0,
-            state.clients_per_round * _DEFAULT_COUNT_NOISE_FRACTION,
-            0.0,
-        )
-
-    def update_noise_multiplier(self, state: mechanism.QueryState) -> tf.Tensor:
-        """Returns z_Delta (float32 scalar)."""
-        noisy = state.noise_multiplier > 0
-        count_stddev = tf.where(noisy, self.count_noise_stddev(state), 1.0)
-        return tf.where(
-            noisy,
-            formulas.update_noise_multiplier(
-                state.noise_multiplier, count_stddev
-            ),
-            0.0,
-        )
-
-    def derive_sample_params(
-        self, state: mechanism.QueryState
-    ) -> mechanism.SampleParams:
-        """Implements `DPQuery.derive_sample_params`."""
-        params = super().derive_sample_params(state)
-        if self._noise_site == "client":
-            share = self.count_noise_stddev(state) / tf.sqrt(
-                state.clients_per_round
-            )
-            params = params._replace(count_noise_stddev=share)
-        return params
-
-    def scale_of(
-        self,
-        params: mechanism.SampleParams,
-        norm: tf.Tensor,
-        usable: tf.Tensor,
-    ) -> mechanism.Record:
-        """Implements `CohortQuery.scale_of`, and takes the centred bits."""
-        below = tf.cast(norm <= params.clip_norm, tf.float32) - 0.5
-        return super().scale_of(params, norm, usable)._replace(below_clip=below)
-
-    def preprocess_record(
-        self, params: mechanism.SampleParams, record: list[tf.Tensor]
-    ) -> mechanism.Record:
-        """Clips one client's update and takes its bit."""
-        clipped = super().preprocess_record(params, record)
-        if self._noise_site == "client":
-            share = noise.normal([], params.count_noise_stddev)
-            clipped = clipped._replace(below_clip=clipped.below_clip + share)
-        return clipped
-
-    def get_noised_result(
-        self, sample_state: mechanism.Record, global_state: mechanism.QueryState
-    ) -> tuple[
-        list[tf.Tensor], mechanism.QueryState, dp_accounting.GaussianDpEvent
-    ]:
-        """Returns the noised mean, and a state with the next round's clip."""
-        mean, state, event = super().get_noised_result(
-            sample_state, global_state
-        )
-        count = sample_state.below_clip
-        if self._noise_site == "server":
-            count += noise.normal([], self.count_noise_stddev(state))
-        clip_norm = formulas.next_clip_norm(
-            state.clip_norm,
-            count / state.clients_per_round + 0.5,
-            self._target_quantile,
-            self._clip_learning_rate,
-            exp=tf.exp,
-        )
-        return mean, state._replace(clip_norm=clip_norm), event
+# The name of the released sum of bits.
+_BELOW = "below_clip"
 
 
+@registry.register("adaptive")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveClipping(mechanism.Mechanism):
     """DP-FedAvg with a clip that follows a quantile of the update norms.
@@ -128,6 +36,11 @@ class AdaptiveClipping(mechanism.Mechanism):
     `FixedClipping` with the clip S and noise z_Delta S; after the aggregation
     S <- S exp(-eta (b - gamma)), where b is the noised fraction of clients
     whose norm was at most S.
+
+    Two sums are released: the updates, and the bits b_k - 1/2 that say whether
+    a norm was at most S. Centred bits have sensitivity 1/2, so the two
+    together cost z (Andrew et al. 2021, Theorem 1). S never falls below
+    `formulas.SMALLEST_CLIP_NORM`, from where it could hardly rise again.
 
     Attributes:
       noise_multiplier: z >= 0, what both releases of a round cost together; a
@@ -142,109 +55,144 @@ class AdaptiveClipping(mechanism.Mechanism):
       noise_site: "server" or "client" (needs fixed-size sampling).
     """
 
-    noise_multiplier: schedules.Schedule
-    initial_clip_norm: float = 0.1
-    target_quantile: float = 0.5
-    clip_learning_rate: float = 0.2
-    count_noise_stddev: float | None = None
-    noise_site: str = "server"
+    released_sums: ClassVar[tuple[str, ...]] = (_BELOW,)
+    noise_limit_reason: ClassVar[str] = (
+        "An adaptive clip needs less noise than twice count_noise_stddev, "
+        "which is clients_per_round / 20 unless given: raise either, or use "
+        "mechanism='fixed'."
+    )
 
-    def __post_init__(self):
-        set_ = object.__setattr__
-        set_(
-            self,
-            "noise_multiplier",
-            schedules.checked(
-                self.noise_multiplier,
-                _validate.non_negative,
-                "noise_multiplier",
-            ),
-        )
-        set_(
-            self,
-            "initial_clip_norm",
-            _validate.positive(initial_clip_norm=self.initial_clip_norm),
-        )
-        set_(
-            self,
-            "target_quantile",
-            _validate.probability(target_quantile=self.target_quantile),
-        )
-        set_(
-            self,
-            "clip_learning_rate",
-            _validate.non_negative(clip_learning_rate=self.clip_learning_rate),
-        )
-        if self.count_noise_stddev is not None:
-            set_(
-                self,
-                "count_noise_stddev",
-                _validate.non_negative(
-                    count_noise_stddev=self.count_noise_stddev
-                ),
-            )
-            if not callable(self.noise_multiplier):
-                largest = self.noise_multiplier
-                if isinstance(largest, tuple):
-                    largest = max(largest)
-                self._check_count_noise(largest, self.count_noise_stddev)
-        _validate.one_of(fixed_clipping.NOISE_SITES, noise_site=self.noise_site)
+    noise_multiplier: schedules.Schedule = (
+        fixed_clipping.noise_multiplier_parameter()
+    )
+    initial_clip_norm: float = parameters.parameter(
+        _validate.positive,
+        "the clip of the first round.",
+        default=0.1,
+        start=0.5,
+    )
+    target_quantile: float = parameters.parameter(
+        _validate.probability,
+        "the fraction of clients that should remain unclipped.",
+        default=0.5,
+    )
+    clip_learning_rate: float = parameters.parameter(
+        _validate.non_negative, "how fast the clip follows.", default=0.2
+    )
+    count_noise_stddev: float | None = parameters.parameter(
+        parameters.Optional(_validate.non_negative),
+        "noise on the count of unclipped clients; m / 20 unless given.",
+        default=None,
+    )
+    noise_site: str = fixed_clipping.noise_site_parameter()
+
+    def check_parameters(self) -> None:
+        """Implements `Mechanism.check_parameters`."""
+        if self.count_noise_stddev is None or callable(self.noise_multiplier):
+            return
+        largest = self.noise_multiplier
+        if isinstance(largest, tuple):
+            largest = max(largest)
+        self._check_count_noise(largest, self.count_noise_stddev)
 
     @staticmethod
-    def _check_count_noise(noise_multiplier: float, count_stddev: float):
-        if noise_multiplier > 0 and noise_multiplier >= 2 * count_stddev:
+    def _check_count_noise(
+        noise_multiplier: float, count_noise_stddev: float
+    ) -> None:
+        if noise_multiplier > 0 and noise_multiplier >= 2 * count_noise_stddev:
             raise ValueError(
                 "noise_multiplier must be less than 2 * count_noise_stddev, "
                 "or the count alone would cost more than the round may, got "
                 f"noise_multiplier={noise_multiplier!r} and "
-                f"count_noise_stddev={count_stddev!r} (which is "
+                f"count_noise_stddev={count_noise_stddev!r} (which is "
                 "clients_per_round / 20 unless given)."
             )
 
-    def count_noise_stddev_of(self, clients_per_round: float) -> float:
-        """Returns sigma_b of a round of so many clients."""
+    def count_noise_stddev_of(self, clients_per_round: Any) -> Any:
+        """Returns sigma_b of a round of so many clients (number or tensor)."""
         if self.count_noise_stddev is not None:
             return self.count_noise_stddev
         return clients_per_round * _DEFAULT_COUNT_NOISE_FRACTION
 
-    def check(self, deployment: mechanism.Deployment) -> None:
+    def first_clip_norm(self) -> float:
+        """Implements `Mechanism.first_clip_norm`."""
+        return self.initial_clip_norm
+
+    def noise_limit(
+        self, round_index: int, deployment: contribution.Deployment
+    ) -> float:
+        """Implements `Mechanism.noise_limit`: 2 sigma_b."""
+        return 2 * self.count_noise_stddev_of(
+            deployment.cohort_size(round_index)
+        )
+
+    def _check_round(
+        self, round_index: int, deployment: contribution.Deployment
+    ) -> None:
+        self._check_count_noise(
+            self.noise_multiplier_at(round_index),
+            self.count_noise_stddev_of(deployment.cohort_size(round_index)),
+        )
+
+    def check(self, deployment: contribution.Deployment) -> None:
         """Implements `Mechanism.check`."""
-        fixed_clipping.check_noise_site(self.noise_site, deployment)
-        rounds = deployment.rounds or 1
-        for round_index in range(rounds):
-            self._check_count_noise(
-                self.noise_multiplier_at(round_index),
-                self.count_noise_stddev_of(deployment.cohort_size(round_index)),
+        super().check(deployment)
+        constant = schedules.is_constant(
+            self.noise_multiplier
+        ) and schedules.is_constant(deployment.clients_per_round)
+        for round_index in range(1 if constant else deployment.rounds or 1):
+            self._check_round(round_index, deployment)
+
+    def noise_stddevs(
+        self, round: contribution.Round, deployment: contribution.Deployment
+    ) -> dict[str, Any]:
+        """Implements `Mechanism.noise_stddevs`: z_Delta S, and sigma_b.
+
+        The count has no noise where the updates have none.
+        """
+        del deployment
+        z = round.noise_multiplier
+        count = self.count_noise_stddev_of(round.clients_per_round)
+        noisy = formulas.choose(z > 0, count, 1.0)
+        return {
+            "update": formulas.choose(
+                z > 0, formulas.update_noise_multiplier(z, noisy), 0.0
             )
-            if schedules.is_constant(
-                self.noise_multiplier
-            ) and schedules.is_constant(deployment.clients_per_round):
-                return
+            * round.clip_norm,
+            _BELOW: formulas.choose(z > 0, count, 0.0)
+            if self.count_noise_stddev is None
+            else count,
+        }
+
+    def sums_of(
+        self, norm: tf.Tensor, round: contribution.Round
+    ) -> dict[str, tf.Tensor]:
+        """Implements `Mechanism.sums_of`: the centred bits."""
+        return {_BELOW: tf.cast(norm <= round.clip_norm, tf.float32) - 0.5}
+
+    def next_clip_norm(
+        self, sums: Mapping[str, Any], round: contribution.Round
+    ) -> Any:
+        """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma))."""
+        exp = math.exp if isinstance(sums[_BELOW], float) else tf.exp
+        return formulas.next_clip_norm(
+            round.clip_norm,
+            sums[_BELOW] / round.clients_per_round + 0.5,
+            self.target_quantile,
+            self.clip_learning_rate,
+            exp=exp,
+        )
 
     def round_event(
-        self, round_index: int, deployment: mechanism.Deployment
+        self, round_index: int, deployment: contribution.Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: updates and count as one.
 
         Raises:
           ValueError: The count alone would cost more than this round may.
         """
-        self._check_count_noise(
-            self.noise_multiplier_at(round_index),
-            self.count_noise_stddev_of(deployment.cohort_size(round_index)),
-        )
+        self._check_round(round_index, deployment)
         return super().round_event(round_index, deployment)
-
-    def bind(self, deployment: mechanism.Deployment) -> AdaptiveClippingQuery:
-        """Implements `Mechanism.bind`."""
-        self.check(deployment)
-        return AdaptiveClippingQuery(
-            initial_clip_norm=self.initial_clip_norm,
-            target_quantile=self.target_quantile,
-            clip_learning_rate=self.clip_learning_rate,
-            count_noise_stddev=self.count_noise_stddev,
-            noise_site=self.noise_site,
-        )
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""

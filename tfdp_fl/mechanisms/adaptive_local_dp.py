@@ -1,147 +1,28 @@
-"""Window-based adaptive local differential privacy (DISCO)."""
+"""Local DP whose radius follows the client's own last updates (DISCO)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import dp_accounting
 import tensorflow as tf
 
 from tfdp_fl import _validate
-from tfdp_fl.mechanisms import clipping, local_dp, mechanism, noise
+from tfdp_fl.mechanisms import (
+    clipping,
+    contribution,
+    local_dp,
+    parameters,
+    registry,
+)
 
 LAYER_ACCOUNTS = ("joint", "separate")
 
 
-class WindowParams(NamedTuple):
-    """What one client uses in one round.
-
-    Attributes:
-      radii: Float32 vector of shape [L], the clipping radius of each layer.
-    """
-
-    radii: tf.Tensor
-
-
-class AdaptiveLocalDPQuery(mechanism.CohortQuery):
-    """Clips and noises every layer of a client with the layer's own radius.
-
-    A layer is one variable of the model (a kernel and its bias are two). The
-    state of a client is its window: the norms of its last rounds, kept by the
-    runtime, and handed in as a float32 matrix [window, L] with NaN where there
-    is no norm yet.
-    """
-
-    uses_window = True
-    client_noise = "own"
-
-    def __init__(
-        self,
-        clipping_radius: float,
-        window: int,
-        noise_over_sensitivity: float,
-        num_layers: int,
-        layers: str,
-    ):
-        self._clipping_radius = clipping_radius
-        self.window = window
-        self.num_layers = num_layers
-        # L layers that are released together are one Gaussian release of
-        # multiplier zeta if each has sqrt(L) zeta.
-        together = math.sqrt(num_layers) if layers == "joint" else 1.0
-        self._layer_noise_multiplier = (
-            local_dp.SENSITIVITY * noise_over_sensitivity * together
-        )
-
-    def initial_global_state(self) -> mechanism.QueryState:
-        """Implements `DPQuery.initial_global_state`."""
-        state = super().initial_global_state()
-        return state._replace(clip_norm=tf.constant(self._clipping_radius))
-
-    def noise_stddev(self, state: mechanism.QueryState) -> tf.Tensor:
-        """Returns the noise on the sum of m layers at the largest radius."""
-        return (
-            tf.sqrt(state.clients_per_round)
-            * self._layer_noise_multiplier
-            * state.clip_norm
-        )
-
-    def radii(self, window_norms: tf.Tensor) -> tf.Tensor:
-        """Returns a client's radii for this round.
-
-        r_l = min(mean of the layer's norms in the window, clipping_radius);
-        clipping_radius while the window is empty.
-
-        Args:
-          window_norms: Float32 [window, L], NaN where there is no norm.
-
-        Returns:
-          Float32 [L].
-        """
-        seen = ~tf.math.is_nan(window_norms)
-        count = tf.reduce_sum(tf.cast(seen, tf.float32), axis=0)
-        total = tf.reduce_sum(tf.where(seen, window_norms, 0.0), axis=0)
-        mean = tf.math.divide_no_nan(total, count)
-        return tf.where(
-            count > 0,
-            tf.minimum(mean, self._clipping_radius),
-            self._clipping_radius,
-        )
-
-    def derive_sample_params(self, state: mechanism.QueryState) -> WindowParams:
-        """Returns the parameters of a client without a window."""
-        del state
-        return WindowParams(
-            radii=tf.fill([self.num_layers], self._clipping_radius)
-        )
-
-    def layer_norms(self, record: list[tf.Tensor]) -> tf.Tensor:
-        """Returns the L2 norm of every layer before clipping: float32 [L]."""
-        return tf.stack([clipping.global_norm([layer]) for layer in record])
-
-    def preprocess_record(
-        self, params: WindowParams, record: list[tf.Tensor]
-    ) -> mechanism.Record:
-        """Clips and noises layer by layer.
-
-        Delta_l / max(1, ||Delta_l|| / r_l) + N(0, sigma_l^2).
-        """
-        norms = self.layer_norms(record)
-        norm = tf.norm(norms)
-        usable = tf.math.is_finite(norm)
-        update, stddevs = [], []
-        for index, layer in enumerate(record):
-            radius = params.radii[index]
-            scale = clipping.clip_factor(norms[index], radius)
-            update += clipping.scaled([layer], tf.where(usable, scale, 0.0))
-            stddevs.append(self._layer_noise_multiplier * radius)
-        clipped = tf.reduce_any(norms > params.radii) & usable
-        return mechanism.Record(
-            update=noise.add_normal(update, stddevs),
-            below_clip=tf.zeros([]),
-            weight=tf.ones([]),
-            norm=tf.where(usable, norm, 0.0),
-            clipped=tf.cast(clipped, tf.float32),
-            discarded=tf.cast(~usable, tf.float32),
-        )
-
-    def get_noised_result(
-        self, sample_state: mechanism.Record, global_state: mechanism.QueryState
-    ) -> tuple[
-        list[tf.Tensor], mechanism.QueryState, dp_accounting.NonPrivateDpEvent
-    ]:
-        """Returns the mean of the releases; the server adds nothing."""
-        mean = [
-            tf.math.divide_no_nan(
-                tensor, tf.cast(sample_state.weight, tensor.dtype)
-            )
-            for tensor in sample_state.update
-        ]
-        return mean, global_state, dp_accounting.NonPrivateDpEvent()
-
-
+@registry.register("adaptive_local")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveLocalDP(local_dp.LocalMechanism):
     """DISCO's local DP, whose radius follows the client's own last updates.
@@ -173,56 +54,156 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         `composition="rdp"` needs less noise; None: as often as it is drawn.
     """
 
-    epsilon: float
-    delta: float
-    clipping_radius: float = 1.0
-    window: int = 3
-    calibration: str = "analytic"
-    composition: str = "rdp"
-    layers: str = "joint"
-    max_participations: int | None = None
+    scales_updates: ClassVar[bool] = False
+    own_caveats: ClassVar[Mapping[str, str]] = {
+        "layers_charged_separately": (
+            "Each layer of the model was clipped and noised by itself and is "
+            "charged as a release of its own."
+        ),
+        "layers_joint": (
+            "All layers of one update are charged as one joint release."
+        ),
+        "radius_from_unnoised_norms": (
+            "Each client's clipping radius follows the un-noised norms of its "
+            "own earlier updates; what the noise's size thereby reveals is not "
+            "part of epsilon."
+        ),
+    }
 
-    def __post_init__(self):
-        set_ = object.__setattr__
-        epsilon, delta = local_dp.check_budget(self.epsilon, self.delta)
-        set_(self, "epsilon", epsilon)
-        set_(self, "delta", delta)
-        set_(
-            self,
-            "clipping_radius",
-            _validate.positive(clipping_radius=self.clipping_radius),
-        )
-        _validate.positive_integer(window=self.window)
-        _validate.one_of(local_dp.CALIBRATIONS, calibration=self.calibration)
-        _validate.one_of(local_dp.COMPOSITIONS, composition=self.composition)
-        _validate.one_of(LAYER_ACCOUNTS, layers=self.layers)
-        local_dp.check_participations(self.max_participations)
+    epsilon: float = parameters.parameter(
+        _validate.positive, "the budget of one client over the training."
+    )
+    delta: float = parameters.parameter(
+        _validate.inside_unit_interval, "its delta."
+    )
+    clipping_radius: float = parameters.parameter(
+        _validate.positive,
+        "the most that a layer's radius may be.",
+        default=1.0,
+    )
+    window: int = parameters.parameter(
+        _validate.positive_integer,
+        "how many of its own last norms a client averages.",
+        default=3,
+    )
+    calibration: str = local_dp.calibration_parameter()
+    composition: str = local_dp.composition_parameter()
+    layers: str = parameters.parameter(
+        parameters.OneOf(*LAYER_ACCOUNTS),
+        "whether a round's layers are one release or charged one by one.",
+        default="joint",
+    )
+    max_participations: int | None = local_dp.max_participations_parameter()
 
-    def _num_layers(self, deployment: mechanism.Deployment) -> int:
+    def _num_layers(self, deployment: contribution.Deployment) -> int:
         if deployment.num_variables is None:
             raise ValueError(
                 "num_variables must be known to AdaptiveLocalDP, got None."
             )
         return deployment.num_variables
 
-    def releases_per_round(self, deployment: mechanism.Deployment) -> int:
+    def releases_per_round(self, deployment: contribution.Deployment) -> int:
         """Implements `LocalMechanism.releases_per_round`."""
         if self.layers == "joint":
             return 1
         return self._num_layers(deployment)
 
-    def bind(self, deployment: mechanism.Deployment) -> AdaptiveLocalDPQuery:
-        """Implements `Mechanism.bind`."""
-        return AdaptiveLocalDPQuery(
-            clipping_radius=self.clipping_radius,
-            window=self.window,
-            noise_over_sensitivity=self.noise_over_sensitivity(deployment),
-            num_layers=self._num_layers(deployment),
-            layers=self.layers,
+    def first_clip_norm(self) -> float:
+        """Implements `Mechanism.first_clip_norm`: the largest radius."""
+        return self.clipping_radius
+
+    def window_norms(self, update: list[tf.Tensor]) -> tf.Tensor:
+        """Returns the L2 norm of every layer before clipping: float32 [L]."""
+        return tf.stack([clipping.global_norm([layer]) for layer in update])
+
+    def radii(
+        self, client: contribution.Client, deployment: contribution.Deployment
+    ) -> tf.Tensor:
+        """Returns a client's radii for this round, float32 [L].
+
+        r_l = min(mean of the layer's norms in the window, clipping_radius);
+        clipping_radius while the window is empty, and without one.
+        """
+        layers = self._num_layers(deployment)
+        if client.window is None:
+            return tf.fill([layers], self.clipping_radius)
+        seen = ~tf.math.is_nan(client.window)
+        count = tf.reduce_sum(tf.cast(seen, tf.float32), axis=0)
+        total = tf.reduce_sum(tf.where(seen, client.window, 0.0), axis=0)
+        mean = tf.math.divide_no_nan(total, count)
+        return tf.where(
+            count > 0,
+            tf.minimum(mean, self.clipping_radius),
+            self.clipping_radius,
         )
 
+    def contribution(
+        self,
+        update: list[tf.Tensor],
+        round: contribution.Round,
+        client: contribution.Client,
+        deployment: contribution.Deployment,
+    ) -> contribution.Contribution:
+        """Implements `Mechanism.contribution`, layer by layer.
+
+        Delta_l / max(1, ||Delta_l|| / r_l).
+        """
+        del round
+        radii = self.radii(client, deployment)
+        norms = self.window_norms(update)
+        norm = tf.norm(norms)
+        usable = tf.math.is_finite(norm)
+        scales = tf.where(usable, clipping.clip_factor(norms, radii), 0.0)
+        clipped = [
+            clipping.scaled([layer], scales[index])[0]
+            for index, layer in enumerate(update)
+        ]
+        return contribution.Contribution(
+            update=clipped,
+            sums={},
+            weight=tf.ones([]),
+            norm=tf.where(usable, norm, 0.0),
+            clipped=tf.cast(tf.reduce_any(norms > radii) & usable, tf.float32),
+            discarded=tf.cast(~usable, tf.float32),
+        )
+
+    def client_noise(
+        self,
+        round: contribution.Round,
+        client: contribution.Client,
+        deployment: contribution.Deployment,
+    ) -> list[tf.Tensor]:
+        """Implements `Mechanism.client_noise`: sigma_l of every layer."""
+        del round
+        radii = self.radii(client, deployment)
+        layers = self._num_layers(deployment)
+        return tf.unstack(
+            self._layer_noise_multiplier(deployment) * radii, num=layers
+        )
+
+    def _layer_noise_multiplier(
+        self, deployment: contribution.Deployment
+    ) -> float:
+        """Returns sigma_l / r_l.
+
+        L layers that are released together are one Gaussian release of
+        multiplier zeta if each has sqrt(L) zeta.
+        """
+        together = 1.0
+        if self.layers == "joint":
+            together = math.sqrt(self._num_layers(deployment))
+        ratio = self.noise_over_sensitivity(deployment)
+        return local_dp.SENSITIVITY * ratio * together
+
+    def noise_stddevs(
+        self, round: contribution.Round, deployment: contribution.Deployment
+    ) -> dict[str, Any]:
+        """Implements `Mechanism.noise_stddevs`: m layers, largest radius."""
+        one = self._layer_noise_multiplier(deployment) * round.clip_norm
+        return {"update": round.clients_per_round**0.5 * one}
+
     def round_event(
-        self, round_index: int, deployment: mechanism.Deployment
+        self, round_index: int, deployment: contribution.Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`.
 

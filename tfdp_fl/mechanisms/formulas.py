@@ -1,7 +1,8 @@
 """The formulas that every runtime shares: noise per client, next clip norm.
 
 They are written with operators only, so that they take Python floats, numpy
-arrays and TensorFlow tensors alike; this module imports neither.
+scalars and TensorFlow tensors alike; this module imports TensorFlow only where
+it is given a tensor.
 
 Notation: S is the clip norm, z the noise multiplier (stddev of the noise on
 the *sum* of updates divided by S), m the clients per round, sigma_b the stddev
@@ -14,6 +15,22 @@ import math
 import numbers
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+
+# An adaptive clip stays above this: where noise alone had brought it down by
+# hundreds of decades, it could rise by a tenth a round at most. No update is so
+# small that it matters, and the number depends on nobody's data.
+SMALLEST_CLIP_NORM = 1e-10
+
+
+def choose(condition: Any, one: Any, other: Any) -> Any:
+    """Returns `one` if a condition holds, else `other`; numbers or tensors."""
+    if isinstance(condition, (bool, np.bool_)):
+        return one if condition else other
+    import tensorflow as tf
+
+    return tf.where(condition, one, other)
 
 
 def update_noise_multiplier(
@@ -82,10 +99,13 @@ def next_clip_norm(
         `tf.exp`.
 
     Returns:
-      The next S, above 0: it falls where more than gamma of the updates were
-      not clipped, and rises otherwise.
+      The next S, at least `SMALLEST_CLIP_NORM`: it falls where more than
+      gamma of the updates were not clipped, and rises otherwise.
     """
-    return clip_norm * exp(-learning_rate * (noised_fraction - target_quantile))
+    moved = clip_norm * exp(
+        -learning_rate * (noised_fraction - target_quantile)
+    )
+    return choose(moved > SMALLEST_CLIP_NORM, moved, SMALLEST_CLIP_NORM)
 
 
 def client_noise_stddev(

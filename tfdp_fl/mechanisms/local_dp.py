@@ -3,109 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import dp_accounting
 import tensorflow as tf
 
-from tfdp_fl import _validate
+from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.mechanisms import clipping, mechanism, noise
+from tfdp_fl.mechanisms import (
+    clipping,
+    contribution,
+    mechanism,
+    parameters,
+    registry,
+)
+
+if TYPE_CHECKING:
+    from tfdp_fl.mechanisms import cohort_query
 
 CALIBRATIONS = ("analytic", "classic")
 COMPOSITIONS = ("rdp", "basic")
+
+# Noise that every client adds by itself wants few weights, few rounds and
+# everybody in them (docs/mechanisms.md shows what comes out).
+EVERYBODY_IN_FEW_ROUNDS: Mapping[str, Any] = {
+    "model": "linear",
+    "sampling": "fixed_size",
+    "clients_per_round": "all",
+    "rounds": 10,
+    "local_epochs": 5,
+    "client_learning_rate": 0.5,
+}
 
 # Replacing a client's whole data set moves its clipped release by up to 2S.
 SENSITIVITY = 2.0
 
 
-class LocalDPQuery(mechanism.CohortQuery):
-    """Each client clips to S and adds N(0, (z S)^2); the server averages.
-
-    The mean is over the clients that answered: each answer is private by
-    itself, so nothing depends on how many there are.
-    """
-
-    client_noise = "own"
-
-    def __init__(self, clip_norm: float, client_noise_multiplier: float):
-        self._clip_norm = clip_norm
-        self._client_noise_multiplier = client_noise_multiplier
-
-    def initial_global_state(self) -> mechanism.QueryState:
-        """Implements `DPQuery.initial_global_state`."""
-        state = super().initial_global_state()
-        return state._replace(clip_norm=tf.constant(self._clip_norm))
-
-    def noise_stddev(self, state: mechanism.QueryState) -> tf.Tensor:
-        """Returns the noise on the sum of m releases: sqrt(m) z S."""
-        return (
-            tf.sqrt(state.clients_per_round)
-            * self._client_noise_multiplier
-            * state.clip_norm
-        )
-
-    def derive_sample_params(
-        self, state: mechanism.QueryState
-    ) -> mechanism.SampleParams:
-        """Implements `DPQuery.derive_sample_params`."""
-        return mechanism.SampleParams(
-            clip_norm=state.clip_norm,
-            noise_stddev=self._client_noise_multiplier * state.clip_norm,
-            count_noise_stddev=tf.zeros([]),
-        )
-
-    def preprocess_record(
-        self, params: mechanism.SampleParams, record: list[tf.Tensor]
-    ) -> mechanism.Record:
-        """Clips one client's update and adds the client's own noise."""
-        clipped = clipping.clip_by_norm(record, params.clip_norm)
-        return mechanism.Record(
-            update=noise.add_normal(clipped.update, params.noise_stddev),
-            below_clip=tf.zeros([]),
-            weight=tf.ones([]),
-            norm=clipped.norm,
-            clipped=clipped.clipped,
-            discarded=clipped.discarded,
-        )
-
-    def get_noised_result(
-        self, sample_state: mechanism.Record, global_state: mechanism.QueryState
-    ) -> tuple[
-        list[tf.Tensor], mechanism.QueryState, dp_accounting.NonPrivateDpEvent
-    ]:
-        """Returns the mean of the releases; the server adds nothing.
-
-        The event says nothing of the central guarantee; a local one is
-        accounted for client by client.
-        """
-        mean = [
-            tf.math.divide_no_nan(
-                tensor, tf.cast(sample_state.weight, tensor.dtype)
-            )
-            for tensor in sample_state.update
-        ]
-        return mean, global_state, dp_accounting.NonPrivateDpEvent()
-
-
-def check_budget(
-    epsilon: float | None, delta: float | None
-) -> tuple[float, float]:
-    """Returns a checked (epsilon, delta)."""
-    return (
-        _validate.positive(epsilon=epsilon),
-        _validate.inside_unit_interval(delta=delta),
-    )
-
-
-def check_participations(max_participations: int | None) -> None:
-    """Raises unless the limit is None or a positive integer."""
-    if max_participations is not None:
-        _validate.positive_integer(max_participations=max_participations)
-
-
+@functools.lru_cache(maxsize=64)
 def noise_over_sensitivity(
     epsilon: float,
     delta: float,
@@ -139,14 +77,37 @@ def noise_over_sensitivity(
         single = gaussian.classic_noise_multiplier(
             epsilon, delta, allow_epsilon_above_one=True
         )
-        if epsilon >= 1:
-            warnings.warn(
-                "calibration='classic' is proven for epsilon < 1 only, and "
-                f"was asked for at epsilon={epsilon:g}; the epsilon that is "
-                "reported is computed from the noise itself.",
-                stacklevel=2,
-            )
     return single * math.sqrt(releases)
+
+
+def calibration_parameter() -> str:
+    """Returns the formula that makes noise of a budget."""
+    return parameters.parameter(
+        parameters.OneOf(*CALIBRATIONS),
+        "analytic (Balle & Wang 2018), or the classic formula, proven for "
+        "epsilon < 1.",
+        default="analytic",
+    )
+
+
+def composition_parameter() -> str:
+    """Returns how a client's rounds add up."""
+    return parameters.parameter(
+        parameters.OneOf(*COMPOSITIONS),
+        "how a client's rounds add up: rdp, or basic (epsilon / T for every "
+        "round).",
+        default="rdp",
+    )
+
+
+def max_participations_parameter() -> int | None:
+    """Returns the limit of a client's rounds."""
+    return parameters.parameter(
+        parameters.Optional(_validate.positive_integer),
+        "after so many rounds a client sits out, which needs less noise in "
+        "each.",
+        default=None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,13 +115,80 @@ class LocalMechanism(mechanism.Mechanism):
     """What the mechanisms have in common that protect each release alone."""
 
     guarantee: ClassVar[str] = "local"
+    noise_site: ClassVar[str] = "every client"
+    own_caveats: ClassVar[Mapping[str, str]] = {
+        "classic_above_one": (
+            "The noise was calibrated by the classic Gaussian formula at an "
+            "epsilon of 1 or more, where its proof does not hold; the target "
+            "it was calibrated for is not guaranteed, and the epsilon reported "
+            "here was computed from the noise really added."
+        ),
+        "basic_composition": (
+            "The target was split evenly over the rounds (basic composition), "
+            "which adds more noise than is needed; the epsilon reported here "
+            "is what the noise really gives."
+        ),
+    }
+    suggested_run: ClassVar[Mapping[str, Any]] = {
+        "target_epsilon": 16.0,
+        **EVERYBODY_IN_FEW_ROUNDS,
+    }
 
-    def releases_per_round(self, deployment: mechanism.Deployment) -> int:
+    def mean(
+        self,
+        update: list[tf.Tensor],
+        weight: tf.Tensor,
+        round: contribution.Round,
+        deployment: contribution.Deployment,
+    ) -> list[tf.Tensor]:
+        """Implements `Mechanism.mean`: over the clients that answered.
+
+        Each answer is private by itself, so nothing depends on how many there
+        are.
+        """
+        del round, deployment
+        return clipping.mean_of_answers(update, weight)
+
+    @classmethod
+    def for_target(
+        cls,
+        *,
+        noise_multiplier: schedules.Schedule,
+        epsilon: float,
+        delta: float,
+        clients_per_round: float,
+        **options: Any,
+    ) -> mechanism.Mechanism:
+        """Implements `Mechanism.for_target`: calibrated when it is used."""
+        del noise_multiplier, clients_per_round
+        return cls(epsilon=epsilon, delta=delta, **options)
+
+    def bind(
+        self, deployment: contribution.Deployment
+    ) -> cohort_query.CohortQuery:
+        """Implements `Mechanism.bind`: the noise has to be known there."""
+        self.noise_stddevs(contribution.Round(1.0, 0.0, 1.0), deployment)
+        if self.epsilon is not None and self.calibration == "classic":
+            one = self.epsilon
+            if self.composition == "basic":
+                one /= deployment.rounds
+            if one >= 1:
+                warnings.warn(
+                    "calibration='classic' is proven for epsilon < 1 only, and "
+                    f"was asked for at epsilon={one:g}; the epsilon that is "
+                    "reported is computed from the noise itself.",
+                    stacklevel=2,
+                )
+        return super().bind(deployment)
+
+    def releases_per_round(self, deployment: contribution.Deployment) -> int:
         """Returns how many separately charged releases one round makes."""
         del deployment
         return 1
 
-    def noise_over_sensitivity(self, deployment: mechanism.Deployment) -> float:
+    def noise_over_sensitivity(
+        self, deployment: contribution.Deployment
+    ) -> float:
         """Returns sigma / sensitivity of one release, calibrated if need be.
 
         Raises:
@@ -181,7 +209,7 @@ class LocalMechanism(mechanism.Mechanism):
             participations=deployment.max_participations or deployment.rounds,
         )
 
-    def mu_squared(self, deployment: mechanism.Deployment) -> float:
+    def mu_squared(self, deployment: contribution.Deployment) -> float:
         """Returns (sensitivity / sigma)^2 of one client's part in one round.
 
         Infinite without noise.
@@ -194,7 +222,7 @@ class LocalMechanism(mechanism.Mechanism):
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
         above_one = (
-            getattr(self, "calibration", None) == "classic"
+            self.calibration == "classic"
             and self.epsilon is not None
             and self.epsilon >= 1
         )
@@ -203,6 +231,7 @@ class LocalMechanism(mechanism.Mechanism):
         )
 
 
+@registry.register("local")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalDP(LocalMechanism):
     """Each client releases Delta min(1, S/||Delta||) + N(0, (z_local S)^2).
@@ -227,20 +256,30 @@ class LocalDP(LocalMechanism):
         `composition="rdp"` needs less noise; None: as often as it is drawn.
     """
 
-    clip_norm: float
-    epsilon: float | None = None
-    delta: float | None = None
-    noise_multiplier: float | None = None
-    calibration: str = "analytic"
-    composition: str = "rdp"
-    max_participations: int | None = None
+    clip_norm: float = parameters.parameter(
+        _validate.positive, "the clip S, L2 over the whole update.", start=1.0
+    )
+    epsilon: float | None = parameters.parameter(
+        parameters.Optional(_validate.positive),
+        "the budget of one client over the training.",
+        default=None,
+    )
+    delta: float | None = parameters.parameter(
+        parameters.Optional(_validate.inside_unit_interval),
+        "its delta.",
+        default=None,
+    )
+    noise_multiplier: float | None = parameters.parameter(
+        parameters.Optional(_validate.non_negative),
+        "what one client adds, over the clip, in the place of a budget.",
+        default=None,
+    )
+    calibration: str = calibration_parameter()
+    composition: str = composition_parameter()
+    max_participations: int | None = max_participations_parameter()
 
-    def __post_init__(self):
-        set_ = object.__setattr__
-        set_(self, "clip_norm", _validate.positive(clip_norm=self.clip_norm))
-        _validate.one_of(CALIBRATIONS, calibration=self.calibration)
-        _validate.one_of(COMPOSITIONS, composition=self.composition)
-        check_participations(self.max_participations)
+    def check_parameters(self) -> None:
+        """Implements `Mechanism.check_parameters`."""
         if self.noise_multiplier is None:
             if self.epsilon is None or self.delta is None:
                 raise ValueError(
@@ -249,53 +288,72 @@ class LocalDP(LocalMechanism):
                     f"epsilon={self.epsilon!r}, delta={self.delta!r} and "
                     "noise_multiplier=None."
                 )
-            epsilon, delta = check_budget(self.epsilon, self.delta)
-            set_(self, "epsilon", epsilon)
-            set_(self, "delta", delta)
-        else:
-            if self.epsilon is not None or self.delta is not None:
-                raise ValueError(
-                    "noise_multiplier must not be given together with epsilon "
-                    f"and delta, got noise_multiplier="
-                    f"{self.noise_multiplier!r}, epsilon={self.epsilon!r}, "
-                    f"delta={self.delta!r}."
-                )
-            set_(
-                self,
-                "noise_multiplier",
-                _validate.non_negative(noise_multiplier=self.noise_multiplier),
+        elif self.epsilon is not None or self.delta is not None:
+            raise ValueError(
+                "noise_multiplier must not be given together with epsilon "
+                f"and delta, got noise_multiplier={self.noise_multiplier!r}, "
+                f"epsilon={self.epsilon!r}, delta={self.delta!r}."
             )
 
-    def noise_over_sensitivity(self, deployment: mechanism.Deployment) -> float:
+    def first_clip_norm(self) -> float:
+        """Implements `Mechanism.first_clip_norm`."""
+        return self.clip_norm
+
+    def noise_multiplier_at(self, round_index: int) -> float:
+        """Implements `Mechanism.noise_multiplier_at`: 0 for the server's."""
+        del round_index
+        return self.noise_multiplier or 0.0
+
+    def client_noise(
+        self,
+        round: contribution.Round,
+        client: contribution.Client,
+        deployment: contribution.Deployment,
+    ) -> Any:
+        """Implements `Mechanism.client_noise`: z_local S."""
+        del client
+        return self.client_noise_multiplier(deployment) * round.clip_norm
+
+    def noise_stddevs(
+        self, round: contribution.Round, deployment: contribution.Deployment
+    ) -> dict[str, Any]:
+        """Implements `Mechanism.noise_stddevs`: sqrt(m) z S, on m releases."""
+        one = self.client_noise_multiplier(deployment) * round.clip_norm
+        return {"update": round.clients_per_round**0.5 * one}
+
+    def noise_over_sensitivity(
+        self, deployment: contribution.Deployment
+    ) -> float:
         """Implements `LocalMechanism.noise_over_sensitivity`."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier / SENSITIVITY
         return super().noise_over_sensitivity(deployment)
 
     def client_noise_multiplier(
-        self, deployment: mechanism.Deployment
+        self, deployment: contribution.Deployment
     ) -> float:
         """Returns z_local, the noise of one client divided by S."""
         return SENSITIVITY * self.noise_over_sensitivity(deployment)
 
-    def bind(self, deployment: mechanism.Deployment) -> LocalDPQuery:
-        """Implements `Mechanism.bind`."""
-        return LocalDPQuery(
-            self.clip_norm, self.client_noise_multiplier(deployment)
-        )
-
     def round_event(
-        self, round_index: int, deployment: mechanism.Deployment
+        self, round_index: int, deployment: contribution.Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: what the mean gives centrally.
 
         m independent client noises of stddev z_local S are a central noise
         multiplier of sqrt(m) z_local, if exactly m clients answer. A Poisson
         cohort brings a random number of noises: nothing is claimed then.
+
+        Neighbours are those of the local guarantee, one client's data replaced
+        by other data, which moves the sum by 2S. The charge of a fixed-size
+        cohort doubles the sensitivity itself; for a shuffled one it is done
+        here.
         """
         multiplier = self.client_noise_multiplier(deployment)
         if multiplier == 0 or deployment.sampling in ("poisson", None):
             return dp_accounting.NonPrivateDpEvent()
+        if deployment.sampling != "fixed_size":
+            multiplier /= SENSITIVITY
         return dp_accounting.GaussianDpEvent(
             multiplier * math.sqrt(deployment.cohort_size(round_index))
         )

@@ -1,227 +1,129 @@
-"""What a mechanism is, and in which order a runtime calls it.
+"""A mechanism: one declaration, from which everything else follows.
 
-A **mechanism** is an immutable description of what is released about a cohort
-of client updates and of what that costs. It knows no runtime. Bound to a
-`Deployment` it gives a `CohortQuery`, a TF-Privacy `SumAggregationDPQuery`
-whose methods are TensorFlow functions. Both runtimes (the compiled cohort
-engine and TFF) call it in this order, once a round:
+A **mechanism** says what is released about a cohort of client updates and what
+that costs. It is a frozen dataclass in a file of its own: its parameters
+(`parameters.parameter`), a name (`registry.register`), and its mathematics, as
+the members of `Mechanism` that differ from plain DP-FedAvg. It knows no
+runtime. Members that say so take Python floats and TensorFlow scalars alike,
+so that the planner, Flower's strategies and the privacy statement use the same
+formulas as the training.
 
-    state  = query.begin_round(state, ...)          # this round's m and z
-    params = query.derive_sample_params(state)
-    for each client:                                # in parallel
-        record = query.preprocess_record(params, update)   # clip (and noise)
-    total  = sum of the records
-    mean, state, event = query.get_noised_result(total, state)
-
-A query with `two_phase = True` sets the clip from the norms of the whole
-cohort: between `begin_round` and `derive_sample_params` a runtime collects
-`query.record_norm(update)` from every client and calls
-`state = query.clip_to_cohort(state, norms)`.
+Bound to a `Deployment` it gives a `CohortQuery` (`cohort_query`), which every
+runtime runs in the same order; `docs/adding_a_mechanism.md` walks through an
+example.
 """
 
 from __future__ import annotations
 
 import abc
-import collections
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import dp_accounting
 import tensorflow as tf
-from tfdp_fl.mechanisms import tfp_throwaway as tfp
 
 from tfdp_fl import _validate, schedules
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Deployment:
-    """Where a mechanism is used: the facts that are not the mechanism's own.
-
-    Attributes:
-      clients_per_round: The expected cohort size m, constant or a schedule.
-      num_clients: The population N, or None if unknown.
-      sampling: "poisson", "fixed_size", "shuffled", or None if unknown.
-      rounds: The number of rounds T that are planned, or None if unknown.
-      max_participations: The most rounds that any one client may take part
-        in, or None if unknown.
-      num_variables: How many tensors an update has, or None if unknown.
-      min_examples: The smallest number of examples that a client holds, or
-        None if unknown.
-    """
-
-    clients_per_round: schedules.Schedule
-    num_clients: int | None = None
-    sampling: str | None = None
-    rounds: int | None = None
-    max_participations: int | None = None
-    num_variables: int | None = None
-    min_examples: int | None = None
-
-    def cohort_size(self, round_index: int) -> float:
-        """Returns the expected cohort size m_t of one round."""
-        return float(
-            schedules.value_at(
-                self.clients_per_round, round_index, "clients_per_round"
-            )
-        )
-
-
-class Record(NamedTuple):
-    """What one client hands in, and (summed) what the server gets.
-
-    Attributes:
-      update: List of float tensors, clipped, with noise if it is the client's
-        to add.
-      below_clip: Float32 scalar, the bit of adaptive clipping, centred to
-        +1/2 (norm at most the clip) or -1/2; 0 where it is not used.
-      weight: Float32 scalar, the client's weight in the mean.
-      norm: Float32 scalar, the L2 norm before clipping.
-      clipped: Float32 scalar, 1 if the update was scaled down.
-      discarded: Float32 scalar, 1 if the update was replaced by zero.
-
-    `norm`, `clipped` and `discarded` are diagnostics: they are not noised and
-    not covered by the guarantee.
-    """
-
-    update: Any
-    below_clip: tf.Tensor
-    weight: tf.Tensor
-    norm: tf.Tensor
-    clipped: tf.Tensor
-    discarded: tf.Tensor
-
-
-class QueryState(NamedTuple):
-    """The state that a `CohortQuery` carries from round to round.
-
-    Attributes:
-      clip_norm: Float32 scalar, the clip S of the coming round.
-      noise_multiplier: Float32 scalar, this round's z.
-      clients_per_round: Float32 scalar, this round's expected cohort size m.
-    """
-
-    clip_norm: tf.Tensor
-    noise_multiplier: tf.Tensor
-    clients_per_round: tf.Tensor
-
-
-class SampleParams(NamedTuple):
-    """What every client of a round gets to know.
-
-    Attributes:
-      clip_norm: Float32 scalar, the clip S.
-      noise_stddev: Float32 scalar, the noise that one client adds to its
-        update (0 where the server adds it).
-      count_noise_stddev: Float32 scalar, the noise that one client adds to its
-        bit (0 where the server adds it).
-    """
-
-    clip_norm: tf.Tensor
-    noise_stddev: tf.Tensor
-    count_noise_stddev: tf.Tensor
-
-
-class CohortQuery(tfp.SumAggregationDPQuery):
-    """A TF-Privacy query over the updates of one cohort.
-
-    Its result is the noised **mean** update (the sum divided by the expected
-    cohort size), to be added to the model.
-
-    Attributes:
-      two_phase: Whether the clip depends on the norms of the whole cohort.
-      releases: "update" if a record is a change of the weights, "weights" if
-        it is the weights themselves (NbAFL).
-      uses_window: Whether every client brings norms of its earlier rounds
-        (AdaptiveLocalDP).
-      client_noise: What noise a client's record carries: "none" (the server
-        adds it, so what a client sends has to be within the clip), "share" (a
-        part of the noise on the sum: without it the sum has too little) or
-        "own" (each record is a private release by itself).
-    """
-
-    two_phase: ClassVar[bool] = False
-    releases: ClassVar[str] = "update"
-    uses_window: ClassVar[bool] = False
-    client_noise: ClassVar[str] = "none"
-
-    @property
-    def only_scales(self) -> bool:
-        """Whether a client's record is its update times one number.
-
-        Then `scale_of` says which number, and a runtime that knows the norm
-        need not have the update itself. Not so if the client adds noise.
-        """
-        return False
-
-    def scale_of(self, params: Any, norm: tf.Tensor, usable: tf.Tensor) -> Any:
-        """Returns the `Record` of updates of which only the norm is known.
-
-        Its `update` is the factor that the update is to be multiplied by.
-
-        Args:
-          params: From `derive_sample_params`.
-          norm: Float32, any shape: the norms of one or more updates, 0 where
-            an update is not usable.
-          usable: Bool, the same shape: False for a NaN or an Inf.
-        """
-        raise TypeError(f"{type(self).__name__} does not only scale updates.")
-
-    def initial_global_state(self) -> QueryState:
-        """Returns the state before the first round."""
-        return QueryState(
-            clip_norm=tf.constant(0.0),
-            noise_multiplier=tf.constant(0.0),
-            clients_per_round=tf.constant(1.0),
-        )
-
-    def begin_round(
-        self,
-        state: QueryState,
-        noise_multiplier: tf.Tensor | float,
-        clients_per_round: tf.Tensor | float,
-    ) -> QueryState:
-        """Returns the state with the values that hold for this round."""
-        return state._replace(
-            noise_multiplier=tf.cast(noise_multiplier, tf.float32),
-            clients_per_round=tf.cast(clients_per_round, tf.float32),
-        )
-
-    def initial_sample_state(self, template: list[tf.Tensor]) -> Record:
-        """Returns the zeros that the records of a cohort are added to."""
-        return Record(
-            update=super().initial_sample_state(template),
-            below_clip=tf.zeros([]),
-            weight=tf.zeros([]),
-            norm=tf.zeros([]),
-            clipped=tf.zeros([]),
-            discarded=tf.zeros([]),
-        )
-
-    def noise_stddev(self, state: QueryState) -> tf.Tensor:
-        """Returns the stddev (float32 scalar) of the noise on the sum."""
-        return state.noise_multiplier * state.clip_norm
-
-    def derive_metrics(self, state: QueryState) -> collections.OrderedDict:
-        """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
-        return collections.OrderedDict(
-            clip_norm=state.clip_norm, noise_stddev=self.noise_stddev(state)
-        )
+from tfdp_fl.accounting import statement
+from tfdp_fl.mechanisms import clipping, cohort_query, noise, parameters
+from tfdp_fl.mechanisms.contribution import (
+    Client,
+    Contribution,
+    Deployment,
+    Round,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mechanism(abc.ABC):
     """Base class of all mechanisms: immutable, validated when made.
 
+    What is here is DP-FedAvg without its clip: a client's update is scaled by
+    one number, the sum noised by the server with stddev z S, and divided by
+    the expected cohort size m. A mechanism overrides what it does otherwise.
+
     Class attributes:
+      registered_name: What it is called by, "" if it has no such name.
       guarantee: What is protected against whom: "central" (the server is
         trusted), "local" (nobody is), "record" (one example, not one client)
         or "none".
+      released_sums: The names of `Contribution.sums`.
+      scales_updates: Whether a contribution is the update times one number
+        that follows from its norm (`contribution` is not overridden).
+      releases_weights: Whether clients hand in weights and not updates, which
+        then replace the model.
+      proximal_weight: mu of the term (mu/2) ||w - w_received||^2 in local
+        training.
+      max_participations: After so many rounds a client sits out, if not None.
+      noise_multiplier: z, where it is a parameter.
+      epsilon: A budget that the noise is calibrated to, where it is a
+        parameter.
+      implied_delta: The delta that goes with it, where that follows from
+        parameters.
+      noise_limit_reason: What `make_private` says of `noise_limit`.
+      noise_site: Who adds the noise: "server"; "client", each of m clients its
+        share, so that exactly m have to answer; or "every client", each for
+        itself.
+      own_caveats: What the statement may have to say of this mechanism and of
+        no other: full sentences by key.
+      suggested_run: What `train.py` does unless told otherwise, by flag.
     """
 
+    registered_name: ClassVar[str] = ""
     guarantee: ClassVar[str] = "central"
+    released_sums: ClassVar[tuple[str, ...]] = ()
+    scales_updates: ClassVar[bool] = True
+    releases_weights: ClassVar[bool] = False
+    suggested_run: ClassVar[Mapping[str, Any]] = {"target_epsilon": 8.0}
+    proximal_weight: ClassVar[Any] = 0.0
+    max_participations: ClassVar[Any] = None
+    noise_multiplier: ClassVar[Any] = 0.0
+    noise_site: ClassVar[Any] = "server"
+    window: ClassVar[Any] = None
+    epsilon: ClassVar[Any] = None
+    implied_delta: ClassVar[Any] = None
+    noise_limit_reason: ClassVar[str] = ""
+    own_caveats: ClassVar[Mapping[str, str]] = {}
 
-    @abc.abstractmethod
-    def bind(self, deployment: Deployment) -> CohortQuery:
+    # Optional members: None where a mechanism has no such thing.
+    #
+    # clip_to_cohort(norms, round) -> S: the clip of this round, from the norms
+    # of its whole cohort (float32 vector, perhaps empty).
+    clip_to_cohort: ClassVar[Callable[..., tf.Tensor] | None] = None
+    # client_noise(round, client, deployment) -> stddev of what a client adds to
+    # its own update, where noise_site is "every client": a float32 scalar, or
+    # a list of one for each variable.
+    client_noise: ClassVar[Callable[..., Any] | None] = None
+    # window_norms(update) -> float32 [L], what a client remembers of this
+    # round, in a window of `window` rounds.
+    window_norms: ClassVar[Callable[..., tf.Tensor] | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        statement.add_caveats(cls.own_caveats)
+
+    def __post_init__(self) -> None:
+        parameters.check_all(self)
+        self.check_parameters()
+
+    def check_parameters(self) -> None:  # noqa: B027
+        """Raises ValueError where parameters do not go together."""
+
+    # Where it may be used.
+
+    def check(self, deployment: Deployment) -> None:
+        """Raises ValueError if the mechanism is not right for a deployment."""
+        if self.needs_exact_cohort and deployment.sampling not in (
+            "fixed_size",
+            None,
+        ):
+            raise ValueError(
+                "noise_site='client' needs sampling='fixed_size', because the "
+                "noise is complete only if exactly clients_per_round clients "
+                f"answer, got sampling={deployment.sampling!r}."
+            )
+
+    def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
         """Returns the TensorFlow side of the mechanism.
 
         Args:
@@ -230,20 +132,160 @@ class Mechanism(abc.ABC):
         Raises:
           ValueError: The mechanism's guarantee does not hold there.
         """
+        self.check(deployment)
+        return cohort_query.CohortQuery(self, deployment)
 
-    def check(self, deployment: Deployment) -> None:  # noqa: B027
-        """Raises ValueError if the mechanism is not right for a deployment."""
+    # The mathematics.
+
+    def first_clip_norm(self) -> float:
+        """Returns the clip of the first round."""
+        return 0.0
+
+    def first_memory(self, deployment: Deployment) -> Any:
+        """Returns the memory before the first round; () for none."""
+        del deployment
+        return ()
+
+    def noise_stddevs(
+        self, round: Round, deployment: Deployment
+    ) -> dict[str, Any]:
+        """Returns the noise on the sum of updates, and on each released sum.
+
+        Args:
+          round: This round; Python floats or TensorFlow scalars.
+          deployment: Where it is.
+
+        Returns:
+          Stddevs by name: "update" and `released_sums`.
+        """
+        del deployment
+        return {"update": round.noise_multiplier * round.clip_norm}
+
+    def largest_norm(self, round: Round) -> Any:
+        """Returns what no client's contribution is larger than: S."""
+        return round.clip_norm
+
+    def scale(self, norm: tf.Tensor, round: Round) -> tf.Tensor:
+        """Returns what an update is multiplied by: min(1, S / norm).
+
+        Args:
+          norm: Float32, any shape: norms of updates, at least 0.
+          round: This round.
+        """
+        return clipping.clip_factor(norm, round.clip_norm)
+
+    def sums_of(self, norm: tf.Tensor, round: Round) -> dict[str, tf.Tensor]:
+        """Returns what else a client hands in, by the names in released_sums.
+
+        Args:
+          norm: Float32, any shape: norms of updates, 0 for one with a NaN.
+          round: This round.
+        """
+        del norm, round
+        return {}
+
+    def contribution_of_norm(
+        self, norm: tf.Tensor, usable: tf.Tensor, round: Round
+    ) -> Contribution:
+        """Returns contributions of updates of which only the norm is known.
+
+        Their `update` is the factor that the update is to be multiplied by.
+
+        Args:
+          norm: Float32, any shape: the norms of one or more updates, 0 where
+            an update is not usable.
+          usable: Bool, the same shape: False for a NaN or an Inf.
+          round: This round.
+        """
+        scale = self.scale(norm, round)
+        return Contribution(
+            update=tf.where(usable, scale, 0.0),
+            sums=self.sums_of(norm, round),
+            weight=tf.ones_like(norm),
+            norm=norm,
+            clipped=tf.cast((norm > 0) & (scale < 1), tf.float32),
+            discarded=tf.cast(~usable, tf.float32),
+        )
+
+    def contribution(
+        self,
+        update: list[tf.Tensor],
+        round: Round,
+        client: Client,
+        deployment: Deployment,
+    ) -> Contribution:
+        """Returns what one client hands in, before anybody's noise.
+
+        An update with a NaN or an Inf becomes zero.
+
+        Args:
+          update: List of float tensors; a client's weights if
+            `releases_weights`.
+          round: This round.
+          client: What the client knows of itself.
+          deployment: Where it is.
+        """
+        del client, deployment
+        one = self.contribution_of_norm(*clipping.usable_norm(update), round)
+        return one._replace(update=clipping.scaled(update, one.update))
+
+    def add_noise(
+        self, update: list[tf.Tensor], stddev: tf.Tensor, memory: Any
+    ) -> tuple[list[tf.Tensor], Any]:
+        """Adds the server's noise to a sum; returns it and the next memory.
+
+        Args:
+          update: The sum of the clients' updates.
+          stddev: What `noise_stddevs` says.
+          memory: `RoundWithMemory.memory`; () without one.
+        """
+        return noise.add_normal(update, stddev), memory
+
+    def mean(
+        self,
+        update: list[tf.Tensor],
+        weight: tf.Tensor,
+        round: Round,
+        deployment: Deployment,
+    ) -> list[tf.Tensor]:
+        """Returns the released mean of a noised sum: the sum divided by m.
+
+        Args:
+          update: The noised sum.
+          weight: Float32 scalar, the sum of the clients' weights.
+          round: This round.
+          deployment: Where it is.
+        """
+        del weight, deployment
+        return [
+            tensor / tf.cast(round.clients_per_round, tensor.dtype)
+            for tensor in update
+        ]
+
+    def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
+        """Returns the clip of the next round.
+
+        Args:
+          sums: The noised sums by name; Python floats or TensorFlow scalars.
+          round: This round, likewise.
+        """
+        del sums
+        return round.clip_norm
+
+    # What it costs, and what is said of it.
 
     def noise_multiplier_at(self, round_index: int) -> float:
         """Returns the noise multiplier z of one round (counted from 0)."""
-        schedule = getattr(self, "noise_multiplier", None)
-        if schedule is None:
-            return 0.0
         return _validate.non_negative(
             noise_multiplier=schedules.value_at(
-                schedule, round_index, "noise_multiplier"
+                self.noise_multiplier, round_index, "noise_multiplier"
             )
         )
+
+    def noise_limit(self, round_index: int, deployment: Deployment) -> float:
+        """Returns what a round's noise multiplier has to stay below."""
+        del round_index, deployment
+        return float("inf")
 
     def round_event(
         self, round_index: int, deployment: Deployment
@@ -255,13 +297,36 @@ class Mechanism(abc.ABC):
         """
         del deployment
         noise_multiplier = self.noise_multiplier_at(round_index)
-        if noise_multiplier == 0:
+        if noise_multiplier == 0 or self.guarantee != "central":
             return dp_accounting.NonPrivateDpEvent()
         return dp_accounting.GaussianDpEvent(noise_multiplier)
 
-    def with_noise_multiplier(self, noise_multiplier: float) -> Mechanism:
+    @classmethod
+    def for_target(
+        cls,
+        *,
+        noise_multiplier: schedules.Schedule,
+        epsilon: float,
+        delta: float,
+        clients_per_round: float,
+        **options: Any,
+    ) -> Mechanism:
+        """Returns the mechanism that `make_private` tries for a target.
+
+        Args:
+          noise_multiplier: z, for a mechanism that is calibrated from outside;
+            a number or one value a round.
+          epsilon: The target, for one that calibrates itself.
+          delta: The same.
+          clients_per_round: m, the smallest expected size of a cohort.
+          **options: The other parameters that were given.
+        """
+        del epsilon, delta, clients_per_round
+        return cls(noise_multiplier=noise_multiplier, **options)
+
+    def with_noise_multiplier(self, noise_multiplier: Any) -> Mechanism:
         """Returns the same mechanism with another noise multiplier."""
-        if not hasattr(self, "noise_multiplier"):
+        if "noise_multiplier" not in self.parameters():
             raise ValueError(
                 f"{type(self).__name__} has no noise_multiplier to change."
             )
@@ -272,12 +337,20 @@ class Mechanism(abc.ABC):
         """The mechanism's name in reports."""
         return type(self).__name__
 
+    @property
+    def needs_exact_cohort(self) -> bool:
+        """Whether fewer than m answers are less noise than is charged."""
+        return self.noise_site == "client"
+
     @abc.abstractmethod
     def describe(self) -> str:
         """Returns one sentence for the privacy statement."""
 
     def caveats(self) -> tuple[str, ...]:
-        """Returns the keys of the caveats that the statement has to make."""
+        """Returns the keys of the caveats that the statement has to make.
+
+        Of `own_caveats`, or of `accounting.CAVEATS`.
+        """
         return ()
 
     def parameters(self) -> dict[str, Any]:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import dp_accounting
 import tensorflow as tf
 
 from tfdp_fl import _validate, schedules
-from tfdp_fl.mechanisms import clipping, fixed_clipping, mechanism, noise
+from tfdp_fl.mechanisms import (
+    clipping,
+    contribution,
+    fixed_clipping,
+    mechanism,
+    noise,
+    parameters,
+    registry,
+)
+
+if TYPE_CHECKING:
+    from tfdp_fl.mechanisms import cohort_query
 
 # The private median is sought on a geometric grid that does not depend on the
 # data: 2^12 cells over eight decades are 0.45 % apart.
@@ -109,39 +121,7 @@ def _warn_if_unreliable(
         )
 
 
-class MedianClippingQuery(fixed_clipping.FixedClippingQuery):
-    """Fixed clipping to the median norm of the same cohort."""
-
-    two_phase = True
-
-    def __init__(self, median_noise_multiplier: float | None, noise_site: str):
-        super().__init__(0.0, noise_site)
-        self._median_noise_multiplier = median_noise_multiplier
-
-    def record_norm(self, record: list[tf.Tensor]) -> tf.Tensor:
-        """Returns the norm (float32 scalar) of a client's unclipped update."""
-        norm, _ = clipping.usable_norm(record)
-        return norm
-
-    def clip_to_cohort(
-        self, state: mechanism.QueryState, norms: tf.Tensor
-    ) -> mechanism.QueryState:
-        """Sets S to the median of the cohort's norms (float32 vector).
-
-        An empty cohort has no exact median, and keeps the S of the round
-        before.
-        """
-        if self._median_noise_multiplier is not None:
-            clip_norm = private_median(norms, self._median_noise_multiplier)
-        else:
-            clip_norm = tf.cond(
-                tf.size(norms) > 0,
-                lambda: clipping.median(norms),
-                lambda: state.clip_norm,
-            )
-        return state._replace(clip_norm=clip_norm)
-
-
+@registry.register("median")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedianClipping(mechanism.Mechanism):
     """Clips to the median norm of the same round's updates.
@@ -168,49 +148,80 @@ class MedianClipping(mechanism.Mechanism):
       noise_site: "server" or "client" (needs fixed-size sampling).
     """
 
-    noise_multiplier: schedules.Schedule
-    median_noise_multiplier: float | None = None
-    noise_site: str = "server"
+    own_caveats: ClassVar[Mapping[str, str]] = {
+        "exact_median": (
+            "The clip norm of each round was the exact median of that round's "
+            "update norms, as published; that median is not private, so "
+            "strictly epsilon holds only for what the models reveal beyond it."
+        ),
+    }
 
-    guarantee: ClassVar[str] = "central"
+    noise_multiplier: schedules.Schedule = (
+        fixed_clipping.noise_multiplier_parameter()
+    )
+    median_noise_multiplier: float | None = parameters.parameter(
+        parameters.Optional(_validate.positive),
+        "noise multiplier of a private median, whose cost is included (by "
+        "default 5 times --noise_multiplier, less for small cohorts); or "
+        "exact: the cohort's own median as published, which is not private "
+        "(privacy.txt says so).",
+        default=None,
+        none_word="exact",
+    )
+    noise_site: str = fixed_clipping.noise_site_parameter()
 
-    def __post_init__(self):
-        object.__setattr__(
-            self,
-            "noise_multiplier",
-            schedules.checked(
-                self.noise_multiplier,
-                _validate.non_negative,
-                "noise_multiplier",
-            ),
-        )
-        if self.median_noise_multiplier is not None:
-            object.__setattr__(
-                self,
-                "median_noise_multiplier",
-                _validate.positive(
-                    median_noise_multiplier=self.median_noise_multiplier
-                ),
+    @classmethod
+    def for_target(
+        cls,
+        *,
+        noise_multiplier: schedules.Schedule,
+        clients_per_round: float,
+        **options: Any,
+    ) -> mechanism.Mechanism:
+        """Implements `Mechanism.for_target`: the median is private."""
+        if options.get("median_noise_multiplier") is None:
+            options["median_noise_multiplier"] = (
+                default_median_noise_multiplier(
+                    min(noise_multiplier)
+                    if isinstance(noise_multiplier, tuple)
+                    else noise_multiplier,
+                    clients_per_round,
+                )
             )
-        _validate.one_of(fixed_clipping.NOISE_SITES, noise_site=self.noise_site)
+        return super().for_target(
+            noise_multiplier=noise_multiplier,
+            clients_per_round=clients_per_round,
+            **options,
+        )
 
-    def check(self, deployment: mechanism.Deployment) -> None:
-        """Implements `Mechanism.check`."""
-        fixed_clipping.check_noise_site(self.noise_site, deployment)
-
-    def bind(self, deployment: mechanism.Deployment) -> MedianClippingQuery:
+    def bind(
+        self, deployment: contribution.Deployment
+    ) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""
-        self.check(deployment)
         if self.median_noise_multiplier is not None:
             _warn_if_unreliable(
                 self.median_noise_multiplier, deployment.cohort_size(0)
             )
-        return MedianClippingQuery(
-            self.median_noise_multiplier, self.noise_site
+        return super().bind(deployment)
+
+    def clip_to_cohort(
+        self, norms: tf.Tensor, round: contribution.Round
+    ) -> tf.Tensor:
+        """Returns the median of the cohort's norms (float32 vector).
+
+        An empty cohort has no exact median, and keeps the S of the round
+        before.
+        """
+        if self.median_noise_multiplier is not None:
+            return private_median(norms, self.median_noise_multiplier)
+        return tf.cond(
+            tf.size(norms) > 0,
+            lambda: clipping.median(norms),
+            lambda: round.clip_norm,
         )
 
     def round_event(
-        self, round_index: int, deployment: mechanism.Deployment
+        self, round_index: int, deployment: contribution.Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: sum and private median as one."""
         event = super().round_event(round_index, deployment)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import dp_accounting
 import tensorflow as tf
 
 from tfdp_fl import _validate
-from tfdp_fl.mechanisms import clipping, mechanism, noise
+from tfdp_fl.mechanisms import (
+    clipping,
+    contribution,
+    local_dp,
+    mechanism,
+    noise,
+    parameters,
+    registry,
+)
+
+if TYPE_CHECKING:
+    from tfdp_fl.mechanisms import cohort_query
 
 
 def uplink_noise_stddev(
@@ -53,94 +65,7 @@ def downlink_noise_stddev(
     )
 
 
-class NbAFLQuery(mechanism.CohortQuery):
-    """Clips and noises weights at the clients; clips and noises the mean."""
-
-    releases = "weights"
-    client_noise = "own"
-
-    def __init__(
-        self, weight_clip: float, uplink_factor: float, downlink_stddev: float
-    ):
-        self._weight_clip = weight_clip
-        self._uplink_factor = uplink_factor
-        self._downlink_stddev = downlink_stddev
-
-    def initial_global_state(self) -> mechanism.QueryState:
-        """Implements `DPQuery.initial_global_state`."""
-        state = super().initial_global_state()
-        return state._replace(clip_norm=tf.constant(self._weight_clip))
-
-    def noise_stddev(self, state: mechanism.QueryState) -> tf.Tensor:
-        """Returns the stddev of the noise before broadcast."""
-        del state
-        return tf.constant(self._downlink_stddev, tf.float32)
-
-    def derive_sample_params(
-        self, state: mechanism.QueryState
-    ) -> mechanism.SampleParams:
-        """Returns the clip, and sigma_U times the client's n."""
-        return mechanism.SampleParams(
-            clip_norm=state.clip_norm,
-            noise_stddev=tf.constant(self._uplink_factor, tf.float32),
-            count_noise_stddev=tf.zeros([]),
-        )
-
-    def preprocess_record(
-        self,
-        params: mechanism.SampleParams,
-        record: list[tf.Tensor],
-        num_examples: tf.Tensor | None = None,
-    ) -> mechanism.Record:
-        """Clips the weights w / max(1, ||w|| / C), then adds N(0, sigma_U^2).
-
-        A client without examples has nothing to say and weighs nothing.
-
-        Args:
-          params: From `derive_sample_params`.
-          record: The client's weights (not its update).
-          num_examples: Scalar, n.
-        """
-        if num_examples is None:
-            raise ValueError("num_examples must be given to NbAFL.")
-        clipped = clipping.clip_by_norm(record, params.clip_norm)
-        examples = tf.cast(num_examples, tf.float32)
-        weight = examples * (1.0 - clipped.discarded)
-        stddev = tf.math.divide_no_nan(params.noise_stddev, examples)
-        noised = noise.add_normal(clipped.update, stddev)
-        return mechanism.Record(
-            update=clipping.scaled(noised, weight),
-            below_clip=tf.zeros([]),
-            weight=weight,
-            norm=clipped.norm,
-            clipped=clipped.clipped,
-            discarded=clipped.discarded,
-        )
-
-    def get_noised_result(
-        self, sample_state: mechanism.Record, global_state: mechanism.QueryState
-    ) -> tuple[
-        list[tf.Tensor], mechanism.QueryState, dp_accounting.NonPrivateDpEvent
-    ]:
-        """Returns the new weights: mean, elementwise clip, downlink noise.
-
-        p / max(1, |p| / C) for every element, then N(0, sigma_D^2).
-        """
-        mean = [
-            tf.math.divide_no_nan(
-                tensor, tf.cast(sample_state.weight, tensor.dtype)
-            )
-            for tensor in sample_state.update
-        ]
-        bound = self._weight_clip
-        weights = [tf.clip_by_value(tensor, -bound, bound) for tensor in mean]
-        if self._downlink_stddev > 0:
-            weights = noise.add_normal(
-                weights, tf.constant(self._downlink_stddev, tf.float32)
-            )
-        return weights, global_state, dp_accounting.NonPrivateDpEvent()
-
-
+@registry.register("nbafl")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NbAFL(mechanism.Mechanism):
     """Noising before model aggregation in federated learning.
@@ -166,65 +91,163 @@ class NbAFL(mechanism.Mechanism):
       mu: Weight of the proximal term, >= 0.
     """
 
-    epsilon: float
-    constant: float
-    weight_clip: float
-    mu: float = 0.0
-
     guarantee: ClassVar[str] = "record"
+    noise_site: ClassVar[str] = "every client"
+    scales_updates: ClassVar[bool] = False
+    own_caveats: ClassVar[Mapping[str, str]] = {
+        "record_sensitivity_assumed": (
+            "The guarantee rests on the published assumption that one record "
+            "moves a client's clipped weights by at most 2C/n, for a weight "
+            "clip C and a client of n records; that holds for a mean over "
+            "records, and is neither proven nor enforced for weights that were "
+            "trained by SGD."
+        ),
+    }
+    releases_weights: ClassVar[bool] = True
+    suggested_run: ClassVar[Mapping[str, Any]] = {
+        "target_epsilon": 50.0,
+        **local_dp.EVERYBODY_IN_FEW_ROUNDS,
+        "rounds": 20,
+    }
 
-    def __post_init__(self):
-        for name in ("epsilon", "constant", "weight_clip"):
-            value = _validate.positive(**{name: getattr(self, name)})
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "mu", _validate.non_negative(mu=self.mu))
+    epsilon: float = parameters.parameter(
+        _validate.positive, "the budget of a record over all rounds."
+    )
+    constant: float = parameters.parameter(
+        _validate.positive,
+        "c, from which delta = 1.25 exp(-c^2/2) follows.",
+        start=3.0,
+    )
+    weight_clip: float = parameters.parameter(
+        _validate.positive, "C, the bound of a client's weights.", start=5.0
+    )
+    mu: float = parameters.parameter(
+        _validate.non_negative, "weight of the proximal term.", default=0.0
+    )
+
+    @property
+    def proximal_weight(self) -> float:
+        """Implements `Mechanism.proximal_weight`."""
+        return self.mu
 
     @property
     def implied_delta(self) -> float:
         """The delta at which `epsilon` is claimed: 1.25 exp(-c^2/2)."""
         return min(1.0, 1.25 * math.exp(-(self.constant**2) / 2))
 
-    def _check_known(self, deployment: mechanism.Deployment) -> None:
+    def downlink_stddev(self, deployment: contribution.Deployment) -> float:
+        """Returns sigma_D, 0 where there is no noise before broadcast."""
         for name in ("rounds", "num_clients"):
             if getattr(deployment, name) is None:
                 raise ValueError(
                     f"{name} must be known to NbAFL, got None: the noise "
                     "depends on it."
                 )
-        downlink = deployment.rounds > math.sqrt(
+        needed = deployment.rounds > math.sqrt(
             deployment.num_clients
         ) * deployment.cohort_size(0)
-        if downlink and not deployment.min_examples:
+        if needed and not deployment.min_examples:
             raise ValueError(
                 "min_examples (the smallest number of examples that a client "
                 "holds) must be known to NbAFL, because the noise before "
                 f"broadcast depends on it, got {deployment.min_examples!r}."
             )
+        if not needed:
+            return 0.0
+        return downlink_noise_stddev(
+            self.weight_clip,
+            self.constant,
+            self.epsilon,
+            deployment.rounds,
+            deployment.num_clients,
+            deployment.cohort_size(0),
+            deployment.min_examples,
+        )
 
-    def bind(self, deployment: mechanism.Deployment) -> NbAFLQuery:
+    def bind(
+        self, deployment: contribution.Deployment
+    ) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""
-        self._check_known(deployment)
-        downlink = 0.0
-        if deployment.min_examples:
-            downlink = downlink_noise_stddev(
-                self.weight_clip,
-                self.constant,
-                self.epsilon,
-                deployment.rounds,
-                deployment.num_clients,
-                deployment.cohort_size(0),
-                deployment.min_examples,
-            )
-        uplink = uplink_noise_stddev(
+        self.downlink_stddev(deployment)
+        return super().bind(deployment)
+
+    def first_clip_norm(self) -> float:
+        """Implements `Mechanism.first_clip_norm`: C."""
+        return self.weight_clip
+
+    def noise_stddevs(
+        self, round: contribution.Round, deployment: contribution.Deployment
+    ) -> dict[str, Any]:
+        """Implements `Mechanism.noise_stddevs`: before broadcast."""
+        del round
+        return {"update": self.downlink_stddev(deployment)}
+
+    def contribution(
+        self,
+        update: list[tf.Tensor],
+        round: contribution.Round,
+        client: contribution.Client,
+        deployment: contribution.Deployment,
+    ) -> contribution.Contribution:
+        """Implements `Mechanism.contribution`: n w / max(1, ||w|| / C).
+
+        A client without examples has nothing to say and weighs nothing.
+        """
+        del deployment
+        if client.num_examples is None:
+            raise ValueError("num_examples must be given to NbAFL.")
+        clipped = clipping.clip_by_norm(update, round.clip_norm)
+        weight = tf.cast(client.num_examples, tf.float32) * (
+            1.0 - clipped.discarded
+        )
+        return contribution.Contribution(
+            update=clipping.scaled(clipped.update, weight),
+            sums={},
+            weight=weight,
+            norm=clipped.norm,
+            clipped=clipped.clipped,
+            discarded=clipped.discarded,
+        )
+
+    def client_noise(
+        self,
+        round: contribution.Round,
+        client: contribution.Client,
+        deployment: contribution.Deployment,
+    ) -> tf.Tensor:
+        """Implements `Mechanism.client_noise`: n sigma_U, on n times weights.
+
+        sigma_U goes by 1/n, so n sigma_U is the same for all who have any.
+        """
+        stddev = uplink_noise_stddev(
             self.weight_clip,
             self.constant,
             self.epsilon,
             deployment.rounds,
             examples=1.0,
         )
-        return NbAFLQuery(self.weight_clip, uplink, downlink)
+        return tf.where(tf.cast(client.num_examples, tf.int32) > 0, stddev, 0.0)
 
-    def mu_squared(self, deployment: mechanism.Deployment) -> float:
+    def mean(
+        self,
+        update: list[tf.Tensor],
+        weight: tf.Tensor,
+        round: contribution.Round,
+        deployment: contribution.Deployment,
+    ) -> list[tf.Tensor]:
+        """Implements `Mechanism.mean`: p / max(1, |p| / C), N(0, sigma_D^2).
+
+        The mean over the clients' examples, clipped element by element.
+        """
+        bound = self.weight_clip
+        weights = [
+            tf.clip_by_value(tensor, -bound, bound)
+            for tensor in clipping.mean_of_answers(update, weight)
+        ]
+        stddev = self.downlink_stddev(deployment)
+        return noise.add_normal(weights, stddev) if stddev > 0 else weights
+
+    def mu_squared(self, deployment: contribution.Deployment) -> float:
         """Returns (sensitivity / sigma_U)^2 of one upload, for any n.
 
         With the paper's sensitivity 2C/n it is (epsilon / (T c))^2.
@@ -232,11 +255,15 @@ class NbAFL(mechanism.Mechanism):
         return (self.epsilon / (deployment.rounds * self.constant)) ** 2
 
     def round_event(
-        self, round_index: int, deployment: mechanism.Deployment
+        self, round_index: int, deployment: contribution.Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: no client is protected."""
         del round_index, deployment
         return dp_accounting.NonPrivateDpEvent()
+
+    def caveats(self) -> tuple[str, ...]:
+        """Implements `Mechanism.caveats`."""
+        return ("per_record", "record_sensitivity_assumed")
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
@@ -248,7 +275,3 @@ class NbAFL(mechanism.Mechanism):
             f"requires it. As published, epsilon={self.epsilon:g} at the "
             f"implied delta={self.implied_delta:.3g}."
         )
-
-    def caveats(self) -> tuple[str, ...]:
-        """Implements `Mechanism.caveats`."""
-        return ("per_record",)

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import dp_accounting
 import tensorflow as tf
-from tfdp_fl.mechanisms import tfp_throwaway as tfp
+import tensorflow_privacy as tfp
 from dp_accounting import rdp
 from tensorflow_privacy.privacy.dp_query import nested_query
 

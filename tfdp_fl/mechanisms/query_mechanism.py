@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
 import tensorflow as tf
-from tfdp_fl.mechanisms import tfp_throwaway as tfp
+import tensorflow_privacy as tfp
 
 from tfdp_fl import _validate
-from tfdp_fl.mechanisms import clipping, mechanism, query_check
+from tfdp_fl.mechanisms import (
+    clipping,
+    cohort_query,
+    contribution,
+    mechanism,
+    query_check,
+)
 
 
 class WrappedState(NamedTuple):
@@ -26,11 +33,14 @@ class WrappedState(NamedTuple):
     clients_per_round: tf.Tensor
 
 
-class WrappedQuery(mechanism.CohortQuery):
+class WrappedQuery(cohort_query.CohortQuery):
     """Runs a TF-Privacy query inside the cohort query's interface."""
 
-    def __init__(self, query: tfp.SumAggregationDPQuery):
-        self._query = query
+    def __init__(
+        self, mechanism: QueryMechanism, deployment: contribution.Deployment
+    ):
+        super().__init__(mechanism, deployment)
+        self._query = query = mechanism.query
         self._is_normalized = isinstance(query, tfp.NormalizedQuery)
 
     def initial_global_state(self) -> WrappedState:
@@ -56,20 +66,29 @@ class WrappedQuery(mechanism.CohortQuery):
         """Implements `DPQuery.derive_sample_params`."""
         return self._query.derive_sample_params(state.inner)
 
+    def largest_norm(self, state: WrappedState) -> Any:
+        """Implements `CohortQuery.largest_norm`: what the query may say."""
+        params = self.derive_sample_params(state)
+        return getattr(params, "clip_norm", float("inf"))
+
     def initial_sample_state(self, template: list[tf.Tensor]) -> Any:
         """Implements `DPQuery.initial_sample_state`."""
         zeros = super().initial_sample_state(template)
         return zeros._replace(update=self._query.initial_sample_state(template))
 
     def preprocess_record(
-        self, params: Any, record: list[tf.Tensor]
-    ) -> mechanism.Record:
+        self,
+        params: Any,
+        record: list[tf.Tensor],
+        client: contribution.Client = contribution.Client(),  # noqa: B008
+    ) -> contribution.Contribution:
         """Zeroes a NaN or Inf update, then lets the query preprocess it."""
+        del client
         norm, usable = clipping.usable_norm(record)
         safe = clipping.scaled(record, tf.cast(usable, tf.float32))
-        return mechanism.Record(
+        return contribution.Contribution(
             update=self._query.preprocess_record(params, safe),
-            below_clip=tf.zeros([]),
+            sums={},
             weight=tf.ones([]),
             norm=norm,
             clipped=tf.zeros([]),
@@ -101,7 +120,9 @@ class WrappedQuery(mechanism.CohortQuery):
         return rest._replace(update=update)
 
     def get_noised_result(
-        self, sample_state: mechanism.Record, global_state: WrappedState
+        self,
+        sample_state: contribution.Contribution,
+        global_state: WrappedState,
     ) -> tuple[list[tf.Tensor], WrappedState, dp_accounting.DpEvent]:
         """Returns the query's result, as a mean over the expected m."""
         result, inner, event = self._query.get_noised_result(
@@ -150,6 +171,20 @@ class QueryMechanism(mechanism.Mechanism):
         `dp_accounting.GaussianDpEvent(noise_multiplier)`.
     """
 
+    scales_updates: ClassVar[bool] = False
+    own_caveats: ClassVar[Mapping[str, str]] = {
+        "custom_query_event": (
+            "The mechanism is a query given by the user together with its "
+            "cost; that the cost is right was not checked here."
+        ),
+        "query_noise_from_tf_random": (
+            "The noise was drawn by the TF-Privacy query from TensorFlow's own "
+            "random numbers: if tf.random.set_seed was called, whoever knows "
+            "that seed can repeat the noise, and towards them there is no "
+            "guarantee."
+        ),
+    }
+
     query: tfp.SumAggregationDPQuery
     dp_event: dp_accounting.DpEvent
 
@@ -163,16 +198,16 @@ class QueryMechanism(mechanism.Mechanism):
             )
         query_check.check_query(self.query, self.dp_event, num_variables=1)
 
-    def bind(self, deployment: mechanism.Deployment) -> WrappedQuery:
+    def bind(self, deployment: contribution.Deployment) -> WrappedQuery:
         """Implements `Mechanism.bind`."""
         if deployment.num_variables not in (None, 1):
             query_check.check_query(
                 self.query, self.dp_event, deployment.num_variables
             )
-        return WrappedQuery(self.query)
+        return WrappedQuery(self, deployment)
 
     def round_event(
-        self, round_index: int, deployment: mechanism.Deployment
+        self, round_index: int, deployment: contribution.Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: the event that was given."""
         del round_index, deployment

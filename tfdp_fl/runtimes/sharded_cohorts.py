@@ -70,7 +70,7 @@ class ShardedCohorts:
         self._data = data
         self._computations = computations
         only_sum = cohort_engine.output == cohort.SUM
-        by_sum = only_sum and not cohort_engine.query.uses_window
+        by_sum = only_sum and not cohort_engine.query.keeps_window
         self._reduction = SUM if by_sum else NONE
 
     def collect(

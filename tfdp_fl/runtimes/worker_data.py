@@ -7,13 +7,11 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate
+from tfdp_fl import _files, _validate
 from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.runtimes.mapped_array import MappedArray
 
@@ -68,9 +66,10 @@ def export_for_workers(
     for name, leaf in leaves.items():
         array = nests.view(leaf)
         # A worker may have the old file in its memory: it is not written to.
-        _write(path / f"{name}.npy", lambda file, a=array: np.save(file, a))
+        with _files.replacing(path / f"{name}.npy") as file:
+            np.save(file, array)
     text = json.dumps({"format": _FORMAT, "arrays": list(leaves)})
-    _write(path / MANIFEST, lambda file: file.write(text.encode()))
+    _files.write_text(path / MANIFEST, text)
 
 
 def _leaves(dataset: FederatedDataset) -> dict[str, tf.Tensor]:
@@ -84,13 +83,6 @@ def _leaves(dataset: FederatedDataset) -> dict[str, tf.Tensor]:
         for part, nest in zip("xy", dataset.flat(), strict=True)
         for place, leaf in enumerate(tf.nest.flatten(nest))
     }
-
-
-def _write(path: pathlib.Path, write: Callable[[Any], object]) -> None:
-    partial = path.with_name(path.name + ".part")
-    with open(partial, "wb") as file:
-        write(file)
-    os.replace(partial, path)
 
 
 @dataclasses.dataclass(frozen=True)

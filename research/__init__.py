@@ -1,0 +1,1 @@
+"""Benchmarks and the papers' experiments; not part of the wheel."""

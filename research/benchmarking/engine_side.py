@@ -1,0 +1,360 @@
+"""Our side: rounds as a user runs them, through `DPFederatedModel.fit`."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from research.benchmarking import machine, profiling, workloads
+from tfdp_fl import datasets, keras, mechanisms
+from tfdp_fl.engine import flat_functions
+from tfdp_fl.experiments import training
+
+MECHANISMS = {
+    "fixed": lambda: mechanisms.FixedClipping(
+        clip_norm=workloads.CLIP_NORM,
+        noise_multiplier=workloads.NOISE_MULTIPLIER,
+    ),
+    "median": lambda: mechanisms.MedianClipping(
+        noise_multiplier=workloads.NOISE_MULTIPLIER
+    ),
+}
+
+# Clients of a large population share so many stored examples.
+_SHARED_EXAMPLES = 5000
+
+UNEVEN = {
+    # 1 to 1000 examples in one cohort of 50: many small ones, and evenly.
+    "geometric": lambda count: np.geomspace(1, 1000, count),
+    "linear": lambda count: np.linspace(1, 1000, count),
+}
+
+
+class RoundTimes(tf.keras.callbacks.Callback):
+    """Notes how long each round took, all that happens between two included."""
+
+    def __init__(self):
+        super().__init__()
+        self._marks: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Marks the beginning of a round."""
+        self._marks.append(time.perf_counter())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Marks the end of the last round."""
+        self._marks.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> list[float]:
+        """The rounds' times."""
+        return np.diff(self._marks).tolist()
+
+
+class _Run:
+    """A compiled model and its clients."""
+
+    def __init__(
+        self,
+        workload: workloads.Workload,
+        clients: datasets.FederatedDataset,
+        cohort: int,
+        sampling: str,
+        mechanism: str,
+        jit_compile: bool | None,
+        runtime: Any,
+    ):
+        self._workload = workload
+        self._clients = clients
+        self._runtime = runtime
+        self.federated_model = keras.DPFederatedModel(
+            workload.make_model(),
+            MECHANISMS[mechanism](),
+            clients_per_round=cohort,
+            sampling=sampling,
+        )
+        self.federated_model.compile(
+            optimizer=tf.keras.optimizers.SGD(workloads.LEARNING_RATE),
+            loss=workloads.loss(),
+            metrics=workloads.metrics(),
+            jit_compile=jit_compile,
+        )
+        self.estimate: float | None = None
+        self.rounds = 0
+
+    def fit(self, rounds: int) -> list[float]:
+        """Runs some rounds; returns their seconds."""
+        times = RoundTimes()
+        self.federated_model.fit(
+            self._clients,
+            rounds=rounds,
+            batch_size=self._workload.batch_size,
+            callbacks=[times],
+            verbose=0,
+            runtime=self._runtime,
+        )
+        return times.seconds
+
+
+def evenly(sizes: np.ndarray, batch_size: int) -> np.ndarray:
+    """Returns client sizes with the same number of batches, shared evenly."""
+    batches = int(-(-sizes // batch_size).sum())
+    return batch_size * np.asarray(
+        [len(part) for part in np.array_split(np.arange(batches), len(sizes))]
+    )
+
+
+def _workers(
+    clients: datasets.FederatedDataset, count: int, folder: str | None
+) -> Any:
+    """Returns TFF workers that read the examples in a folder, or None."""
+    if not count:
+        return None
+    from tfdp_fl import runtimes
+
+    runtimes.export_for_workers(clients, folder)
+    return runtimes.TFFWorkers(num_workers=count, data=folder)
+
+
+def _way_of(federated_model: keras.DPFederatedModel) -> str:
+    """Returns how the rounds so far were computed in this process."""
+    functions = federated_model._engine._functions
+    if any("lockstep" in str(key) for key in functions):
+        return "side by side"
+    return "XLA" if federated_model._engine.jit_compile else "plain"
+
+
+class EngineSide:
+    """Any number of runs in one process, that are measured in turns."""
+
+    def __init__(self, one_thread_per_operation: bool = True):
+        """Sets TensorFlow's threads as scripts/train.py does."""
+        if one_thread_per_operation:
+            training.use_one_thread_per_operation()
+        self._runs: dict[str, _Run] = {}
+
+    def add(
+        self,
+        run: str,
+        workload: str,
+        *,
+        jit_compile: bool | None = None,
+        sampling: str = "fixed_size",
+        cohort: int | None = None,
+        population: int | None = None,
+        sizes: str | None = None,
+        even: bool = False,
+        workers: int = 0,
+        worker_data: str | None = None,
+        warm_up: int = 3,
+    ) -> dict[str, Any]:
+        """Makes a run, and runs its first rounds.
+
+        Args:
+          run: Its name.
+          workload: A workload's name.
+          jit_compile: As in `compile`.
+          sampling: As in `DPFederatedModel`.
+          cohort: Clients per round; None: the workload's.
+          population: Clients in all, who share stored examples; None: as many
+            as in the cohort, each with examples of its own.
+          sizes: A key of `UNEVEN`; None: all clients are as large as the
+            workload says.
+          even: Whether to share the batches of `sizes` out evenly.
+          workers: TFF workers that train and read the data; 0: this process.
+          worker_data: A folder that they read it from; it is written here.
+          warm_up: Rounds after the first.
+
+        Returns:
+          Seconds of the first round (engine made and traced), whether XLA
+          compiles, and bytes of memory the rounds have taken at their peak.
+        """
+        work = workloads.by_name(workload)
+        cohort = cohort or work.clients
+        clients = self._clients(work, cohort, population, sizes, even)
+        made = _Run(
+            work,
+            clients,
+            cohort,
+            sampling,
+            "fixed",
+            jit_compile,
+            _workers(clients, workers, worker_data),
+        )
+        before = machine.memory_bytes()
+        machine.reset_peak()
+        start = time.perf_counter()
+        made.fit(1)
+        first = time.perf_counter() - start
+        made.estimate = first
+        if warm_up:
+            made.estimate = float(np.min(made.fit(warm_up)))
+        self._runs[run] = made
+        peak = machine.memory_bytes(field="VmHWM")
+        engine = getattr(made.federated_model, "_engine", None)
+        return {
+            "first_seconds": first,
+            "seconds": made.estimate,
+            "jit_compile": getattr(engine, "jit_compile", None),
+            "way": _way_of(made.federated_model),
+            "memory_bytes": peak - before,
+            "peak_bytes": peak,
+        }
+
+    def _clients(
+        self,
+        work: workloads.Workload,
+        cohort: int,
+        population: int | None,
+        sizes: str | None,
+        even: bool,
+    ) -> datasets.FederatedDataset:
+        if sizes is not None:
+            lengths = np.round(UNEVEN[sizes](cohort)).astype(np.int64)
+            if even:
+                lengths = evenly(lengths, work.batch_size)
+            x, y = work.data(int(lengths.sum()))
+            indices = np.split(np.arange(len(x)), np.cumsum(lengths)[:-1])
+            return datasets.FederatedDataset.from_indices(x, y, indices)
+        if population is None:
+            x, y = work.data(cohort * work.examples)
+            indices = np.arange(len(x), dtype=np.int32)
+            indices = indices.reshape(cohort, work.examples)
+        else:
+            x, y = work.data(_SHARED_EXAMPLES)
+            indices = np.random.default_rng(1).integers(
+                len(x), size=(population, work.examples), dtype=np.int32
+            )
+        return datasets.FederatedDataset.from_indices(x, y, indices)
+
+    def measure(
+        self,
+        run: str,
+        seconds: float,
+        min_rounds: int = 1,
+        max_rounds: int = 200,
+    ) -> list[float]:
+        """Runs rounds for about so long; returns the seconds of each.
+
+        Every call runs as many rounds as the first one, which is a run of its
+        own to warm up: a `fit` of another number of rounds is another plan.
+        """
+        made = self._runs[run]
+        if not made.rounds:
+            made.rounds = int(
+                np.clip(seconds / made.estimate, min_rounds, max_rounds)
+            )
+            made.fit(made.rounds)
+        return made.fit(made.rounds)
+
+    def memory(
+        self,
+        workload: str,
+        cohort: int,
+        mechanism: str = "fixed",
+        side_by_side: bool = True,
+    ) -> dict[str, Any]:
+        """Returns what two rounds need beside the data, in bytes.
+
+        The data, the user's model, and all that TensorFlow and Keras take for
+        their first training (measured with a tiny model) are not counted.
+
+        Args:
+          workload: A workload's name.
+          cohort: Clients per round.
+          mechanism: A key of `MECHANISMS`.
+          side_by_side: Whether dense models' clients may train side by side.
+        """
+        jit_compile = None if side_by_side else False
+        tiny = workloads.by_name("mlp_1e+04")
+        _Run(
+            tiny,
+            self._clients(tiny, 4, None, None, False),
+            4,
+            "fixed_size",
+            mechanism,
+            jit_compile,
+            None,
+        ).fit(2)
+        work = workloads.by_name(workload)
+        run = _Run(
+            work,
+            self._clients(work, cohort, None, None, False),
+            cohort,
+            "fixed_size",
+            mechanism,
+            jit_compile,
+            None,
+        )
+        before = machine.memory_bytes()
+        exact = machine.reset_peak()
+        run.fit(2)
+        peak = machine.memory_bytes(field="VmHWM")
+        engine = run.federated_model._engine
+        return {
+            "bytes": peak - before,
+            "model_bytes": 4 * run.federated_model.model.count_params(),
+            "replicas": engine.num_replicas,
+            "exact": exact,
+        }
+
+    def mnist_memory(self, path: str, num_clients: int) -> dict[str, int]:
+        """Returns what MNIST takes, dealt to so many clients, in bytes."""
+        before = machine.memory_bytes()
+        loaded = datasets.load_mnist(num_clients=num_clients, path=path)
+        after = machine.memory_bytes()
+        images = loaded[0].flat()[0]
+        indices = num_clients * 600 * 4
+        test = loaded[1][0].nbytes
+        return {
+            "bytes": after - before,
+            "copy_bytes": int(np.prod(images.shape)) * 4,
+            "index_bytes": indices,
+            "test_bytes": test,
+        }
+
+    def profile(self, run: str) -> dict[str, Any]:
+        """Returns where the time of rounds goes, see `profiling`.
+
+        As many rounds as one call of `measure` runs, which comes before. The
+        profiler sees nothing of functions that run on one thread; if there is
+        nothing else, they are profiled as they run on several.
+        """
+        made = self._runs[run]
+        spans: list[tuple[float, float]] = []
+        with flat_functions.timed(lambda *span: spans.append(span)):
+            times = made.fit(made.rounds)
+        inside = profiling.covered(spans) / np.sum(times)
+        found = self._profiled(made)
+        one_thread = not found["operations"]
+        if one_thread:
+            with flat_functions.by_default_executor():
+                found = self._profiled(made)
+        return {
+            **found,
+            "inside_functions": float(inside),
+            "one_thread": one_thread,
+        }
+
+    def _profiled(self, made: _Run) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            options = tf.profiler.experimental.ProfilerOptions(
+                host_tracer_level=2, python_tracer_level=0
+            )
+            tf.profiler.experimental.start(folder, options)
+            try:
+                times = made.fit(made.rounds)
+            finally:
+                tf.profiler.experimental.stop()
+            (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+            operations = profiling.operations(path.read_bytes(), made.rounds)
+        return {
+            "profiled_seconds": float(np.median(times)),
+            "rounds": made.rounds,
+            "operations": operations,
+        }

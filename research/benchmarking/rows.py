@@ -1,0 +1,596 @@
+"""What the benchmark measures, row by row; each returns JSON values."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from research.benchmarking import machine, workloads
+from research.benchmarking.processes import Side, SideError
+
+Result = dict[str, Any]
+
+# Nothing of these may be imported before it is used.
+HEAVY_MODULES = (
+    "tensorflow_federated",
+    "matplotlib",
+    "IPython",
+    "notebook",
+    "sklearn",
+    "flwr",
+    "jax",
+)
+
+COHORTS = (10, 20, 50, 100, 200, 500, 1000)
+POPULATIONS = (10**3, 10**4, 10**5, 10**6)
+MODEL_SIZES = (1e4, 1e5, 1e6, 1e7)
+# What memory is measured of: the way that clients train, the mechanism, the
+# model, and how many of the cohorts. What a process takes whatever the model
+# (graphs, code) weighs less with the larger one.
+MEMORY_CURVES = (
+    ("side by side", "fixed", "mlp_4e+06", 5),
+    ("side by side", "fixed", "mlp_2e+07", 4),
+    ("one by one", "fixed", "mlp_2e+07", 3),
+    ("one by one", "median", "mlp_1e+06", 3),
+)
+
+# A setting of TFF that takes more than so many times the best is not pursued.
+_NEAR = 1.3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """How thoroughly to measure, and whom to tell.
+
+    Attributes:
+      quick: Few repetitions and short curves: to see that all of it works.
+      data_folder: Where `mnist.npz` may lie.
+      say: Prints a line of progress.
+    """
+
+    quick: bool = False
+    data_folder: str | None = None
+    say: Callable[[str], None] = lambda line: None
+
+    @property
+    def blocks(self) -> int:
+        """How often the sides take turns."""
+        return 2 if self.quick else 5
+
+    def seconds(self, full: float) -> float:
+        """Returns how long a side measures when it is its turn."""
+        return full / 4 if self.quick else full
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A unit that is measured, stored and repeated as a whole.
+
+    Attributes:
+      name: As in `--rows`.
+      group: Also a name that `--rows` takes.
+      title: For the progress.
+      measure: Does it.
+    """
+
+    name: str
+    group: str
+    title: str
+    measure: Callable[[Context], Result]
+
+
+def summary(values: Iterable[float]) -> Result:
+    """Returns the median, the quartiles and the number of repetitions."""
+    values = list(values)
+    low, median, high = np.percentile(values, [25, 50, 75])
+    return {
+        "median": float(median),
+        "low": float(low),
+        "high": float(high),
+        "count": len(values),
+    }
+
+
+def alternate(
+    blocks: int, sides: dict[str, Callable[[], list[float]]]
+) -> dict[str, Result]:
+    """Lets the sides measure in turns; returns the summary of each."""
+    values: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(blocks):
+        for name, measure in sides.items():
+            values[name] += measure()
+    return {name: summary(each) for name, each in values.items()}
+
+
+def _measure(side: Side, run: str, seconds: float, **more: Any):
+    return lambda: side.call("measure", run=run, seconds=seconds, **more)
+
+
+def _tff_settings(tff: Side, context: Context) -> list[Result]:
+    """Tries TFF's settings; returns each with its seconds a round.
+
+    The second loop implementation is tried at the number of concurrent calls
+    that was best for the first one, and at the others too if it comes near.
+    """
+    cores = machine.cores()
+    calls = sorted({1, cores, 2 * cores})
+    tried: list[Result] = []
+
+    def best() -> Result:
+        return min(tried, key=lambda each: each["seconds"])
+
+    def attempt(loop: str, concurrent: int) -> float:
+        setting = {"loop": loop, "concurrent_calls": concurrent}
+        second = tff.call("use", **setting)["seconds"]
+        more = tff.call("measure", seconds=context.seconds(1.0))
+        seconds = min([second, *more])
+        tried.append({**setting, "seconds": seconds})
+        context.say(f"TFF {loop}, {concurrent} at once: {1e3 * seconds:.0f} ms")
+        return seconds
+
+    for concurrent in calls:
+        attempt("DATASET_ITERATOR", concurrent)
+    first = best()
+    loop, concurrent = "DATASET_REDUCE", first["concurrent_calls"]
+    if attempt(loop, concurrent) < _NEAR * first["seconds"]:
+        for other in calls:
+            if other != concurrent:
+                attempt(loop, other)
+    return tried
+
+
+def compare_with_tff(workload: workloads.Workload, context: Context) -> Result:
+    """Times a workload here and in TFF, at the settings that suit TFF best."""
+    with (
+        Side("tff", {"workload": workload.name}) as tff,
+        Side("engine") as ours,
+    ):
+        tried = _tff_settings(tff, context)
+        chosen = min(tried, key=lambda each: each["seconds"])
+        setting = {k: v for k, v in chosen.items() if k != "seconds"}
+        first = tff.call("use", **setting)["first_seconds"]
+        made = ours.call("add", run="run", workload=workload.name)
+        both = alternate(
+            context.blocks,
+            {
+                "engine": _measure(ours, "run", context.seconds(2.0)),
+                "tff": lambda: tff.call("measure", seconds=context.seconds(3)),
+            },
+        )
+        ratio = both["tff"]["median"] / both["engine"]["median"]
+        context.say(
+            f"tfdp_fl {1e3 * both['engine']['median']:.1f} ms, TFF "
+            f"{1e3 * both['tff']['median']:.0f} ms: {ratio:.1f} times"
+        )
+        return {
+            **both,
+            "ratio": ratio,
+            "tried": tried,
+            "chosen": setting,
+            "engine_first_seconds": made["first_seconds"],
+            "tff_first_seconds": first,
+            "jit_compile": made["jit_compile"],
+            "engine_peak_bytes": made["peak_bytes"],
+            "engine_memory_bytes": made["memory_bytes"],
+            "tff_peak_bytes": tff.call("peak_bytes"),
+        }
+
+
+def machine_rates(context: Context) -> Result:
+    """Measures bare products on all cores, split over them and side by side."""
+    names = ["large", *workloads.WORKLOADS]
+    with Side("products") as beside, Side("products", {"split": True}) as split:
+        for name in names:
+            beside.call("add", name=name)
+            split.call("add", name=name)
+        rates: dict[str, Result] = {}
+        for name in names:
+            seconds = context.seconds(0.6)
+            both = alternate(
+                min(context.blocks, 3),
+                {
+                    "beside": lambda name=name, seconds=seconds: beside.call(
+                        "measure", name=name, seconds=seconds
+                    ),
+                    "split": lambda name=name, seconds=seconds: split.call(
+                        "measure", name=name, seconds=seconds
+                    ),
+                },
+            )
+            best = max(both["beside"]["median"], both["split"]["median"])
+            rates[name] = {**both, "best": best}
+            context.say(f"bare products of {name}: {best / 1e9:.0f} GFLOP/s")
+    return {"rates": rates, **machine.description()}
+
+
+def floating_point_rate(context: Context) -> Result:
+    """Compares rounds with the bare products of their shapes, in turns."""
+    work = workloads.WORKLOADS["mlp_batch60"]
+    with (
+        Side("engine") as ours,
+        Side("products") as beside,
+        Side("products", {"split": True}) as split,
+    ):
+        ours.call("add", run="run", workload=work.name)
+        for side in (beside, split):
+            side.call("add", name=work.name)
+        seconds = context.seconds(1.5)
+        all_three = alternate(
+            context.blocks,
+            {
+                "engine": _measure(ours, "run", seconds),
+                "beside": lambda: beside.call(
+                    "measure", name=work.name, seconds=seconds
+                ),
+                "split": lambda: split.call(
+                    "measure", name=work.name, seconds=seconds
+                ),
+            },
+        )
+    rate = work.flops_per_round / all_three["engine"]["median"]
+    bare = max(all_three["beside"]["median"], all_three["split"]["median"])
+    return {**all_three, "rate": rate, "bare": bare, "ratio": rate / bare}
+
+
+def jit_choice(workload: workloads.Workload, context: Context) -> Result:
+    """Times jit_compile None, False and True."""
+    result: Result = {}
+    with Side("engine") as plain, Side("engine") as compiled:
+        names = {"auto": None, "plain": False}
+        made = {
+            name: plain.call(
+                "add", run=name, workload=workload.name, jit_compile=value
+            )
+            for name, value in names.items()
+        }
+        seconds = context.seconds(1.0)
+        sides = {name: _measure(plain, name, seconds) for name in names}
+        try:
+            xla = compiled.call(
+                "add",
+                timeout=150.0,
+                run="xla",
+                workload=workload.name,
+                jit_compile=True,
+                warm_up=1,
+            )
+            result["xla_first_seconds"] = xla["first_seconds"]
+            if xla["seconds"] < 3 * made["plain"]["seconds"]:
+                sides["xla"] = _measure(compiled, "xla", seconds)
+            else:  # Nobody needs to know it any better.
+                result["xla"] = summary([xla["seconds"]])
+        except SideError as error:
+            result["xla_error"] = str(error).strip().splitlines()[-1]
+        result.update(alternate(context.blocks, sides))
+        result["chosen"] = made["auto"]["way"]
+        result["first_seconds"] = made["auto"]["first_seconds"]
+    result["ratio"] = result["auto"]["median"] / result["plain"]["median"]
+    return result
+
+
+def sharded(context: Context) -> Result:
+    """Compares a cohort on TFF workers, which read the data, with one here."""
+    result: Result = {}
+    workers = max(2, machine.cores())
+    for name in ("mlp_small", "mlp", "mlp_batch60"):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Side("engine") as here,
+            Side("engine") as there,
+        ):
+            try:
+                there.call(
+                    "add",
+                    run="run",
+                    workload=name,
+                    workers=workers,
+                    worker_data=folder,
+                )
+            except SideError as error:
+                reason = str(error).strip().splitlines()[-1]
+                return {"unavailable": reason}
+            here.call("add", run="run", workload=name)
+            seconds = context.seconds(1.5)
+            both = alternate(
+                context.blocks,
+                {
+                    "here": _measure(here, "run", seconds),
+                    "there": _measure(there, "run", seconds),
+                },
+            )
+            both["ratio"] = both["there"]["median"] / both["here"]["median"]
+            context.say(f"{name}: {both['ratio']:.2f} times the round here")
+            result[name] = both
+    return {"workers": workers, "workloads": result}
+
+
+def _curve(
+    side: Side, runs: list[str], context: Context, seconds: float
+) -> dict[str, Result]:
+    return alternate(
+        min(context.blocks, 3),
+        {
+            run: _measure(side, run, context.seconds(seconds), min_rounds=2)
+            for run in runs
+        },
+    )
+
+
+def cohort_curve(context: Context) -> Result:
+    """Times rounds of growing cohorts."""
+    cohorts = COHORTS[::3] if context.quick else COHORTS
+    with Side("engine") as side:
+        for cohort in cohorts:
+            side.call("add", run=str(cohort), workload="mlp", cohort=cohort)
+        times = _curve(side, [str(c) for c in cohorts], context, 0.8)
+    return {"cohorts": list(cohorts), "times": times}
+
+
+def population_curve(context: Context) -> Result:
+    """Times rounds of the same cohort out of growing populations."""
+    populations = POPULATIONS[::3] if context.quick else POPULATIONS
+    result: Result = {"populations": list(populations), "curves": {}}
+    for workload, sampling in (
+        ("mlp_small", "fixed_size"),
+        ("mlp_small", "poisson"),
+        ("mlp", "fixed_size"),
+    ):
+        with Side("engine") as side:
+            for population in populations:
+                side.call(
+                    "add",
+                    run=str(population),
+                    workload=workload,
+                    sampling=sampling,
+                    population=population,
+                )
+            times = _curve(side, [str(p) for p in populations], context, 0.8)
+        largest, smallest = str(populations[-1]), str(populations[0])
+        ratio = times[largest]["median"] / times[smallest]["median"]
+        name = f"{workload}, {sampling}"
+        result["curves"][name] = {"times": times, "ratio": ratio}
+        context.say(f"{name}: {ratio:.3f}")
+    return result
+
+
+def model_size_curve(context: Context) -> Result:
+    """Times rounds of growing models."""
+    sizes = MODEL_SIZES[:2] if context.quick else MODEL_SIZES
+    names = [f"mlp_{size:.0e}" for size in sizes]
+    with Side("engine") as side:
+        for name in names:
+            side.call("add", run=name, workload=name, warm_up=2)
+        times = _curve(side, names, context, 0.8)
+    flops = {name: workloads.by_name(name).flops_per_round for name in names}
+    return {
+        "sizes": list(sizes),
+        "times": times,
+        "rates": {name: flops[name] / times[name]["median"] for name in names},
+    }
+
+
+def memory_curve(context: Context) -> Result:
+    """Measures the peak memory above the data, for growing cohorts."""
+    cohorts = (10, 30) if context.quick else (10, 30, 100, 300, 1000)
+    result: Result = {"points": []}
+    for way, mechanism, model, count in MEMORY_CURVES:
+        for cohort in cohorts[:count]:
+            with Side("engine") as side:
+                point = side.call(
+                    "memory",
+                    workload=model,
+                    cohort=cohort,
+                    mechanism=mechanism,
+                    side_by_side=way == "side by side",
+                )
+            copies = point["bytes"] / point["model_bytes"]
+            point.update(
+                cohort=cohort,
+                mechanism=mechanism,
+                way=way,
+                copies=copies,
+                copies_per_replica=copies / point["replicas"],
+            )
+            context.say(
+                f"{model}, {mechanism}, {way}, cohort {cohort}: "
+                f"{point['copies_per_replica']:.2f} model copies per replica"
+            )
+            result["points"].append(point)
+    return result
+
+
+def uneven_clients(context: Context) -> Result:
+    """Compares clients of 1 to 1000 examples with their batches shared out."""
+    result: Result = {}
+    for sizes in ("geometric", "linear"):
+        with Side("engine") as side:
+            for run, even in (("uneven", False), ("even", True)):
+                side.call(
+                    "add", run=run, workload="mlp", sizes=sizes, even=even
+                )
+            seconds = context.seconds(1.5)
+            both = alternate(
+                context.blocks,
+                {
+                    run: _measure(side, run, seconds)
+                    for run in ("uneven", "even")
+                },
+            )
+        both["waste"] = both["uneven"]["median"] / both["even"]["median"] - 1
+        context.say(f"{sizes}: {100 * both['waste']:.0f} % more")
+        result[sizes] = both
+    return result
+
+
+_IMPORT = """
+import json, sys, time
+start = time.perf_counter()
+import tensorflow
+middle = time.perf_counter()
+import {package}
+end = time.perf_counter()
+heavy = [name for name in {heavy!r} if name in sys.modules]
+print(json.dumps([middle - start, end - middle, heavy]))
+"""
+
+
+def import_time(context: Context) -> Result:
+    """Times imports over TensorFlow's, each in a new process."""
+    packages = ("tfdp_fl", "tensorflow_privacy")
+    found: dict[str, list[Any]] = {name: [] for name in packages}
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    for _ in range(context.blocks):
+        for package in packages:
+            code = _IMPORT.format(package=package, heavy=HEAVY_MODULES)
+            output = subprocess.run(
+                [sys.executable, "-c", code],
+                capture_output=True,
+                check=True,
+                text=True,
+                cwd=root,
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            ).stdout
+            found[package].append(json.loads(output.splitlines()[-1]))
+    return {
+        **{
+            name: summary(seconds for _, seconds, _ in each)
+            for name, each in found.items()
+        },
+        "tensorflow": summary(
+            seconds for each in found.values() for seconds, _, _ in each
+        ),
+        # TF-Privacy brings some of them along by itself.
+        "heavy": sorted(
+            set(found["tfdp_fl"][0][2]) - set(found["tensorflow_privacy"][0][2])
+        ),
+    }
+
+
+@contextlib.contextmanager
+def _mnist(context: Context):
+    """Yields the path of MNIST, or of a file like it, and which it is."""
+    folder = pathlib.Path(context.data_folder or ".")
+    if context.data_folder and (folder / "mnist.npz").is_file():
+        yield str(folder / "mnist.npz"), True
+        return
+    random = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as temporary:
+        path = os.path.join(temporary, "mnist.npz")
+        arrays = {}
+        for part, count in (("train", 60000), ("test", 10000)):
+            arrays[f"x_{part}"] = random.integers(
+                0, 256, (count, 28, 28), np.uint8
+            )
+            arrays[f"y_{part}"] = np.arange(count, dtype=np.uint8) % 10
+        np.savez(path, **arrays)
+        yield path, False
+
+
+def mnist_copies(context: Context) -> Result:
+    """Measures what 10 000 clients over MNIST hold."""
+    with _mnist(context) as (path, real), Side("engine") as side:
+        result = side.call("mnist_memory", path=path, num_clients=10_000)
+    return {**result, "real": real}
+
+
+def profile(workload: workloads.Workload, context: Context) -> Result:
+    """Finds out where the time of a round goes."""
+    with Side("engine") as side:
+        made = side.call("add", run="run", workload=workload.name)
+        # More than a few rounds would overflow the profiler's buffers.
+        times = side.call(
+            "measure",
+            run="run",
+            seconds=context.seconds(2.0),
+            min_rounds=2,
+            max_rounds=10,
+        )
+        profiled = side.call("profile", run="run")
+    return {
+        "seconds": statistics.median(times),
+        "cores": machine.cores(),
+        "jit_compile": made["jit_compile"],
+        **profiled,
+    }
+
+
+def _rows() -> list[Row]:
+    works = list(workloads.WORKLOADS.values())
+
+    def bound(function: Any, work: workloads.Workload) -> Any:
+        return lambda context: function(work, context)
+
+    return [
+        Row("machine", "machine", "bare products", machine_rates),
+        *[
+            Row(
+                work.name,
+                "tff",
+                f"{work.title}: against TFF",
+                bound(compare_with_tff, work),
+            )
+            for work in works
+        ],
+        Row("flops", "rate", "floating-point rate", floating_point_rate),
+        Row("sharded", "sharded", "on TFF workers", sharded),
+        Row("cohort", "growth", "time by cohort", cohort_curve),
+        Row("population", "growth", "time by population", population_curve),
+        Row("model_size", "growth", "time by model size", model_size_curve),
+        Row("memory", "growth", "memory by cohort", memory_curve),
+        Row("uneven", "growth", "uneven clients", uneven_clients),
+        Row("import", "growth", "import time", import_time),
+        Row("mnist", "growth", "10 000 clients over MNIST", mnist_copies),
+        *[
+            Row(
+                f"jit_{work.name}",
+                "jit",
+                f"{work.title}: jit_compile",
+                bound(jit_choice, work),
+            )
+            for work in works
+        ],
+        *[
+            Row(
+                f"profile_{work.name}",
+                "profile",
+                f"{work.title}: profile",
+                bound(profile, work),
+            )
+            for work in works
+        ],
+    ]
+
+
+ROWS: tuple[Row, ...] = tuple(_rows())
+
+
+def select(names: Iterable[str]) -> list[Row]:
+    """Returns the rows of these names or groups, in the benchmark's order.
+
+    Raises:
+      ValueError: There is no such row or group.
+    """
+    names = {name.strip() for name in names} - {""}
+    known = {row.name for row in ROWS} | {row.group for row in ROWS}
+    unknown = names - known - {"all"}
+    if unknown:
+        raise ValueError(
+            f"rows must be of {', '.join(sorted(known | {'all'}))}; got "
+            f"{', '.join(sorted(unknown))}."
+        )
+    return [
+        row
+        for row in ROWS
+        if "all" in names or row.name in names or row.group in names
+    ]

@@ -1,0 +1,266 @@
+"""Whatever a client sends ends no more than its own reply."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import tracemalloc
+import types
+from typing import Any
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from tfdp_fl.flower import DPFedAvgAdaptive, replies
+
+
+@dataclasses.dataclass
+class _Result:
+    parameters: Any
+    num_examples: int = 1
+    metrics: Any = dataclasses.field(
+        default_factory=lambda: {"dpfedavg_norm_bit": True}
+    )
+
+
+def _npy(array: Any, version=None) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, np.asarray(array), version=version)
+    return buffer.getvalue()
+
+
+def _header(shape: tuple[int, ...], descr: str = "<f8") -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        buffer, {"descr": descr, "fortran_order": False, "shape": shape}
+    )
+    return buffer.getvalue()
+
+
+def _pickled() -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([{}, {}, {}], object), allow_pickle=True)
+    return buffer.getvalue()
+
+
+def _zipped() -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, np.zeros(3))
+    return buffer.getvalue()
+
+
+def _tensors(*tensors: Any) -> Any:
+    return types.SimpleNamespace(tensors=list(tensors))
+
+
+class NpyTest(parameterized.TestCase):
+    @parameterized.product(
+        dtype=("f2", "f4", "f8", ">f4", "i1", "i8", "u2", "?"),
+        shape=((), (0,), (3,), (3, 2), (2, 3, 4)),
+        version=(None, (2, 0)),
+        fortran=(False, True),
+    )
+    def test_what_numpy_writes_is_read(self, dtype, shape, version, fortran):
+        values = np.random.default_rng(0).normal(scale=9, size=shape)
+        array = np.asarray(values, dtype, order="F" if fortran else "C")
+        got = replies.npy_array(_npy(array, version), shape)
+        self.assertEqual(got.dtype, array.dtype)
+        np.testing.assert_array_equal(got, array)
+
+    @parameterized.named_parameters(
+        ("not_bytes", "abc", "must be bytes, got str"),
+        ("nothing", b"", "npy format"),
+        ("zip", b"PK\x03\x04abcdefgh", "npy format"),
+        ("npz", _zipped(), "npy format"),
+        ("pickle", b"\x80\x04K\x01.", "npy format"),
+        ("pickled_objects", _pickled(), "real numbers"),
+        ("version_3", b"\x93NUMPY\x03\x00" + _npy(np.zeros(3))[8:], "version"),
+        ("complex", _npy(np.zeros(3, complex)), "real numbers"),
+        ("strings", _npy(np.array(["a", "b", "c"])), "real numbers"),
+        ("dates", _npy(np.zeros(3, "M8[s]")), "real numbers"),
+        ("records", _npy(np.zeros(3, "f4,f4")), "real numbers"),
+        ("long_double", _npy(np.zeros(3, np.longdouble)), "refused"),
+        ("no_such_dtype", _header((3,), "<f3") + b"\0" * 9, "refused"),
+        ("huge", _header((3 * 10**12, 2)), "shape"),
+        ("huger", _header((10**30,)), "shape"),
+        ("other_shape", _npy(np.zeros((1, 3))), "shape"),
+        ("cut_header", _npy(np.zeros(3))[:40], "cut short"),
+        ("cut_data", _npy(np.zeros(3))[:-1], "bytes"),
+        ("no_data", _header((3,)), "bytes"),
+        ("more_data", _npy(np.zeros(3)) + b"\0", "bytes"),
+        ("code", b"\x93NUMPY\x01\x00\x0a\x00exit(255)\n", "real numbers"),
+    )
+    def test_all_else_is_refused(self, data, pattern):
+        with self.assertRaisesRegex(replies.ReplyError, pattern):
+            replies.npy_array(data, (3,))
+
+    def test_nothing_is_allocated_for_a_size_that_is_only_stated(self):
+        # 2 GB for the shape that is expected, of which no byte is there.
+        data = _header((2**28,))
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        with self.assertRaisesRegex(replies.ReplyError, "bytes"):
+            replies.npy_array(data, (2**28,))
+        self.assertLess(tracemalloc.get_traced_memory()[1], 100_000)
+
+
+class ReadTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("no_result", None),
+        ("no_parameters", types.SimpleNamespace(metrics={})),
+        ("no_metrics", _Result([np.zeros(3)], metrics=None)),
+        ("metrics_of_another_kind", _Result([np.zeros(3)], metrics=[1])),
+        ("parameters_none", _Result(None)),
+        ("tensors_none", _Result(types.SimpleNamespace(tensors=3))),
+        ("no_arrays", _Result([])),
+        ("no_tensors", _Result(_tensors())),
+        ("too_many_tensors", _Result(_tensors(*[_npy(np.zeros(3))] * 2))),
+        ("other_shape", _Result([np.zeros((3, 1))])),
+        ("objects", _Result([np.array([None, None, None])])),
+        ("strings", _Result([np.array(["a", "b", "c"])])),
+        ("complex", _Result([np.zeros(3, complex)])),
+        ("ragged", _Result([[1.0, [2.0, 3.0]]])),
+    )
+    def test_it_is_a_reply_error(self, result):
+        with self.assertRaises(replies.ReplyError):
+            replies.read(result, [(3,)], wants_norm_bit=False)
+
+    def test_metrics_that_raise(self):
+        class Metrics(dict):
+            def __contains__(self, key):
+                raise SystemError("gotcha")
+
+        with self.assertRaisesRegex(replies.ReplyError, "SystemError: gotcha"):
+            replies.read(_Result([np.zeros(3)], 1, Metrics()), [(3,)], True)
+
+    @parameterized.parameters(
+        (True, True),
+        (False, False),
+        (np.bool_(True), True),
+        (1e9, True),
+        (0, 0),
+    )
+    def test_bits(self, sent, bit):
+        result = _Result([np.zeros(3)], 1, {"dpfedavg_norm_bit": sent})
+        self.assertIs(replies.read(result, [(3,)], True).norm_bit, bool(bit))
+
+
+class _Strategy:
+    def configure_fit(self, server_round, parameters, client_manager):
+        ins = types.SimpleNamespace(parameters=parameters, config={})
+        return [(name, ins) for name in client_manager]
+
+    def aggregate_fit(self, server_round, results, failures):
+        return results[0][1].parameters, {}
+
+
+class FuzzTest(parameterized.TestCase):
+    """Deterministic: the same mutations in every run."""
+
+    def setUp(self):
+        super().setUp()
+        logger = logging.getLogger("tfdp_fl.flower")
+        level = logger.level
+        logger.setLevel("CRITICAL")
+        self.addCleanup(logger.setLevel, level)
+
+    def _mutated(self, rng: np.random.Generator, data: bytes) -> bytes:
+        data = bytearray(data)
+        for _ in range(int(rng.integers(1, 6))):
+            kind = int(rng.integers(5))
+            at = int(rng.integers(len(data))) if data else 0
+            if kind == 0 and data:
+                # Most of the attacks are in the header.
+                at = int(rng.integers(min(len(data), 128)))
+                data[at] = int(rng.integers(256))
+            elif kind == 1:
+                del data[at:]
+            elif kind == 2:
+                data[at:at] = rng.bytes(int(rng.integers(1, 40)))
+            elif kind == 3:
+                del data[at : at + int(rng.integers(1, 20))]
+            elif data:
+                old = bytes(rng.choice([b"3", b"<", b"f", b"(", b",", b"8"]))
+                new = bytes(
+                    rng.choice([b"9" * 20, b"O", b"-1", b"((((", b"1e9", b"|V"])
+                )
+                data = bytearray(bytes(data).replace(old, new, 1))
+        return bytes(data)
+
+    def test_bytes(self):
+        rng = np.random.default_rng(2024)
+        bases = [
+            (_npy(np.arange(6.0, dtype=dtype).reshape(shape), version), shape)
+            for dtype in ("f4", "f8", "i4")
+            for shape in ((6,), (3, 2), (3, 1, 2))
+            for version in ((1, 0), (2, 0))
+        ] + [(_pickled(), (3,)), (_zipped(), (3,))]
+        refused = 0
+        for _ in range(6000):
+            data, shape = bases[int(rng.integers(len(bases)))]
+            try:
+                array = replies.npy_array(self._mutated(rng, data), shape)
+            except replies.ReplyError:
+                refused += 1
+            else:
+                self.assertEqual(array.shape, shape)
+                self.assertIn(array.dtype.kind, "fiub")
+        self.assertBetween(refused, 3000, 5999)  # Both happen.
+
+    def test_whole_rounds(self):
+        rng = np.random.default_rng(7)
+        good = [_npy(np.full((3, 2), 0.1)), _npy(np.float32(0.2))]
+        wrong = [
+            *(None, 3, "abc", b"", b"PK\x03\x04", [], {}, np.zeros(2), 1e400),
+            *(_header((3 * 10**12, 2)), _pickled(), _zipped(), 1j, object()),
+        ]
+
+        def anything():
+            return wrong[int(rng.integers(len(wrong)))]
+
+        def reply():
+            result = _Result(_tensors(*good))
+            kind = int(rng.integers(8))
+            if kind == 0:
+                result.metrics = anything()
+            elif kind == 1:
+                result.metrics = {"dpfedavg_norm_bit": anything()}
+            elif kind == 2:
+                result.parameters = anything()
+            elif kind == 3:
+                result.parameters = _tensors(
+                    *[anything()] * int(rng.integers(4))
+                )
+            elif kind == 4:
+                result.parameters = _tensors(
+                    self._mutated(rng, good[0]), self._mutated(rng, good[1])
+                )
+            elif kind == 5:
+                result = anything()
+            elif kind == 6:
+                result.parameters.tensors = anything()
+            return result
+
+        strategy = DPFedAvgAdaptive(
+            _Strategy(), 4, 1.0, 0.5, max_abandoned_rounds=None,
+            clip_count_stddev=0.5,
+        )  # fmt: skip
+        model = _tensors(_npy(np.zeros((3, 2))), _npy(np.float32(0)))
+        for server_round in range(1000):
+            strategy.configure_fit(server_round, model, "abcd")
+            got, _ = strategy.aggregate_fit(
+                server_round, [(name, reply()) for name in "abcd"], []
+            )
+            if got is not None:
+                for tensor, shape in zip(
+                    got.tensors, ((3, 2), ()), strict=True
+                ):
+                    array = replies.npy_array(tensor, shape)
+                    self.assertTrue(np.all(np.isfinite(array)))
+        self.assertBetween(len(strategy.released_rounds), 100, 999)
+        self.assertGreater(strategy.rejected_replies, 1000)
+
+
+if __name__ == "__main__":
+    absltest.main()

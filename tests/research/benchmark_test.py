@@ -1,0 +1,114 @@
+"""Tests that the benchmark measures, stores, tabulates and draws; no timing."""
+
+import contextlib
+import io
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from research import benchmark
+from research.benchmarking import results, rows
+
+
+def _row(name, result):
+    return rows.Row(name, "group", f"title of {name}", result)
+
+
+class BenchmarkScriptTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = pathlib.Path(temporary.name)
+        self.page = self.folder / "docs" / "page.md"
+        self.store = results.Results(self.folder / "docs" / "page.json")
+        self.calls = []
+        self.context = rows.Context()
+
+    def _run(self, selected, store=None, **options):
+        return benchmark._measure(
+            selected, store or self.store, self.page, self.context, **options
+        )
+
+    def _measured(self, value):
+        def measure(context):
+            self.calls.append(context)
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        return measure
+
+    def test_a_row_that_fails_does_not_stop_the_others(self):
+        selected = [
+            _row("one", self._measured(ValueError("because"))),
+            _row("two", self._measured({"figure": 1})),
+        ]
+        failed = self._run(selected)
+        self.assertEqual(failed, ["one"])
+        stored = results.Results(self.folder / "docs" / "page.json")
+        self.assertEqual(stored.rows["one"]["error"], "because")
+        self.assertEqual(stored.result("two"), {"figure": 1})
+        self.assertIn("Failed: one", self.page.read_text())
+
+    def test_rows_of_other_runs_are_kept(self):
+        self._run([_row("one", self._measured({"figure": 1}))])
+        self._run(
+            [_row("two", self._measured({"figure": 2}))],
+            results.Results(self.folder / "docs" / "page.json"),
+        )
+        stored = results.Results(self.folder / "docs" / "page.json")
+        self.assertEqual(stored.result("one"), {"figure": 1})
+        self.assertEqual(stored.result("two"), {"figure": 2})
+
+    def test_resume_measures_only_what_is_missing(self):
+        selected = [
+            _row("one", self._measured({"figure": 1})),
+            _row("two", self._measured(ValueError("because"))),
+        ]
+        self._run(selected)
+        self._run(selected, resume=True)
+        self.assertLen(self.calls, 3)
+        # Another commit's figures are not this one's.
+        self.store.rows["one"]["revision"] = "0123456"
+        self._run(selected, resume=True)
+        self.assertLen(self.calls, 5)
+
+    def test_a_quick_row_does_not_stand_for_a_thorough_one(self):
+        self.store.put("one", True, 0.0, result={}, seconds=1.0)
+        self.assertTrue(self.store.is_current("one", quick=True))
+        self.assertFalse(self.store.is_current("one", quick=False))
+
+    def test_a_file_of_somebody_else_is_refused(self):
+        path = self.folder / "other.json"
+        path.write_text(json.dumps([1, 2]))
+        with self.assertRaisesRegex(ValueError, "json must be a file that"):
+            results.Results(path)
+        self.assertEqual(json.loads(path.read_text()), [1, 2])
+
+    @parameterized.parameters(
+        ("--rows=everything", "everything"),
+        ("--profile=cmm", "profile_cmm"),
+    )
+    def test_unknown_names_are_refused_before_anything_starts(
+        self, argument, message
+    ):
+        with self.assertRaisesRegex(SystemExit, f"rows must be.*{message}"):
+            benchmark.main([argument, f"--output={self.page}"])
+        self.assertFalse(self.page.exists())
+
+    def test_the_page_is_made_anew_without_measuring(self):
+        path = self.folder / "docs" / "page.json"
+        self._run([_row("one", self._measured({"figure": 1}))])
+        self.page.unlink()
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            benchmark.main(["--rows=", f"--output={self.page}"])
+        self.assertIn("## The run", self.page.read_text())
+        self.assertIn(f"Written: {self.page}, {path}", output.getvalue())
+        self.assertLen(self.calls, 1)
+
+
+if __name__ == "__main__":
+    absltest.main()

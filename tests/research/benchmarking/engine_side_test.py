@@ -1,0 +1,117 @@
+"""Tests our side on tiny cases, and that TFF's side does the same work."""
+
+import dataclasses
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+
+from research.benchmarking import engine_side, workloads
+
+_TINY = dataclasses.replace(workloads.WORKLOADS["mlp_small"], clients=4)
+
+
+class EngineSideTest(tf.test.TestCase):
+    def _patched(self, patch):
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def _side(self):
+        self._patched(mock.patch.dict(workloads.WORKLOADS, mlp_small=_TINY))
+        return engine_side.EngineSide(one_thread_per_operation=False)
+
+    def test_every_round_is_timed_and_runs_are_equally_long(self):
+        side = self._side()
+        made = side.add("run", "mlp_small", warm_up=1)
+        self.assertGreater(made["first_seconds"], 0)
+        first = side.measure("run", 0.0, min_rounds=2)
+        self.assertLen(first, 2)
+        self.assertLen(side.measure("run", 100.0), 2)
+        self.assertAllGreater(first, 0)
+
+    def test_clients_of_a_large_population_share_examples(self):
+        side = self._side()
+        clients = side._clients(_TINY, 4, 1000, None, False)
+        self.assertEqual(clients.num_clients, 1000)
+        self.assertAllEqual(clients.client_sizes(), np.full(1000, 20))
+        self.assertLess(len(clients.flat()[1]), 1000 * 20)
+
+    def test_even_clients_have_the_batches_of_uneven_ones(self):
+        side = self._side()
+        uneven = side._clients(_TINY, 50, None, "geometric", False)
+        even = side._clients(_TINY, 50, None, "geometric", True)
+        sizes = uneven.client_sizes()
+        self.assertEqual((sizes.min(), sizes.max()), (1, 1000))
+        batches = -(-sizes // 10)
+        own = even.client_sizes() // 10
+        self.assertEqual(own.sum(), batches.sum())
+        self.assertLessEqual(own.max() - own.min(), 1)
+        self.assertAllEqual(even.client_sizes() % 10, np.zeros(50))
+
+    def test_profile_names_operations(self):
+        side = self._side()
+        side.add("run", "mlp_small", jit_compile=False, warm_up=0)
+        side.measure("run", 0.0, min_rounds=2)
+        profile = side.profile("run")
+        self.assertEqual(profile["rounds"], 2)
+        products = [
+            each
+            for each in profile["operations"]
+            if "MatMul" in each["name"] and each["count"]
+        ]
+        self.assertNotEmpty(products)
+        self.assertBetween(profile["inside_functions"], 0.01, 0.99)
+        self.assertFalse(profile["one_thread"])
+
+    def test_profile_names_operations_of_functions_on_one_thread(self):
+        side = self._side()
+        made = side.add("run", "mlp_small", warm_up=0)
+        self.assertEqual(made["way"], "side by side")
+        side.measure("run", 0.0, min_rounds=2)
+        profile = side.profile("run")
+        self.assertTrue(profile["one_thread"])
+        self.assertNotEmpty(profile["operations"])
+
+    def test_tff_does_the_same_work(self):
+        import tensorflow_federated as tff
+
+        from research.benchmarking import tff_side
+
+        self._patched(mock.patch.object(workloads, "NOISE_MULTIPLIER", 0.0))
+        self._patched(mock.patch.object(workloads, "CLIP_NORM", 0.02))
+        side = self._side()
+        theirs = tff_side.TFFSide("mlp_small")
+        tff.backends.native.set_sync_local_cpp_execution_context()
+        process = tff_side.build_process(
+            _TINY, "DATASET_ITERATOR", theirs._clients[0].element_spec
+        )
+        ours = engine_side._Run(
+            _TINY,
+            side._clients(_TINY, 4, None, None, False),
+            4,
+            "fixed_size",
+            "fixed",
+            None,
+            None,
+        )
+        weights = tff.learning.models.ModelWeights.from_model(
+            ours.federated_model.model
+        )
+        weights = tf.nest.map_structure(
+            lambda w: w.numpy(), [weights.trainable, weights.non_trainable]
+        )
+        state = process.set_model_weights(
+            process.initialize(), tff.learning.models.ModelWeights(*weights)
+        )
+        state = process.next(state, theirs._clients).state
+        ours.fit(1)
+        moved = process.get_model_weights(state).trainable
+        self.assertNotAllClose(moved[0], weights[0][0], atol=1e-7)
+        for actual, expected in zip(
+            ours.federated_model.get_weights(), moved, strict=True
+        ):
+            self.assertAllClose(actual, expected, atol=1e-6)
+
+
+if __name__ == "__main__":
+    tf.test.main()

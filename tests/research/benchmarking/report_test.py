@@ -1,0 +1,283 @@
+"""Tests what the page, the verdicts and the images say of measurements."""
+
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from research.benchmarking import (
+    plots,
+    report,
+    results,
+    rows,
+    verdicts,
+    workloads,
+)
+
+
+def _times(seconds):
+    return {"median": seconds, "low": seconds, "high": seconds, "count": 9}
+
+
+def _against_tff(tff, engine):
+    return {
+        "tff": _times(tff),
+        "engine": _times(engine),
+        "ratio": tff / engine,
+        "tried": [
+            {"loop": "DATASET_ITERATOR", "concurrent_calls": 1, "seconds": tff},
+            {
+                "loop": "DATASET_REDUCE",
+                "concurrent_calls": 2,
+                "seconds": 2 * tff,
+            },
+        ],
+        "engine_first_seconds": 1.25,
+        "engine_peak_bytes": 2**30,
+        "tff_peak_bytes": 3 * 2**30,
+    }
+
+
+def _complete():
+    """Returns a result for every row, by name."""
+    rate = {"beside": _times(4e11), "split": _times(3e11), "best": 4e11}
+    half = {"beside": _times(2e11), "split": _times(1e11), "best": 2e11}
+    names = list(workloads.WORKLOADS)
+    found = {
+        "machine": {"rates": {"large": rate, **dict.fromkeys(names, half)}},
+        "flops": {"rate": 1.8e11, "bare": 2e11, "ratio": 0.9},
+        "sharded": {
+            "workers": 2,
+            "workloads": {
+                "mlp": {
+                    "here": _times(0.1),
+                    "there": _times(0.12),
+                    "ratio": 1.2,
+                }
+            },
+        },
+        "cohort": {
+            "cohorts": [10, 1000],
+            "times": {"10": _times(0.01), "1000": _times(1.0)},
+        },
+        "population": {
+            "populations": [10**3, 10**6],
+            "curves": {
+                "mlp, poisson": {
+                    "times": {"1000": _times(0.1), "1000000": _times(0.105)},
+                    "ratio": 1.05,
+                }
+            },
+        },
+        "model_size": {
+            "sizes": [1e4, 1e6],
+            "times": {"mlp_1e+04": _times(0.01), "mlp_1e+06": _times(0.2)},
+            "rates": {"mlp_1e+04": 1e9, "mlp_1e+06": 1e11},
+        },
+        "memory": {
+            "points": [
+                {
+                    "mechanism": mechanism,
+                    "way": "side by side",
+                    "cohort": cohort,
+                    "model_bytes": 4e6,
+                    "copies": copies,
+                    "copies_per_replica": copies / 2,
+                }
+                for mechanism, cohort, copies in (
+                    ("fixed", 10, 5.0),
+                    ("fixed", 1000, 6.0),
+                    ("median", 10, 14.0),
+                )
+            ]
+        },
+        "uneven": {
+            "geometric": {"waste": 0.1},
+            "linear": {"waste": 0.2},
+        },
+        "import": {
+            "tfdp_fl": _times(0.8),
+            "tensorflow_privacy": _times(0.6),
+            "tensorflow": _times(2.0),
+            "heavy": [],
+        },
+        "mnist": {
+            "bytes": 2.0e8,
+            "copy_bytes": 1.9e8,
+            "index_bytes": 5e6,
+            "test_bytes": 0,
+            "real": True,
+        },
+    }
+    for work in workloads.WORKLOADS.values():
+        found[work.name] = _against_tff(1.1 * work.target, 1.0)
+        found[f"jit_{work.name}"] = {
+            "plain": _times(0.1),
+            "auto": _times(0.105),
+            "xla": _times(0.2),
+            "xla_first_seconds": 3.0,
+            "chosen": "plain",
+            "ratio": 1.05,
+        }
+        found[f"profile_{work.name}"] = {
+            "seconds": 0.9,
+            "profiled_seconds": 1.0,
+            "inside_functions": 0.75,
+            "one_thread": work.name == "mlp_small",
+            "cores": 2,
+            "operations": [
+                {
+                    "name": "MatMul",
+                    "category": "matrix products and convolutions",
+                    "count": 100.0,
+                    "seconds": 1.5,
+                }
+            ],
+        }
+    return found
+
+
+class ReportTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.results = results.Results()
+        self.found = _complete()
+
+    def _put(self, **changed):
+        for name, result in {**self.found, **changed}.items():
+            self.results.put(name, False, 0.1, result=result, seconds=60.0)
+
+    def test_there_is_a_result_of_every_row_here(self):
+        self.assertSameElements(self.found, [row.name for row in rows.ROWS])
+
+    def test_everything_holds(self):
+        self._put()
+        judged = verdicts.all_verdicts(self.results)
+        self.assertEmpty([each for each in judged if not each.holds])
+        self.assertSameElements(
+            {each.row for each in judged},
+            # Those without a bar of their own.
+            {
+                row.name
+                for row in rows.ROWS
+                if row.group not in ("machine", "profile")
+                and row.name not in ("cohort", "model_size")
+            },
+        )
+        text = report.blocks(self.results)
+        self.assertEqual(text["misses"], "Every bar that was measured holds.")
+        self.assertNotIn("Not measured", "".join(text.values()))
+
+    @parameterized.parameters(
+        ("flops", {"rate": 1.6e11, "bare": 2e11, "ratio": 0.8}),
+        ("sharded", {"unavailable": "fit(runtime=TFFWorkers(...))"}),
+        ("mlp_small", _against_tff(0.5, 0.01)),
+        ("mlp", _against_tff(1.1, 0.1)),
+        ("cnn", _against_tff(0.2, 0.1)),
+        ("uneven", {"geometric": {"waste": 0.0}, "linear": {"waste": 0.26}}),
+    )
+    def test_a_miss_is_reported_with_its_figure_and_reason(self, name, result):
+        self._put(**{name: result})
+        (missed,) = [
+            each
+            for each in verdicts.all_verdicts(self.results)
+            if not each.holds
+        ]
+        self.assertEqual(missed.row, name)
+        listed = report.blocks(self.results)["misses"]
+        self.assertIn(missed.figure, listed)
+        self.assertIn(missed.reason, listed)
+
+    def test_the_reason_names_the_floor_that_is_in_the_way(self):
+        work = workloads.WORKLOADS["mlp_batch60"]
+        at_peak = work.flops_per_round / 4e11  # As fast as a large product.
+        self._put(mlp_batch60=_against_tff(7.5 * 0.9 * at_peak, at_peak * 1.2))
+        verdict = verdicts.of_tff(self.results, work)
+        self.assertIn("Out of reach on this machine", verdict.reason)
+        self._put(mlp_batch60=_against_tff(7.5 * 1.5 * at_peak, at_peak * 3))
+        verdict = verdicts.of_tff(self.results, work)
+        self.assertNotIn("Out of reach", verdict.reason)
+        self.assertIn("one after another", verdict.reason)
+        self.assertIn("the other 33 % of the round", verdict.reason)
+
+    def test_the_words_around_the_tables_are_kept(self):
+        page = (
+            "# Title\n\nWords.\n<!-- begin tff -->\nstale\n<!-- end tff -->"
+            "\nMore words.\n"
+        )
+        self._put()
+        texts = report.blocks(self.results)
+        filled = report.fill(page, texts)
+        self.assertIn("Words.\n<!-- begin tff -->\n| a round of", filled)
+        self.assertIn("<!-- end tff -->\nMore words.\n", filled)
+        self.assertNotIn("stale", filled)
+        self.assertIn("## Growth", filled)
+        self.assertEqual(report.fill(filled, texts), filled)
+
+    def test_the_page_in_the_repository_has_every_block(self):
+        root = pathlib.Path(__file__).resolve().parents[3]
+        page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+        for name in report.HEADINGS:
+            self.assertIn(f"<!-- begin {name} -->\n", page)
+            self.assertIn(f"<!-- end {name} -->\n", page)
+
+    def test_profile_tells_python_from_functions(self):
+        self._put()
+        text = report.blocks(self.results)["profile"]
+        self.assertIn("between compiled functions | 25 % |", text)
+        self.assertIn("| mlp_small (see below) | mlp |", text)
+
+    def test_profile_shares_add_up(self):
+        shares = report.by_category(self.found["profile_mlp"])
+        self.assertAlmostEqual(sum(shares.values()), 1)
+        self.assertAlmostEqual(shares["matrix products and convolutions"], 0.75)
+        self.assertAlmostEqual(shares["waiting and dispatch"], 0.25)
+
+    def test_images(self):
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        folder = pathlib.Path(temporary.name)
+        self.assertEmpty(plots.draw(self.results, folder))
+        self._put()
+        self.assertLen(plots.draw(self.results, folder), 2)
+        for name in (plots.RATIOS, plots.GROWTH):
+            self.assertEqual((folder / name).read_bytes()[1:4], b"PNG")
+
+
+class RowsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (["all"], 25),
+        (["tff"], 5),
+        (["mlp", "machine"], 2),
+        (["jit_mlp", "jit"], 5),
+        ([""], 0),
+    )
+    def test_select(self, names, count):
+        selected = rows.select(names)
+        self.assertLen(selected, count)
+        self.assertEqual(
+            selected, [row for row in rows.ROWS if row in selected]
+        )
+
+    def test_unknown_rows(self):
+        with self.assertRaisesRegex(ValueError, "rows must be of .*got mpl"):
+            rows.select(["mlp", "mpl"])
+
+    def test_sides_take_turns(self):
+        turns = []
+
+        def side(name, value):
+            def measure():
+                turns.append(name)
+                return [value, value]
+
+            return measure
+
+        found = rows.alternate(2, {"a": side("a", 1.0), "b": side("b", 3.0)})
+        self.assertEqual(turns, ["a", "b", "a", "b"])
+        self.assertEqual(found["b"]["median"], 3.0)
+        self.assertEqual(found["a"]["count"], 4)
+
+
+if __name__ == "__main__":
+    absltest.main()

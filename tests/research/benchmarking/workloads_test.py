@@ -1,0 +1,76 @@
+"""Tests the arithmetic that rates and floors are made of."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from research.benchmarking import workloads
+
+
+class WorkloadsTest(parameterized.TestCase, tf.test.TestCase):
+    def test_flops_of_a_dense_network(self):
+        # Forward and both gradients, but for the gradient of the data.
+        weights = (784 * 600, 600 * 100, 100 * 10)
+        per_example = 4 * weights[0] + 6 * (weights[1] + weights[2])
+        work = workloads.WORKLOADS["mlp_batch60"]
+        self.assertEqual(work.flops_per_round, 50 * 600 * per_example)
+        self.assertEqual(work.steps_per_round, 500)
+
+    @parameterized.parameters("mlp_small", "mlp", "cnn")
+    def test_forward_flops_are_those_that_tensorflow_counts(self, name):
+        work = workloads.WORKLOADS[name]
+        model = work.make_model()
+        graph = (
+            tf.function(lambda x: model(x))
+            .get_concrete_function(
+                tf.TensorSpec((work.batch_size, *work.feature_shape))
+            )
+            .graph
+        )
+        options = tf.compat.v1.profiler.ProfileOptionBuilder.float_operation()
+        options["output"] = "none"
+        options["account_type_regexes"] = ["MatMul", "Conv2D"]
+        counted = tf.compat.v1.profiler.profile(
+            graph, cmd="op", options=options
+        ).total_float_ops
+        kernels = {tuple(w.shape) for w in model.weights if w.shape.rank == 2}
+        forward = [
+            each
+            for each in work.step
+            if (
+                each.part == "forward"
+                if isinstance(each, workloads.Convolution)
+                else each.rows == work.batch_size
+                and (each.inner, each.columns) in kernels
+            )
+        ]
+        self.assertEqual(sum(each.flops for each in forward), counted)
+
+    def test_flops_of_the_lstm(self):
+        # Input and state of both layers, 4 gates, forward and two gradients.
+        cells = 6 * 80 * (8 + 128 + 128 + 128) * 4 * 128
+        output = 6 * 80 * 128 * 90
+        work = workloads.WORKLOADS["lstm"]
+        self.assertEqual(work.flops_per_round, 50 * 40 * (cells + output))
+
+    @parameterized.parameters(*workloads.WORKLOADS)
+    def test_models_take_the_data(self, name):
+        work = workloads.WORKLOADS[name]
+        x, y = work.data(2)
+        loss = workloads.loss()(y, work.make_model()(x))
+        self.assertTrue(np.isfinite(loss))
+        self.assertAllEqual(x, work.data(2)[0])
+
+    @parameterized.parameters(1e4, 1e5, 1e6)
+    def test_models_of_a_size(self, size):
+        work = workloads.by_name(f"mlp_{size:.0e}")
+        parameters = work.make_model().count_params()
+        self.assertAllClose(parameters, size, rtol=0.06)
+
+    def test_unknown_workload(self):
+        with self.assertRaisesRegex(ValueError, "name must be one of"):
+            workloads.by_name("mlp_huge")
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,182 @@
+"""The table of Geyer et al.: what stands in it comes from the runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pathlib
+
+import numpy as np
+from absl.testing import absltest
+
+from research import geyer
+from tests.keras import files
+from tfdp_fl.experiments import run_directory, sweeps
+from tfdp_fl.experiments.settings import Settings
+
+_CONFIGS = pathlib.Path(__file__).parents[2] / "research" / "configs" / "geyer"
+
+
+def _mnist(folder: pathlib.Path) -> pathlib.Path:
+    rng = np.random.default_rng(0)
+    path = folder / "mnist.npz"
+    np.savez(
+        path,
+        x_train=rng.integers(0, 255, (400, 28, 28), dtype=np.uint8),
+        y_train=np.arange(400, dtype=np.uint8) % 10,
+        x_test=rng.integers(0, 255, (50, 28, 28), dtype=np.uint8),
+        y_test=np.arange(50, dtype=np.uint8) % 10,
+    )
+    return path
+
+
+class GeyerTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = files.directory(self)
+
+    def _write_run(
+        self, name, seed, accuracy, mechanism="fixed", k=100, caveats=()
+    ):
+        path = self.folder / name / "base" / f"seed={seed}"
+        path.mkdir(parents=True)
+        settings = Settings(
+            dataset="mnist", num_clients=k, mechanism=mechanism, seed=seed
+        ).resolved()
+        run_directory.write_json(
+            path / run_directory.CONFIG, settings.to_dict()
+        )
+        (path / run_directory.HISTORY).write_text(
+            "round,val_accuracy,cohort_size,between_client_variance,"
+            "update_scale\n1,0.5,40,2e-5,1e-4\n2,0.75,61,3e-5,2e-5\n"
+        )
+        run_directory.write_json(
+            path / run_directory.STATEMENT_JSON,
+            {"caveats": dict.fromkeys(caveats, "...")},
+        )
+        run_directory.write_json(
+            path / run_directory.RESULT,
+            {
+                "accuracy": accuracy,
+                "num_clients": k,
+                "rounds": 2,
+                "delta": 1e-3,
+                "epsilon_rdp": 7.5 + seed,
+                "epsilon_pld": 7.0,
+                "seconds": 90.0,
+            },
+        )
+
+    def test_means_sums_and_the_worst_epsilon(self):
+        self._write_run("k100_best_honest", 0, 0.8)
+        self._write_run("k100_best_honest", 1, 0.9)
+        self._write_run("k100_non_private", 0, 0.97, "none")
+        baseline, best = geyer.read_rows(self.folder)
+        self.assertIsNone(baseline.epsilon_rdp)
+        self.assertEqual(baseline.paper, (0.97, 380, 38000))
+        self.assertAlmostEqual(best.accuracy, 0.85)
+        self.assertAlmostEqual(best.spread, 0.1 / np.sqrt(2))
+        self.assertEqual(best.communication_cost, 101)
+        self.assertEqual((best.epsilon_rdp, best.epsilon_pld), (8.5, 7.0))
+        table = geyer.write_results(self.folder)
+        self.assertIn("0.8500 ± 0.0707 |", table)
+        self.assertIn("0.9700 (0.97) |", table)
+        self.assertEqual((self.folder / geyer.TABLE).read_text(), table)
+        with open(self.folder / geyer.TABLE_CSV, newline="") as file:
+            rows = list(csv.DictReader(file))
+        self.assertEqual([row["accuracy"] for row in rows], ["0.97", "0.85"])
+        for name in (geyer.ACCURACY_FIGURE, geyer.VARIANCE_FIGURE):
+            self.assertGreater((self.folder / name).stat().st_size, 5000)
+
+    def test_what_epsilon_does_not_cover_is_what_the_statements_say(self):
+        self._write_run("k100_non_private", 0, 0.97, "none")
+        self._write_run(
+            "k100_as_published", 0, 0.8, caveats=["exact_median", "seed_given"]
+        )
+        self._write_run("k100_best_honest", 0, 0.8, caveats=["seed_given"])
+        table = geyer.write_results(self.folder)
+        self.assertIn("Caveats of every private row: seed given.", table)
+        (published,) = [x for x in table.split("\n") if "as published" in x]
+        (best,) = [x for x in table.split("\n") if "best honest" in x]
+        self.assertIn("| exact median |", published)
+        self.assertNotIn("exact median", best)
+
+    def test_epsilons_are_rounded_up_and_every_run_is_listed(self):
+        for seed in (0, 1):
+            self._write_run("k100_best_honest", seed, 0.8 + seed / 100)
+        path = self.folder / "k100_best_honest/base/seed=0/result.json"
+        result = json.loads(path.read_text())
+        result.update(epsilon_pld=7.0001, epsilon=7.0001)
+        path.write_text(json.dumps(result))
+        self.assertIn("| 7.001 |", geyer.write_results(self.folder))
+        with open(self.folder / geyer.RUNS_CSV, newline="") as file:
+            rows = list(csv.DictReader(file))
+        self.assertEqual([row["seed"] for row in rows], ["0", "1"])
+        self.assertEqual([row["accuracy"] for row in rows], ["0.8", "0.81"])
+        self.assertEqual([row["epsilon"] for row in rows], ["7.0001", ""])
+
+    def test_every_configuration_is_geyers_setting(self):
+        configs = geyer.read_configs(
+            _CONFIGS, geyer.names(), _mnist(self.folder)
+        )
+        deltas = {100: 1e-3, 1000: 1e-5, 10000: 1e-6}
+        for name, config in configs.items():
+            for trial in sweeps.expand(config):
+                chosen = trial.settings
+                k = int(name.split("_")[0][1:])
+                self.assertEqual(chosen.dataset, "mnist")
+                self.assertEqual(chosen.num_clients, k)
+                self.assertEqual(chosen.examples_per_client, 600)
+                self.assertEqual(chosen.shards_per_client, 2)
+                self.assertEqual(chosen.validation_examples, 0)
+                if name == geyer.NON_PRIVATE:
+                    continue
+                self.assertEqual(chosen.target_epsilon, 8)
+                self.assertEqual(chosen.target_delta, deltas[k])
+                exact = chosen.median_noise_multiplier == "exact"
+                self.assertEqual(exact, "as_published" in name)
+            self.assertLen(config["seeds"], 1 if k == 10000 else 3)
+
+    def test_runs_and_goes_on(self):
+        path = _mnist(self.folder)
+        configs = self.folder / "configs"
+        configs.mkdir()
+        for name in geyer.names([100], ["non_private", "best_honest"]):
+            mechanism = "none" if "non_private" in name else "fixed"
+            config = {
+                "description": "small",
+                "base": {
+                    "dataset": "mnist",
+                    "num_clients": 20,
+                    "examples_per_client": 20,
+                    "mechanism": mechanism,
+                    "model": "linear",
+                    "rounds": 2,
+                    "clients_per_round": 10,
+                    "between_client_variance": True,
+                },
+                "seeds": [0, 1, 2],
+            }
+            (configs / f"{name}.json").write_text(json.dumps(config))
+        read = geyer.read_configs(
+            configs,
+            geyer.names([100], ["non_private", "best_honest"]),
+            path,
+            seeds=1,
+        )
+        said = []
+        for _ in range(2):
+            failed = geyer.run_all(read, self.folder, say=said.append)
+            self.assertEqual(failed, [])
+        self.assertLen([line for line in said if "there already" in line], 2)
+        self.assertLen(geyer.read_rows(self.folder), 2)
+
+    def test_refused(self):
+        with self.assertRaisesRegex(ValueError, "rows"):
+            geyer.names(rows=["best"])
+        with self.assertRaisesRegex(ValueError, "clients"):
+            geyer.names(clients=[50])
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,65 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+from collections.abc import Iterator
+from typing import BinaryIO
+
+# What the name of a file begins with that is not whole yet.
+TEMPORARY = ".writing-"
+
+
+@contextlib.contextmanager
+def replacing(
+    path: str | os.PathLike[str], *, mode: int = 0o666, sync: bool = False
+) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of another once it is written.
+
+    Whoever reads meanwhile reads the old one. If the block raises, the old one
+    stays and nothing is left behind.
+
+    Args:
+      path: The file; its folder must exist.
+      mode: Its permissions, less the umask.
+      sync: Whether to have it on the disk afterwards, so that it is the old or
+        the new one after a crash of the machine, too.
+
+    Yields:
+      A file to write bytes to.
+    """
+    path = pathlib.Path(path)
+    temporary = path.with_name(
+        f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, mode), "wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        _sync_folder(path.parent)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replaces a file's content by a text, in UTF-8."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

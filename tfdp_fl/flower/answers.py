@@ -1,0 +1,97 @@
+"""Whose replies are in a round's sum, and who has failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from tfdp_fl.flower import replies
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What came back in a round.
+
+    Attributes:
+      valid: client, its result, and what was read in it; each client once.
+      failures: as the server was told of them, and after them the results that
+        could not be used.
+      reasons: why these could not be used.
+      num_results: how many results came.
+    """
+
+    valid: list[tuple[Any, Any, replies.Reply]]
+    failures: list[Any]
+    reasons: list[str]
+    num_results: int
+
+    def complete(self, num_asked: int) -> bool:
+        """Whether everybody replied, and nobody failed."""
+        return len(self.valid) == num_asked and not self.failures
+
+    def summary(self, num_asked: int) -> str:
+        """Returns how many came of how many."""
+        text = (
+            f"{self.num_results} results and "
+            f"{len(self.failures) - len(self.reasons)} failures, where "
+            f"{num_asked} results are needed"
+        )
+        if self.reasons:
+            text += (
+                f"; {len(self.reasons)} replies could not be used (the first: "
+                f"{self.reasons[0]})"
+            )
+        return text
+
+
+def collect(
+    server_round: int,
+    results: Sequence[tuple[Any, Any]],
+    failures: Sequence[Any],
+    asked: frozenset[str],
+    shapes: Sequence[tuple[int, ...]],
+    wants_norm_bit: bool,
+) -> Answers:
+    """Reads a round's results; each that cannot be used is logged.
+
+    Args:
+      server_round: the round's number, for the log.
+      results: clients and what they replied.
+      failures: of clients that did not reply.
+      asked: the names of those who were asked; empty where they have none.
+      shapes: of the arrays that they were sent.
+      wants_norm_bit: whether they were asked for their norm bit.
+    """
+    valid, reasons, failed = [], [], list(failures)
+    names: set[str] = set()
+    for client, fit_res in results:
+        name = name_of(client)
+        try:
+            if name is not None and asked:
+                if name not in asked:
+                    raise replies.ReplyError("it was not asked")
+                if name in names:
+                    raise replies.ReplyError("it has replied before")
+            reply = replies.read(fit_res, shapes, wants_norm_bit)
+        except replies.ReplyError as error:
+            called = repr(client if name is None else name)[:100]
+            reasons.append(f"client {called}: {error}")
+            failed.append((client, fit_res))
+            _logger.warning(
+                "Round %s, a reply is not used: %s.", server_round, reasons[-1]
+            )
+        else:
+            if name is not None:
+                names.add(name)
+            valid.append((client, fit_res, reply))
+    return Answers(valid, failed, reasons, len(results))
+
+
+def name_of(client: Any) -> str | None:
+    """Returns the name that Flower gives a client; None if it has none."""
+    cid = getattr(client, "cid", None)
+    return cid if isinstance(cid, str) else None

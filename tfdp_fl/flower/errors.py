@@ -1,0 +1,15 @@
+"""What ends a run, and never because of one client's reply."""
+
+from __future__ import annotations
+
+
+class RoundError(RuntimeError):
+    """A round cannot be released, or the run cannot go on."""
+
+
+class RoundNotConfiguredError(RoundError):
+    """Results came for a round whose model and clip norm are not known."""
+
+
+class RoundsAbandonedError(RoundError):
+    """Round after round was abandoned; the message says why."""

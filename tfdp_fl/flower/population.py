@@ -1,0 +1,98 @@
+"""How many clients a round's cohort was drawn from, as it was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Population:
+    """Whom a round's clients were drawn from.
+
+    Attributes:
+      available: how many clients were connected; None if the client manager
+        does not tell.
+      drawn_from: N, of whom the client manager itself drew exactly the clients
+        of the round, in one call of `sample`; None if that was not seen.
+    """
+
+    available: int | None
+    drawn_from: int | None
+
+
+class WatchedManager:
+    """A client manager whose drawing is watched; all else is its own.
+
+    Clients come and go while a strategy samples. Counted are those who were
+    there both before and after: never more than were drawn from, and a smaller
+    N costs more.
+    """
+
+    def __init__(self, manager: Any):
+        self._manager = manager
+        self._drawn: list[tuple[list[Any], int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_manager":
+            raise AttributeError(name)
+        return getattr(self._manager, name)
+
+    def __len__(self) -> int:
+        return len(self._manager)
+
+    @property
+    def __class__(self) -> type:
+        # A strategy may ask what it was given.
+        return type(self._manager)
+
+    def sample(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As the manager's own, whose arguments these are."""
+        names = ("num_clients", "min_num_clients", "criterion")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        wait_for = getattr(self._manager, "wait_for", None)
+        needed = given.get("min_num_clients") or given.get("num_clients")
+        if callable(wait_for) and needed:
+            # As `sample` does, or those who come meanwhile would not count.
+            wait_for(needed)
+        before = self._eligible(given.get("criterion"))
+        clients = self._manager.sample(*args, **kwargs)
+        after = self._eligible(given.get("criterion"))
+        if isinstance(before, set) and isinstance(after, set):
+            count = len(before & after)
+        else:
+            count = min(int(before), int(after))
+        self._drawn.append((list(clients), max(count, len(clients))))
+        return clients
+
+    def population(self, chosen: Sequence[Any]) -> Population:
+        """Returns what is known of how these clients were chosen."""
+        drawn_from = None
+        if len(self._drawn) == 1:
+            clients, count = self._drawn[0]
+            if sorted(map(id, clients)) == sorted(map(id, chosen)):
+                drawn_from = count
+        available = int(self._manager.num_available())
+        return Population(max(available, len(chosen)), drawn_from)
+
+    def _eligible(self, criterion: Any) -> set[Any] | int:
+        """Returns the names of those who may be drawn, or their number."""
+        everybody = getattr(self._manager, "all", None)
+        clients = everybody() if callable(everybody) else None
+        if not isinstance(clients, dict):
+            # How many of them a criterion lets through cannot be told.
+            return 0 if criterion is not None else self._manager.num_available()
+        return {
+            name
+            for name, client in list(clients.items())
+            if criterion is None or criterion.select(client)
+        }
+
+
+def watched(manager: Any) -> WatchedManager | None:
+    """Returns the manager under watch; None if it is none of Flower's shape."""
+    for method in ("num_available", "sample"):
+        if not callable(getattr(manager, method, None)):
+            return None
+    return WatchedManager(manager)

@@ -1,0 +1,86 @@
+"""What has to be read together with epsilon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp_fl.flower import rounds
+
+
+def facts(
+    history: rounds.RoundHistory, num_clients: int | None
+) -> dict[str, Any]:
+    """Returns what was charged, as JSON values.
+
+    Args:
+      history: the rounds.
+      num_clients: see `DPFedAvgFixed.privacy_epsilon`.
+    """
+    charged = [r.charge(num_clients).num_clients for r in history.released]
+    return {
+        "relation": "one client is replaced by another",
+        "rounds": len(history.released),
+        "rounds_from_ledger": len(history.earlier),
+        "num_clients": [min(charged), max(charged)] if charged else None,
+    }
+
+
+def caveats(
+    history: rounds.RoundHistory,
+    *,
+    averages: bool,
+    is_flowers: bool,
+    server_side_noising: bool,
+) -> list[str]:
+    """Returns the sentences that hold, each of which stands by itself.
+
+    Args:
+      history: the rounds.
+      averages: whether the user vouched for the strategy.
+      is_flowers: whether the strategy is one of Flower's.
+      server_side_noising: whether the server adds the noise.
+    """
+    released = history.released
+    said = []
+    if averages:
+        said.append(
+            "That the wrapped strategy makes of a mean what it should was "
+            "vouched for by the user; it was handed nothing else."
+        )
+    elif not is_flowers:
+        said.append(
+            "The wrapped strategy is none of Flower's; what it makes of the "
+            "noised mean was not looked at, and costs nothing more."
+        )
+    if any(r.available is None for r in released):
+        said.append(
+            "The client manager did not tell how many clients there were; "
+            "their number is the user's word."
+        )
+    if any(
+        r.available is not None
+        and r.num_clients == r.clients_per_round < r.available
+        for r in released
+    ):
+        said.append(
+            "Rounds whose clients were not seen to be drawn by the client "
+            "manager are charged without amplification by sampling."
+        )
+    if any(r.num_replies < r.clients_per_round for r in released):
+        said.append(
+            "Some drawn clients failed and were left out of their round's sum; "
+            "the noise and the divisor stayed as planned. That they failed is "
+            "not hidden."
+        )
+    if not server_side_noising:
+        said.append(
+            "Each client added its share of the noise; if clients leave it "
+            "out, the noise on the sum is smaller than charged."
+        )
+    if history.earlier:
+        said.append("Rounds that the ledger held before are charged as well.")
+    said.append(
+        "Losses, metrics and failures that clients report carry no noise and "
+        "are not covered."
+    )
+    return said

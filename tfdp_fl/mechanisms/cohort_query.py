@@ -1,0 +1,230 @@
+"""The query that runs any mechanism, in TF-Privacy's order of calls.
+
+Both runtimes (the compiled cohort engine and TFF) call it so, once a round:
+
+    state  = query.begin_round(state, z, m)         # this round's m and z
+    params = query.derive_sample_params(state)
+    for each client:                                # in parallel
+        record = query.preprocess_record(params, update, client)
+    total  = sum of the records
+    mean, state, event = query.get_noised_result(total, state)
+
+A query with `two_phase` sets the clip from the norms of the whole cohort:
+between `begin_round` and `derive_sample_params` a runtime collects
+`query.record_norm(update)` from every client and calls
+`state = query.clip_to_cohort(state, norms)`.
+
+The methods are those of TF-Privacy's `SumAggregationDPQuery`, for records that
+are lists of tensors. Its package is not imported for that: it takes two
+seconds, and cannot be installed beside current versions of TensorFlow.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import dp_accounting
+import tensorflow as tf
+
+from tfdp_fl.mechanisms import clipping, noise
+from tfdp_fl.mechanisms.contribution import (
+    NUM_DIAGNOSTICS,
+    Client,
+    Contribution,
+    Deployment,
+    Round,
+    RoundWithMemory,
+)
+
+
+class CohortQuery:
+    """A mechanism at work on the updates of one cohort.
+
+    Its result is the noised **mean** update (the sum divided by the expected
+    cohort size), to be added to the model.
+
+    Attributes:
+      mechanism: The `Mechanism`.
+      deployment: Where it is used.
+    """
+
+    def __init__(self, mechanism: Any, deployment: Deployment):
+        self.mechanism = mechanism
+        self.deployment = deployment
+
+    @property
+    def two_phase(self) -> bool:
+        """Whether the clip depends on the norms of the whole cohort."""
+        return self.mechanism.clip_to_cohort is not None
+
+    @property
+    def keeps_window(self) -> bool:
+        """Whether clients bring norms of their earlier rounds."""
+        return self.mechanism.window_norms is not None
+
+    @property
+    def num_scalars(self) -> int:
+        """How many `Contribution.scalars` there are."""
+        return len(self.mechanism.released_sums) + 1 + NUM_DIAGNOSTICS
+
+    @staticmethod
+    def norm_of_scalars(scalars: tf.Tensor) -> tf.Tensor:
+        """Returns the norms, [...], among scalars, [..., num_scalars]."""
+        return scalars[..., -NUM_DIAGNOSTICS]
+
+    def with_norm_of_scalars(self, norm: tf.Tensor) -> tf.Tensor:
+        """Returns scalars of which nothing is known yet but the norm."""
+        place = self.num_scalars - NUM_DIAGNOSTICS
+        return norm * tf.one_hot(place, self.num_scalars)
+
+    @property
+    def only_scales(self) -> bool:
+        """Whether a client's record is its update times one number.
+
+        Then a runtime that knows the norm need not have the update itself.
+        Not so if the client adds noise.
+        """
+        return (
+            self.mechanism.scales_updates
+            and self.mechanism.noise_site == "server"
+        )
+
+    def initial_global_state(self) -> Round | RoundWithMemory:
+        """Returns the state before the first round."""
+        first = Round(
+            clip_norm=tf.constant(self.mechanism.first_clip_norm(), tf.float32),
+            noise_multiplier=tf.constant(0.0),
+            clients_per_round=tf.constant(1.0),
+        )
+        memory = self.mechanism.first_memory(self.deployment)
+        return RoundWithMemory(*first, memory) if memory != () else first
+
+    def begin_round(
+        self,
+        state: Round,
+        noise_multiplier: tf.Tensor | float,
+        clients_per_round: tf.Tensor | float,
+    ) -> Round:
+        """Returns the state with the values that hold for this round."""
+        return state._replace(
+            noise_multiplier=tf.cast(noise_multiplier, tf.float32),
+            clients_per_round=tf.cast(clients_per_round, tf.float32),
+        )
+
+    def client_with(self, number: tf.Tensor) -> Client:
+        """Returns a client of which a runtime knows one number: its n."""
+        return Client(num_examples=number)
+
+    def record_norm(self, record: list[tf.Tensor]) -> tf.Tensor:
+        """Returns the norm (float32 scalar) of a client's unclipped update."""
+        norm, _ = clipping.usable_norm(record)
+        return norm
+
+    def clip_to_cohort(self, state: Round, norms: tf.Tensor) -> Round:
+        """Returns the state with the clip that the cohort's norms give."""
+        return state._replace(
+            clip_norm=self.mechanism.clip_to_cohort(norms, state)
+        )
+
+    def derive_sample_params(self, state: Round) -> Round:
+        """Returns what every client of a round gets to know."""
+        return Round(*state[:3])
+
+    def initial_sample_state(self, template: list[tf.Tensor]) -> Contribution:
+        """Returns the zeros that the records of a cohort are added to."""
+        return Contribution(
+            update=[tf.zeros(each.shape, each.dtype) for each in template],
+            sums={name: tf.zeros([]) for name in self.mechanism.released_sums},
+            weight=tf.zeros([]),
+            norm=tf.zeros([]),
+            clipped=tf.zeros([]),
+            discarded=tf.zeros([]),
+        )
+
+    def preprocess_record(
+        self,
+        params: Round,
+        record: list[tf.Tensor],
+        client: Client = Client(),  # noqa: B008
+    ) -> Contribution:
+        """Returns what a client hands in, with the noise that it is to add."""
+        mechanism = self.mechanism
+        one = mechanism.contribution(record, params, client, self.deployment)
+        if mechanism.noise_site == "client":
+            shares = self.noise_shares(params)
+            update = noise.add_normal(one.update, shares["update"])
+            sums = {
+                name: value + noise.normal([], shares[name])
+                for name, value in one.sums.items()
+            }
+            return one._replace(update=update, sums=sums)
+        if mechanism.client_noise is not None:
+            stddev = mechanism.client_noise(params, client, self.deployment)
+            return one._replace(update=noise.add_normal(one.update, stddev))
+        return one
+
+    def noise_shares(self, params: Round) -> dict[str, tf.Tensor]:
+        """Returns what each of m clients adds: the mth part of a variance."""
+        stddevs = self.mechanism.noise_stddevs(params, self.deployment)
+        return {
+            name: stddev / tf.sqrt(params.clients_per_round)
+            for name, stddev in stddevs.items()
+        }
+
+    def largest_norm(self, state: Round) -> tf.Tensor | float:
+        """Returns what no client's record is larger than, before noise."""
+        return self.mechanism.largest_norm(state)
+
+    def accumulate_preprocessed_record(
+        self, sample_state: Contribution, preprocessed_record: Contribution
+    ) -> Contribution:
+        """Adds one client's record to a sum of records."""
+        return tf.nest.map_structure(tf.add, sample_state, preprocessed_record)
+
+    def merge_sample_states(
+        self, sample_state_1: Contribution, sample_state_2: Contribution
+    ) -> Contribution:
+        """Adds up two sums of records."""
+        return tf.nest.map_structure(tf.add, sample_state_1, sample_state_2)
+
+    def get_noised_result(
+        self, sample_state: Contribution, global_state: Round
+    ) -> tuple[list[tf.Tensor], Round, dp_accounting.DpEvent]:
+        """Returns the noised mean, and the state before the next round.
+
+        The noise goes by the clip that the clients of this round used.
+        """
+        mechanism, state = self.mechanism, global_state
+        update, sums = sample_state.update, sample_state.sums
+        memory = state.memory
+        if mechanism.noise_site == "server":
+            stddevs = mechanism.noise_stddevs(state, self.deployment)
+            update, memory = mechanism.add_noise(
+                update, stddevs["update"], memory
+            )
+            sums = {
+                name: value + noise.normal([], stddevs[name])
+                for name, value in sums.items()
+            }
+        mean = mechanism.mean(
+            update, sample_state.weight, state, self.deployment
+        )
+        event: dp_accounting.DpEvent = dp_accounting.NonPrivateDpEvent()
+        if mechanism.guarantee == "central":
+            event = dp_accounting.GaussianDpEvent(state.noise_multiplier)
+        state = state._replace(clip_norm=mechanism.next_clip_norm(sums, state))
+        if memory != ():
+            state = state._replace(memory=memory)
+        return mean, state, event
+
+    def noise_stddev(self, state: Round) -> tf.Tensor:
+        """Returns the stddev (float32 scalar) of the noise on the sum."""
+        return self.mechanism.noise_stddevs(state, self.deployment)["update"]
+
+    def derive_metrics(self, state: Round) -> collections.OrderedDict:
+        """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
+        return collections.OrderedDict(
+            clip_norm=state.clip_norm,
+            noise_stddev=tf.cast(self.noise_stddev(state), tf.float32),
+        )

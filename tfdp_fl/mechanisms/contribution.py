@@ -1,0 +1,135 @@
+"""What a round knows, what a client knows, and what a client hands in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdp_fl import schedules
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """Where a mechanism is used: the facts that are not the mechanism's own.
+
+    Attributes:
+      clients_per_round: The expected cohort size m, constant or a schedule.
+      num_clients: The population N, or None if unknown.
+      sampling: "poisson", "fixed_size", "shuffled", or None if unknown.
+      rounds: The number of rounds T that are planned, or None if unknown.
+      max_participations: The most rounds that any one client may take part
+        in, or None if unknown.
+      num_variables: How many tensors an update has, or None if unknown.
+      min_examples: The smallest number of examples that a client holds, or
+        None if unknown.
+    """
+
+    clients_per_round: schedules.Schedule
+    num_clients: int | None = None
+    sampling: str | None = None
+    rounds: int | None = None
+    max_participations: int | None = None
+    num_variables: int | None = None
+    min_examples: int | None = None
+
+    def cohort_size(self, round_index: int) -> float:
+        """Returns the expected cohort size m_t of one round."""
+        return float(
+            schedules.value_at(
+                self.clients_per_round, round_index, "clients_per_round"
+            )
+        )
+
+
+class Round(NamedTuple):
+    """What holds in one round: Python floats, or float32 scalars.
+
+    It is what a query carries from round to round, and what every client of a
+    round gets to know.
+
+    Attributes:
+      clip_norm: The clip S of this round, or of the coming one.
+      noise_multiplier: This round's z.
+      clients_per_round: This round's expected cohort size m.
+    """
+
+    clip_norm: Any
+    noise_multiplier: Any
+    clients_per_round: Any
+
+    @property
+    def memory(self) -> Any:
+        """Nothing: see `RoundWithMemory`."""
+        return ()
+
+
+class RoundWithMemory(NamedTuple):
+    """A `Round` of a mechanism that remembers earlier ones at the server.
+
+    Attributes:
+      clip_norm: See `Round`.
+      noise_multiplier: See `Round`.
+      clients_per_round: See `Round`.
+      memory: What the server keeps from round to round, such as the noise that
+        later noise is correlated with: a nest of tensors.
+    """
+
+    clip_norm: Any
+    noise_multiplier: Any
+    clients_per_round: Any
+    memory: Any
+
+
+class Client(NamedTuple):
+    """What a client knows of itself.
+
+    Attributes:
+      num_examples: Scalar, its number of examples n.
+      window: Float32 [W, L], the norms that its last updates had in each of
+        the L variables, NaN where there are none; None without such a memory.
+    """
+
+    num_examples: Any = None
+    window: Any = None
+
+
+class Contribution(NamedTuple):
+    """What one client hands in, and (summed) what the server gets.
+
+    Attributes:
+      update: List of float tensors, clipped, with noise if it is the client's
+        to add.
+      sums: Float32 scalars by name, released beside the update (such as the
+        bit of adaptive clipping).
+      weight: Float32 scalar, the client's weight in the mean.
+      norm: Float32 scalar, the L2 norm before clipping.
+      clipped: Float32 scalar, 1 if the update was scaled down.
+      discarded: Float32 scalar, 1 if the update was replaced by zero.
+
+    `norm`, `clipped` and `discarded` are diagnostics: they are not noised and
+    not covered by the guarantee.
+    """
+
+    update: Any
+    sums: Mapping[str, tf.Tensor]
+    weight: tf.Tensor
+    norm: tf.Tensor
+    clipped: tf.Tensor
+    discarded: tf.Tensor
+
+    def scalars(self) -> list[tf.Tensor]:
+        """Returns all but the update, what is handed in first."""
+        return [*self.sums.values(), *self[2:]]
+
+    def with_scalars(self, update: Any, scalars: Any) -> Contribution:
+        """Returns a contribution of the same kind: `scalars` turned round."""
+        count = len(self.sums)
+        sums = dict(zip(self.sums, scalars[:count], strict=True))
+        return Contribution(update, sums, *scalars[count:])
+
+
+# How many of `Contribution.scalars` are diagnostics, at their end.
+NUM_DIAGNOSTICS = 3
