@@ -7,12 +7,12 @@ import math
 import dp_accounting
 import numpy as np
 import tensorflow as tf
-import tensorflow_privacy as tfp
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests import stacks
 from tests.keras import files, toy
+from tfdp_fl.mechanisms import tf_privacy as tfp
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _DELTA = 1e-3
