@@ -55,7 +55,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help train test lint format benchmark notebooks build-files \
+.PHONY: help stack train test lint format benchmark notebooks build-files \
   requirements install clean distclean
 
 help:
@@ -70,6 +70,9 @@ help:
 	@echo "make requirements  pin requirements*.txt anew from requirements/"
 	@echo "make clean         remove caches and build products"
 	@echo "make distclean     remove those, the virtual environments and runs"
+
+stack:
+	@echo $(STACK)
 
 train: $(STAMP)
 	$(BIN)/python scripts/train.py $(TRAIN_FLAGS)
