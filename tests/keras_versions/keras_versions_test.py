@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -227,6 +228,20 @@ class Keras3Test(tf.test.TestCase, parameterized.TestCase):
         other = updates(np.array([3, 5]))
         for one, two in ((first[0], first[1]), (first[0], other[0])):
             self.assertLess(abs(np.corrcoef(one, two)[0, 1]), 0.25)
+
+    def test_another_backend_is_refused(self):
+        with (
+            mock.patch.object(tf.keras.config, "backend", return_value="jax"),
+            self.assertRaisesRegex(ImportError, "KERAS_BACKEND must be"),
+        ):
+            tfdp_fl.DPFederatedModel(cohorts.mlp(), tfdp_fl.NoPrivacy(), 2)
+
+    def test_an_old_keras_3_is_refused(self):
+        with (
+            mock.patch.object(tf.keras, "version", return_value="3.7.0"),
+            self.assertRaisesRegex(ImportError, "keras must be 3.8 or later"),
+        ):
+            tfdp_fl.DPFederatedModel(cohorts.mlp(), tfdp_fl.NoPrivacy(), 2)
 
     def test_a_scaled_loss_is_refused(self):
         optimizer = tf.keras.optimizers.SGD(0.1, loss_scale_factor=128.0)

@@ -119,7 +119,7 @@ class DPFederatedModel:
           ValueError: An argument is not allowed; the message names it.
           TypeError: An argument has the wrong type.
         """
-        keras_versions.check_backend()
+        keras_versions.check_installed()
         _validate.instance_of(tf.keras.Model, model=model)
         _validate.instance_of(Mechanism, mechanism=mechanism)
         _validate.one_of(SAMPLINGS, sampling=sampling)

@@ -20,7 +20,7 @@ CompiledModel = _keras.CompiledModel
 apply_gradients = _keras.apply_gradients
 build_optimizer = _keras.build_optimizer
 call_loss = _keras.call_loss
-check_backend = _keras.check_backend
+check_installed = _keras.check_installed
 check_optimizer = _keras.check_optimizer
 copy_adapted = _keras.copy_adapted
 has_adapted_weights = _keras.has_adapted_weights
@@ -43,7 +43,7 @@ __all__ = [
     "apply_gradients",
     "build_optimizer",
     "call_loss",
-    "check_backend",
+    "check_installed",
     "check_optimizer",
     "copy_adapted",
     "has_adapted_weights",

@@ -16,8 +16,8 @@ def name() -> str:
     return "Keras 2"
 
 
-def check_backend() -> None:
-    """Raises ImportError unless Keras computes by TensorFlow; it does."""
+def check_installed() -> None:
+    """Raises ImportError for a Keras that cannot be used; this one can."""
 
 
 def is_of_keras(function: Any) -> bool:

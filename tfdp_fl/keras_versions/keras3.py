@@ -9,14 +9,23 @@ from typing import Any
 
 import tensorflow as tf
 
+# Earlier ones keep a compiled model's losses in another way.
+_OLDEST = (3, 8)
+
 
 def name() -> str:
     """Returns which Keras this is, by the number that checkpoints share."""
     return "Keras 3"
 
 
-def check_backend() -> None:
-    """Raises ImportError unless Keras computes by TensorFlow."""
+def check_installed() -> None:
+    """Raises ImportError unless Keras is new enough, and on TensorFlow."""
+    version = tf.keras.version()
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST:
+        raise ImportError(
+            f"keras must be {'.'.join(map(str, _OLDEST))} or later, whatever "
+            f"the TensorFlow, got {version}: pip install --upgrade keras"
+        )
     backend = tf.keras.config.backend()
     if backend != "tensorflow":
         raise ImportError(
