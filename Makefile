@@ -1,9 +1,13 @@
 # `make train` and `make test` are the two commands to know. Each target builds
-# .venv on first use and again when the pinned requirements change.
+# a virtual environment on first use, and again when its pins change.
 
-# Python 3.10 or 3.11; name one with `make PYTHON=/path/to/python3.10 ...`.
+# Two stacks: "tff" (TensorFlow 2.14 with TFF 0.87, on Python 3.10 or 3.11; all
+# tests) and "current" (the newest TensorFlow with Keras 3, on Python 3.10 to
+# 3.13; the tests of TFF are skipped). By default the first where it can be had,
+# else the second; choose as in: make STACK=current test
+STACK ?=
+# Name a Python as in: make PYTHON=/path/to/python3.10 test
 PYTHON ?=
-VENV ?= .venv
 TRAIN_FLAGS ?= --dataset=digits --num_clients=500 --mechanism=adaptive \
   --target_epsilon=2 --target_delta=1e-3 --clients_per_round=100 --rounds=60 \
   --output_dir=runs/digits --overwrite
@@ -13,24 +17,49 @@ PYTEST_ARGS ?=
 UPGRADE ?=
 UV_VERSION = 0.13.8
 
+PYTHONS_tff = (3, 10), (3, 11)
+PYTHONS_current = (3, 10), (3, 11), (3, 12), (3, 13)
+NAMES_tff = python3.11 python3.10 python3
+NAMES_current = python3.13 python3.12 python3.11 python3.10 python3
+
+# A name on PATH may be a shim that fails, so a Python counts if it runs, is of
+# a supported version and can make a virtual environment.
+suitable = import ensurepip, sys; sys.exit(sys.version_info[:2] not in ($(PYTHONS_$(1))))
+find = $(shell for python in $(or $(PYTHON),$(NAMES_$(1))); do \
+  if "$$python" -c '$(call suitable,$(1))' >/dev/null 2>&1; then echo "$$python"; break; fi; done)
+ifeq ($(STACK),)
+  FOUND := $(call find,tff)
+  override STACK := $(if $(FOUND),tff,current)
+endif
+ifeq ($(filter $(STACK),tff current),)
+  $(error STACK must be tff or current, got $(STACK))
+endif
+FOUND := $(or $(FOUND),$(call find,$(STACK)))
+WANTED_tff = Python 3.10 or 3.11 for the stack of TFF
+WANTED_current = Python 3.10, 3.11, 3.12 or 3.13
+require_python = $(if $(FOUND),,$(error tfdp_fl needs $(WANTED_$(STACK)) with \
+its venv module, and none answers to: $(or $(PYTHON),$(NAMES_$(STACK))); install \
+one of them, or name it, as in: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11))
+
+VENV_tff = .venv
+VENV_current = .venv-current
+VENV ?= $(VENV_$(STACK))
+PINNED_tff = requirements-full.txt
+PINNED_current = requirements-current.txt
+PINNED = $(PINNED_$(STACK))
+# TensorFlow Privacy 0.9.0 says that it is for Python up to 3.11; its queries run
+# on later ones.
+PIP_FLAGS_current = --ignore-requires-python
+
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-# A name on PATH may be a shim that fails, so a Python counts if it runs, is of
-# a supported version and can make a virtual environment.
-SUITABLE = import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))
-CANDIDATES = $(or $(PYTHON),python3.11 python3.10 python3)
-FOUND = $(shell for python in $(CANDIDATES); do \
-  if "$$python" -c '$(SUITABLE)' >/dev/null 2>&1; then echo "$$python"; break; fi; done)
-require_python = $(if $(FOUND),,$(error tfdp_fl needs Python 3.10 or 3.11 with \
-its venv module, and none answers to: $(CANDIDATES); install one of them, or \
-name it, as in: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11))
-
-.PHONY: help train test lint format benchmark notebooks build-files \
+.PHONY: help stack train test lint format benchmark notebooks build-files \
   requirements install clean distclean
 
 help:
+	@echo "The stack is $(STACK) (STACK=tff or STACK=current chooses)."
 	@echo "make train         train on digits, epsilon = 2; results in runs/digits"
 	@echo "make test          run every test"
 	@echo "make lint          check style and format"
@@ -40,7 +69,10 @@ help:
 	@echo "make build-files   write the BUILD files from the imports"
 	@echo "make requirements  pin requirements*.txt anew from requirements/"
 	@echo "make clean         remove caches and build products"
-	@echo "make distclean     remove those, .venv and runs"
+	@echo "make distclean     remove those, the virtual environments and runs"
+
+stack:
+	@echo $(STACK)
 
 train: $(STAMP)
 	$(BIN)/python scripts/train.py $(TRAIN_FLAGS)
@@ -67,35 +99,40 @@ build-files: $(STAMP)
 
 install: $(STAMP)
 
-# A .venv of a suitable Python is brought up to date, any other is made anew.
-$(STAMP): requirements-full.txt setup.py
+# A virtual environment of a suitable Python is brought up to date, any other is
+# made anew.
+$(STAMP): $(PINNED) setup.py
 	$(require_python)
-	@$(BIN)/python -c '$(SUITABLE)' 2>/dev/null || "$(FOUND)" -m venv --clear $(VENV)
-	@echo "Installing the pinned requirements into $(VENV) (2.6 GB, a minute or two) ..."
+	@$(BIN)/python -c '$(call suitable,$(STACK))' 2>/dev/null || "$(FOUND)" -m venv --clear $(VENV)
+	@echo "Installing $(PINNED) into $(VENV) (2 to 3 GB, a minute or two) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --use-pep517 --require-hashes --no-deps -r requirements-full.txt
+	  $(PIP_FLAGS_$(STACK)) --use-pep517 --require-hashes --no-deps -r $(PINNED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Resolved once for 3.10 and 3.11, with the overrides that pip does not have.
-# The condition that holds everywhere here is dropped from each line.
+# Resolved once for all Pythons of a stack, with the overrides that pip does not
+# have. The condition that holds everywhere there is dropped from each line.
 UV_VENV = .venv-uv
 COMPILE = $(UV_VENV)/bin/uv pip compile --quiet --universal \
-  --python-version 3.10 --generate-hashes --no-header \
-  --override requirements/overrides.txt $(UPGRADE)
+  --python-version 3.10 --generate-hashes --no-header $(UPGRADE)
 EVERYWHERE = platform_machine == 'x86_64' and sys_platform == 'linux'
+# $(1): the pinned file; $(2): the first Python it is not for; $(3): arguments.
 define pin
-	$(COMPILE) --output-file $(1) $(2) >/dev/null
-	sed -i -e "s/ ; python_full_version < '3.12' and $(EVERYWHERE)//" \
+	$(COMPILE) --output-file $(1) $(3) >/dev/null
+	sed -i -e "s/ ; python_full_version < '$(2)' and $(EVERYWHERE)//" \
 	  -e "s/ and $(EVERYWHERE)//g" \
+	  -e "s/ and python_full_version < '$(2)'//g" \
 	  -e '1i # Pinned from requirements/ by: make requirements' \
 	  -e '1i # Install with: pip install --no-deps --require-hashes -r $(1)' $(1)
 endef
 
 requirements: $(UV_VENV)/.installed-$(UV_VERSION)
-	$(call pin,requirements-full.txt,requirements/full.in requirements/test.in)
-	$(call pin,requirements.txt,requirements/base.in --constraint requirements-full.txt)
+	$(call pin,requirements-full.txt,3.12,requirements/full.in \
+	  requirements/test.in --override requirements/overrides.txt)
+	$(call pin,requirements-current.txt,3.14,requirements/current.in \
+	  requirements/test-current.in --project requirements/current \
+	  --override requirements/overrides-current.txt)
 
 $(UV_VENV)/.installed-$(UV_VERSION):
 	$(require_python)
@@ -108,4 +145,4 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-uv runs
+	rm -rf .venv .venv-current .venv-uv runs

@@ -1,7 +1,7 @@
-"""Packaging of tfdp_fl: the Keras side, which plain pip can install.
+"""Packaging of tfdp_fl: what plain pip can install, on today's TensorFlow.
 
 TensorFlow Federated is not an extra: plain pip cannot resolve it any more.
-The whole stack is `requirements-full.txt`, which `make` installs.
+The stack with TFF is `requirements-full.txt`, which `make` installs.
 """
 
 import pathlib
@@ -11,10 +11,10 @@ import sys
 import setuptools
 
 # pip would look for a TensorFlow first and complain of that.
-if not (3, 10) <= sys.version_info < (3, 12):
+if not (3, 10) <= sys.version_info < (3, 14):
     sys.exit(
-        "tfdp_fl needs Python 3.10 or 3.11, as TensorFlow 2.14 does; this is "
-        f"{sys.version.split()[0]}."
+        "tfdp_fl needs Python 3.10, 3.11, 3.12 or 3.13, as TensorFlow does; "
+        f"this is {sys.version.split()[0]}."
     )
 
 _ROOT = pathlib.Path(__file__).resolve().parent
@@ -25,10 +25,24 @@ def _version() -> str:
     return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE).group(1)
 
 
+def _lines(name: str) -> list[str]:
+    text = (_ROOT / "requirements" / name).read_text(encoding="utf-8")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
 def _requirements() -> list[str]:
-    text = (_ROOT / "requirements" / "base.in").read_text(encoding="utf-8")
-    lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return [line for line in lines if line]
+    return [line for line in _lines("base.in") if not line.startswith("#")]
+
+
+def _extras() -> dict[str, list[str]]:
+    """Returns what each extra brings; `# [name]` begins one."""
+    extras: dict[str, list[str]] = {}
+    for line in _lines("extras.in"):
+        if line.startswith("# ["):
+            extras[line[3:-1]] = []
+        elif not line.startswith("#"):
+            extras[[*extras][-1]].append(line)
+    return extras
 
 
 def _description() -> str:
@@ -53,10 +67,13 @@ setuptools.setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
-    python_requires=">=3.10,<3.12",
+    python_requires=">=3.10,<3.14",
     install_requires=_requirements(),
+    extras_require=_extras(),
     # The programs in scripts/ are installed under a name that cannot meet
     # another project's "scripts".
     packages=[

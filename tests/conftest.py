@@ -2,8 +2,59 @@
 
 import contextlib
 import gc
+import importlib.metadata
+import importlib.util
+import pathlib
 import signal
 import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parent
+# What only the TFF stack can run: whole folders, and files.
+_OF_TFF = ("aggregators", "learning", "engine/tff_equality_test.py")
+_TFF, _FLOWER = "tensorflow_federated", "flwr"
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _is_tff_stack() -> bool:
+    """Returns True on TensorFlow 2.14, which TFF 0.87 pins."""
+    return importlib.metadata.version("tensorflow").startswith("2.14.")
+
+
+class _SkippedModule(pytest.Module):
+    """A module of tests that this stack has no TFF for, skipped by name."""
+
+    def collect(self):
+        pytest.skip(
+            f"{self.path.relative_to(_ROOT)}: TensorFlow Federated is not "
+            "installed; it runs on TensorFlow 2.14, with Python 3.10 or 3.11 "
+            "(make STACK=tff test)",
+            allow_module_level=True,
+        )
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    """Skips, with the reason, what is about TFF where there can be none."""
+    if _is_tff_stack() or _is_there(_TFF):
+        return None
+    name = module_path.relative_to(_ROOT).as_posix()
+    if not name.startswith(_OF_TFF):
+        return None
+    return _SkippedModule.from_parent(parent, path=module_path)
+
+
+def pytest_configure(config):
+    """Sees to it that the TFF stack skips nothing for want of a package."""
+    missing = [each for each in (_TFF, _FLOWER) if not _is_there(each)]
+    if missing and _is_tff_stack():
+        raise pytest.UsageError(
+            "TensorFlow 2.14 is the stack of TFF, whose tests all run, and "
+            f"{' and '.join(missing)} is not installed: make STACK=tff install"
+        )
 
 
 def pytest_sessionstart(session):

@@ -18,13 +18,27 @@ from unittest import mock
 import setuptools
 from absl.testing import absltest, parameterized
 from packaging import markers, requirements, specifiers, utils
+from packaging import version as version_lib
 
 from tfdp_fl import version
 from tools import update_build_files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_PINNED_FILES = ("requirements.txt", "requirements-full.txt")
-_PYTHONS = ("3.10", "3.11")
+_PINNED_FILES = ("requirements-full.txt", "requirements-current.txt")
+# Each pinned file's Pythons, and what it is resolved from.
+_STACKS = {
+    "requirements-full.txt": (
+        ("3.10", "3.11"),
+        ("base.in", "full.in", "test.in", "overrides.txt"),
+    ),
+    "requirements-current.txt": (
+        ("3.10", "3.11", "3.12", "3.13"),
+        (
+            *("base.in", "extras.in", "current.in", "test-current.in"),
+            "overrides-current.txt",
+        ),
+    ),
+}
 # Where a module's name is not its distribution's.
 _DISTRIBUTIONS = {
     "absl": "absl-py",
@@ -106,9 +120,9 @@ class SetupTest(absltest.TestCase):
         supported = specifiers.SpecifierSet(
             _setup_arguments()["python_requires"]
         )
-        for python in ("3.10.0", "3.10.13", "3.11.7"):
+        for python in ("3.10.0", "3.10.13", "3.11.7", "3.12.1", "3.13.0"):
             self.assertIn(python, supported)
-        for python in ("3.9.18", "3.12.0", "3.13.1"):
+        for python in ("3.9.18", "3.14.0"):
             self.assertNotIn(python, supported)
 
     def test_every_folder_is_packaged(self):
@@ -139,22 +153,33 @@ class SetupTest(absltest.TestCase):
             }
             self.assertIn(function, functions, msg=entry)
 
-    def test_plain_install_needs_no_tff(self):
+    def test_plain_install_needs_neither_tff_nor_tf_privacy(self):
         names = {
             requirements.Requirement(line).name
             for line in _setup_arguments()["install_requires"]
         }
-        self.assertContainsSubset(
-            {"tensorflow", "tensorflow-privacy", "dp-accounting"}, names
-        )
+        self.assertContainsSubset({"tensorflow", "dp-accounting"}, names)
         self.assertNoCommonElements(
-            names, {"tensorflow-federated", "flwr", "jax", "jaxlib"}
+            names,
+            {
+                *("tensorflow-federated", "tensorflow-privacy", "flwr"),
+                *("jax", "jaxlib", "matplotlib"),
+            },
         )
+
+    def test_extras(self):
+        extras = {
+            name: [requirements.Requirement(line).name for line in lines]
+            for name, lines in _setup_arguments()["extras_require"].items()
+        }
+        self.assertEqual(extras["plots"], ["matplotlib"])
+        self.assertEqual(extras["secure-aggregation"], ["cryptography"])
+        self.assertIn("tensorflow-privacy", extras["tf-privacy"])
 
     def test_imported_packages_are_declared(self):
         declared = {
             name
-            for file in ("base.in", "full.in", "test.in")
+            for file in ("base.in", "full.in", "test.in", "extras.in")
             for name in _wanted(file)
         }
         undeclared = []
@@ -191,30 +216,35 @@ class PinnedRequirementsTest(parameterized.TestCase):
         text = (_ROOT / name).read_text(encoding="utf-8")
         self.assertIsNone(re.search(r"://|index|find-links|file:| /\w", text))
 
-    @parameterized.parameters(*_PYTHONS)
-    def test_pins_are_what_is_asked_for(self, python):
-        full = _pins("requirements-full.txt", python)
-        overrides = _wanted("overrides.txt")
-        wanted = [
-            *_wanted("base.in").values(),
-            *_wanted("full.in").values(),
-            *_wanted("test.in").values(),
-            *overrides.values(),
-        ]
-        for requirement in wanted:
-            name = utils.canonicalize_name(requirement.name)
-            self.assertIn(name, full)
-            self.assertIn(full[name], requirement.specifier, msg=name)
+    @parameterized.parameters(
+        (file, python)
+        for file, (pythons, _) in _STACKS.items()
+        for python in pythons
+    )
+    def test_pins_are_what_is_asked_for(self, file, python):
+        pins = _pins(file, python)
+        for source in _STACKS[file][1]:
+            for name, requirement in _wanted(source).items():
+                marker = requirement.marker
+                if marker is not None and not marker.evaluate(
+                    {"python_version": python}
+                ):
+                    self.assertNotIn(name, pins)
+                    continue
+                self.assertIn(name, pins)
+                if name not in _wanted(_STACKS[file][1][-1]):
+                    self.assertIn(pins[name], requirement.specifier, msg=name)
 
-    @parameterized.parameters(*_PYTHONS)
-    def test_keras_side_is_part_of_the_whole_stack(self, python):
-        keras_side = _pins("requirements.txt", python)
-        self.assertContainsSubset(_wanted("base.in").keys(), keras_side.keys())
-        self.assertNotIn("tensorflow-federated", keras_side)
-        whole = _pins("requirements-full.txt", python)
-        self.assertEqual(
-            keras_side, {name: whole.get(name) for name in keras_side}
+    def test_each_stack_has_its_tensorflow(self):
+        full = _pins("requirements-full.txt", "3.11")
+        current = _pins("requirements-current.txt", "3.11")
+        self.assertStartsWith(full["tensorflow"], "2.14.")
+        self.assertIn("tensorflow-federated", full)
+        self.assertGreater(
+            version_lib.Version(current["tensorflow"]),
+            version_lib.Version("2.16"),
         )
+        self.assertNotIn("tensorflow-federated", current)
 
 
 class ImportTest(absltest.TestCase):
@@ -233,11 +263,11 @@ class ImportTest(absltest.TestCase):
         return result.stdout.splitlines()[-1]
 
     def test_import_brings_nothing_that_is_used_later(self):
-        # TensorFlow brings jax, and TensorFlow Privacy scikit-learn, where they
-        # are installed; what counts is what tfdp_fl adds.
+        # TensorFlow brings jax where it is installed; what counts is what
+        # tfdp_fl adds.
         added = json.loads(
             self._run(
-                "import json, sys, tensorflow, tensorflow_privacy\n"
+                "import json, sys, tensorflow\n"
                 "before = set(sys.modules)\n"
                 "import tfdp_fl\n"
                 "print(json.dumps(sorted(set(sys.modules) - before)))"
@@ -256,14 +286,16 @@ class ImportTest(absltest.TestCase):
             "pandas",
             "sklearn",
             "tensorflow_federated",
+            "tensorflow_privacy",
         }
         self.assertNoCommonElements({m.split(".")[0] for m in added}, late)
 
     def test_keras_side_works_where_nothing_else_is_installed(self):
         name = self._run(
             "import sys\n"
-            "for name in ('tensorflow_federated', 'flwr', 'nbformat',\n"
-            "             'cryptography', 'hypothesis', 'pytest'):\n"
+            "for name in ('tensorflow_federated', 'tensorflow_privacy',\n"
+            "             'flwr', 'nbformat', 'cryptography', 'matplotlib',\n"
+            "             'hypothesis', 'pytest'):\n"
             "    sys.modules[name] = None\n"
             "import tfdp_fl\n"
             "tfdp_fl.datasets.load_digits(num_clients=10)\n"
@@ -275,25 +307,24 @@ class ImportTest(absltest.TestCase):
 
 @unittest.skipIf(shutil.which("make") is None, "make is not installed")
 class MakefileTest(absltest.TestCase):
-    def test_unsuitable_python_gets_one_sentence(self):
+    def _dry_run(self, python, *arguments):
+        """Runs `make --dry-run test` in an environment of its own."""
         environment = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith("MAKE") and name != "MFLAGS"
+            if not name.startswith("MAKE") and name not in ("MFLAGS", "STACK")
         }
         with tempfile.TemporaryDirectory() as directory:
-            # Stands for a Python of another version: it runs, and says no.
-            python = pathlib.Path(directory) / "python"
-            python.write_text("#!/bin/sh\nexit 1\n")
-            python.chmod(0o755)
+            # Stands for a Python: it answers what a real one would.
+            path = pathlib.Path(directory) / "python"
+            path.write_text(f"#!/bin/sh\n{python}\n")
+            path.chmod(0o755)
             result = subprocess.run(
                 [
-                    "make",
-                    "--dry-run",
-                    "--no-print-directory",
-                    "test",
-                    f"PYTHON={python}",
+                    *("make", "--dry-run", "--no-print-directory", "test"),
+                    f"PYTHON={path}",
                     f"VENV={directory}/venv",
+                    *arguments,
                 ],
                 cwd=_ROOT,
                 env=environment,
@@ -301,12 +332,37 @@ class MakefileTest(absltest.TestCase):
                 text=True,
                 check=False,
             )
+        return result, str(path)
+
+    def test_unsuitable_python_gets_one_sentence(self):
+        for arguments, wanted in (
+            ((), "tfdp_fl needs Python 3.10, 3.11, 3.12 or 3.13 with"),
+            (("STACK=tff",), "tfdp_fl needs Python 3.10 or 3.11 for the stack"),
+        ):
+            result, python = self._dry_run("exit 1", *arguments)
+            self.assertEqual(result.returncode, 2)
+            self.assertEqual(result.stdout, "")
+            self.assertLen(result.stderr.splitlines(), 1)
+            self.assertIn(wanted, result.stderr)
+            self.assertIn(python, result.stderr)
+            self.assertIn("make test PYTHON=", result.stderr)
+
+    def test_the_stack_follows_from_the_python(self):
+        # The question for the stack of TFF does not name Python 3.12.
+        newer = "case \"$*\" in *'(3, 12)'*) exit 0;; *) exit 1;; esac"
+        for python, arguments, pinned in (
+            ("exit 0", (), "requirements-full.txt"),
+            ("exit 0", ("STACK=current",), "requirements-current.txt"),
+            (newer, (), "requirements-current.txt"),
+        ):
+            result, _ = self._dry_run(python, *arguments)
+            self.assertEqual(result.returncode, 0, msg=result.stderr)
+            self.assertIn(f"-r {pinned}", result.stdout)
+
+    def test_another_stack_is_an_error(self):
+        result, _ = self._dry_run("exit 0", "STACK=both")
         self.assertEqual(result.returncode, 2)
-        self.assertEqual(result.stdout, "")
-        self.assertLen(result.stderr.splitlines(), 1)
-        self.assertIn("tfdp_fl needs Python 3.10 or 3.11", result.stderr)
-        self.assertIn(str(python), result.stderr)
-        self.assertIn("make test PYTHON=", result.stderr)
+        self.assertIn("STACK must be tff or current", result.stderr)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class BalancedSoftmaxCrossentropy(tf.keras.losses.Loss):
     def __init__(
         self,
         smoothing: float = 0.01,
-        reduction: str = "auto",
+        reduction: str = "sum_over_batch_size",
         name: str = "balanced_softmax_crossentropy",
     ):
         """Makes the loss.
@@ -51,12 +51,15 @@ class BalancedSoftmaxCrossentropy(tf.keras.losses.Loss):
             `smoothing / (1 + C smoothing)`: the smaller, the less a client's
             update says about classes it has never seen. Large values are the
             usual cross entropy.
-          reduction: As in any Keras loss.
+          reduction: As in any Keras loss. "auto", as Keras 2 has it, is
+            "sum_over_batch_size".
           name: As in any Keras loss.
 
         Raises:
           ValueError: `smoothing` is not positive and finite.
         """
+        if reduction == "auto":
+            reduction = "sum_over_batch_size"
         super().__init__(reduction=reduction, name=name)
         self.smoothing = _validate.positive(smoothing=smoothing)
 

@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import stacks
 from tests.engine import cohorts
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import client_update
@@ -70,7 +71,12 @@ class OptimizerTest(_TrainingTest):
         ("adamw", tf.keras.optimizers.AdamW(0.1, weight_decay=0.1)),
         ("sgd_clipnorm", tf.keras.optimizers.SGD(0.1, clipnorm=0.05)),
         ("sgd_schedule", tf.keras.optimizers.SGD(_DECAY)),
-        ("legacy_sgd", tf.keras.optimizers.legacy.SGD(0.1, momentum=0.5)),
+        *(
+            ("legacy_sgd", each)
+            for each in stacks.legacy_optimizers(
+                lambda legacy: legacy.SGD(0.1, momentum=0.5)
+            )
+        ),
     )
     def test_every_client_starts_with_fresh_slots(self, optimizer):
         # Uneven clients, one of them empty, two epochs, short last batches.
@@ -83,7 +89,7 @@ class OptimizerTest(_TrainingTest):
         for optimizer in (
             tf.keras.optimizers.SGD(0.1),
             tf.keras.optimizers.Adam(0.1),
-            tf.keras.optimizers.legacy.SGD(0.1),
+            *stacks.legacy_optimizers(lambda legacy: legacy.SGD(0.1)),
         ):
             model = cohorts.mlp()
             engine = cohorts.make_engine(model, dataset, optimizer=optimizer)
@@ -112,7 +118,8 @@ class LocalTrainingTest(_TrainingTest):
     def test_gradient_clipping_of_repeated_rows(self):
         model = tf.keras.Sequential(
             [
-                tf.keras.layers.Embedding(4, 3, input_length=6),
+                tf.keras.Input([6]),
+                tf.keras.layers.Embedding(4, 3),
                 tf.keras.layers.Flatten(),
                 tf.keras.layers.Dense(3),
             ]
@@ -477,7 +484,9 @@ class DropoutTest(tf.test.TestCase):
 @tf.keras.utils.register_keras_serializable("tfdp_fl_test")
 class _Scale(tf.keras.layers.Layer):
     def build(self, shape):
-        self.scale = self.add_weight("scale", [shape[-1]], initializer="ones")
+        self.scale = self.add_weight(
+            name="scale", shape=[shape[-1]], initializer="ones"
+        )
 
     def call(self, x):
         return x * self.scale

@@ -150,7 +150,10 @@ def reference_update(
                 batch_x, batch_y, model(batch_x, training=True)
             )
             value += sum(
-                0.5 * proximal_weight * tf.reduce_sum((w - w0) ** 2)
+                tf.cast(
+                    0.5 * proximal_weight * tf.reduce_sum((w - w0) ** 2),
+                    value.dtype,
+                )
                 for w, w0 in zip(
                     model.trainable_variables, received, strict=True
                 )

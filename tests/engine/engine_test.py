@@ -24,8 +24,8 @@ class _Twins(tf.keras.layers.Layer):
     """Has two variables of one name and shape."""
 
     def build(self, shape):
-        self.first = self.add_weight("w", [shape[-1], 80])
-        self.second = self.add_weight("w", [shape[-1], 80])
+        self.first = self.add_weight(name="w", shape=[shape[-1], 80])
+        self.second = self.add_weight(name="w", shape=[shape[-1], 80])
 
     def call(self, x):
         return x @ self.first + x @ self.second
@@ -58,7 +58,7 @@ def _noise_models():
         ),
         "lstm": (
             tf.keras.Sequential(
-                [layers.Embedding(20, 8, input_length=3), layers.LSTM(64)]
+                [tf.keras.Input([3]), layers.Embedding(20, 8), layers.LSTM(64)]
             ),
             np.ones([1, 3], np.int32),
         ),
@@ -105,7 +105,7 @@ class NoiseTest(tf.test.TestCase, parameterized.TestCase):
             for variable in model.non_trainable_variables:
                 if "variance" in variable.name:
                     variable.assign(1e3 + variable)
-        smallest = min(v.shape.num_elements() for v in model.variables)
+        smallest = min(v.shape.num_elements() for v in model.weights)
         changes = []
         for round_index in range(-(-20_000 // smallest)):
             before = model.get_weights()
@@ -127,7 +127,7 @@ class NoiseTest(tf.test.TestCase, parameterized.TestCase):
                     )
                 ]
             )
-        self.assertLen(model.variables, len(changes[0]))
+        self.assertLen(model.weights, len(changes[0]))
         for variable, parts in zip(
             model.weights, zip(*changes, strict=True), strict=True
         ):

@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import stacks
 from tfdp_fl.engine import server_update
 
 _MEANS = [
@@ -13,8 +14,14 @@ _MEANS = [
 ]
 
 
+def _variable(value, name="kernel"):
+    """Returns a variable as this Keras's optimizers take them."""
+    make = tf.keras.Variable if stacks.KERAS_3 else tf.Variable
+    return make(value, name=name)
+
+
 def _variables():
-    return [tf.Variable([1.0, 2.0]), tf.Variable([[3.0]])]
+    return [_variable([1.0, 2.0]), _variable([[3.0]])]
 
 
 def _moved(optimizer):
@@ -49,8 +56,13 @@ class ServerOptimizerTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(
-        tf.keras.optimizers.SGD(0.5, momentum=0.9),
-        tf.keras.optimizers.legacy.SGD(0.5, momentum=0.9),
+        (tf.keras.optimizers.SGD(0.5, momentum=0.9),),
+        *(
+            (each,)
+            for each in stacks.legacy_optimizers(
+                lambda legacy: legacy.SGD(0.5, momentum=0.9)
+            )
+        ),
     )
     def test_fedavgm(self, optimizer):
         def rule(mean, momentum):
@@ -88,16 +100,17 @@ class ServerOptimizerTest(tf.test.TestCase, parameterized.TestCase):
 
 class StateTest(tf.test.TestCase):
     def test_non_trainable_state_moves_by_the_mean(self):
-        state = tf.Variable([1.0, 1.0], name="bn/moving_mean")
+        state = _variable([1.0, 1.0], "moving_mean")
         update = server_update.ServerUpdate(
-            [tf.Variable([0.0])], [state], tf.keras.optimizers.SGD(100.0)
+            [_variable([0.0])], [state], tf.keras.optimizers.SGD(100.0)
         )
         update.apply([tf.constant([0.0]), tf.constant([0.5, -2.0])])
         self.assertAllClose(state, [1.5, -1.0])
 
     def test_noise_does_not_make_a_variance_negative(self):
-        variance = tf.Variable([1.0, 1.0], name="bn/moving_variance")
-        weight = tf.Variable([1.0, 1.0], name="variance_head/kernel")
+        variance = _variable([1.0, 1.0], "moving_variance")
+        with tf.name_scope("variance_head"):
+            weight = _variable([1.0, 1.0])
         update = server_update.ServerUpdate([weight], [variance])
         change = tf.constant([-3.0, 1.0])
         update.apply([change, change])

@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
+from tests import stacks
 from tests.keras import files, toy
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.keras import checkpoint, run_state
@@ -60,7 +61,10 @@ def _median():
         clients_per_round=lambda t: 10 + t,
         sampling="poisson",
         compile_options={
-            "server_optimizer": tf.keras.optimizers.legacy.Adam(0.05)
+            "server_optimizer": (
+                stacks.legacy_optimizers(lambda legacy: legacy.Adam(0.05))
+                or [tf.keras.optimizers.Adam(0.05)]
+            )[0]
         },
     )
 

@@ -5,14 +5,13 @@ from unittest import mock
 import dp_accounting
 import numpy as np
 import tensorflow as tf
-import tensorflow_privacy as tfp
 from absl.testing import parameterized
-from tensorflow_privacy.privacy.dp_query import nested_query
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl.accounting import statement
 from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import tf_privacy as tfp
 
 _WIDE = [[100, 100], [100, 100], [5000]]
 _EVENT = dp_accounting.GaussianDpEvent(1.0)
@@ -200,7 +199,7 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
         def nested(stddev):
             queries = [tfp.GaussianSumQuery(1.0, s) for s in (2.0, stddev)]
             return tfdp_fl.QueryMechanism(
-                query=nested_query.NestedSumQuery(queries),
+                query=tfp.NestedSumQuery(queries),
                 dp_event=dp_accounting.ComposedDpEvent(
                     [dp_accounting.GaussianDpEvent(2.0)] * 2
                 ),
@@ -255,11 +254,15 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
             ),
         ),
         ("discrete", lambda: tfp.DiscreteGaussianSumQuery(1.0, 1.0)),
-        ("average", tfp.NoPrivacyAverageQuery),
+        ("average", lambda: tfp.NoPrivacyAverageQuery()),
     )
     def test_queries_that_cannot_be_charged_are_refused(self, query):
+        try:
+            made = query()
+        except ModuleNotFoundError as error:
+            self.skipTest(f"TF-Privacy needs {error.name} for this query.")
         with self.assertRaisesRegex(ValueError, "query must.*FixedClipping"):
-            tfdp_fl.QueryMechanism(query=query(), dp_event=_EVENT)
+            tfdp_fl.QueryMechanism(query=made, dp_event=_EVENT)
 
     @parameterized.named_parameters(
         ("reports_nothing", dp_accounting.UnsupportedDpEvent(), 1.0, False),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
 from tfdp_fl.engine import labels, layers, replicas
 from tfdp_fl.mechanisms import noise
 
@@ -43,10 +44,7 @@ class LocalTraining:
 
 def has_rate_schedule(optimizer: Any) -> bool:
     """Returns True if the rate is a function of the optimizer's own steps."""
-    rate = getattr(optimizer, "_learning_rate", None)
-    if rate is None:  # tf.keras.optimizers.legacy
-        rate = getattr(optimizer, "_hyper", {}).get("learning_rate")
-    return isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule)
+    return keras_versions.learning_rate(optimizer) is None
 
 
 def is_plain_sgd(optimizer: Any) -> bool:
@@ -58,8 +56,9 @@ def is_plain_sgd(optimizer: Any) -> bool:
     config = optimizer.get_config()
     extras = ("momentum", "nesterov", "weight_decay", "use_ema")
     limits = ("clipnorm", "global_clipnorm", "clipvalue")
+    others = ("loss_scale_factor", "gradient_accumulation_steps")
     return not any(config.get(key) for key in extras) and all(
-        config.get(key) is None for key in limits
+        config.get(key) is None for key in (*limits, *others)
     )
 
 
@@ -80,11 +79,21 @@ class ClientOptimizer:
     def __init__(
         self,
         optimizer: tf.keras.optimizers.Optimizer,
-        variables: list[tf.Variable],
+        variables: list[Any],
     ):
-        self._variables = variables
-        self._plain_sgd = is_plain_sgd(optimizer) and all(
-            getattr(each, "constraint", None) is None for each in variables
+        """Makes the slots.
+
+        Args:
+          optimizer: Its configuration is used.
+          variables: The model's own, as Keras has them.
+        """
+        keras_versions.check_optimizer(optimizer)
+        self._owned = list(variables)
+        self._variables = keras_versions.tf_variables(variables)
+        self._plain_sgd = is_plain_sgd(optimizer) and not any(
+            # Keras's optimizers see to it that it holds.
+            getattr(variable, "constraint", None) is not None
+            for variable in variables
         )
         self._optimizer = type(optimizer).from_config(optimizer.get_config())
         self._has_fixed_rate = not has_rate_schedule(optimizer)
@@ -94,19 +103,7 @@ class ClientOptimizer:
                 self._build()
 
     def _build(self) -> None:
-        if hasattr(self._optimizer, "build"):
-            self._optimizer.build(self._variables)
-            state = list(self._optimizer.variables)
-        else:  # tf.keras.optimizers.legacy
-            self._optimizer._create_all_weights(self._variables)
-            state = list(self._optimizer.weights)
-        # Nadam, for one, keeps a variable that is none of those it tells of.
-        known = {id(each) for each in state}
-        state += [
-            each
-            for each in vars(self._optimizer).values()
-            if isinstance(each, tf.Variable) and id(each) not in known
-        ]
+        state = keras_versions.build_optimizer(self._optimizer, self._owned)
         rate = self.learning_rate_variable
         for variable in state:
             if variable is rate:
@@ -117,9 +114,7 @@ class ClientOptimizer:
     @property
     def learning_rate_variable(self) -> tf.Variable | None:
         """Returns the variable that holds the rate, None if it has none."""
-        rate = getattr(self._optimizer, "_learning_rate", None)
-        if rate is None:  # tf.keras.optimizers.legacy
-            rate = getattr(self._optimizer, "_hyper", {}).get("learning_rate")
+        rate = keras_versions.learning_rate(self._optimizer)
         return rate if isinstance(rate, tf.Variable) else None
 
     @property
@@ -147,14 +142,17 @@ class ClientOptimizer:
     def apply(self, gradients: list[Any], learning_rate: tf.Tensor) -> None:
         """Takes one step on the variables."""
         if not self._plain_sgd:
-            pairs = [
+            given = [
                 (gradient, variable)
                 for gradient, variable in zip(
-                    gradients, self._variables, strict=True
+                    gradients, self._owned, strict=True
                 )
                 if gradient is not None
             ]
-            self._optimizer.apply_gradients(pairs)
+            if given:
+                keras_versions.apply_gradients(
+                    self._optimizer, *map(list, zip(*given, strict=True))
+                )
             return
         for gradient, variable in zip(gradients, self._variables, strict=True):
             if gradient is None:
@@ -207,9 +205,9 @@ class ClientTrainer:
             )
         self._model = model
         self._training = training
-        self._generators = replicas.own_generators(model)
+        self._random_state = keras_versions.own_random_state(model)
         layers.use_fast_layers(model)
-        self._trainable = list(model.trainable_variables)
+        self._trainable = keras_versions.tf_variables(model.trainable_weights)
         self._aggregated = []
         if aggregate_non_trainable:
             self._aggregated = replicas.changed_by_training(
@@ -219,49 +217,43 @@ class ClientTrainer:
         heard = {id(variable) for variable in self._aggregated}
         self._restored = [
             variable
-            for variable in model.non_trainable_variables
+            for variable in keras_versions.tf_variables(
+                model.non_trainable_weights
+            )
             if id(variable) not in heard
         ]
         self.variables = self._trainable + self._aggregated
-        self._optimizer = ClientOptimizer(training.optimizer, self._trainable)
+        self._optimizer = ClientOptimizer(
+            training.optimizer, model.trainable_weights
+        )
         self._build_loss(element_spec)
 
     def _build_loss(self, element_spec: tuple[Any, Any]) -> None:
-        training = self._training
-        self._model.compile(
-            loss=training.loss,
-            metrics=tf.nest.map_structure(copy_metric, training.metrics),
-            loss_weights=training.loss_weights,
+        training, model = self._training, self._model
+        self._compiled = compiled = keras_versions.CompiledModel(
+            model,
+            training.loss,
+            tf.nest.map_structure(copy_metric, training.metrics),
+            training.loss_weights,
         )
         x, y = (replicas.zeros_like_batch(spec) for spec in element_spec)
-        predicted = self._model(x, training=False)
-        labels.check(y, predicted, self._model.compiled_loss)
-        self.label_ranges = labels.ranges(
-            y, predicted, self._model.compiled_loss
-        )
-        self._model.compute_loss(x, y, predicted)
-        self._model.compute_metrics(x, y, predicted, None)
-        self._model.reset_metrics()
-        compiled_loss = self._model.compiled_loss
-        single = tf.nest.flatten(compiled_loss._losses)
+        predicted = model(x, training=False)
+        labels.check(y, predicted, compiled)
+        self.label_ranges = labels.ranges(y, predicted, compiled)
+        compiled.build(x, y, predicted)
+        losses = [loss for *_, loss in compiled.outputs(y, predicted)]
         self._single_loss = None
         if (
-            len(tf.nest.flatten(predicted)) == 1
-            and len(single) == 1
+            len(losses) == 1
             and training.loss_weights is None
-            and type(self._model).compute_loss is tf.keras.Model.compute_loss
+            and type(model).compute_loss is tf.keras.Model.compute_loss
         ):
-            self._single_loss = single[0]
-        self._metrics = list(self._model.compiled_metrics.metrics)
-        self.metric_variables = [
-            variable
-            for metric in self._metrics
-            for variable in metric.variables
-        ]
+            self._single_loss = losses[0]
+        self.metric_variables = compiled.metric_variables
 
     def start_metrics(self) -> None:
         """Empties the metrics."""
-        for variable in self.metric_variables:
+        for variable in (*self.metric_variables, *self._compiled.scratch):
             variable.assign(tf.zeros_like(variable))
 
     def metric_values(self) -> list[tf.Tensor]:
@@ -270,8 +262,8 @@ class ClientTrainer:
 
     def update_metrics(self, y: Any, predicted: Any) -> None:
         """Adds a batch to the metrics, of which a NaN must make no NaN."""
-        if self._metrics:
-            self._model.compiled_metrics.update_state(
+        if self.metric_variables:
+            self._compiled.update_metrics(
                 *tf.nest.map_structure(_with_numbers_only, (y, predicted))
             )
 
@@ -283,18 +275,12 @@ class ClientTrainer:
         """
         for variable, value in zip(self.metric_variables, values, strict=True):
             variable.assign(value)
-        results = {}
-        for metric in self._metrics:
-            result = metric.result()
-            results.update(
-                result if isinstance(result, dict) else {metric.name: result}
-            )
-        return results
+        return self._compiled.metric_results()
 
     @property
     def has_generators(self) -> bool:
         """Returns True if local training draws random numbers."""
-        return bool(self._generators)
+        return bool(self._random_state)
 
     @property
     def replica_state(self) -> list[tf.Variable]:
@@ -308,18 +294,15 @@ class ClientTrainer:
             *self.variables,
             *self._restored,
             *self.metric_variables,
+            *self._compiled.scratch,
             *self._optimizer.assigned_variables,
-            *[generator.state for generator in self._generators],
+            *self._random_state,
         ]
 
     @property
-    def written_only(self) -> list[tf.Variable]:
-        """Returns what Keras's losses note down of themselves, unread here."""
-        return [
-            variable
-            for metric in self._model.compiled_loss.metrics
-            for variable in metric.variables
-        ]
+    def noted_variables(self) -> list[tf.Variable]:
+        """Returns what is written while training, and never read."""
+        return list(self._compiled.noted)
 
     def start(
         self,
@@ -341,10 +324,10 @@ class ClientTrainer:
         for variable, value in zip(self._restored, unheard, strict=True):
             variable.assign(value)
         self._optimizer.start(learning_rate)
-        for number, generator in enumerate(self._generators):
+        for number, state in enumerate(self._random_state):
             # A fold_in mixes its data in with the next one only.
             key = noise.fold_in(noise.fold_in(seed, 1 + number), 0)[0]
-            generator.state.assign(tf.stack([0, 0, key]))
+            state.assign(keras_versions.random_state(key))
 
     def step(
         self,
@@ -387,16 +370,16 @@ class ClientTrainer:
             for output in tf.nest.flatten(predicted)
         )
         if self._single_loss is None or masked:
-            return self._model.compute_loss(x, y, predicted)
+            return self._compiled.compute_loss(x, y, predicted)
         (label,), (output,) = tf.nest.flatten(y), tf.nest.flatten(predicted)
         loss = self.loss_of_outputs(label, output)
         for extra in self._model.losses:
-            loss += tf.cast(extra, loss.dtype)
+            loss += tf.reduce_sum(tf.cast(extra, loss.dtype))
         return loss
 
     def loss_of_outputs(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
         """Returns the loss of a model with one output, without extra terms."""
-        return self._single_loss(*_as_keras_calls_a_loss(label, output))
+        return keras_versions.call_loss(self._single_loss, label, output)
 
     def losses_of_rows(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
         """Returns each row's loss, float32 [n], of which the loss is the mean.
@@ -407,7 +390,7 @@ class ClientTrainer:
           label: [n, ...].
           output: [n, c], of a model with one output.
         """
-        return self._single_loss.call(*_as_keras_calls_a_loss(label, output))
+        return keras_versions.losses_of_rows(self._single_loss, label, output)
 
     def update(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns Delta = w - w_received, what the client's training did."""
@@ -436,17 +419,6 @@ def for_record(value: tf.Tensor | tf.Variable) -> tf.Tensor:
     """
     value = tf.convert_to_tensor(value)
     return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)
-
-
-def _as_keras_calls_a_loss(
-    label: tf.Tensor, output: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Does what Keras's own container of losses does before it calls one."""
-    if label.shape.rank == 1 and output.shape.rank == 2:
-        label = tf.expand_dims(label, -1)
-    if label.dtype.is_floating and output.dtype.is_floating:
-        label = tf.cast(label, output.dtype)
-    return label, output
 
 
 def _with_numbers_only(tensor: tf.Tensor) -> tf.Tensor:

@@ -9,7 +9,11 @@ them.
 
 from __future__ import annotations
 
+import math
+
 import tensorflow as tf
+
+from tfdp_fl import keras_versions
 
 # Layers whose compiled code does not depend on how fast XLA convolves or loops.
 _DENSE_LAYERS = (
@@ -39,11 +43,11 @@ def prefers_xla(model: tf.keras.Model, batch_size: int) -> bool:
       batch_size: The rows of one step's batch.
     """
     largest = 0
-    for layer in model._flatten_layers(include_self=False):
+    for layer in keras_versions.layers_of(model):
         if isinstance(layer, tf.keras.Model):
             continue
         if type(layer) not in _DENSE_LAYERS:
             return False
         if isinstance(layer, tf.keras.layers.Dense):
-            largest = max(largest, layer.kernel.shape.num_elements())
+            largest = max(largest, math.prod(layer.kernel.shape))
     return 0 < largest * batch_size <= _LARGEST_PRODUCT

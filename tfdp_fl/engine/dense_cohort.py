@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
 from tfdp_fl.engine import batching, client_update, cohort, separable
 from tfdp_fl.mechanisms import cohort_query, contribution
 
@@ -118,9 +119,10 @@ def _is_plain_dense(layer: Any) -> bool:
     return (
         type(layer) is tf.keras.layers.Dense
         and plain
+        and not keras_versions.has_adapted_weights(layer)
         and separable.is_activation(layer.activation)
         and layer.trainable
-        and layer.kernel.dtype == tf.float32
+        and tf.as_dtype(layer.kernel.dtype) == tf.float32
         and layer.compute_dtype == "float32"
     )
 
@@ -178,7 +180,7 @@ def supports(
         dense
         and all(_is_plain_dense(layer) for layer in dense)
         and all(layer.input_spec.min_ndim == 2 for layer in dense)
-        and all(len(layer.input_shape) == 2 for layer in dense)
+        and all(keras_versions.input_rank(layer) == 2 for layer in dense)
         and all(separable.is_layer(layer) for layer in others)
     )
 
@@ -202,7 +204,7 @@ class Kernels(NamedTuple):
 def kernels_of(model: tf.keras.Model) -> Kernels:
     """Returns the sizes of a supported model's kernels."""
     shapes = [
-        layer.kernel.shape.as_list()
+        list(layer.kernel.shape)
         for layer in model.layers
         if hasattr(layer, "kernel")
     ]
@@ -320,8 +322,10 @@ class DenseCohortFunction:
         self._layers = [
             _DenseLayer(
                 layer,
-                places[id(layer.kernel)],
-                places[id(layer.bias)] if layer.use_bias else None,
+                places[id(keras_versions.tf_variable(layer.kernel))],
+                places[id(keras_versions.tf_variable(layer.bias))]
+                if layer.use_bias
+                else None,
             )
             if isinstance(layer, tf.keras.layers.Dense)
             else layer

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
     batching,
@@ -278,17 +279,17 @@ class CohortEngine:
             else jit_compile
         )
         first, replica = self._trainers[0], models[0]
-        trainable = len(model.trainable_variables)
+        trainable = len(model.trainable_weights)
         matching = {
             id(theirs): ours
             for theirs, ours in zip(
-                replica.non_trainable_variables,
-                model.non_trainable_variables,
+                keras_versions.tf_variables(replica.non_trainable_weights),
+                keras_versions.tf_variables(model.non_trainable_weights),
                 strict=True,
             )
         }
         self.server = server_update.ServerUpdate(
-            list(model.trainable_variables),
+            model.trainable_weights,
             [matching[id(each)] for each in first.variables[trainable:]],
             server_optimizer,
         )
@@ -348,13 +349,15 @@ class CohortEngine:
             trainer.start_metrics()
             trainer.start(weights, others, rate, tf.zeros([2], tf.int64))
             x, y = (replicas.zeros_like_batch(each) for each in element_spec)
-            trainer.step(x, y, weights, rate)
+            # Keras names things in ways that are no names by themselves.
+            with tf.name_scope("client"):
+                trainer.step(x, y, weights, rate)
             return trainer.update(weights)
 
         replicas.check_state(
             model,
             client_step,
-            [*trainer.assigned_variables, *trainer.written_only],
+            [*trainer.assigned_variables, *trainer.noted_variables],
         )
 
     def check_labels(self, dataset: FederatedDataset) -> None:

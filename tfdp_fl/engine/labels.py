@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
 from tfdp_fl.datasets import FederatedDataset
 
 
@@ -40,30 +41,29 @@ class LabelRange(NamedTuple):
         )
 
 
-def ranges(y: Any, predicted: Any, compiled_loss: Any) -> list[LabelRange]:
+def ranges(
+    y: Any, predicted: Any, compiled: keras_versions.CompiledModel
+) -> list[LabelRange]:
     """Returns the ranges of the labels that are numbers of classes.
 
     Args:
       y: Nest of label tensors of a batch.
       predicted: Nest of the model's outputs for it.
-      compiled_loss: A compiled model's container of losses, built.
+      compiled: The model, compiled.
     """
     leaves = tf.nest.pack_sequence_as(y, range(len(tf.nest.flatten(y))))
     found = []
-    for leaf, output, loss in zip(
-        tf.nest.flatten(compiled_loss._conform_to_outputs(predicted, leaves)),
-        tf.nest.flatten(predicted),
-        tf.nest.flatten(compiled_loss._losses),
-        strict=True,
-    ):
-        function = getattr(loss, "fn", None)
+    for leaf, output, loss in compiled.outputs(leaves, predicted):
+        if leaf is None or loss is None:
+            continue
+        options = getattr(loss, "_fn_kwargs", {})
         if (
-            leaf is None
-            or function is not tf.keras.losses.sparse_categorical_crossentropy
-            or getattr(loss, "_fn_kwargs", {}).get("axis", -1) != -1
+            getattr(loss, "fn", None)
+            is not tf.keras.losses.sparse_categorical_crossentropy
+            or options.get("axis", -1) != -1
         ):
             continue
-        ignored = getattr(loss, "_fn_kwargs", {}).get("ignore_class")
+        ignored = options.get("ignore_class")
         found.append(LabelRange(leaf, output.shape[-1], ignored))
     return found
 
@@ -102,7 +102,9 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
             )
 
 
-def check(y: Any, predicted: Any, compiled_loss: Any) -> None:
+def check(
+    y: Any, predicted: Any, compiled: keras_versions.CompiledModel
+) -> None:
     """Raises ValueError if labels cannot belong to the model's output.
 
     A loss of the user's own may take labels of any shape.
@@ -110,21 +112,11 @@ def check(y: Any, predicted: Any, compiled_loss: Any) -> None:
     Args:
       y: Nest of label tensors of a batch.
       predicted: Nest of the model's outputs for it.
-      compiled_loss: A compiled model's container of losses.
+      compiled: The model, compiled.
     """
-    compiled_loss.build(predicted)
-    labels = tf.nest.flatten(compiled_loss._conform_to_outputs(predicted, y))
-    outputs = tf.nest.flatten(predicted)
-    if len(labels) != len(outputs):
-        raise ValueError(
-            f"labels must have one tensor for each of the {len(outputs)} "
-            f"outputs of the model, got {len(labels)}."
-        )
-    losses = tf.nest.flatten(compiled_loss._losses)
-    for label, output, loss in zip(labels, outputs, losses, strict=True):
+    for label, output, loss in compiled.outputs(y, predicted):
         function = getattr(loss, "fn", None)
-        module = getattr(function, "__module__", None) or ""
-        if label is None or not module.startswith("keras."):
+        if label is None or not keras_versions.is_of_keras(function):
             continue
         if label.dtype == tf.string:
             raise ValueError(

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
+
 # Time steps in one turn of a loop; more save little and take long to trace.
 _UNROLL = 8
 
@@ -34,7 +36,7 @@ def use_fast_layers(model: tf.keras.Model) -> list[tf.keras.layers.Layer]:
       The layers that were changed.
     """
     changed = []
-    for layer in model._flatten_layers(include_self=False):
+    for layer in keras_versions.layers_of(model):
         if type(layer) is tf.keras.layers.LSTM and _is_plain(layer):
             layer.call = _lstm_call(layer, layer.call)
             changed.append(layer)
@@ -51,7 +53,7 @@ def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
         layer.go_backwards,
         layer.unroll,
         layer.return_state,
-        layer.time_major,
+        getattr(layer, "time_major", False),  # Keras 2 has it.
     )
     return (
         not any(unusual)

@@ -6,13 +6,14 @@ the user's model holds the server's weights, untouched until a round is over.
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
+
+from tfdp_fl import keras_versions
 
 
 def default_num_replicas() -> int:
@@ -32,7 +33,7 @@ def default_num_replicas() -> int:
 
 def check_layers(model: tf.keras.Model) -> None:
     """Raises ValueError for layers that keep state from batch to batch."""
-    for layer in model._flatten_layers(include_self=False):
+    for layer in keras_versions.layers_of(model):
         if getattr(layer, "stateful", False) and hasattr(layer, "states"):
             raise ValueError(
                 "model must not have stateful layers, whose state would pass "
@@ -53,13 +54,7 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
       ValueError: The model cannot be copied.
     """
     try:
-        with tf.keras.utils.custom_object_scope(_own_functions(model)):
-            if isinstance(model, tf.keras.Sequential) or (
-                model._is_graph_network
-            ):
-                copy = tf.keras.models.clone_model(model)
-            else:
-                copy = type(model).from_config(model.get_config())
+        copy = keras_versions.rebuilt(model)
         if not copy.built or (not copy.weights and model.weights):
             copy(zeros_like_batch(element_spec))
     except Exception as error:
@@ -67,13 +62,20 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
             f"model cannot be copied for training clients side by side: {error}"
         ) from error
     layers = list(
-        zip(model._flatten_layers(), copy._flatten_layers(), strict=True)
+        zip(
+            *(
+                keras_versions.layers_of(each, include_self=True)
+                for each in (model, copy)
+            ),
+            strict=True,
+        )
     )
     for original, copied in layers:
         copied.trainable = original.trainable
-        # Not every layer's configuration has it.
-        if original.activity_regularizer is not copied.activity_regularizer:
-            copied._activity_regularizer = original.activity_regularizer
+        # Not every layer's configuration has it. A wrapper (Bidirectional)
+        # only reads it off the layer inside, which has its own turn.
+        with contextlib.suppress(AttributeError):
+            copied.activity_regularizer = original.activity_regularizer
     if _shapes(copy) != _shapes(model):
         raise ValueError(
             "model cannot be copied: its configuration does not rebuild the "
@@ -81,31 +83,8 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
         )
     copy.set_weights(model.get_weights())
     for original, copied in layers:
-        if hasattr(original, "get_vocabulary"):
-            copied.set_vocabulary(original.get_vocabulary())
-        elif hasattr(copied, "finalize_state"):  # Adapted constants.
-            copied.finalize_state()
+        keras_versions.copy_adapted(original, copied)
     return copy
-
-
-def _own_functions(model: tf.keras.Model) -> dict[str, Any]:
-    """Returns the user's functions in a model, such as activations, by name.
-
-    A layer's configuration knows them by name only.
-    """
-    functions: dict[str, Any] = {}
-    for layer in model._flatten_layers():
-        for value in vars(layer).values():
-            module = getattr(value, "__module__", None) or ""
-            if not inspect.isfunction(value) or module.startswith(
-                ("keras.", "tensorflow.")
-            ):
-                continue
-            if functions.setdefault(value.__name__, value) is not value:
-                raise ValueError(
-                    f"two functions in it are both named {value.__name__!r}."
-                )
-    return functions
 
 
 def _shapes(model: tf.keras.Model) -> list[tf.TensorShape | None]:
@@ -123,34 +102,6 @@ def zeros_like_batch(element_spec: Any, batch_size: int = 1) -> Any:
     )
 
 
-def own_generators(model: tf.keras.Model) -> list[tf.random.Generator]:
-    """Gives every random layer (Dropout, noise, ...) a generator of its own.
-
-    Keras's default for such layers is an operation whose stream cannot be
-    restarted; with a generator, a client's masks follow from the round's seed.
-    Only copies of the user's model are changed.
-
-    Args:
-      model: A replica.
-
-    Returns:
-      The generators, in the order of the layers.
-    """
-    generators = []
-    for layer in model._flatten_layers():
-        source = getattr(layer, "_random_generator", None)
-        if source is None or not hasattr(source, "_rng_type"):
-            continue
-        generator = tf.random.Generator.from_state(
-            np.zeros(3, np.int64), alg="philox"
-        )
-        source._rng_type = source.RNG_STATEFUL
-        source._generator = generator
-        source._built = True
-        generators.append(generator)
-    return generators
-
-
 def changed_by_training(
     model: tf.keras.Model, element_spec: Any
 ) -> list[tf.Variable]:
@@ -165,7 +116,7 @@ def changed_by_training(
     """
     candidates = [
         variable
-        for variable in model.non_trainable_variables
+        for variable in keras_versions.tf_variables(model.non_trainable_weights)
         if variable.dtype.is_floating
     ]
     if not candidates:
@@ -188,25 +139,27 @@ def check_state(
     code that TensorFlow calls back can keep what nobody sees, and is refused.
 
     Args:
-      model: A replica, with its generators (`own_generators`).
+      model: A replica, with its generators.
       client_step: All that a client does: start, train on a batch, hand in.
       reset: What is assigned for every client before it is read.
     """
     traced = tf.function(client_step, autograph=False).get_concrete_function()
-    allowed = {id(variable.handle) for variable in reset}
-    for layer in model._flatten_layers():
-        source = getattr(layer, "_random_generator", None)
-        values = (
-            *vars(layer).values(),
-            *getattr(source, "__dict__", {}).values(),
-        )
-        for value in values:
-            if isinstance(value, tf.random.Generator):
-                allowed.add(id(value.state.handle))
     assigned = _assigned_resources(traced)
+    allowed = {
+        id(variable.handle)
+        for variable in (*reset, *keras_versions.state_of_randomness(model))
+    }
     for variable in traced.graph.variables:
         handle = id(variable.handle)
         if handle in assigned and handle not in allowed:
+            if "seed_generator" in variable.name:
+                raise ValueError(
+                    "model must draw its random numbers by a "
+                    "keras.random.SeedGenerator that a layer holds and gives "
+                    "as seed=, so that they follow from the seed of the round; "
+                    "it draws from Keras's global one, which all clients would "
+                    "share."
+                )
             raise ValueError(
                 "model, loss, optimizer and hooks must keep what training "
                 "changes in the model's weights or the optimizer's slots, "
@@ -233,9 +186,13 @@ def _operations(graph: Any) -> Iterator[Any]:
 
 
 def _traced_forward_pass(model: tf.keras.Model, element_spec: Any) -> Any:
-    return tf.function(
-        lambda: model(zeros_like_batch(element_spec, 2), training=True)
-    ).get_concrete_function()
+    def forward_pass() -> Any:
+        # Keras 3 names a scope after the model, which may not be a name that
+        # a function can begin with.
+        with tf.name_scope("forward_pass"):
+            return model(zeros_like_batch(element_spec, 2), training=True)
+
+    return tf.function(forward_pass, autograph=False).get_concrete_function()
 
 
 def _assigned_resources(function: Any) -> set[int]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
+
 _activations, _layers = tf.keras.activations, tf.keras.layers
 _losses, _metrics = tf.keras.losses, tf.keras.metrics
 
@@ -30,16 +32,6 @@ ACTIVATIONS = _named(
     *("softplus", "softsign", "swish", "tanh"),
 )
 
-LOSS_FUNCTIONS = _named(
-    _losses,
-    *("binary_crossentropy", "binary_focal_crossentropy"),
-    *("categorical_crossentropy", "categorical_focal_crossentropy"),
-    *("categorical_hinge", "cosine_similarity", "huber", "kl_divergence"),
-    *("log_cosh", "mean_absolute_error", "mean_absolute_percentage_error"),
-    *("mean_squared_error", "mean_squared_logarithmic_error", "poisson"),
-    "sparse_categorical_crossentropy",
-)
-
 LOSSES = _named(
     _losses,
     *("BinaryCrossentropy", "BinaryFocalCrossentropy"),
@@ -49,6 +41,9 @@ LOSSES = _named(
     *("MeanSquaredError", "MeanSquaredLogarithmicError", "Poisson"),
     "SparseCategoricalCrossentropy",
 )
+
+# What those compute; not every Keras has a name for each.
+LOSS_FUNCTIONS = tuple(loss().fn for loss in LOSSES)
 
 _METRIC_FUNCTIONS = _named(
     _metrics,
@@ -129,8 +124,12 @@ def _is_sum_over_rows(metric: Any) -> bool:
 
 
 def _has_usual_options(loss_or_metric: Any) -> bool:
-    config = loss_or_metric.get_config()
-    return config.get("ignore_class") is None and config.get("axis", -1) == -1
+    options = keras_versions.loss_options(loss_or_metric)
+    return (
+        options.get("ignore_class") is None
+        and options.get("axis", -1) == -1
+        and options.get("dtype") in (None, "float32")
+    )
 
 
 def is_layer(layer: Any) -> bool:

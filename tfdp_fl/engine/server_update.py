@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
+
 
 class ServerUpdate:
     """Applies the mean update to the server's weights.
@@ -17,17 +19,24 @@ class ServerUpdate:
 
     def __init__(
         self,
-        trainable: list[tf.Variable],
-        non_trainable: list[tf.Variable],
+        trainable: list[Any],
+        non_trainable: list[Any],
         optimizer: tf.keras.optimizers.Optimizer | None = None,
     ):
-        self._trainable = trainable
-        self._non_trainable = non_trainable
+        """Makes the optimizer's variables.
+
+        Args:
+          trainable: The model's own variables, as Keras has them.
+          non_trainable: Likewise, those that are aggregated.
+          optimizer: A Keras optimizer, or None.
+        """
+        self._owned = list(trainable)
+        self._trainable = keras_versions.tf_variables(trainable)
+        self._non_trainable = keras_versions.tf_variables(non_trainable)
         self.optimizer = optimizer
-        if hasattr(optimizer, "build"):
-            optimizer.build(trainable)
-        elif optimizer is not None:  # tf.keras.optimizers.legacy
-            optimizer._create_all_weights(trainable)
+        self._state: list[tf.Variable] = []
+        if optimizer is not None:
+            self._state = keras_versions.build_optimizer(optimizer, self._owned)
 
     @property
     def has_non_trainable(self) -> bool:
@@ -42,11 +51,7 @@ class ServerUpdate:
     @property
     def state(self) -> list[tf.Variable]:
         """Returns the optimizer's variables, for checkpoints."""
-        if self.optimizer is None:
-            return []
-        if callable(self.optimizer.variables):  # Legacy optimizers.
-            return list(self.optimizer.variables())
-        return list(self.optimizer.variables)
+        return self._state
 
     def apply(self, mean: list[tf.Tensor]) -> None:
         """Moves the model by the released mean update."""
@@ -60,13 +65,15 @@ class ServerUpdate:
                 else:  # Rounded once, with its noise.
                     variable.assign(_moved(variable, value))
         else:
-            self.optimizer.apply_gradients(
+            keras_versions.apply_gradients(
+                self.optimizer,
                 [
-                    (-tf.cast(value, variable.dtype), variable)
+                    -tf.cast(value, variable.dtype)
                     for variable, value in zip(
                         self._trainable, mean[:count], strict=True
                     )
-                ]
+                ],
+                self._owned,
             )
         for variable, value in zip(
             self._non_trainable, mean[count:], strict=True
@@ -80,7 +87,7 @@ class ServerUpdate:
         released weights, so it costs no privacy.
         """
         if hasattr(self.optimizer, "finalize_variable_values"):
-            self.optimizer.finalize_variable_values(self._trainable)
+            self.optimizer.finalize_variable_values(self._owned)
 
     def replace(self, weights: list[tf.Tensor]) -> None:
         """Sets the model to released weights (NbAFL)."""

@@ -70,6 +70,13 @@ class FederatedCallback(tf.keras.callbacks.Callback):
     ) -> None:
         """Called after a round changed the model, before `on_epoch_end`."""
 
+    def on_train_ended(self) -> None:
+        """Called when every callback's `on_train_end` is done.
+
+        Some change the model there: Keras 3's `EarlyStopping` restores its best
+        weights.
+        """
+
     def on_fit_end(self) -> None:
         """Called last, also where an error or the user ended the training."""
 
@@ -455,9 +462,8 @@ class RoundCheckpoint(FederatedCallback):
         if (round_index + 1) % self.every == 0:
             self._save()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_ended(self) -> None:
         """Saves the end of the training, as other callbacks left it."""
-        del logs
         self._save()
 
     def on_fit_end(self) -> None:

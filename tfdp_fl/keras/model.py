@@ -14,7 +14,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, accounting, engine, schedules
+from tfdp_fl import _validate, accounting, engine, keras_versions, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
@@ -119,6 +119,7 @@ class DPFederatedModel:
           ValueError: An argument is not allowed; the message names it.
           TypeError: An argument has the wrong type.
         """
+        keras_versions.check_installed()
         _validate.instance_of(tf.keras.Model, model=model)
         _validate.instance_of(Mechanism, mechanism=mechanism)
         _validate.one_of(SAMPLINGS, sampling=sampling)
@@ -262,11 +263,7 @@ class DPFederatedModel:
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be callable, got {hook!r}.")
         optimizer = tf.keras.optimizers.get(optimizer)
-        if getattr(optimizer, "use_ema", False):
-            raise ValueError(
-                "optimizer must not use_ema: a client's average of weights "
-                "would be dropped after the round, got use_ema=True."
-            )
+        keras_versions.check_optimizer(optimizer)
         if server_optimizer is not None:
             if self.mechanism.releases_weights:
                 raise ValueError(
@@ -500,6 +497,8 @@ class DPFederatedModel:
                 # Keras's own place for it: the last validation came before.
                 self._engine.server.finalize()
             keras_callbacks.on_train_end(logs)
+            for each in federated:
+                each.on_train_ended()
         finally:
             for each in federated:
                 each.on_fit_end()
@@ -823,8 +822,8 @@ class DPFederatedModel:
         return self.mechanism.mu_squared(self._deployment)
 
     def _client_learning_rate(self) -> float:
-        rate = self._compiled.training.optimizer.learning_rate
-        if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+        rate = keras_versions.learning_rate(self._compiled.training.optimizer)
+        if rate is None:
             return 0.0  # The optimizer follows its own steps.
         if isinstance(rate, tf.Variable):
             # A tenth of the time that `numpy()` takes, in every round.
@@ -834,11 +833,9 @@ class DPFederatedModel:
         return float(rate)
 
     def _set_client_learning_rate(self, value: float) -> None:
-        rate = self._compiled.training.optimizer.learning_rate
-        if not isinstance(
-            rate, tf.keras.optimizers.schedules.LearningRateSchedule
-        ):
-            self._compiled.training.optimizer.learning_rate = value
+        optimizer = self._compiled.training.optimizer
+        if keras_versions.learning_rate(optimizer) is not None:
+            optimizer.learning_rate = value
 
     def _remember_norms(
         self, positions: np.ndarray, norms: np.ndarray | None

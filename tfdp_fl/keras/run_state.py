@@ -18,7 +18,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _json, accounting, schedules
+from tfdp_fl import _json, accounting, keras_versions, schedules
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import checkpoint as checkpoint_lib
@@ -80,6 +80,8 @@ def capture(
             "ledger_head": ledger_head,
             "ledgers": dict(fed.known_ledgers),
             "log_names": list(fed._last_logs),
+            "keras": keras_versions.name(),
+            "weight_names": _weight_names(fed.model),
         },
         arrays=arrays,
     )
@@ -137,6 +139,29 @@ def _config(optimizer: Any) -> Any:
         if name not in ("learning_rate", "name", "jit_compile")
     }
     return [type(optimizer).__name__, config]
+
+
+def _comparable(setting: Any) -> Any:
+    """Returns a setting without what only one version of Keras writes down."""
+    if not isinstance(setting, list):
+        return setting
+    return [
+        {
+            name: value
+            for name, value in each.items()
+            if value is not None and name != "is_legacy_optimizer"
+        }
+        if isinstance(each, dict)
+        else each
+        for each in setting
+    ]
+
+
+def _weight_names(model: Any) -> list[str]:
+    """Returns the last part of each weight's name; all Keras versions' own."""
+    return [
+        weight.name.split("/")[-1].split(":")[0] for weight in model.weights
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +229,7 @@ class InterruptedRun:
                 stacklevel=3,
             )
         for name in sorted(saved.keys() | now.keys()):
-            if saved.get(name) != now.get(name):
+            if _comparable(saved.get(name)) != _comparable(now.get(name)):
                 raise ValueError(
                     f"{name} must be {_short(saved.get(name))}, as in the "
                     f"interrupted run, to resume it from {directory}, got "
@@ -243,12 +268,37 @@ class InterruptedRun:
             )
         arrays = self.checkpoint.arrays
         shapes = [list(arrays[name].shape) for name in self._names("weights")]
-        own = [weight.shape.as_list() for weight in fed.model.weights]
+        own = [list(weight.shape) for weight in fed.model.weights]
         if shapes != own:
             raise ValueError(
                 "model must have the weights of the interrupted run to resume "
                 f"it from {self.directory}: shapes {_short(shapes)}, got "
                 f"{_short(own)}."
+            )
+
+        self._check_keras(fed)
+
+    def _check_keras(self, fed: Any) -> None:
+        """Raises ValueError for what cannot go from one Keras to another."""
+        metadata = self.checkpoint.metadata
+        began = metadata.get("keras", "Keras 2")
+        if began == keras_versions.name():
+            return
+        names = metadata.get("weight_names")
+        own = _weight_names(fed.model)
+        if names is not None and names != own:
+            raise ValueError(
+                f"model must have its weights in the order of {began}, with "
+                f"which the run began, to resume it from {self.directory} with "
+                f"{keras_versions.name()}: {_short(names)}, got {_short(own)}."
+            )
+        if any(slot.ndim for slot in self._group("server_optimizer")):
+            raise ValueError(
+                "server_optimizer must keep no values for each weight (None, "
+                "or SGD without momentum) to resume with "
+                f"{keras_versions.name()} a run of {began}, which orders them "
+                f"in another way, got {type(fed._compiled.server_optimizer)}; "
+                f"resume it from {self.directory} with {began}."
             )
 
     def _names(self, group: str) -> list[str]:
@@ -301,7 +351,7 @@ class InterruptedRun:
         ):
             variable.assign(value)
         for variable, value in zip(server, slots, strict=True):
-            variable.assign(value)
+            variable.assign(tf.cast(value, variable.dtype))
         fed._engine.state = tf.nest.pack_sequence_as(
             fed._engine.state, [tf.constant(value) for value in values]
         )

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
 import tensorflow as tf
-import tensorflow_privacy as tfp
 
 from tfdp_fl import _validate
 from tfdp_fl.mechanisms import (
@@ -19,6 +18,7 @@ from tfdp_fl.mechanisms import (
     mechanism,
     query_check,
 )
+from tfdp_fl.mechanisms import tf_privacy as tfp
 
 
 class WrappedState(NamedTuple):

@@ -190,8 +190,8 @@ class AdditiveSecretSharing:
             bad = ~(np.abs(encoded) <= self.max_share_value)
             index = tuple(int(i) for i in np.argwhere(bad)[0])
             raise ValueError(
-                f"{name} holds {encoded[index]!r} at index {index}, and only "
-                "magnitudes up to max_share_value="
+                f"{name} holds {encoded[index].item()!r} at index {index}, and "
+                "only magnitudes up to max_share_value="
                 f"{self.max_share_value!r} can be shared without overflow."
             )
         if self.mode == "float":

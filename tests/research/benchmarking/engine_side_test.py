@@ -1,6 +1,7 @@
 """Tests our side on tiny cases, and that TFF's side does the same work."""
 
 import dataclasses
+import importlib.util
 from unittest import mock
 
 import numpy as np
@@ -73,6 +74,8 @@ class EngineSideTest(tf.test.TestCase):
         self.assertNotEmpty(profile["operations"])
 
     def test_tff_does_the_same_work(self):
+        if importlib.util.find_spec("tensorflow_federated") is None:
+            self.skipTest("TensorFlow Federated is not installed.")
         import tensorflow_federated as tff
 
         from research.benchmarking import tff_side

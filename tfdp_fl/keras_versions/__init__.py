@@ -1,0 +1,63 @@
+"""What differs between Keras 2 and Keras 3, behind one face.
+
+`keras2` (Keras 2.14, tf_keras) and `keras3` have the same functions; the one
+that goes with `tf.keras` is handed on here. Nothing else in the package asks
+for a version, and everything else says `tf.keras`, which is whichever of them
+TensorFlow was started with.
+
+The engine computes with `tf.Variable`s. Keras 2's variables are that; Keras 3
+wraps them, and what its own optimizers are given has to be the wrapped ones.
+"""
+
+import tensorflow as tf
+
+if hasattr(tf.keras, "ops"):
+    from tfdp_fl.keras_versions import keras3 as _keras
+else:
+    from tfdp_fl.keras_versions import keras2 as _keras
+
+CompiledModel = _keras.CompiledModel
+apply_gradients = _keras.apply_gradients
+build_optimizer = _keras.build_optimizer
+call_loss = _keras.call_loss
+check_installed = _keras.check_installed
+check_optimizer = _keras.check_optimizer
+copy_adapted = _keras.copy_adapted
+has_adapted_weights = _keras.has_adapted_weights
+input_rank = _keras.input_rank
+is_of_keras = _keras.is_of_keras
+layers_of = _keras.layers_of
+learning_rate = _keras.learning_rate
+loss_options = _keras.loss_options
+losses_of_rows = _keras.losses_of_rows
+name = _keras.name
+own_random_state = _keras.own_random_state
+random_state = _keras.random_state
+rebuilt = _keras.rebuilt
+state_of_randomness = _keras.state_of_randomness
+tf_variable = _keras.tf_variable
+tf_variables = _keras.tf_variables
+
+__all__ = [
+    "CompiledModel",
+    "apply_gradients",
+    "build_optimizer",
+    "call_loss",
+    "check_installed",
+    "check_optimizer",
+    "copy_adapted",
+    "has_adapted_weights",
+    "input_rank",
+    "is_of_keras",
+    "layers_of",
+    "learning_rate",
+    "loss_options",
+    "losses_of_rows",
+    "name",
+    "own_random_state",
+    "random_state",
+    "rebuilt",
+    "state_of_randomness",
+    "tf_variable",
+    "tf_variables",
+]
