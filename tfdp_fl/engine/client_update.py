@@ -260,12 +260,24 @@ class ClientTrainer:
         """Returns the values of `metric_variables`."""
         return [variable.read_value() for variable in self.metric_variables]
 
-    def update_metrics(self, y: Any, predicted: Any) -> None:
-        """Adds a batch to the metrics, of which a NaN must make no NaN."""
-        if self.metric_variables:
-            self._compiled.update_metrics(
-                *tf.nest.map_structure(_with_numbers_only, (y, predicted))
+    def update_metrics(
+        self, y: Any, predicted: Any, numbers_only: bool = True
+    ) -> None:
+        """Adds a batch to the metrics.
+
+        Args:
+          y: Nest of labels.
+          predicted: Nest of the model's outputs.
+          numbers_only: Whether a NaN among them counts as 0, as it would make
+            a NaN of the metrics.
+        """
+        if not self.metric_variables:
+            return
+        if numbers_only:
+            y, predicted = tf.nest.map_structure(
+                _with_numbers_only, (y, predicted)
             )
+        self._compiled.update_metrics(y, predicted)
 
     def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns what the compiled metrics say of a summed state.

@@ -29,8 +29,10 @@ from tfdp_fl import keras_versions
 from tfdp_fl.engine import batching, client_update, cohort, separable
 from tfdp_fl.mechanisms import cohort_query, contribution
 
-# Float32: the unit roundoff, and what is lost where a product underflows.
-_ROUNDOFF, _UNDERFLOW = 2.0**-24, 2.0**-126
+# Float32's unit roundoff, and the most that it may come to in a sum of which
+# the bound of a norm is made: n terms are off by n times as much.
+_ROUNDOFF = 2.0**-24
+_LARGEST_ERROR = 0.01
 
 # Above this many local steps the unrolled graph is no longer worth it.
 _MOST_STEPS = 12
@@ -181,6 +183,10 @@ def supports(
         and all(_is_plain_dense(layer) for layer in dense)
         and all(layer.input_spec.min_ndim == 2 for layer in dense)
         and all(keras_versions.input_rank(layer) == 2 for layer in dense)
+        and all(
+            sum(layer.kernel.shape) * _ROUNDOFF < _LARGEST_ERROR
+            for layer in dense
+        )
         and all(separable.is_layer(layer) for layer in others)
     )
 
@@ -307,8 +313,9 @@ class DenseCohortFunction:
           query: The mechanism's query; it only scales.
           steps: S.
           full_batches: Every client takes S steps of exactly B examples.
-          all_usable: Take for granted that no update has a NaN or an Inf. A
-            result with `discarded` clients is then of no use.
+          all_usable: Take for granted that there is no NaN and no Inf. A
+            result with `discarded` clients, or with a loss that is no number,
+            is then of no use.
         """
         self._all_usable = all_usable
         self._trainer = trainer
@@ -559,12 +566,12 @@ class DenseCohortFunction:
             own.gradients.append(
                 tf.reshape(gradient, [*shape, gradient.shape[-1]])
             )
-        if valid is None:
-            self._trainer.update_metrics(y, h)
-        else:
-            self._trainer.update_metrics(
-                tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
-            )
+        if valid is not None:
+            y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
+        self._trainer.update_metrics(y, h, numbers_only=not self._all_usable)
+        if self._all_usable and valid is None:
+            rows = tf.cast(tf.size(losses), tf.float32)
+            return tf.reduce_sum(losses), rows
         counts = tf.math.is_finite(losses)
         if valid is not None:
             counts &= valid
@@ -612,37 +619,34 @@ class DenseCohortFunction:
     ) -> contribution.Contribution:
         """Scales each client's update as the mechanism says, and adds up."""
         dense = [layer for layer in self._layers if _is_dense(layer)]
-        squares, bounds, magnitudes, factors = [], [], [], []
+        grams, factors = [], []
         for layer, own in zip(dense, memory, strict=True):
             d = tf.concat(own.gradients, axis=1)
             x, gram = own.known, own.gram
             if x is None:
                 x = tf.concat(own.inputs, axis=1)
                 gram = self._gram(layer, x, x)
-            square, bound, magnitude = squared_norms(
-                gram,
-                tf.matmul(d, d, transpose_b=True),
-                x.shape[-1] + (layer.bias is not None),
-                d.shape[-1],
-            )
-            squares.append(square)
-            bounds.append(bound)
-            magnitudes.append(magnitude)
+            grams.append((gram, tf.matmul(d, d, transpose_b=True)))
             factors.append((x, d))
-        # Of the product below, over the rows of all clients of this call.
-        rounding = _summation_error(tf.size(factors[0][1][..., 0]))
-        rate = tf.abs(tf.cast(learning_rate, tf.float64))
-        bound = rate * (
-            tf.sqrt(tf.add_n(bounds))
-            + rounding * tf.sqrt(tf.add_n([each**2 for each in magnitudes]))
+        length, bound = norm_bound(
+            [gram for gram, _ in grams],
+            [gram for _, gram in grams],
+            [
+                x.shape[-1] + (layer.bias is not None)
+                for layer, (x, _) in zip(dense, factors, strict=True)
+            ],
+            [d.shape[-1] for _, d in factors],
+            # Of the product below, over all clients of this call.
+            rows=tf.size(factors[0][1][..., 0]),
         )
+        rate = tf.abs(tf.cast(learning_rate, tf.float64))
         # The scale, and each factor times it, are rounded as well.
-        norm = tf.cast(bound * (1 + 16 * _ROUNDOFF), tf.float32)
+        norm = tf.cast(rate * (1 + 16 * _ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
         each = self._query.mechanism.contribution_of_norm(
             tf.where(usable, norm, 0.0), usable, params
         )
-        seen = tf.cast(rate * tf.sqrt(tf.add_n(squares)), tf.float32)
+        seen = tf.cast(rate * length, tf.float32)
         each = each._replace(norm=tf.where(usable, seen, 0.0))
         # A rate that is no number makes nobody usable, and zero of everybody.
         scale = tf.where(usable, -learning_rate * each.update, 0.0)
@@ -664,65 +668,69 @@ class DenseCohortFunction:
         )
 
 
-def _summation_error(terms: int | tf.Tensor) -> tf.Tensor:
-    """Returns gamma_n = n u / (1 - n u), of n float32 terms in any order."""
-    share = tf.cast(terms, tf.float64) * _ROUNDOFF
-    return share / (1 - share)
-
-
-def squared_norms(
-    gram_x: tf.Tensor, gram_d: tf.Tensor, columns_x: int, columns_d: int
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns the squared norms of K products X^T D, and what bounds them.
+def norm_bound(
+    grams_x: list[tf.Tensor],
+    grams_d: list[tf.Tensor],
+    columns_x: list[int],
+    columns_d: list[int],
+    rows: tf.Tensor,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the joint norms of L products X^T D, and what bounds them.
 
     ||X^T D||^2 = sum_ij (X X^T)_ij (D D^T)_ij, of Gram matrices that were
     rounded to float32. A client may choose rows that are large and cancel, so
     that the sum is little more than rounding; hence a bound by proof. A float32
-    product of n terms, added up in whatever order, is off by at most
-    gamma_n sum |terms| (Higham 2002, "Accuracy and Stability of Numerical
-    Algorithms", section 3.1), plus n times the underflow threshold. With
-    Cauchy and Schwarz, for rows x_i of a columns,
+    product of n terms, added up in whatever order, is off by at most gamma_n
+    sum |terms|, gamma_n = n u / (1 - n u) (Higham 2002, "Accuracy and Stability
+    of Numerical Algorithms", section 3.1), plus n 2^-126 where terms underflow.
+    With Cauchy and Schwarz, for rows x_i of a columns,
 
         |fl(X X^T)_ij - (X X^T)_ij| <= gamma_a ||x_i|| ||x_j|| + a 2^-126,
 
     and likewise for D. Summed over i and j, with q = sum_i ||x_i|| ||d_i||,
 
-        ||X^T D||^2 <= sum_ij fl(X X^T)_ij fl(D D^T)_ij + (gamma_a + gamma_b
-            + gamma_a gamma_b) q^2 + a 2^-126 (sum_i ||d_i||)^2 + ...
+        ||X^T D||^2 <= sum_ij fl(X X^T)_ij fl(D D^T)_ij + (gamma_a + gamma_b) q^2
+            + a 2^-126 (sum_i ||d_i||)^2 + b 2^-126 (sum_i ||x_i||)^2
 
-    q also bounds what rounding does to the product itself: computed over n
-    rows it is off by at most gamma_n q in Frobenius norm.
+    and terms of second order. Here ||x_i||^2 counts for 2^-102 more than the
+    diagonal says, and so for ||d_i||: then gamma_a q^2 is at least each of the
+    terms of underflow, and they are in twice the first. What is of second
+    order is less than a tenth of that, as (a + b) u is below `_LARGEST_ERROR`.
+
+    q also bounds what rounding does to the products themselves: computed over
+    N rows they are off by at most gamma_N q in Frobenius norm.
 
     Args:
-      gram_x: Float32 [K, n, n], X X^T.
-      gram_d: Float32 [K, n, n], D D^T.
-      columns_x: a, the columns of X, one more where there is a bias.
-      columns_d: b, the columns of D.
+      grams_x: L float32 [K, n, n], each X X^T.
+      grams_d: L float32 [K, n, n], each D D^T.
+      columns_x: The a of each X, one more where there is a bias.
+      columns_d: The b of each D.
+      rows: N, integer scalar.
 
     Returns:
-      `(square, bound, q)`, float64 [K] each: the squared norm as computed (at
-      least 0), an upper bound of the true one, and q. None is finite where an
-      element is not.
+      `(norm, bound)`, float64 [K]: the norm as computed, and an upper bound of
+      the norm of the products as they will be computed. The bound is not finite
+      where an element is not.
     """
-    lengths, errors, thresholds = [], [], []
-    for gram, columns in ((gram_x, columns_x), (gram_d, columns_d)):
-        error, threshold = _summation_error(columns), columns * _UNDERFLOW
-        diagonal = tf.cast(tf.linalg.diag_part(gram), tf.float64)
-        # Squares cannot cancel: this is the length at the least.
-        lengths.append(tf.sqrt((1 + 2 * error) * diagonal + threshold))
-        errors.append(error)
-        thresholds.append(threshold)
-    of_x, of_d = lengths
-    q = tf.reduce_sum(of_x * of_d, axis=1)
-    products = tf.cast(gram_x, tf.float64) * tf.cast(gram_d, tf.float64)
-    square = tf.reduce_sum(products, axis=[1, 2])
-    # What is of second order is less than a hundredth of what is there.
-    margin = 1.01 * (
-        (errors[0] + errors[1]) * q**2
-        + thresholds[0] * tf.reduce_sum(of_d, axis=1) ** 2
-        + thresholds[1] * tf.reduce_sum(of_x, axis=1) ** 2
+    # In one piece, as every operation costs a small model more than its sums.
+    gram_x = tf.cast(tf.stack(grams_x), tf.float64)
+    gram_d = tf.cast(tf.stack(grams_d), tf.float64)
+    of_x, of_d = (
+        # Squares cannot cancel: these are the lengths, but for gamma.
+        tf.sqrt(tf.linalg.diag_part(gram) + 2.0**-102)
+        for gram in (gram_x, gram_d)
     )
-    return tf.maximum(square, 0.0), tf.maximum(square, 0.0) + margin, q
+    q = tf.reduce_sum(of_x * of_d, axis=2)
+    q_squared = tf.reduce_sum(q * q, axis=0)
+    square = tf.maximum(tf.reduce_sum(gram_x * gram_d, axis=[0, 2, 3]), 0.0)
+    columns = max(a + b for a, b in zip(columns_x, columns_d, strict=True))
+    of_norm = 2.2 * _ROUNDOFF * columns
+    share = _ROUNDOFF * tf.cast(rows, tf.float64)
+    of_product = 1.05 * share / (1 - share)
+    bound = tf.sqrt(square + of_norm * q_squared) + of_product * tf.sqrt(
+        q_squared
+    )
+    return tf.sqrt(square), bound
 
 
 def _with_update(total: cohort.CohortSum, update: Any) -> cohort.CohortSum:

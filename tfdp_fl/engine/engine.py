@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -727,8 +728,9 @@ class CohortEngine:
                     raised.append((call.part, error))
                     continue
                 kind, *rest = call.part.function
-                if kind == _LOCKSTEP_FEW and float(
-                    returned[0].record.discarded
+                if kind == _LOCKSTEP_FEW and not (
+                    returned[0].record.discarded.numpy() == 0
+                    and math.isfinite(returned[0].loss.numpy())
                 ):
                     careful = dataclasses.replace(
                         call.part, function=(_LOCKSTEP, *rest)
