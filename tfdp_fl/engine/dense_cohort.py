@@ -689,7 +689,8 @@ def norm_bound(
 
     and likewise for D. Summed over i and j, with q = sum_i ||x_i|| ||d_i||,
 
-        ||X^T D||^2 <= sum_ij fl(X X^T)_ij fl(D D^T)_ij + (gamma_a + gamma_b) q^2
+        ||X^T D||^2 <= sum_ij fl(X X^T)_ij fl(D D^T)_ij
+            + (gamma_a + gamma_b) q^2
             + a 2^-126 (sum_i ||d_i||)^2 + b 2^-126 (sum_i ||x_i||)^2
 
     and terms of second order. Here ||x_i||^2 counts for 2^-102 more than the
