@@ -97,6 +97,23 @@ class NoiseMultiplierTest(parameterized.TestCase):
             _MECHANISMS[-1].with_noise_multiplier(1.0)
 
 
+class ScalesUpdatesTest(absltest.TestCase):
+    def test_follows_from_what_is_overridden(self):
+        # Side by side a runtime that believed a wrong flag would release
+        # something else than the mechanism says.
+        class Own(tfdp_fl.FixedClipping):
+            def contribution(self, update, round, client, deployment):
+                return super().contribution(update, round, client, deployment)
+
+        own = Own(clip_norm=1.0, noise_multiplier=1.0)
+        self.assertFalse(own.scales_updates)
+        self.assertFalse(own.bind(Deployment(clients_per_round=3)).only_scales)
+        self.assertEqual(
+            [each.scales_updates for each in _MECHANISMS],
+            [True, True, True, True, True, False, False],
+        )
+
+
 class DeploymentTest(absltest.TestCase):
     def test_cohort_size_follows_its_schedule(self):
         self.assertEqual(Deployment(clients_per_round=7).cohort_size(3), 7)

@@ -54,7 +54,6 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         `composition="rdp"` needs less noise; None: as often as it is drawn.
     """
 
-    scales_updates: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {
         "layers_charged_separately": (
             "Each layer of the model was clipped and noised by itself and is "

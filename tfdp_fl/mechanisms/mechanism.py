@@ -48,8 +48,6 @@ class Mechanism(abc.ABC):
         trusted), "local" (nobody is), "record" (one example, not one client)
         or "none".
       released_sums: The names of `Contribution.sums`.
-      scales_updates: Whether a contribution is the update times one number
-        that follows from its norm (`contribution` is not overridden).
       releases_weights: Whether clients hand in weights and not updates, which
         then replace the model.
       proximal_weight: mu of the term (mu/2) ||w - w_received||^2 in local
@@ -72,7 +70,6 @@ class Mechanism(abc.ABC):
     registered_name: ClassVar[str] = ""
     guarantee: ClassVar[str] = "central"
     released_sums: ClassVar[tuple[str, ...]] = ()
-    scales_updates: ClassVar[bool] = True
     releases_weights: ClassVar[bool] = False
     suggested_run: ClassVar[Mapping[str, Any]] = {"target_epsilon": 8.0}
     proximal_weight: ClassVar[Any] = 0.0
@@ -336,6 +333,15 @@ class Mechanism(abc.ABC):
     def name(self) -> str:
         """The mechanism's name in reports."""
         return type(self).__name__
+
+    @property
+    def scales_updates(self) -> bool:
+        """Whether a contribution is the update times one number.
+
+        That follows from its norm, so that a runtime that knows the norm need
+        not have the update.
+        """
+        return type(self).contribution is Mechanism.contribution
 
     @property
     def needs_exact_cohort(self) -> bool:

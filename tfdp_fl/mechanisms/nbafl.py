@@ -93,7 +93,6 @@ class NbAFL(mechanism.Mechanism):
 
     guarantee: ClassVar[str] = "record"
     noise_site: ClassVar[str] = "every client"
-    scales_updates: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {
         "record_sensitivity_assumed": (
             "The guarantee rests on the published assumption that one record "

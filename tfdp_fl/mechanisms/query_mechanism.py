@@ -171,7 +171,6 @@ class QueryMechanism(mechanism.Mechanism):
         `dp_accounting.GaussianDpEvent(noise_multiplier)`.
     """
 
-    scales_updates: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {
         "custom_query_event": (
             "The mechanism is a query given by the user together with its "
@@ -197,6 +196,11 @@ class QueryMechanism(mechanism.Mechanism):
                 f"{self.dp_event!r}."
             )
         query_check.check_query(self.query, self.dp_event, num_variables=1)
+
+    @property
+    def scales_updates(self) -> bool:
+        """Implements `Mechanism.scales_updates`: the query clips."""
+        return False
 
     def bind(self, deployment: contribution.Deployment) -> WrappedQuery:
         """Implements `Mechanism.bind`."""
