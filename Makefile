@@ -20,7 +20,10 @@ UV_VERSION = 0.13.8
 PYTHONS_tff = (3, 10), (3, 11)
 PYTHONS_current = (3, 10), (3, 11), (3, 12), (3, 13)
 NAMES_tff = python3.11 python3.10 python3
-NAMES_current = python3.13 python3.12 python3.11 python3.10 python3
+# pyenv's shims answer for the chosen version only; its others lie beside.
+PYENV = $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
+NAMES_current = python3.13 $(wildcard $(PYENV)/3.13.*/bin/python) \
+  python3.12 $(wildcard $(PYENV)/3.12.*/bin/python) python3.11 python3.10 python3
 
 # A name on PATH may be a shim that fails, so a Python counts if it runs, is of
 # a supported version and can make a virtual environment.
