@@ -92,6 +92,15 @@ class AnyMechanismTest(parameterized.TestCase):
         stddev = (1 - 1 / 4) ** -0.5 * 0.5 / 4
         statistics.assert_gaussian(np.ravel(moved[0]), stddev)
 
+    def test_noise_is_what_was_configured_whatever_is_set_since(self):
+        wrapper = flower.DPFedAvgFixed(_Strategy(), 2, 0.5, 4.0)
+        zeros = [np.zeros([200, 200])]
+        sent = wrapper.configure_fit(1, zeros, range(2))
+        wrapper.noise_multiplier, wrapper.server_side_noising = 0.01, False
+        replies = [(name, _Message(zeros)) for name, _ in sent]
+        model, _ = wrapper.aggregate_fit(1, replies, [])
+        statistics.assert_gaussian(np.ravel(model[0]), 4.0 * 0.5 / 2)
+
     def test_both_releases_of_a_private_median_are_charged(self):
         mechanism = tfdp_fl.MedianClipping(
             noise_multiplier=2.0, median_noise_multiplier=2.0

@@ -1,0 +1,61 @@
+"""A round that is run again after a broken release has other noise."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+from absl.testing import absltest
+
+import tfdp_fl
+from tests.engine import cohorts
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.keras import randomness
+
+
+class RoundSeedTest(absltest.TestCase):
+    def test_repeats_but_for_what_was_interrupted(self):
+        first = randomness.round_seed(1, 0)
+        np.testing.assert_array_equal(first, randomness.round_seed(1, 0))
+        for other in (
+            randomness.round_seed(1, 0, 1),
+            randomness.round_seed(1, 1),
+            randomness.round_seed(2, 0),
+            randomness.round_seed(1, 0, 2),
+        ):
+            self.assertFalse(np.array_equal(first, other))
+
+    def test_an_interrupt_in_the_middle_of_a_release(self):
+        fed = tfdp_fl.DPFederatedModel(
+            cohorts.mlp(),
+            tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
+            clients_per_round=2,
+        )
+        fed.compile("sgd", cohorts.cross_entropy())
+        clients = FederatedDataset.from_client_arrays(
+            cohorts.client_arrays((3, 3, 3))
+        )
+        fed.fit(clients, verbose=0, seed=1)
+        seeds = []
+        collect = fed._engine.collect
+
+        def seen(dataset, inputs):
+            seeds.append(tuple(inputs.seed))
+            return collect(dataset, inputs)
+
+        with mock.patch.object(fed._engine, "collect", seen):
+            with (
+                mock.patch.object(
+                    fed._engine, "release", side_effect=KeyboardInterrupt
+                ),
+                self.assertRaises(KeyboardInterrupt),
+            ):
+                fed.fit(clients, verbose=0, seed=1)
+            fed.fit(clients, verbose=0, seed=1)
+        self.assertLen(set(seeds), 2)
+        # The one that was broken off is charged, as it may have been seen.
+        self.assertEqual(fed.spending.rounds, 3)
+
+
+if __name__ == "__main__":
+    absltest.main()
