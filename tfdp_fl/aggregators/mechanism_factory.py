@@ -20,10 +20,11 @@ class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
     counts as one update, with one L2 norm.
 
     `inner_factory` sums what the mechanism made of the updates; it must give
-    the **sum** (of the same type), such as `tff.aggregators.SumFactory`, an
-    `EncodedSumFactory` or a `SecureSumFactory`. What it loses or adds
-    (quantization) comes after the clip: it may cost accuracy, and with
-    noise added by the clients it must not enlarge a client's influence.
+    the **sum** (of the same type), such as `tff.aggregators.SumFactory` or a
+    `SecureSumFactory`. What it loses or adds (quantization) comes after the
+    clip: it may cost accuracy, and it must not enlarge a client's influence.
+    `EncodedSumFactory` rounds up as well as down, so it may: the sum is right,
+    but the epsilon of such a process is too small.
     The factory itself can be the inner one of `tff.aggregators.
     clipping_factory` and `zeroing_factory` with a constant norm. (A norm that
     follows the clients' values lets one client change what others contribute;
@@ -166,8 +167,7 @@ def check_inner_factory(name: str, factory: Any) -> None:
     )
     if isinstance(factory, others):
         raise ValueError(
-            f"{name} must give a sum (such as tff.aggregators.SumFactory, "
-            "SecureSumFactory or EncodedSumFactory), got "
-            f"{type(factory).__name__}: the mechanism divides, by the expected "
-            "cohort size, and adds the noise."
+            f"{name} must give a sum (such as tff.aggregators.SumFactory or "
+            f"SecureSumFactory), got {type(factory).__name__}: the mechanism "
+            "divides, by the expected cohort size, and adds the noise."
         )
