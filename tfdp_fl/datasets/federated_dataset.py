@@ -254,9 +254,9 @@ class FederatedDataset:
                 f"{element_spec!r}."
             )
         _at_least_one_client(client_ids=client_ids)
-        client_ids = _distinct(client_ids)
-        source = sources.StreamedSource(client_ids, fn, element_spec)
-        return cls(source, client_ids)
+        distinct = _distinct(client_ids) or ()
+        source = sources.StreamedSource(distinct, fn, element_spec)
+        return cls(source, distinct)
 
     @classmethod
     def from_npz(cls, path: str | os.PathLike[str]) -> FederatedDataset:
@@ -484,7 +484,9 @@ class FederatedDataset:
           TypeError: If it holds strings, nests of other than dicts, tuples
             and lists, or client ids that are neither integers nor strings.
         """
-        npz.save(path, self.in_memory()._source, self._client_ids)
+        source = self.in_memory()._source
+        assert isinstance(source, sources.IndexedSource)
+        npz.save(path, source, self._client_ids)
 
     # How the engine reads it.
 
@@ -618,7 +620,7 @@ class _TakenIds(Sequence):
             return NotImplemented
         return list(self) == list(other)
 
-    __hash__ = None  # Like a list's.
+    __hash__ = None  # type: ignore[assignment]  # Like a list's.
 
     def __repr__(self) -> str:
         return repr(list(self))

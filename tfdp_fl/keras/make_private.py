@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -190,11 +190,11 @@ def _maker(
 
 def _scaled(schedule: schedules.Schedule, factor: float) -> schedules.Schedule:
     """Returns a schedule times a factor; a constant is replaced by it."""
-    if schedules.is_constant(schedule):
-        return factor
     if callable(schedule):
         return lambda t: factor * schedule(t)
-    return tuple(factor * value for value in schedule)
+    if isinstance(schedule, Sequence):
+        return tuple(factor * value for value in schedule)
+    return factor
 
 
 def _check_options(kind: type, options: dict[str, Any]) -> None:
