@@ -3,7 +3,12 @@
 import importlib
 
 from tfdp_fl import accounting, datasets, losses
-from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
+from tfdp_fl.keras import (
+    DPFederatedModel,
+    callbacks,
+    make_private,
+    validate,
+)
 from tfdp_fl.mechanisms import (
     AdaptiveClipping,
     AdaptiveLocalDP,
@@ -32,6 +37,7 @@ __all__ = [
     "datasets",
     "losses",
     "make_private",
+    "validate",
 ]
 
 # Rooms that import TFF, or that few people enter, open when they are used.

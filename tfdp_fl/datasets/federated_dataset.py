@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
-from tfdp_fl.datasets import nests, npz, sources
+from tfdp_fl.datasets import frames, nests, npz, sources
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
 
@@ -141,6 +141,37 @@ class FederatedDataset:
             table=table,
         )
         return cls(source, _distinct(client_ids))
+
+    @classmethod
+    def from_dataframe(
+        cls,
+        frame: Any,
+        client: str,
+        features: frames.Columns | None = None,
+        label: frames.Columns = "label",
+    ) -> FederatedDataset:
+        """Makes a dataset of a pandas frame with a column that names clients.
+
+        The columns are copied once; clients are in the order in which they
+        first appear, and a client's examples in the frame's.
+
+        Args:
+          frame: A `pandas.DataFrame` with one example a row.
+          client: The column that says whose example it is.
+          features: One column: x is [n], with its kind of number. A list: x
+            is float32 [n, len(features)]. A mapping from the names of a
+            model's inputs to either: x is a dict. None: all columns but those
+            of `client` and `label`, as a list.
+          label: One column: y is [n]. A list or a mapping: as for features, in
+            the columns' own kind of number. Integers become int64, other
+            numbers float32.
+
+        Raises:
+          TypeError: `frame` is no frame.
+          ValueError: A column is not there, holds something else than finite
+            numbers, or has missing values; or a feature is the client column.
+        """
+        return cls.from_indices(*frames.split(frame, client, features, label))
 
     @classmethod
     def from_tf_datasets(

@@ -10,13 +10,25 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, accounting, keras_versions, schedules
+from tfdp_fl import (
+    _validate,
+    accounting,
+    datasets,
+    keras_versions,
+    schedules,
+)
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine, LocalTraining
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import checkpoint as checkpoint_lib
-from tfdp_fl.keras import progress, resuming, round_loop, statement
+from tfdp_fl.keras import (
+    client_metrics,
+    progress,
+    resuming,
+    round_loop,
+    statement,
+)
 from tfdp_fl.keras import training_setup as training_setup_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.costs import RoundCosts
@@ -204,6 +216,36 @@ class DPFederatedModel:
         self._require_compiled("evaluate")
         return self.model.evaluate(*args, **kwargs)
 
+    def evaluate_clients(
+        self,
+        clients: Any,
+        batch_size: int = 1024,
+        verbose: str | int = "auto",
+    ) -> dict[str, np.ndarray]:
+        """Returns the model's metrics on each client's own data.
+
+        These are exact numbers about single clients, for those who may see
+        their data: nothing is noised, and nothing is charged.
+
+        Args:
+          clients: Clients' data, as `fit` takes it.
+          batch_size: Examples in one batch.
+          verbose: 0 silent, 1 or "auto" a progress bar.
+
+        Returns:
+          "num_examples", int64 [N], and "loss" and each compiled metric by
+          name, float64 [N], in the order of the clients; NaN for a client
+          without examples, or whose data cannot be read.
+        """
+        self._require_compiled("evaluate_clients")
+        _validate.positive_integer(batch_size=batch_size)
+        return client_metrics.evaluate(
+            self.model,
+            datasets.as_federated(clients),
+            batch_size,
+            1 if verbose == "auto" else int(verbose),
+        )
+
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
         return self.model.predict(*args, **kwargs)
@@ -238,7 +280,7 @@ class DPFederatedModel:
 
     def fit(
         self,
-        clients: FederatedDataset,
+        clients: Any,
         rounds: int = 1,
         batch_size: int = 32,
         local_epochs: int = 1,
@@ -263,9 +305,11 @@ class DPFederatedModel:
         unless it was made with `on_overspend="warn"`.
 
         Args:
-          clients: The clients' data. Where what was spent is kept for each
-            client (local and per-record guarantees), and within a pass over
-            shuffled clients, they are the same clients in the same order as
+          clients: The clients' data: a `FederatedDataset`, a mapping or list
+            of `(x, y)` or of `tf.data.Dataset`s, or a TFF `ClientData` (see
+            `tfdp_fl.datasets.as_federated`). Where what was spent is kept for
+            each client (local and per-record guarantees), and within a pass
+            over shuffled ones, they are the same clients in the same order as
             before; elsewhere they may be others, and the statement names all
             their numbers.
           rounds: How many rounds to run (with `resume_from`: how many the
@@ -297,7 +341,7 @@ class DPFederatedModel:
           `update_scale` if asked for.
         """
         compiled = self._require_compiled("fit")
-        _validate.instance_of(FederatedDataset, clients=clients)
+        clients = datasets.as_federated(clients)
         _validate.positive_integer(rounds=rounds)
         _validate.positive_integer(batch_size=batch_size)
         _validate.positive_integer(local_epochs=local_epochs)
