@@ -14,7 +14,7 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.mechanisms import references
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import dense_cohort
+from tfdp_fl.engine import dense_models
 
 _layers = tf.keras.layers
 
@@ -45,7 +45,7 @@ def _moved(
     )
     before = model.get_weights()
     with mock.patch.multiple(
-        dense_cohort, pays=lambda *_: beside, is_small=lambda *_: few
+        dense_models, is_worthwhile=lambda *_: beside, is_small=lambda *_: few
     ):
         pending = engine.collect(
             dataset, cohorts.inputs(dataset, clients_per_round=3.0)

@@ -6,9 +6,10 @@ import warnings
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp_fl import mechanisms, secure_aggregation
-from tfdp_fl.engine import engine
+from tfdp_fl.engine import engine, rounds
 
 _DISCARDED = -1  # The place of that diagnostic among a record's scalars.
 # Noise of two steps of the grid is, once rounded, the rounded sum's noise but
@@ -18,7 +19,7 @@ _STEPS_OF_NOISE = 2.0
 
 def sum_securely(
     cohort_engine: engine.CohortEngine,
-    pending: engine.PendingRound,
+    pending: rounds.PendingRound,
     protocol: secure_aggregation.AdditiveSecretSharing,
     group_size: int | None = None,
 ) -> tuple[int, ...]:
@@ -53,7 +54,7 @@ def sum_securely(
     """
     parts = [part for group in pending.collected for part in group]
     if not parts:
-        cohort_engine.set_record_sum(pending, None)
+        _set_sum(cohort_engine, pending, None)
         return ()
     query = cohort_engine.query
     site = query.mechanism.noise_site
@@ -72,7 +73,7 @@ def sum_securely(
     if too_large.any():
         failed = _without(too_large, members, scalars, updates, site, protocol)
         if failed:
-            cohort_engine.set_record_sum(pending, None)
+            _set_sum(cohort_engine, pending, None)
             return failed
     if group_size is not None:
         protocol.check_group_size(group_size)
@@ -80,7 +81,7 @@ def sum_securely(
         secure_aggregation.split_into_groups(len(members), protocol, group_size)
     except ValueError as error:  # A client that drops out can make it so.
         warnings.warn(f"{error} All of them have failed.", stacklevel=2)
-        cohort_engine.set_record_sum(pending, None)
+        _set_sum(cohort_engine, pending, None)
         return tuple(int(member) for member in members)
     bound = None
     if site == "server":
@@ -96,14 +97,39 @@ def sum_securely(
         sent_by, protocol, group_size=group_size, num_members=len(members)
     )
     if grouped.total is None:
-        cohort_engine.set_record_sum(pending, None)
+        _set_sum(cohort_engine, pending, None)
     else:
         heard = list(grouped.succeeded_members)
         seen = scalars[heard, handed_in.shape[1] :].sum(axis=0)
-        cohort_engine.set_record_sum(
-            pending, np.concatenate([grouped.total, seen])
-        )
+        total = np.concatenate([grouped.total, seen])
+        _set_sum(cohort_engine, pending, total)
     return tuple(int(members[index]) for index in grouped.failed_members)
+
+
+def _set_sum(
+    cohort_engine: engine.CohortEngine,
+    pending: rounds.PendingRound,
+    total: np.ndarray | None,
+) -> None:
+    """Sets a round's sum.
+
+    Args:
+      cohort_engine: The engine that collected the records.
+      pending: The round.
+      total: Float [D + ...], the sum over clients of the flattened update
+        followed by the record's scalars; None if there is nothing.
+    """
+    query, spec = cohort_engine.query, cohort_engine.update_spec
+    if total is None:
+        total = np.zeros(spec.size + query.num_scalars)
+    total = tf.constant(total, tf.float32)
+    record = query.initial_sample_state([]).with_scalars(
+        spec.unflatten(total[: spec.size]),
+        tf.unstack(total[spec.size :], num=query.num_scalars),
+    )
+    zeros = tf.nest.map_structure(tf.zeros_like, record)
+    others = len(pending.sums) - 1
+    pending.set_records([record] + [zeros] * others)
 
 
 def _check_grid(

@@ -1,20 +1,19 @@
 """Which rows of the data every local training step reads.
 
 A cohort's local training is laid out as tables of row numbers before the round
-starts, without a Python loop over clients, so that the compiled engine only
-has to gather.
+starts, without a Python loop over clients, so that the compiled functions only
+have to gather. A table's fields are NumPy arrays here, and tensors in there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchPlan:
+class ClientTable(NamedTuple):
     """The steps of a group of clients, one client after the other.
 
     Attributes:
@@ -25,13 +24,16 @@ class BatchPlan:
         up to `first_step[k + 1]`.
       members: Int32 [K], each client's place in the cohort.
       num_examples: Int32 [K], each client's number of examples.
+      windows: Float32 [K, W, L], the norms of each client's last rounds, NaN
+        where there are none; [K, 0, 0] if the mechanism keeps none.
     """
 
-    rows: np.ndarray
-    batch_sizes: np.ndarray
-    first_step: np.ndarray
-    members: np.ndarray
-    num_examples: np.ndarray
+    rows: Any
+    batch_sizes: Any
+    first_step: Any
+    members: Any
+    num_examples: Any
+    windows: Any
 
     @property
     def num_clients(self) -> int:
@@ -39,9 +41,27 @@ class BatchPlan:
         return len(self.members)
 
     @property
+    def steps(self) -> np.ndarray:
+        """Returns how many steps each client takes, [K]."""
+        return np.diff(self.first_step)
+
+    @property
     def has_short_batches(self) -> bool:
         """Returns True if some step has fewer than B rows."""
         return bool((self.batch_sizes != self.rows.shape[1]).any())
+
+
+class SideBySideTable(NamedTuple):
+    """The batches of K clients that take their steps together.
+
+    Attributes:
+      rows: Int32 [S, K, B], the row numbers of each step's batch.
+      sizes: Int32 [S, K], how many of the B rows count; 0 for a client that
+        has no such step.
+    """
+
+    rows: Any
+    sizes: Any
 
 
 def steps_per_client(
@@ -76,13 +96,13 @@ def share_out(work: np.ndarray, num_groups: int) -> list[np.ndarray]:
     return [np.asarray(group, np.int64) for group in groups]
 
 
-def make_plan(
+def client_table(
     rows: np.ndarray,
     lengths: np.ndarray,
     batch_size: int,
     local_epochs: int,
     generator: np.random.Generator | None = None,
-) -> BatchPlan:
+) -> ClientTable:
     """Lays out the local training of a group of clients.
 
     Every epoch runs over a client's examples once; its last batch may be
@@ -98,14 +118,14 @@ def make_plan(
         keeps the order given.
 
     Returns:
-      A `BatchPlan` with the clients in the order given.
+      A `ClientTable` with the clients in the order given, without windows.
     """
     lengths = np.asarray(lengths, np.int64)
     num_clients = len(lengths)
     if generator is None and num_clients:
         size = int(lengths[0])
         if size and size % batch_size == 0 and (lengths == size).all():
-            return _even_plan(
+            return _even_table(
                 np.asarray(rows, np.int32), lengths, batch_size, local_epochs
             )
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -133,7 +153,7 @@ def make_plan(
         start[:, None] + np.arange(batch_size)[None, :], end[:, None] - 1
     )
     steps = steps_per_client(lengths, batch_size, local_epochs)
-    return BatchPlan(
+    return ClientTable(
         rows=ordered[index]
         if len(ordered)
         else np.zeros((0, batch_size), np.int32),
@@ -141,41 +161,73 @@ def make_plan(
         first_step=np.concatenate([[0], np.cumsum(steps)]).astype(np.int32),
         members=np.arange(num_clients, dtype=np.int32),
         num_examples=lengths.astype(np.int32),
+        windows=np.zeros([num_clients, 0, 0], np.float32),
     )
 
 
-def _even_plan(
+def _even_table(
     rows: np.ndarray, lengths: np.ndarray, batch_size: int, local_epochs: int
-) -> BatchPlan:
+) -> ClientTable:
     """Lays out equally large clients in their order, without short batches."""
     num_clients = len(lengths)
     batches = rows.reshape(num_clients, -1, batch_size)
     steps = batches.shape[1] * local_epochs
     if local_epochs > 1:
         batches = np.tile(batches, (1, local_epochs, 1))
-    return BatchPlan(
+    return ClientTable(
         rows=batches.reshape(-1, batch_size),
         batch_sizes=np.full(num_clients * steps, batch_size, np.int32),
         first_step=np.arange(num_clients + 1, dtype=np.int32) * steps,
         members=np.arange(num_clients, dtype=np.int32),
         num_examples=lengths.astype(np.int32),
+        windows=np.zeros([num_clients, 0, 0], np.float32),
     )
 
 
-def select(plan: BatchPlan, group: np.ndarray) -> BatchPlan:
-    """Returns the plan of some of a plan's clients, in the order given."""
-    if len(group) == plan.num_clients and (np.diff(group) > 0).all():
-        return plan
-    first = plan.first_step[group]
-    counts = plan.first_step[group + 1] - first
+def select(table: ClientTable, group: np.ndarray) -> ClientTable:
+    """Returns the table of some of a table's clients, in the order given."""
+    if len(group) == table.num_clients and (np.diff(group) > 0).all():
+        return table
+    first = table.first_step[group]
+    counts = table.first_step[group + 1] - first
     ends = np.cumsum(counts)
     steps = np.repeat(first - (ends - counts), counts) + np.arange(counts.sum())
-    return BatchPlan(
-        rows=plan.rows[steps],
-        batch_sizes=plan.batch_sizes[steps],
+    return ClientTable(
+        rows=table.rows[steps],
+        batch_sizes=table.batch_sizes[steps],
         first_step=np.concatenate([[0], ends]).astype(np.int32),
-        members=plan.members[group],
-        num_examples=plan.num_examples[group],
+        members=table.members[group],
+        num_examples=table.num_examples[group],
+        windows=table.windows[group],
+    )
+
+
+def side_by_side(table: ClientTable, num_steps: int) -> SideBySideTable:
+    """Lays out a table's clients side by side.
+
+    Args:
+      table: The clients.
+      num_steps: S, at least the most that a client takes.
+    """
+    steps = table.steps
+    if table.num_clients and num_steps and (steps == num_steps).all():
+        # As it lies.
+        shape = [table.num_clients, num_steps, table.rows.shape[1]]
+        return SideBySideTable(
+            np.ascontiguousarray(table.rows.reshape(shape).swapaxes(0, 1)),
+            np.ascontiguousarray(table.batch_sizes.reshape(shape[:2]).T),
+        )
+    step = np.arange(num_steps)[:, None]
+    active = step < steps[None, :]
+    index = np.where(active, table.first_step[None, :-1] + step, 0)
+    if not len(table.rows):
+        shape = [num_steps, table.num_clients]
+        return SideBySideTable(
+            np.zeros([*shape, table.rows.shape[1]], np.int32),
+            np.zeros(shape, np.int32),
+        )
+    return SideBySideTable(
+        table.rows[index], np.where(active, table.batch_sizes[index], 0)
     )
 
 
@@ -193,24 +245,20 @@ def padded_length(length: int) -> int:
     return rung
 
 
-def pad_plan(plan: BatchPlan) -> BatchPlan:
-    """Pads a plan's arrays to ladder lengths; `first_step` ends the loops."""
+def padded(table: ClientTable) -> ClientTable:
+    """Pads a table to ladder lengths; `first_step` ends the loops."""
 
-    def pad(array: np.ndarray, length: int) -> np.ndarray:
+    def pad(array: np.ndarray, length: int, value: Any = 0) -> np.ndarray:
         width = [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1)
-        return np.pad(array, width)
+        return np.pad(array, width, constant_values=value)
 
-    steps = padded_length(len(plan.rows))
-    clients = padded_length(plan.num_clients)
-    last = plan.first_step[-1]
-    return BatchPlan(
-        rows=pad(plan.rows, steps),
-        batch_sizes=pad(plan.batch_sizes, steps),
-        first_step=np.pad(
-            plan.first_step,
-            (0, clients - plan.num_clients),
-            constant_values=last,
-        ),
-        members=pad(plan.members, clients),
-        num_examples=pad(plan.num_examples, clients),
+    steps = padded_length(len(table.rows))
+    clients = padded_length(table.num_clients)
+    return ClientTable(
+        rows=pad(table.rows, steps),
+        batch_sizes=pad(table.batch_sizes, steps),
+        first_step=pad(table.first_step, clients + 1, table.first_step[-1]),
+        members=pad(table.members, clients),
+        num_examples=pad(table.num_examples, clients),
+        windows=pad(table.windows, clients, np.nan),
     )

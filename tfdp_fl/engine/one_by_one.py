@@ -1,0 +1,293 @@
+"""Clients one after the other in one replica: of any model, and any mechanism.
+
+A round runs as a few calls of compiled functions, however many clients it has:
+
+    for each replica, in parallel:   loop over its clients:
+        start from the server's weights, train, clip, add to the sum
+    release:                         add up the replicas' sums, add noise,
+                                     divide, update the model
+
+`OneByOne` is the loop, a function of tensors that TFF workers run as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdp_fl.engine import client_update, cohort, tables
+from tfdp_fl.mechanisms import cohort_query, contribution, noise
+
+
+class _SoFar(NamedTuple):
+    """What the clients of a loop have handed in so far.
+
+    Attributes:
+      record: The sum of their contributions; () where each is collected.
+      moments: A `Moments`, or ().
+      loss: See `CohortSum`.
+      examples: Likewise.
+      collected: Updates, float32 [K, D], and an array of scalars; or ().
+      windows: An array of layer norms; or ().
+    """
+
+    record: Any
+    moments: Any
+    loss: tf.Tensor
+    examples: tf.Tensor
+    collected: Any
+    windows: Any
+
+
+class OneByOne:
+    """Trains clients one after the other, and adds them up or collects them."""
+
+    def __init__(
+        self,
+        trainer: client_update.ClientTrainer,
+        query: cohort_query.CohortQuery,
+        *,
+        output: str = cohort.SUM,
+        full_batches: bool = False,
+        moments: bool = False,
+        xla: bool = False,
+    ):
+        """Prepares the function.
+
+        Args:
+          trainer: Trains a client in its replica.
+          query: The mechanism's query.
+          output: `SUM`, `COLLECT_UPDATES` or `COLLECT_RECORDS`.
+          full_batches: Every batch has exactly B rows, so shapes are fixed.
+          moments: Whether to return `Moments`.
+          xla: Whether XLA compiles the function.
+        """
+        self._trainer = trainer
+        self._query = query
+        self._output = output
+        self._full_batches = full_batches
+        self._moments = moments
+        self._xla = xla
+
+    def __call__(
+        self,
+        received: cohort.Received,
+        x: Any,
+        y: Any,
+        table: tables.ClientTable,
+        num_clients: tf.Tensor,
+    ) -> cohort.Trained:
+        """Trains `num_clients` clients.
+
+        Args:
+          received: What the server sends to each of them.
+          x: Nest of feature tensors, leading dimension over stored examples.
+          y: Nest of label tensors, likewise.
+          table: A `ClientTable`, at least `num_clients` long.
+          num_clients: Int32 scalar.
+        """
+        self._trainer.start_metrics()
+
+        def client(k: tf.Tensor, so_far: _SoFar) -> tuple[tf.Tensor, _SoFar]:
+            seed = noise.fold_in(received.seed, table.members[k])
+            self._trainer.start(received, seed)
+            loss, examples = self._local_steps(
+                k, table, x, y, received, so_far.loss, so_far.examples
+            )
+            so_far = so_far._replace(loss=loss, examples=examples)
+            update = (
+                self._trainer.weights()
+                if self._query.mechanism.releases_weights
+                else self._trainer.update(received.weights)
+            )
+            window = None
+            if self._query.keeps_window:
+                window = table.windows[k]
+                norms = self._query.mechanism.window_norms(update)
+                so_far = so_far._replace(windows=so_far.windows.write(k, norms))
+            if self._moments:
+                moments = _add_moments(so_far.moments, update)
+                so_far = so_far._replace(moments=moments)
+            if self._output == cohort.COLLECT_UPDATES:  # Clipped later.
+                norm = self._query.record_norm(update)
+                return k + 1, self._collect(
+                    so_far,
+                    k,
+                    cohort.flatten(update, tf.math.is_finite(norm)),
+                    self._query.with_norm_of_scalars(norm),
+                )
+            with noise.seeded(noise.fold_in(seed, 0)):
+                one = self._query.preprocess_record(
+                    received.params,
+                    update,
+                    contribution.Client(table.num_examples[k], window),
+                )
+            return k + 1, self._hand_in(so_far, k, one, received)
+
+        _, so_far = tf.while_loop(
+            lambda k, _: k < num_clients,
+            client,
+            (tf.constant(0), self._nobody(received, table, num_clients)),
+            parallel_iterations=1,
+        )
+        return self._trained(so_far, table)
+
+    def _nobody(
+        self,
+        received: cohort.Received,
+        table: tables.ClientTable,
+        num_clients: tf.Tensor,
+    ) -> _SoFar:
+        """Returns what there is before the first client."""
+        weights, query = received.weights, self._query
+        size = tf.shape(table.members)[0]
+
+        def rows_array(width: int) -> tf.TensorArray:
+            return tf.TensorArray(tf.float32, size=size, element_shape=[width])
+
+        record, moments, collected, windows = (), (), (), ()
+        if self._output == cohort.SUM:
+            template = [
+                cohort.as_handed_in(tf.zeros(value.shape, value.dtype))
+                for value in weights
+            ]
+            record = cohort.made_by_each_run(
+                query.initial_sample_state(template), num_clients
+            )
+        else:
+            # Not an array of tensors, which is in memory twice when it is
+            # stacked. Written in place, so it must be no constant, ever.
+            width = sum(value.shape.num_elements() for value in weights)
+            zero = tf.cast(num_clients < 0, tf.float32)
+            collected = (
+                tf.ensure_shape(tf.fill([size, width], zero), [None, width]),
+                rows_array(query.num_scalars),
+            )
+        if self._moments:
+            zeros = [tf.zeros(value.shape) for value in weights]
+            moments = cohort.made_by_each_run(
+                cohort.Moments(tf.zeros([]), zeros, zeros), num_clients
+            )
+        if query.keeps_window:
+            windows = rows_array(len(weights))
+        return _SoFar(
+            record, moments, tf.zeros([]), tf.zeros([]), collected, windows
+        )
+
+    def _hand_in(
+        self,
+        so_far: _SoFar,
+        k: tf.Tensor,
+        one: contribution.Contribution,
+        received: cohort.Received,
+    ) -> _SoFar:
+        """Adds client k's contribution, or keeps it."""
+        if self._output == cohort.SUM:
+            record = self._query.accumulate_preprocessed_record(
+                so_far.record, one
+            )
+            return so_far._replace(record=record)
+        _check_one_by_one(one.update, received.weights)
+        scalars = tf.stack(one.scalars())
+        return self._collect(so_far, k, cohort.flatten(one.update), scalars)
+
+    def _collect(
+        self, so_far: _SoFar, k: tf.Tensor, row: tf.Tensor, scalars: tf.Tensor
+    ) -> _SoFar:
+        """Keeps client k's update, as row k of a matrix not used otherwise."""
+        matrix, array = so_far.collected
+        if self._xla:  # XLA writes it in place.
+            matrix = tf.tensor_scatter_nd_update(matrix, [[k]], row[None])
+        else:
+            matrix = tf.raw_ops.InplaceUpdate(x=matrix, i=k[None], v=row[None])
+        return so_far._replace(collected=(matrix, array.write(k, scalars)))
+
+    def _trained(
+        self, so_far: _SoFar, table: tables.ClientTable
+    ) -> cohort.Trained:
+        """Returns what all clients together have handed in."""
+        collected: Any = ()
+        if self._output != cohort.SUM:
+            scalars = so_far.collected[1].stack()
+            collected = cohort.CollectedUpdates(
+                updates=so_far.collected[0],
+                norms=self._query.norm_of_scalars(scalars),
+                scalars=scalars,
+            )
+        return cohort.Trained(
+            total=cohort.CohortSum(
+                so_far.record, so_far.loss, so_far.examples, so_far.moments
+            ),
+            metrics=self._trainer.metric_values(),
+            window_norms=so_far.windows.stack()
+            if self._query.keeps_window
+            else tf.zeros([tf.shape(table.members)[0], 0]),
+            collected=collected,
+        )
+
+    def _local_steps(
+        self,
+        k: tf.Tensor,
+        table: tables.ClientTable,
+        x: Any,
+        y: Any,
+        received: cohort.Received,
+        loss: tf.Tensor,
+        examples: tf.Tensor,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Takes client k's steps; adds its loss and examples."""
+
+        def step(s, loss, examples):
+            size = table.batch_sizes[s]
+            rows = table.rows[s]
+            if not self._full_batches:
+                rows = rows[:size]
+            batch_x, batch_y = tf.nest.map_structure(
+                lambda tensor: tf.gather(tensor, rows), (x, y)
+            )
+            batch_loss = self._trainer.step(
+                batch_x, batch_y, received.weights, received.learning_rate
+            )
+            # One client's NaN is no reason not to know the others' loss.
+            counts = tf.math.is_finite(batch_loss)
+            weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
+            batch_loss = tf.where(counts, cohort.bounded_loss(batch_loss), 0.0)
+            return s + 1, loss + batch_loss * weight, examples + weight
+
+        _, loss, examples = tf.while_loop(
+            lambda s, *_: s < table.first_step[k + 1],
+            step,
+            (table.first_step[k], loss, examples),
+            parallel_iterations=1,
+        )
+        return loss, examples
+
+
+def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:
+    """Raises ValueError unless a record holds an update, and nothing else."""
+    if not isinstance(update, list) or len(update) != len(weights):
+        raise ValueError(
+            "secure_aggregation needs a mechanism whose clients hand in one "
+            "tensor for each variable, got a query that makes "
+            f"{type(update).__name__} of them: use tfdp_fl.AdaptiveClipping, "
+            "whose bit goes through the secure sum as well."
+        )
+
+
+def _add_moments(
+    moments: cohort.Moments, update: list[tf.Tensor]
+) -> cohort.Moments:
+    usable = tf.reduce_all(
+        [tf.reduce_all(tf.math.is_finite(part)) for part in update]
+    )
+    flag = tf.cast(usable, tf.float32)
+    parts = [
+        tf.math.multiply_no_nan(tf.cast(part, tf.float32), flag)
+        for part in update
+    ]
+    return cohort.Moments(
+        moments.count + flag,
+        [a + b for a, b in zip(moments.first, parts, strict=True)],
+        [a + b * b for a, b in zip(moments.second, parts, strict=True)],
+    )
