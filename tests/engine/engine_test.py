@@ -315,7 +315,8 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         engine = cohorts.make_engine(cohorts.mlp(), streamed, jit_compile=True)
         for positions, rows in (([0], 8), ([3], 12), ([0, 3], 24), ([1], 4)):
             inputs = cohorts.inputs(streamed, positions=np.array(positions))
-            (chunk,) = engine.chunks(streamed, inputs, [])
+            pending = engine.empty_round(inputs)
+            (chunk,) = engine.read_chunks(streamed, pending)
             self.assertLen(chunk.x, rows)
             self.assertLen(chunk.y, rows)
             self.assertLen(chunk.rows, chunk.lengths.sum())

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
-from tfdp_fl.engine import labels
+from tfdp_fl.engine import labels, rounds
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
@@ -40,11 +40,11 @@ class CohortChunk:
 
 def read(
     dataset: FederatedDataset,
-    positions: np.ndarray,
-    failures: list[ClientFailure],
+    pending: rounds.PendingRound,
+    *,
     element_spec: tuple[Any, Any],
     label_ranges: list[labels.LabelRange],
-    rows_for: Callable[[int], int] = int,
+    rows_for: Callable[[int], int],
 ) -> Iterator[CohortChunk]:
     """Yields the cohort's data, at least one chunk, in bounded pieces.
 
@@ -53,19 +53,19 @@ def read(
 
     Args:
       dataset: Where the examples come from.
-      positions: Int64 [K], the cohort.
-      failures: Where clients go that failed.
+      pending: The round; clients that failed are added to its failures.
       element_spec: `(features, labels)` specs of one example.
       label_ranges: What class labels may be.
       rows_for: A streamed chunk of n examples has so many rows, the rest of
         them zeros.
     """
+    positions = pending.inputs.positions
     if dataset.is_indexed:
         x, y = dataset.flat()
         rows, lengths = dataset.client_rows(positions)
         yield CohortChunk(x, y, rows, lengths, np.arange(len(positions)))
         return
-    clients = _clients(dataset, positions, failures, label_ranges)
+    clients = _clients(dataset, positions, pending.failures, label_ranges)
     pack = functools.partial(
         _packed, element_spec=element_spec, rows_for=rows_for
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class CohortEngine:
       query: The mechanism's query.
       state: The query's state, before the coming round.
       update_spec: What one client hands in.
+      read_chunks: Yields the examples of `(dataset, pending)`; `chunks.read`.
       layout: How cohorts are laid out.
       functions: The compiled functions that train clients.
     """
@@ -98,7 +99,6 @@ class CohortEngine:
           batch_size: The usual batch size, for that decision.
         """
         self._collect_records = collect_records
-        self._element_spec = element_spec
         self._has_trained = False
         replicas.check_layers(model)
         count = num_replicas or replicas.default_num_replicas()
@@ -152,6 +152,13 @@ class CohortEngine:
             element_spec,
             output=self.output,
             moments=moments,
+        )
+        self.read_chunks = functools.partial(
+            chunks.read,
+            element_spec=element_spec,
+            label_ranges=first.label_ranges,
+            # XLA compiles for every number of rows that it meets.
+            rows_for=tables.padded_length if xla else int,
         )
         self._joint_clip = joint_clip.JointClip(self.query, self.update_spec)
         self._release = release.Release(
@@ -211,7 +218,7 @@ class CohortEngine:
         """
         pending = self.empty_round(inputs)
         pending.broadcast = self._broadcasts.changed_weights(self.state, inputs)
-        for chunk in self.chunks(dataset, inputs, pending.failures):
+        for chunk in self.read_chunks(dataset, pending):
             self.train_chunk(pending, chunk)
         self.complete(pending)
         return pending
@@ -230,23 +237,6 @@ class CohortEngine:
     def broadcast(self, inputs: rounds.RoundInputs) -> cohort.Received:
         """Returns what the clients of a round receive of the server."""
         return self._broadcasts(self.state, inputs)
-
-    def chunks(
-        self,
-        dataset: FederatedDataset,
-        inputs: rounds.RoundInputs,
-        failures: list[ClientFailure],
-    ) -> Iterator[chunks.CohortChunk]:
-        """Yields the cohort's data, at least one chunk, in bounded pieces."""
-        return chunks.read(
-            dataset,
-            inputs.positions,
-            failures,
-            self._element_spec,
-            self._label_ranges,
-            # XLA compiles for every number of rows that it meets.
-            tables.padded_length if self.jit_compile else int,
-        )
 
     def train_chunk(
         self, pending: rounds.PendingRound, chunk: chunks.CohortChunk

@@ -105,81 +105,67 @@ class Layout:
         if self.kernels is None or not dense_models.is_worthwhile(
             self.kernels, chunk.lengths, inputs.batch_size, inputs.local_epochs
         ):
-            groups = _share_out(clients, num_groups)
+            at_most = None
+            if self.collected_bytes is not None:
+                at_most = max(1, chunks.CHUNK_BYTES // self.collected_bytes)
+            serving = clients if for_workers else None
             return [
-                self._one_after_the_other(clients, group, for_workers)
-                for group in groups
+                [self.one_by_one(each, serving) for each in group]
+                for group in tables.split(clients, num_groups, at_most)
             ]
         small = dense_models.is_small(
             self.kernels, chunk.lengths, inputs.local_epochs
         )
         if small:
             num_groups = min(num_groups, groups_if_small)
-        groups = _share_out(clients, num_groups)
+        groups = tables.split(clients, num_groups)
         examples = int(chunk.lengths.max()) * inputs.local_epochs
         at_once = dense_models.clients_at_once(self.kernels, examples)
-        in_groups = for_workers or at_once < max(map(len, groups))
+        in_groups = for_workers or at_once < max(
+            each.num_clients for (each,) in groups
+        )
         return [
             [
                 _side_by_side(
-                    tables.select(clients, group),
-                    serving=clients if for_workers else None,
+                    each,
+                    serving=clients if for_workers else each,
                     at_once=at_once if in_groups else None,
                     optimistic=small and not in_groups,
                 )
             ]
-            for group in groups
+            for (each,) in groups
         ]
 
-    def _one_after_the_other(
-        self, clients: tables.ClientTable, group: np.ndarray, for_workers: bool
-    ) -> list[Part]:
-        """Returns the parts of a group, of bounded memory each."""
-        at_most = clients.num_clients or 1
-        if self.collected_bytes is not None:
-            at_most = max(1, chunks.CHUNK_BYTES // self.collected_bytes)
-        selected = [
-            tables.select(clients, group[start : start + at_most])
-            for start in range(0, max(len(group), 1), at_most)
-        ]
-        if for_workers:
-            full = not clients.has_short_batches
-            return [_one_by_one(each, full, xla=False) for each in selected]
-        return [self.one_by_one(each) for each in selected]
+    def one_by_one(
+        self,
+        clients: tables.ClientTable,
+        serving: tables.ClientTable | None = None,
+    ) -> Part:
+        """Returns the part in which clients train one by one.
 
-    def one_by_one(self, clients: tables.ClientTable) -> Part:
-        """Returns the part in which these clients train one by one."""
-        full = not clients.has_short_batches
-        return _one_by_one(clients, full, xla=self.xla and full)
-
-
-def _share_out(
-    clients: tables.ClientTable, num_groups: int
-) -> list[np.ndarray]:
-    """Returns the clients' places by group, without groups of nobody."""
-    if num_groups == 1:
-        return [np.arange(clients.num_clients)]
-    groups = tables.share_out(clients.steps, num_groups)
-    return [group for group in groups if len(group)] or groups[:1]
-
-
-def _one_by_one(clients: tables.ClientTable, full: bool, xla: bool) -> Part:
-    table = tables.padded(clients) if xla else clients
-    return Part(
-        Way(side_by_side=False, full_batches=full, xla=xla),
-        (table, np.int32(clients.num_clients)),
-        clients,
-    )
+        Args:
+          clients: The clients.
+          serving: Whom the function has to serve, without XLA; None: just them.
+        """
+        full = not (serving or clients).has_short_batches
+        xla = self.xla and full and serving is None
+        return Part(
+            Way(side_by_side=False, full_batches=full, xla=xla),
+            (
+                tables.padded(clients) if xla else clients,
+                np.int32(clients.num_clients),
+            ),
+            clients,
+        )
 
 
 def _side_by_side(
     clients: tables.ClientTable,
-    serving: tables.ClientTable | None,
+    serving: tables.ClientTable,
     at_once: int | None,
     optimistic: bool,
 ) -> Part:
-    """Lays clients out for a function that perhaps serves others as well."""
-    serving = clients if serving is None else serving
+    """Lays clients out for a function that serves others as well."""
     num_steps = int(serving.steps.max())
     way = Way(
         side_by_side=True,

@@ -12,32 +12,12 @@ A round runs as a few calls of compiled functions, however many clients it has:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp_fl.engine import client_update, cohort, tables
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
-
-
-class _SoFar(NamedTuple):
-    """What the clients of a loop have handed in so far.
-
-    Attributes:
-      record: The sum of their contributions; () where each is collected.
-      moments: A `Moments`, or ().
-      loss: See `CohortSum`.
-      examples: Likewise.
-      collected: Updates, float32 [K, D], and an array of scalars; or ().
-      windows: An array of layer norms; or ().
-    """
-
-    record: Any
-    moments: Any
-    loss: tf.Tensor
-    examples: tf.Tensor
-    collected: Any
-    windows: Any
 
 
 class OneByOne:
@@ -87,59 +67,72 @@ class OneByOne:
           table: A `ClientTable`, at least `num_clients` long.
           num_clients: Int32 scalar.
         """
+        query = self._query
         self._trainer.start_metrics()
 
-        def client(k: tf.Tensor, so_far: _SoFar) -> tuple[tf.Tensor, _SoFar]:
+        def client(
+            k: tf.Tensor, total: cohort.CohortSum, collected: Any, windows: Any
+        ) -> tuple[tf.Tensor, cohort.CohortSum, Any, Any]:
             seed = noise.fold_in(received.seed, table.members[k])
             self._trainer.start(received, seed)
-            loss, examples = self._local_steps(
-                k, table, x, y, received, so_far.loss, so_far.examples
-            )
-            so_far = so_far._replace(loss=loss, examples=examples)
+            total = self._local_steps(k, total, received, x, y, table)
             update = (
                 self._trainer.weights()
-                if self._query.mechanism.releases_weights
+                if query.mechanism.releases_weights
                 else self._trainer.update(received.weights)
             )
             window = None
-            if self._query.keeps_window:
+            if query.keeps_window:
                 window = table.windows[k]
-                norms = self._query.mechanism.window_norms(update)
-                so_far = so_far._replace(windows=so_far.windows.write(k, norms))
+                windows = windows.write(k, query.mechanism.window_norms(update))
             if self._moments:
-                moments = _add_moments(so_far.moments, update)
-                so_far = so_far._replace(moments=moments)
+                moments = _add_moments(total.moments, update)
+                total = total._replace(moments=moments)
             if self._output == cohort.COLLECT_UPDATES:  # Clipped later.
-                norm = self._query.record_norm(update)
-                return k + 1, self._collect(
-                    so_far,
-                    k,
-                    cohort.flatten(update, tf.math.is_finite(norm)),
-                    self._query.with_norm_of_scalars(norm),
-                )
+                norm = query.record_norm(update)
+                row = cohort.flatten(update, tf.math.is_finite(norm))
+                scalars = query.with_norm_of_scalars(norm)
+                collected = self._with_row(collected, k, row, scalars)
+                return k + 1, total, collected, windows
             with noise.seeded(noise.fold_in(seed, 0)):
-                one = self._query.preprocess_record(
+                one = query.preprocess_record(
                     received.params,
                     update,
                     contribution.Client(table.num_examples[k], window),
                 )
-            return k + 1, self._hand_in(so_far, k, one, received)
+            if self._output == cohort.COLLECT_RECORDS:
+                _check_one_by_one(one.update, received.weights)
+                row, scalars = cohort.flatten(one.update), one.scalars()
+                collected = self._with_row(collected, k, row, tf.stack(scalars))
+            else:
+                record = query.accumulate_preprocessed_record(total.record, one)
+                total = total._replace(record=record)
+            return k + 1, total, collected, windows
 
-        _, so_far = tf.while_loop(
-            lambda k, _: k < num_clients,
+        _, total, collected, windows = tf.while_loop(
+            lambda k, *_: k < num_clients,
             client,
-            (tf.constant(0), self._nobody(received, table, num_clients)),
+            (tf.constant(0), *self._nobody(received, table, num_clients)),
             parallel_iterations=1,
         )
-        return self._trained(so_far, table)
+        if collected:
+            updates, scalars = collected[0], collected[1].stack()
+            collected = cohort.CollectedUpdates(
+                updates, query.norm_of_scalars(scalars), scalars
+            )
+        norms = tf.zeros([tf.shape(table.members)[0], 0])
+        if query.keeps_window:
+            norms = windows.stack()
+        metrics = self._trainer.metric_values()
+        return cohort.Trained(total, metrics, norms, collected)
 
     def _nobody(
         self,
         received: cohort.Received,
         table: tables.ClientTable,
         num_clients: tf.Tensor,
-    ) -> _SoFar:
-        """Returns what there is before the first client."""
+    ) -> tuple[cohort.CohortSum, Any, Any]:
+        """Returns the sum, the updates and the norms before any client."""
         weights, query = received.weights, self._query
         size = tf.shape(table.members)[0]
 
@@ -171,71 +164,29 @@ class OneByOne:
             )
         if query.keeps_window:
             windows = rows_array(len(weights))
-        return _SoFar(
-            record, moments, tf.zeros([]), tf.zeros([]), collected, windows
-        )
+        total = cohort.CohortSum(record, tf.zeros([]), tf.zeros([]), moments)
+        return total, collected, windows
 
-    def _hand_in(
-        self,
-        so_far: _SoFar,
-        k: tf.Tensor,
-        one: contribution.Contribution,
-        received: cohort.Received,
-    ) -> _SoFar:
-        """Adds client k's contribution, or keeps it."""
-        if self._output == cohort.SUM:
-            record = self._query.accumulate_preprocessed_record(
-                so_far.record, one
-            )
-            return so_far._replace(record=record)
-        _check_one_by_one(one.update, received.weights)
-        scalars = tf.stack(one.scalars())
-        return self._collect(so_far, k, cohort.flatten(one.update), scalars)
-
-    def _collect(
-        self, so_far: _SoFar, k: tf.Tensor, row: tf.Tensor, scalars: tf.Tensor
-    ) -> _SoFar:
-        """Keeps client k's update, as row k of a matrix not used otherwise."""
-        matrix, array = so_far.collected
+    def _with_row(
+        self, collected: Any, k: tf.Tensor, row: tf.Tensor, scalars: tf.Tensor
+    ) -> Any:
+        """Keeps client k's update; the matrix is not to be used without it."""
+        matrix, array = collected
         if self._xla:  # XLA writes it in place.
             matrix = tf.tensor_scatter_nd_update(matrix, [[k]], row[None])
         else:
             matrix = tf.raw_ops.InplaceUpdate(x=matrix, i=k[None], v=row[None])
-        return so_far._replace(collected=(matrix, array.write(k, scalars)))
-
-    def _trained(
-        self, so_far: _SoFar, table: tables.ClientTable
-    ) -> cohort.Trained:
-        """Returns what all clients together have handed in."""
-        collected: Any = ()
-        if self._output != cohort.SUM:
-            scalars = so_far.collected[1].stack()
-            collected = cohort.CollectedUpdates(
-                updates=so_far.collected[0],
-                norms=self._query.norm_of_scalars(scalars),
-                scalars=scalars,
-            )
-        return cohort.Trained(
-            total=cohort.CohortSum(
-                so_far.record, so_far.loss, so_far.examples, so_far.moments
-            ),
-            metrics=self._trainer.metric_values(),
-            window_norms=so_far.windows.stack()
-            if self._query.keeps_window
-            else tf.zeros([tf.shape(table.members)[0], 0]),
-            collected=collected,
-        )
+        return matrix, array.write(k, scalars)
 
     def _local_steps(
         self,
         k: tf.Tensor,
-        table: tables.ClientTable,
+        total: cohort.CohortSum,
+        received: cohort.Received,
         x: Any,
         y: Any,
-        received: cohort.Received,
-        loss: tf.Tensor,
-        examples: tf.Tensor,
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        table: tables.ClientTable,
+    ) -> cohort.CohortSum:
         """Takes client k's steps; adds its loss and examples."""
 
         def step(s, loss, examples):
@@ -258,10 +209,10 @@ class OneByOne:
         _, loss, examples = tf.while_loop(
             lambda s, *_: s < table.first_step[k + 1],
             step,
-            (table.first_step[k], loss, examples),
+            (table.first_step[k], total.loss, total.examples),
             parallel_iterations=1,
         )
-        return loss, examples
+        return total._replace(loss=loss, examples=examples)
 
 
 def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:

@@ -72,7 +72,14 @@ class Release:
             mean, new_state, _ = self._query.get_noised_result(
                 total.record, state
             )
-        self._move_model(mean, total.record.weight)
+        if self._query.mechanism.releases_weights:  # The mean of anybody's.
+            tf.cond(
+                total.record.weight > 0,
+                lambda: self._server.replace(mean),
+                lambda: True,
+            )
+        else:
+            self._server.apply(mean)
         metrics = [
             tf.add_n(list(each)) for each in zip(*metric_states, strict=True)
         ]
@@ -80,18 +87,6 @@ class Release:
         self._log_names = list(logs)
         values = [tf.cast(value, tf.float32) for value in logs.values()]
         return new_state, tf.stack(values)
-
-    def _move_model(self, mean: list[tf.Tensor], weight: tf.Tensor) -> None:
-        """Adds the mean update; or takes the mean weights, of anybody."""
-
-        def replaced() -> bool:
-            self._server.replace(mean)
-            return True
-
-        if self._query.mechanism.releases_weights:
-            tf.cond(weight > 0, replaced, lambda: True)
-        else:
-            self._server.apply(mean)
 
     def _logs(
         self,

@@ -71,31 +71,6 @@ def steps_per_client(
     return -(-lengths // batch_size) * local_epochs
 
 
-def share_out(work: np.ndarray, num_groups: int) -> list[np.ndarray]:
-    """Shares clients among groups so that the groups end at the same time.
-
-    The largest clients come first, and each goes to the group with the least
-    work so far (Graham's longest-processing-time rule).
-
-    Args:
-      work: Int array [K], the steps of each client.
-      num_groups: How many groups.
-
-    Returns:
-      For each group the clients' places, in the order of training.
-    """
-    order = np.argsort(-work, kind="stable")
-    if len(work) == 0 or num_groups == 1 or work[order[0]] == work[order[-1]]:
-        return [order[group::num_groups] for group in range(num_groups)]
-    heap = [(0, group) for group in range(num_groups)]
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    for place, steps in zip(order.tolist(), work[order].tolist(), strict=True):
-        load, group = heap[0]
-        groups[group].append(place)
-        heapq.heapreplace(heap, (load + steps, group))
-    return [np.asarray(group, np.int64) for group in groups]
-
-
 def client_table(
     rows: np.ndarray,
     lengths: np.ndarray,
@@ -182,6 +157,59 @@ def _even_table(
         num_examples=lengths.astype(np.int32),
         windows=np.zeros([num_clients, 0, 0], np.float32),
     )
+
+
+def share_out(work: np.ndarray, num_groups: int) -> list[np.ndarray]:
+    """Shares clients among groups so that the groups end at the same time.
+
+    The largest clients come first, and each goes to the group with the least
+    work so far (Graham's longest-processing-time rule).
+
+    Args:
+      work: Int array [K], the steps of each client.
+      num_groups: How many groups. A single one keeps the order given.
+
+    Returns:
+      For each group the clients' places, in the order of training.
+    """
+    if num_groups == 1:
+        return [np.arange(len(work))]
+    order = np.argsort(-work, kind="stable")
+    if len(work) == 0 or work[order[0]] == work[order[-1]]:
+        return [order[group::num_groups] for group in range(num_groups)]
+    heap = [(0, group) for group in range(num_groups)]
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    for place, steps in zip(order.tolist(), work[order].tolist(), strict=True):
+        load, group = heap[0]
+        groups[group].append(place)
+        heapq.heapreplace(heap, (load + steps, group))
+    return [np.asarray(group, np.int64) for group in groups]
+
+
+def split(
+    table: ClientTable, num_groups: int, at_most: int | None = None
+) -> list[list[ClientTable]]:
+    """Shares a table's clients out, see `share_out`.
+
+    Args:
+      table: The clients.
+      num_groups: How many groups; those of nobody are left out, but for one.
+      at_most: How many clients a table may have; None: any number.
+
+    Returns:
+      For each group the tables that come one after the other, at least one.
+    """
+    groups = share_out(table.steps, num_groups)
+    found = []
+    for group in [each for each in groups if len(each)] or groups[:1]:
+        length = max(1, len(group))
+        found.append(
+            [
+                select(table, group[start : start + (at_most or length)])
+                for start in range(0, length, at_most or length)
+            ]
+        )
+    return found
 
 
 def select(table: ClientTable, group: np.ndarray) -> ClientTable:
