@@ -73,7 +73,7 @@ def _added(model, x, y, path, *, batch_size, rate=50.0, loss=None, epochs=1):
         pending = engine.collect(dataset, inputs)
     assert beside == engine.has_trained_side_by_side
     (total,) = pending.sums
-    record = total.record
+    record = total.contribution
     norm = references.l2_norm([v.numpy() for v in record.update])
     return norm, float(record.discarded)
 
@@ -292,7 +292,7 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
                     ),
                 )
             (total,) = pending.sums
-            sums.append([v.numpy() for v in total.record.update])
+            sums.append([v.numpy() for v in total.contribution.update])
         moved = [a.astype(np.float64) - b for a, b in zip(*sums, strict=True)]
         self.assertLessEqual(references.l2_norm(moved), _ALLOWED)
 

@@ -452,11 +452,11 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
         ):
             first = engine.collect(dataset, cohorts.inputs(dataset))
             (total,) = first.sums
-            before = [each.numpy().copy() for each in total.record.update]
+            before = [each.numpy().copy() for each in total.contribution.update]
             engine.collect(
                 dataset, cohorts.inputs(dataset, positions=np.arange(3))
             )
-        for was, now in zip(before, total.record.update, strict=True):
+        for was, now in zip(before, total.contribution.update, strict=True):
             self.assertAllEqual(was, now)
 
     def test_a_bad_client_becomes_zero_and_nobody_else_notices(self):
@@ -684,7 +684,7 @@ class ClientTest(tf.test.TestCase):
             self.assertIsInstance(pending.failures[0], ClientFailure)
             self.assertEqual(pending.failures[0].position, 1)
             self.assertEqual(
-                sum(float(each.record.weight) for each in pending.sums), 2
+                sum(float(each.contribution.weight) for each in pending.sums), 2
             )
             engine.release(pending)
 

@@ -133,7 +133,7 @@ class OwnNoiseTest(tf.test.TestCase, parameterized.TestCase):
                 inputs, windows=np.full([3, 2, layers], windows, np.float32)
             )
         (total,) = engine.collect(dataset, inputs).sums
-        return [v.numpy().astype(np.float64) for v in total.record.update]
+        return [v.numpy().astype(np.float64) for v in total.contribution.update]
 
     def _moved(self, mechanism, windows=None):
         sums = [self._sum(mechanism, f, windows) for f in (1.0, 1e6)]

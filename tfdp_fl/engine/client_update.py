@@ -84,7 +84,7 @@ class ClientTrainer:
           element_spec: `(features, labels)`, nests of `tf.TensorSpec` of one
             example.
           aggregate_non_trainable: Whether non-trainable state that training
-            changes leaves the client, in the same record as the weights.
+            changes leaves the client, in the same update as the weights.
         """
         if type(model).train_step is not tf.keras.Model.train_step:
             raise ValueError(

@@ -12,7 +12,7 @@ from tfdp_fl.mechanisms import contribution
 # What is wanted of a cohort: the sum of the clients' contributions; every
 # client's unclipped update (for a clip that depends on all of them); or every
 # client's contribution (for secure aggregation).
-SUM, COLLECT_UPDATES, COLLECT_RECORDS = "sum", "updates", "records"
+SUM, EACH_UPDATE, EACH_CONTRIBUTION = "sum", "updates", "contributions"
 
 
 class Received(NamedTuple):
@@ -51,7 +51,7 @@ class CohortSum(NamedTuple):
     """What a group of clients adds up to.
 
     Attributes:
-      record: The sum of the clients' `Contribution`s; () where each client's
+      contribution: The sum of the clients' `Contribution`s; () where each's
         own is kept.
       loss: Float32 scalar, the sum over examples of the training loss, as far
         as it is a number.
@@ -59,7 +59,7 @@ class CohortSum(NamedTuple):
       moments: A `Moments`, or () if it was not asked for.
     """
 
-    record: contribution.Contribution
+    contribution: contribution.Contribution
     loss: tf.Tensor
     examples: tf.Tensor
     moments: Any

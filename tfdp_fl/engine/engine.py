@@ -1,4 +1,20 @@
-"""Runs the rounds of a cohort on this machine's cores."""
+"""Runs the rounds of a cohort on this machine's cores.
+
+The way of a client's update, from the dataset to the released model:
+
+    collect                     chunks.read: the cohort's examples
+      train_chunk               layout.lay_out: who trains with whom, on what
+                                  tables.client_table, tables.split
+        tracing.prepared        the compiled function, its arguments: a Call
+          broadcast.received      what the server sends
+          OneByOne              one client after the other (or SideBySide):
+            ClientTrainer         start, step by step, update
+            query                 preprocess_record (clip), accumulate (add)
+        PendingRound.take       adds up what the functions return
+      complete                  a clip that hangs on the whole cohort
+    release                     Release: get_noised_result (noise, mean),
+                                  ServerUpdate.apply (the model moves)
+"""
 
 from __future__ import annotations
 
@@ -92,7 +108,7 @@ class CohortEngine:
             round's seed before they go to the clients; or None.
           aggregate_non_trainable: Whether non-trainable state leaves clients.
           moments: Whether to compute Geyer's V_c and U_s.
-          collect_records: Whether each client's record is wanted by itself.
+          collect_records: Whether each client's contribution is wanted itself.
           num_replicas: Clients trained at once; None: one for each core.
           jit_compile: Whether XLA compiles local training; None decides by
             `compile_choice`.
@@ -189,8 +205,8 @@ class CohortEngine:
     def output(self) -> str:
         """Returns what is wanted of a cohort: see `cohort.SUM`."""
         if self.query.two_phase:
-            return cohort.COLLECT_UPDATES
-        return cohort.COLLECT_RECORDS if self._collect_records else cohort.SUM
+            return cohort.EACH_UPDATE
+        return cohort.EACH_CONTRIBUTION if self._collect_records else cohort.SUM
 
     @property
     def has_trained_side_by_side(self) -> bool:

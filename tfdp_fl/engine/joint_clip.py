@@ -67,17 +67,17 @@ class JointClip:
             part for group in pending.collected for part in group
         ][:1]:
             self._sum(params, collected.updates[:0], members[:0], seed)
-        pending.set_records(list(pool.map(run, range(len(pending.sums)))))
+        pending.set_contributions(list(pool.map(run, range(len(pending.sums)))))
 
     def clip_each(self, pending: rounds.PendingRound, params: Any) -> None:
-        """Makes records of the updates, for a sum that is formed elsewhere."""
+        """Clips each update, for a sum that is formed elsewhere."""
         seed = tf.constant(pending.inputs.seed)
         for group in pending.collected:
             for place, (members, collected) in enumerate(group):
-                records = self._each(
+                clipped = self._each(
                     params, collected.updates, tf.constant(members), seed
                 )
-                group[place] = (members, records)
+                group[place] = (members, clipped)
 
     def _clip_to_cohort(self, state, numbers, seed, norms):
         state = self._query.begin_round(state, numbers[0], numbers[1])
@@ -106,18 +106,18 @@ class JointClip:
         """Returns the sum of some clients' contributions."""
         query, count = self._query, tf.shape(updates)[0]
 
-        def client(k, record):
+        def client(k, total):
             one = self._clipped(params, updates[k], members[k], seed)
-            return k + 1, query.accumulate_preprocessed_record(record, one)
+            return k + 1, query.accumulate_preprocessed_record(total, one)
 
         zeros = query.initial_sample_state(self._spec.zeros())
-        _, record = tf.while_loop(
+        _, total = tf.while_loop(
             lambda k, _: k < count,
             client,
             (tf.constant(0), cohort.made_by_each_run(zeros, count)),
             parallel_iterations=1,
         )
-        return record
+        return total
 
     def _clipped_each(self, params, updates, members, seed):
         """Returns what `_summed` adds up, one by one: `CollectedUpdates`."""

@@ -38,7 +38,7 @@ class OneByOne:
         Args:
           trainer: Trains a client in its replica.
           query: The mechanism's query.
-          output: `SUM`, `COLLECT_UPDATES` or `COLLECT_RECORDS`.
+          output: `SUM`, `EACH_UPDATE` or `EACH_CONTRIBUTION`.
           full_batches: Every batch has exactly B rows, so shapes are fixed.
           moments: Whether to return `Moments`.
           xla: Whether XLA compiles the function.
@@ -88,7 +88,7 @@ class OneByOne:
             if self._moments:
                 moments = _add_moments(total.moments, update)
                 total = total._replace(moments=moments)
-            if self._output == cohort.COLLECT_UPDATES:  # Clipped later.
+            if self._output == cohort.EACH_UPDATE:  # Clipped later.
                 norm = query.record_norm(update)
                 row = cohort.flatten(update, tf.math.is_finite(norm))
                 scalars = query.with_norm_of_scalars(norm)
@@ -100,13 +100,15 @@ class OneByOne:
                     update,
                     contribution.Client(table.num_examples[k], window),
                 )
-            if self._output == cohort.COLLECT_RECORDS:
+            if self._output == cohort.EACH_CONTRIBUTION:
                 _check_one_by_one(one.update, received.weights)
                 row, scalars = cohort.flatten(one.update), one.scalars()
                 collected = self._with_row(collected, k, row, tf.stack(scalars))
             else:
-                record = query.accumulate_preprocessed_record(total.record, one)
-                total = total._replace(record=record)
+                added = query.accumulate_preprocessed_record(
+                    total.contribution, one
+                )
+                total = total._replace(contribution=added)
             return k + 1, total, collected, windows
 
         _, total, collected, windows = tf.while_loop(
@@ -139,13 +141,13 @@ class OneByOne:
         def rows_array(width: int) -> tf.TensorArray:
             return tf.TensorArray(tf.float32, size=size, element_shape=[width])
 
-        record, moments, collected, windows = (), (), (), ()
+        contributions, moments, collected, windows = (), (), (), ()
         if self._output == cohort.SUM:
             template = [
                 cohort.as_handed_in(tf.zeros(value.shape, value.dtype))
                 for value in weights
             ]
-            record = cohort.made_by_each_run(
+            contributions = cohort.made_by_each_run(
                 query.initial_sample_state(template), num_clients
             )
         else:
@@ -164,7 +166,9 @@ class OneByOne:
             )
         if query.keeps_window:
             windows = rows_array(len(weights))
-        total = cohort.CohortSum(record, tf.zeros([]), tf.zeros([]), moments)
+        total = cohort.CohortSum(
+            contributions, tf.zeros([]), tf.zeros([]), moments
+        )
         return total, collected, windows
 
     def _with_row(
@@ -216,7 +220,7 @@ class OneByOne:
 
 
 def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:
-    """Raises ValueError unless a record holds an update, and nothing else."""
+    """Raises ValueError unless an update is handed in, and nothing else."""
     if not isinstance(update, list) or len(update) != len(weights):
         raise ValueError(
             "secure_aggregation needs a mechanism whose clients hand in one "

@@ -70,11 +70,11 @@ class Release:
         total = functools.reduce(cohort.added, sums)
         with noise.seeded(noise.fold_in(seed, -1)):
             mean, new_state, _ = self._query.get_noised_result(
-                total.record, state
+                total.contribution, state
             )
         if self._query.mechanism.releases_weights:  # The mean of anybody's.
             tf.cond(
-                total.record.weight > 0,
+                total.contribution.weight > 0,
                 lambda: self._server.replace(mean),
                 lambda: True,
             )
@@ -96,14 +96,14 @@ class Release:
         answered: tf.Tensor,
     ) -> dict[str, tf.Tensor]:
         """Returns what `History` has of a round, most of it not noised."""
-        record = total.record
+        summed = total.contribution
         logs = {
             "loss": tf.math.divide_no_nan(total.loss, total.examples),
             **self._metric_results(metrics),
             **self._query.derive_metrics(state),
-            "clipped_fraction": tf.math.divide_no_nan(record.clipped, answered),
-            "mean_update_norm": tf.math.divide_no_nan(record.norm, answered),
-            "discarded_clients": record.discarded,
+            "clipped_fraction": tf.math.divide_no_nan(summed.clipped, answered),
+            "mean_update_norm": tf.math.divide_no_nan(summed.norm, answered),
+            "discarded_clients": summed.discarded,
         }
         if total.moments:
             logs.update(_variance_and_scale(total.moments))

@@ -143,10 +143,10 @@ class PendingRound:
             each = getattr(self, name)
             setattr(self, name, [each[replica] for replica in ran])
 
-    def set_records(self, records: list[Any]) -> None:
+    def set_contributions(self, contributions: list[Any]) -> None:
         """Sets the sum of the contributions of each replica's clients."""
         self.sums = [
-            each._replace(record=record)
-            for each, record in zip(self.sums, records, strict=True)
+            each._replace(contribution=one)
+            for each, one in zip(self.sums, contributions, strict=True)
         ]
         self.collected = []

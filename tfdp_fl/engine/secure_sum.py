@@ -1,4 +1,4 @@
-"""Sums a cohort's records through secure aggregation."""
+"""Sums a cohort's contributions through secure aggregation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp_fl import mechanisms, secure_aggregation
 from tfdp_fl.engine import engine, rounds
 
-_DISCARDED = -1  # The place of that diagnostic among a record's scalars.
+_DISCARDED = -1  # The place of that diagnostic among a contribution's scalars.
 # Noise of two steps of the grid is, once rounded, the rounded sum's noise but
 # for a part of exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
 _STEPS_OF_NOISE = 2.0
@@ -23,7 +23,7 @@ def sum_securely(
     protocol: secure_aggregation.AdditiveSecretSharing,
     group_size: int | None = None,
 ) -> tuple[int, ...]:
-    """Adds up collected records without anybody seeing a summand.
+    """Adds up collected contributions without anybody seeing a summand.
 
     What a client hands in (its clipped update with the noise that it adds
     itself, its bit, its weight) goes through the protocol as one vector. The
@@ -39,7 +39,7 @@ def sum_securely(
     zeros. If it does, it has failed.
 
     Args:
-      cohort_engine: The engine that collected the records one by one.
+      cohort_engine: The engine that collected the contributions one by one.
       pending: The round; its sum is set.
       protocol: The protocol.
       group_size: How many members a group aims at; None: its minimum.
@@ -114,22 +114,22 @@ def _set_sum(
     """Sets a round's sum.
 
     Args:
-      cohort_engine: The engine that collected the records.
+      cohort_engine: The engine that collected the contributions.
       pending: The round.
       total: Float [D + ...], the sum over clients of the flattened update
-        followed by the record's scalars; None if there is nothing.
+        followed by the contribution's scalars; None if there is nothing.
     """
     query, spec = cohort_engine.query, cohort_engine.update_spec
     if total is None:
         total = np.zeros(spec.size + query.num_scalars)
-    total = tf.constant(total, tf.float32)
-    record = query.initial_sample_state([]).with_scalars(
-        spec.unflatten(total[: spec.size]),
-        tf.unstack(total[spec.size :], num=query.num_scalars),
+    flat = tf.constant(total, tf.float32)
+    one = query.initial_sample_state([]).with_scalars(
+        spec.unflatten(flat[: spec.size]),
+        tf.unstack(flat[spec.size :], num=query.num_scalars),
     )
-    zeros = tf.nest.map_structure(tf.zeros_like, record)
+    zeros = tf.nest.map_structure(tf.zeros_like, one)
     others = len(pending.sums) - 1
-    pending.set_records([record] + [zeros] * others)
+    pending.set_contributions([one] + [zeros] * others)
 
 
 def _check_grid(

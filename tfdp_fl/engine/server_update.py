@@ -45,7 +45,7 @@ class ServerUpdate:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Returns the server's weights, in the order of a record."""
+        """Returns the server's weights, in the order of an update."""
         return self._trainable + self._non_trainable
 
     @property

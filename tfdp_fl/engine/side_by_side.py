@@ -157,9 +157,9 @@ class SideBySide:
             )
             loss += summed
             examples += counted
-        record = self._clip_and_sum(received, memory)
+        clipped = self._clip_and_sum(received, memory)
         return (
-            cohort.CohortSum(record, loss, examples, ()),
+            cohort.CohortSum(clipped, loss, examples, ()),
             self._trainer.metric_values(),
         )
 
@@ -188,16 +188,16 @@ class SideBySide:
                 table.rows[:, start:end], table.sizes[:, start:end]
             )
             total, metrics = self._cohort(received, x, y, group)
-            for each, part in zip(sums, total.record.update, strict=True):
+            for each, part in zip(sums, total.contribution.update, strict=True):
                 each.assign_add(part)
             return _with_update(total, ()), metrics
 
         def add(start: tf.Tensor, total: Any) -> tuple[tf.Tensor, Any]:
             return start + at_once, cohort.added(total, some(start))
 
-        record = self._query.initial_sample_state(zeros)
+        nothing = self._query.initial_sample_state(zeros)
         nobody = cohort.CohortSum(
-            record._replace(update=()), tf.zeros([]), tf.zeros([]), ()
+            nothing._replace(update=()), tf.zeros([]), tf.zeros([]), ()
         )
         metrics = [
             tf.zeros_like(variable)
@@ -441,13 +441,15 @@ class SideBySide:
 
 def is_of_use(trained: cohort.Trained) -> bool:
     """Returns False where what was `all_usable` was not (eager tensors)."""
-    return trained.total.record.discarded.numpy() == 0 and bool(
+    return trained.total.contribution.discarded.numpy() == 0 and bool(
         math.isfinite(trained.total.loss.numpy())
     )
 
 
 def _with_update(total: cohort.CohortSum, update: Any) -> cohort.CohortSum:
-    return total._replace(record=total.record._replace(update=update))
+    return total._replace(
+        contribution=total.contribution._replace(update=update)
+    )
 
 
 def _is_dense(layer: Any) -> bool:
