@@ -43,6 +43,7 @@ __all__ = [
 # Rooms that import TFF, or that few people enter, open when they are used.
 _ON_DEMAND = (
     "aggregators",
+    "auditing",
     "flower",
     "learning",
     "runtimes",

@@ -195,7 +195,7 @@ class EngineSide:
             made.estimate = float(np.min(made.fit(warm_up)))
         self._runs[run] = made
         peak = machine.memory_bytes(field="VmHWM")
-        engine = getattr(made.federated_model, "_engine", None)
+        engine = made.federated_model.engine
         return {
             "first_seconds": first,
             "seconds": made.estimate,

@@ -1,0 +1,6 @@
+"""Attacks on one's own training that estimate its epsilon."""
+
+from tfdp_fl.auditing.audit import CanaryAudit
+from tfdp_fl.auditing.estimate import Estimate, Scores
+
+__all__ = ["CanaryAudit", "Estimate", "Scores"]

@@ -1,4 +1,4 @@
-"""Canary clients: random directions, what they add, what can be seen of them."""
+"""Canary clients: random directions, their sums and their shadows."""
 
 from __future__ import annotations
 

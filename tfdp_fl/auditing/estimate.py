@@ -6,13 +6,16 @@ import dataclasses
 import math
 
 import numpy as np
+from scipy import stats
 
 from tfdp_fl import _validate
 from tfdp_fl.auditing import gaussians
 
-# Two-sided 95 %, and how far a spread is from another that it passes for.
-_Z95 = 1.959964
+# Two-sided, and how far a spread is from another that it passes for.
+_CONFIDENCE, _Z95 = 0.95, 1.959964
 _SAME_SPREAD = 4.0
+# Of the thresholds.
+_FALSE_POSITIVES = (1e-4, 1e-3, 1e-2, 1e-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +60,14 @@ class Estimate:
 def estimate(scores: Scores, delta: float) -> Estimate:
     """Returns epsilon between the scores with and without a client.
 
-    Both are taken to be Gaussian (Andrew et al. 2023, "One-shot Empirical
-    Privacy Estimation for Federated Learning", Section 4), with the mean and
-    the spread that were measured; a spread that is not to be told from that
-    of the others is taken to be theirs.
+    The larger of two. First, both are taken to be Gaussian (Andrew et al.
+    2023, "One-shot Empirical Privacy Estimation for Federated Learning",
+    Section 4), with one spread: the larger of the two. (Where clients are
+    sampled, who took part is a mixture, wider than the other; a fit with two
+    spreads reads tails into it that are not there, and finds more than the
+    truth.) Second, whatever the distributions are, epsilon is at least
+    log((TPR - delta) / FPR) for a threshold's true and false positives, taken
+    at the ends of their joint 95 % interval (Clopper and Pearson 1934).
 
     Args:
       scores: At least two of each kind.
@@ -68,28 +75,52 @@ def estimate(scores: Scores, delta: float) -> Estimate:
     """
     delta = _validate.inside_unit_interval(delta=delta)
     observed = np.asarray(scores.observed, np.float64)
-    null_mean, null_std, null_error = 0.0, scores.null_std, 0.0
+    null_mean, null_std, null_error, others = 0.0, scores.null_std, 0.0, None
     if scores.unobserved is not None:
         others = np.asarray(scores.unobserved, np.float64)
         null_mean, null_std = float(others.mean()), float(others.std(ddof=1))
         null_error = 1 / math.sqrt(len(others))
+        others = (others - null_mean) / null_std
     # From here on in units of the null's standard deviation.
-    mean = (float(observed.mean()) - null_mean) / null_std
-    spread = float(observed.std(ddof=1)) / null_std
+    observed = (observed - null_mean) / null_std
+    mean, spread = float(observed.mean()), float(observed.std(ddof=1))
     count = len(observed)
     spread_error = math.hypot(spread / math.sqrt(2 * count), null_error)
-    taken = 1.0 if abs(spread - 1) <= _SAME_SPREAD * spread_error else spread
+    taken = spread if spread > 1 + _SAME_SPREAD * spread_error else 1.0
     error = _Z95 * math.hypot(spread / math.sqrt(count), null_error)
+    bound = _threshold_bound(observed, others, delta)
 
     def epsilon(of_mean: float) -> float:
-        return gaussians.epsilon_of(of_mean, taken, 0.0, 1.0, delta)
+        return gaussians.epsilon_of(of_mean / taken, 1.0, 0.0, 1.0, delta)
 
     return Estimate(
-        epsilon=epsilon(mean),
-        low=epsilon(max(0.0, abs(mean) - error)),
-        high=epsilon(abs(mean) + error),
+        epsilon=max(bound, epsilon(mean)),
+        low=max(bound, epsilon(max(0.0, abs(mean) - error))),
+        high=max(bound, epsilon(abs(mean) + error)),
         delta=delta,
         num_canaries=count,
         mean=mean,
         spread=spread,
     )
+
+
+def _threshold_bound(
+    observed: np.ndarray, others: np.ndarray | None, delta: float
+) -> float:
+    """Returns the best of log((TPR - delta) / FPR) over a few thresholds."""
+    best = 0.0
+    share = (1 - _CONFIDENCE) / (2 * len(_FALSE_POSITIVES))
+    for rate in _FALSE_POSITIVES:
+        if others is None:
+            threshold, false = float(stats.norm.isf(rate)), rate
+        else:
+            threshold = float(np.quantile(others, 1 - rate))
+            hits = int((others > threshold).sum())
+            false = float(stats.beta.isf(share, hits + 1, len(others) - hits))
+        hits = int((observed > threshold).sum())
+        if not hits:
+            continue
+        true = float(stats.beta.ppf(share, hits, len(observed) - hits + 1))
+        if true > delta:
+            best = max(best, math.log((true - delta) / false))
+    return best

@@ -1,7 +1,8 @@
-"""Epsilon from two Gaussians that a score follows, with and without a client."""
+"""Epsilon between two Gaussians: a score with and without a client."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -21,14 +22,14 @@ def delta_of(
     P is N(mean, std^2), Q is N(other_mean, other_std^2): the hockey-stick
     divergence of P from Q at e^epsilon.
     """
-    # log p - log q - epsilon = a x^2 + b x + c, with x from P's mean in its std.
+    # log p - log q - epsilon = a x^2 + b x + c, x from P's mean in P's std.
     ratio, shift = std / other_std, (mean - other_mean) / other_std
     a = (ratio**2 - 1) / 2
     b = shift * ratio
     c = shift**2 / 2 - math.log(ratio) - epsilon
     edges = [-math.inf, *_real_roots(a, b, c), math.inf]
     total = 0.0
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         inside = _between(low, high)
         if a * inside**2 + b * inside + c > 0:
             total += _mass(low, high) - math.exp(epsilon) * _mass(

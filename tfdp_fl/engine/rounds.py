@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure
 from tfdp_fl.engine import cohort
+from tfdp_fl.mechanisms import contribution
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,13 @@ class PendingRound:
             metrics = cohort.added(self.metric_states[replica], metrics)
         self.sums[replica] = total
         self.metric_states[replica] = metrics
+
+    def add_contribution(self, one: contribution.Contribution) -> None:
+        """Adds what somebody handed in who was not trained here."""
+        first = self.sums[0]
+        self.sums[0] = first._replace(
+            contribution=cohort.added(first.contribution, one)
+        )
 
     def leave_out_idle_replicas(self) -> None:
         """Forgets the replicas that had nothing to train."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdp_fl import (
     _validate,
     accounting,
+    auditing,
     datasets,
     keras_versions,
     schedules,
@@ -295,6 +296,7 @@ class DPFederatedModel:
         resume_from: str | os.PathLike[str] | None = None,
         between_client_variance: bool = False,
         validation_batch_size: int = 1024,
+        audit: auditing.CanaryAudit | None = None,
     ) -> tf.keras.callbacks.History:
         """Trains for a number of rounds.
 
@@ -331,6 +333,8 @@ class DPFederatedModel:
           between_client_variance: Whether to report Geyer's V_c and U_s; costs
             a pass over each update.
           validation_batch_size: Examples in one validation batch.
+          audit: A new `tfdp_fl.auditing.CanaryAudit`, whose canary clients
+            take part beside the clients; the statement then has its estimate.
 
         Returns:
           A Keras `History`: the compiled metrics, `val_*`, and for each round
@@ -353,6 +357,13 @@ class DPFederatedModel:
                 "runtime must be None or a tfdp_fl.runtimes.TFFWorkers, got "
                 f"{runtime!r}."
             )
+        if audit is not None:
+            _validate.instance_of(auditing.CanaryAudit, audit=audit)
+            if resume_from is not None:
+                raise ValueError(
+                    "audit must be None with resume_from: the rounds before "
+                    "had no canaries, or others, which no checkpoint keeps."
+                )
         verbose = 1 if verbose == "auto" else int(verbose)
         self._verbose = verbose
         callbacks = list(callbacks or [])
@@ -396,6 +407,9 @@ class DPFederatedModel:
             run = interrupted.restore(
                 self.model, compiled, prepared.engine, run
             )
+        if audit is not None:
+            audit.begin(prepared.engine)
+            run.audit = audit
         run.spending.expect(clients.num_clients)
         run.facts.seed_given |= seed is not None
         run.facts.validated |= validation_data is not None
@@ -412,6 +426,7 @@ class DPFederatedModel:
                 batch_size=validation_batch_size,
             ),
             runtime,
+            audit,
         )
 
     def _train(
@@ -423,6 +438,7 @@ class DPFederatedModel:
         callbacks: list[tf.keras.callbacks.Callback],
         validation: round_loop.Validation,
         runtime: Any,
+        audit: auditing.CanaryAudit | None,
     ) -> tf.keras.callbacks.History:
         """Runs the rounds of the run's plan."""
         federated: list[callbacks_lib.FederatedCallback] = [
@@ -458,6 +474,7 @@ class DPFederatedModel:
                 steps=1,
             ),
             federated=federated,
+            audit=audit,
             costs=self._costs,
             say=self.say,
         ).train(bar)

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp_fl import auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import (
     CohortEngine,
@@ -73,6 +74,7 @@ class RoundLoop:
       delta: At which `History` has epsilon; None: it has none.
       keras_callbacks: Those of `fit`, as Keras calls them.
       federated: Those that hear of rounds before they run.
+      audit: Joins canary clients to each round, or None.
       costs: Returns what the coming rounds cost.
       say: Tells the user something.
     """
@@ -88,6 +90,7 @@ class RoundLoop:
     delta: float | None
     keras_callbacks: tf.keras.callbacks.CallbackList
     federated: list[callbacks_lib.FederatedCallback]
+    audit: auditing.CanaryAudit | None
     costs: Callable[[], costs_lib.RoundCosts]
     say: Callable[[str], None]
 
@@ -115,6 +118,8 @@ class RoundLoop:
             if run.rounds > plan.first_round:
                 # Keras's own place for it: the last validation came before.
                 self.engine.server.finalize()
+            if self.audit is not None:
+                self.audit.end()
             self.keras_callbacks.on_train_end(logs)
             for each in self.federated:
                 each.on_train_ended()
@@ -154,6 +159,8 @@ class RoundLoop:
             report["abandoned_rounds"] = 1.0
             empty = dict.fromkeys(self.run.log_names, math.nan)
             return {**empty, **logs, **report}
+        if self.audit is not None:
+            self.audit.join(pending, self.costs().charge(round_index))
         self._charge(inputs, failed)
         released = self._release(pending)
         self.run.facts.clients_excluded += failed
@@ -230,6 +237,8 @@ class RoundLoop:
         run.cohort_sizes.append(len(pending.inputs.positions))
         run.log_names = list(released)
         run.remember_norms(pending.inputs.positions, pending.window_norms)
+        if self.audit is not None:
+            self.audit.released()
         return released
 
     def _report_failures(

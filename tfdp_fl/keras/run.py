@@ -69,6 +69,7 @@ class Run:
       log_names: The values that a round reports.
       facts: What else the statement tells.
       budget_delta: The delta of the last `PrivacyBudget`.
+      audit: The last `CanaryAudit`; no checkpoint keeps it.
       interrupted_releases: Releases that were broken off half-way.
       known_ledgers: The hash of the last line that this run knows of each
         ledger, by the ledger's path.
@@ -92,6 +93,7 @@ class Run:
     log_names: list[str] = dataclasses.field(default_factory=lambda: ["loss"])
     facts: Facts = dataclasses.field(default_factory=Facts)
     budget_delta: float | None = None
+    audit: Any = None
     interrupted_releases: int = 0
     known_ledgers: dict[str, str] = dataclasses.field(default_factory=dict)
     ledgers_ahead: set[str] = dataclasses.field(default_factory=set)

@@ -1,0 +1,266 @@
+"""Canary clients that train along, and what an epsilon looks like from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import _validate, engine
+from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.auditing import estimate as estimate_lib
+from tfdp_fl.auditing.canaries import Canaries
+from tfdp_fl.auditing.scores import scores
+from tfdp_fl.engine import cohort
+
+FINAL, ALL = "final", "all"
+
+
+class CanaryAudit:
+    """Estimates epsilon from one training run, with canary clients.
+
+    Andrew et al. (2023), "One-shot Empirical Privacy Estimation for Federated
+    Learning" (https://arxiv.org/abs/2302.03098): beside the clients, canaries
+    take part, each with a random direction, as long as the clip allows, as its
+    update. How much of its direction is found in the model tells how well
+    someone who knows the direction can tell that the canary was there; what
+    others added is known to that someone, and taken out.
+
+    It is an estimate of what an attack by directions finds, not a bound: a
+    value far above the epsilon that is claimed means that something is broken,
+    one below it proves nothing. Given to one `fit`, as `fit(audit=...)`. The
+    canaries are noise to the training: with K canaries and m of N clients a
+    round, each mean has about K m / N directions of length S / m more. For the
+    clients' guarantee they are nothing: they do not hang on anybody's data.
+
+    Audited are central mechanisms whose server adds the noise and that scale
+    updates by their norm (fixed, adaptive and median clips among them).
+
+    Attributes:
+      num_canaries: K.
+      iterates: "final": the attacker sees the model before and after the
+        `fit`; "all": the model after every round, and a canary's score is its
+        largest in any round and any difference of two in turn. That costs 4 K
+        inner products of the model's size a round.
+    """
+
+    def __init__(self, num_canaries: int = 1000, iterates: str = FINAL):
+        """Checks the arguments; nothing is drawn yet.
+
+        Args:
+          num_canaries: K, at least 2; a thousand tell epsilon to about a
+            tenth.
+          iterates: "final" or "all".
+
+        Raises:
+          ValueError: An argument is not allowed.
+        """
+        self.num_canaries = _validate.positive_integer(
+            num_canaries=num_canaries
+        )
+        if self.num_canaries < 2:
+            raise ValueError(
+                f"num_canaries must be at least 2, got {num_canaries!r}."
+            )
+        self.iterates = _validate.one_of((FINAL, ALL), iterates=iterates)
+        self._engine: engine.CohortEngine | None = None
+        self._rounds = 0
+        self._found: estimate_lib.Scores | None = None
+
+    # What `fit` calls.
+
+    def begin(self, cohort_engine: engine.CohortEngine) -> None:
+        """Draws the canaries, before the first round.
+
+        Args:
+          cohort_engine: What runs the rounds.
+
+        Raises:
+          ValueError: The mechanism is not one that this audits, or the audit
+            was used before.
+        """
+        if self._engine is not None:
+            raise ValueError(
+                "audit must be a new CanaryAudit for each fit, got one that "
+                "was used."
+            )
+        query = cohort_engine.query
+        if (
+            query.mechanism.guarantee != "central"
+            or not query.only_scales
+            or cohort_engine.output == cohort.EACH_CONTRIBUTION
+        ):
+            raise ValueError(
+                "audit must be None unless a trusted server adds the noise to "
+                "updates that are scaled by their norm, and sums them itself; "
+                f"got {query.mechanism.name} with noise_site="
+                f"{query.mechanism.noise_site!r}."
+            )
+        self._engine = cohort_engine
+        size, count = cohort_engine.update_spec.size, self.num_canaries
+        self._canaries = Canaries(count, size)
+        self._others = Canaries(count, size)  # They never take part.
+        self._rng = np.random.default_rng()
+        self._places: dict[Any, np.ndarray] = {}
+        self._start = self._last = self._weights()
+        self._added = np.zeros(size)
+        self._times = np.zeros(count)
+        self._best = np.full([2, count], -np.inf)
+        self._before: tuple[np.ndarray, np.ndarray] | None = None
+        self._pending: tuple[np.ndarray, np.ndarray] | None = None
+
+    def join(
+        self, pending: engine.PendingRound, charge: charge_lib.RoundCharge
+    ) -> None:
+        """Adds what the canaries of a round hand in to its sum.
+
+        Args:
+          pending: The round, collected and not released.
+          charge: What it costs: it tells how the cohort was drawn.
+        """
+        query, spec = self._required().query, self._required().update_spec
+        numbers, _ = pending.tensors
+        state = query.begin_round(pending.state, numbers[0], numbers[1])
+        params = query.derive_sample_params(state)
+        norm = tf.cast(query.largest_norm(state), tf.float32)
+        one = query.mechanism.contribution_of_norm(
+            norm, tf.constant(True), params
+        )
+        drawn = self._drawn(charge)
+        length = float(one.update * norm)
+        direction = self._canaries.sum_of(drawn) * length
+        times = np.zeros(self.num_canaries)
+        times[drawn] = length
+        self._pending = direction, times
+        zero = tf.zeros([])
+        pending.add_contribution(
+            one._replace(
+                update=spec.unflatten(tf.constant(direction, tf.float32)),
+                sums={
+                    name: value * len(drawn) for name, value in one.sums.items()
+                },
+                weight=one.weight * len(drawn),
+                # What `History` tells is about the clients.
+                norm=zero,
+                clipped=zero,
+                discarded=zero,
+            )
+        )
+
+    def released(self) -> None:
+        """Looks at the model, after a round was released."""
+        if self._pending is None:
+            return
+        direction, times = self._pending
+        self._pending = None
+        self._added += direction
+        self._times += times
+        self._rounds += 1
+        if self.iterates == ALL:
+            now = self._weights()
+            seen = np.stack([now - self._last, direction]), times
+            self._last = now
+            self._score(*seen)
+            if self._before is not None:
+                # Where two rounds had the same noise, it is gone from this.
+                update, own = (
+                    new - old
+                    for new, old in zip(seen, self._before, strict=True)
+                )
+                self._score(update, own)
+            self._before = seen
+
+    def _score(self, update: np.ndarray, own: np.ndarray) -> None:
+        """Keeps each canary's best score so far.
+
+        Args:
+          update: Float64 [2, d], how the model moved, and what canaries added.
+          own: Float64 [K], how much each of them did.
+        """
+        nobody = np.zeros(self.num_canaries)
+        for row, canaries, times in (
+            (0, self._canaries, own),
+            (1, self._others, nobody),
+        ):
+            # In the earlier of two rounds a canary counts against the update.
+            found = scores(canaries, *update, times) * np.where(own < 0, -1, 1)
+            np.maximum(self._best[row], found, out=self._best[row])
+
+    def end(self) -> None:
+        """Looks at the model, after the last round."""
+        if not self._rounds:
+            return
+        if self.iterates == ALL:
+            self._found = estimate_lib.Scores(
+                observed=self._best[0], unobserved=self._best[1]
+            )
+            return
+        self._found = estimate_lib.Scores(
+            observed=scores(
+                self._canaries,
+                self._weights() - self._start,
+                self._added,
+                self._times,
+            ),
+            null_std=self._canaries.size**-0.5,
+        )
+
+    # What comes out.
+
+    @property
+    def scores(self) -> estimate_lib.Scores:
+        """What was measured of each canary, after the run.
+
+        Raises:
+          ValueError: No round was released with this audit yet.
+        """
+        if self._found is None:
+            raise ValueError(
+                "audit must have been given to a fit that released a round."
+            )
+        return self._found
+
+    def estimate(self, delta: float) -> estimate_lib.Estimate:
+        """Returns epsilon as the canaries' scores show it.
+
+        Args:
+          delta: Strictly between 0 and 1.
+
+        Raises:
+          ValueError: No round was released with this audit yet.
+        """
+        return estimate_lib.estimate(self.scores, delta)
+
+    # Details.
+
+    def _required(self) -> engine.CohortEngine:
+        if self._engine is None:
+            raise ValueError("audit must have begun.")
+        return self._engine
+
+    def _weights(self) -> np.ndarray:
+        """Returns what updates are about, float64 [d]."""
+        return np.concatenate(
+            [
+                variable.numpy().astype(np.float64).ravel()
+                for variable in self._required().server.variables
+            ]
+        )
+
+    def _drawn(self, charge: charge_lib.RoundCharge) -> np.ndarray:
+        """Draws the canaries of a round, each as a client is drawn."""
+        size, population = charge.clients_per_round, charge.num_clients
+        if charge.pass_index is not None:
+            # Each has a place in the pass's order, as each client has.
+            key = (charge.partition, charge.pass_index)
+            if key not in self._places:
+                self._places = {
+                    key: self._rng.uniform(0, population, self.num_canaries)
+                }
+            start = charge.pass_offset or 0
+            places = self._places[key]
+            return np.flatnonzero((places >= start) & (places < start + size))
+        return np.flatnonzero(
+            self._rng.random(self.num_canaries) < size / population
+        )
