@@ -337,7 +337,7 @@ class TargetTest(parameterized.TestCase):
                 clip_norm=1.0, noise_multiplier=lambda t: rng.uniform(0.5, 3)
             ),
         )
-        sizes = [fed._clients_per_round(t) for t in range(5)]
+        sizes = [fed.setup.clients_per_round(t) for t in range(5)]
         found = _cost(fed.mechanism, "poisson", 5, sizes)
         self.assertBetween(found, 4.0 * (1 - 1e-3), 4.0)
 

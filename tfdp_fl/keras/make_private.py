@@ -13,7 +13,11 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting, mechanisms, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.keras import model as model_lib
-from tfdp_fl.keras.privacy_target import ON_OVERSPEND, PrivacyTarget
+from tfdp_fl.keras.privacy_target import (
+    ON_OVERSPEND,
+    PrivacyTarget,
+    warn_of_large_delta,
+)
 
 _MODEL_OPTIONS = (
     "on_client_failure",
@@ -74,7 +78,7 @@ def make_private(
     _validate.positive_integer(num_clients=num_clients)
     _validate.positive_integer(rounds=rounds)
     _validate.one_of(ON_OVERSPEND, on_overspend=on_overspend)
-    model_lib.warn_of_large_delta("target_delta", delta, num_clients)
+    warn_of_large_delta("target_delta", delta, num_clients)
     # Calibrated for the very cohort sizes that will be drawn.
     clients_per_round = schedules.fixed(clients_per_round)
     model_options = {
