@@ -3,10 +3,12 @@
 import importlib
 
 from tfdp_fl import accounting, datasets, losses
+from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Tree
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
 from tfdp_fl.mechanisms import (
     AdaptiveClipping,
     AdaptiveLocalDP,
+    CorrelatedNoise,
     FixedClipping,
     LocalDP,
     MedianClipping,
@@ -17,8 +19,11 @@ from tfdp_fl.mechanisms import (
 from tfdp_fl.version import __version__
 
 __all__ = [
+    "BLT",
     "AdaptiveClipping",
     "AdaptiveLocalDP",
+    "BandedToeplitz",
+    "CorrelatedNoise",
     "DPFederatedModel",
     "FixedClipping",
     "LocalDP",
@@ -26,6 +31,7 @@ __all__ = [
     "NbAFL",
     "NoPrivacy",
     "QueryMechanism",
+    "Tree",
     "__version__",
     "accounting",
     "callbacks",

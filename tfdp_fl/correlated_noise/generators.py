@@ -70,12 +70,32 @@ class Generator(abc.ABC):
     def next_noise(
         self, memory: Memory, draw: Draw
     ) -> tuple[list[tf.Tensor], Memory]:
-        """Returns n of this round, and the memory after it.
+        """Returns n of one of the first T rounds, and the memory after it.
 
         Args:
           memory: Of the rounds before.
           draw: Fresh draws for this round.
         """
+
+    def noise(
+        self, memory: Memory, draw: Draw
+    ) -> tuple[list[tf.Tensor], Memory]:
+        """Returns n of a round, and the memory after it.
+
+        After T rounds the memory is emptied: a new segment begins, whose
+        charges begin anew.
+
+        Args:
+          memory: Of the rounds before.
+          draw: Fresh draws for this round.
+        """
+        shapes = [each.shape[1:] for each in memory.buffers]
+        memory = tf.cond(
+            memory.position < self.participation.rounds,
+            lambda: memory,
+            lambda: self.first_memory(shapes),
+        )
+        return self.next_noise(memory, draw)
 
     def first_memory(self, shapes: Sequence[Sequence[int]]) -> Memory:
         """Returns the memory before the first round: zeros.

@@ -229,3 +229,39 @@ class Tree(Strategy):
             "binary-tree aggregation (a new tree every "
             f"{self.restart_every} rounds)"
         )
+
+
+# By the words that stand for them in flags and settings.
+_BY_WORD = {"banded": BandedToeplitz, "blt": BLT, "tree": Tree}
+
+
+def from_text(text: str) -> Strategy:
+    """Returns the strategy that a text stands for.
+
+    Args:
+      text: "blt", "banded" or "tree", with a colon and the number of buffers,
+        of bands, or of rounds after which a tree begins anew: "blt:2".
+
+    Raises:
+      ValueError: It stands for none.
+    """
+    word, colon, number = text.partition(":")
+    if word in _BY_WORD and (number.isdigit() if colon else True):
+        return _BY_WORD[word](int(number)) if colon else _BY_WORD[word]()
+    raise ValueError(
+        "strategy must be blt, banded or tree, or one of them with a number, "
+        f"as in blt:2, got {text!r}."
+    )
+
+
+def checked(**checked: Strategy | str) -> Strategy:
+    """Returns a strategy, given as such or as a text, or raises."""
+    ((name, value),) = checked.items()
+    if isinstance(value, str):
+        return from_text(value)
+    if not isinstance(value, Strategy):
+        raise TypeError(
+            f"{name} must be a BandedToeplitz, a BLT or a Tree, or a text that "
+            f"stands for one, got {value!r}."
+        )
+    return value

@@ -270,7 +270,11 @@ class CohortEngine:
         self._check_state(models[0], element_spec)
         query = mechanism.bind(
             dataclasses.replace(
-                deployment, num_variables=len(self._trainers[0].variables)
+                deployment,
+                num_variables=len(self._trainers[0].variables),
+                shapes=tuple(
+                    tuple(each.shape) for each in self._trainers[0].variables
+                ),
             )
         )
         self.query = self._query = query

@@ -345,6 +345,7 @@ class DPFederatedModel:
         )
         prepared.engine.check_labels(clients)
         self._prepared = prepared
+        prepared.engine.state = run.mechanism_state
         if interrupted is not None:
             run = interrupted.restore(
                 self.model, self._compiled, prepared.engine, run
@@ -516,6 +517,9 @@ class DPFederatedModel:
             sampler=run.sampler,
             spending=run.spending,
             first_round=run.rounds,
+            first_event=self.mechanism.event_index(
+                run.rounds, run.mechanism_state.memory
+            ),
             accountant=self.accountant,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
 
 import tensorflow as tf
 
@@ -105,7 +106,10 @@ class Preparation:
             ),
             spending=self.run.spending
             or spending_lib.Spending(mechanism.guarantee, clients.num_clients),
-            mechanism_state=prepared.engine.state,
+            mechanism_state=self._mechanism_state(
+                prepared.engine, sampler, population
+            ),
+            releasing=False,
             windows=self.run.windows if same_clients else None,
         )
         if prepared.engine.query.keeps_window:
@@ -156,7 +160,30 @@ class Preparation:
             num_clients,
             self.setup.clients_per_round,
             self.plan.seed,
+            self.setup.mechanism.min_separation,
         )
+
+    def _mechanism_state(
+        self,
+        cohort_engine: engine.CohortEngine,
+        sampler: sampling.CohortSampler,
+        population: run_lib.Population,
+    ) -> Any:
+        """Returns the state to begin with.
+
+        Its memory goes on only if the coming rounds keep to what it counts
+        on: the same clients in the same groups, and no release since that it
+        does not know of.
+        """
+        run = self.run
+        goes_on = (
+            sampler is run.sampler
+            and population == run.population
+            and not run.releasing
+        )
+        if goes_on:
+            return cohort_engine.state
+        return cohort_engine.query.new_segment(cohort_engine.state)
 
     def _records(self) -> tuple[int | None, int | None]:
         """Returns how many records there are, and the fewest of a client.

@@ -357,7 +357,11 @@ class InterruptedRun:
         if "run" not in metadata and self.ledger is not None:
             # In a ledger that names no runs, they are those without a name.
             run.run_id = self.ledger.identity or run.run_id
-        self._count_ledger(run)
+        if self._count_ledger(run):
+            # What those rounds released, the memory knows nothing of.
+            run.mechanism_state = cohort_engine.query.new_segment(
+                run.mechanism_state
+            )
         run.spending.keep_others(prepared.spending.others)
         run.known_ledgers[self._ledger_key] = (
             "" if self.ledger is None else self.ledger.head
@@ -372,10 +376,10 @@ class InterruptedRun:
         compiled.set_learning_rate(metadata["learning_rate"])
         return run
 
-    def _count_ledger(self, run: run_lib.Run) -> None:
+    def _count_ledger(self, run: run_lib.Run) -> int:
         """Counts the rounds that were charged after the checkpoint."""
         if self.ledger is None or not self.ledger.entries:
-            return
+            return 0
         spending = run.spending
         saved = spending.rounds
         spending.absorb(self.ledger, run.run_id, self._ledger_key)
@@ -384,6 +388,7 @@ class InterruptedRun:
             spending.lost_mu_squared,
             self.ledger.lost_mu_squared(run.rounds, run.run_id),
         )
+        return spending.rounds - saved
 
 
 def _short(value: Any) -> str:
