@@ -59,8 +59,9 @@ def make_private(
       mechanism: A registered name: "adaptive", "fixed", "median", "local",
         "adaptive_local", "correlated" (with a cyclic sampling; its `rounds`
         are those given here, and its `min_separation` is N / m, unless given)
-        or one of your own (`mechanisms.register`); or a mechanism whose `noise_multiplier` is replaced (a schedule of it is
-        scaled as a whole).
+        or one of your own (`mechanisms.register`); or a mechanism whose
+        `noise_multiplier` is replaced (a schedule of it is scaled as a
+        whole).
       sampling: "poisson", "fixed_size", "shuffled", "cyclic" or
         "cyclic_poisson".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
