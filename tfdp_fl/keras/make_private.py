@@ -91,13 +91,10 @@ def make_private(
         schedules.value_at(clients_per_round, t, "clients_per_round")
         for t in range(rounds)
     )
-    if isinstance(mechanism, str):
-        known = {
-            "rounds": rounds,
-            # As many groups as there are with m clients in each.
-            "min_separation": max(1, int(num_clients // smallest)),
-        }
-        options = {**_asked_for(mechanism, known), **options}
+    if isinstance(mechanism, str) and mechanism in mechanisms.names():
+        kind = mechanisms.by_name(mechanism)
+        known = known_facts(kind, rounds, num_clients, smallest)
+        options = {**known, **options}
     make = _maker(mechanism, options, epsilon, delta, smallest)
     sampler = sampling_lib.make_sampler(
         sampling,
@@ -153,12 +150,26 @@ def make_private(
     )
 
 
-def _asked_for(mechanism: str, known: dict[str, Any]) -> dict[str, Any]:
-    """Returns those facts that are parameters of a mechanism of that name."""
-    if mechanism not in mechanisms.names():
-        return {}
-    fields = dataclasses.fields(mechanisms.by_name(mechanism))
-    names = {field.name for field in fields}
+def known_facts(
+    kind: type[mechanisms.Mechanism],
+    rounds: int,
+    num_clients: int,
+    clients_per_round: float,
+) -> dict[str, int]:
+    """Returns those parameters of a mechanism that follow from the run.
+
+    Args:
+      kind: The mechanism's class.
+      rounds: T.
+      num_clients: N.
+      clients_per_round: m.
+    """
+    known = {
+        "rounds": rounds,
+        # As many groups as there are with m clients in each.
+        "min_separation": max(1, int(num_clients // clients_per_round)),
+    }
+    names = {field.name for field in dataclasses.fields(kind)}
     return {name: known[name] for name in known.keys() & names}
 
 

@@ -89,6 +89,11 @@ class CorrelatedNoise(mechanism.Mechanism):
         ),
     }
 
+    suggested_run: ClassVar[Mapping[str, Any]] = {
+        "target_epsilon": 8.0,
+        "sampling": "cyclic",
+    }
+
     clip_norm: float = parameters.parameter(
         parameters.clip,
         "the clip S, L2 over the whole update.",
@@ -103,7 +108,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         strategies.checked,
         "how the noise is correlated: blt, banded or tree, with a number of "
         "buffers or bands, as in blt:2.",
-        default=strategies.BLT(),
+        default="blt",
     )
     rounds: int = parameters.parameter(
         _validate.positive_integer,
@@ -111,7 +116,8 @@ class CorrelatedNoise(mechanism.Mechanism):
     )
     min_separation: int = parameters.parameter(
         _validate.positive_integer,
-        "b, from one round of a client to its next: the number of groups.",
+        "b, from one round of a client to its next: the number of groups; "
+        "make_private and train.py take N / m.",
     )
     max_participations: int | None = parameters.parameter(
         parameters.Optional(_validate.positive_integer),
