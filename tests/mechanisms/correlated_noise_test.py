@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import dp_accounting
 import numpy as np
 import tensorflow as tf
@@ -253,6 +255,13 @@ class ChargeTest(parameterized.TestCase):
                     other.round_event(t, deployment),
                     other.round_event(t, Deployment(clients_per_round=2)),
                 )
+        for sampling in ("cyclic", None):
+            plain = dataclasses.replace(deployment, sampling=sampling)
+            self.assertIsNone(mechanism.amplified_probability(plain))
+            self.assertEqual(
+                mechanism.round_event(1, plain),
+                mechanism.round_event(1, Deployment(clients_per_round=2)),
+            )
         everybody = Deployment(
             clients_per_round=10, num_clients=43, sampling="cyclic_poisson"
         )
