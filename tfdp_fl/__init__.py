@@ -4,7 +4,12 @@ import importlib
 
 from tfdp_fl import accounting, datasets, losses
 from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Tree
-from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
+from tfdp_fl.keras import (
+    DPFederatedModel,
+    callbacks,
+    make_private,
+    validate,
+)
 from tfdp_fl.mechanisms import (
     AdaptiveClipping,
     AdaptiveLocalDP,
@@ -38,6 +43,7 @@ __all__ = [
     "datasets",
     "losses",
     "make_private",
+    "validate",
 ]
 
 # Rooms that import TFF, or that few people enter, open when they are used.

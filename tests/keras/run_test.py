@@ -27,9 +27,10 @@ def _restored(run, prepared):
 class RunTest(absltest.TestCase):
     def test_a_new_run_was_not_trained(self):
         fed = toy.federated()
-        self.assertEqual(fed.run.rounds, 0)
-        self.assertIsNone(fed.run.spending)
+        self.assertIsNone(fed.run)
         self.assertIsNone(fed.engine)
+        self.assertIsNone(fed.spending)
+        self.assertEqual(fed.rounds, 0)
 
     def test_state_is_put_back(self):
         fed = _trained(tfdp_fl.AdaptiveClipping(noise_multiplier=0.1))
@@ -71,7 +72,8 @@ class RunTest(absltest.TestCase):
             _restored(fed.run, other)
 
     def test_norms_of_those_who_answered_move_their_windows(self):
-        run = run_lib.Run()
+        fed = _trained(tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1))
+        run = fed.run
         run.keep_windows((3, 2, 1))
         run.remember_norms(
             np.array([0, 2]), np.array([[5.0], [np.nan]], np.float32)

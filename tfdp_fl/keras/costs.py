@@ -67,11 +67,12 @@ class RoundCosts:
         event = self.mechanism.round_event(
             self.first_event + ahead, self.deployment
         )
-        if answered is None:
-            answered = self.sampler.expected_cohort_size(round_index)
+        size = self.sampler.expected_cohort_size(round_index)
+        if answered is not None:
+            size = answered
         if (
             self.mechanism.guarantee == spending_lib.LOCAL
-            and answered < self.deployment.cohort_size(round_index)
+            and size < self.deployment.cohort_size(round_index)
         ):  # The noise of those who are missing is missing too.
             event = dp_accounting.NonPrivateDpEvent()
         return self.sampler.charge(round_index, event)

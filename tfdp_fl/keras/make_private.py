@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,7 +26,8 @@ _MODEL_OPTIONS = (
     "secure_aggregation",
     "num_replicas",
 )
-_TINY = 1e-6
+# Noise multipliers that no run has, to ask a mechanism what it allows.
+_TINY, _HUGE = 1e-6, 1e6
 
 
 def make_private(
@@ -58,9 +60,10 @@ def make_private(
       rounds: T.
       mechanism: A registered name: "adaptive", "fixed", "median", "local",
         "adaptive_local", "correlated" (with a cyclic sampling; its `rounds`
-        are those given here, and its `min_separation` is N / m, unless given)
-        or one of your own (`mechanisms.register`); or a mechanism whose
-        `noise_multiplier` is replaced (a schedule of it is scaled as a
+        are those given here, and its `min_separation` is N / m, unless given),
+        "none" (the baseline without privacy, from the same call; it keeps no
+        target) or one of your own (`mechanisms.register`); or a mechanism
+        whose `noise_multiplier` is replaced (a schedule of it is scaled as a
         whole).
       sampling: "poisson", "fixed_size", "shuffled", "cyclic" or
         "cyclic_poisson".
@@ -131,14 +134,17 @@ def make_private(
             raise ValueError(
                 f"{error} {make(_TINY).noise_limit_reason}"
             ) from error
+    made = make(_TINY if noise is None else noise)
     return model_lib.DPFederatedModel(
         model,
-        make(_TINY if noise is None else noise),
+        made,
         clients_per_round,
         sampling,
         delta=delta,
         accountant=accountant,
-        target=PrivacyTarget(
+        target=None
+        if made.guarantee == "none"
+        else PrivacyTarget(
             epsilon=epsilon,
             delta=delta,
             accountant=accountant,
@@ -188,7 +194,7 @@ def _maker(
     allowed = [
         name
         for name in mechanisms.names()
-        if mechanisms.by_name(name).guarantee in ("central", "local")
+        if mechanisms.by_name(name).guarantee in ("central", "local", "none")
     ]
     if isinstance(mechanism, mechanisms.Mechanism):
         if options:
@@ -224,11 +230,11 @@ def _maker(
 
 def _scaled(schedule: schedules.Schedule, factor: float) -> schedules.Schedule:
     """Returns a schedule times a factor; a constant is replaced by it."""
-    if schedules.is_constant(schedule):
-        return factor
     if callable(schedule):
         return lambda t: factor * schedule(t)
-    return tuple(factor * value for value in schedule)
+    if isinstance(schedule, Sequence):
+        return tuple(factor * value for value in schedule)
+    return factor
 
 
 def _check_options(kind: type, options: dict[str, Any]) -> None:
@@ -247,6 +253,9 @@ def _largest_noise(
     deployment: mechanisms.Deployment,
 ) -> float | None:
     """Returns the largest noise that a mechanism allows; None: any."""
+    with contextlib.suppress(ValueError):
+        make(_HUGE).check(deployment)
+        return None
     made = make(_TINY)
     limits = [
         made.noise_limit(t, deployment) * _TINY / noise

@@ -10,12 +10,25 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, accounting, engine, keras_versions, schedules
+from tfdp_fl import (
+    _validate,
+    accounting,
+    datasets,
+    keras_versions,
+    schedules,
+)
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import CohortEngine, LocalTraining
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import checkpoint as checkpoint_lib
-from tfdp_fl.keras import progress, resuming, round_loop, statement
+from tfdp_fl.keras import (
+    client_metrics,
+    progress,
+    resuming,
+    round_loop,
+    statement,
+)
 from tfdp_fl.keras import training_setup as training_setup_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.costs import RoundCosts
@@ -48,7 +61,7 @@ class DPFederatedModel:
       model: The Keras model; it holds the trained weights at any time.
       setup: The arguments that it was made with.
       run: The training up to now: rounds, clip, spending, and what else later
-        rounds depend on.
+        rounds depend on; None before the first `fit`.
     """
 
     def __init__(
@@ -112,8 +125,10 @@ class DPFederatedModel:
             num_replicas=num_replicas,
             target=target,
         )
-        self.run = Run()
-        self._keep_target = target and callbacks_lib.KeepTarget(target)
+        self.run: Run | None = None
+        self._keep_target = (
+            None if target is None else callbacks_lib.KeepTarget(target)
+        )
         self._compiled: Compiled | None = None
         self._prepared: PreparedEngine | None = None
         self._verbose = 0
@@ -175,7 +190,7 @@ class DPFederatedModel:
                 )
             server_optimizer = tf.keras.optimizers.get(server_optimizer)
         self._compiled = Compiled(
-            training=engine.LocalTraining(
+            training=LocalTraining(
                 optimizer=optimizer,
                 loss=loss,
                 metrics=metrics,
@@ -201,6 +216,36 @@ class DPFederatedModel:
         self._require_compiled("evaluate")
         return self.model.evaluate(*args, **kwargs)
 
+    def evaluate_clients(
+        self,
+        clients: Any,
+        batch_size: int = 1024,
+        verbose: str | int = "auto",
+    ) -> dict[str, np.ndarray]:
+        """Returns the model's metrics on each client's own data.
+
+        These are exact numbers about single clients, for those who may see
+        their data: nothing is noised, and nothing is charged.
+
+        Args:
+          clients: Clients' data, as `fit` takes it.
+          batch_size: Examples in one batch.
+          verbose: 0 silent, 1 or "auto" a progress bar.
+
+        Returns:
+          "num_examples", int64 [N], and "loss" and each compiled metric by
+          name, float64 [N], in the order of the clients; NaN for a client
+          without examples, or whose data cannot be read.
+        """
+        self._require_compiled("evaluate_clients")
+        _validate.positive_integer(batch_size=batch_size)
+        return client_metrics.evaluate(
+            self.model,
+            datasets.as_federated(clients),
+            batch_size,
+            1 if verbose == "auto" else int(verbose),
+        )
+
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
         return self.model.predict(*args, **kwargs)
@@ -225,8 +270,8 @@ class DPFederatedModel:
         """Prints the model's layers, and how it is trained."""
         print_fn = kwargs.get("print_fn") or print
         self.model.summary(*args, **kwargs)
-        size = self.setup.clients_per_round
-        size = f"{size:g}" if schedules.is_constant(size) else "scheduled"
+        cohorts = self.setup.clients_per_round
+        size = f"{cohorts:g}" if schedules.is_constant(cohorts) else "scheduled"
         print_fn(f"Mechanism: {self.mechanism.describe()}")
         print_fn(f"Cohorts: {self.sampling}, {size} clients per round")
         print_fn(f"Rounds so far: {self.rounds}")
@@ -235,7 +280,7 @@ class DPFederatedModel:
 
     def fit(
         self,
-        clients: FederatedDataset,
+        clients: Any,
         rounds: int = 1,
         batch_size: int = 32,
         local_epochs: int = 1,
@@ -260,9 +305,11 @@ class DPFederatedModel:
         unless it was made with `on_overspend="warn"`.
 
         Args:
-          clients: The clients' data. Where what was spent is kept for each
-            client (local and per-record guarantees), and within a pass over
-            shuffled clients, they are the same clients in the same order as
+          clients: The clients' data: a `FederatedDataset`, a mapping or list
+            of `(x, y)` or of `tf.data.Dataset`s, or a TFF `ClientData` (see
+            `tfdp_fl.datasets.as_federated`). Where what was spent is kept for
+            each client (local and per-record guarantees), and within a pass
+            over shuffled ones, they are the same clients in the same order as
             before; elsewhere they may be others, and the statement names all
             their numbers.
           rounds: How many rounds to run (with `resume_from`: how many the
@@ -293,8 +340,8 @@ class DPFederatedModel:
           where a delta is known, and `between_client_variance` and
           `update_scale` if asked for.
         """
-        self._require_compiled("fit")
-        _validate.instance_of(FederatedDataset, clients=clients)
+        compiled = self._require_compiled("fit")
+        clients = datasets.as_federated(clients)
         _validate.positive_integer(rounds=rounds)
         _validate.positive_integer(batch_size=batch_size)
         _validate.positive_integer(local_epochs=local_epochs)
@@ -317,7 +364,7 @@ class DPFederatedModel:
             shuffle=shuffle,
             seed=seed,
         )
-        run, interrupted = self.run, None
+        interrupted = None
         if resume_from is not None:
             interrupted = resuming.InterruptedRun.read(
                 resume_from,
@@ -325,8 +372,8 @@ class DPFederatedModel:
                 plan,
                 model=self.model,
                 setup=self.setup,
-                compiled=self._compiled,
-                run=run,
+                compiled=compiled,
+                run=self.run,
             )
             plan = interrupted.plan
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
@@ -334,8 +381,8 @@ class DPFederatedModel:
         run, prepared = Preparation(
             model=self.model,
             setup=self.setup,
-            compiled=self._compiled,
-            run=run,
+            compiled=compiled,
+            run=self.run,
             clients=clients,
             plan=plan,
             moments=between_client_variance,
@@ -348,14 +395,16 @@ class DPFederatedModel:
         prepared.engine.state = run.mechanism_state
         if interrupted is not None:
             run = interrupted.restore(
-                self.model, self._compiled, prepared.engine, run
+                self.model, compiled, prepared.engine, run
             )
         run.spending.expect(clients.num_clients)
-        run.plan = plan
         run.facts.seed_given |= seed is not None
         run.facts.validated |= validation_data is not None
         self.run = run
         return self._train(
+            run,
+            prepared.engine,
+            compiled,
             clients,
             callbacks,
             round_loop.Validation(
@@ -368,14 +417,16 @@ class DPFederatedModel:
 
     def _train(
         self,
+        run: Run,
+        cohort_engine: CohortEngine,
+        compiled: Compiled,
         clients: FederatedDataset,
         callbacks: list[tf.keras.callbacks.Callback],
         validation: round_loop.Validation,
         runtime: Any,
     ) -> tf.keras.callbacks.History:
         """Runs the rounds of the run's plan."""
-        plan = self.run.plan
-        federated = [
+        federated: list[callbacks_lib.FederatedCallback] = [
             each
             for each in callbacks
             if isinstance(each, callbacks_lib.FederatedCallback)
@@ -385,32 +436,32 @@ class DPFederatedModel:
         for each in federated:
             each.set_federated_model(self)
         history = self.model.history = tf.keras.callbacks.History()
+        bar = progress.RoundProgress(
+            self._verbose, run.rounds, run.plan.last_round
+        )
         round_loop.RoundLoop(
             model=self.model,
             setup=self.setup,
-            compiled=self._compiled,
-            run=self.run,
-            plan=plan,
+            compiled=compiled,
+            run=run,
             clients=clients,
-            engine=self.engine,
-            collector=self.engine
+            engine=cohort_engine,
+            collector=cohort_engine
             if runtime is None
-            else runtime.collector(self.engine, clients, plan),
+            else runtime.collector(cohort_engine, clients, run.plan),
             validation=validation,
-            delta=self._history_delta(callbacks),
+            delta=self._history_delta(run, callbacks),
             keras_callbacks=tf.keras.callbacks.CallbackList(
                 [*callbacks, history],
                 model=self.model,
                 verbose=0,
-                epochs=plan.last_round,
+                epochs=run.plan.last_round,
                 steps=1,
             ),
             federated=federated,
             costs=self._costs,
             say=self.say,
-        ).train(
-            progress.RoundProgress(self._verbose, self.rounds, plan.last_round)
-        )
+        ).train(bar)
         return history
 
     def checkpoint(self, ledger_head: str | None) -> checkpoint_lib.Checkpoint:
@@ -420,12 +471,13 @@ class DPFederatedModel:
           ledger_head: The hash of the last line of the ledger beside the
             checkpoint; None if there is no ledger yet.
         """
+        run, cohort_engine = self._require_trained("checkpoint")
         return resuming.capture(
             self.model,
             self.setup,
-            self._compiled,
-            self.run,
-            self.engine,
+            self._require_compiled("checkpoint"),
+            run,
+            cohort_engine,
             ledger_head,
         )
 
@@ -438,21 +490,24 @@ class DPFederatedModel:
         if not warned and self.mechanism.guarantee != spending_lib.RECORD:
             warn_of_large_delta("delta", self.delta, num_clients)
 
-    def _history_delta(self, callbacks: Iterable[Any]) -> float | None:
+    def _history_delta(
+        self, run: Run, callbacks: Iterable[Any]
+    ) -> float | None:
         if self.delta is not None:
             return self.delta
         for each in callbacks:
             if isinstance(each, callbacks_lib.PrivacyBudget):
-                self.run.budget_delta = each.delta
+                run.budget_delta = each.delta
                 return each.delta
         return None
 
-    def _require_compiled(self, what: str) -> None:
+    def _require_compiled(self, what: str) -> Compiled:
         if self._compiled is None:
             raise NotCompiledError(
                 f"compile must be called before {what}, with an optimizer and "
                 "a loss."
             )
+        return self._compiled
 
     def say(self, message: str) -> None:
         """Tells the user something about the training, unless silent."""
@@ -462,7 +517,7 @@ class DPFederatedModel:
     # Privacy.
 
     @property
-    def engine(self) -> engine.CohortEngine | None:
+    def engine(self) -> CohortEngine | None:
         """What runs the rounds; None before the first `fit`."""
         return None if self._prepared is None else self._prepared.engine
 
@@ -502,15 +557,15 @@ class DPFederatedModel:
     @property
     def rounds(self) -> int:
         """Returns how many rounds were run (abandoned ones included)."""
-        return self.run.rounds
+        return 0 if self.run is None else self.run.rounds
 
     @property
     def spending(self) -> spending_lib.Spending | None:
         """Returns what the rounds have cost; None before the first `fit`."""
-        return self.run.spending
+        return None if self.run is None else self.run.spending
 
     def _costs(self) -> RoundCosts:
-        run = self.run
+        run, _ = self._require_trained("this")
         return RoundCosts(
             mechanism=self.mechanism,
             deployment=run.deployment,
@@ -587,19 +642,25 @@ class DPFederatedModel:
         Raises:
           ValueError: Nothing was trained yet, or an argument is not allowed.
         """
-        if self.spending is None:
-            raise ValueError(
-                "fit must be called before privacy_statement: there is nothing "
-                "to state yet."
-            )
+        run, cohort_engine = self._require_trained("privacy_statement")
         if delta is None:
-            delta = self.delta or self.run.budget_delta
+            delta = self.delta or run.budget_delta
         if delta is None:
-            units = [size for size, _ in self.run.populations]
-            units.append(self.spending.clients.num_clients)
-            if self.spending.guarantee == spending_lib.RECORD:
-                units = [self.run.num_records]
-            delta = min(0.5, max(units) ** -1.1)
+            units = run.num_records
+            if units is None:
+                units = max(
+                    run.spending.clients.num_clients,
+                    *(size for size, _ in run.populations),
+                )
+            delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
-            statement.facts(self.setup, self.run, self.engine), delta, format
+            statement.facts(self.setup, run, cohort_engine), delta, format
         )
+
+    def _require_trained(self, what: str) -> tuple[Run, CohortEngine]:
+        if self.run is None or self.engine is None:
+            raise ValueError(
+                f"fit must be called before {what}: there is nothing to state "
+                "yet."
+            )
+        return self.run, self.engine

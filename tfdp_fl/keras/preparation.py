@@ -21,6 +21,18 @@ from tfdp_fl.keras.fit_plan import FitPlan
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import Deployment
 
+# What a run takes from each call of `fit`; the rest it goes on with.
+_OF_THIS_FIT = (
+    "plan",
+    "sampler",
+    "population",
+    "deployment",
+    "num_records",
+    "calibration",
+    "mechanism_state",
+    "releasing",
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedEngine:
@@ -43,7 +55,7 @@ class Preparation:
       model: The Keras model.
       setup: What the `DPFederatedModel` was made with.
       compiled: What `compile` was given.
-      run: The run up to now.
+      run: The run up to now; None before the first `fit`.
       clients: The clients.
       plan: The call of `fit`.
       moments: Whether V_c and U_s are asked for.
@@ -52,7 +64,7 @@ class Preparation:
     model: tf.keras.Model
     setup: TrainingSetup
     compiled: Compiled
-    run: run_lib.Run
+    run: run_lib.Run | None
     clients: FederatedDataset
     plan: FitPlan
     moments: bool
@@ -92,26 +104,31 @@ class Preparation:
         )
         mechanism.check(deployment)
         prepared = self._engine(deployment, before)
-        same_clients = self.run.spending is not None and (
-            self.run.spending.clients.num_clients == clients.num_clients
-        )
-        run = dataclasses.replace(
-            self.run,
+        run = run_lib.Run(
+            plan=plan,
             sampler=sampler,
             population=population,
-            num_records=num_records,
-            calibration=calibrated,
             deployment=dataclasses.replace(
                 deployment, num_variables=prepared.engine.num_variables
             ),
-            spending=self.run.spending
-            or spending_lib.Spending(mechanism.guarantee, clients.num_clients),
+            spending=spending_lib.Spending(
+                mechanism.guarantee, clients.num_clients
+            ),
+            num_records=num_records,
+            calibration=calibrated,
             mechanism_state=self._mechanism_state(
                 prepared.engine, sampler, population
             ),
-            releasing=False,
-            windows=self.run.windows if same_clients else None,
         )
+        if self.run is not None:
+            same_number = (
+                self.run.spending.clients.num_clients == clients.num_clients
+            )
+            run = dataclasses.replace(
+                self.run,
+                **{name: getattr(run, name) for name in _OF_THIS_FIT},
+                windows=self.run.windows if same_number else None,
+            )
         if prepared.engine.query.keeps_window:
             run.keep_windows(
                 (
@@ -126,7 +143,7 @@ class Preparation:
         """Refuses other clients where spending hangs on who they are."""
         run, clients = self.run, self.clients
         population = (clients.num_clients, clients.client_ids_digest)
-        if not run.populations or population == run.populations[-1]:
+        if run is None or run.populations[-1:] in ([], [population]):
             return population
         if run.spending.by_client:
             why = "what was spent is kept for each client"
@@ -149,12 +166,14 @@ class Preparation:
         )
 
     def _sampler(self) -> sampling.CohortSampler:
-        before, num_clients = self.run.sampler, self.clients.num_clients
-        if before is not None and (before.num_clients, before.seed) == (
-            num_clients,
-            self.plan.seed,
-        ):
-            return before
+        num_clients = self.clients.num_clients
+        if self.run is not None:
+            before = self.run.sampler
+            if (before.num_clients, before.seed) == (
+                num_clients,
+                self.plan.seed,
+            ):
+                return before
         return sampling.make_sampler(
             self.setup.sampling,
             num_clients,
@@ -177,7 +196,8 @@ class Preparation:
         """
         run = self.run
         goes_on = (
-            sampler is run.sampler
+            run is not None
+            and sampler is run.sampler
             and population == run.population
             and not run.releasing
         )
@@ -223,7 +243,7 @@ class Preparation:
         if self._noise_depends_on_rounds:
             if resumed is not None:
                 return resumed
-            if run.calibration is not None and run.populations:
+            if run is not None and run.calibration and run.populations:
                 self._warn_of_more_rounds(run.calibration["rounds"])
                 return run.calibration
         rounds = plan.last_round - plan.first_round
@@ -280,6 +300,6 @@ class Preparation:
             jit_compile=compiled.jit_compile,
             batch_size=self.plan.batch_size,
         )
-        if self.run.mechanism_state is not None:
+        if self.run is not None:
             made.state = self.run.mechanism_state
         return PreparedEngine(engine=made, key=key)

@@ -186,7 +186,7 @@ class InterruptedRun:
         model: tf.keras.Model,
         setup: TrainingSetup,
         compiled: Compiled,
-        run: run_lib.Run,
+        run: run_lib.Run | None,
     ) -> InterruptedRun:
         """Reads the newest checkpoint, and checks it against the arguments.
 
@@ -199,7 +199,7 @@ class InterruptedRun:
           model: The Keras model.
           setup: What the `DPFederatedModel` was made with.
           compiled: What `compile` was given.
-          run: What the model was trained for by now.
+          run: What the model was trained for by now, if it was.
 
         Raises:
           FileNotFoundError: There is no checkpoint.
@@ -263,11 +263,13 @@ class InterruptedRun:
     def _ledger_key(self) -> str:
         return ledger_key(ledger_path(self.directory))
 
-    def _check_run(self, run: run_lib.Run) -> None:
+    def _check_run(self, run: run_lib.Run | None) -> None:
+        if run is None:
+            return
         covered = 0
         if self.ledger is not None and self._ledger_key in run.known_ledgers:
             covered = len(self.ledger.by_run().get(run.run_id, ()))
-        if run.spending is not None and run.spending.rounds > covered:
+        if run.spending.rounds > covered:
             raise ValueError(
                 "resume_from must be given to a model that was not trained "
                 "yet, or was trained by the same run, or its earlier rounds "

@@ -16,15 +16,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import secure_sum
+from tfdp_fl.engine import (
+    CohortEngine,
+    PendingRound,
+    RoundInputs,
+    secure_sum,
+)
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import costs as costs_lib
 from tfdp_fl.keras import progress, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
-from tfdp_fl.keras.fit_plan import FitPlan
 from tfdp_fl.keras.training_setup import TrainingSetup
 
 
@@ -63,7 +66,6 @@ class RoundLoop:
       setup: What the `DPFederatedModel` was made with.
       compiled: What `compile` was given.
       run: The run.
-      plan: The call of `fit`.
       clients: The clients.
       engine: Releases what was collected.
       collector: Collects; the engine, or a runtime's.
@@ -79,9 +81,8 @@ class RoundLoop:
     setup: TrainingSetup
     compiled: Compiled
     run: run_lib.Run
-    plan: FitPlan
     clients: FederatedDataset
-    engine: engine.CohortEngine
+    engine: CohortEngine
     collector: Any
     validation: Validation
     delta: float | None
@@ -92,7 +93,7 @@ class RoundLoop:
 
     def train(self, progress_bar: progress.RoundProgress) -> None:
         """Runs the rounds, with everything that callbacks hear of them."""
-        run, plan = self.run, self.plan
+        run, plan = self.run, self.run.plan
         self.model.stop_training = False
         try:
             # What a ledger tells of counts against every budget.
@@ -132,9 +133,9 @@ class RoundLoop:
                 self.delta, self.setup.accountant
             )
         self.keras_callbacks.on_train_batch_end(0, logs)
-        done = run.rounds - self.plan.first_round
+        done = run.rounds - run.plan.first_round
         if validation.data is not None and (
-            done % validation.every == 0 or run.rounds == self.plan.last_round
+            done % validation.every == 0 or run.rounds == run.plan.last_round
         ):
             logs.update(validation.evaluate(self.model))
         for each in self.federated:
@@ -159,10 +160,10 @@ class RoundLoop:
         # The metrics first, as Keras orders them.
         return {**released, **logs, **report}
 
-    def _draw(self, round_index: int) -> engine.RoundInputs:
-        run, plan = self.run, self.plan
+    def _draw(self, round_index: int) -> RoundInputs:
+        run, plan = self.run, self.run.plan
         positions = self.costs().draw(round_index)
-        return engine.RoundInputs(
+        return RoundInputs(
             round_index=round_index,
             positions=positions,
             # The fixed m, also for the last, smaller cohort of a pass.
@@ -182,9 +183,7 @@ class RoundLoop:
             windows=None if run.windows is None else run.windows[positions],
         )
 
-    def _collect(
-        self, inputs: engine.RoundInputs
-    ) -> tuple[engine.PendingRound, int]:
+    def _collect(self, inputs: RoundInputs) -> tuple[PendingRound, int]:
         """Returns the cohort's sum, and how many clients failed."""
         pending = self.collector.collect(self.clients, inputs)
         failed_groups: tuple[int, ...] = ()
@@ -196,7 +195,7 @@ class RoundLoop:
             self._report_failures(pending, failed_groups)
         return pending, len(pending.failures) + len(failed_groups)
 
-    def _charge(self, inputs: engine.RoundInputs, failed: int) -> None:
+    def _charge(self, inputs: RoundInputs, failed: int) -> None:
         """Pays for a round: first in every ledger, then in memory."""
         run, costs, positions = self.run, self.costs(), inputs.positions
         charge = costs.charge(inputs.round_index, len(positions) - failed)
@@ -211,7 +210,7 @@ class RoundLoop:
             if run.spending.by_client
             else 0.0,
         }
-        if self.plan.seed is not None:
+        if self.run.plan.seed is not None:
             details["seeded"] = True
         for each in self.federated:
             each.on_round_charged(inputs.round_index, charge, details)
@@ -219,7 +218,7 @@ class RoundLoop:
         if run.populations[-1:] != [run.population]:
             run.populations.append(run.population)
 
-    def _release(self, pending: engine.PendingRound) -> dict[str, float]:
+    def _release(self, pending: PendingRound) -> dict[str, float]:
         """Lets the model change by what was paid for."""
         run = self.run
         run.releasing = True
@@ -237,7 +236,7 @@ class RoundLoop:
         return released
 
     def _report_failures(
-        self, pending: engine.PendingRound, failed_groups: tuple[int, ...]
+        self, pending: PendingRound, failed_groups: tuple[int, ...]
     ) -> None:
         number = pending.inputs.round_index + 1
         what = (

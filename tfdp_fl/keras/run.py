@@ -41,22 +41,22 @@ class Facts:
     rounds_charged_twice: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Run:
-    """What a training is between two rounds.
+    """What a training is between two rounds, from its first `fit` on.
 
     The randomness of a round follows from the seed and the round, so it needs
     no state. The weights and the server optimizer's variables are the model's
     and the engine's.
 
     Attributes:
-      run_id: Names the run in ledgers; a resumed one has the same.
-      rounds: How many rounds were run, abandoned ones included.
-      plan: The present or last call of `fit`; None before the first.
+      plan: The present or last call of `fit`.
       sampler: Draws the cohorts.
       deployment: Where the mechanism is used.
-      spending: What the rounds have cost; None before the first `fit`.
+      spending: What the rounds have cost.
       population: The clients of the present `fit`.
+      run_id: Names the run in ledgers; a resumed one has the same.
+      rounds: How many rounds were run, abandoned ones included.
       populations: Those of all that were charged, each where it began.
       num_records: The clients' examples, where those are protected.
       calibration: `rounds` and `max_participations`, for which the clients'
@@ -77,13 +77,13 @@ class Run:
         from which this run was resumed.
     """
 
+    plan: FitPlan
+    sampler: sampling.CohortSampler
+    deployment: Deployment
+    spending: spending_lib.Spending
+    population: Population
     run_id: str = dataclasses.field(default_factory=ledger_lib.new_run)
     rounds: int = 0
-    plan: FitPlan | None = None
-    sampler: sampling.CohortSampler | None = None
-    deployment: Deployment | None = None
-    spending: spending_lib.Spending | None = None
-    population: Population | None = None
     populations: list[Population] = dataclasses.field(default_factory=list)
     num_records: int | None = None
     calibration: dict[str, int] | None = None
@@ -176,7 +176,7 @@ class Run:
         Raises:
           ValueError: The sampler or the mechanism's state is another.
         """
-        values = []
+        values: list[tf.Tensor] = []
         while f"query/{len(values)}" in arrays:
             values.append(tf.constant(arrays[f"query/{len(values)}"]))
         if len(values) != len(tf.nest.flatten(prepared.mechanism_state)):

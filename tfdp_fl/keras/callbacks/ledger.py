@@ -46,13 +46,19 @@ class Ledger(FederatedCallback):
         self.path = pathlib.Path(path)
         self._append = append
         self._key = key
-        self._ledger: accounting.PrivacyLedger | None = None
+        self._opened: accounting.PrivacyLedger | None = None
         self._elsewhere = 0.0
 
     @property
     def head(self) -> str | None:
         """Returns the hash of the last line; None if it is not open."""
-        return None if self._ledger is None else self._ledger.head
+        return None if self._opened is None else self._opened.head
+
+    @property
+    def _ledger(self) -> accounting.PrivacyLedger:
+        if self._opened is None:
+            raise accounting.LedgerError(f"The ledger {self.path} is closed.")
+        return self._opened
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Opens the ledger, refusing that of another run."""
@@ -61,7 +67,7 @@ class Ledger(FederatedCallback):
         target = federated_model.target
         name = resuming.ledger_key(self.path)
         known = run.known_ledgers.get(name)
-        self._ledger = accounting.PrivacyLedger(
+        self._opened = accounting.PrivacyLedger(
             self.path,
             mode="append",
             target_epsilon=None if target is None else target.epsilon,
@@ -196,9 +202,9 @@ class Ledger(FederatedCallback):
 
     def on_fit_end(self) -> None:
         """Closes the file."""
-        if self._ledger is not None:
-            self._ledger.close()
-            self._ledger = None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     def _remember(self) -> None:
         key = resuming.ledger_key(self.path)
