@@ -373,6 +373,18 @@ class ResumeTest(parameterized.TestCase):
             before = {tuple(randomness.round_seed(seed, t)) for t in range(4)}
             self.assertEmpty(drawn & before)
 
+    def test_coefficients_that_were_chosen_otherwise_end_the_segment(self):
+        _fit(_federated(_mechanism("blt:2")), 3, callbacks=[self._checkpoint()])
+        other = _federated(_mechanism("blt:2"))
+        generator = type(other.mechanism.generator)
+        numbers = tuple(n + 1e-7 for n in other.mechanism.generator.numbers)
+        with mock.patch.object(generator, "numbers", numbers):
+            _fit(other, 3, resume_from=self.path)
+        self.assertEqual(_position(other), 0)
+        again = _federated(_mechanism("blt:2"))
+        _fit(again, 3, resume_from=self.path)
+        self.assertEqual(_position(again), 3)
+
     def test_the_ledger_tells_what_was_charged(self):
         fed = _federated()
         _fit(fed, _T, callbacks=[self._checkpoint()])

@@ -347,8 +347,14 @@ class DeclarationTest(parameterized.TestCase):
         self.assertNotEqual(
             _mechanism("blt:2").parameters(), _mechanism("blt:3").parameters()
         )
-        self.assertNotIn("clip_norm", dict(_mechanism().must_not_change()))
-        self.assertIn("strategy", dict(_mechanism().must_not_change()))
+        *values, numbers = _mechanism().must_not_change()
+        self.assertNotIn("clip_norm", dict(values))
+        self.assertIn("strategy", dict(values))
+        self.assertEqual(numbers, _mechanism().generator.numbers)
+        self.assertEqual(
+            _mechanism().must_not_change(),
+            _mechanism(clip_norm=3.0).must_not_change(),
+        )
 
     def test_the_server_s_momentum_has_a_part_in_the_choice(self):
         with_momentum = _mechanism(server_momentum=0.9).generator

@@ -62,6 +62,15 @@ class Generator(abc.ABC):
         first rounds alone (nothing later has an effect on what was released).
         """
 
+    @property
+    @abc.abstractmethod
+    def numbers(self) -> tuple[float, ...]:
+        """What the recursion is made with, to the last bit.
+
+        Optimisers of other versions end in other digits. A memory goes on only
+        with the numbers that it was begun with.
+        """
+
     @abc.abstractmethod
     def squared_errors(self, workload: Workload) -> np.ndarray:
         """Returns each model's noise variance for z of variance 1, [T]."""
@@ -171,6 +180,11 @@ class BandedGenerator(_Toeplitz):
         self.copies = len(self.coefficients) - 1
 
     @property
+    def numbers(self) -> tuple[float, ...]:
+        """See base class."""
+        return tuple(self.coefficients.tolist())
+
+    @property
     def bands(self) -> int:
         """How many diagonals of C are not zero."""
         return len(self.coefficients)
@@ -248,6 +262,11 @@ class BLTGenerator(_Toeplitz):
         self.participation = participation
         self.copies = len(poles)
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """See base class."""
+        return (*self.theta.tolist(), *self.weights.tolist())
+
     def next_noise(
         self, memory: Memory, draw: Draw
     ) -> tuple[list[tf.Tensor], Memory]:
@@ -281,6 +300,11 @@ class TreeGenerator(Generator):
         self.restart_every = min(restart_every, participation.rounds)
         self.participation = participation
         self.copies = 1 + tree.height_count(self.restart_every)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """See base class."""
+        return (self.restart_every,)
 
     @functools.cached_property
     def charges(self) -> np.ndarray:

@@ -287,10 +287,13 @@ class CorrelatedNoise(mechanism.Mechanism):
         return ("correlated_noise_separation", "correlated_noise_secret")
 
     def must_not_change(self) -> Any:
-        """Implements `Mechanism.must_not_change`: all but the clip."""
+        """Implements `Mechanism.must_not_change`: all but the clip.
+
+        Also the coefficients, which another machine may choose otherwise.
+        """
         values = self.parameters()
         del values["clip_norm"]
-        return tuple(values.items())
+        return (*values.items(), self.generator.numbers)
 
     def parameters(self) -> dict[str, Any]:
         """Implements `Mechanism.parameters`; the strategy as its text."""
