@@ -219,8 +219,9 @@ class LocalWorkersTest(_WorkersTestCase):
             )
 
     def test_both_workers_work(self):
+        # Sending the computation comes out of this time.
         self.workers.run_sharded(
-            self.spinning, [np.float32(1), np.float32(2)], time.time() + 0.5
+            self.spinning, [np.float32(1), np.float32(2)], time.time() + 3.0
         )
         first, second = self.workers.last_round
         self.assertEqual((first.pid, second.pid), self.workers.pids)

@@ -72,7 +72,7 @@ class Release:
             mean, new_state, _ = self._query.get_noised_result(
                 total.contribution, state
             )
-        if self._query.mechanism.releases_weights:  # The mean of anybody's.
+        if self._query.mechanism.releases_weights:  # If there are any.
             tf.cond(
                 total.contribution.weight > 0,
                 lambda: self._server.replace(mean),
