@@ -12,6 +12,11 @@ Draw epsilon against rounds, and see what schedules at fixed sigma^2/m buy:
         --noise_multiplier=1 --rounds=100 --delta=1e-5 \
         --plot=epsilon.png --suggest_schedule
 
+See which noise is best where a client's rounds are so far apart (DP-FTRL):
+
+    python scripts/accountant.py --num_clients=1024 --clients_per_round=32 \
+        --rounds=128 --epsilon=8 --delta=1e-5 --compare_noise
+
 Read a ledger, without the model:
 
     python scripts/accountant.py --ledger=ledger.jsonl --delta=1e-5
@@ -25,10 +30,11 @@ from collections.abc import Iterable, Sequence
 
 from absl import app, flags
 
-from tfdp_fl import accounting
-from tfdp_fl.accounting import planner
+from tfdp_fl import accounting, correlated_noise
+from tfdp_fl.accounting import charge, planner
 from tfdp_fl.experiments import plots
 
+# Those that are compared unless told otherwise.
 _SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 _ACCOUNTANTS = ("rdp", "pld")
 
@@ -50,7 +56,11 @@ _DELTA = flags.DEFINE_float("delta", None, "Between 0 and 1.")
 
 # What is compared.
 _SAMPLING = flags.DEFINE_multi_enum(
-    "sampling", _SAMPLINGS, _SAMPLINGS, "The samplings to compare."
+    "sampling",
+    _SAMPLINGS,
+    charge.SAMPLINGS,
+    "The samplings to compare (the cyclic ones with independent noise, charged "
+    "as if every client were in every round).",
 )
 _ACCOUNTANT = flags.DEFINE_multi_enum(
     "accountant", _ACCOUNTANTS, _ACCOUNTANTS, "The accountants to compare."
@@ -64,6 +74,23 @@ _SUGGEST_SCHEDULE = flags.DEFINE_bool(
     "suggest_schedule",
     False,
     "Suggest schedules m_t, sigma_t at fixed sigma^2/m (Geyer et al. 2017).",
+)
+
+_COMPARE_NOISE = flags.DEFINE_bool(
+    "compare_noise",
+    False,
+    "Compare independent noise with noise that is correlated across rounds, "
+    "for --sampling=cyclic; needs --epsilon.",
+)
+_MIN_SEPARATION = flags.DEFINE_integer(
+    "min_separation",
+    None,
+    "With --compare_noise: b, from one round of a client to its next (N / m).",
+)
+_SERVER_MOMENTUM = flags.DEFINE_float(
+    "server_momentum",
+    0.0,
+    "With --compare_noise: of the server optimizer.",
 )
 
 # Reading a ledger instead.
@@ -101,6 +128,8 @@ def main(argv: Sequence[str]) -> None:
         _draw(solved[_SAMPLING.value[0]], _PLOT.value)
     if _SUGGEST_SCHEDULE.value:
         _print_schedules(solved)
+    if _COMPARE_NOISE.value:
+        _print_noise(plan)
 
 
 def _check_flags(plan: planner.Plan) -> None:
@@ -108,7 +137,12 @@ def _check_flags(plan: planner.Plan) -> None:
     if _LEDGER.value:
         others = [
             name
-            for name in (*planner.QUANTITIES, "plot", "suggest_schedule")
+            for name in (
+                *planner.QUANTITIES,
+                "plot",
+                "suggest_schedule",
+                "compare_noise",
+            )
             if name != "delta" and flags.FLAGS[name].value not in (None, False)
         ]
         if others:
@@ -121,7 +155,18 @@ def _check_flags(plan: planner.Plan) -> None:
         return
     if _EXPECTED_HEAD.value or _KEY_FILE.value:
         raise ValueError("--expected_head and --key_file need --ledger.")
-    _ = plan.missing
+    if plan.missing != "noise_multiplier" and _COMPARE_NOISE.value:
+        raise ValueError(
+            "--compare_noise needs all of "
+            f"{', '.join(planner.QUANTITIES)} but noise_multiplier, which is "
+            f"what it is for, got none for {plan.missing}."
+        )
+    if not _COMPARE_NOISE.value and (
+        _MIN_SEPARATION.value is not None or _SERVER_MOMENTUM.value
+    ):
+        raise ValueError(
+            "--min_separation and --server_momentum need --compare_noise."
+        )
     if _PLOT.value:
         plots.pyplot()  # Missed before anything is computed.
         path = pathlib.Path(_PLOT.value)
@@ -218,6 +263,57 @@ def _print_schedules(solved: dict[str, planner.Plan]) -> None:
         "\nThe noise on the average is sigma S/m: in a round with m/4 clients "
         "it is twice\nthe last rounds'. Early updates are large and alike "
         "(watch update_scale and\nbetween_client_variance), so they bear it."
+    )
+
+
+def _print_noise(plan: planner.Plan) -> None:
+    """Prints what each kind of noise comes to at the same guarantee."""
+    separation = _MIN_SEPARATION.value or max(
+        1, plan.num_clients // plan.clients_per_round
+    )
+    where = correlated_noise.Participation(
+        rounds=plan.rounds, min_separation=separation
+    )
+    found = correlated_noise.compare(
+        where,
+        plan.clients_per_round,
+        plan.epsilon,
+        plan.delta,
+        workload=correlated_noise.Workload(momentum=_SERVER_MOMENTUM.value),
+    )
+    print(
+        f"\nNoise for a client in at most {where.max_participations} of "
+        f"{plan.rounds} rounds, at least {separation} apart, without "
+        "amplification\n(--mechanism=correlated --sampling=cyclic), the best "
+        "first:\n"
+    )
+    table = [
+        [
+            "noise",
+            "worst error x sensitivity",
+            "mean",
+            "noise multiplier",
+            "worst model's noise / clip",
+            "copies of the model",
+        ]
+    ]
+    for each in found:
+        table.append(
+            [
+                each.name,
+                f"{each.max_error * each.sensitivity:.2f}",
+                f"{each.rms_error * each.sensitivity:.2f}",
+                _show(each.noise_multiplier, "noise_multiplier"),
+                f"{each.worst_stddev:.3g}",
+                str(each.copies),
+            ]
+        )
+    _print_table(table)
+    print(
+        "\nThe worst model's noise is the stddev in every coordinate, with a "
+        "server that adds\nthe mean update. Poisson cohorts that are drawn in "
+        "secret amplify independent noise\n(the table at the top): compare "
+        "with noise_multiplier sqrt(T) / m of it."
     )
 
 

@@ -12,6 +12,7 @@ from scipy import stats
 
 from tfdp_fl import accounting, sampling
 
+# The cyclic ones have a class of tests of their own.
 _SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 # Each statistical check rejects a right sampler with this probability.
 _FALSE_ALARM = 1e-8
@@ -176,6 +177,121 @@ class SamplerTest(parameterized.TestCase):
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             self.assertLess(peak, 200_000)  # All positions are 8 MB.
+
+
+class CyclicTest(parameterized.TestCase):
+    def _released(self, sampler, rounds, abandoned=lambda t: False):
+        """Returns the cohorts of released rounds; some are abandoned."""
+        cohorts = []
+        for t in range(rounds):
+            cohort = sampler.cohort(t)
+            if not abandoned(t):
+                sampler.released(cohort)
+                cohorts.append(cohort)
+        return cohorts
+
+    def _check_gaps(self, cohorts, n, groups):
+        for client in range(n):
+            rounds = [t for t, each in enumerate(cohorts) if client in each]
+            if len(rounds) > 1:
+                self.assertGreaterEqual(np.diff(rounds).min(), groups)
+            self.assertLessEqual(len(rounds), -(-len(cohorts) // groups))
+
+    @parameterized.product(
+        name=["cyclic", "cyclic_poisson"], seed=[None, 3], n=[40, 43]
+    )
+    def test_a_client_s_released_rounds_are_far_enough_apart(
+        self, name, seed, n
+    ):
+        sampler = sampling.make_sampler(name, n, 7, seed, num_groups=5)
+        cohorts = self._released(sampler, 60, lambda t: t % 7 in (2, 3, 5))
+        self._check_gaps(cohorts, n, 5)
+        # A state goes on where it was; another fit is just later rounds.
+        later = sampling.make_sampler(name, n, 7, seed, num_groups=5)
+        later.restore(json.loads(json.dumps(sampler.state())))
+        for t in range(60, 90):
+            cohort = later.cohort(t)
+            later.released(cohort)
+            cohorts.append(cohort)
+        self._check_gaps(cohorts, n, 5)
+
+    def test_an_abandoned_round_s_group_has_its_turn_again(self):
+        sampler = sampling.make_sampler("cyclic", 20, 5, num_groups=4)
+        first = sampler.cohort(0)
+        np.testing.assert_array_equal(sampler.cohort(1), first)
+        sampler.released(first)
+        self.assertEmpty(np.intersect1d(sampler.cohort(2), first))
+
+    def test_everybody_has_a_turn(self):
+        sampler = sampling.make_sampler("cyclic", 20, 5)
+        self.assertEqual(sampler.num_groups, 4)
+        cohorts = self._released(sampler, 4)
+        np.testing.assert_array_equal(
+            np.sort(np.concatenate(cohorts)), np.arange(20)
+        )
+
+    def test_random_cohorts_have_the_probability_that_is_charged(self):
+        # 8000 rounds of 4 groups; every client is drawn Binomial(2000, .3). A
+        # probability larger by a tenth would give a chi of about 410, and 120
+        # is where the test fails.
+        n, rounds, groups, m = 43, 8000, 4, 3
+        sampler = sampling.make_sampler(
+            "cyclic_poisson", n, m, num_groups=groups
+        )
+        counts = np.zeros(n)
+        for t in range(rounds):
+            cohort = sampler.cohort(t)
+            sampler.released(cohort)
+            counts[cohort] += 1
+        q, each = m / (n // groups), rounds / groups
+        chi = np.sum((counts - each * q) ** 2) / (each * q * (1 - q))
+        self.assertGreater(stats.chi2.sf(chi, n), _FALSE_ALARM)
+
+    def test_too_early_a_client_raises(self):
+        sampler = sampling.make_sampler("cyclic", 20, 5, num_groups=4)
+        state = sampler.state()
+        state["released"] = 6
+        state["last"] = [3] * 20
+        sampler.restore(state)
+        with self.assertRaisesRegex(RuntimeError, "less than 4"):
+            sampler.cohort(6)
+        state["last"] = [2] * 20
+        sampler.restore(state)
+        sampler.cohort(6)
+
+    @parameterized.parameters(
+        ((20, 6, None, 4), "clients_per_round must be at most the 5"),
+        ((20, [5, 5], None, 4), "clients_per_round must be one number"),
+        ((20, 2.5, None, 4), "clients_per_round"),
+        ((20, 5, None, 0), "num_groups"),
+    )
+    def test_what_groups_cannot_do_is_refused(self, arguments, named):
+        n, m, seed, groups = arguments
+        with self.assertRaisesRegex(ValueError, named):
+            sampling.make_sampler("cyclic", n, m, seed, num_groups=groups)
+
+    def test_other_groups_states_are_refused(self):
+        state = sampling.make_sampler("cyclic", 20, 5, num_groups=4).state()
+        other = sampling.make_sampler("cyclic", 20, 5, num_groups=3)
+        with self.assertRaisesRegex(ValueError, "num_groups"):
+            other.restore(state)
+
+    def test_how_often_one_client_can_be_drawn(self):
+        sampler = sampling.make_sampler("cyclic", 20, 5, num_groups=4)
+        self.assertEqual(
+            [sampler.max_participations(r) for r in (0, 1, 4, 5, 9)],
+            [0, 1, 1, 2, 3],
+        )
+
+    def test_nothing_is_claimed_for_the_draw(self):
+        event = dp_accounting.GaussianDpEvent(2.0)
+        for name in ("cyclic", "cyclic_poisson"):
+            sampler = sampling.make_sampler(name, 1000, 5, num_groups=4)
+            charge = sampler.charge(0, event)
+            self.assertEqual(charge.sampling, name)
+            self.assertFalse(charge.is_amplified)
+            self.assertEqual(charge.dp_event(), event)
+            self.assertEqual(charge.sensitivity, 1.0)
 
 
 class ChargeTest(parameterized.TestCase):

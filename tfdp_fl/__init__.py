@@ -3,6 +3,7 @@
 import importlib
 
 from tfdp_fl import accounting, datasets, losses
+from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Tree
 from tfdp_fl.keras import (
     DPFederatedModel,
     callbacks,
@@ -12,6 +13,7 @@ from tfdp_fl.keras import (
 from tfdp_fl.mechanisms import (
     AdaptiveClipping,
     AdaptiveLocalDP,
+    CorrelatedNoise,
     FixedClipping,
     LocalDP,
     MedianClipping,
@@ -22,8 +24,11 @@ from tfdp_fl.mechanisms import (
 from tfdp_fl.version import __version__
 
 __all__ = [
+    "BLT",
     "AdaptiveClipping",
     "AdaptiveLocalDP",
+    "BandedToeplitz",
+    "CorrelatedNoise",
     "DPFederatedModel",
     "FixedClipping",
     "LocalDP",
@@ -31,6 +36,7 @@ __all__ = [
     "NbAFL",
     "NoPrivacy",
     "QueryMechanism",
+    "Tree",
     "__version__",
     "accounting",
     "callbacks",

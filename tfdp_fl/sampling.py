@@ -32,21 +32,35 @@ def make_sampler(
     num_clients: int,
     clients_per_round: schedules.Schedule,
     seed: int | None = None,
+    num_groups: int | None = None,
 ) -> CohortSampler:
     """Returns the sampler of that name.
 
     Args:
-      sampling: "poisson", "fixed_size" or "shuffled".
+      sampling: "poisson", "fixed_size", "shuffled", "cyclic" or
+        "cyclic_poisson".
       num_clients: N.
       clients_per_round: m, at most N: a number (whole, except for Poisson,
         where it is the expected size), a sequence with one per round, or a
         callable of the 0-based round.
       seed: None for secret, fresh entropy.
+      num_groups: For the cyclic ones: how many groups take turns, which is
+        the min separation of a client's rounds; None: as many as there are
+        with m clients in each.
     """
-    samplers = (PoissonSampler, FixedSizeSampler, ShuffledSampler)
+    samplers: tuple[type[CohortSampler], ...] = (
+        PoissonSampler,
+        FixedSizeSampler,
+        ShuffledSampler,
+        CyclicSampler,
+        CyclicPoissonSampler,
+    )
     by_name = {cls.sampling: cls for cls in samplers}
     _validate.one_of(by_name, sampling=sampling)
-    return by_name[sampling](num_clients, clients_per_round, seed)
+    kind = by_name[sampling]
+    if issubclass(kind, CyclicSampler):
+        return kind(num_clients, clients_per_round, num_groups, seed)
+    return kind(num_clients, clients_per_round, seed)
 
 
 class CohortSampler(abc.ABC):
@@ -133,6 +147,14 @@ class CohortSampler(abc.ABC):
         """Returns whether no pass over the clients is in progress."""
         del round_index  # Only shuffled cohorts come in passes.
         return True
+
+    def released(self, positions: np.ndarray) -> None:
+        """Hears who took part in a round that is about to be released.
+
+        Args:
+          positions: Int64 [size], sorted.
+        """
+        del positions  # Only cyclic cohorts go by it.
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep, as JSON values.
@@ -303,3 +325,156 @@ class ShuffledSampler(CohortSampler):
         self._key = state["key"]
         self._partition = state["partition"]
         self._order = None
+
+
+class CyclicSampler(CohortSampler):
+    """Fixed groups of clients in turn, m clients of a group in each cohort.
+
+    Clients are divided at random into b groups as equal as can be, once and
+    for all. The cohort comes from group r mod b, r the number of rounds that
+    were released before, so that two rounds of one client have at least b - 1
+    released rounds between them, however many were abandoned. That is what
+    correlated noise counts on (`CorrelatedNoise`); nothing is claimed for who
+    of a group is drawn, nor for the secrecy of the groups.
+
+    Choquette-Choo et al. (2023), "(Amplified) Banded Matrix Factorization",
+    algorithm 2 (https://arxiv.org/abs/2306.08153).
+    """
+
+    sampling = "cyclic"
+
+    def __init__(
+        self,
+        num_clients: int,
+        clients_per_round: float,
+        num_groups: int | None = None,
+        seed: int | None = None,
+    ):
+        """Divides the clients.
+
+        Args:
+          num_clients: N.
+          clients_per_round: m, a number, at most floor(N / b).
+          num_groups: b; None: floor(N / m).
+          seed: None for secret, fresh entropy.
+
+        Raises:
+          ValueError: A group has fewer clients than a cohort.
+        """
+        super().__init__(num_clients, clients_per_round, seed)
+        if not schedules.is_constant(self._clients_per_round):
+            raise ValueError(
+                "clients_per_round must be one number under "
+                f"{self.sampling} sampling, got {clients_per_round!r}."
+            )
+        size = self._nominal_size(0)
+        if num_groups is None:
+            num_groups = max(1, int(self._num_clients // size))
+        self._num_groups = _validate.positive_integer(num_groups=num_groups)
+        if size > self.group_size:
+            raise ValueError(
+                "clients_per_round must be at most the "
+                f"{self.group_size} clients of a group, of which there are "
+                f"{self._num_groups} (one for every round of the min "
+                f"separation) over num_clients={self._num_clients}, got "
+                f"{size!r}."
+            )
+        self._key = None if seed is not None else secrets.token_hex(32)
+        self._released = 0
+        # In which released round each client was last, or -1.
+        self._last = np.full(self._num_clients, -1, np.int64)
+        self._order: np.ndarray | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """B, which is also the min separation of a client's rounds."""
+        return self._num_groups
+
+    @property
+    def group_size(self) -> int:
+        """The number of clients in the smallest group."""
+        return self._num_clients // self._num_groups
+
+    def _group(self) -> np.ndarray:
+        """Returns who may be in the coming cohort: int64, in secret order."""
+        if self._order is None:
+            first = int(self._key, 16) if self._seed is None else self._seed
+            rng = np.random.default_rng(
+                np.random.SeedSequence([first, _STREAM])
+            )
+            self._order = rng.permutation(self._num_clients)
+        return self._order[
+            self._released % self._num_groups :: self._num_groups
+        ]
+
+    def cohort(self, round_index: int) -> np.ndarray:
+        """See base class.
+
+        Raises:
+          RuntimeError: One of the clients was in a round less than b ago.
+        """
+        group = self._group()
+        members = self._drawn(group, self._generator(round_index))
+        cohort = np.sort(members.astype(np.int64))
+        last = self._last[cohort]
+        early = last[last >= 0] > self._released - self._num_groups
+        if early.any():
+            raise RuntimeError(
+                f"{early.sum()} client(s) of the cohort took part less than "
+                f"{self._num_groups} released rounds ago, which correlated "
+                "noise does not cover: the state of the sampler is damaged."
+            )
+        return cohort
+
+    def _drawn(self, group: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        size = int(self._nominal_size(0))
+        return rng.choice(group, size=size, replace=False, shuffle=False)
+
+    def released(self, positions: np.ndarray) -> None:
+        """See base class; the next group has its turn then."""
+        self._last[positions] = self._released
+        self._released += 1
+
+    def max_participations(self, rounds: int, first_round: int = 0) -> int:
+        """Returns how often a group's turn can come."""
+        del first_round
+        rounds = _validate.non_negative_integer(rounds=rounds)
+        return -(-rounds // self._num_groups)
+
+    def state(self) -> dict[str, Any]:
+        """See base class."""
+        return {
+            **super().state(),
+            "num_groups": self._num_groups,
+            "key": self._key,
+            "released": self._released,
+            "last": self._last.tolist(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See base class."""
+        super().restore(state)
+        if state.get("num_groups") != self._num_groups:
+            raise ValueError(
+                f"state was saved with num_groups={state.get('num_groups')!r},"
+                f" this sampler has num_groups={self._num_groups!r}."
+            )
+        self._key = state["key"]
+        self._released = int(state["released"])
+        self._last = np.array(state["last"], np.int64)
+        self._order = None
+
+
+class CyclicPoissonSampler(CyclicSampler):
+    """Fixed groups in turn, each client of one independently of the others.
+
+    Its probability is m / floor(N / b) in every group. The draw within the
+    group is what amplified banded noise counts on.
+    """
+
+    sampling = "cyclic_poisson"
+    _fractional_sizes = True
+
+    def _drawn(self, group: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        size = rng.binomial(len(group), self._nominal_size(0) / self.group_size)
+        return rng.choice(group, size=size, replace=False, shuffle=False)

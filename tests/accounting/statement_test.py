@@ -102,6 +102,16 @@ class StatementTest(parameterized.TestCase):
         text = _text(sampling="shuffled")
         self.assertIn("no amplification", text)
 
+    def test_cyclic_says_zero_out_and_what_is_counted_on(self):
+        text = _text(sampling="cyclic")
+        self.assertIn("replaced by nothing, in its place", text)
+        self.assertIn("No amplification by sampling is claimed", text)
+        content = _text(sampling="cyclic_poisson", format="dict")
+        self.assertEqual(content["relation"], "REPLACE_SPECIAL")
+        self.assertIn("cyclic_poisson_secrecy", content["caveats"])
+        self.assertNotIn("cyclic_no_amplification", content["caveats"])
+        self.assertNotIn("cyclic_zero_out", _text(format="dict")["caveats"])
+
     def test_local_and_central_are_kept_apart(self):
         text = _text(
             guarantee="local",

@@ -145,6 +145,11 @@ class AnyMechanismTest(parameterized.TestCase):
                 clip_norm=1.0, noise_multiplier=1.0, noise_site="client"
             ),
         ),
+        (
+            tfdp_fl.CorrelatedNoise(
+                clip_norm=1.0, noise_multiplier=1.0, rounds=8, min_separation=2
+            ),
+        ),
     )
     def test_others_are_refused(self, mechanism):
         with self.assertRaisesRegex(ValueError, "mechanism must be a central"):

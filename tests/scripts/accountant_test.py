@@ -54,6 +54,22 @@ class AccountantTest(parameterized.TestCase):
         ):
             self.assertRegex(text, rf"{sampling} +{epsilon}\n")
 
+    def test_kinds_of_noise_are_compared(self):
+        plan = {**_PLAN, "noise_multiplier": None, "epsilon": 8.0}
+        text = _run(**plan, compare_noise=True, min_separation=10)
+        rows = [line.split() for line in text.splitlines()]
+        names = [" ".join(row[:2]) for row in rows]
+        self.assertLess(names.index("b bands"), names.index("2 buffers"))
+        self.assertIn("at most 10 of 100 rounds, at least 10 apart", text)
+
+    @parameterized.parameters(
+        ({"compare_noise": True}, "noise_multiplier"),
+        ({"min_separation": 3}, "--compare_noise"),
+    )
+    def test_what_the_comparison_needs(self, flags_given, named):
+        with self.assertRaisesRegex(SystemExit, named):
+            _run(**_PLAN, **flags_given)
+
     def test_both_accountants_side_by_side(self):
         text = _run(
             **{**_PLAN, "rounds": 10, "noise_multiplier": 5.0},

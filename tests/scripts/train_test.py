@@ -27,6 +27,7 @@ _SHORT = {
     "local": ["--rounds=4"],
     "adaptive_local": ["--rounds=6"],
     "nbafl": ["--rounds=8"],
+    "correlated": ["--rounds=12"],
 }
 # A command line, and a word that its one sentence has to contain.
 _REFUSED = (
@@ -37,6 +38,10 @@ _REFUSED = (
     (["--mechanism=adaptive", "--clip_norm=1"], "--clip_norm"),
     (["--mechanism=none", "--target_epsilon=1"], "--target_epsilon"),
     (["--mechanism=none", "--noise_multiplier=1"], "--noise_multiplier"),
+    (["--mechanism=correlated", "--sampling=poisson"], "sampling"),
+    (["--mechanism=correlated", "--strategy=blt:x"], "strategy"),
+    (["--mechanism=correlated", "--noise_site=client"], "noise_site"),
+    (["--mechanism=fixed", "--strategy=blt"], "--strategy"),
     (["--mechanism=nbafl", "--target_delta=1e-3"], "--target_delta"),
     (["--mechanism=local", "--accountant=pld"], "--accountant"),
     (["--noise_site=client"], "noise_site"),

@@ -33,9 +33,8 @@ class PrivacyAccountant:
     passes at constant z are one Gaussian of z/sqrt(k).
 
     A history has one neighbouring relation: fixed-size rounds
-    (replace-one) next to Poisson or shuffled ones (add-or-remove-one) are
-    refused, as no single guarantee of either kind covers both. Poisson and
-    shuffled rounds may be mixed.
+    (replace-one) next to all others (add-or-remove-one) are refused, as no
+    single guarantee of either kind covers both. Those others may be mixed.
 
     RDP is kept incrementally: each distinct charge is computed once, and a
     round costs a vector addition. PLD is composed on demand, equal charges by
@@ -236,9 +235,9 @@ class PrivacyAccountant:
                     "the exact conversion of one Gaussian (Balle & Wang 2018)"
                 )
             return f"the privacy loss distributions of {package}"
-        foreign = self._other or any(
+        foreign = any(
             charge.noise_multiplier is None for charge in self._amplified
-        )
+        ) or not all(map(rdp_lib.is_sampled_gaussian, self._other))
         return (
             "tfdp_fl's own Renyi accounting, which is tested against that of "
             + package

@@ -13,7 +13,13 @@ import dp_accounting
 from tfdp_fl import _json, _validate
 from tfdp_fl.accounting import events
 
-SAMPLINGS = ("poisson", "fixed_size", "shuffled")
+# "cyclic" and "cyclic_poisson": fixed groups of clients in turn.
+SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic", "cyclic_poisson")
+# Those that make a round cheaper than its event. (Under "cyclic_poisson" an
+# event says itself which sampling makes it cheaper.)
+_AMPLIFIED = ("poisson", "fixed_size")
+# Those whose cohorts have no fixed size.
+_RANDOM_SIZE = ("poisson", "cyclic_poisson")
 ACCOUNTANTS = ("rdp", "pld")
 
 
@@ -26,8 +32,12 @@ class RoundCharge:
 
     Attributes:
       sampling: How the cohort was really drawn: "poisson" (each client with
-        probability q = m/N), "fixed_size" (m of N without replacement) or
-        "shuffled" (each client once per pass; no amplification claimed).
+        probability q = m/N), "fixed_size" (m of N without replacement),
+        "shuffled" (each client once per pass; no amplification claimed),
+        "cyclic" (fixed groups in turn, m of a group without replacement; no
+        amplification claimed) or "cyclic_poisson" (fixed groups in turn, each
+        client of a group with the same probability; only an event that is
+        itself a `PoissonSampledDpEvent` is cheaper for it).
       num_clients: N, the number of clients in the population.
       clients_per_round: m, the expected number of clients in this round.
       event: What the mechanism releases about the cohort, without sampling.
@@ -55,7 +65,7 @@ class RoundCharge:
         _validate.one_of(SAMPLINGS, sampling=self.sampling)
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
-        if self.sampling != "poisson":
+        if self.sampling not in _RANDOM_SIZE:
             if not m.is_integer():
                 raise ValueError(
                     "clients_per_round must be a whole number under "
@@ -101,7 +111,7 @@ class RoundCharge:
     @property
     def sampling_probability(self) -> float:
         """The ratio m/N, at most 1; 1 where no amplification is claimed."""
-        if self.sampling == "shuffled":
+        if self.sampling not in _AMPLIFIED:
             return 1.0
         return min(1.0, self.clients_per_round / self.num_clients)
 
@@ -133,7 +143,8 @@ class RoundCharge:
         https://arxiv.org/abs/1808.00087), and PLD gets
         `TruncatedSubsampledGaussianDpEvent(N, 1.0, m, z)`, which doubles the
         sensitivity itself; both under replace-one. Shuffled: the bare event,
-        of which a client meets one per pass (see `PrivacyAccountant`).
+        of which a client meets one per pass (see `PrivacyAccountant`). Cyclic:
+        the bare event, also for a client who cannot be in the round.
 
         Args:
           accountant: "rdp" or "pld".

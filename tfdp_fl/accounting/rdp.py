@@ -79,12 +79,40 @@ def _charge_rdp(charge, orders):
     return rdp
 
 
+def is_sampled_gaussian(event: dp_accounting.DpEvent) -> bool:
+    """Returns whether an event is a Poisson-sampled Gaussian."""
+    return isinstance(event, dp_accounting.PoissonSampledDpEvent) and (
+        isinstance(event.event, dp_accounting.GaussianDpEvent)
+    )
+
+
+@functools.lru_cache(maxsize=256)
 def event_rdp(
     event: dp_accounting.DpEvent,
     relation: dp_accounting.NeighboringRelation,
     orders: tuple[float, ...],
 ) -> np.ndarray:
-    """Returns what dp_accounting's own RDP accountant says of an event."""
+    """Returns the Renyi divergences of an event that is no Gaussian.
+
+    They are those of dp_accounting's own accountant, but for a Poisson-sampled
+    Gaussian under add-or-remove-one (`poisson_gaussian_rdp`).
+    """
+    by_removal = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    if relation is by_removal and is_sampled_gaussian(event):
+        rdp = poisson_gaussian_rdp(
+            event.sampling_probability, event.event.noise_multiplier, orders
+        )
+    else:
+        rdp = _dp_accountings_rdp(event, relation, orders)
+    rdp.setflags(write=False)
+    return rdp
+
+
+def _dp_accountings_rdp(
+    event: dp_accounting.DpEvent,
+    relation: dp_accounting.NeighboringRelation,
+    orders: tuple[float, ...],
+) -> np.ndarray:
     accountant = dp_accounting.rdp.RdpAccountant(orders, relation)
     try:
         accountant.compose(event)

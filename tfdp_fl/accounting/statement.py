@@ -85,6 +85,20 @@ CAVEATS: dict[str, str] = {
         "clients N, is not protected, and no amplification by sampling is "
         "claimed."
     ),
+    "cyclic_zero_out": (
+        "Clients were divided into fixed groups, at random, and the groups "
+        "took part in turn. A client counts as absent here when everything it "
+        "hands in counts as zero in its place; that it has this place in its "
+        "group, and so the number of clients N, is not protected."
+    ),
+    "cyclic_no_amplification": (
+        "No amplification by sampling is claimed: epsilon holds whoever of a "
+        "group takes part, and also towards those who know the groups."
+    ),
+    "cyclic_poisson_secrecy": (
+        "Who of a group takes part is drawn in secret; where epsilon counts "
+        "on that draw, it does not hold towards those who know who was drawn."
+    ),
     "population_stated": (
         "The number of clients N and the sizes of the cohorts that were drawn "
         "are stated as they are; where neighbours differ by one client added "
@@ -181,6 +195,15 @@ _SAMPLING = {
         "each round drew exactly m of the N clients without replacement"
     ),
     "shuffled": "each pass went once through all N clients in shuffled order",
+    "cyclic": (
+        "the N clients were divided into fixed groups, which took part in "
+        "turn, with m clients a round"
+    ),
+    "cyclic_poisson": (
+        "the N clients were divided into fixed groups, which took part in "
+        "turn, each client of a group with the same probability, independently "
+        "of the others"
+    ),
 }
 
 _RELATION = {
@@ -207,7 +230,7 @@ class StatementFacts:
       mechanism_parameters: Its parameters, for the record.
       unit: What is protected as a whole; "client" or "record".
       relation: The neighbouring relation; default that of the sampling.
-      sampling: "poisson", "fixed_size" or "shuffled".
+      sampling: One of `charge.SAMPLINGS`.
       num_clients: N.
       populations: N of every population there were rounds on, in their order,
         where there were several.
@@ -329,6 +352,8 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         relation = (
             dp_accounting.NeighboringRelation.REPLACE_ONE
             if local or facts.sampling == "fixed_size"
+            else dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+            if facts.sampling in ("cyclic", "cyclic_poisson")
             else dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
         )
     populations = list(facts.populations) or [facts.num_clients]
@@ -336,6 +361,14 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     if math.isfinite(best):
         if facts.sampling == "shuffled" and not local:
             caveats.setdefault("shuffled_zero_out", None)
+        if facts.sampling in ("cyclic", "cyclic_poisson") and not local:
+            caveats.setdefault("cyclic_zero_out", None)
+            caveats.setdefault(
+                "cyclic_no_amplification"
+                if facts.sampling == "cyclic"
+                else "cyclic_poisson_secrecy",
+                None,
+            )
         if facts.sampling == "fixed_size" and not local:
             caveats.setdefault("fixed_size_population_known", None)
         if facts.guarantee == "local":

@@ -10,6 +10,7 @@ from tfdp_fl.aggregators.mechanism_factory import (
 from tfdp_fl.aggregators.named import (
     AdaptiveClippingFactory,
     AdaptiveLocalDPFactory,
+    CorrelatedNoiseFactory,
     FixedClippingFactory,
     LocalDPFactory,
     MedianClippingFactory,
@@ -30,6 +31,7 @@ __all__ = [
     "AdaptiveClippingFactory",
     "AdaptiveLocalDPFactory",
     "AggregatorState",
+    "CorrelatedNoiseFactory",
     "FixedClippingFactory",
     "LocalDPFactory",
     "MechanismFactory",

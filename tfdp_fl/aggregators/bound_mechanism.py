@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import dp_accounting
@@ -10,6 +11,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import _validate, schedules
+from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.aggregators import (
     cohort_process,
     cohort_size,
@@ -20,7 +22,7 @@ from tfdp_fl.aggregators import (
 from tfdp_fl.mechanisms import cohort_query, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
-SAMPLINGS = ("poisson", "fixed_size", "shuffled")
+_WHOLE_COHORTS = ("fixed_size", "shuffled", "cyclic")
 
 
 class BoundMechanism:
@@ -49,7 +51,8 @@ class BoundMechanism:
           mechanism: The mechanism.
           clients_per_round: m, the expected cohort size: a number, a sequence
             with one value a round, or (with `rounds`) a callable of the round.
-          sampling: "poisson", "fixed_size", "shuffled", or None if unknown.
+          sampling: "poisson", "fixed_size", "shuffled", "cyclic", or None if
+            unknown.
           num_clients: The population N, or None if unknown.
           rounds: The number of rounds T that are planned, or None.
           max_participations: The most rounds that any one client takes part
@@ -75,7 +78,14 @@ class BoundMechanism:
             if value is not None:
                 _validate.positive_integer(**{name: value})
         if sampling is not None:
-            _validate.one_of(SAMPLINGS, sampling=sampling)
+            _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
+        period = mechanism.event_period
+        if period is not None and sampling == "cyclic_poisson":
+            raise ValueError(
+                "sampling must be 'cyclic' (or None, if unknown) in TFF with "
+                f"{mechanism.name}, whose amplification is not counted here, "
+                f"got {sampling!r}; what is charged then holds for it, too."
+            )
         clients = round_values.tabulated(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )
@@ -87,10 +97,13 @@ class BoundMechanism:
             _validate.non_negative,
         )
         lengths = [len(each) for each in (clients, noise) if _is_table(each)]
+        if period is not None:
+            lengths.append(period)
         if rounds is not None and lengths and rounds > min(lengths):
             raise ValueError(
                 f"rounds={rounds} must be at most the {min(lengths)} rounds "
-                "for which noise_multiplier and clients_per_round have values."
+                "for which noise_multiplier and clients_per_round have values "
+                "and the mechanism's noise is made."
             )
         if rounds is None and lengths:
             rounds = min(lengths)
@@ -122,9 +135,9 @@ class BoundMechanism:
                     f"clients_per_round must be at most num_clients={limit}, "
                     f"got {value!r}."
                 )
-            whole = self._needs_exact_cohort or self.deployment.sampling in (
-                "fixed_size",
-                "shuffled",
+            whole = (
+                self._needs_exact_cohort
+                or self.deployment.sampling in _WHOLE_COHORTS
             )
             if whole and not value.is_integer():
                 raise ValueError(
@@ -132,9 +145,21 @@ class BoundMechanism:
                     f"cohort size is fixed, got {value!r}."
                 )
 
-    def bind(self, num_variables: int) -> cohort_query.CohortQuery:
-        """Returns the mechanism's query for values of so many tensors."""
-        return self.mechanism.bind(self._deployment_for(num_variables))
+    def bind(
+        self,
+        num_variables: int,
+        shapes: tuple[tuple[int, ...], ...] | None = None,
+    ) -> cohort_query.CohortQuery:
+        """Returns the mechanism's query for values of so many tensors.
+
+        Args:
+          num_variables: How many.
+          shapes: Theirs, if they are known.
+        """
+        deployment = self._deployment_for(num_variables)
+        return self.mechanism.bind(
+            dataclasses.replace(deployment, shapes=shapes)
+        )
 
     def _deployment_for(self, num_variables: int) -> contribution.Deployment:
         return dataclasses.replace(self.deployment, num_variables=num_variables)
@@ -160,7 +185,7 @@ class BoundMechanism:
           scalars_factory: Sums the other numbers of the records.
         """
         num_variables = values.check_value_type(value_type)
-        query = wrap(self.bind(num_variables))
+        query = wrap(self.bind(num_variables, values.shapes(value_type)))
         return cohort_process.create_cohort_process(
             query,
             self._plan(num_variables),
@@ -176,8 +201,7 @@ class BoundMechanism:
     ) -> cohort_size.CohortSizeCheck:
         return cohort_size.CohortSizeCheck(
             exact=self._needs_exact_cohort,
-            at_most_expected=self.deployment.sampling
-            in ("fixed_size", "shuffled"),
+            at_most_expected=self.deployment.sampling in _WHOLE_COHORTS,
             at_most=self.deployment.num_clients,
             some_weight=self.mechanism.releases_weights,
         )
@@ -225,6 +249,8 @@ class BoundMechanism:
                 multipliers.append(float(event.noise_multiplier))
             elif isinstance(event, dp_accounting.NonPrivateDpEvent):
                 multipliers.append(0.0)
+            elif isinstance(event, dp_accounting.NoOpDpEvent):
+                multipliers.append(math.inf)
             else:
                 return event, 0.0
         return None, tuple(multipliers)

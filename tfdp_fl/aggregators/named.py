@@ -73,6 +73,7 @@ def factory_of(
 
 AdaptiveClippingFactory = factory_of(mechanisms.AdaptiveClipping)
 AdaptiveLocalDPFactory = factory_of(mechanisms.AdaptiveLocalDP)
+CorrelatedNoiseFactory = factory_of(mechanisms.CorrelatedNoise)
 FixedClippingFactory = factory_of(mechanisms.FixedClipping)
 LocalDPFactory = factory_of(mechanisms.LocalDP)
 MedianClippingFactory = factory_of(mechanisms.MedianClipping)

@@ -45,7 +45,8 @@ def history_kind(
     """Returns an int64 that stands for what a round's cost is a number of.
 
     Args:
-      mechanism: The mechanism; its class, caveats and noise site count.
+      mechanism: The mechanism; its class, caveats and noise site count, and
+        what it says must not change.
       event: What a round releases. A Gaussian, or no privacy, is not part of
         the kind (nor is None, which stands for them): the noise multiplier is
         written down with each round.
@@ -53,9 +54,14 @@ def history_kind(
     """
     if isinstance(
         event,
-        (dp_accounting.GaussianDpEvent, dp_accounting.NonPrivateDpEvent),
+        (
+            dp_accounting.GaussianDpEvent,
+            dp_accounting.NonPrivateDpEvent,
+            dp_accounting.NoOpDpEvent,
+        ),
     ):
         event = None
+    same = mechanism.must_not_change()
     text = repr(
         (
             mechanism.name,
@@ -64,6 +70,7 @@ def history_kind(
             mechanism.noise_site,
             event,
             sampling,
+            *((same,) if same else ()),
         )
     )
     digest = hashlib.sha256(text.encode()).digest()

@@ -51,6 +51,20 @@ def check_value_type(value_type: tff.types.Type) -> int:
     return len(leaves)
 
 
+def shapes(value_type: tff.types.Type) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the shapes of a value's tensors; None where one is not known.
+
+    Args:
+      value_type: Type of one client's value, checked.
+    """
+    leaves = [
+        tf.TensorShape(leaf.shape) for _, leaf in _leaf_types(value_type, "")
+    ]
+    if not all(leaf.is_fully_defined() for leaf in leaves):
+        return None
+    return tuple(tuple(leaf.as_list()) for leaf in leaves)
+
+
 def _leaf_types(
     type_: tff.types.Type, path: str
 ) -> list[tuple[str, tff.types.Type]]:

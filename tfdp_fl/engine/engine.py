@@ -130,7 +130,11 @@ class CohortEngine:
         first.check_state()
         self._label_ranges = first.label_ranges
         self.query = mechanism.bind(
-            dataclasses.replace(deployment, num_variables=len(first.variables))
+            dataclasses.replace(
+                deployment,
+                num_variables=len(first.variables),
+                shapes=tuple(tuple(each.shape) for each in first.variables),
+            )
         )
         self.state = self.query.initial_global_state()
         counterpart = replicas.counterparts(model, first.model)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp_fl import _validate
+from tfdp_fl.accounting.charge import SAMPLINGS
 from tfdp_fl.experiments import mechanism_options
 from tfdp_fl.experiments.mechanism_options import (
     CENTRAL,
@@ -214,10 +215,12 @@ class Settings(_MechanismParameters):
     # The rounds.
     sampling: Any = _option(
         None,
-        ("poisson", "fixed_size", "shuffled"),
+        SAMPLINGS,
         "How a cohort is drawn: poisson (every client with probability m/N; "
-        "for fixed, adaptive, median), fixed_size (m of N; for the others), "
-        "or shuffled (every client once per pass).",
+        "for fixed, adaptive, median), fixed_size (m of N; for local ones), "
+        "shuffled (every client once per pass), cyclic (fixed groups in turn; "
+        "for correlated), or cyclic_poisson (each client of the group whose "
+        "turn it is with the same probability).",
     )
     clients_per_round: str | float | None = _option(
         None,
@@ -578,10 +581,12 @@ class Settings(_MechanismParameters):
             raise ValueError("--tff_data needs --tff_workers or --tff_hosts.")
 
 
+# Those that no setting of another kind has the name of, as --rounds has.
 _MECHANISM_PARAMETERS = tuple(
     dict.fromkeys(
         parameter
         for mechanism in MECHANISMS
         for parameter in parameters_of(mechanism)
+        if parameter not in Settings.__annotations__
     )
 )

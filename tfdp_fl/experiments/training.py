@@ -18,6 +18,7 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.experiments import plots, run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
+from tfdp_fl.keras.make_private import known_facts
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _SERVER_ADAM_RATE = 0.01
@@ -124,8 +125,16 @@ def _federated_model(
     num_clients: int,
     delta: float,
 ) -> DPFederatedModel:
-    options = settings.mechanism_options()
     kind: Any = settings_lib.MECHANISMS[settings.mechanism]
+    options = {
+        **known_facts(
+            kind,
+            settings.rounds,
+            num_clients,
+            _smallest(settings.schedule("clients_per_round")),
+        ),
+        **settings.mechanism_options(),
+    }
     cohorts: dict[str, Any] = {
         "clients_per_round": settings.schedule("clients_per_round"),
         "sampling": settings.sampling,
@@ -146,10 +155,9 @@ def _federated_model(
             target_epsilon=settings.target_epsilon,
             target_delta=delta,
             num_clients=num_clients,
-            rounds=settings.rounds,
             mechanism=mechanism,
             accountant=settings.accountant,
-            **options,
+            **{**options, "rounds": settings.rounds},
             **cohorts,
         )
     if (

@@ -70,6 +70,7 @@ class DPFedAvg(fixed.DPFedAvgFixed):
             mechanism.guarantee != "central"
             or mechanism.noise_site != "server"
             or not mechanism.scales_updates
+            or mechanism.event_period is not None
             or mechanism.first_memory(self._deployment) != ()
         ):
             raise ValueError(

@@ -24,6 +24,7 @@ class RoundCosts:
       sampler: Draws the cohorts.
       spending: What the rounds so far have cost.
       first_round: The coming round, counted from 0.
+      first_event: What `Mechanism.event_index` says of it.
       accountant: "rdp" or "pld", unless a method is told otherwise.
     """
 
@@ -32,6 +33,7 @@ class RoundCosts:
     sampler: sampling.CohortSampler
     spending: spending_lib.Spending
     first_round: int
+    first_event: int
     accountant: str
 
     def draw(
@@ -61,7 +63,10 @@ class RoundCosts:
           round_index: The round, counted from 0.
           answered: How many clients answered; None: as many as expected.
         """
-        event = self.mechanism.round_event(round_index, self.deployment)
+        ahead = round_index - self.first_round
+        event = self.mechanism.round_event(
+            self.first_event + ahead, self.deployment
+        )
         size = self.sampler.expected_cohort_size(round_index)
         if answered is not None:
             size = answered

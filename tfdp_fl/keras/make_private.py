@@ -59,11 +59,14 @@ def make_private(
       clients_per_round: The expected cohort size m, constant or a schedule.
       rounds: T.
       mechanism: A registered name: "adaptive", "fixed", "median", "local",
-        "adaptive_local", "none" (the baseline without privacy, from the same
-        call; it keeps no target) or one of your own (`mechanisms.register`);
-        or a mechanism whose `noise_multiplier` is replaced (a schedule of it
-        is scaled as a whole).
-      sampling: "poisson", "fixed_size" or "shuffled".
+        "adaptive_local", "correlated" (with a cyclic sampling; its `rounds`
+        are those given here, and its `min_separation` is N / m, unless given),
+        "none" (the baseline without privacy, from the same call; it keeps no
+        target) or one of your own (`mechanisms.register`); or a mechanism
+        whose `noise_multiplier` is replaced (a schedule of it is scaled as a
+        whole).
+      sampling: "poisson", "fixed_size", "shuffled", "cyclic" or
+        "cyclic_poisson".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
         returned model.
       on_overspend: "stop": a `fit` ends before the round that would pass the
@@ -87,14 +90,21 @@ def make_private(
     model_options = {
         name: options.pop(name) for name in _MODEL_OPTIONS if name in options
     }
-    sampler = sampling_lib.make_sampler(
-        sampling, num_clients, clients_per_round
-    )
     smallest = min(
         schedules.value_at(clients_per_round, t, "clients_per_round")
         for t in range(rounds)
     )
+    if isinstance(mechanism, str) and mechanism in mechanisms.names():
+        kind = mechanisms.by_name(mechanism)
+        known = known_facts(kind, rounds, num_clients, smallest)
+        options = {**known, **options}
     make = _maker(mechanism, options, epsilon, delta, smallest)
+    sampler = sampling_lib.make_sampler(
+        sampling,
+        num_clients,
+        clients_per_round,
+        num_groups=make(_TINY).min_separation,
+    )
     noise = None
     if make(_TINY).guarantee == "central":
         deployment = mechanisms.Deployment(
@@ -146,6 +156,29 @@ def make_private(
     )
 
 
+def known_facts(
+    kind: type[mechanisms.Mechanism],
+    rounds: int,
+    num_clients: int,
+    clients_per_round: float,
+) -> dict[str, int]:
+    """Returns those parameters of a mechanism that follow from the run.
+
+    Args:
+      kind: The mechanism's class.
+      rounds: T.
+      num_clients: N.
+      clients_per_round: m.
+    """
+    known = {
+        "rounds": rounds,
+        # As many groups as there are with m clients in each.
+        "min_separation": max(1, int(num_clients // clients_per_round)),
+    }
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: known[name] for name in known.keys() & names}
+
+
 def _maker(
     mechanism: str | mechanisms.Mechanism,
     options: dict[str, Any],
@@ -175,7 +208,8 @@ def _maker(
         ):
             raise ValueError(
                 "mechanism must be one whose noise_multiplier can be chosen "
-                "(AdaptiveClipping, FixedClipping or MedianClipping) or one of "
+                "(AdaptiveClipping, CorrelatedNoise, FixedClipping or "
+                "MedianClipping) or one of "
                 f"{', '.join(map(repr, allowed))}, got {mechanism!r}."
             )
         schedule = schedules.fixed(mechanism.noise_multiplier)

@@ -91,7 +91,9 @@ class DPFederatedModel:
             what it says then is what is used and what is charged.
           sampling: "poisson": every client takes part with probability m/N;
             "fixed_size": m of N without replacement; "shuffled": every client
-            once per pass.
+            once per pass; "cyclic": fixed groups in turn, m of the group;
+            "cyclic_poisson": each client of the group with the same
+            probability (see `sampling.CyclicSampler`).
           delta: Where given, `History` has epsilon at this delta.
           accountant: "rdp" or "pld", by which epsilon is computed unless told
             otherwise. PLD is tighter, and costs about 0.1 s a round where
@@ -339,7 +341,7 @@ class DPFederatedModel:
         Returns:
           A Keras `History`: the compiled metrics, `val_*`, and for each round
           `cohort_size`, `clip_norm`, `noise_stddev` (of the noise on the sum
-          of updates), `clipped_fraction`, `mean_update_norm`,
+          of updates; of its fresh part if it is correlated), `clipped_fraction`, `mean_update_norm`,
           `discarded_clients`, `failed_clients`, `abandoned_rounds`, `epsilon`
           where a delta is known, and `between_client_variance` and
           `update_scale` if asked for.
@@ -403,6 +405,7 @@ class DPFederatedModel:
         )
         prepared.engine.check_labels(clients)
         self._prepared = prepared
+        prepared.engine.state = run.mechanism_state
         if interrupted is not None:
             run = interrupted.restore(
                 self.model, compiled, prepared.engine, run
@@ -588,6 +591,9 @@ class DPFederatedModel:
             sampler=run.sampler,
             spending=run.spending,
             first_round=run.rounds,
+            first_event=self.mechanism.event_index(
+                run.rounds, run.mechanism_state.memory
+            ),
             accountant=self.accountant,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
 
 import tensorflow as tf
 
@@ -29,6 +30,7 @@ _OF_THIS_FIT = (
     "num_records",
     "calibration",
     "mechanism_state",
+    "releasing",
 )
 
 
@@ -114,7 +116,9 @@ class Preparation:
             ),
             num_records=num_records,
             calibration=calibrated,
-            mechanism_state=prepared.engine.state,
+            mechanism_state=self._mechanism_state(
+                prepared.engine, sampler, population
+            ),
         )
         if self.run is not None:
             same_number = (
@@ -175,7 +179,31 @@ class Preparation:
             num_clients,
             self.setup.clients_per_round,
             self.plan.seed,
+            self.setup.mechanism.min_separation,
         )
+
+    def _mechanism_state(
+        self,
+        cohort_engine: engine.CohortEngine,
+        sampler: sampling.CohortSampler,
+        population: run_lib.Population,
+    ) -> Any:
+        """Returns the state to begin with.
+
+        Its memory goes on only if the coming rounds keep to what it counts
+        on: the same clients in the same groups, and no release since that it
+        does not know of.
+        """
+        run = self.run
+        goes_on = (
+            run is not None
+            and sampler is run.sampler
+            and population == run.population
+            and not run.releasing
+        )
+        if goes_on:
+            return cohort_engine.state
+        return cohort_engine.query.new_segment(cohort_engine.state)
 
     def _records(self) -> tuple[int | None, int | None]:
         """Returns how many records there are, and the fewest of a client.

@@ -7,6 +7,7 @@ the server optimizer's variables, and the arguments of `fit`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 import warnings
@@ -23,6 +24,7 @@ from tfdp_fl.keras import fit_plan
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
+from tfdp_fl.mechanisms import Mechanism
 
 LEDGER = "ledger.jsonl"
 _CLIENT_IDS = "clients' ids (their digest, in order)"
@@ -72,11 +74,18 @@ def capture(
             },
             "learning_rate": compiled.learning_rate,
             "ledger_head": ledger_head,
+            "memory_of": _memory_of(setup.mechanism),
             "keras": keras_versions.name(),
             "weight_names": _weight_names(model),
         },
         arrays=arrays,
     )
+
+
+def _memory_of(mechanism: Mechanism) -> str:
+    """Returns what a mechanism's memory belongs to, as a digest."""
+    text = repr(mechanism.must_not_change())
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def settings(
@@ -359,7 +368,12 @@ class InterruptedRun:
         if "run" not in metadata and self.ledger is not None:
             # In a ledger that names no runs, they are those without a name.
             run.run_id = self.ledger.identity or run.run_id
-        self._count_ledger(run)
+        query = cohort_engine.query
+        lost = self._count_ledger(run)
+        if lost or metadata.get("memory_of") != _memory_of(query.mechanism):
+            # What lost rounds released, the memory knows nothing of; nor does
+            # it go with coefficients that this machine chose otherwise.
+            run.mechanism_state = query.new_segment(run.mechanism_state)
         run.spending.keep_others(prepared.spending.others)
         run.known_ledgers[self._ledger_key] = (
             "" if self.ledger is None else self.ledger.head
@@ -374,10 +388,10 @@ class InterruptedRun:
         compiled.set_learning_rate(metadata["learning_rate"])
         return run
 
-    def _count_ledger(self, run: run_lib.Run) -> None:
+    def _count_ledger(self, run: run_lib.Run) -> int:
         """Counts the rounds that were charged after the checkpoint."""
         if self.ledger is None or not self.ledger.entries:
-            return
+            return 0
         spending = run.spending
         saved = spending.rounds
         spending.absorb(self.ledger, run.run_id, self._ledger_key)
@@ -386,6 +400,7 @@ class InterruptedRun:
             spending.lost_mu_squared,
             self.ledger.lost_mu_squared(run.rounds, run.run_id),
         )
+        return spending.rounds - saved
 
 
 def _short(value: Any) -> str:

@@ -182,7 +182,7 @@ class RoundLoop:
             local_epochs=plan.local_epochs,
             learning_rate=self.compiled.learning_rate,
             seed=randomness.round_seed(
-                plan.seed, round_index, run.interrupted_releases
+                plan.seed, round_index, run.repeated_rounds
             ),
             shuffle=randomness.shuffle_generator(plan.seed, round_index)
             if plan.shuffle
@@ -228,12 +228,15 @@ class RoundLoop:
     def _release(self, pending: PendingRound) -> dict[str, float]:
         """Lets the model change by what was paid for."""
         run = self.run
+        run.releasing = True
+        run.sampler.released(pending.inputs.positions)
         try:
             released = self.engine.release(pending)
         except BaseException:
             run.interrupted_releases += 1
             raise
         run.mechanism_state = self.engine.state
+        run.releasing = False
         run.cohort_sizes.append(len(pending.inputs.positions))
         run.log_names = list(released)
         run.remember_norms(pending.inputs.positions, pending.window_norms)

@@ -71,6 +71,7 @@ class Run:
       budget_delta: The delta of the last `PrivacyBudget`.
       audit: The last `CanaryAudit`; no checkpoint keeps it.
       interrupted_releases: Releases that were broken off half-way.
+      releasing: Whether one may be in the model that the run does not know of.
       known_ledgers: The hash of the last line that this run knows of each
         ledger, by the ledger's path.
       ledgers_ahead: Those which may hold rounds that came after the checkpoint
@@ -95,8 +96,20 @@ class Run:
     budget_delta: float | None = None
     audit: Any = None
     interrupted_releases: int = 0
+    releasing: bool = False
     known_ledgers: dict[str, str] = dataclasses.field(default_factory=dict)
     ledgers_ahead: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def repeated_rounds(self) -> int:
+        """How many releases there may be of rounds that are run again.
+
+        With a seed, a round that is run again must not have the noise it had
+        before, where later noise hangs on it.
+        """
+        if self.mechanism_state.memory == ():
+            return self.interrupted_releases
+        return self.interrupted_releases + self.facts.rounds_charged_twice
 
     def keep_windows(self, shape: tuple[int, int, int] | None) -> None:
         """Makes empty windows, unless they are there or None is asked for."""

@@ -57,8 +57,8 @@ def privacy_charges(
         `tfdp_fl.aggregators.accountable_state`).
       mechanism: The mechanism that ran the last round. Earlier ones may have
         had another noise multiplier, if the mechanism was of the same kind.
-      sampling: How the cohorts were drawn: "poisson", "fixed_size" or
-        "shuffled".
+      sampling: How the cohorts were drawn: "poisson", "fixed_size",
+        "shuffled" or "cyclic".
       num_clients: N, the population they were drawn from.
       clients_per_round: m, as the process that ran the last round had it.
       rounds: The number of rounds that were planned, where the mechanism
@@ -79,6 +79,7 @@ def privacy_charges(
         rounds=rounds,
         num_variables=_num_variables(state),
     )
+    _check_memory(mechanism, deployment)
     history = _history(found, mechanism, deployment)
     done = len(history.costs)
     events = [
@@ -138,7 +139,7 @@ def epsilon(
         `tfdp_fl.aggregators.accountable_state`).
       mechanism: The mechanism that ran the last round. What earlier rounds
         cost is in the state; a state of another kind of mechanism is refused.
-      sampling: "poisson", "fixed_size" or "shuffled".
+      sampling: "poisson", "fixed_size", "shuffled" or "cyclic".
       num_clients: N.
       clients_per_round: m, as the process that ran the last round had it.
       delta: In (0, 1).
@@ -236,6 +237,25 @@ def privacy_statement(
     return accounting.privacy_statement(spent.facts, delta, format)
 
 
+def _check_memory(
+    mechanism: mechanism_lib.Mechanism, deployment: contribution.Deployment
+) -> None:
+    """Refuses samplings that noise with a memory does not go with.
+
+    Raises:
+      ValueError: It is such a sampling.
+    """
+    if mechanism.event_period is None:
+        return
+    if deployment.sampling == "cyclic_poisson":
+        raise ValueError(
+            "sampling must be 'cyclic' with a mechanism whose noise has a "
+            "memory, whose amplification is not counted here, got "
+            "'cyclic_poisson'; the epsilon of 'cyclic' holds for it, too."
+        )
+    mechanism.check(deployment)
+
+
 def _num_variables(state: Any) -> int | None:
     weights = getattr(state, "global_model_weights", None)
     return None if weights is None else len(tf.nest.flatten(weights.trainable))
@@ -289,6 +309,8 @@ def _event(
     deployment: contribution.Deployment,
 ) -> dp_accounting.DpEvent:
     """Returns what a round released, from what is written down of it."""
+    if math.isinf(cost):
+        return dp_accounting.NoOpDpEvent()
     if cost > 0:
         return dp_accounting.GaussianDpEvent(cost)
     if mechanism.guarantee != "central":

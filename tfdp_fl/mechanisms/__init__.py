@@ -10,6 +10,7 @@ from tfdp_fl.mechanisms.contribution import (
     Deployment,
     Round,
 )
+from tfdp_fl.mechanisms.correlated_noise import CorrelatedNoise
 from tfdp_fl.mechanisms.fixed_clipping import FixedClipping
 from tfdp_fl.mechanisms.local_dp import LocalDP
 from tfdp_fl.mechanisms.mechanism import Mechanism
@@ -30,6 +31,7 @@ __all__ = [
     "Client",
     "CohortQuery",
     "Contribution",
+    "CorrelatedNoise",
     "Deployment",
     "FixedClipping",
     "LocalDP",

@@ -100,6 +100,17 @@ class CohortQuery:
         memory = self.mechanism.first_memory(self.deployment)
         return RoundWithMemory(*first, memory) if memory != () else first
 
+    def new_segment(self, state: Round) -> Round | RoundWithMemory:
+        """Returns a state that has forgotten the rounds before, but its clip.
+
+        Where a round may have been released that the state knows nothing of,
+        later noise must not be correlated with that of the rounds before it.
+        """
+        if state.memory == ():
+            return state
+        memory = self.mechanism.first_memory(self.deployment)
+        return state._replace(memory=memory)
+
     def begin_round(
         self,
         state: Round,
@@ -210,9 +221,7 @@ class CohortQuery:
         mean = mechanism.mean(
             update, sample_state.weight, state, self.deployment
         )
-        event: dp_accounting.DpEvent = dp_accounting.NonPrivateDpEvent()
-        if mechanism.guarantee == "central":
-            event = dp_accounting.GaussianDpEvent(state.noise_multiplier)
+        event = mechanism.query_event(state)
         state = state._replace(clip_norm=mechanism.next_clip_norm(sums, state))
         if memory != ():
             state = state._replace(memory=memory)

@@ -18,11 +18,12 @@ class Deployment:
     Attributes:
       clients_per_round: The expected cohort size m, constant or a schedule.
       num_clients: The population N, or None if unknown.
-      sampling: "poisson", "fixed_size", "shuffled", or None if unknown.
+      sampling: One of `accounting.charge.SAMPLINGS`, or None if unknown.
       rounds: The number of rounds T that are planned, or None if unknown.
       max_participations: The most rounds that any one client may take part
         in, or None if unknown.
       num_variables: How many tensors an update has, or None if unknown.
+      shapes: Theirs, or None if unknown.
       min_examples: The smallest number of examples that a client holds, or
         None if unknown.
     """
@@ -33,6 +34,7 @@ class Deployment:
     rounds: int | None = None
     max_participations: int | None = None
     num_variables: int | None = None
+    shapes: tuple[tuple[int, ...], ...] | None = None
     min_examples: int | None = None
 
     def cohort_size(self, round_index: int) -> float:

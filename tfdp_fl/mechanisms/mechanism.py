@@ -53,6 +53,10 @@ class Mechanism(abc.ABC):
       proximal_weight: mu of the term (mu/2) ||w - w_received||^2 in local
         training.
       max_participations: After so many rounds a client sits out, if not None.
+      min_separation: So many rounds at least are from one round of a client to
+        its next, if not None; cyclic sampling has as many groups.
+      event_period: After so many released rounds `round_event` begins anew;
+        None: it changes with schedules alone.
       noise_multiplier: z, where it is a parameter.
       epsilon: A budget that the noise is calibrated to, where it is a
         parameter.
@@ -74,6 +78,8 @@ class Mechanism(abc.ABC):
     suggested_run: ClassVar[Mapping[str, Any]] = {"target_epsilon": 8.0}
     proximal_weight: ClassVar[Any] = 0.0
     max_participations: ClassVar[Any] = None
+    min_separation: ClassVar[Any] = None
+    event_period: ClassVar[Any] = None
     noise_multiplier: ClassVar[Any] = 0.0
     noise_site: ClassVar[Any] = "server"
     window: ClassVar[Any] = None
@@ -284,6 +290,27 @@ class Mechanism(abc.ABC):
         del round_index, deployment
         return float("inf")
 
+    def event_index(self, round_index: int, memory: Any) -> int:
+        """Returns what `round_event` is to be asked for.
+
+        Args:
+          round_index: The coming round, counted from 0, abandoned rounds
+            included.
+          memory: `RoundWithMemory.memory` before it; () without one.
+        """
+        del memory
+        return round_index
+
+    def query_event(self, round: Round) -> dp_accounting.DpEvent:
+        """Returns `round_event` as a query reports it, of TensorFlow scalars.
+
+        Args:
+          round: This round.
+        """
+        if self.guarantee != "central":
+            return dp_accounting.NonPrivateDpEvent()
+        return dp_accounting.GaussianDpEvent(round.noise_multiplier)
+
     def mu_squared(self, deployment: Deployment) -> float:
         """Returns (sensitivity / sigma)^2 of one client's own release.
 
@@ -367,6 +394,15 @@ class Mechanism(abc.ABC):
         """Returns the keys of the caveats that the statement has to make.
 
         Of `own_caveats`, or of `accounting.CAVEATS`.
+        """
+        return ()
+
+    def must_not_change(self) -> Any:
+        """Returns what has to stay as it is from round to round; () if nothing.
+
+        Beside the mechanism's class. Other parameters may change (in TFF a
+        state can be handed on to another process): rounds are charged one by
+        one.
         """
         return ()
 

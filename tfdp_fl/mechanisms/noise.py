@@ -74,24 +74,50 @@ def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
     return draw * tf.cast(stddev, tf.float32)
 
 
-def _normals(size: int | tf.Tensor) -> list[tf.Tensor]:
+def _normals(
+    size: int | tf.Tensor, seed: tf.Tensor | None = None
+) -> list[tf.Tensor]:
     """Draws `size` float32 N(0, 1) as some vectors, to be read as one.
 
     A drawing operation runs on one thread; several can run side by side. The
     vectors' lengths, and so what is drawn, do not depend on the machine.
     """
+    seed = next_seed() if seed is None else seed
     if not isinstance(size, int) or size <= _SMALLEST_CHUNK:
-        return [normal([size], 1.0)]
+        return [tf.random.stateless_normal([size], seed, alg=_PHILOX)]
     # A multiple of 16, so that slicing at the boundaries copies nothing.
     chunk = max(_SMALLEST_CHUNK, -(-size // (16 * _MOST_CHUNKS)) * 16)
     lengths = [min(chunk, size - start) for start in range(0, size, chunk)]
     seeds = tf.random.experimental.stateless_split(
-        next_seed(), len(lengths), alg=_PHILOX
+        seed, len(lengths), alg=_PHILOX
     )
     return [
         tf.random.stateless_normal([length], seed, alg=_PHILOX)
         for length, seed in zip(lengths, tf.unstack(seeds), strict=True)
     ]
+
+
+def standard_normals(
+    tensors: list[tf.Tensor], seed: tf.Tensor
+) -> list[tf.Tensor]:
+    """Draws float32 N(0, 1) of the shapes of some tensors.
+
+    They are what `add_normal` adds with a stddev of 1 and the same seed.
+
+    Args:
+      tensors: Of any dtype; their shapes must be known.
+      seed: Int64, shape [2], that no other draw uses.
+    """
+    sizes = [_size(tensor) for tensor in tensors]
+    draws = _normals(sum(sizes), seed)
+    result, start = [], 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        zeros = tf.zeros([size])
+        parts = [part for _, part in _pieces(zeros, size, draws, start)]
+        flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        result.append(tf.reshape(flat, tf.shape(tensor)))
+        start += size
+    return result
 
 
 def _size(tensor: tf.Tensor) -> int | tf.Tensor:

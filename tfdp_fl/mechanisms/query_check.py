@@ -105,7 +105,8 @@ def _why_not(query_class: type) -> str:
         return (
             ", whose noise is correlated over the rounds (it is seeded by the "
             "clock, its state changes shape, and it reports no event that can "
-            "be accounted for round by round)"
+            "be accounted for round by round; tfdp_fl.CorrelatedNoise with "
+            "strategy=tfdp_fl.Tree() does what it is for)"
         )
     return ""
 

@@ -32,6 +32,11 @@ class WrappedState(NamedTuple):
     inner: Any
     clients_per_round: tf.Tensor
 
+    @property
+    def memory(self) -> Any:
+        """Nothing: see `contribution.RoundWithMemory`."""
+        return ()
+
 
 class WrappedQuery(cohort_query.CohortQuery):
     """Runs a TF-Privacy query inside the cohort query's interface."""

@@ -1,0 +1,173 @@
+"""Correlated noise as a TFF aggregation factory."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.mechanisms import statistics
+from tfdp_fl import aggregators, learning
+
+_SHAPES = ([100, 120], [10_000])
+_TYPE = tff.to_type([tff.TensorType(np.float32, s) for s in _SHAPES])
+_ROUNDS = 5
+
+
+def _mechanism(strategy="banded", noise_multiplier=2.0, **options):
+    return tfdp_fl.CorrelatedNoise(
+        clip_norm=0.5,
+        noise_multiplier=noise_multiplier,
+        strategy=strategy,
+        **{"rounds": _ROUNDS, "min_separation": 2, **options},
+    )
+
+
+def _process(mechanism, **options):
+    return aggregators.from_mechanism(mechanism, 2, **options).create(_TYPE)
+
+
+def _run(process, rounds, clients=2):
+    zeros = [np.zeros(shape, np.float32) for shape in _SHAPES]
+    state, results = process.initialize(), []
+    for _ in range(rounds):
+        output = process.next(state, [zeros] * clients)
+        state = output.state
+        results.append(np.concatenate([np.ravel(r) for r in output.result]))
+    return state, np.array(results)
+
+
+class CorrelatedNoiseTest(parameterized.TestCase):
+    @parameterized.parameters("banded", "blt:2", "tree", "banded:1")
+    def test_noise_is_that_of_the_strategy(self, strategy):
+        mechanism = _mechanism(strategy)
+        _, results = _run(_process(mechanism), _ROUNDS)
+        # In units of z S / m, and undone: fresh noise of stddev 1 again.
+        noise = results / (2.0 * 0.5 / 2)
+        made = mechanism.generator
+        if strategy == "tree":
+            expected = np.sqrt(made.squared_errors(_workload()))
+            for total, stddev in zip(
+                np.cumsum(noise, axis=0), expected, strict=True
+            ):
+                statistics.assert_gaussian(total, stddev)
+            return
+        c = np.zeros(_ROUNDS)
+        c[: len(made.coefficients)] = made.coefficients
+        fresh = np.array(
+            [
+                sum(c[j] * noise[t - j] for j in range(t + 1))
+                for t in range(_ROUNDS)
+            ]
+        )
+        statistics.assert_gaussian(fresh, 1.0)
+        for t in range(1, _ROUNDS):
+            statistics.assert_uncorrelated(fresh[t], fresh[t - 1])
+
+    def test_every_round_is_written_down_with_its_own_charge(self):
+        for strategy in ("blt:2", "tree", "banded"):
+            mechanism = _mechanism(strategy, max_participations=2)
+            state, _ = _run(_process(mechanism), _ROUNDS)
+            costs = np.asarray(state.history.costs)
+            charges = mechanism.generator.charges
+            with np.errstate(divide="ignore"):
+                np.testing.assert_allclose(costs, 2.0 / charges, rtol=1e-12)
+            spent = learning.epsilon(
+                state,
+                mechanism,
+                sampling="cyclic",
+                num_clients=4,
+                clients_per_round=2,
+                delta=1e-5,
+                accountant="pld",
+            )
+            whole = tfdp_fl.accounting.gaussian_epsilon(
+                2.0 / mechanism.generator.sensitivity, 1e-5
+            )
+            self.assertAlmostEqual(float(spent), whole, places=6)
+            self.assertIn("correlated_noise_secret", spent.facts.caveats)
+
+    def test_past_the_last_round_nothing_comes_out(self):
+        process = _process(_mechanism())
+        state, _ = _run(process, _ROUNDS)
+        zeros = [np.zeros(shape, np.float32) for shape in _SHAPES]
+        with self.assertRaises(Exception) as caught:
+            process.next(state, [zeros] * 2)
+        self.assertIn("lies past its end", str(caught.exception))
+
+    @parameterized.parameters("poisson", "fixed_size", "shuffled")
+    def test_other_samplings_are_refused(self, sampling):
+        with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
+            _process(_mechanism(), sampling=sampling)
+        state, _ = _run(_process(_mechanism()), 1)
+        with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
+            self._epsilon(state, _mechanism(), sampling)
+
+    def test_amplification_is_not_counted_here(self):
+        with self.assertRaisesRegex(ValueError, "amplification"):
+            _process(_mechanism(), sampling="cyclic_poisson")
+        state, _ = _run(_process(_mechanism()), 1)
+        with self.assertRaisesRegex(ValueError, "amplification"):
+            self._epsilon(state, _mechanism(), "cyclic_poisson")
+
+    @parameterized.parameters(
+        {"noise_multiplier": 3.0},
+        {"strategy": "blt:2"},
+        {"rounds": _ROUNDS + 1},
+        {"min_separation": 3},
+        {"max_participations": 1},
+    )
+    def test_a_state_of_other_noise_is_refused(self, **changed):
+        first, _ = _run(_process(_mechanism()), 1)
+        with self.assertRaises(ValueError):
+            self._epsilon(first, _mechanism(**changed), "cyclic")
+
+    def _epsilon(self, state, mechanism, sampling):
+        return learning.epsilon(
+            state,
+            mechanism,
+            sampling=sampling,
+            num_clients=4,
+            clients_per_round=2,
+            delta=1e-5,
+        )
+
+    def test_values_of_unknown_shape_are_refused(self):
+        factory = aggregators.from_mechanism(_mechanism(), 2)
+        with self.assertRaisesRegex(ValueError, "shapes"):
+            factory.create(tff.TensorType(np.float32, [None]))
+
+    def test_has_a_factory_of_its_own(self):
+        factory = aggregators.CorrelatedNoiseFactory(
+            clip_norm=1.0,
+            noise_multiplier=1.0,
+            rounds=8,
+            min_separation=2,
+            clients_per_round=3,
+        )
+        self.assertEqual(factory.mechanism.rounds, 8)
+        self.assertEqual(factory.deployment.rounds, 8)
+
+    def test_clients_are_told_nothing_of_the_noise(self):
+        query = _mechanism().bind(
+            tfdp_fl.mechanisms.Deployment(
+                clients_per_round=2, shapes=tuple(map(tuple, _SHAPES))
+            )
+        )
+        state = query.initial_global_state()
+        told = query.derive_sample_params(state)
+        self.assertLen(tf.nest.flatten(told), 3)
+        self.assertGreater(len(tf.nest.flatten(state)), 3)
+        self.assertFalse(math.isnan(float(told.clip_norm)))
+
+
+def _workload():
+    return tfdp_fl.correlated_noise.Workload()
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,197 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.correlated_noise import references
+from tests.mechanisms import statistics
+from tfdp_fl.correlated_noise import (
+    BLT,
+    BandedToeplitz,
+    Participation,
+    Tree,
+    tree,
+)
+
+SHAPES = ([3], [2, 2], [])
+ROUNDS = 37
+STRATEGIES = {
+    "independent": BandedToeplitz(1),
+    "2 bands": BandedToeplitz(2),
+    "5 bands": BandedToeplitz(5),
+    "all bands": BandedToeplitz(ROUNDS),
+    "1 buffer": BLT(1),
+    "3 buffers": BLT(3),
+    "tree": Tree(),
+    "restarts": Tree(8),
+    "restarts every 5": Tree(5),
+    "restarts every round": Tree(1),
+}
+
+
+def promised(rounds=ROUNDS, gap=8):
+    return Participation(rounds=rounds, min_separation=gap)
+
+
+def stream(generator, draws, shapes=SHAPES, graph=True):
+    """Returns noise of all rounds, [rounds, size], from a table of draws.
+
+    Draw i of round t is row used(t) + i of the table, as in `tree.noise_rows`.
+    """
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    table = tf.constant(draws, tf.float32)
+
+    def one_round(memory, first):
+        def draw(i):
+            row = table[first + tf.cast(i, tf.int32)]
+            parts = tf.split(row, sizes)
+            return [
+                tf.reshape(part, shape)
+                for part, shape in zip(parts, shapes, strict=True)
+            ]
+
+        return generator.next_noise(memory, draw)
+
+    if graph:
+        one_round = tf.function(one_round)
+    memory = generator.first_memory(shapes)
+    result, used = [], 0
+    for t in range(generator.participation.rounds):
+        noise, memory = one_round(memory, tf.constant(used))
+        result.append(np.concatenate([np.ravel(n) for n in noise]))
+        used += draws_of(generator, t)
+    assert used == len(draws)
+    return np.array(result), memory
+
+
+def draws_of(generator, t):
+    every = getattr(generator, "restart_every", None)
+    return 1 if every is None else tree.node_count(t % every + 1)
+
+
+def dense_noise(generator, draws):
+    rounds = generator.participation.rounds
+    if hasattr(generator, "restart_every"):
+        return tree.noise_rows(rounds, generator.restart_every) @ draws
+    dense = references.dense(generator.coefficients, rounds)
+    return np.linalg.solve(dense, draws)
+
+
+def table_for(generator):
+    count = sum(
+        draws_of(generator, t) for t in range(generator.participation.rounds)
+    )
+    return np.random.default_rng(7).normal(size=(count, 8))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_noise_is_what_the_dense_matrices_make_of_the_draws(name):
+    generator = STRATEGIES[name].generator(promised())
+    draws = table_for(generator)
+    noise, memory = stream(generator, draws)
+    expected = dense_noise(generator, draws)
+    np.testing.assert_allclose(noise, expected, atol=3e-6)
+    assert int(memory.position) == ROUNDS
+    for buffer, shape in zip(memory.buffers, SHAPES, strict=True):
+        assert buffer.shape == [generator.copies, *shape]
+
+
+def test_draws_in_turn_are_told_apart():
+    # z = 1, 2, ..., 8, as the design gives it.
+    generator = BandedToeplitz(coefficients=(1, 0.5, 0.25)).generator(
+        promised(8, 1)
+    )
+    noise, _ = stream(generator, np.arange(1.0, 9)[:, None], ([1],))
+    expected = [1.0]
+    for t in range(1, 8):
+        before = expected[t - 2] if t > 1 else 0.0
+        expected.append(t + 1 - 0.5 * expected[-1] - 0.25 * before)
+    np.testing.assert_allclose(noise[:, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["5 bands", "3 buffers", "tree"])
+def test_eager_and_compiled_noise_are_the_same(name):
+    generator = STRATEGIES[name].generator(promised())
+    draws = table_for(generator)
+    compiled, _ = stream(generator, draws)
+    eager, _ = stream(generator, draws, graph=False)
+    np.testing.assert_allclose(compiled, eager, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [BandedToeplitz(32), BLT(3), Tree()])
+def test_float32_is_exact_enough_over_two_thousand_rounds(strategy):
+    generator = strategy.generator(promised(2048, 256))
+    draws = table_for(generator)
+    noise, _ = stream(generator, draws)
+    difference = noise - dense_noise(generator, draws)
+    assert np.abs(np.cumsum(difference, axis=0)).max() < 5e-4
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 8, 9, 2047, 2048])
+def test_buffers_have_the_size_that_is_promised(rounds):
+    where = promised(rounds, min(rounds, 256))
+    assert Tree().generator(where).copies == int(np.log2(rounds)) + 2
+    assert BandedToeplitz(1).generator(where).copies == 0
+    bands = min(rounds, 5)
+    made = BandedToeplitz(5).generator(where)
+    assert (made.bands, made.copies) == (bands, bands - 1)
+    assert (
+        BLT(theta=(0.9, 0.5), theta_hat=(0.7, 0.2)).generator(where).copies == 2
+    )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_charges_go_by_the_coefficients_that_are_used(name):
+    generator = STRATEGIES[name].generator(promised())
+    if hasattr(generator, "coefficients"):
+        matrix = references.dense(generator.coefficients, ROUNDS)
+    else:
+        matrix = references.tree_matrix(ROUNDS, generator.restart_every)
+    first = references.worst_by_count(matrix[:, :ROUNDS], 8)[-1]
+    assert generator.sensitivity**2 >= first * (1 - 1e-12)
+    assert np.sum(generator.charges**2) == pytest.approx(
+        generator.sensitivity**2
+    )
+    if hasattr(generator, "coefficients"):
+        assert generator.sensitivity**2 == pytest.approx(first)
+
+
+@pytest.mark.parametrize(
+    "strategy", [BandedToeplitz(4), BLT(2), Tree(), Tree(3)]
+)
+def test_covariance_is_that_of_the_strategy(strategy):
+    # 40 000 short runs side by side. An entry of the covariance has a standard
+    # error of at most sqrt(2 v_s v_t / runs); a false alarm of 6.2 of them in
+    # one of 36 entries is rarer than 36 * 6e-10 = 2e-8 (4 tests: below 1e-7).
+    rounds, runs = 8, 40_000
+    generator = strategy.generator(promised(rounds, 4))
+    seed = tf.constant([3, 5], tf.int64)
+    memory = generator.first_memory([[runs]])
+    noise = []
+    for t in range(rounds):
+
+        def draw(i, t=t):
+            inner = tf.random.experimental.stateless_fold_in(
+                seed, 1000 * t + int(i)
+            )
+            return [tf.random.stateless_normal([runs], inner)]
+
+        n, memory = generator.next_noise(memory, draw)
+        noise.append(n[0].numpy())
+    found = np.cov(np.array(noise), bias=True)
+    rows = (
+        tree.noise_rows(rounds, generator.restart_every)
+        if hasattr(generator, "restart_every")
+        else np.linalg.inv(references.dense(generator.coefficients, rounds))
+    )
+    expected = rows @ rows.T
+    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
+    assert np.all(np.abs(found - expected) <= 6.2 * np.sqrt(2 / runs) * scale)
+    statistics.assert_gaussian(noise[0], np.sqrt(expected[0, 0]))
+    # A tenth more noise is found out.
+    wrong = np.abs(1.1**2 * np.diag(found) - np.diag(expected))
+    assert np.all(wrong > 6.2 * np.sqrt(2 / runs) * np.diag(expected))
+
+
+def test_two_poles_that_are_one_are_refused():
+    with pytest.raises(ValueError, match=r"theta .*differ in float32"):
+        BLT(theta=(0.5, 0.5), theta_hat=(0.3, 0.1)).generator(promised())

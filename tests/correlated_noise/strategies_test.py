@@ -1,0 +1,86 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tfdp_fl.correlated_noise import (
+    BLT,
+    BandedToeplitz,
+    Participation,
+    Tree,
+    Workload,
+    strategies,
+)
+
+
+def promised(rounds=24, gap=8):
+    return Participation(rounds=rounds, min_separation=gap)
+
+
+def test_bands_are_the_min_separation_unless_said_otherwise():
+    assert BandedToeplitz().generator(promised()).bands == 8
+    assert BandedToeplitz().generator(promised(4, 8)).bands == 4
+    assert BandedToeplitz(3).generator(promised()).bands == 3
+
+
+def test_given_coefficients_are_used_as_they_are():
+    made = BandedToeplitz(coefficients=[1, 0.5, 0.25])
+    assert made.bands == 3
+    np.testing.assert_array_equal(
+        made.generator(promised()).coefficients, [1, 0.5, 0.25]
+    )
+    assert made.generator(promised(2, 1)).bands == 2
+
+
+def test_given_poles_are_used_as_they_are():
+    made = BLT(theta=[0.75, 0.25], theta_hat=[0.5, 0.125])
+    assert made.num_buffers == 2
+    c = made.generator(promised()).coefficients
+    x = 0.1
+    expected = (1 - 0.5 * x) * (1 - 0.125 * x) / (1 - 0.75 * x)
+    expected /= 1 - 0.25 * x
+    assert np.polynomial.polynomial.polyval(x, c) == pytest.approx(expected)
+
+
+def test_the_same_declaration_is_optimised_once():
+    one = BLT(2).generator(promised())
+    assert BLT(2).generator(promised()) is one
+    assert BLT(2).generator(promised(), Workload()) is one
+    assert BLT(2).generator(promised(), Workload(momentum=0.5)) is not one
+
+
+@pytest.mark.parametrize("strategy", [BandedToeplitz(4), BLT(2), Tree(4)])
+def test_declarations_are_frozen_and_hashable(strategy):
+    hash(strategy)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        strategy.bands = 3
+    assert strategy.describe()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: BandedToeplitz(0), "bands"),
+        (lambda: BandedToeplitz(2.5), "bands"),
+        (lambda: BandedToeplitz(3, coefficients=(1, 0.5)), "bands"),
+        (lambda: BandedToeplitz(coefficients=(1, 0, 0.9)), "coefficients"),
+        (lambda: BandedToeplitz(coefficients=(1, -0.5)), "coefficients"),
+        (lambda: BLT(0), "num_buffers"),
+        (lambda: BLT(theta=(0.5,)), "theta_hat"),
+        (lambda: BLT(theta=(0.5,), theta_hat=(0.4, 0.3)), "theta_hat"),
+        (lambda: BLT(theta=(1.5,), theta_hat=(0.4,)), "theta"),
+        (lambda: BLT(theta=(0.3,), theta_hat=(0.5,)), "coefficients"),
+        (lambda: Tree(0), "restart_every"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(make, named):
+    with pytest.raises((ValueError, TypeError), match=named):
+        make()
+
+
+def test_poles_that_cancel_are_left_out():
+    poles, zeros = strategies.without_pairs(
+        np.array([0.9, 0.6, 0.3]), np.array([0.7, 0.3 + 1e-8, 0.1])
+    )
+    np.testing.assert_array_equal(poles, [0.9, 0.6])
+    np.testing.assert_array_equal(zeros, [0.7, 0.1])

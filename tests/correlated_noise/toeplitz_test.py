@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+
+from tests.correlated_noise import references
+from tfdp_fl.correlated_noise import participation, toeplitz, workload
+
+
+def square_root(rounds):
+    steps = np.arange(1, rounds)
+    return np.cumprod(np.concatenate([[1], (2 * steps - 1) / (2 * steps)]))
+
+
+FALLING = {
+    "square root": square_root(12),
+    "two bands": [1, 0.5],
+    "identity": [1.0],
+    "constant": np.ones(12),
+    "steps": [1, 1, 1, 0.3, 0.3, 0.3, 0.1],
+    "fast": 0.2 ** np.arange(12),
+    "random": np.concatenate(
+        [[1], np.sort(np.random.default_rng(5).random(11))[::-1]]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FALLING)
+@pytest.mark.parametrize("rounds", [1, 2, 5, 8, 12])
+def test_sensitivity_is_that_of_the_worst_pattern(name, rounds):
+    c = toeplitz.checked(FALLING[name])
+    dense = references.dense(c, rounds)
+    for gap in range(1, rounds + 1):
+        worst = references.worst_by_count(dense, gap)
+        for most in range(1, rounds + 1):
+            promised = participation.Participation(
+                rounds=rounds, min_separation=gap, max_participations=most
+            )
+            found = np.sum(toeplitz.charges(c, promised) ** 2)
+            np.testing.assert_allclose(found, worst[most], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", FALLING)
+def test_first_rounds_are_charged_what_they_release(name):
+    c = toeplitz.checked(FALLING[name])
+    promised = participation.Participation(
+        rounds=12, min_separation=3, max_participations=3
+    )
+    squares = np.cumsum(toeplitz.charges(c, promised) ** 2)
+    for rounds in range(1, 13):
+        worst = references.worst_by_count(references.dense(c, rounds), 3)
+        np.testing.assert_allclose(
+            squares[rounds - 1], worst[:4][-1], rtol=1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "named"),
+    [
+        ((1, 0, 0.9), "coefficients[2]=0.9"),
+        ((1, -0.1), "coefficients[1]=-0.1"),
+        ((0.5, 0.1), "begin with 1"),
+        ((2, 1), "begin with 1"),
+        ((), "list of numbers"),
+        ((1, float("nan")), "list of numbers"),
+        ((1, 1.0000001), "coefficients[1]"),
+    ],
+)
+def test_what_the_formula_does_not_cover_is_refused(coefficients, named):
+    with pytest.raises(ValueError) as caught:
+        toeplitz.checked(coefficients)
+    assert named in str(caught.value)
+
+
+def test_the_refused_example_would_have_been_undercharged():
+    c = np.array([1, 0, 0.9])
+    promised = participation.Participation(
+        rounds=8, min_separation=1, max_participations=2
+    )
+    formula = np.sum(toeplitz.charges(c, promised) ** 2)
+    truth = references.worst_by_count(references.dense(c, 8), 1)[2]
+    assert formula == pytest.approx(3.62)
+    assert truth == pytest.approx(5.42)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        workload.Workload(),
+        workload.Workload(momentum=0.9),
+        workload.Workload(rates=np.linspace(1, 0, 12)),
+        workload.Workload(momentum=0.5, rates=np.linspace(0.1, 1, 12)),
+    ],
+)
+def test_errors_are_those_of_the_dense_matrices(made):
+    for c in FALLING.values():
+        c = toeplitz.checked(c)
+        inverse = np.linalg.inv(references.dense(c, 12))
+        rows = made.applied(np.eye(12)) @ inverse
+        np.testing.assert_allclose(
+            toeplitz.squared_errors(c, 12, made),
+            np.sum(rows**2, axis=1),
+            rtol=1e-10,
+        )
+
+
+def test_backwards_is_the_transpose():
+    promised = participation.Participation(
+        rounds=12, min_separation=5, max_participations=2
+    )
+    rng = np.random.default_rng(1)
+    c, columns = rng.random(7), rng.random(12)
+    np.testing.assert_allclose(
+        toeplitz.charges(c, promised) @ columns,
+        c @ toeplitz.backwards(columns, promised, 7),
+        rtol=1e-12,
+    )

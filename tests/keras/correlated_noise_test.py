@@ -1,0 +1,481 @@
+"""Training with noise that is correlated across rounds."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.correlated_noise import references
+from tests.keras import files, toy
+from tfdp_fl import accounting
+from tfdp_fl.engine import engine as engine_lib
+from tfdp_fl.keras import callbacks, checkpoint, randomness
+
+_DELTA = 1e-3
+_T, _B = 8, 4
+
+
+def _mechanism(strategy="banded", **options):
+    return tfdp_fl.CorrelatedNoise(
+        **{
+            "clip_norm": 0.5,
+            "noise_multiplier": 2.0,
+            "strategy": strategy,
+            "rounds": _T,
+            "min_separation": _B,
+            **options,
+        }
+    )
+
+
+def _federated(mechanism=None, sampling="cyclic", m=10, **options):
+    return toy.federated(
+        _mechanism() if mechanism is None else mechanism,
+        clients_per_round=m,
+        sampling=sampling,
+        **options,
+    )
+
+
+def _fit(fed, rounds, **options):
+    return fed.fit(
+        **{"clients": toy.clients(), "verbose": 0, "rounds": rounds, **options}
+    )
+
+
+def _position(fed):
+    return int(fed.run.mechanism_state.memory.position)
+
+
+def _buffers(fed):
+    return [b.numpy() for b in fed.run.mechanism_state.memory.buffers]
+
+
+def _is_zero(buffers):
+    return not any(np.any(b) for b in buffers)
+
+
+def _spent(fed):
+    """Returns the mu^2 of all charges."""
+    return sum(
+        count * charge.noise_multiplier**-2
+        for charge, count in fed.spending.charges
+    )
+
+
+def _epsilon(mu_squared):
+    return accounting.gaussian_epsilon(mu_squared**-0.5, _DELTA)
+
+
+class _Crash(tf.keras.callbacks.Callback):
+    """Ends a run as if it was killed after a round was released."""
+
+    def __init__(self, after: int):
+        super().__init__()
+        self._after = after
+        self._seen = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._seen += 1
+        if self._seen == self._after:
+            raise KeyboardInterrupt
+
+
+class TrainingTest(parameterized.TestCase):
+    @parameterized.parameters("banded", "blt:2", "tree")
+    def test_a_run_costs_one_gaussian(self, strategy):
+        mechanism = _mechanism(strategy)
+        fed = _federated(mechanism, accountant="pld")
+        history = _fit(fed, _T)
+        whole = (mechanism.generator.sensitivity / 2.0) ** 2
+        self.assertAlmostEqual(_spent(fed), whole)
+        self.assertAlmostEqual(fed.epsilon(_DELTA), _epsilon(whole), places=6)
+        self.assertEqual(_position(fed), _T)
+        for name in history.history:
+            self.assertNotIn("buffer", name)
+            self.assertNotIn("memory", name)
+
+    def test_later_rounds_are_a_segment_of_their_own(self):
+        fed = _federated()
+        _fit(fed, _T)
+        once = _spent(fed)
+        _fit(fed, 3)
+        self.assertEqual(_position(fed), 3)
+        squares = (_mechanism().generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(_spent(fed), once + squares[:3].sum())
+
+    def test_two_fits_are_one_run(self):
+        fed = _federated()
+        _fit(fed, 3)
+        before = _buffers(fed)
+        self.assertFalse(_is_zero(before))
+        with (
+            mock.patch.object(
+                engine_lib.CohortEngine,
+                "collect",
+                side_effect=KeyboardInterrupt,
+            ),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            _fit(fed, 1)
+        for one, other in zip(before, _buffers(fed), strict=True):
+            np.testing.assert_array_equal(one, other)
+        _fit(fed, 2)
+        self.assertEqual(_position(fed), 5)
+
+    def test_models_of_a_seed_are_the_noise_of_the_dense_matrices(self):
+        # Without updates and with a server that adds, the model is the noise.
+        fed = _federated(
+            compile_options={"optimizer": tf.keras.optimizers.SGD(0.0)}
+        )
+        weights = [np.ravel(fed.get_weights()[0])]
+        for _ in range(_T):
+            _fit(fed, 1)
+            weights.append(np.ravel(fed.get_weights()[0]))
+        noise = np.diff(weights, axis=0) * 10 / (2.0 * 0.5)
+        dense = references.dense(fed.mechanism.generator.coefficients, _T)
+        fresh = dense @ noise
+        # 8 * 24 values of stddev 1: their mean square is within .3 of 1 for
+        # all but 1 in 1e8 runs (chi-square of 192).
+        self.assertBetween(np.mean(fresh**2), 0.5, 1.75)
+
+    @parameterized.parameters("poisson", "fixed_size", "shuffled")
+    def test_other_samplings_are_refused(self, sampling):
+        with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
+            _federated(sampling=sampling)
+
+    def test_more_clients_than_a_group_has_are_refused(self):
+        with self.assertRaisesRegex(ValueError, "10 clients of a group"):
+            _fit(_federated(m=11), 1)
+
+    def test_other_mechanisms_are_charged_every_cyclic_round(self):
+        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=2.0)
+        fed = _federated(mechanism, accountant="pld")
+        _fit(fed, 6)
+        self.assertAlmostEqual(
+            fed.epsilon(_DELTA), _epsilon(6 * 2.0**-2), places=6
+        )
+
+    def test_the_statement_says_what_it_counts_on(self):
+        fed = _federated()
+        _fit(fed, 2)
+        text = fed.privacy_statement(_DELTA)
+        for words in (
+            "DP-FTRL",
+            "one client is replaced by nothing, in its place",
+            "at least the min separation apart",
+            "kept as secret as the data",
+            "No amplification by sampling is claimed",
+            "also towards those who know the groups",
+        ):
+            self.assertIn(words, text)
+
+    def test_a_client_sits_out_after_its_last_round(self):
+        fed = _federated(_mechanism(max_participations=1))
+        _fit(fed, 6)
+        self.assertEqual(fed.run.cohort_sizes, [10, 10, 10, 10, 0, 0])
+        self.assertAlmostEqual(
+            _spent(fed), (fed.mechanism.generator.sensitivity / 2.0) ** 2
+        )
+
+
+class AmplifiedTest(absltest.TestCase):
+    def test_a_cycle_costs_one_sampled_gaussian(self):
+        mechanism = _mechanism("banded:3")
+        fed = _federated(mechanism, "cyclic_poisson", m=4)
+        _fit(fed, 5)
+        history = accounting.PrivacyAccountant()
+        column = np.linalg.norm(mechanism.generator.coefficients)
+        # 4 of the 10 clients of a group, twice: the same as Poisson cohorts.
+        history.add(
+            accounting.RoundCharge(
+                sampling="poisson",
+                num_clients=10,
+                clients_per_round=4,
+                event=accounting.charge.dp_accounting.GaussianDpEvent(
+                    2.0 / column
+                ),
+            ),
+            2,
+        )
+        for accountant in ("rdp", "pld"):
+            self.assertAlmostEqual(
+                fed.epsilon(_DELTA, accountant),
+                history.epsilon(_DELTA, accountant),
+                places=6,
+            )
+        plain = _federated(mechanism, "cyclic", m=4)
+        _fit(plain, 5)
+        self.assertLess(fed.epsilon(_DELTA), 0.8 * plain.epsilon(_DELTA))
+        text = fed.privacy_statement(_DELTA)
+        self.assertIn("who know who was drawn", text)
+
+
+class SegmentTest(parameterized.TestCase):
+    """Where rounds may have been seen that the buffers know nothing of."""
+
+    def test_an_abandoned_round_moves_nothing(self):
+        fed = _federated(on_client_failure="abort")
+        _fit(fed, 2)
+        before, group = _buffers(fed), fed.run.sampler.cohort(0)
+        spent = _spent(fed)
+        clients = toy.clients()
+        failure = mock.Mock(position=3, error=OSError("lost"))
+        collect = fed.engine.collect
+
+        def failing(dataset, inputs):
+            pending = collect(dataset, inputs)
+            pending.failures.append(failure)
+            return pending
+
+        with mock.patch.object(fed.engine, "collect", failing):
+            history = _fit(fed, 2, clients=clients)
+        self.assertEqual(history.history["abandoned_rounds"], [1.0, 1.0])
+        self.assertEqual((_position(fed), fed.rounds), (2, 4))
+        self.assertEqual(_spent(fed), spent)
+        for one, other in zip(before, _buffers(fed), strict=True):
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(fed.run.sampler.cohort(4), group)
+        _fit(fed, 2)
+        squares = (fed.mechanism.generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(_spent(fed), squares[:4].sum())
+
+    def test_a_broken_release_ends_the_segment(self):
+        fed = _federated()
+        _fit(fed, 3)
+        with (
+            mock.patch.object(
+                fed.engine, "release", side_effect=KeyboardInterrupt
+            ),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            _fit(fed, 1)
+        _fit(fed, 1)
+        self.assertEqual(_position(fed), 1)
+        squares = (fed.mechanism.generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(_spent(fed), squares[:4].sum() + squares[0])
+
+    def test_other_groups_end_the_segment(self):
+        fed = _federated()
+        _fit(fed, 3)
+        _fit(fed, 1, seed=5)  # A sampler of its own.
+        self.assertEqual(_position(fed), 1)
+
+    def test_other_clients_end_the_segment(self):
+        fed = _federated()
+        _fit(fed, 3)
+        x, y = toy.arrays(400)
+        rows = np.arange(400).reshape(40, 10)
+        others = tfdp_fl.datasets.FederatedDataset.from_client_arrays(
+            {f"other-{i:02}": (x[r], y[r]) for i, r in enumerate(rows)}
+        )
+        _fit(fed, 1, clients=others)
+        self.assertEqual(_position(fed), 1)
+        _fit(fed, 1, clients=others)
+        self.assertEqual(_position(fed), 2)
+
+    def test_compiling_anew_does_not(self):
+        fed = _federated()
+        _fit(fed, 3)
+        fed.compile("sgd", toy.loss(), jit_compile=False)
+        _fit(fed, 1)
+        self.assertEqual(_position(fed), 4)
+
+
+class ResumeTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.path = files.directory(self) / "run"
+
+    def _checkpoint(self, every=1):
+        return callbacks.RoundCheckpoint(self.path, every=every, delta=_DELTA)
+
+    def test_a_clean_resume_goes_on_with_the_buffers(self):
+        fed = _federated(_mechanism("blt:2"))
+        with self.assertRaises(KeyboardInterrupt):
+            _fit(fed, 6, callbacks=[_Crash(6), self._checkpoint()])
+        # Killed after round 6 was charged; take it away to be clean.
+        newest = checkpoint.CheckpointDirectory(self.path).newest()
+        self.assertEqual(newest.round_index, 5)
+        kept = self._as_of_ledger_round(5)
+        other = _federated(_mechanism("blt:2"))
+        _fit(other, 6, resume_from=kept)
+        self.assertEqual(_position(other), 6)
+        squares = (other.mechanism.generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(_spent(other), squares[:6].sum())
+
+    def _as_of_ledger_round(self, rounds):
+        """Copies the run with a ledger of so many rounds."""
+        copy = self.path.with_name("clean")
+        shutil.copytree(self.path, copy)
+        ledger = copy / "ledger.jsonl"
+        lines = ledger.read_text().splitlines(keepends=True)
+        ledger.write_text("".join(lines[: 1 + rounds]))
+        return copy
+
+    def test_seeded_runs_are_resumed_bit_for_bit(self):
+        whole = _federated(_mechanism("blt:2"))
+        _fit(whole, 6, seed=1)
+        half = _federated(_mechanism("blt:2"))
+        with self.assertRaises(KeyboardInterrupt):
+            _fit(half, 6, seed=1, callbacks=[_Crash(4), self._checkpoint()])
+        kept = self._as_of_ledger_round(3)
+        other = _federated(_mechanism("blt:2"))
+        _fit(other, 6, seed=1, resume_from=kept)
+        for one, two in zip(
+            whole.get_weights(), other.get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(one, two)
+        for one, two in zip(_buffers(whole), _buffers(other), strict=True):
+            np.testing.assert_array_equal(one, two)
+
+    @parameterized.parameters(None, 1)
+    def test_rounds_that_were_lost_end_the_segment(self, seed):
+        fed = _federated()
+        with self.assertRaises(KeyboardInterrupt):
+            _fit(
+                fed,
+                _T,
+                seed=seed,
+                callbacks=[_Crash(4), self._checkpoint(every=2)],
+            )
+        # Rounds 1 to 4 are in the ledger, the checkpoint is after round 2.
+        newest = checkpoint.CheckpointDirectory(self.path).newest()
+        self.assertEqual(newest.round_index, 2)
+        other = _federated()
+        with mock.patch.object(
+            engine_lib.CohortEngine,
+            "collect",
+            autospec=True,
+            side_effect=engine_lib.CohortEngine.collect,
+        ) as collect:
+            _fit(
+                other,
+                _T,
+                seed=seed,
+                resume_from=self.path,
+                callbacks=[self._checkpoint(every=2)],
+            )
+        self.assertEqual(_position(other), 6)
+        squares = (other.mechanism.generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(
+            _spent(other), squares[:4].sum() + squares[:6].sum()
+        )
+        # No round has noise that a lost one had.
+        drawn = {tuple(call.args[2].seed) for call in collect.mock_calls}
+        if seed is not None:
+            before = {tuple(randomness.round_seed(seed, t)) for t in range(4)}
+            self.assertEmpty(drawn & before)
+
+    def test_coefficients_that_were_chosen_otherwise_end_the_segment(self):
+        _fit(_federated(_mechanism("blt:2")), 3, callbacks=[self._checkpoint()])
+        other = _federated(_mechanism("blt:2"))
+        generator = type(other.mechanism.generator)
+        numbers = tuple(n + 1e-7 for n in other.mechanism.generator.numbers)
+        with mock.patch.object(generator, "numbers", numbers):
+            _fit(other, 3, resume_from=self.path)
+        self.assertEqual(_position(other), 0)
+        again = _federated(_mechanism("blt:2"))
+        _fit(again, 3, resume_from=self.path)
+        self.assertEqual(_position(again), 3)
+
+    def test_the_ledger_tells_what_was_charged(self):
+        fed = _federated()
+        _fit(fed, _T, callbacks=[self._checkpoint()])
+        contents = accounting.PrivacyLedger.read(self.path / "ledger.jsonl")
+        self.assertLen(contents.entries, _T)
+        spent = sum(
+            entry.charge.noise_multiplier**-2 for entry in contents.entries
+        )
+        self.assertAlmostEqual(spent, _spent(fed))
+        self.assertEqual(contents.entries[0].charge.sampling, "cyclic")
+
+    def test_buffers_are_in_files_of_the_owner_only(self):
+        fed = _federated()
+        _fit(fed, 2, callbacks=[self._checkpoint()])
+        for file in self.path.glob("round-*.npz"):
+            self.assertEqual(stat.S_IMODE(file.stat().st_mode), 0o600)
+        for name in ("ledger.jsonl", "privacy.txt"):
+            text = (self.path / name).read_text()
+            self.assertNotIn("buffers/", text)
+
+    @parameterized.parameters(
+        {"strategy": "banded:3"},
+        {"strategy": "blt:2"},
+        {"noise_multiplier": 3.0},
+        {"rounds": 9},
+        {"min_separation": 3},
+        {"max_participations": 2},
+        {"server_momentum": 0.5},
+    )
+    def test_other_noise_is_refused(self, **changed):
+        _fit(_federated(), 2, callbacks=[self._checkpoint()])
+        other = _federated(_mechanism(**changed))
+        with self.assertRaisesRegex(ValueError, next(iter(changed))):
+            _fit(other, 2, resume_from=self.path)
+
+
+class BudgetTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("cyclic", {}),
+        ("cyclic", {"strategy": "blt:2", "min_separation": 2}),
+        ("cyclic_poisson", {"strategy": "banded:2"}),
+    )
+    def test_make_private_keeps_the_target(self, sampling, options):
+        m = 5 if sampling == "cyclic_poisson" else 10
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            target_epsilon=3.0,
+            target_delta=_DELTA,
+            num_clients=40,
+            clients_per_round=m,
+            rounds=12,
+            mechanism="correlated",
+            sampling=sampling,
+            accountant="pld",
+            clip_norm=0.5,
+            num_replicas=1,
+            **options,
+        )
+        self.assertEqual(fed.mechanism.rounds, 12)
+        self.assertEqual(
+            fed.mechanism.min_separation,
+            options.get("min_separation", 40 // m),
+        )
+        fed.compile("sgd", toy.loss(), jit_compile=False)
+        _fit(fed, 20)
+        self.assertLessEqual(fed.epsilon(_DELTA), 3.0)
+        self.assertGreater(fed.epsilon(_DELTA), 2.99)
+        self.assertLess(fed.rounds, 20)
+
+    def test_make_private_refuses_other_samplings(self):
+        with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
+            tfdp_fl.make_private(
+                toy.dense(),
+                target_epsilon=3.0,
+                target_delta=_DELTA,
+                num_clients=40,
+                clients_per_round=10,
+                rounds=12,
+                mechanism="correlated",
+                clip_norm=0.5,
+            )
+
+    def test_a_budget_ends_before_the_round_that_would_pass_it(self):
+        mechanism = _mechanism("blt:2")
+        squares = np.cumsum((mechanism.generator.charges / 2.0) ** 2)
+        limit = (_epsilon(squares[4]) + _epsilon(squares[5])) / 2
+        fed = _federated(mechanism, accountant="pld")
+        budget = callbacks.PrivacyBudget(epsilon=limit, delta=_DELTA)
+        _fit(fed, _T, callbacks=[budget])
+        self.assertEqual(fed.rounds, 5)
+
+
+if __name__ == "__main__":
+    absltest.main()

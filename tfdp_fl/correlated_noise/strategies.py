@@ -1,0 +1,267 @@
+"""What a user says of correlated noise; the numbers follow for each run."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+
+import numpy as np
+
+from tfdp_fl import _validate
+from tfdp_fl.correlated_noise import generators, optimisation, toeplitz
+from tfdp_fl.correlated_noise.participation import Participation
+from tfdp_fl.correlated_noise.workload import Workload
+
+# Poles and zeros that are closer than this cancel out.
+_SAME = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy(abc.ABC):
+    """How the noise of one round is correlated with that of others.
+
+    Privacy depends on it and on who takes part when (`Participation`), never
+    on the workload, which only chooses among strategies.
+    """
+
+    def generator(
+        self, participation: Participation, workload: Workload | None = None
+    ) -> generators.Generator:
+        """Returns the noise of one run; kept, so that it is optimised once.
+
+        Args:
+          participation: (k, b) and T.
+          workload: What is made of the sums; None for their prefix sums.
+
+        Raises:
+          ValueError: The strategy's sensitivity is not known there.
+        """
+        return _generator(self, participation, workload or Workload())
+
+    @abc.abstractmethod
+    def make(
+        self, participation: Participation, workload: Workload
+    ) -> generators.Generator:
+        """Makes what `generator` keeps."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Returns a few words for the privacy statement."""
+
+
+@functools.lru_cache(maxsize=64)
+def _generator(
+    strategy: Strategy, participation: Participation, workload: Workload
+) -> generators.Generator:
+    return strategy.make(participation, workload)
+
+
+@dataclasses.dataclass(frozen=True)
+class BandedToeplitz(Strategy):
+    """A Toeplitz matrix of a few diagonals (BandMF).
+
+    Choquette-Choo et al. (2023), https://arxiv.org/abs/2306.08153. It keeps
+    bands - 1 copies of the model. Best where a client takes part several
+    times, with as many bands as rounds lie between.
+
+    Attributes:
+      bands: How many diagonals; None for the min separation b of the run.
+      coefficients: Theirs, from 1, never rising, at least 0; None for the
+        best ones.
+    """
+
+    bands: int | None = None
+    coefficients: tuple[float, ...] | None = None
+
+    def __post_init__(self):
+        if self.coefficients is not None:
+            values = toeplitz.checked(self.coefficients)
+            object.__setattr__(self, "coefficients", tuple(values.tolist()))
+            if self.bands not in (None, len(values)):
+                raise ValueError(
+                    "bands must be the number of coefficients, "
+                    f"{len(values)}, or left out, got {self.bands!r}."
+                )
+            object.__setattr__(self, "bands", len(values))
+        elif self.bands is not None:
+            bands = _validate.positive_integer(bands=self.bands)
+            object.__setattr__(self, "bands", bands)
+
+    def make(
+        self, participation: Participation, workload: Workload
+    ) -> generators.BandedGenerator:
+        """See base class."""
+        coefficients = self.coefficients
+        if coefficients is None:
+            bands = min(
+                self.bands or participation.min_separation,
+                participation.rounds,
+            )
+            coefficients = optimisation.banded(bands, participation, workload)
+        return generators.BandedGenerator(coefficients, participation)
+
+    def describe(self) -> str:
+        """See base class."""
+        bands = self.bands or "as many as the min separation"
+        return f"a banded Toeplitz strategy (bands: {bands})"
+
+
+@dataclasses.dataclass(frozen=True)
+class BLT(Strategy):
+    """A buffered linear Toeplitz matrix: a few buffers, any number of rounds.
+
+    Dvijotham et al. (2024), https://arxiv.org/abs/2404.16706, and McMahan et
+    al. (2024), https://arxiv.org/abs/2408.08868. It keeps d copies of the
+    model; 2 or 3 are enough.
+
+    Attributes:
+      num_buffers: d; where theta is given, its length.
+      theta: The poles of C(x), between 0 and 1; None for the best ones.
+      theta_hat: Its zeros, as many: given together with theta.
+    """
+
+    num_buffers: int = 3
+    theta: tuple[float, ...] | None = None
+    theta_hat: tuple[float, ...] | None = None
+
+    def __post_init__(self):
+        buffers = _validate.positive_integer(num_buffers=self.num_buffers)
+        if (self.theta is None) != (self.theta_hat is None):
+            raise ValueError(
+                "theta and theta_hat must be given together, got "
+                f"theta={self.theta!r}, theta_hat={self.theta_hat!r}."
+            )
+        if self.theta is not None:
+            for name in ("theta", "theta_hat"):
+                values = tuple(
+                    _validate.probability(**{name: value})
+                    for value in getattr(self, name)
+                )
+                object.__setattr__(self, name, values)
+            buffers = len(self.theta)
+            if not buffers or len(self.theta_hat) != buffers:
+                raise ValueError(
+                    "theta and theta_hat must hold equally many numbers, got "
+                    f"{self.theta!r} and {self.theta_hat!r}."
+                )
+            _poles_and_zeros_make_sense(self.theta, self.theta_hat)
+        object.__setattr__(self, "num_buffers", buffers)
+
+    def make(
+        self, participation: Participation, workload: Workload
+    ) -> generators.BLTGenerator:
+        """See base class."""
+        theta, theta_hat = self.theta, self.theta_hat
+        if theta is None:
+            theta, theta_hat = without_pairs(
+                *optimisation.blt(self.num_buffers, participation, workload)
+            )
+        return generators.BLTGenerator(theta, theta_hat, participation)
+
+    def describe(self) -> str:
+        """See base class."""
+        return (
+            f"a buffered linear Toeplitz strategy ({self.num_buffers} buffers)"
+        )
+
+
+def _poles_and_zeros_make_sense(
+    theta: tuple[float, ...], theta_hat: tuple[float, ...]
+) -> None:
+    """Raises where c would rise or be negative within a few rounds."""
+    generators.BLTGenerator(theta, theta_hat, Participation(rounds=64))
+
+
+def without_pairs(
+    theta: np.ndarray, theta_hat: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns poles and zeros without those that cancel each other out.
+
+    With several participations the best poles often merge, and a buffer that
+    changes nothing is left over.
+
+    Args:
+      theta: Poles, falling; theta[i] > theta_hat[i] > theta[i + 1].
+      theta_hat: Zeros.
+    """
+    poles, zeros = [theta[0]], []
+    for zero, pole in zip(theta_hat, theta[1:], strict=False):
+        if zero - pole > _SAME:
+            zeros.append(zero)
+            poles.append(pole)
+    return np.array(poles), np.array([*zeros, theta_hat[-1]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree(Strategy):
+    """Binary-tree aggregation (DP-FTRL as first published).
+
+    Kairouz et al. (2021), https://arxiv.org/abs/2103.00039. It keeps
+    floor(log2 T) + 2 copies of the model. Every tuned strategy beats it.
+
+    Attributes:
+      restart_every: A new tree begins after so many rounds; None for one tree.
+    """
+
+    restart_every: int | None = None
+
+    def __post_init__(self):
+        if self.restart_every is not None:
+            rounds = _validate.positive_integer(
+                restart_every=self.restart_every
+            )
+            object.__setattr__(self, "restart_every", rounds)
+
+    def make(
+        self, participation: Participation, workload: Workload
+    ) -> generators.TreeGenerator:
+        """See base class."""
+        del workload
+        every = self.restart_every or participation.rounds
+        return generators.TreeGenerator(every, participation)
+
+    def describe(self) -> str:
+        """See base class."""
+        if self.restart_every is None:
+            return "binary-tree aggregation"
+        return (
+            "binary-tree aggregation (a new tree every "
+            f"{self.restart_every} rounds)"
+        )
+
+
+# By the words that stand for them in flags and settings.
+_BY_WORD = {"banded": BandedToeplitz, "blt": BLT, "tree": Tree}
+
+
+def from_text(text: str) -> Strategy:
+    """Returns the strategy that a text stands for.
+
+    Args:
+      text: "blt", "banded" or "tree", with a colon and the number of buffers,
+        of bands, or of rounds after which a tree begins anew: "blt:2".
+
+    Raises:
+      ValueError: It stands for none.
+    """
+    word, colon, number = text.partition(":")
+    if word in _BY_WORD and (number.isdigit() if colon else True):
+        return _BY_WORD[word](int(number)) if colon else _BY_WORD[word]()
+    raise ValueError(
+        "strategy must be blt, banded or tree, or one of them with a number, "
+        f"as in blt:2, got {text!r}."
+    )
+
+
+def checked(**checked: Strategy | str) -> Strategy:
+    """Returns a strategy, given as such or as a text, or raises."""
+    ((name, value),) = checked.items()
+    if isinstance(value, str):
+        return from_text(value)
+    if not isinstance(value, Strategy):
+        raise TypeError(
+            f"{name} must be a BandedToeplitz, a BLT or a Tree, or a text that "
+            f"stands for one, got {value!r}."
+        )
+    return value

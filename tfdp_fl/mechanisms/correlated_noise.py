@@ -1,0 +1,300 @@
+"""DP-FTRL at client level: noise that is correlated across rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import dp_accounting
+import tensorflow as tf
+
+from tfdp_fl import _validate, correlated_noise, schedules
+from tfdp_fl.correlated_noise import generators, strategies
+from tfdp_fl.mechanisms import mechanism, noise, parameters, registry
+from tfdp_fl.mechanisms.contribution import Deployment
+
+_SAMPLINGS = ("cyclic", "cyclic_poisson")
+
+
+def _momentum(**checked: Any) -> float:
+    ((name, value),) = checked.items()
+    momentum = _validate.non_negative(**checked)
+    if momentum >= 1:
+        raise ValueError(f"{name} must be below 1, got {value!r}.")
+    return momentum
+
+
+def _server_only(**checked: Any) -> str:
+    ((name, value),) = checked.items()
+    if value != "server":
+        raise ValueError(
+            f"{name} must be 'server' with correlated noise, because nobody "
+            "but the server knows the noise of earlier rounds, got "
+            f"{value!r}."
+        )
+    return "server"
+
+
+@registry.register("correlated")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrelatedNoise(mechanism.Mechanism):
+    """DP-FedAvg whose noise cancels itself out in part from round to round.
+
+    DP-FTRL by matrix factorisation (Kairouz et al. 2021,
+    https://arxiv.org/abs/2103.00039; Denisov et al. 2022,
+    https://arxiv.org/abs/2202.08312; Choquette-Choo et al. 2023,
+    https://arxiv.org/abs/2306.08153; McMahan et al. 2024,
+    https://arxiv.org/abs/2408.08868). One round releases
+    (sum_k Delta_k min(1, S/||Delta_k||) + z S n_t) / m, where n = C^-1 of fresh
+    N(0, 1) draws and C is the strategy. All rounds together are one Gaussian
+    of z / sens(C), and round t is charged as one of z / col_t
+    (`correlated_noise.Generator.charges`).
+
+    That needs no assumption about who is sampled, only that two rounds of a
+    client are at least b apart, which `sampling="cyclic"` sees to. With
+    `sampling="cyclic_poisson"` and no more than b bands the draw within the
+    groups amplifies as well.
+
+    After T released rounds a new segment begins, with empty buffers and
+    charges of its own.
+
+    Attributes:
+      clip_norm: The clip S > 0, an L2 norm over all variables of the model.
+      noise_multiplier: z >= 0, stddev of the fresh noise on the sum divided by
+        S, the same in every round.
+      strategy: C: a `BandedToeplitz`, `BLT` or `Tree`, or a text that stands
+        for one, such as "blt:2". What it leaves open is chosen so that the
+        noise of the last model is the smallest.
+      rounds: T, the rounds of a segment.
+      min_separation: b.
+      max_participations: k, after which a client sits out; None: as many as
+        there is room for, ceil(T / b).
+      server_momentum: That of the server optimizer, by which C is chosen; it
+        has no part in the guarantee.
+      noise_site: "server".
+    """
+
+    own_caveats: ClassVar[Mapping[str, str]] = {
+        "correlated_noise_separation": (
+            "The noise is correlated across rounds, and epsilon counts on a "
+            "client's rounds being at least the min separation apart, which "
+            "whoever draws the cohorts has to keep to."
+        ),
+        "correlated_noise_secret": (
+            "Whoever sees the buffers of the noise, which are in the server's "
+            "memory and in checkpoints, and the models, knows the sums of the "
+            "updates without noise; they have to be kept as secret as the "
+            "data."
+        ),
+    }
+
+    suggested_run: ClassVar[Mapping[str, Any]] = {
+        "target_epsilon": 8.0,
+        "sampling": "cyclic",
+    }
+
+    clip_norm: float = parameters.parameter(
+        parameters.clip,
+        "the clip S, L2 over the whole update.",
+        start=0.5,
+    )
+    noise_multiplier: float = parameters.parameter(
+        _validate.non_negative,
+        "z, stddev of the fresh noise on the sum of the clipped updates over "
+        "the clip.",
+    )
+    strategy: strategies.Strategy = parameters.parameter(
+        strategies.checked,
+        "how the noise is correlated: blt, banded or tree, with a number of "
+        "buffers or bands, as in blt:2.",
+        default="blt",
+    )
+    rounds: int = parameters.parameter(
+        _validate.positive_integer,
+        "T, for which the noise is made.",
+    )
+    min_separation: int = parameters.parameter(
+        _validate.positive_integer,
+        "b, from one round of a client to its next: the number of groups; "
+        "make_private and train.py take N / m.",
+    )
+    max_participations: int | None = parameters.parameter(
+        parameters.Optional(_validate.positive_integer),
+        "after so many rounds a client sits out; as many as there is room for "
+        "unless given.",
+        default=None,
+    )
+    server_momentum: float = parameters.parameter(
+        _momentum,
+        "of the server optimizer, by which the noise is chosen.",
+        default=0.0,
+    )
+    noise_site: str = parameters.parameter(
+        _server_only, "who adds the noise: the server.", default="server"
+    )
+
+    def check_parameters(self) -> None:
+        """Implements `Mechanism.check_parameters`; makes the coefficients."""
+        self.generator  # noqa: B018
+
+    @property
+    def generator(self) -> generators.Generator:
+        """What the strategy comes to in a segment of T rounds."""
+        return self.strategy.generator(
+            correlated_noise.Participation(
+                rounds=self.rounds,
+                min_separation=self.min_separation,
+                max_participations=self.max_participations,
+            ),
+            correlated_noise.Workload(momentum=self.server_momentum),
+        )
+
+    @property
+    def event_period(self) -> int:
+        """T: the charges of a new segment begin anew."""
+        return self.rounds
+
+    def check(self, deployment: Deployment) -> None:
+        """Implements `Mechanism.check`."""
+        if deployment.sampling not in (*_SAMPLINGS, None):
+            raise ValueError(
+                "sampling must be 'cyclic' or 'cyclic_poisson' with "
+                f"{self.name}, because its noise counts on a client's rounds "
+                f"being min_separation={self.min_separation} apart, got "
+                f"sampling={deployment.sampling!r}."
+            )
+        if deployment.sampling is not None and not schedules.is_constant(
+            deployment.clients_per_round
+        ):
+            raise ValueError(
+                "clients_per_round must be one number under "
+                f"{deployment.sampling} sampling, got "
+                f"{deployment.clients_per_round!r}."
+            )
+
+    def first_clip_norm(self) -> float:
+        """Implements `Mechanism.first_clip_norm`."""
+        return self.clip_norm
+
+    def first_memory(self, deployment: Deployment) -> generators.Memory:
+        """Implements `Mechanism.first_memory`: buffers of zeros."""
+        if deployment.shapes is None:
+            raise ValueError(
+                f"{self.name} needs to know the shapes of an update before its "
+                "first round (Deployment.shapes), got None."
+            )
+        return self.generator.first_memory(deployment.shapes)
+
+    def add_noise(
+        self,
+        update: list[tf.Tensor],
+        stddev: tf.Tensor,
+        memory: generators.Memory,
+    ) -> tuple[list[tf.Tensor], generators.Memory]:
+        """Implements `Mechanism.add_noise`: adds stddev n_t.
+
+        The buffers hold n for noise of stddev 1, so that they outlive a clip
+        that moves.
+        """
+        first, others = noise.next_seed(), noise.next_seed()
+
+        def draw(index: Any) -> list[tf.Tensor]:
+            if isinstance(index, int) and index == 0:
+                return noise.standard_normals(update, first)
+            return noise.standard_normals(update, noise.fold_in(others, index))
+
+        made, memory = self.generator.noise(memory, draw)
+        scale = tf.cast(stddev, tf.float32)
+        noised = [
+            tensor + tf.cast(each * scale, tensor.dtype)
+            for tensor, each in zip(update, made, strict=True)
+        ]
+        return noised, memory
+
+    def event_index(self, round_index: int, memory: generators.Memory) -> int:
+        """Implements `Mechanism.event_index`: where the memory stands."""
+        del round_index  # Abandoned rounds have no noise.
+        return int(memory.position)
+
+    def query_event(self, round: Any) -> dp_accounting.DpEvent:
+        """Implements `Mechanism.query_event`, without amplification."""
+        charges = tf.constant(self.generator.charges, tf.float32)
+        column = tf.gather(charges, round.memory.position % self.rounds)
+        return dp_accounting.GaussianDpEvent(round.noise_multiplier / column)
+
+    def round_event(
+        self, round_index: int, deployment: Deployment
+    ) -> dp_accounting.DpEvent:
+        """Implements `Mechanism.round_event`.
+
+        Args:
+          round_index: How many rounds had noise of this memory; past T it
+            begins anew.
+          deployment: Where it is.
+        """
+        if self.noise_multiplier == 0:
+            return dp_accounting.NonPrivateDpEvent()
+        position = round_index % self.rounds
+        probability = self.amplified_probability(deployment)
+        if probability is not None:
+            if position % self.min_separation:
+                return dp_accounting.NoOpDpEvent()  # Its cycle is paid for.
+            return dp_accounting.PoissonSampledDpEvent(
+                probability,
+                dp_accounting.GaussianDpEvent(
+                    self.noise_multiplier / self.generator.largest_column
+                ),
+            )
+        column = float(self.generator.charges[position])
+        if column == 0:
+            return dp_accounting.NoOpDpEvent()
+        return dp_accounting.GaussianDpEvent(self.noise_multiplier / column)
+
+    def amplified_probability(self, deployment: Deployment) -> float | None:
+        """Returns q = m / floor(N / b) where sampling amplifies, else None.
+
+        Choquette-Choo et al. (2023), theorem 4: with no more bands than
+        groups, a cycle over the groups is one Poisson-sampled Gaussian of
+        z / ||c|| to every client.
+        """
+        made = self.generator
+        if (
+            deployment.sampling != "cyclic_poisson"
+            or deployment.num_clients is None
+            or not isinstance(made, generators.BandedGenerator)
+            or made.bands > self.min_separation
+        ):
+            return None
+        group = deployment.num_clients // self.min_separation
+        probability = deployment.cohort_size(0) / max(1, group)
+        return probability if probability < 1 else None
+
+    def describe(self) -> str:
+        """Implements `Mechanism.describe`."""
+        most = self.generator.participation.max_participations
+        return (
+            "DP-FedAvg with noise that is correlated across rounds (DP-FTRL): "
+            "every client's update is clipped to an L2 norm of "
+            f"{self.clip_norm:g}, and the server adds to the sum Gaussian "
+            f"noise that goes by {self.strategy.describe()} over "
+            f"{self.rounds} rounds, of which a client is in at most {most}, at "
+            f"least {self.min_separation} apart."
+        )
+
+    def caveats(self) -> tuple[str, ...]:
+        """Implements `Mechanism.caveats`."""
+        return ("correlated_noise_separation", "correlated_noise_secret")
+
+    def must_not_change(self) -> Any:
+        """Implements `Mechanism.must_not_change`: all but the clip.
+
+        Also the coefficients, which another machine may choose otherwise.
+        """
+        values = self.parameters()
+        del values["clip_norm"]
+        return (*values.items(), self.generator.numbers)
+
+    def parameters(self) -> dict[str, Any]:
+        """Implements `Mechanism.parameters`; the strategy as its text."""
+        return {**super().parameters(), "strategy": repr(self.strategy)}
