@@ -280,9 +280,9 @@ class SameResultTest(_WorkersTestCase):
             np.testing.assert_allclose(
                 actual[name], values, atol=1e-4, rtol=1e-4
             )
-        if there._windows is not None:
-            np.testing.assert_allclose(here._windows, there._windows, atol=1e-5)
-            self.assertTrue(np.isfinite(there._windows).any())
+        if there.run.windows is not None:
+            np.testing.assert_allclose(here.run.windows, there.run.windows, atol=1e-5)
+            self.assertTrue(np.isfinite(there.run.windows).any())
         (made,) = workers._computations.values()
         for way, _ in made:
             self.assertEqual(way.side_by_side, case.side_by_side)
