@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import tensorflow as tf
-
+from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import clipping, contribution, mechanism, registry
 
 
