@@ -375,6 +375,7 @@ class PrivateRounds:
             available, num_clients = seen.available, seen.drawn_from
             if num_clients is None:
                 num_clients = m
+            if seen.drawn_from is None and available > m:
                 _logger.warning(
                     "The clients of round %s were not seen to be drawn by %s: "
                     "nothing is claimed for their sampling, and the round "
