@@ -176,21 +176,24 @@ Train = Callable[[list[np.ndarray], dict], tuple[list[np.ndarray], dict]]
 
 
 class Grid:
-    """Nodes that train in this process, each with `private_mod`.
+    """Nodes that train in this process, each with `private_mod` or another.
 
     Attributes:
       trains: by node id, what a client makes of arrays and config: new arrays
         and metrics. None: it is silent. An exception: it sends an error.
       change: may do something to the replies on the way.
+      mod: of every client; None for none.
     """
 
     def __init__(
         self,
         trains: dict[int, Train | Exception | None],
         change: Callable[[list[Any]], list[Any]] | None = None,
+        mod: Callable[..., Any] | None = flower.private_mod,
     ):
         self.trains = trains
         self.change = change
+        self.mod = mod
         self.sent: list[Any] = []
 
     def get_node_ids(self):
@@ -209,7 +212,11 @@ class Grid:
                 replies.append(Message(Error(0, str(train)), reply_to=message))
             elif train is not None:
                 arrived = copy.deepcopy(message)  # As if it went over a wire.
-                replies.append(flower.private_mod(arrived, None, app(train)))
+                replies.append(
+                    self.mod(arrived, None, app(train))
+                    if self.mod
+                    else app(train)(arrived, None)
+                )
         return self.change(replies) if self.change else replies
 
 
