@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -10,6 +11,7 @@ import tempfile
 import textwrap
 from unittest import mock
 
+import dp_accounting
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -24,6 +26,7 @@ from tfdp_fl.flower import (
     PrivateStrategy,
     RoundNotConfiguredError,
     RoundsAbandonedError,
+    server_clipping,
 )
 
 _FIXED = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0)
@@ -740,6 +743,52 @@ class LocalTest(parameterized.TestCase):
         central.close()
         with self.assertRaisesRegex(ValueError, "local charge only"):
             self._budget(ledger=self.path)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Halving(mechanisms.Mechanism):
+    """S is halved from round to round."""
+
+    clip_norm: float
+    noise_multiplier: float = 0.0
+
+    def first_clip_norm(self):
+        return self.clip_norm
+
+    def next_clip_norm(self, sums, round):
+        return round.clip_norm / 2
+
+    def describe(self):
+        return "halving"
+
+
+class _Bound(_Halving):
+    """As TF-Privacy's queries: what it does stands elsewhere."""
+
+    scales_updates = False
+
+    def bind(self, deployment):
+        raise NotImplementedError
+
+    def round_event(self, round_index, deployment):
+        return dp_accounting.GaussianDpEvent(1.0)
+
+
+class OwnMechanismTest(absltest.TestCase):
+    def test_clients_clip_where_only_the_clip_moves(self):
+        strategy = _private(_Halving(clip_norm=0.5), 2)
+        grid = _grid([[1.0]] * 2)
+        with mock.patch.object(server_clipping, "release") as by_server:
+            record = fm.model(np.zeros(1))
+            for number in range(1, 4):
+                record, _ = fm.a_round(strategy, grid, record, number)
+        by_server.assert_not_called()
+        np.testing.assert_allclose(fm.arrays(record)[0], 0.5 + 0.25 + 0.125)
+
+    def test_what_is_released_elsewhere_is_refused(self):
+        # With no noise of ours, and the cost that it states.
+        with self.assertRaisesRegex(ValueError, "mechanism must be a central"):
+            _private(_Bound(clip_norm=0.5))
 
 
 class ArgumentTest(parameterized.TestCase):

@@ -10,43 +10,64 @@ from tfdp_fl import mechanisms
 from tfdp_fl.flower import configured as configured_lib
 from tfdp_fl.flower import replies, updates
 
-# What a mechanism has to leave as it is for its clients to clip: they clip to
-# an S that they are told, and report one bit at most.
-_OF_DP_FED_AVG = (
-    "scale",
-    "contribution",
-    "contribution_of_norm",
-    "add_noise",
-    "mean",
-    "first_memory",
-    "clip_to_cohort",
-    "window_norms",
-    "max_participations",
-    "releases_weights",
-)
-_SUMS = (
-    mechanisms.Mechanism.sums_of,
-    mechanisms.AdaptiveClipping.sums_of,
+# In what a mechanism may differ from DP-FedAvg (or from `LocalDP`), and still
+# ask no more of its clients than a clip to an S that they are told, a bit and
+# noise: by how much it noises, how S moves, what it costs, what is said of it.
+_MAY_DIFFER = frozenset(
+    {
+        "caveats",
+        "check",
+        "check_parameters",
+        "describe",
+        "epsilon",
+        "first_clip_norm",
+        "for_target",
+        "guarantee",
+        "implied_delta",
+        "name",
+        "next_clip_norm",
+        "noise_limit",
+        "noise_limit_reason",
+        "noise_multiplier",
+        "noise_multiplier_at",
+        "noise_site",
+        "noise_stddevs",
+        "own_caveats",
+        "registered_name",
+        "round_event",
+        "suggested_run",
+        "with_noise_multiplier",
+    }
 )
 
 
 def clients_can_clip(mechanism: mechanisms.Mechanism) -> bool:
     """Whether all a mechanism asks of a client is a clip, a bit and noise."""
-    base = {
-        "central": mechanisms.Mechanism,
-        "local": mechanisms.LocalDP,
-    }.get(mechanism.guarantee)
-    kind = type(mechanism)
-    return (
-        base is not None
-        and isinstance(mechanism, base)
-        and mechanism.max_participations is None
-        and kind.sums_of in _SUMS
-        and all(
-            getattr(kind, name) is getattr(base, name)
-            for name in _OF_DP_FED_AVG
+    kind, adaptive = type(mechanism), mechanisms.AdaptiveClipping
+    if mechanism.guarantee == "local":
+        return (
+            isinstance(mechanism, mechanisms.LocalDP)
+            and mechanism.max_participations is None
+            and _changes(kind, mechanisms.LocalDP) <= _MAY_DIFFER
         )
-    )
+    changes = _changes(kind, mechanisms.Mechanism)
+    if (
+        kind.sums_of is adaptive.sums_of
+        and kind.released_sums == adaptive.released_sums
+    ):
+        changes -= {"sums_of", "released_sums"}
+    return mechanism.guarantee == "central" and changes <= _MAY_DIFFER
+
+
+def _changes(kind: type, base: type) -> set[str]:
+    """Returns the public members of a base that a class has of its own."""
+    return {
+        name
+        for cls in kind.__mro__
+        if cls not in base.__mro__
+        for name in vars(cls)
+        if not name.startswith("_") and hasattr(base, name)
+    }
 
 
 def release(
