@@ -1,8 +1,23 @@
 """Client-level differential privacy for Keras in federated learning."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 from tfdp_fl.version import __version__
+
+if TYPE_CHECKING:
+    from tfdp_fl import accounting, datasets, losses
+    from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
+    from tfdp_fl.mechanisms import (
+        AdaptiveClipping,
+        AdaptiveLocalDP,
+        FixedClipping,
+        LocalDP,
+        MedianClipping,
+        NbAFL,
+        NoPrivacy,
+        QueryMechanism,
+    )
 
 # Rooms, and what they hand on under the package's own name. Each opens when it
 # is used: a server of Flower's that only adds up needs no TensorFlow, and few

@@ -48,12 +48,13 @@ class RunsTest(absltest.TestCase):
                 num_clients=2,
                 clients_per_round=2,
                 num_rounds=2,
-                # One sends a NaN; then it drops out, and the other claims to
-                # have a thousand million examples.
-                hostile="nan@1=0 gone@2=0 heavy@2=1",
+                mechanism="fixed",
+                # One sends a NaN, past the mod; then it drops out, and the
+                # other claims, past the mod, a thousand million examples.
+                hostile="nan@1=0 bare@1=0 gone@2=0 heavy@2=1 bare@2=1",
             )
         self.assertEqual(report["replies"], {"1": 2, "2": 1})
-        self.assertEqual(report["rounds"], 2)
+        self.assertEqual((report["discarded"], report["rejected"]), (1, 0))
         self.assertTrue(math.isfinite(report["norm"]))
         self.assertBetween(report["norm"], 0.1, 1.5)  # S / 2 twice, and noise.
         self.assertFalse(report["tensorflow"])

@@ -2,7 +2,8 @@
 
 The run config's `hostile` says who does what in which round: "nan@2=0 gone@3=1"
 has client 0 send a NaN in round 2, and client 1 raise in round 3; "mute" has a
-client's process end without a word, "heavy" has it claim many examples.
+client's process end without a word, "heavy" has it claim many examples, and
+"bare" has it leave out `private_mod`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,30 @@ from flwr.clientapp import ClientApp
 import tfdp_fl
 from keras_app import task
 
-app = ClientApp(mods=[tfdp_fl.flower.private_mod])
+
+def _acts(message: Message, context: Context) -> set[str]:
+    """Returns what this client does in this round."""
+    me = context.node_config["partition-id"]
+    server_round = message.content["config"]["server-round"]
+    acts = [
+        act.replace("@", "=").split("=")
+        for act in str(context.run_config["hostile"]).split()
+    ]
+    return {
+        name
+        for name, when, who in acts
+        if (int(when), int(who)) == (server_round, me)
+    }
+
+
+def _mod(message: Message, context: Context, call_next) -> Message:
+    """`private_mod`, which is all that an honest client names here."""
+    if "bare" in _acts(message, context):
+        return call_next(message, context)
+    return tfdp_fl.flower.private_mod(message, context, call_next)
+
+
+app = ClientApp(mods=[_mod])
 
 
 def _model() -> tf.keras.Model:
@@ -33,16 +57,7 @@ def _model() -> tf.keras.Model:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Trains for two epochs on every n-th digit."""
-    me = context.node_config["partition-id"]
-    server_round = message.content["config"]["server-round"]
-    acts = dict(
-        act.split("=") for act in str(context.run_config["hostile"]).split()
-    )
-    ours = {
-        name.partition("@")[0]
-        for name, who in acts.items()
-        if int(who) == me and int(name.partition("@")[2]) == server_round
-    }
+    me, ours = context.node_config["partition-id"], _acts(message, context)
     if "mute" in ours:
         os._exit(1)
     if "gone" in ours:
