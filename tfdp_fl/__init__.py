@@ -19,25 +19,28 @@ if TYPE_CHECKING:
         QueryMechanism,
     )
 
-# Rooms, and what they hand on under the package's own name. Each opens when it
-# is used: a server of Flower's that only adds up needs no TensorFlow, and few
-# people enter the room of TFF.
-_ROOMS = (
-    "accounting",
+# Each room opens when it is used: a server of Flower's that only adds up needs
+# no TensorFlow. What everybody may need is named in full, for the BUILD files;
+# few people enter the other rooms.
+_ROOMS = {
+    "accounting": lambda: importlib.import_module("tfdp_fl.accounting"),
+    "datasets": lambda: importlib.import_module("tfdp_fl.datasets"),
+    "keras": lambda: importlib.import_module("tfdp_fl.keras"),
+    "losses": lambda: importlib.import_module("tfdp_fl.losses"),
+    "mechanisms": lambda: importlib.import_module("tfdp_fl.mechanisms"),
+}
+_OTHER_ROOMS = (
     "aggregators",
-    "datasets",
     "engine",
     "experiments",
     "flower",
-    "keras",
     "learning",
-    "losses",
-    "mechanisms",
     "runtimes",
     "sampling",
     "schedules",
     "secure_aggregation",
 )
+# What rooms hand on under the package's own name.
 _FROM = {
     "AdaptiveClipping": "mechanisms",
     "AdaptiveLocalDP": "mechanisms",
@@ -73,9 +76,10 @@ __all__ = [
 
 def __getattr__(name: str):
     if name in _FROM:
-        room = importlib.import_module(f"tfdp_fl.{_FROM[name]}")
-        value = getattr(room, name)
+        value = getattr(_ROOMS[_FROM[name]](), name)
     elif name in _ROOMS:
+        value = _ROOMS[name]()
+    elif name in _OTHER_ROOMS:
         value = importlib.import_module(f"tfdp_fl.{name}")
     else:
         raise AttributeError(f"module 'tfdp_fl' has no attribute {name!r}")
@@ -84,4 +88,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FROM, *_ROOMS})
+    return sorted({*globals(), *_FROM, *_ROOMS, *_OTHER_ROOMS})
