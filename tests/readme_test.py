@@ -50,6 +50,16 @@ class ReadmeTest(absltest.TestCase):
         self.assertAlmostEqual(accuracy, told_accuracy, delta=0.08)
         self.assertIn("differentially private", out.getvalue())
 
+    def test_own_data_page_does_what_it_says(self):
+        page = (_ROOT / "docs" / "data.md").read_text("utf-8")
+        (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, "docs/data.md", "exec"), {})
+        accuracy, epsilon = map(float, out.getvalue().split())
+        self.assertGreater(accuracy, 0.6)  # Chance is 1/3; 0.9 and more.
+        self.assertBetween(epsilon, 1.9, 2.0)
+
     def test_links_lead_to_files(self):
         links = re.findall(r"\]\(([^)#:]+)\)", _README)
         self.assertGreater(len(links), 10)

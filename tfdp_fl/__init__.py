@@ -7,7 +7,12 @@ from tfdp_fl.version import __version__
 
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
-    from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
+    from tfdp_fl.keras import (
+        DPFederatedModel,
+        callbacks,
+        make_private,
+        validate,
+    )
     from tfdp_fl.mechanisms import (
         AdaptiveClipping,
         AdaptiveLocalDP,
@@ -53,6 +58,7 @@ _FROM = {
     "QueryMechanism": "mechanisms",
     "callbacks": "keras",
     "make_private": "keras",
+    "validate": "keras",
 }
 
 __all__ = [
@@ -71,6 +77,7 @@ __all__ = [
     "datasets",
     "losses",
     "make_private",
+    "validate",
 ]
 
 

@@ -18,7 +18,8 @@ def plain(value: Any, unknown: Callable[[Any], Any] = repr) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | str):
         # NumPy's float64 and str are Python's as well.
-        return value.item() if hasattr(value, "item") else value
+        item = getattr(value, "item", None)
+        return value if item is None else item()
     if isinstance(value, Mapping):
         return {str(k): plain(each, unknown) for k, each in value.items()}
     if isinstance(value, list | tuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import dp_accounting
@@ -74,7 +75,7 @@ class CohortSampler(abc.ABC):
         self._last_charge: charge_lib.RoundCharge | None = None
         if schedules.is_constant(clients_per_round):
             self._checked(clients_per_round)
-        elif not callable(clients_per_round):
+        elif isinstance(clients_per_round, Sequence):
             for t in range(len(clients_per_round)):
                 self._nominal_size(t)
 
@@ -215,7 +216,7 @@ class FixedSizeSampler(CohortSampler):
 
     def cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
-        size = self._nominal_size(round_index)
+        size = int(self._nominal_size(round_index))
         return self._without_replacement(self._generator(round_index), size)
 
 
@@ -247,12 +248,12 @@ class ShuffledSampler(CohortSampler):
         """See base class."""
         index, start, stop = self._plan.cohort(round_index)
         if self._order is None or self._order[0] != index:
-            entropy = (
-                [int(self._key, 16), _STREAM, index]
-                if self._seed is None
-                else [self._seed, _STREAM, index]
+            first = self._seed
+            if first is None:
+                first = int(self._key or "", 16)
+            rng = np.random.default_rng(
+                np.random.SeedSequence([first, _STREAM, index])
             )
-            rng = np.random.default_rng(np.random.SeedSequence(entropy))
             self._order = (index, rng.permutation(self._num_clients))
         return np.sort(self._order[1][start:stop].astype(np.int64))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
+from typing import TypeGuard, cast
 
 Schedule = float | Sequence[float] | Callable[[int], float]
 
@@ -44,7 +45,7 @@ def fixed(schedule: Schedule) -> Schedule:
     return tuple(schedule) if isinstance(schedule, list) else schedule
 
 
-def is_constant(schedule: Schedule) -> bool:
+def is_constant(schedule: Schedule) -> TypeGuard[float]:
     """Returns True for a plain number."""
     return isinstance(schedule, numbers.Real)
 
@@ -66,12 +67,13 @@ def value_at(schedule: Schedule, round_index: int, name: str) -> float:
     if callable(schedule):
         value = schedule(round_index)
     else:
-        if round_index >= len(schedule):
+        values = cast(Sequence[float], schedule)
+        if round_index >= len(values):
             raise ValueError(
-                f"{name} is a sequence of {len(schedule)} values, and round "
+                f"{name} is a sequence of {len(values)} values, and round "
                 f"{round_index} (counted from 0) lies past its end."
             )
-        value = schedule[round_index]
+        value = values[round_index]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name} must give a number for every round, got {value!r} for "

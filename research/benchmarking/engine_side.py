@@ -123,10 +123,10 @@ def _workers(
 
 def _way_of(federated_model: keras.DPFederatedModel) -> str:
     """Returns how the rounds so far were computed in this process."""
-    functions = federated_model._engine._functions
+    functions = federated_model.engine._functions
     if any("lockstep" in str(key) for key in functions):
         return "side by side"
-    return "XLA" if federated_model._engine.jit_compile else "plain"
+    return "XLA" if federated_model.engine.jit_compile else "plain"
 
 
 class EngineSide:
@@ -295,7 +295,7 @@ class EngineSide:
         exact = machine.reset_peak()
         run.fit(2)
         peak = machine.memory_bytes(field="VmHWM")
-        engine = run.federated_model._engine
+        engine = run.federated_model.engine
         return {
             "bytes": peak - before,
             "model_bytes": 4 * run.federated_model.model.count_params(),

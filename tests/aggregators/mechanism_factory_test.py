@@ -368,6 +368,50 @@ class CompositionTest(absltest.TestCase):
         # The numbers beside the update are not compressed.
         self.assertEqual(output.measurements["clipped_fraction"], 0.5)
 
+    def test_what_may_enlarge_a_share_is_refused(self):
+        plain = tff.aggregators.SumFactory()
+        compression = tff.aggregators.EncodedSumFactory
+        for inner in (
+            compression.quantize_above_threshold(
+                quantization_bits=8, threshold=1
+            ),
+            tff.aggregators.add_measurements(
+                plain, server_measurement_fn=lambda _: collections.OrderedDict()
+            ),
+            tff.aggregators.zeroing_factory(99.0, plain),
+            tff.aggregators.SecureSumFactory(5.0, 3.0),
+            tff.aggregators.SecureSumFactory(np.float32(-3), np.float32(-5)),
+        ):
+            for name in ("inner_factory", "scalars_factory"):
+                with (
+                    self.subTest(f"{name}: {type(inner).__name__}"),
+                    self.assertRaisesRegex(ValueError, f"{name} must be None"),
+                ):
+                    aggregators.MechanismFactory(
+                        mechanisms.AdaptiveClipping(noise_multiplier=0.1),
+                        4,
+                        **{name: inner},
+                    )
+
+    def test_what_keeps_each_share(self):
+        compression = (
+            tff.aggregators.EncodedSumFactory.quantize_above_threshold(
+                quantization_bits=8, threshold=1
+            )
+        )
+        fixed = mechanisms.FixedClipping(clip_norm=1, noise_multiplier=1)
+        # What clients noised by themselves is theirs, whatever becomes of it.
+        local = mechanisms.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-5)
+        for mechanism, inner in (
+            (fixed, tff.aggregators.SumFactory()),
+            (fixed, tff.aggregators.SecureSumFactory(4.0)),
+            (local, compression),
+            (mechanisms.NoPrivacy(), compression),
+        ):
+            aggregators.from_mechanism(
+                mechanism, 4, inner, rounds=3, max_participations=3
+            )
+
     def test_type_of_inner_factory(self):
         with self.assertRaisesRegex(TypeError, "inner_factory"):
             aggregators.from_mechanism(

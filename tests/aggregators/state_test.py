@@ -107,9 +107,7 @@ class AccountableStateTest(parameterized.TestCase):
         norm = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(
             1.0, 0.5, 0.2
         )
-        plain = tff.aggregators.SumFactory()
         for sums in (
-            {"inner_factory": tff.aggregators.zeroing_factory(norm, plain)},
             {"inner_factory": tff.aggregators.SecureSumFactory(norm)},
             {"scalars_factory": tff.aggregators.SecureSumFactory(norm)},
         ):
@@ -118,7 +116,7 @@ class AccountableStateTest(parameterized.TestCase):
                 state_lib.accountable_state(state)
         constant = {
             "inner_factory": tff.aggregators.SecureSumFactory(4.0, -4.0),
-            "scalars_factory": tff.aggregators.zeroing_factory(99.0, plain),
+            "scalars_factory": tff.aggregators.SecureSumFactory(99.0),
         }
         state = ours(**constant).create(SCALAR).initialize()
         self.assertIs(state_lib.accountable_state(state), state)

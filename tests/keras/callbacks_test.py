@@ -275,7 +275,7 @@ class LedgerTest(parameterized.TestCase):
         self.assertLen(contents.entries, 30)
         self.assertEqual(
             {run: len(lines) for run, lines in contents.by_run().items()},
-            {first.run_id: 10, second.run_id: 20},
+            {first.run.run_id: 10, second.run.run_id: 20},
         )
         with self.subTest("to read it again adds nothing"):
             second.fit(clients, rounds=1, verbose=0, callbacks=[self._append()])
@@ -299,7 +299,7 @@ class LedgerTest(parameterized.TestCase):
             second.fit(clients, rounds=1, verbose=0, callbacks=[keeper])
             resumed = make()
             resumed.fit(clients, rounds=1, verbose=0, resume_from=path)
-            self.assertEqual(resumed.run_id, second.run_id)
+            self.assertEqual(resumed.run.run_id, second.run.run_id)
             self.assertAlmostEqual(
                 resumed.epsilon(delta), second.epsilon(delta), places=9
             )

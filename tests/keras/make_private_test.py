@@ -170,8 +170,8 @@ class RefusalTest(parameterized.TestCase):
             "noise_site='client' needs sampling='fixed_size'",
         ),
         (
-            "too few for an adaptive clip",
-            {"m": 5, "target": 0.05},
+            "too little count noise for an adaptive clip",
+            {"m": 5, "target": 0.05, "count_noise_stddev": 0.25},
             "target_epsilon=0.05 .* cannot be kept .*clients_per_round / 20",
         ),
         ("accountant", {"accountant": "gdp"}, "accountant must be one of"),
@@ -337,9 +337,34 @@ class TargetTest(parameterized.TestCase):
                 clip_norm=1.0, noise_multiplier=lambda t: rng.uniform(0.5, 3)
             ),
         )
-        sizes = [fed._clients_per_round(t) for t in range(5)]
+        sizes = [fed.setup.clients_per_round(t) for t in range(5)]
         found = _cost(fed.mechanism, "poisson", 5, sizes)
         self.assertBetween(found, 4.0 * (1 - 1e-3), 4.0)
+
+    def test_few_clients_a_round_get_as_much_count_noise_as_it_takes(self):
+        options = {
+            "target_epsilon": 2.0,
+            "target_delta": 1e-2,
+            "num_clients": 12,
+            "clients_per_round": 4,
+            "rounds": 10,
+        }
+        mechanism = tfdp_fl.make_private(toy.dense(), **options).mechanism
+        self.assertGreater(mechanism.noise_multiplier, 0.4)
+        self.assertEqual(
+            mechanism.count_noise_stddev, mechanism.noise_multiplier
+        )
+        # What is asked for by name stays, and may be too little.
+        with self.assertRaisesRegex(ValueError, "count_noise_stddev"):
+            tfdp_fl.make_private(toy.dense(), **options, count_noise_stddev=0.2)
+
+    def test_the_baseline_comes_from_the_same_call(self):
+        fed = self._made(mechanism="none")
+        self.assertIsInstance(fed.mechanism, tfdp_fl.NoPrivacy)
+        self.assertIsNone(fed.target)
+        fed.compile("sgd", toy.loss())
+        fed.fit(toy.clients(_CLIENTS), rounds=2, verbose=0)
+        self.assertEqual((fed.rounds, fed.epsilon(_DELTA)), (2, np.inf))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class KerasTest(parameterized.TestCase):
                 keras.LearningRateScheduler(lambda epoch, _: 0.1 / (epoch + 1)),
                 keras.LambdaCallback(
                     on_epoch_end=lambda epoch, _: (
-                        rates.append(fed._client_learning_rate()),
+                        rates.append(fed._compiled.learning_rate),
                         seen.append(fed.get_weights()),
                     )
                 ),

@@ -37,16 +37,16 @@ class RoundSeedTest(absltest.TestCase):
         )
         fed.fit(clients, verbose=0, seed=1)
         seeds = []
-        collect = fed._engine.collect
+        collect = fed.engine.collect
 
         def seen(dataset, inputs):
             seeds.append(tuple(inputs.seed))
             return collect(dataset, inputs)
 
-        with mock.patch.object(fed._engine, "collect", seen):
+        with mock.patch.object(fed.engine, "collect", seen):
             with (
                 mock.patch.object(
-                    fed._engine, "release", side_effect=KeyboardInterrupt
+                    fed.engine, "release", side_effect=KeyboardInterrupt
                 ),
                 self.assertRaises(KeyboardInterrupt),
             ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -169,6 +170,7 @@ class PrivacyAccountant:
         key = (charge.partition, charge.num_clients, charge.pass_index, kind)
         size = int(charge.clients_per_round)
         increase = 0.0
+        place: tuple[Any, ...]
         for _ in range(count):
             if charge.pass_offset is None:
                 # Disjoint as long as the pass has clients left; then anew.

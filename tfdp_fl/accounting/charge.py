@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-from typing import Any
+from typing import Any, cast
 
 import dp_accounting
 
@@ -154,6 +154,7 @@ class RoundCharge:
         if z is not None:
             event = dp_accounting.GaussianDpEvent(z)
         if self.sampling == "fixed_size":
+            z = cast(float, z)  # Anything else was refused when it was made.
             if accountant == "pld":
                 require_fixed_size_pld()
                 return dp_accounting.TruncatedSubsampledGaussianDpEvent(

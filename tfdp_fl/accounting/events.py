@@ -53,9 +53,10 @@ def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
         )
     if isinstance(event, dp_accounting.ComposedDpEvent):
         parts = [_mu_squared(part) for part in event.events]
-        if any(part is None for part in parts):
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
             return None
-        return math.fsum(parts) if math.inf not in parts else math.inf
+        return math.fsum(known) if math.inf not in known else math.inf
     return None
 
 

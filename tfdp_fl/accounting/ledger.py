@@ -383,7 +383,7 @@ class PrivacyLedger:
         if self._descriptor is not None:
             if self._process == os.getpid():
                 # Forks that still hold the file would hold the lock as well.
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -415,9 +415,16 @@ class PrivacyLedger:
             pathlib.Path(path).read_bytes(), str(path), key, expected_head
         )[0]
 
+    @property
+    def _file(self) -> int:
+        """The descriptor of the open file."""
+        if self._descriptor is None:
+            raise LedgerError(f"The ledger {self._path} is closed.")
+        return self._descriptor
+
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LedgerInUseError(
                 f"The ledger {self._path} is being written by another run; "
@@ -426,16 +433,16 @@ class PrivacyLedger:
 
     def _recover(self, expected_head: str | None) -> LedgerContents:
         """Verifies what is there and removes a line that was cut short."""
-        size = os.fstat(self._descriptor).st_size
-        data = os.pread(self._descriptor, size, 0)
+        size = os.fstat(self._file).st_size
+        data = os.pread(self._file, size, 0)
         self._end = size
         self._check_file()
         contents, whole = _parse(
             data, str(self._path), self._key, expected_head
         )
         if whole < size:
-            os.ftruncate(self._descriptor, whole)
-            os.fsync(self._descriptor)
+            os.ftruncate(self._file, whole)
+            os.fsync(self._file)
         self._end = whole
         if whole and not data[:whole].endswith(b"\n"):
             self._write(b"\n")
@@ -463,9 +470,9 @@ class PrivacyLedger:
             written = 0
             while written < len(data):
                 written += os.pwrite(
-                    self._descriptor, data[written:], self._end + written
+                    self._file, data[written:], self._end + written
                 )
-            os.fsync(self._descriptor)
+            os.fsync(self._file)
         except BaseException as error:
             self._roll_back()
             if not isinstance(error, OSError):
@@ -486,7 +493,7 @@ class PrivacyLedger:
                 f"{os.getpid()}: both would write in the same place. Open one "
                 "in each process, or release rounds in one process only."
             )
-        own = os.fstat(self._descriptor)
+        own = os.fstat(self._file)
         try:
             found = os.stat(self._place)
         except OSError:
@@ -509,8 +516,8 @@ class PrivacyLedger:
 
     def _roll_back(self) -> None:
         try:
-            os.ftruncate(self._descriptor, self._end)
-            os.fsync(self._descriptor)
+            os.ftruncate(self._file, self._end)
+            os.fsync(self._file)
         except OSError:
             self._broken = True
 

@@ -66,9 +66,9 @@ class LocalAccount:
         Raises:
           ValueError: If anything is out of range; nothing is charged then.
         """
-        positions, mu_squared = self._checked(positions, mu_squared)
-        if mu_squared.any():
-            np.add.at(self._mu_squared, positions, mu_squared)
+        positions, added = self._checked(positions, mu_squared)
+        if added.any():
+            np.add.at(self._mu_squared, positions, added)
         np.add.at(self._participations, positions, 1)
 
     def max_mu_squared_after(
@@ -139,7 +139,9 @@ class LocalAccount:
             )
         self._mu_squared, self._participations = mu_squared, participations
 
-    def _checked(self, positions, mu_squared):
+    def _checked(
+        self, positions: Any, mu_squared: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
         positions = np.asarray(positions)
         if positions.size == 0:
             positions = positions.astype(np.int64)

@@ -42,9 +42,9 @@ class PassPlan:
     def __init__(self, num_clients: int, clients_per_round: schedules.Schedule):
         self._num_clients = _validate.positive_integer(num_clients=num_clients)
         self._schedule = clients_per_round
-        self._constant = None
+        self._constant: int | None = None
         if schedules.is_constant(clients_per_round):
-            self._constant = checked_size(clients_per_round, num_clients)
+            self._constant = int(checked_size(clients_per_round, num_clients))
         self._cohorts: list[tuple[int, int, int]] = []
 
     def cohort(self, round_index: int) -> tuple[int, int, int]:
@@ -64,5 +64,5 @@ class PassPlan:
                 ),
                 n,
             )
-            self._cohorts.append((index, start, min(n, start + size)))
+            self._cohorts.append((index, start, min(n, start + int(size))))
         return self._cohorts[round_index]

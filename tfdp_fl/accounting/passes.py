@@ -15,7 +15,7 @@ class PassCosts:
     cost is the largest sum of weights over any position.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         # key -> (cost, end of the last interval, intervals)
         self._passes: dict[Hashable, tuple[float, int, tuple]] = {}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import accountant as accountant_lib
@@ -34,12 +35,13 @@ class Plan:
       delta: Between 0 and 1.
     """
 
-    num_clients: int | None = None
-    clients_per_round: float | None = None
-    noise_multiplier: float | None = None
-    rounds: int | None = None
-    epsilon: float | None = None
-    delta: float | None = None
+    # Optional, all of them; which one is None is what `solve` is asked.
+    num_clients: Any = None
+    clients_per_round: Any = None
+    noise_multiplier: Any = None
+    rounds: Any = None
+    epsilon: Any = None
+    delta: Any = None
 
     @property
     def missing(self) -> str:
@@ -212,6 +214,11 @@ def epsilon_curve(
         yield count, _history(part, sampling).epsilon(plan.delta, accountant)
 
 
+def _held(values: tuple[float, ...]) -> Callable[[int], float]:
+    """Returns a schedule that keeps its last value for good."""
+    return lambda t: values[min(t, len(values) - 1)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleSuggestion:
     """A schedule of cohort sizes and noise at fixed sigma^2/m, and its gain.
@@ -257,7 +264,7 @@ def suggest_schedules(
     """
     plan.check()
     m, z, total = plan.clients_per_round, plan.noise_multiplier, plan.rounds
-    shapes = {
+    shapes: dict[str, Callable[[int], float]] = {
         "constant": lambda t: 1.0,
         "m/2 in the first half": lambda t: 0.5 if 2 * t < total else 1.0,
         "m/4, m/2, m by thirds": lambda t: (0.25, 0.5, 1.0)[3 * t // total],
@@ -276,9 +283,9 @@ def suggest_schedules(
         bought = total
         if name != "constant" and 0 < budget < math.inf:
             bought = planning.max_rounds(
-                lambda t, noise=noise: noise[min(t, total - 1)],
+                _held(noise),
                 *arguments,
-                lambda t, sizes=sizes: sizes[min(t, total - 1)],
+                _held(sizes),
                 budget,
                 plan.delta,
                 accountant,

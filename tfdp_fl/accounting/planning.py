@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import dp_accounting
 
@@ -112,14 +113,14 @@ def calibrate_noise_multiplier(
     Raises:
       ValueError: If no noise keeps the target, or arguments are wrong.
     """
-    if (delta is None) == (target_delta is None):
+    given = [each for each in (delta, target_delta) if each is not None]
+    if len(given) != 1:
         raise ValueError(
             "delta or its other name target_delta must be given, not both, "
             f"got delta={delta!r} and target_delta={target_delta!r}."
         )
-    delta = target_delta if delta is None else delta
     rounds = _validate.positive_integer(rounds=rounds)
-    shape = 1.0
+    shape: float | list[float] = 1.0
     if relative_noise_multipliers is not None:
         shape = [
             _validate.positive(
@@ -130,12 +131,12 @@ def calibrate_noise_multiplier(
             for t in range(rounds)
         ]
 
-    def make_charges(z):
-        noise = z if shape == 1.0 else [z * share for share in shape]
+    def make_charges(z: float) -> Any:
+        noise = [z * share for share in shape] if isinstance(shape, list) else z
         return charges(noise, sampling, num_clients, clients_per_round, rounds)
 
     return calibration.calibrate(
-        make_charges, target_epsilon, delta, accountant, orders=orders
+        make_charges, target_epsilon, given[0], accountant, orders=orders
     )
 
 

@@ -101,6 +101,14 @@ class Spending:
             each.mu_squared for each in self.others.values()
         )
 
+    def expect(self, num_clients: int) -> None:
+        """Makes room for so many clients; others than before start anew.
+
+        What was spent centrally does not depend on who the clients are.
+        """
+        if self.clients.num_clients != num_clients:
+            self.clients = local_lib.LocalAccount(num_clients)
+
     def charge(
         self,
         charge: charge_lib.RoundCharge,

@@ -189,7 +189,7 @@ _RELATION = {
     "REPLACE_SPECIAL": "one {unit} is replaced by nothing, in its place",
 }
 
-Epsilon = float | Callable[[float], float] | None
+Epsilon = float | Callable[[float], float | None] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,11 +314,11 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     }
     local = facts.guarantee in ("local", "record")
     stated = [
-        values[name]
+        value
         for name in (
             ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
         )
-        if values[name] is not None
+        if (value := values[name]) is not None
     ]
     # Both accountants give upper bounds: the lower one holds.
     best = min(stated, default=math.inf)
@@ -588,8 +588,8 @@ def _value(epsilon: Epsilon, delta: float) -> float | None:
     return None if value is None else float(value)
 
 
-def _range(sizes: float | Sequence[float]) -> dict[str, float | int | None]:
-    values = [sizes] if not hasattr(sizes, "__len__") else list(sizes)
+def _range(sizes: float | Sequence[float]) -> dict[str, Any]:
+    values = list(sizes) if isinstance(sizes, Sequence) else [sizes]
     if not values:
         return {"count": 0, "min": None, "max": None, "mean": None}
     return {
@@ -600,7 +600,7 @@ def _range(sizes: float | Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
-def _range_text(sizes: dict[str, float | int | None]) -> str:
+def _range_text(sizes: dict[str, Any]) -> str:
     if not sizes["count"]:
         return ""
     if sizes["min"] == sizes["max"]:

@@ -158,7 +158,6 @@ class WindowedAdaptiveLocalDPFactory(
 
         `num_clients` and `rounds` are needed.
         """
-        mechanism_factory.check_inner_factory("inner_factory", inner_factory)
         self._bound = bound_mechanism.BoundMechanism(
             adaptive_local_dp.AdaptiveLocalDP(
                 epsilon=epsilon,
@@ -172,6 +171,9 @@ class WindowedAdaptiveLocalDPFactory(
             clients_per_round,
             num_clients=num_clients,
             **deployment,
+        )
+        mechanism_factory.check_inner_factory(
+            "inner_factory", inner_factory, self._bound
         )
         self._inner_factory = inner_factory
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import dp_accounting
 import tensorflow_federated as tff
 
 from tfdp_fl import _validate, schedules
@@ -19,12 +20,13 @@ class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
     and gives the noised mean in the same structure. Each client's whole value
     counts as one update, with one L2 norm.
 
-    `inner_factory` sums what the mechanism made of the updates; it must give
-    the **sum** (of the same type), such as `tff.aggregators.SumFactory` or a
-    `SecureSumFactory`. What it loses or adds (quantization) comes after the
-    clip: it may cost accuracy, and it must not enlarge a client's influence.
-    `EncodedSumFactory` rounds up as well as down, so it may: the sum is right,
-    but the epsilon of such a process is too small.
+    `inner_factory` sums what the mechanism made of the updates, after the
+    clip, so it must not enlarge a client's share: with a central guarantee it
+    is a `tff.aggregators.SumFactory` or `SecureSumFactory`, whose bounds
+    include 0. (What a secure sum rounds is at most 2^-24 of the distance of its
+    bounds in each coordinate.) Others, such as `EncodedSumFactory`, which
+    rounds up as well as down, are for mechanisms with no guarantee to lose, or
+    with one that each client's own noise gives.
     The factory itself can be the inner one of `tff.aggregators.
     clipping_factory` and `zeroing_factory` with a constant norm. (A norm that
     follows the clients' values lets one client change what others contribute;
@@ -85,14 +87,14 @@ class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
                 "NbAFLFactory (a WeightedAggregationFactory) or "
                 "tfdp_fl.learning.build_dp_fed_avg."
             )
+        self._bound = bound_mechanism.BoundMechanism(
+            mechanism, clients_per_round, **deployment
+        )
         for name, factory in (
             ("inner_factory", inner_factory),
             ("scalars_factory", scalars_factory),
         ):
-            check_inner_factory(name, factory)
-        self._bound = bound_mechanism.BoundMechanism(
-            mechanism, clients_per_round, **deployment
-        )
+            check_inner_factory(name, factory, self._bound)
         self._inner_factory = inner_factory
         self._scalars_factory = scalars_factory
 
@@ -148,12 +150,15 @@ def from_mechanism(
     )
 
 
-def check_inner_factory(name: str, factory: Any) -> None:
-    """Raises unless a factory is None or may be one that sums.
+def check_inner_factory(
+    name: str, factory: Any, bound: bound_mechanism.BoundMechanism
+) -> None:
+    """Raises unless a factory is None or one whose sum keeps the guarantee.
 
     Raises:
       TypeError: It is not an unweighted factory.
-      ValueError: It is known to give something else than a sum.
+      ValueError: It is known to give something else than a sum, or it is not
+        known to leave each client's share of it as it was clipped.
     """
     if factory is None:
         return
@@ -171,3 +176,28 @@ def check_inner_factory(name: str, factory: Any) -> None:
             f"SecureSumFactory), got {type(factory).__name__}: the mechanism "
             "divides, by the expected cohort size, and adds the noise."
         )
+    if _hangs_on_each_share(bound) and not _keeps_each_share(factory):
+        raise ValueError(
+            f"{name} must be None, a tff.aggregators.SumFactory or a "
+            "SecureSumFactory whose bounds include 0, got "
+            f"{type(factory).__name__}: what others make of an update after "
+            "the clip may be larger than the clip, and no epsilon would hold."
+        )
+
+
+def _hangs_on_each_share(bound: bound_mechanism.BoundMechanism) -> bool:
+    """Whether a larger share of the sum would cost more than is charged."""
+    event = bound.mechanism.round_event(0, bound.deployment)
+    return bound.mechanism.guarantee == "central" and not isinstance(
+        event, dp_accounting.NonPrivateDpEvent
+    )
+
+
+def _keeps_each_share(factory: Any) -> bool:
+    if type(factory) is not tff.aggregators.SecureSumFactory:
+        return type(factory) is tff.aggregators.SumFactory
+    upper = factory._upper_bound_threshold
+    lower = factory._lower_bound_threshold
+    if isinstance(upper, tff.templates.EstimationProcess):
+        return True  # It makes a state, by which `accountable_state` knows it.
+    return lower is None or lower <= 0 <= upper

@@ -66,11 +66,6 @@ class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
             mechanism = nbafl.NbAFL(
                 epsilon=epsilon, constant=constant, weight_clip=weight_clip
             )
-        for name, factory in (
-            ("inner_factory", inner_factory),
-            ("scalars_factory", scalars_factory),
-        ):
-            mechanism_factory.check_inner_factory(name, factory)
         self._bound = bound_mechanism.BoundMechanism(
             mechanism,
             clients_per_round,
@@ -80,6 +75,11 @@ class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
             sampling=sampling,
             max_participations=max_participations,
         )
+        for name, factory in (
+            ("inner_factory", inner_factory),
+            ("scalars_factory", scalars_factory),
+        ):
+            mechanism_factory.check_inner_factory(name, factory, self._bound)
         self._factories = {
             "inner_factory": inner_factory,
             "scalars_factory": scalars_factory,

@@ -1,5 +1,6 @@
 """Data for federated training: many clients' examples, and loaders of some."""
 
+from tfdp_fl.datasets.accepted import as_federated
 from tfdp_fl.datasets.digits import load_digits
 from tfdp_fl.datasets.emnist import load_emnist
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
@@ -18,6 +19,7 @@ __all__ = [
     "ClientExamples",
     "ClientFailure",
     "FederatedDataset",
+    "as_federated",
     "decode_text",
     "encode_text",
     "load_digits",

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
-from tfdp_fl.datasets import nests, npz, sources
+from tfdp_fl.datasets import frames, nests, npz, sources
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
 
@@ -143,6 +143,37 @@ class FederatedDataset:
         return cls(source, _distinct(client_ids))
 
     @classmethod
+    def from_dataframe(
+        cls,
+        frame: Any,
+        client: str,
+        features: frames.Columns | None = None,
+        label: frames.Columns = "label",
+    ) -> FederatedDataset:
+        """Makes a dataset of a pandas frame with a column that names clients.
+
+        The columns are copied once; clients are in the order in which they
+        first appear, and a client's examples in the frame's.
+
+        Args:
+          frame: A `pandas.DataFrame` with one example a row.
+          client: The column that says whose example it is.
+          features: One column: x is [n], with its kind of number. A list: x
+            is float32 [n, len(features)]. A mapping from the names of a
+            model's inputs to either: x is a dict. None: all columns but those
+            of `client` and `label`, as a list.
+          label: One column: y is [n]. A list or a mapping: as for features, in
+            the columns' own kind of number. Integers become int64, other
+            numbers float32.
+
+        Raises:
+          TypeError: `frame` is no frame.
+          ValueError: A column is not there, holds something else than finite
+            numbers, or has missing values; or a feature is the client column.
+        """
+        return cls.from_indices(*frames.split(frame, client, features, label))
+
+    @classmethod
     def from_tf_datasets(
         cls, clients: Mapping[Any, tf.data.Dataset]
     ) -> FederatedDataset:
@@ -254,9 +285,9 @@ class FederatedDataset:
                 f"{element_spec!r}."
             )
         _at_least_one_client(client_ids=client_ids)
-        client_ids = _distinct(client_ids)
-        source = sources.StreamedSource(client_ids, fn, element_spec)
-        return cls(source, client_ids)
+        distinct = _distinct(client_ids) or ()
+        source = sources.StreamedSource(distinct, fn, element_spec)
+        return cls(source, distinct)
 
     @classmethod
     def from_npz(cls, path: str | os.PathLike[str]) -> FederatedDataset:
@@ -484,7 +515,9 @@ class FederatedDataset:
           TypeError: If it holds strings, nests of other than dicts, tuples
             and lists, or client ids that are neither integers nor strings.
         """
-        npz.save(path, self.in_memory()._source, self._client_ids)
+        source = self.in_memory()._source
+        assert isinstance(source, sources.IndexedSource)
+        npz.save(path, source, self._client_ids)
 
     # How the engine reads it.
 
@@ -618,7 +651,7 @@ class _TakenIds(Sequence):
             return NotImplemented
         return list(self) == list(other)
 
-    __hash__ = None  # Like a list's.
+    __hash__ = None  # type: ignore[assignment]  # Like a list's.
 
     def __repr__(self) -> str:
         return repr(list(self))

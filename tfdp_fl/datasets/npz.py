@@ -46,7 +46,7 @@ def save(
     }
     if not np.array_equal(rows, np.arange(used.sum())):
         contents["rows"] = rows
-    header = {"format": _FORMAT, "structure": structure}
+    header: dict[str, Any] = {"format": _FORMAT, "structure": structure}
     if isinstance(client_ids, range) and client_ids == range(len(client_ids)):
         header["client_ids"] = None
     else:

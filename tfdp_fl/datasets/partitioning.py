@@ -95,8 +95,8 @@ def stratified_split(
     order = np.random.default_rng(0).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     # Evenly spaced in the order of labels: proportional, up to one example.
-    chosen = (np.arange(held_out) + 0.5) * len(labels) / max(held_out, 1)
-    chosen = chosen.astype(np.int64)
+    places = (np.arange(held_out) + 0.5) * len(labels) / max(held_out, 1)
+    chosen = places.astype(np.int64)
     return np.sort(np.delete(order, chosen)), np.sort(order[chosen])
 
 

@@ -287,12 +287,12 @@ def pack(
         )
     # If every client is empty, the first one's arrays say what of.
     x, y = nests.concatenate(filled or empty[:1])
-    lengths = np.array(lengths, np.int64)
+    counts = np.array(lengths, np.int64)
     return IndexedSource(
         nests.as_tensors(x, "x"),
         nests.as_tensors(y, "y"),
-        starts=np.cumsum(lengths) - lengths,
-        lengths=lengths,
+        starts=np.cumsum(counts) - counts,
+        lengths=counts,
     )
 
 

@@ -136,7 +136,7 @@ def plot_comparison(
     for place, (name, runs) in enumerate(groups.items()):
         color = COLORS[place % len(COLORS)]
         style = ("-", "--", ":", "-.")[place // len(COLORS) % 4]
-        curves = [c for c in map(curve_of, runs) if c[0]]
+        curves: list[Any] = [c for c in map(curve_of, runs) if c[0]]
         if not curves:
             continue
         for x, y in curves if len(curves) > 1 else ():
@@ -158,10 +158,11 @@ def mean_curve(
     """Returns the mean over the first points that all curves have."""
     length = min(len(x) for x, _ in curves)
     count = len(curves)
-    return tuple(
+    mean_x, mean_y = (
         [sum(c[axis][i] for c in curves) / count for i in range(length)]
         for axis in (0, 1)
     )
+    return mean_x, mean_y
 
 
 def frontier_of(
@@ -255,7 +256,7 @@ def _plot_tradeoff(
 ) -> None:
     """Draws a line a group; one without any epsilon is a level to reach."""
     figure, axes = pyplot().subplots(figsize=(7, 4.5))
-    epsilons = []
+    epsilons: list[float] = []
     for place, (name, runs) in enumerate(groups.items()):
         color = COLORS[place % len(COLORS)]
         points = tradeoff_of(runs)

@@ -93,7 +93,9 @@ def _option(default: Any, kind: Any, help_: str) -> Any:
     )
 
 
-_MechanismParameters = mechanism_options.declared_class("_MechanismParameters")
+_MechanismParameters: Any = mechanism_options.declared_class(
+    "_MechanismParameters"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +103,8 @@ class Settings(_MechanismParameters):
     """Everything that decides a training run.
 
     None leaves a choice to the data set or the mechanism; `resolved` fills it
-    in. What each field means is said in its help, which
-    `python scripts/train.py --help` prints.
+    in (always where the type is Any). What each field means is said in its
+    help, which `python scripts/train.py --help` prints.
     """
 
     # The data.
@@ -188,7 +190,7 @@ class Settings(_MechanismParameters):
         "A Python file or module that registers a mechanism of your own "
         "(docs/adding_a_mechanism.md); it is imported first.",
     )
-    target_epsilon: float | None = _option(
+    target_epsilon: Any = _option(
         None,
         float,
         "The guarantee to keep at --target_delta; the noise is calibrated to "
@@ -210,7 +212,7 @@ class Settings(_MechanismParameters):
         "Who calibrates and reports: rdp, or pld (tighter and slower).",
     )
     # The rounds.
-    sampling: str | None = _option(
+    sampling: Any = _option(
         None,
         ("poisson", "fixed_size", "shuffled"),
         "How a cohort is drawn: poisson (every client with probability m/N; "
@@ -223,7 +225,7 @@ class Settings(_MechanismParameters):
         "m, the expected cohort size: a number, all, or one value a round, as "
         "in 50,50,100 or 30x50,30x100.",
     )
-    rounds: int | None = _option(None, int, "T, how many rounds.")
+    rounds: Any = _option(None, int, "T, how many rounds.")
     on_client_failure: str | None = _option(
         None,
         ("abort", "exclude"),
@@ -238,10 +240,10 @@ class Settings(_MechanismParameters):
     )
 
     # Local training and the server.
-    local_epochs: int | None = _option(
+    local_epochs: Any = _option(
         None, int, "Passes of a client over its examples in one round."
     )
-    batch_size: int | None = _option(None, int, "Examples in a local batch.")
+    batch_size: Any = _option(None, int, "Examples in a local batch.")
     shuffle: bool = _option(
         False, bool, "Whether clients shuffle their examples for each epoch."
     )
@@ -304,7 +306,7 @@ class Settings(_MechanismParameters):
         "Makes everything repeat bit for bit. Whoever knows it can undo the "
         "noise, and privacy.txt says so; without it, fresh secret entropy.",
     )
-    validation_freq: int | None = _option(
+    validation_freq: Any = _option(
         None, int, "Evaluate every so many rounds, and after the last."
     )
     jit_compile: str = _option(
@@ -409,7 +411,7 @@ class Settings(_MechanismParameters):
         }
         return dataclasses.replace(self, **changes)
 
-    def schedule(self, name: str) -> float | tuple[float, ...] | None:
+    def schedule(self, name: str) -> Any:
         """Returns a number, or one value a round, from a setting's text."""
         text = getattr(self, name)
         if text is None or text == "all" or isinstance(text, int | float):
@@ -418,8 +420,10 @@ class Settings(_MechanismParameters):
         for part in str(text).split(","):
             match = re.fullmatch(r"\s*(?:(\d+)x)?([-+.\deE]+)\s*", part)
             try:
+                if match is None:
+                    raise ValueError(part)
                 count, value = int(match[1] or 1), float(match[2])
-            except (TypeError, ValueError) as error:
+            except ValueError as error:
                 raise ValueError(
                     f"--{name} must be a number, or one value a round as in "
                     f"30x50,30x100, got {text!r}."
@@ -459,7 +463,7 @@ class Settings(_MechanismParameters):
 
     def _implied_delta(self) -> float | None:
         """Returns the delta that follows from the mechanism's parameters."""
-        kind = MECHANISMS[self.mechanism]
+        kind: Any = MECHANISMS[self.mechanism]
         if kind.guarantee != "record":
             return None
         starts = mechanism_options.run_defaults(self.mechanism)

@@ -258,7 +258,8 @@ def _run(trial: Trial, path: pathlib.Path, verbose: int) -> dict[str, Any]:
 def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     """Writes `runs.csv` and `summary.csv` from the results there are."""
     varied = list(dict.fromkeys(k for t in trials for k in t.varied))
-    rows, groups = [], {}
+    rows: list[list[Any]] = []
+    groups: dict[str, tuple[Trial, list[dict[str, Any]]]] = {}
     for trial in trials:
         path = root / trial.directory / run_directory.RESULT
         if path.is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -110,10 +111,14 @@ def build_model(settings: settings_lib.Settings, task: Task) -> tf.keras.Model:
             f"got {spec}."
         )
     units = settings.units()
-    widths = {} if units is None else {"hidden_units": units}
+    widths: dict[str, Any] = {} if units is None else {"hidden_units": units}
     if settings.model == "lstm":
         return models.lstm(task.num_classes, **widths)
     if settings.input_pooling:
         widths["pooling"] = settings.input_pooling
-    build = {"linear": models.linear, "mlp": models.mlp, "cnn": models.cnn}
+    build: dict[Any, Callable[..., tf.keras.Model]] = {
+        "linear": models.linear,
+        "mlp": models.mlp,
+        "cnn": models.cnn,
+    }
     return build[settings.model](spec.shape, task.num_classes, **widths)

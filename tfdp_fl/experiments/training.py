@@ -102,7 +102,7 @@ def _workers(settings: settings_lib.Settings, task: tasks.Task) -> Any:
         return None
     from tfdp_fl import runtimes  # TFF takes seconds, and may not be there.
 
-    options = {}
+    options: dict[str, Any] = {}
     if settings.tff_data:
         clients = task.clients
         if not clients.is_indexed:
@@ -125,8 +125,8 @@ def _federated_model(
     delta: float,
 ) -> DPFederatedModel:
     options = settings.mechanism_options()
-    kind = settings_lib.MECHANISMS[settings.mechanism]
-    cohorts = {
+    kind: Any = settings_lib.MECHANISMS[settings.mechanism]
+    cohorts: dict[str, Any] = {
         "clients_per_round": settings.schedule("clients_per_round"),
         "sampling": settings.sampling,
         "on_client_failure": settings.on_client_failure,
@@ -192,9 +192,9 @@ def _client_optimizer(settings: settings_lib.Settings) -> Any:
 def _loss(settings: settings_lib.Settings) -> tf.keras.losses.Loss:
     if settings.client_loss == "balanced":
         smoothing = settings.prior_smoothing
-        return losses.BalancedSoftmaxCrossentropy(
-            **({} if smoothing is None else {"smoothing": smoothing})
-        )
+        if smoothing is None:
+            return losses.BalancedSoftmaxCrossentropy()
+        return losses.BalancedSoftmaxCrossentropy(smoothing=smoothing)
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -334,7 +334,7 @@ def _leave_files(
     federated_model.save(path / run_directory.MODEL)
     _files.write_text(
         path / run_directory.STATEMENT,
-        federated_model.privacy_statement(prepared.delta) + "\n",
+        f"{federated_model.privacy_statement(prepared.delta)}\n",
     )
     run_directory.write_json(
         path / run_directory.STATEMENT_JSON,

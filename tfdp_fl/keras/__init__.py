@@ -2,5 +2,7 @@
 
 from tfdp_fl.keras.make_private import make_private
 from tfdp_fl.keras.model import DPFederatedModel
+from tfdp_fl.keras.run import Run
+from tfdp_fl.keras.validation import validate
 
-__all__ = ["DPFederatedModel", "make_private"]
+__all__ = ["DPFederatedModel", "Run", "make_private", "validate"]

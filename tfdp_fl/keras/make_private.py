@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +14,11 @@ import tensorflow as tf
 from tfdp_fl import _validate, accounting, mechanisms, schedules
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.keras import model as model_lib
-from tfdp_fl.keras.privacy_target import ON_OVERSPEND, PrivacyTarget
+from tfdp_fl.keras.privacy_target import (
+    ON_OVERSPEND,
+    PrivacyTarget,
+    warn_of_large_delta,
+)
 
 _MODEL_OPTIONS = (
     "on_client_failure",
@@ -21,7 +26,8 @@ _MODEL_OPTIONS = (
     "secure_aggregation",
     "num_replicas",
 )
-_TINY = 1e-6
+# Noise multipliers that no run has, to ask a mechanism what it allows.
+_TINY, _HUGE = 1e-6, 1e6
 
 
 def make_private(
@@ -53,9 +59,10 @@ def make_private(
       clients_per_round: The expected cohort size m, constant or a schedule.
       rounds: T.
       mechanism: A registered name: "adaptive", "fixed", "median", "local",
-        "adaptive_local" or one of your own (`mechanisms.register`); or a
-        mechanism whose `noise_multiplier` is replaced (a schedule of it is
-        scaled as a whole).
+        "adaptive_local", "none" (the baseline without privacy, from the same
+        call; it keeps no target) or one of your own (`mechanisms.register`);
+        or a mechanism whose `noise_multiplier` is replaced (a schedule of it
+        is scaled as a whole).
       sampling: "poisson", "fixed_size" or "shuffled".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
         returned model.
@@ -74,7 +81,7 @@ def make_private(
     _validate.positive_integer(num_clients=num_clients)
     _validate.positive_integer(rounds=rounds)
     _validate.one_of(ON_OVERSPEND, on_overspend=on_overspend)
-    model_lib.warn_of_large_delta("target_delta", delta, num_clients)
+    warn_of_large_delta("target_delta", delta, num_clients)
     # Calibrated for the very cohort sizes that will be drawn.
     clients_per_round = schedules.fixed(clients_per_round)
     model_options = {
@@ -117,14 +124,17 @@ def make_private(
             raise ValueError(
                 f"{error} {make(_TINY).noise_limit_reason}"
             ) from error
+    made = make(_TINY if noise is None else noise)
     return model_lib.DPFederatedModel(
         model,
-        make(_TINY if noise is None else noise),
+        made,
         clients_per_round,
         sampling,
         delta=delta,
         accountant=accountant,
-        target=PrivacyTarget(
+        target=None
+        if made.guarantee == "none"
+        else PrivacyTarget(
             epsilon=epsilon,
             delta=delta,
             accountant=accountant,
@@ -151,7 +161,7 @@ def _maker(
     allowed = [
         name
         for name in mechanisms.names()
-        if mechanisms.by_name(name).guarantee in ("central", "local")
+        if mechanisms.by_name(name).guarantee in ("central", "local", "none")
     ]
     if isinstance(mechanism, mechanisms.Mechanism):
         if options:
@@ -186,11 +196,11 @@ def _maker(
 
 def _scaled(schedule: schedules.Schedule, factor: float) -> schedules.Schedule:
     """Returns a schedule times a factor; a constant is replaced by it."""
-    if schedules.is_constant(schedule):
-        return factor
     if callable(schedule):
         return lambda t: factor * schedule(t)
-    return tuple(factor * value for value in schedule)
+    if isinstance(schedule, Sequence):
+        return tuple(factor * value for value in schedule)
+    return factor
 
 
 def _check_options(kind: type, options: dict[str, Any]) -> None:
@@ -209,6 +219,9 @@ def _largest_noise(
     deployment: mechanisms.Deployment,
 ) -> float | None:
     """Returns the largest noise that a mechanism allows; None: any."""
+    with contextlib.suppress(ValueError):
+        make(_HUGE).check(deployment)
+        return None
     made = make(_TINY)
     limits = [
         made.noise_limit(t, deployment) * _TINY / noise

@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import time
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, accounting, engine, keras_versions, schedules
-from tfdp_fl import sampling as sampling_lib
-from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl import (
+    _validate,
+    accounting,
+    datasets,
+    keras_versions,
+    schedules,
+)
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import secure_sum
+from tfdp_fl.engine import CohortEngine, LocalTraining
 from tfdp_fl.keras import callbacks as callbacks_lib
-from tfdp_fl.keras import progress, randomness, run_state, statement
+from tfdp_fl.keras import checkpoint as checkpoint_lib
+from tfdp_fl.keras import (
+    client_metrics,
+    progress,
+    resuming,
+    round_loop,
+    statement,
+)
+from tfdp_fl.keras import training_setup as training_setup_lib
+from tfdp_fl.keras.compiled import Compiled
+from tfdp_fl.keras.costs import RoundCosts
 from tfdp_fl.keras.fit_plan import FitPlan
-from tfdp_fl.keras.privacy_target import PrivacyTarget
-from tfdp_fl.mechanisms import Deployment, Mechanism
-
-SAMPLINGS = ("poisson", "fixed_size", "shuffled")
-FAILURE_RULES = ("abort", "exclude")
-NON_TRAINABLE_STATES = ("aggregate", "keep")
+from tfdp_fl.keras.preparation import Preparation, PreparedEngine
+from tfdp_fl.keras.privacy_target import PrivacyTarget, warn_of_large_delta
+from tfdp_fl.keras.run import Run
+from tfdp_fl.mechanisms import Mechanism
 
 
 class NotCompiledError(RuntimeError, ValueError):
     """`fit` was called before `compile`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Compiled:
-    """What `compile` was given."""
-
-    training: engine.LocalTraining
-    server_optimizer: tf.keras.optimizers.Optimizer | None
-    broadcast_hook: Any
-    jit_compile: bool | None
 
 
 class DPFederatedModel:
@@ -61,15 +59,9 @@ class DPFederatedModel:
 
     Attributes:
       model: The Keras model; it holds the trained weights at any time.
-      mechanism: What is released about a cohort.
-      delta: The delta at which `History` reports epsilon, or None.
-      accountant: "rdp" or "pld".
-      target: What the noise was calibrated for (`make_private`), or None.
-      run_id: Names this training in ledgers; a resumed one has the same.
-      known_ledgers: The hash of the last line that this model knows of each
-        ledger, by the ledger's path.
-      ledgers_ahead: Those which may hold rounds that came after the checkpoint
-        from which this model was resumed.
+      setup: The arguments that it was made with.
+      run: The training up to now: rounds, clip, spending, and what else later
+        rounds depend on; None before the first `fit`.
     """
 
     def __init__(
@@ -119,102 +111,27 @@ class DPFederatedModel:
           ValueError: An argument is not allowed; the message names it.
           TypeError: An argument has the wrong type.
         """
-        keras_versions.check_installed()
-        _validate.instance_of(tf.keras.Model, model=model)
-        _validate.instance_of(Mechanism, mechanism=mechanism)
-        _validate.one_of(SAMPLINGS, sampling=sampling)
-        if not model.built:
-            raise ValueError(
-                "model must be built: give its first layer an input shape or "
-                f"call it on a batch, got {model.name!r} without weights."
-            )
-        if not model.trainable_variables:
-            raise ValueError(
-                "model must have trainable variables, got "
-                f"{model.name!r} with none."
-            )
-        if num_replicas is not None:
-            _validate.positive_integer(num_replicas=num_replicas)
-        if delta is not None:
-            delta = _validate.inside_unit_interval(delta=delta)
-        if target is not None:
-            _validate.instance_of(PrivacyTarget, target=target)
-        if callable(mechanism.noise_multiplier):
-            mechanism = mechanism.with_noise_multiplier(
-                schedules.fixed(mechanism.noise_multiplier)
-            )
+        training_setup_lib.check_model(model)
         self.model = model
-        self._mechanism = mechanism
-        self.delta = delta
-        self.accountant = _validate.one_of(
-            ("rdp", "pld"), accountant=accountant
+        self.setup = training_setup_lib.TrainingSetup(
+            mechanism=mechanism,
+            clients_per_round=clients_per_round,
+            sampling=sampling,
+            delta=delta,
+            accountant=accountant,
+            on_client_failure=on_client_failure,
+            non_trainable_state=non_trainable_state,
+            secure_aggregation=secure_aggregation,
+            num_replicas=num_replicas,
+            target=target,
         )
-        self._clients_per_round = schedules.checked(
-            schedules.fixed(clients_per_round),
-            _validate.positive,
-            "clients_per_round",
+        self.run: Run | None = None
+        self._keep_target = (
+            None if target is None else callbacks_lib.KeepTarget(target)
         )
-        self._sampling = sampling
-        self._non_trainable_state = _validate.one_of(
-            NON_TRAINABLE_STATES, non_trainable_state=non_trainable_state
-        )
-        self._on_client_failure = self._failure_rule(on_client_failure)
-        self._secure_aggregation = secure_aggregation
-        self._num_replicas = num_replicas
-        mechanism.check(
-            Deployment(
-                clients_per_round=self._clients_per_round, sampling=sampling
-            )
-        )
-        self._compiled: _Compiled | None = None
-        self._engine: engine.CohortEngine | None = None
-        self._engine_key: Any = None
-        self._sampler: sampling_lib.CohortSampler | None = None
-        self._sampler_key: Any = None
-        self._round = 0
-        self._spending: spending_lib.Spending | None = None
-        # The clients of the present fit, and of all fits that were charged:
-        # how many, and a digest of who they are and in which order.
-        self._population: tuple[int, str] | None = None
-        self._populations: list[tuple[int, str]] = []
-        self._num_records: int | None = None
-        # The rounds that the clients' noise was calibrated for.
-        self._calibration: dict[str, int] | None = None
-        self._warned_of_more_rounds = False
-        self._windows: np.ndarray | None = None
-        self._plan: FitPlan | None = None
-        self._deployment: Deployment | None = None
-        self._cohort_sizes: list[int] = []
-        self._interrupted_releases = 0
-        self._last_logs: list[str] = ["loss"]
-        # What the statement has to tell beside what was spent.
-        self._facts = {
-            "seed_given": False,
-            "validated": False,
-            "rounds_abandoned": 0,
-            "clients_excluded": 0,
-            "rounds_charged_twice": 0,
-        }
-        self._budget_delta: float | None = None
-        self._target = target
-        self._keep_target = target and callbacks_lib.KeepTarget(target)
-        self.run_id = ledger_lib.new_run()
-        self.known_ledgers: dict[str, str] = {}
-        self.ledgers_ahead: set[str] = set()
+        self._compiled: Compiled | None = None
+        self._prepared: PreparedEngine | None = None
         self._verbose = 0
-
-    def _failure_rule(self, rule: str | None) -> str:
-        at_clients = self.mechanism.needs_exact_cohort
-        if rule is None:
-            return "abort" if at_clients else "exclude"
-        _validate.one_of(FAILURE_RULES, on_client_failure=rule)
-        if rule == "exclude" and at_clients:
-            raise ValueError(
-                "on_client_failure must be 'abort' with noise_site='client', "
-                "because without one client's share the noise falls short, "
-                "got 'exclude'."
-            )
-        return rule
 
     # Keras's own methods.
 
@@ -272,8 +189,8 @@ class DPFederatedModel:
                     f"update, got {server_optimizer!r}."
                 )
             server_optimizer = tf.keras.optimizers.get(server_optimizer)
-        self._compiled = _Compiled(
-            training=engine.LocalTraining(
+        self._compiled = Compiled(
+            training=LocalTraining(
                 optimizer=optimizer,
                 loss=loss,
                 metrics=metrics,
@@ -286,7 +203,7 @@ class DPFederatedModel:
             broadcast_hook=broadcast_hook,
             jit_compile=jit_compile,
         )
-        self._engine_key = None  # A new engine; its state goes on.
+        self._prepared = None  # A new engine; the run goes on.
         self.model.compile(
             optimizer=optimizer,
             loss=loss,
@@ -298,6 +215,36 @@ class DPFederatedModel:
         """Evaluates the model, as Keras's `evaluate` does."""
         self._require_compiled("evaluate")
         return self.model.evaluate(*args, **kwargs)
+
+    def evaluate_clients(
+        self,
+        clients: Any,
+        batch_size: int = 1024,
+        verbose: str | int = "auto",
+    ) -> dict[str, np.ndarray]:
+        """Returns the model's metrics on each client's own data.
+
+        These are exact numbers about single clients, for those who may see
+        their data: nothing is noised, and nothing is charged.
+
+        Args:
+          clients: Clients' data, as `fit` takes it.
+          batch_size: Examples in one batch.
+          verbose: 0 silent, 1 or "auto" a progress bar.
+
+        Returns:
+          "num_examples", int64 [N], and "loss" and each compiled metric by
+          name, float64 [N], in the order of the clients; NaN for a client
+          without examples, or whose data cannot be read.
+        """
+        self._require_compiled("evaluate_clients")
+        _validate.positive_integer(batch_size=batch_size)
+        return client_metrics.evaluate(
+            self.model,
+            datasets.as_federated(clients),
+            batch_size,
+            1 if verbose == "auto" else int(verbose),
+        )
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
@@ -323,17 +270,17 @@ class DPFederatedModel:
         """Prints the model's layers, and how it is trained."""
         print_fn = kwargs.get("print_fn") or print
         self.model.summary(*args, **kwargs)
-        size = self._clients_per_round
-        size = f"{size:g}" if schedules.is_constant(size) else "scheduled"
+        cohorts = self.setup.clients_per_round
+        size = f"{cohorts:g}" if schedules.is_constant(cohorts) else "scheduled"
         print_fn(f"Mechanism: {self.mechanism.describe()}")
-        print_fn(f"Cohorts: {self._sampling}, {size} clients per round")
-        print_fn(f"Rounds so far: {self._round}")
+        print_fn(f"Cohorts: {self.sampling}, {size} clients per round")
+        print_fn(f"Rounds so far: {self.rounds}")
 
     # Training.
 
     def fit(
         self,
-        clients: FederatedDataset,
+        clients: Any,
         rounds: int = 1,
         batch_size: int = 32,
         local_epochs: int = 1,
@@ -358,9 +305,11 @@ class DPFederatedModel:
         unless it was made with `on_overspend="warn"`.
 
         Args:
-          clients: The clients' data. Where what was spent is kept for each
-            client (local and per-record guarantees), and within a pass over
-            shuffled clients, they are the same clients in the same order as
+          clients: The clients' data: a `FederatedDataset`, a mapping or list
+            of `(x, y)` or of `tf.data.Dataset`s, or a TFF `ClientData` (see
+            `tfdp_fl.datasets.as_federated`). Where what was spent is kept for
+            each client (local and per-record guarantees), and within a pass
+            over shuffled ones, they are the same clients in the same order as
             before; elsewhere they may be others, and the statement names all
             their numbers.
           rounds: How many rounds to run (with `resume_from`: how many the
@@ -391,8 +340,8 @@ class DPFederatedModel:
           where a delta is known, and `between_client_variance` and
           `update_scale` if asked for.
         """
-        self._require_compiled("fit")
-        _validate.instance_of(FederatedDataset, clients=clients)
+        compiled = self._require_compiled("fit")
+        clients = datasets.as_federated(clients)
         _validate.positive_integer(rounds=rounds)
         _validate.positive_integer(batch_size=batch_size)
         _validate.positive_integer(local_epochs=local_epochs)
@@ -408,8 +357,8 @@ class DPFederatedModel:
         self._verbose = verbose
         callbacks = list(callbacks or [])
         plan = FitPlan(
-            first_round=self._round,
-            last_round=self._round + rounds,
+            first_round=self.rounds,
+            last_round=self.rounds + rounds,
             batch_size=batch_size,
             local_epochs=local_epochs,
             shuffle=shuffle,
@@ -417,24 +366,66 @@ class DPFederatedModel:
         )
         interrupted = None
         if resume_from is not None:
-            interrupted = run_state.InterruptedRun.read(
-                resume_from, self, clients, plan
+            interrupted = resuming.InterruptedRun.read(
+                resume_from,
+                clients,
+                plan,
+                model=self.model,
+                setup=self.setup,
+                compiled=compiled,
+                run=self.run,
             )
             plan = interrupted.plan
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
-        self._prepare(
-            clients,
-            plan,
-            between_client_variance,
+        self._warn_of_delta(clients.num_clients)
+        run, prepared = Preparation(
+            model=self.model,
+            setup=self.setup,
+            compiled=compiled,
+            run=self.run,
+            clients=clients,
+            plan=plan,
+            moments=between_client_variance,
+        ).prepare(
+            self._prepared,
             None if interrupted is None else interrupted.calibration,
         )
-        self._engine.check_labels(clients)
+        prepared.engine.check_labels(clients)
+        self._prepared = prepared
         if interrupted is not None:
-            interrupted.restore(self)
-        self._plan = plan
-        self._facts["seed_given"] |= seed is not None
-        self._facts["validated"] |= validation_data is not None
-        federated = [
+            run = interrupted.restore(
+                self.model, compiled, prepared.engine, run
+            )
+        run.spending.expect(clients.num_clients)
+        run.facts.seed_given |= seed is not None
+        run.facts.validated |= validation_data is not None
+        self.run = run
+        return self._train(
+            run,
+            prepared.engine,
+            compiled,
+            clients,
+            callbacks,
+            round_loop.Validation(
+                data=validation_data,
+                every=validation_freq,
+                batch_size=validation_batch_size,
+            ),
+            runtime,
+        )
+
+    def _train(
+        self,
+        run: Run,
+        cohort_engine: CohortEngine,
+        compiled: Compiled,
+        clients: FederatedDataset,
+        callbacks: list[tf.keras.callbacks.Callback],
+        validation: round_loop.Validation,
+        runtime: Any,
+    ) -> tf.keras.callbacks.History:
+        """Runs the rounds of the run's plan."""
+        federated: list[callbacks_lib.FederatedCallback] = [
             each
             for each in callbacks
             if isinstance(each, callbacks_lib.FederatedCallback)
@@ -444,464 +435,78 @@ class DPFederatedModel:
         for each in federated:
             each.set_federated_model(self)
         history = self.model.history = tf.keras.callbacks.History()
-        keras_callbacks = tf.keras.callbacks.CallbackList(
-            [*callbacks, history],
+        bar = progress.RoundProgress(
+            self._verbose, run.rounds, run.plan.last_round
+        )
+        round_loop.RoundLoop(
             model=self.model,
-            verbose=0,
-            epochs=plan.last_round,
-            steps=1,
-        )
-        collector = self._engine
-        if runtime is not None:
-            collector = runtime.collector(self._engine, clients, plan)
-        delta = self._history_delta(callbacks)
-        progress_bar = progress.RoundProgress(
-            verbose, self._round, plan.last_round
-        )
-        self.model.stop_training = False
-        try:
-            # What a ledger tells of counts against every budget.
-            for each in sorted(federated, key=_opens_ledger):
-                each.on_rounds_planned(self._round, plan.last_round)
-            keras_callbacks.on_train_begin()
-            logs: dict[str, float] = {}
-            while (
-                self._round < plan.last_round and not self.model.stop_training
-            ):
-                round_index = self._round
-                if not all(each.allow_round(round_index) for each in federated):
-                    break
-                started = time.perf_counter()
-                keras_callbacks.on_epoch_begin(round_index)
-                keras_callbacks.on_train_batch_begin(0)
-                logs = self._run_round(clients, plan, collector, federated)
-                self._round += 1
-                if delta is not None:
-                    logs["epsilon"] = self.epsilon(delta)
-                keras_callbacks.on_train_batch_end(0, logs)
-                done = self._round - plan.first_round
-                if validation_data is not None and (
-                    done % validation_freq == 0
-                    or self._round == plan.last_round
-                ):
-                    logs.update(
-                        self._validate(validation_data, validation_batch_size)
-                    )
-                for each in federated:
-                    each.on_round_released(round_index, logs)
-                keras_callbacks.on_epoch_end(round_index, logs)
-                progress_bar.end_of_round(
-                    round_index, logs, time.perf_counter() - started
-                )
-            if self._round > plan.first_round:
-                # Keras's own place for it: the last validation came before.
-                self._engine.server.finalize()
-            keras_callbacks.on_train_end(logs)
-            for each in federated:
-                each.on_train_ended()
-        finally:
-            for each in federated:
-                each.on_fit_end()
+            setup=self.setup,
+            compiled=compiled,
+            run=run,
+            clients=clients,
+            engine=cohort_engine,
+            collector=cohort_engine
+            if runtime is None
+            else runtime.collector(cohort_engine, clients, run.plan),
+            validation=validation,
+            delta=self._history_delta(run, callbacks),
+            keras_callbacks=tf.keras.callbacks.CallbackList(
+                [*callbacks, history],
+                model=self.model,
+                verbose=0,
+                epochs=run.plan.last_round,
+                steps=1,
+            ),
+            federated=federated,
+            costs=self._costs,
+            say=self.say,
+        ).train(bar)
         return history
 
-    def _prepare(
-        self,
-        clients: FederatedDataset,
-        plan: FitPlan,
-        variance: bool,
-        calibration: dict[str, int] | None,
-    ) -> None:
-        """Checks the data against everything else, and makes the engine."""
-        self._check_population(clients)
-        self._warn_of_delta(clients.num_clients)
-        key = (clients.num_clients, plan.seed)
-        if self._sampler is None or self._sampler_key != key:
-            self._sampler = sampling_lib.make_sampler(
-                self._sampling,
-                clients.num_clients,
-                self._clients_per_round,
-                plan.seed,
-            )
-            self._sampler_key = key
-        for round_index in range(plan.first_round, plan.last_round):
-            self.mechanism.noise_multiplier_at(round_index)
-            self._sampler.expected_cohort_size(round_index)
-        deployment = Deployment(
-            clients_per_round=self._clients_per_round,
-            num_clients=clients.num_clients,
-            sampling=self._sampling,
-            min_examples=self._min_examples(clients),
-            **self._calibrated_for(plan, calibration),
-        )
-        self.mechanism.check(deployment)
-        bound_to = deployment
-        if self.mechanism.guarantee in (
-            spending_lib.CENTRAL,
-            spending_lib.NONE,
-        ):  # No other mechanism's noise depends on how long a `fit` is.
-            bound_to = dataclasses.replace(
-                deployment, rounds=None, max_participations=None
-            )
-        engine_key = (bound_to, clients.element_spec, variance)
-        if self._engine is None or self._engine_key != repr(engine_key):
-            self._make_engine(deployment, clients, plan, variance)
-            self._engine_key = repr(engine_key)
-        self._deployment = dataclasses.replace(
-            deployment, num_variables=self._engine.num_variables
-        )
-        if self._spending is None:
-            self._spending = spending_lib.Spending(
-                self.mechanism.guarantee, clients.num_clients
-            )
-        if self._spending.clients.num_clients != clients.num_clients:
-            # Central spending does not depend on who the clients are.
-            self._spending.clients = accounting.LocalAccount(
-                clients.num_clients
-            )
-            self._windows = None
-        if self._engine.query.keeps_window and self._windows is None:
-            self._windows = np.full(
-                [
-                    clients.num_clients,
-                    self.mechanism.window,
-                    self._engine.num_variables,
-                ],
-                np.nan,
-                np.float32,
-            )
+    def checkpoint(self, ledger_head: str | None) -> checkpoint_lib.Checkpoint:
+        """Returns the state of the training between two rounds.
 
-    def _check_population(self, clients: FederatedDataset) -> None:
-        """Refuses other clients where spending hangs on who they are."""
-        population = (clients.num_clients, clients.client_ids_digest)
-        if self._populations and population != self._populations[-1]:
-            why = None
-            if self._spending.by_client:
-                why = "what was spent is kept for each client"
-            elif not self._sampler.begins_pass(self._round):
-                why = (
-                    f"round {self._round + 1} goes on with a pass over the "
-                    "clients, in which each takes part once"
-                )
-            if why is not None:
-                before = self._populations[-1][0]
-                got = (
-                    "other ids or another order"
-                    if before == clients.num_clients
-                    else f"{clients.num_clients}"
-                )
-                raise ValueError(
-                    f"clients must be the same {before} clients in the same "
-                    f"order as in the rounds before, because {why}, got {got}."
-                )
-        self._population = population
+        Args:
+          ledger_head: The hash of the last line of the ledger beside the
+            checkpoint; None if there is no ledger yet.
+        """
+        run, cohort_engine = self._require_trained("checkpoint")
+        return resuming.capture(
+            self.model,
+            self.setup,
+            self._require_compiled("checkpoint"),
+            run,
+            cohort_engine,
+            ledger_head,
+        )
 
     def _warn_of_delta(self, num_clients: int) -> None:
-        if self.delta is None or self._spending is not None:
+        if self.delta is None or self.spending is not None:
             return
-        warned = self._target is not None and (
-            self._target.delta * self._target.num_clients >= 1
+        warned = self.target is not None and (
+            self.target.delta * self.target.num_clients >= 1
         )
         if not warned and self.mechanism.guarantee != spending_lib.RECORD:
             warn_of_large_delta("delta", self.delta, num_clients)
 
-    def _calibrated_for(
-        self, plan: FitPlan, resumed: dict[str, int] | None
-    ) -> dict[str, int]:
-        """Returns for how many rounds clients set their noise.
-
-        `rounds` and `max_participations` of a `Deployment`: those of the
-        target, or else of the first `fit`. They stay, once a round was
-        charged: a later `fit` has no fresh budget to calibrate to. A resumed
-        one goes on with what the interrupted one had.
-        """
-        asked = plan.last_round - plan.first_round
-        by_client = self.mechanism.guarantee not in (
-            spending_lib.CENTRAL,
-            spending_lib.NONE,
-        )
-        if by_client and resumed is not None:
-            self._calibration = resumed
-            return resumed
-        if by_client and self._calibration is not None and self._populations:
-            if (
-                self._target is None
-                and self.mechanism.epsilon is not None
-                and plan.last_round > self._calibration["rounds"]
-                and not self._warned_of_more_rounds
-            ):
-                self._warned_of_more_rounds = True
-                warnings.warn(
-                    f"rounds={asked} goes beyond the "
-                    f"{self._calibration['rounds']} rounds for which "
-                    f"{self.mechanism.name} set its noise to keep epsilon="
-                    f"{self.mechanism.epsilon:g}. The noise stays as it was, "
-                    "and epsilon will be larger.",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-            return self._calibration
-        rounds = asked
-        if by_client and self._target is not None:
-            rounds = self._target.rounds
-        participations = self._sampler.max_participations(
-            rounds, plan.first_round
-        )
-        if self._participation_limit is not None:
-            participations = min(participations, self._participation_limit)
-        self._calibration = {
-            "rounds": rounds,
-            "max_participations": participations,
-        }
-        return self._calibration
-
-    def _make_engine(
-        self,
-        deployment: Deployment,
-        clients: FederatedDataset,
-        plan: FitPlan,
-        variance: bool,
-    ) -> None:
-        before = self._engine
-        self._engine = engine.CohortEngine(
-            model=self.model,
-            training=self._compiled.training,
-            mechanism=self.mechanism,
-            deployment=deployment,
-            element_spec=clients.element_spec,
-            server_optimizer=self._compiled.server_optimizer,
-            broadcast_hook=self._compiled.broadcast_hook,
-            aggregate_non_trainable=self._non_trainable_state == "aggregate",
-            moments=variance,
-            collect_records=self._secure_aggregation is not None,
-            num_replicas=self._num_replicas,
-            jit_compile=self._compiled.jit_compile,
-            batch_size=plan.batch_size,
-        )
-        if before is not None:
-            self._engine.state = before.state
-
-    def _min_examples(self, clients: FederatedDataset) -> int | None:
-        if self.mechanism.guarantee != spending_lib.RECORD:
-            return None
-        try:
-            sizes = clients.client_sizes()
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"clients must know their sizes for {self.mechanism.name}: "
-                f"{error}"
-            ) from error
-        self._num_records = int(sizes.sum())
-        sizes = sizes[sizes > 0]
-        return int(sizes.min()) if len(sizes) else None
-
-    def _run_round(
-        self,
-        clients: FederatedDataset,
-        plan: FitPlan,
-        collector: Any,
-        federated: list[callbacks_lib.FederatedCallback],
-    ) -> dict[str, float]:
-        """Draws, collects, charges, releases; returns the round's logs."""
-        round_index = self._round
-        positions = self._drawn(round_index, self._spending.clients)
-        inputs = engine.RoundInputs(
-            round_index=round_index,
-            positions=positions,
-            # The fixed m, also for the last, smaller cohort of a pass.
-            clients_per_round=self._deployment.cohort_size(round_index),
-            noise_multiplier=self.mechanism.noise_multiplier_at(round_index),
-            batch_size=plan.batch_size,
-            local_epochs=plan.local_epochs,
-            learning_rate=self._client_learning_rate(),
-            seed=randomness.round_seed(
-                plan.seed, round_index, self._interrupted_releases
-            ),
-            shuffle=randomness.shuffle_generator(plan.seed, round_index)
-            if plan.shuffle
-            else None,
-            windows=None if self._windows is None else self._windows[positions],
-        )
-        pending = collector.collect(clients, inputs)
-        failed_groups: tuple[int, ...] = ()
-        if self._secure_aggregation is not None:
-            failed_groups = secure_sum.sum_securely(
-                self._engine, pending, self._secure_aggregation
-            )
-        failed = len(pending.failures) + len(failed_groups)
-        logs = {"cohort_size": float(len(positions))}
-        report = {"failed_clients": float(failed)}
-        if failed:
-            self._report_failures(round_index, pending, failed_groups)
-        if failed and self._on_client_failure == "abort":
-            report["abandoned_rounds"] = 1.0
-            self._facts["rounds_abandoned"] += 1
-            return {**self._empty_logs(), **logs, **report}
-        report["abandoned_rounds"] = 0.0
-        answered = len(positions) - failed
-        charge = self._charge(round_index, answered)
-        mu_squared = self._mu_squared()
-        details = {
-            "cohort_size": len(positions),
-            "noise_multiplier": inputs.noise_multiplier,
-            "mu_squared": mu_squared,
-            "max_mu_squared": self._spending.clients.max_mu_squared_after(
-                positions, mu_squared
-            )
-            if self._spending.by_client
-            else 0.0,
-        }
-        if plan.seed is not None:
-            details["seeded"] = True
-        for each in federated:
-            each.on_round_charged(round_index, charge, details)
-        self._spending.charge(charge, positions, mu_squared)
-        if self._populations[-1:] != [self._population]:
-            self._populations.append(self._population)
-        try:
-            released = self._engine.release(pending)
-        except BaseException:
-            self._interrupted_releases += 1
-            raise
-        self._cohort_sizes.append(len(positions))
-        self._last_logs = list(released)
-        self._facts["clients_excluded"] += failed
-        self._remember_norms(positions, pending.window_norms)
-        # The metrics first, as Keras orders them.
-        return {**released, **logs, **report}
-
-    @property
-    def _participation_limit(self) -> int | None:
-        return self.mechanism.max_participations
-
-    def _drawn(
-        self, round_index: int, account: accounting.LocalAccount
-    ) -> np.ndarray:
-        positions = self._sampler.cohort(round_index)
-        limit = self._participation_limit
-        if limit is None:
-            return positions
-        return positions[account.participations[positions] < limit]
-
-    def _charge(self, round_index: int, answered: int | None = None):
-        """Returns what a round costs that so many clients answered."""
-        event = self.mechanism.round_event(round_index, self._deployment)
-        if answered is None:
-            answered = self._sampler.expected_cohort_size(round_index)
-        if (
-            self.mechanism.guarantee == spending_lib.LOCAL
-            and answered < self._deployment.cohort_size(round_index)
-        ):  # The noise of those who are missing is missing too.
-            event = dp_accounting.NonPrivateDpEvent()
-        return self._sampler.charge(round_index, event)
-
-    def _mu_squared_after(self, rounds: int) -> Iterator[float]:
-        """Yields the most that one client can have spent after each round.
-
-        The cohorts of a shuffled order are known beforehand. Of others it is
-        not known which clients they will draw: any that may still take part.
-        """
-        mu_squared, limit = self._mu_squared(), self._participation_limit
-        clients = self._spending.clients
-        elsewhere = self._spending.mu_squared_elsewhere
-        if self._sampling != "shuffled":
-            for draws in range(1, rounds + 1):
-                yield elsewhere + clients.max_mu_squared_after_draws(
-                    draws, mu_squared, limit
-                )
-            return
-        trial = accounting.LocalAccount(clients.num_clients)
-        trial.set_state(clients.get_state())
-        for round_index in range(self._round, self._round + rounds):
-            positions = self._drawn(round_index, trial)
-            trial.add(positions, mu_squared)
-            yield elsewhere + trial.max_mu_squared
-
-    def _mu_squared(self) -> float:
-        if not self._spending.by_client:
-            return 0.0
-        return self.mechanism.mu_squared(self._deployment)
-
-    def _client_learning_rate(self) -> float:
-        rate = keras_versions.learning_rate(self._compiled.training.optimizer)
-        if rate is None:
-            return 0.0  # The optimizer follows its own steps.
-        if isinstance(rate, tf.Variable):
-            # A tenth of the time that `numpy()` takes, in every round.
-            rate = tf.raw_ops.ReadVariableOp(
-                resource=rate.handle, dtype=rate.dtype
-            )
-        return float(rate)
-
-    def _set_client_learning_rate(self, value: float) -> None:
-        optimizer = self._compiled.training.optimizer
-        if keras_versions.learning_rate(optimizer) is not None:
-            optimizer.learning_rate = value
-
-    def _remember_norms(
-        self, positions: np.ndarray, norms: np.ndarray | None
-    ) -> None:
-        """Moves each client's window on by this round's norms."""
-        if norms is None:
-            return
-        usable = np.isfinite(norms).all(axis=1)
-        positions, norms = positions[usable], norms[usable]
-        self._windows[positions] = np.concatenate(
-            [self._windows[positions, 1:], norms[:, None]], axis=1
-        )
-
-    def _empty_logs(self) -> dict[str, float]:
-        return dict.fromkeys(self._last_logs, math.nan)
-
-    def _report_failures(
-        self,
-        round_index: int,
-        pending: engine.PendingRound,
-        failed_groups: tuple[int, ...],
-    ) -> None:
-        what = (
-            "the round is abandoned"
-            if self._on_client_failure == "abort"
-            else "the round goes on without them"
-        )
-        if pending.failures:
-            first = pending.failures[0]
-            self.say(
-                f"Round {round_index + 1}: the data of "
-                f"{len(pending.failures)} client(s) could not be read; "
-                f"{what}. Client {first.position}: {first.error!r}"
-            )
-        if failed_groups:
-            self.say(
-                f"Round {round_index + 1}: secure aggregation failed for "
-                f"{len(failed_groups)} client(s), who keep their own updates; "
-                f"{what}."
-            )
-
-    def _validate(self, data: Any, batch_size: int) -> dict[str, float]:
-        options = {"verbose": 0, "return_dict": True}
-        if isinstance(data, tf.data.Dataset):
-            results = self.model.evaluate(data, **options)
-        else:
-            results = self.model.evaluate(
-                *data, batch_size=batch_size, **options
-            )
-        return {f"val_{name}": value for name, value in results.items()}
-
-    def _history_delta(self, callbacks: list[Any]) -> float | None:
+    def _history_delta(
+        self, run: Run, callbacks: Iterable[Any]
+    ) -> float | None:
         if self.delta is not None:
             return self.delta
         for each in callbacks:
             if isinstance(each, callbacks_lib.PrivacyBudget):
-                self._budget_delta = each.delta
+                run.budget_delta = each.delta
                 return each.delta
         return None
 
-    def _require_compiled(self, what: str) -> None:
+    def _require_compiled(self, what: str) -> Compiled:
         if self._compiled is None:
             raise NotCompiledError(
                 f"compile must be called before {what}, with an optimizer and "
                 "a loss."
             )
+        return self._compiled
 
     def say(self, message: str) -> None:
         """Tells the user something about the training, unless silent."""
@@ -911,34 +516,63 @@ class DPFederatedModel:
     # Privacy.
 
     @property
+    def engine(self) -> CohortEngine | None:
+        """What runs the rounds; None before the first `fit`."""
+        return None if self._prepared is None else self._prepared.engine
+
+    @property
     def mechanism(self) -> Mechanism:
         """What is released about a cohort; what was charged hangs on it."""
-        return self._mechanism
+        return self.setup.mechanism
 
     @property
     def sampling(self) -> str:
-        """How cohorts are drawn: "poisson", "fixed_size" or "shuffled"."""
-        return self._sampling
+        """How cohorts are drawn, as it was given."""
+        return self.setup.sampling
+
+    @property
+    def delta(self) -> float | None:
+        """The delta at which `History` reports epsilon, or None."""
+        return self.setup.delta
+
+    @delta.setter
+    def delta(self, delta: float | None) -> None:
+        self.setup = dataclasses.replace(self.setup, delta=delta)
+
+    @property
+    def accountant(self) -> str:
+        """By which epsilon is computed unless told otherwise."""
+        return self.setup.accountant
+
+    @accountant.setter
+    def accountant(self, accountant: str) -> None:
+        self.setup = dataclasses.replace(self.setup, accountant=accountant)
 
     @property
     def target(self) -> PrivacyTarget | None:
         """What the noise was calibrated for, if `make_private` did it."""
-        return self._target
-
-    @property
-    def seed_given(self) -> bool:
-        """Returns whether any `fit` was given a seed."""
-        return self._facts["seed_given"]
+        return self.setup.target
 
     @property
     def rounds(self) -> int:
         """Returns how many rounds were run (abandoned ones included)."""
-        return self._round
+        return 0 if self.run is None else self.run.rounds
 
     @property
     def spending(self) -> spending_lib.Spending | None:
         """Returns what the rounds have cost; None before the first `fit`."""
-        return self._spending
+        return None if self.run is None else self.run.spending
+
+    def _costs(self) -> RoundCosts:
+        run, _ = self._require_trained("this")
+        return RoundCosts(
+            mechanism=self.mechanism,
+            deployment=run.deployment,
+            sampler=run.sampler,
+            spending=run.spending,
+            first_round=run.rounds,
+            accountant=self.accountant,
+        )
 
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon at delta of the rounds that ran.
@@ -952,9 +586,9 @@ class DPFederatedModel:
           accountant: "rdp" or "pld"; None: the model's own.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        if self._spending is None:
+        if self.spending is None:
             return 0.0
-        return self._spending.epsilon(delta, accountant or self.accountant)
+        return self.spending.epsilon(delta, accountant or self.accountant)
 
     def central_epsilon(
         self, delta: float, accountant: str | None = None
@@ -966,9 +600,9 @@ class DPFederatedModel:
         is infinite, and the local epsilon is the bound.
         """
         delta = _validate.inside_unit_interval(delta=delta)
-        if self._spending is None:
+        if self.spending is None:
             return 0.0
-        return self._spending.central_epsilon(
+        return self.spending.central_epsilon(
             delta, accountant or self.accountant
         )
 
@@ -976,15 +610,7 @@ class DPFederatedModel:
         self, round_index: int, delta: float, accountant: str | None = None
     ) -> float:
         """Returns what epsilon would be after the coming round."""
-        if self._spending.by_client:
-            (spent,) = self._mu_squared_after(1)
-            return spending_lib.epsilon_of_mu_squared(spent, delta)
-        return self._spending.epsilon_after(
-            self._charge(round_index),
-            self._mu_squared(),
-            delta,
-            accountant or self.accountant,
-        )
+        return self._costs().epsilon_after_round(round_index, delta, accountant)
 
     def affordable_rounds(
         self,
@@ -994,30 +620,9 @@ class DPFederatedModel:
         accountant: str | None = None,
     ) -> int:
         """Returns how many of the next rounds a budget allows."""
-        if self._spending.by_client:
-            for done, spent in enumerate(self._mu_squared_after(rounds)):
-                if spending_lib.epsilon_of_mu_squared(spent, delta) > epsilon:
-                    return done
-            return rounds
-
-        charges = [self._charge(self._round + ahead) for ahead in range(rounds)]
-
-        def cost(count: int) -> float:
-            trial = self._spending.central.copy()
-            for charge in charges[:count]:
-                trial.add(charge)
-            return trial.epsilon(delta, accountant or self.accountant)
-
-        if cost(rounds) <= epsilon:
-            return rounds
-        low, high = 0, rounds
-        while high - low > 1:
-            middle = (low + high) // 2
-            if cost(middle) <= epsilon:
-                low = middle
-            else:
-                high = middle
-        return low
+        return self._costs().affordable_rounds(
+            epsilon, delta, rounds, accountant
+        )
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
@@ -1033,38 +638,25 @@ class DPFederatedModel:
         Raises:
           ValueError: Nothing was trained yet, or an argument is not allowed.
         """
-        if self._spending is None:
-            raise ValueError(
-                "fit must be called before privacy_statement: there is nothing "
-                "to state yet."
-            )
+        run, cohort_engine = self._require_trained("privacy_statement")
         if delta is None:
-            delta = self.delta or self._budget_delta
+            delta = self.delta or run.budget_delta
         if delta is None:
-            units = [size for size, _ in self._populations]
-            units.append(self._spending.clients.num_clients)
-            if self._spending.guarantee == spending_lib.RECORD:
-                units = [self._num_records]
-            delta = min(0.5, max(units) ** -1.1)
+            units = run.num_records
+            if units is None:
+                units = max(
+                    run.spending.clients.num_clients,
+                    *(size for size, _ in run.populations),
+                )
+            delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
-            statement.facts(self), delta, format
+            statement.facts(self.setup, run, cohort_engine), delta, format
         )
 
-
-def warn_of_large_delta(name: str, delta: float, num_clients: int) -> None:
-    """Warns of a delta that publishing one client outright could have."""
-    if delta * num_clients >= 1:
-        warnings.warn(
-            f"{name} should be below 1 / num_clients = {1 / num_clients:.3g}, "
-            f"got {delta:g}: a mechanism that publishes one of the "
-            f"{num_clients} clients outright could have that delta.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-def _opens_ledger(callback: callbacks_lib.FederatedCallback) -> int:
-    """Sorts ledgers first, then checkpoints, which save what ledgers tell."""
-    if isinstance(callback, callbacks_lib.Ledger):
-        return 0
-    return 1 if isinstance(callback, callbacks_lib.RoundCheckpoint) else 2
+    def _require_trained(self, what: str) -> tuple[Run, CohortEngine]:
+        if self.run is None or self.engine is None:
+            raise ValueError(
+                f"fit must be called before {what}: there is nothing to state "
+                "yet."
+            )
+        return self.run, self.engine

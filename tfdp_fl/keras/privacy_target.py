@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 from tfdp_fl import _validate
 
@@ -37,3 +38,15 @@ class PrivacyTarget:
         _validate.positive_integer(num_clients=self.num_clients)
         _validate.positive_integer(rounds=self.rounds)
         _validate.one_of(ON_OVERSPEND, on_overspend=self.on_overspend)
+
+
+def warn_of_large_delta(name: str, delta: float, num_clients: int) -> None:
+    """Warns of a delta that publishing one client outright could have."""
+    if delta * num_clients >= 1:
+        warnings.warn(
+            f"{name} should be below 1 / num_clients = {1 / num_clients:.3g}, "
+            f"got {delta:g}: a mechanism that publishes one of the "
+            f"{num_clients} clients outright could have that delta.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

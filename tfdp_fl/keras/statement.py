@@ -5,44 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdp_fl import accounting, mechanisms
+from tfdp_fl import accounting, engine, mechanisms
 from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras.training_setup import TrainingSetup
 
 # PLD takes about a second for each kind of round, and a schedule has many.
 _MOST_KINDS_FOR_PLD = 5
 
 
-def facts(federated_model: Any) -> accounting.StatementFacts:
+def facts(
+    setup: TrainingSetup,
+    run: run_lib.Run,
+    cohort_engine: engine.CohortEngine,
+) -> accounting.StatementFacts:
     """Returns what ran.
 
     Args:
-      federated_model: A `DPFederatedModel` that `fit` was called of.
+      setup: What the `DPFederatedModel` was made with.
+      run: The run; `fit` was called.
+      cohort_engine: What ran it.
     """
-    fed = federated_model
-    spending, mechanism = fed._spending, fed.mechanism
+    spending, mechanism = run.spending, setup.mechanism
     sizes = [
         charge.clients_per_round
         for charge, count in spending.charges
         for _ in range(count)
-    ] or fed._sampler.expected_cohort_size(0)
+    ] or run.sampler.expected_cohort_size(0)
     by_client = spending.by_client
     return accounting.StatementFacts(
         guarantee=spending.guarantee,
         mechanism=mechanism.name,
         mechanism_description=mechanism.describe(),
-        mechanism_parameters=_parameters(fed),
+        mechanism_parameters=_parameters(mechanism, run.rounds),
         unit="record"
         if spending.guarantee == spending_lib.RECORD
         else "client",
-        sampling=fed._sampling,
+        sampling=setup.sampling,
         num_clients=spending.clients.num_clients,
         populations=[
             size
-            for size, _ in dict.fromkeys(fed._populations or [fed._population])
+            for size, _ in dict.fromkeys(run.populations or [run.population])
         ],
-        num_records=fed._num_records,
+        num_records=run.num_records,
         clients_per_round=sizes,
-        cohort_sizes=fed._cohort_sizes,
+        cohort_sizes=run.cohort_sizes,
         rounds=spending.rounds,
         rounds_of_others=spending.rounds_of_others,
         epsilon_rdp=None if by_client else _epsilon(spending, "rdp"),
@@ -60,7 +67,7 @@ def facts(federated_model: Any) -> accounting.StatementFacts:
         if spending.guarantee == spending_lib.RECORD
         else None,
         implied_delta=mechanism.implied_delta,
-        caveats=_caveats(fed),
+        caveats=_caveats(setup, run, cohort_engine),
     )
 
 
@@ -69,17 +76,17 @@ def unit(mechanism: mechanisms.Mechanism) -> str:
     return "record" if mechanism.guarantee == spending_lib.RECORD else "client"
 
 
-def _parameters(fed: Any) -> dict[str, Any]:
+def _parameters(mechanism: mechanisms.Mechanism, rounds: int) -> dict[str, Any]:
     """Returns the mechanism's parameters; of a schedule, its range."""
-    charged = range(max(1, fed.rounds))
+    charged = range(max(1, rounds))
     parameters = {}
-    for name, value in fed.mechanism.parameters().items():
+    for name, value in mechanism.parameters().items():
         if value is None:
             continue
         if name == "noise_multiplier" and (
             callable(value) or isinstance(value, tuple)
         ):
-            values = [fed.mechanism.noise_multiplier_at(t) for t in charged]
+            values = [mechanism.noise_multiplier_at(t) for t in charged]
             value = f"{min(values):g} to {max(values):g} (scheduled)"
         elif not isinstance(value, (bool, int, float, str)):
             value = type(value).__name__ if name == "query" else repr(value)
@@ -108,38 +115,40 @@ def _epsilon(
     return epsilon
 
 
-def _caveats(fed: Any) -> tuple[str, ...]:
-    mechanism, seen = fed.mechanism, fed._facts
+def _caveats(
+    setup: TrainingSetup,
+    run: run_lib.Run,
+    cohort_engine: engine.CohortEngine,
+) -> tuple[str, ...]:
+    mechanism, spending, seen = setup.mechanism, run.spending, run.facts
     caveats = dict.fromkeys(mechanism.caveats())
-    private = fed._spending.guarantee != spending_lib.NONE
+    private = spending.guarantee != spending_lib.NONE
     at_clients = mechanism.noise_site == "client"
-    local = fed._spending.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
-    server = fed._engine.server
+    local = spending.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
+    securely = setup.secure_aggregation is not None
     holds = {
         "unnoised_metrics": private,
         "client_noise_needs_honest_clients": at_clients,
-        "secure_aggregation": fed._secure_aggregation is not None,
-        "secure_aggregation_group_noise": fed._secure_aggregation is not None
-        and at_clients,
-        "secure_aggregation_unnoised_groups": fed._secure_aggregation
-        is not None
+        "secure_aggregation": securely,
+        "secure_aggregation_group_noise": securely and at_clients,
+        "secure_aggregation_unnoised_groups": securely
         and not at_clients
         and not local
         and private,
-        "secure_aggregation_norms_seen": fed._secure_aggregation is not None
-        and fed._engine.query.two_phase,
-        "non_trainable_released": private and server.has_non_trainable,
-        "non_trainable_kept": fed._engine.keeps_non_trainable,
-        "clients_excluded": seen["clients_excluded"] > 0,
-        "rounds_abandoned": seen["rounds_abandoned"] > 0,
-        "rounds_charged_twice": seen["rounds_charged_twice"] > 0,
-        "validation_data_not_covered": private and seen["validated"],
-        "hyperparameter_search_not_counted": private
-        and not fed._spending.others,
-        "only_runs_in_ledgers_counted": private and bool(fed._spending.others),
+        "secure_aggregation_norms_seen": securely
+        and cohort_engine.query.two_phase,
+        "non_trainable_released": private
+        and cohort_engine.server.has_non_trainable,
+        "non_trainable_kept": cohort_engine.keeps_non_trainable,
+        "clients_excluded": seen.clients_excluded > 0,
+        "rounds_abandoned": seen.rounds_abandoned > 0,
+        "rounds_charged_twice": seen.rounds_charged_twice > 0,
+        "validation_data_not_covered": private and seen.validated,
+        "hyperparameter_search_not_counted": private and not spending.others,
+        "only_runs_in_ledgers_counted": private and bool(spending.others),
         "floating_point_noise": private,
         "pseudorandom_noise": private,
-        "seed_given": private and seen["seed_given"],
+        "seed_given": private and seen.seed_given,
     }
     caveats.update(dict.fromkeys(key for key, true in holds.items() if true))
     return tuple(caveats)

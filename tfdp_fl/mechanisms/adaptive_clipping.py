@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import dp_accounting
@@ -113,6 +113,37 @@ class AdaptiveClipping(mechanism.Mechanism):
         if self.count_noise_stddev is not None:
             return self.count_noise_stddev
         return clients_per_round * _DEFAULT_COUNT_NOISE_FRACTION
+
+    @classmethod
+    def for_target(
+        cls,
+        *,
+        noise_multiplier: schedules.Schedule,
+        epsilon: float,
+        delta: float,
+        clients_per_round: float,
+        **options: Any,
+    ) -> AdaptiveClipping:
+        """Implements `Mechanism.for_target`.
+
+        Unless `count_noise_stddev` is given it is m / 20, or z where that is
+        more: z_Delta is then at most 1.155 z. With small cohorts m / 20 would
+        cost more by itself than the target may.
+        """
+        if options.get("count_noise_stddev") is None:
+            largest: Any = noise_multiplier
+            if isinstance(largest, Sequence):
+                largest = max(largest)
+            default = clients_per_round * _DEFAULT_COUNT_NOISE_FRACTION
+            if isinstance(largest, float | int) and largest > default:
+                options["count_noise_stddev"] = largest
+        return super().for_target(
+            noise_multiplier=noise_multiplier,
+            epsilon=epsilon,
+            delta=delta,
+            clients_per_round=clients_per_round,
+            **options,
+        )
 
     def first_clip_norm(self) -> float:
         """Implements `Mechanism.first_clip_norm`."""

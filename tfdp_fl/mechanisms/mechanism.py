@@ -284,6 +284,17 @@ class Mechanism(abc.ABC):
         del round_index, deployment
         return float("inf")
 
+    def mu_squared(self, deployment: Deployment) -> float:
+        """Returns (sensitivity / sigma)^2 of one client's own release.
+
+        Of mechanisms whose guarantee is composed client by client: "local" and
+        "record".
+        """
+        raise NotImplementedError(
+            f"{self.name} has a {self.guarantee} guarantee, which is not "
+            "composed client by client."
+        )
+
     def round_event(
         self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:

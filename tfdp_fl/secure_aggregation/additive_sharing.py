@@ -16,14 +16,21 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from tfdp_fl import _validate
 
 _FLOAT64_DIGITS = 53
-_RING_DTYPES = {32: np.dtype("<u4"), 64: np.dtype("<u8")}
-_SIGNED_DTYPES = {32: np.dtype("<i4"), 64: np.dtype("<i8")}
+_RING_DTYPES: dict[int, np.dtype[Any]] = {
+    32: np.dtype("<u4"),
+    64: np.dtype("<u8"),
+}
+_SIGNED_DTYPES: dict[int, np.dtype[Any]] = {
+    32: np.dtype("<i4"),
+    64: np.dtype("<i8"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,8 +261,8 @@ class AdditiveSecretSharing:
         if self.mode == "ring":
             raw = random_bytes(size * self.share_dtype.itemsize)
             return np.frombuffer(raw, self.share_dtype).reshape(shape)
-        raw = np.frombuffer(random_bytes(size * 8), "<u8").reshape(shape)
-        unit = (raw >> np.uint64(11)) * 2.0**-_FLOAT64_DIGITS  # In [0, 1).
+        bits = np.frombuffer(random_bytes(size * 8), np.uint64).reshape(shape)
+        unit = (bits >> np.uint64(11)) * 2.0**-_FLOAT64_DIGITS  # In [0, 1).
         return (2.0 * unit - 1.0) * self.max_share_value
 
     def add(self, shares: Sequence[np.ndarray]) -> np.ndarray:

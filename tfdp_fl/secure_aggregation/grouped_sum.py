@@ -129,15 +129,14 @@ def sum_in_groups(
             f"{type(updates).__name__}."
         )
     if callable(updates):
-        update_of = updates
+        update_of, count = updates, num_members or 0
     else:
-        update_of = updates.__getitem__
-        num_members = len(updates)
+        update_of, count = updates.__getitem__, len(updates)
     faults = tuple(faults or ())
     groups = []
     total = None
     failed: list[int] = []
-    for indices in split_into_groups(num_members, protocol, group_size):
+    for indices in split_into_groups(count, protocol, group_size):
         outcome = _sum_group(indices, update_of, protocol, faults)
         groups.append((indices, outcome))
         if not outcome.succeeded:

@@ -181,14 +181,15 @@ def aggregate_in_memory(
         for name, update in updates.items()
     }
     network.run(members, coordinator.Coordinator(protocol, len(members)))
-    return {
-        name: member.AggregationOutcome(
-            succeeded=False,
-            value=updates[name],
-            members=(name,),
-            reason="the member crashed",
-        )
-        if network.crashed(name)
-        else one.outcome
-        for name, one in members.items()
-    }
+    outcomes = {}
+    for name, one in members.items():
+        outcome = one.outcome
+        if network.crashed(name) or outcome is None:
+            outcome = member.AggregationOutcome(
+                succeeded=False,
+                value=updates[name],
+                members=(name,),
+                reason="the member crashed",
+            )
+        outcomes[name] = outcome
+    return outcomes

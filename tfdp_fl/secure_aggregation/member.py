@@ -41,7 +41,7 @@ class AggregationOutcome:
     """
 
     succeeded: bool
-    value: np.ndarray | tuple[np.ndarray, ...] | None
+    value: np.ndarray | Sequence[np.ndarray] | None
     members: tuple[messages.MemberId, ...]
     reason: str = ""
 
@@ -109,7 +109,9 @@ class Member:
         self._id = member_id
         self._update = update
         self._single = isinstance(update, np.ndarray)
-        tensors = [update] if self._single else list(update)
+        tensors: Sequence[np.ndarray] = (
+            [update] if isinstance(update, np.ndarray) else list(update)
+        )
         if not tensors:
             raise ValueError("update must hold at least one tensor, got none.")
         self._encoded = [
@@ -122,7 +124,7 @@ class Member:
         if members is not None:
             self._check_members(members)
             self._members = tuple(members)
-            self._session = session
+            self._session = session or ""
         self._shares_from: set[messages.MemberId] = set()
         self._sum_of_shares: list[np.ndarray] = []
         self._partial_sums: dict[messages.MemberId, tuple[np.ndarray, ...]] = {}

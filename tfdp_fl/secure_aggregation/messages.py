@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import struct
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,7 @@ class Message:
                 (_known_dtype(dtype), _known_shape(shape))
                 for dtype, shape in header["tensors"]
             ]
-            fields = {
+            fields: dict[str, Any] = {
                 "kind": _known_kind(header["kind"]),
                 "session": _text(header["session"]),
                 "sender": _member_id(header["sender"]),

@@ -15,7 +15,7 @@ import tfdp_fl
 from tests import stacks
 from tests.keras import files, toy
 from tfdp_fl.accounting import ledger as ledger_lib
-from tfdp_fl.keras import checkpoint, run_state
+from tfdp_fl.keras import checkpoint, resuming
 
 _DELTA = 1e-3
 _ROUNDS = 6
@@ -184,8 +184,8 @@ class ResumeTest(parameterized.TestCase):
         copy = self._copy_as_of(self.path, 3)
         resumed = _local()
         resumed.fit(clients, 3, resume_from=copy, verbose=0)
-        self.assertEqual(resumed._calibration["rounds"], 2)
-        self.assertEqual(resumed._mu_squared(), whole._mu_squared())
+        self.assertEqual(resumed.run.calibration["rounds"], 2)
+        self.assertEqual(resumed._costs().mu_squared, whole._costs().mu_squared)
 
     def test_without_a_seed_it_goes_on_too(self):
         clients = toy.clients()
@@ -197,7 +197,7 @@ class ResumeTest(parameterized.TestCase):
         with self.assertRaises(KeyboardInterrupt):
             first.fit(clients, callbacks=[keeper, crash], **_FIT)
         self.assertEqual(first.rounds, 4)
-        cohorts = [first._sampler.cohort(t) for t in range(_ROUNDS)]
+        cohorts = [first.run.sampler.cohort(t) for t in range(_ROUNDS)]
         resumed = toy.federated(**options)
         resumed.fit(
             clients,
@@ -207,7 +207,7 @@ class ResumeTest(parameterized.TestCase):
         )
         self.assertEqual(resumed.rounds, _ROUNDS)
         for t, cohort in enumerate(cohorts):  # The pass goes on in its order.
-            np.testing.assert_array_equal(cohort, resumed._sampler.cohort(t))
+            np.testing.assert_array_equal(cohort, resumed.run.sampler.cohort(t))
         with self.subTest("the same model object resumes as well"):
             first.fit(clients, resume_from=self.path, **_FIT)
             self.assertEqual(first.rounds, _ROUNDS)
@@ -335,7 +335,7 @@ class RefusalTest(parameterized.TestCase):
             ).metadata
             for name in ("run", "populations", "calibration"):
                 del metadata[name]
-            del metadata["settings"][run_state._CLIENT_IDS]
+            del metadata["settings"][resuming._CLIENT_IDS]
             del metadata["spending"]["others"]
             metadata["ledger_head"] = heads.get(metadata["ledger_head"])
             metadata["ledgers"] = {}
@@ -461,7 +461,7 @@ class SettingsTest(absltest.TestCase):
             shuffle=False,
             seed=None,
         )
-        settings = run_state.settings(fed, 40, plan)
+        settings = resuming.settings(fed.setup, fed._compiled, 40, plan)
         self.assertEqual(settings["clients_per_round"], [11, 12])
         self.assertEqual(settings["mechanism's noise_multiplier"], [0.6, 0.7])
 

@@ -1,9 +1,7 @@
-"""What a training run is between two rounds: taken, checked, put back.
+"""From a run to a checkpoint, and back: taken, checked, put back.
 
-Everything that a later round depends on is in a checkpoint: weights, the
-server optimizer's variables, the mechanism's state, the sampler's, the clients'
-windows of norms, what was spent, and the arguments of `fit`. The randomness of
-a round follows from the seed and the round, so it needs no state.
+Everything that a later round depends on is in a checkpoint: the run, weights,
+the server optimizer's variables, and the arguments of `fit`.
 """
 
 from __future__ import annotations
@@ -18,11 +16,13 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _json, accounting, keras_versions, schedules
-from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl import _json, accounting, engine, keras_versions, schedules
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import checkpoint as checkpoint_lib
 from tfdp_fl.keras import fit_plan
+from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras.compiled import Compiled
+from tfdp_fl.keras.training_setup import TrainingSetup
 
 LEDGER = "ledger.jsonl"
 _CLIENT_IDS = "clients' ids (their digest, in order)"
@@ -39,55 +39,52 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
 
 
 def capture(
-    federated_model: Any, ledger_head: str | None
+    model: tf.keras.Model,
+    setup: TrainingSetup,
+    compiled: Compiled,
+    run: run_lib.Run,
+    cohort_engine: engine.CohortEngine,
+    ledger_head: str | None,
 ) -> checkpoint_lib.Checkpoint:
-    """Returns the state of a model between two rounds.
+    """Returns the state of a training between two rounds.
 
     Args:
-      federated_model: A `DPFederatedModel` inside `fit`.
+      model: The Keras model.
+      setup: What the `DPFederatedModel` was made with.
+      compiled: What `compile` was given.
+      run: The run.
+      cohort_engine: The engine, with the server optimizer's variables.
       ledger_head: The hash of the last line of the ledger beside the
         checkpoint; None if there is no ledger yet.
     """
-    fed = federated_model
-    arrays: dict[str, np.ndarray] = {}
-    for index, variable in enumerate(fed.model.weights):
+    metadata, arrays = run.state()
+    for index, variable in enumerate(model.weights):
         arrays[f"weights/{index}"] = variable.numpy()
-    for index, variable in enumerate(fed._engine.server.state):
+    for index, variable in enumerate(cohort_engine.server.state):
         arrays[f"server_optimizer/{index}"] = variable.numpy()
-    for index, value in enumerate(tf.nest.flatten(fed._engine.state)):
-        arrays[f"query/{index}"] = tf.convert_to_tensor(value).numpy()
-    if fed._windows is not None:
-        arrays["windows"] = fed._windows
-    spending = fed._spending.state()
-    for name in ("mu_squared", "participations"):
-        arrays[f"spending/{name}"] = spending.pop(name)
-    arrays["cohort_sizes"] = np.asarray(fed._cohort_sizes, np.int64)
     return checkpoint_lib.Checkpoint(
-        round_index=fed._round,
+        round_index=run.rounds,
         metadata={
-            "plan": dataclasses.asdict(fed._plan),
-            "run": fed.run_id,
+            **metadata,
             "settings": {
-                **settings(fed, fed._sampler.num_clients, fed._plan),
-                _CLIENT_IDS: fed._population[1],
+                **settings(setup, compiled, run.sampler.num_clients, run.plan),
+                _CLIENT_IDS: run.population[1],
             },
-            "populations": [list(each) for each in fed._populations],
-            "calibration": fed._calibration,
-            "sampler": fed._sampler.state(),
-            "spending": spending,
-            "learning_rate": fed._client_learning_rate(),
-            "facts": dict(fed._facts),
+            "learning_rate": compiled.learning_rate,
             "ledger_head": ledger_head,
-            "ledgers": dict(fed.known_ledgers),
-            "log_names": list(fed._last_logs),
             "keras": keras_versions.name(),
-            "weight_names": _weight_names(fed.model),
+            "weight_names": _weight_names(model),
         },
         arrays=arrays,
     )
 
 
-def settings(fed: Any, num_clients: int, plan: fit_plan.FitPlan) -> Any:
+def settings(
+    setup: TrainingSetup,
+    compiled: Compiled,
+    num_clients: int,
+    plan: fit_plan.FitPlan,
+) -> Any:
     """Returns, by argument, what must be the same when a run is resumed."""
     rounds = range(plan.first_round, plan.last_round)
 
@@ -102,25 +99,24 @@ def settings(fed: Any, num_clients: int, plan: fit_plan.FitPlan) -> Any:
             return [described(name, each) for each in value]
         return type(value).__name__
 
-    compiled = fed._compiled
     values = {
         "batch_size": plan.batch_size,
         "local_epochs": plan.local_epochs,
         "shuffle": plan.shuffle,
         "seed": plan.seed,
-        "sampling": fed._sampling,
+        "sampling": setup.sampling,
         "clients (their number)": num_clients,
         "clients_per_round": described(
-            "clients_per_round", fed._clients_per_round
+            "clients_per_round", setup.clients_per_round
         ),
-        "mechanism": fed.mechanism.name,
+        "mechanism": setup.mechanism.name,
         **{
             f"mechanism's {name}": described(name, value)
-            for name, value in fed.mechanism.parameters().items()
+            for name, value in setup.mechanism.parameters().items()
         },
-        "non_trainable_state": fed._non_trainable_state,
-        "on_client_failure": fed._on_client_failure,
-        "secure_aggregation": fed._secure_aggregation is not None,
+        "non_trainable_state": setup.non_trainable_state,
+        "on_client_failure": setup.on_client_failure,
+        "secure_aggregation": setup.secure_aggregation is not None,
         "optimizer": _config(compiled.training.optimizer),
         "server_optimizer": _config(compiled.server_optimizer),
         "grad_clip": compiled.training.grad_clip,
@@ -184,9 +180,13 @@ class InterruptedRun:
     def read(
         cls,
         directory: str | os.PathLike[str],
-        federated_model: Any,
         clients: FederatedDataset,
         asked: fit_plan.FitPlan,
+        *,
+        model: tf.keras.Model,
+        setup: TrainingSetup,
+        compiled: Compiled,
+        run: run_lib.Run | None,
     ) -> InterruptedRun:
         """Reads the newest checkpoint, and checks it against the arguments.
 
@@ -194,9 +194,12 @@ class InterruptedRun:
 
         Args:
           directory: What `fit` was given as `resume_from`.
-          federated_model: The `DPFederatedModel`.
           clients: What `fit` was given.
           asked: What `fit` was asked for, as if it were a new training.
+          model: The Keras model.
+          setup: What the `DPFederatedModel` was made with.
+          compiled: What `compile` was given.
+          run: What the model was trained for by now, if it was.
 
         Raises:
           FileNotFoundError: There is no checkpoint.
@@ -217,7 +220,7 @@ class InterruptedRun:
             asked, first_round=plan.first_round, last_round=plan.last_round
         )
         saved = checkpoint.metadata["settings"]
-        now = settings(federated_model, clients.num_clients, asked)
+        now = settings(setup, compiled, clients.num_clients, asked)
         if _CLIENT_IDS in saved:
             now[_CLIENT_IDS] = clients.client_ids_digest
         else:
@@ -245,30 +248,37 @@ class InterruptedRun:
                 f"The ledger {path} is missing, and it held rounds that the "
                 "checkpoint beside it knows of."
             )
-        run = cls(
+        interrupted = cls(
             directory=pathlib.Path(directory),
             checkpoint=checkpoint,
             ledger=ledger,
             plan=plan,
         )
-        run._check_model(federated_model)
-        return run
+        interrupted._check_run(run)
+        interrupted._check_model(model)
+        interrupted._check_keras(model, compiled.server_optimizer)
+        return interrupted
 
-    def _check_model(self, fed: Any) -> None:
+    @property
+    def _ledger_key(self) -> str:
+        return ledger_key(ledger_path(self.directory))
+
+    def _check_run(self, run: run_lib.Run | None) -> None:
+        if run is None:
+            return
         covered = 0
-        if self.ledger is not None and (
-            ledger_key(ledger_path(self.directory)) in fed.known_ledgers
-        ):
-            covered = len(self.ledger.by_run().get(fed.run_id, ()))
-        if fed._spending is not None and fed._spending.rounds > covered:
+        if self.ledger is not None and self._ledger_key in run.known_ledgers:
+            covered = len(self.ledger.by_run().get(run.run_id, ()))
+        if run.spending.rounds > covered:
             raise ValueError(
                 "resume_from must be given to a model that was not trained "
                 "yet, or was trained by the same run, or its earlier rounds "
-                f"would be forgotten; it was trained for {fed.rounds} rounds."
+                f"would be forgotten; it was trained for {run.rounds} rounds."
             )
-        arrays = self.checkpoint.arrays
-        shapes = [list(arrays[name].shape) for name in self._names("weights")]
-        own = [list(weight.shape) for weight in fed.model.weights]
+
+    def _check_model(self, model: tf.keras.Model) -> None:
+        shapes = [list(value.shape) for value in self._group("weights")]
+        own = [list(weight.shape) for weight in model.weights]
         if shapes != own:
             raise ValueError(
                 "model must have the weights of the interrupted run to resume "
@@ -276,16 +286,16 @@ class InterruptedRun:
                 f"{_short(own)}."
             )
 
-        self._check_keras(fed)
-
-    def _check_keras(self, fed: Any) -> None:
+    def _check_keras(
+        self, model: tf.keras.Model, server_optimizer: Any
+    ) -> None:
         """Raises ValueError for what cannot go from one Keras to another."""
         metadata = self.checkpoint.metadata
         began = metadata.get("keras", "Keras 2")
         if began == keras_versions.name():
             return
         names = metadata.get("weight_names")
-        own = _weight_names(fed.model)
+        own = _weight_names(model)
         if names is not None and names != own:
             raise ValueError(
                 f"model must have its weights in the order of {began}, with "
@@ -297,108 +307,84 @@ class InterruptedRun:
                 "server_optimizer must keep no values for each weight (None, "
                 "or SGD without momentum) to resume with "
                 f"{keras_versions.name()} a run of {began}, which orders them "
-                f"in another way, got {type(fed._compiled.server_optimizer)}; "
+                f"in another way, got {type(server_optimizer)}; "
                 f"resume it from {self.directory} with {began}."
             )
 
-    def _names(self, group: str) -> list[str]:
-        count = sum(
-            name.startswith(f"{group}/") for name in self.checkpoint.arrays
-        )
-        return [f"{group}/{index}" for index in range(count)]
-
     def _group(self, group: str) -> list[np.ndarray]:
-        return [self.checkpoint.arrays[name] for name in self._names(group)]
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the run; None if neither it nor its ledger has one.
-
-        In a ledger that names no runs, its rounds are those without a name.
-        """
-        identity = None if self.ledger is None else self.ledger.identity
-        return self.checkpoint.metadata.get("run", identity)
+        arrays = self.checkpoint.arrays
+        count = sum(name.startswith(f"{group}/") for name in arrays)
+        return [arrays[f"{group}/{index}"] for index in range(count)]
 
     @property
     def calibration(self) -> dict[str, int] | None:
         """What the clients' noise was calibrated for, if it is kept."""
         return self.checkpoint.metadata.get("calibration")
 
-    def restore(self, fed: Any) -> None:
-        """Puts a prepared model in the state of the checkpoint.
+    def restore(
+        self,
+        model: tf.keras.Model,
+        compiled: Compiled,
+        cohort_engine: engine.CohortEngine,
+        prepared: run_lib.Run,
+    ) -> run_lib.Run:
+        """Puts model and engine in the state of the checkpoint.
 
         What was spent is what the ledger says: it also has the rounds that
         were charged after the checkpoint, whose result may have been seen.
+
+        Args:
+          model: The Keras model.
+          compiled: What `compile` was given.
+          cohort_engine: The engine that goes on.
+          prepared: The run, as if it were to begin.
+
+        Returns:
+          The interrupted run, to be gone on with.
         """
-        arrays, metadata = self.checkpoint.arrays, self.checkpoint.metadata
-        server = fed._engine.server.state
+        server = cohort_engine.server.state
         slots = self._group("server_optimizer")
-        query = tf.nest.flatten(fed._engine.state)
-        values = self._group("query")
         if [s.shape for s in slots] != [tuple(v.shape) for v in server]:
             raise ValueError(
                 "server_optimizer must have the variables of the interrupted "
                 f"run, to resume it from {self.directory}."
             )
-        if len(values) != len(query):
-            raise ValueError(
-                "mechanism must have the state of the interrupted run, to "
-                f"resume it from {self.directory}."
-            )
-        fed._sampler.restore(metadata["sampler"])
+        metadata = self.checkpoint.metadata
+        run = run_lib.Run.from_state(
+            self.checkpoint.round_index,
+            metadata,
+            self.checkpoint.arrays,
+            prepared,
+        )
+        if "run" not in metadata and self.ledger is not None:
+            # In a ledger that names no runs, they are those without a name.
+            run.run_id = self.ledger.identity or run.run_id
+        self._count_ledger(run)
+        run.spending.keep_others(prepared.spending.others)
+        run.known_ledgers[self._ledger_key] = (
+            "" if self.ledger is None else self.ledger.head
+        )
         for variable, value in zip(
-            fed.model.weights, self._group("weights"), strict=True
+            model.weights, self._group("weights"), strict=True
         ):
             variable.assign(value)
         for variable, value in zip(server, slots, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
-        fed._engine.state = tf.nest.pack_sequence_as(
-            fed._engine.state, [tf.constant(value) for value in values]
-        )
-        if "windows" in arrays:
-            fed._windows = arrays["windows"].copy()
-        spending = spending_lib.Spending.from_state(
-            {
-                **metadata["spending"],
-                "mu_squared": arrays["spending/mu_squared"],
-                "participations": arrays["spending/participations"],
-            }
-        )
-        fed._facts.update(metadata["facts"])
-        if self.run_id is not None:
-            fed.run_id = self.run_id
-        if self.ledger is not None and self.ledger.entries:
-            saved = spending.rounds
-            spending.absorb(
-                self.ledger,
-                fed.run_id,
-                ledger_key(ledger_path(self.directory)),
-            )
-            fed._facts["rounds_charged_twice"] += spending.rounds - saved
-            spending.lost_mu_squared = max(
-                spending.lost_mu_squared,
-                self.ledger.lost_mu_squared(
-                    self.checkpoint.round_index, fed.run_id
-                ),
-            )
-        spending.keep_others(fed._spending.others)
-        fed._spending = spending
-        fed._populations = [
-            (num_clients, digest)
-            for num_clients, digest in metadata.get("populations", ())
-        ]
-        if not fed._populations and spending.rounds:
-            # An earlier version kept none; then they were all the same.
-            fed._populations = [fed._population]
-        fed._cohort_sizes = arrays["cohort_sizes"].tolist()
-        fed._last_logs = list(metadata["log_names"])
-        fed._set_client_learning_rate(metadata["learning_rate"])
-        fed._round = self.checkpoint.round_index
-        # Others may hold rounds that were charged after the checkpoint.
-        fed.known_ledgers.update(metadata["ledgers"])
-        fed.ledgers_ahead.update(metadata["ledgers"])
-        fed.known_ledgers[ledger_key(ledger_path(self.directory))] = (
-            "" if self.ledger is None else self.ledger.head
+        cohort_engine.state = run.mechanism_state
+        compiled.set_learning_rate(metadata["learning_rate"])
+        return run
+
+    def _count_ledger(self, run: run_lib.Run) -> None:
+        """Counts the rounds that were charged after the checkpoint."""
+        if self.ledger is None or not self.ledger.entries:
+            return
+        spending = run.spending
+        saved = spending.rounds
+        spending.absorb(self.ledger, run.run_id, self._ledger_key)
+        run.facts.rounds_charged_twice += spending.rounds - saved
+        spending.lost_mu_squared = max(
+            spending.lost_mu_squared,
+            self.ledger.lost_mu_squared(run.rounds, run.run_id),
         )
 
 

@@ -1,0 +1,118 @@
+"""Tests of metrics client by client."""
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest
+
+import tfdp_fl
+from tests.keras import toy
+
+
+class EvaluateClientsTest(absltest.TestCase):
+    def test_each_client_is_what_keras_evaluates(self):
+        fed = toy.federated()
+        x, y = toy.arrays(60)
+        clients = {"a": (x[:40], y[:40]), "b": (x[40:41], y[40:41])}
+        clients["c"] = (x[41:], y[41:])
+        values = fed.evaluate_clients(clients, batch_size=16, verbose=0)
+        np.testing.assert_array_equal(values["num_examples"], [40, 1, 19])
+        self.assertEqual(list(values)[:2], ["num_examples", "loss"])
+        for place, (own_x, own_y) in enumerate(clients.values()):
+            wanted = fed.evaluate(own_x, own_y, verbose=0, return_dict=True)
+            self.assertEqual(wanted.keys(), values.keys() - {"num_examples"})
+            for name, value in wanted.items():
+                self.assertAlmostEqual(values[name][place], value, places=5)
+
+    def test_nothing_is_charged_and_nothing_moves(self):
+        fed = toy.federated()
+        fed.fit(toy.clients(), verbose=0)
+        before = fed.get_weights(), fed.epsilon(1e-2)
+        fed.evaluate_clients(toy.clients(), verbose=0)
+        for one, other in zip(before[0], fed.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        self.assertEqual(fed.epsilon(1e-2), before[1])
+
+    def test_a_client_that_cannot_be_read_or_has_nothing(self):
+        def read(name):
+            if name == "broken":
+                raise OSError("secret.csv is not there")
+            n = 0 if name == "empty" else 5
+            return toy.arrays(n) if n else tuple(e[:0] for e in toy.arrays(1))
+
+        clients = tfdp_fl.datasets.FederatedDataset.from_client_fn(
+            ["whole", "broken", "empty"], read
+        )
+        fed = toy.federated()
+        with self.assertWarnsRegex(RuntimeWarning, "'broken': OSError") as seen:
+            values = fed.evaluate_clients(clients, verbose=0)
+        self.assertNotIn("secret", str(seen.warning))
+        np.testing.assert_array_equal(values["num_examples"], [5, 0, 0])
+        np.testing.assert_array_equal(
+            np.isnan(values["loss"]), [False, True, True]
+        )
+
+    def test_compile_comes_first(self):
+        fed = tfdp_fl.DPFederatedModel(
+            toy.dense(), tfdp_fl.NoPrivacy(), 5, "fixed_size"
+        )
+        with self.assertRaisesRegex(ValueError, "compile"):
+            fed.evaluate_clients(toy.clients())
+
+
+class RawDataTest(absltest.TestCase):
+    def test_a_mapping_trains_as_its_dataset_does(self):
+        raw = {i: toy.clients().client(i) for i in range(toy.NUM_CLIENTS)}
+        trained = []
+        for clients in (toy.clients(), raw, list(raw.values())):
+            fed = toy.federated()
+            fed.fit(clients, rounds=2, seed=1, verbose=0)
+            trained.append(fed.get_weights())
+        for other in trained[1:]:
+            for one, same in zip(trained[0], other, strict=True):
+                np.testing.assert_array_equal(one, same)
+
+
+class ValidateTest(absltest.TestCase):
+    def test_a_model_that_can_be_trained(self):
+        self.assertEqual(tfdp_fl.validate(toy.dense()), [])
+        self.assertEqual(
+            tfdp_fl.validate(
+                toy.dense(), clients=toy.clients(), loss=toy.loss()
+            ),
+            [],
+        )
+
+    def test_problems_are_named(self):
+        unbuilt = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+        frozen = toy.dense()
+        frozen.trainable = False
+        for model, message in (
+            ("model", "got str"),
+            (unbuilt, "input shape"),
+            (frozen, "no trainable variables"),
+        ):
+            (problem,) = tfdp_fl.validate(model)
+            self.assertIn(message, problem)
+            with self.assertRaisesRegex(ValueError, message):
+                tfdp_fl.validate(model, strict=True)
+
+    def test_a_stateful_layer(self):
+        inputs = tf.keras.Input((4, 2), batch_size=3)
+        output = tf.keras.layers.LSTM(2, stateful=True)(inputs)
+        model = tf.keras.Model(inputs, output)
+        self.assertRegex("".join(tfdp_fl.validate(model)), "stateful")
+
+    def test_labels_without_a_class(self):
+        x, y = toy.arrays(10)
+        (problem,) = tfdp_fl.validate(
+            toy.dense(), clients={"a": (x, y + 7)}, loss=toy.loss()
+        )
+        self.assertRegex(problem, "label")
+
+    def test_clients_and_loss_go_together(self):
+        with self.assertRaisesRegex(ValueError, "clients alone"):
+            tfdp_fl.validate(toy.dense(), clients=toy.clients())
+
+
+if __name__ == "__main__":
+    absltest.main()

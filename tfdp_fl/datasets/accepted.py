@@ -1,0 +1,77 @@
+"""What a user holds, as a `FederatedDataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl.datasets.federated_dataset import FederatedDataset
+
+_ALLOWED = (
+    "a FederatedDataset, a mapping or list with one (x, y) or one "
+    "tf.data.Dataset of single examples for each client, or a "
+    "tff.simulation.datasets.ClientData"
+)
+
+
+def as_federated(clients: Any) -> FederatedDataset:
+    """Returns clients' data as a `FederatedDataset`.
+
+    Args:
+      clients: One already; a mapping from client ids to `(x, y)` (nests of
+        arrays) or to `tf.data.Dataset`s of single examples; a list of those,
+        whose clients are then 0 to N - 1; or a TFF `ClientData`.
+
+    Raises:
+      TypeError: It is something else; the message names its type only.
+      ValueError: Clients do not fit together.
+    """
+    if isinstance(clients, FederatedDataset):
+        return clients
+    if hasattr(clients, "client_ids") and hasattr(
+        clients, "create_tf_dataset_for_client"
+    ):
+        return FederatedDataset.from_client_data(clients)
+    by_id = clients
+    if isinstance(clients, Sequence) and not isinstance(clients, str | bytes):
+        by_id = dict(enumerate(clients))
+    if not isinstance(by_id, Mapping):
+        raise TypeError(
+            f"clients must be {_ALLOWED}, got {type(clients).__name__}."
+            + _hint(clients)
+        )
+    if by_id and all(isinstance(d, tf.data.Dataset) for d in by_id.values()):
+        return FederatedDataset.from_tf_datasets(by_id)
+    for client_id, examples in by_id.items():
+        _check_pair(client_id, examples, clients)
+    return FederatedDataset.from_client_arrays(by_id)
+
+
+def _check_pair(client_id: Any, examples: Any, clients: Any) -> None:
+    if isinstance(examples, tuple | list) and len(examples) == 2:
+        return
+    if isinstance(examples, tuple | list) and len(examples) == 3:
+        raise TypeError(
+            f"clients must be {_ALLOWED}, got three values for client "
+            f"{client_id!r}: weights of examples are not taken; leave them out."
+        )
+    raise TypeError(
+        f"clients must be {_ALLOWED}, got {type(examples).__name__} for client "
+        f"{client_id!r}." + _hint(clients)
+    )
+
+
+def _hint(clients: Any) -> str:
+    if type(clients).__name__ == "DataFrame":
+        return (
+            " Which column names the client? FederatedDataset.from_dataframe("
+            "frame, client=..., features=..., label=...)."
+        )
+    if isinstance(clients, tuple | list) and len(clients) == 2:
+        return (
+            " For one pair of arrays (x, y), say whose rows are whose: "
+            "FederatedDataset.from_indices(x, y, indices)."
+        )
+    return ""

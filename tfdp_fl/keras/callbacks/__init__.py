@@ -1,0 +1,18 @@
+"""Callbacks that know about rounds, next to Keras's own."""
+
+from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
+from tfdp_fl.keras.callbacks.ledger import Ledger
+from tfdp_fl.keras.callbacks.privacy_budget import KeepTarget, PrivacyBudget
+from tfdp_fl.keras.callbacks.round_checkpoint import (
+    RoundCheckpoint,
+    ledger_of_resumed,
+)
+
+__all__ = [
+    "FederatedCallback",
+    "KeepTarget",
+    "Ledger",
+    "PrivacyBudget",
+    "RoundCheckpoint",
+    "ledger_of_resumed",
+]

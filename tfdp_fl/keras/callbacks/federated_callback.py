@@ -1,0 +1,70 @@
+"""A callback that knows about rounds, next to Keras's own.
+
+To Keras's callbacks a federated round is an epoch, and the model is the
+trained Keras model. A `FederatedCallback` also gets to know the
+`DPFederatedModel`, and is asked before each round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+class FederatedCallback(tf.keras.callbacks.Callback):
+    """A Keras callback that also hears of rounds before they run.
+
+    Attributes:
+      federated_model: The `DPFederatedModel` that is being trained.
+    """
+
+    federated_model: Any = None
+
+    def set_federated_model(self, federated_model: Any) -> None:
+        """Called once, before training begins."""
+        self.federated_model = federated_model
+
+    def on_rounds_planned(self, first_round: int, last_round: int) -> None:
+        """Called before training with the rounds `fit` was asked for.
+
+        Args:
+          first_round: The first round, counted from 0.
+          last_round: One past the last round.
+        """
+
+    def allow_round(self, round_index: int) -> bool:
+        """Called before a round is drawn; False ends the training there."""
+        del round_index
+        return True
+
+    def on_round_charged(
+        self, round_index: int, charge: Any, details: dict[str, Any]
+    ) -> None:
+        """Called before a trained cohort's result can be seen by anyone.
+
+        Raising here abandons the round: nothing is released.
+
+        Args:
+          round_index: The round, counted from 0.
+          charge: The `RoundCharge` that the round costs.
+          details: `cohort_size`, `noise_multiplier`, and, where a guarantee is
+            composed client by client, `mu_squared`, (sensitivity / sigma)^2 of
+            one client's release, and `max_mu_squared`, the largest sum of them
+            that a client has spent after the round.
+        """
+
+    def on_round_released(
+        self, round_index: int, logs: dict[str, float]
+    ) -> None:
+        """Called after a round changed the model, before `on_epoch_end`."""
+
+    def on_train_ended(self) -> None:
+        """Called when every callback's `on_train_end` is done.
+
+        Some change the model there: Keras 3's `EarlyStopping` restores its best
+        weights.
+        """
+
+    def on_fit_end(self) -> None:
+        """Called last, also where an error or the user ended the training."""

@@ -1,0 +1,119 @@
+"""Ends a training before it overspends."""
+
+from __future__ import annotations
+
+import warnings
+
+from tfdp_fl import _validate
+from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
+from tfdp_fl.keras.privacy_target import PrivacyTarget
+
+
+class PrivacyBudget(FederatedCallback):
+    """Ends the training before the round that would overspend a budget.
+
+    Whatever the schedules of noise and cohort size, a round is run only if the
+    epsilon after it, at `delta`, is still within the budget (Geyer et al.
+    2017, Algorithm 1, lines 4 and 5, put right: the check comes first).
+    A second or resumed `fit` of the same model goes on with what was spent.
+
+    Attributes:
+      epsilon: The most that may be spent.
+      delta: At this delta.
+      accountant: "rdp", "pld", or None for the model's own.
+      stopped_before_round: The round (from 0) that was not run, or None.
+    """
+
+    _name = "PrivacyBudget"
+
+    def __init__(
+        self, epsilon: float, delta: float, accountant: str | None = None
+    ):
+        super().__init__()
+        self.epsilon = _validate.positive(epsilon=epsilon)
+        self.delta = _validate.inside_unit_interval(delta=delta)
+        self.accountant = _validate.one_of(
+            (None, "rdp", "pld"), accountant=accountant
+        )
+        self.stopped_before_round: int | None = None
+        self._affordable_before = 0
+
+    def on_rounds_planned(self, first_round: int, last_round: int) -> None:
+        """Says at the start if the budget ends before the rounds do."""
+        self.stopped_before_round = None
+        asked = last_round - first_round
+        allowed = self.federated_model.affordable_rounds(
+            self.epsilon, self.delta, asked, self.accountant
+        )
+        # Rounds that are abandoned cost nothing, so it can only be more.
+        self._affordable_before = first_round + allowed
+        if allowed < asked:
+            fed = self.federated_model
+            # Whom later cohorts draw is not known, but for shuffled ones.
+            at_least = fed.spending.by_client and fed.sampling != "shuffled"
+            self._say_what_is_allowed(
+                f"{self._name}: epsilon={self.epsilon:g} at "
+                f"delta={self.delta:g} allows "
+                f"{'at least ' * at_least}{allowed} of the {asked} rounds "
+                "asked for",
+                "may" if at_least else "will",
+            )
+
+    def _say_what_is_allowed(self, message: str, will: str) -> None:
+        self.federated_model.say(f"{message}; training {will} end there.")
+
+    def allow_round(self, round_index: int) -> bool:
+        """Returns False if the round would overspend the budget."""
+        if round_index < self._affordable_before:
+            return True
+        after = self.federated_model.epsilon_after_round(
+            round_index, self.delta, self.accountant
+        )
+        if after <= self.epsilon:
+            return True
+        self.stopped_before_round = round_index
+        self.federated_model.say(
+            f"{self._name}: stopped before round {round_index + 1}, which "
+            f"would bring epsilon to {after:.4g} (budget {self.epsilon:g} at "
+            f"delta={self.delta:g})."
+        )
+        return False
+
+
+class KeepTarget(PrivacyBudget):
+    """Keeps the target that a model was calibrated for, in every `fit`.
+
+    Where fewer rounds are allowed than were asked for, it warns, however
+    silent the training is.
+    """
+
+    _name = "make_private"
+
+    def __init__(self, target: PrivacyTarget):
+        # Calibration may be off by rounding; that is no reason to stop.
+        super().__init__(
+            target.epsilon * (1 + 1e-9), target.delta, target.accountant
+        )
+        self._goes_on = target.on_overspend == "warn"
+        self._warned = False
+
+    def _say_what_is_allowed(self, message: str, will: str) -> None:
+        if not self._goes_on:
+            warnings.warn(
+                f"{message}; training {will} end there. (on_overspend='warn' "
+                "goes on.)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{message}; training goes on and spends more "
+                "(on_overspend='warn').",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def allow_round(self, round_index: int) -> bool:
+        """Returns False if the round would pass a target that is to be kept."""
+        return self._goes_on or super().allow_round(round_index)

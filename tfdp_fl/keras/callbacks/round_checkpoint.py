@@ -1,0 +1,144 @@
+"""Saves a training after rounds."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from typing import Any
+
+from tfdp_fl import _validate
+from tfdp_fl.keras import checkpoint, resuming
+from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
+from tfdp_fl.keras.callbacks.ledger import Ledger
+
+
+class RoundCheckpoint(FederatedCallback):
+    """Saves the training after rounds, so that it survives a crash.
+
+    `fit(..., resume_from=directory)` goes on exactly where the last checkpoint
+    was taken. The directory also holds `ledger.jsonl`, in which every round is
+    written before its result can be seen, and, when the training has ended,
+    `privacy.txt`, the privacy statement. It belongs to one run: a new training
+    refuses a directory that holds another's checkpoints, and two at once are
+    refused. The files are readable by their owner only: with a seed, or
+    shuffled cohorts, they tell who takes part.
+
+    Attributes:
+      directory: Where the files are; made if need be.
+      every: Save after every so many rounds (and at the end).
+      keep: How many checkpoints stay.
+      delta: At which the statement is made; None: what the model knows (see
+        `DPFederatedModel.privacy_statement`).
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every: int = 1,
+        keep: int = 3,
+        delta: float | None = None,
+    ):
+        super().__init__()
+        self.directory = pathlib.Path(directory)
+        self.every = _validate.positive_integer(every=every)
+        self.keep = _validate.positive_integer(keep=keep)
+        if delta is not None:
+            delta = _validate.inside_unit_interval(delta=delta)
+        self.delta = delta
+        self._files = checkpoint.CheckpointDirectory(self.directory)
+        self._ledger = Ledger(resuming.ledger_path(self.directory))
+        self._saved_round: int | None = None
+        self._begun = False
+
+    def set_federated_model(self, federated_model: Any) -> None:
+        """See base class."""
+        super().set_federated_model(federated_model)
+        self._ledger.set_federated_model(federated_model)
+
+    def on_rounds_planned(self, first_round: int, last_round: int) -> None:
+        """Takes the directory, and saves the state before the first round."""
+        self._files.acquire()
+        fed = self.federated_model
+        path = self._ledger.path
+        known = resuming.ledger_key(path) in fed.run.known_ledgers
+        rounds = self._files.rounds()
+        if rounds and not known:
+            raise ValueError(
+                "directory must not hold the checkpoints of another run, and "
+                f"{self.directory} holds one of round {rounds[0]}: go on with "
+                "that run by fit(resume_from=directory), or choose another "
+                "directory."
+            )
+        self._files.set_aside_after(fed.rounds)
+        if path.exists():
+            self._ledger.on_rounds_planned(first_round, last_round)
+        # Before the first line: whatever was charged can be resumed from.
+        self._save()
+        if not path.exists():
+            self._ledger.on_rounds_planned(first_round, last_round)
+        self._begun = True
+
+    def on_round_charged(
+        self, round_index: int, charge: Any, details: dict[str, Any]
+    ) -> None:
+        """Writes the round into the ledger."""
+        self._ledger.on_round_charged(round_index, charge, details)
+
+    def on_round_released(
+        self, round_index: int, logs: dict[str, float]
+    ) -> None:
+        """Saves, if it is time to."""
+        del logs
+        if (round_index + 1) % self.every == 0:
+            self._save()
+
+    def on_train_ended(self) -> None:
+        """Saves the end of the training, as other callbacks left it."""
+        self._save()
+
+    def on_fit_end(self) -> None:
+        """Writes the statement, and lets go of the directory."""
+        ended_by_error = sys.exc_info()[0] is not None
+        try:
+            if self._begun:
+                self._write_statement()
+        except Exception:
+            if not ended_by_error:
+                raise  # Else that error is the one to report.
+        finally:
+            self._begun = False
+            self._ledger.on_fit_end()
+            self._files.release()
+
+    def _save(self) -> None:
+        self._files.write(
+            self.federated_model.checkpoint(self._ledger.head),
+            self.keep,
+        )
+
+    def _write_statement(self) -> None:
+        text = self.federated_model.privacy_statement(self.delta)
+        checkpoint.write_atomically(
+            self.directory / "privacy.txt", f"{text}\n".encode(), mode=0o644
+        )
+
+
+def ledger_of_resumed(
+    directory: str | os.PathLike[str], callbacks: list[Any]
+) -> list[FederatedCallback]:
+    """Returns a `Ledger` for a resumed run, unless a callback keeps it.
+
+    Whatever a resumed run releases has to be in the ledger of its directory.
+    """
+    path = resuming.ledger_path(directory)
+    key = resuming.ledger_key(path)
+    for each in callbacks:
+        kept = None
+        if isinstance(each, RoundCheckpoint):
+            kept = resuming.ledger_path(each.directory)
+        elif isinstance(each, Ledger):
+            kept = each.path
+        if kept is not None and resuming.ledger_key(kept) == key:
+            return []
+    return [Ledger(path)]

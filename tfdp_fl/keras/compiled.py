@@ -1,0 +1,45 @@
+"""What `compile` was given."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl import engine, keras_versions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """How clients train, and how the server moves the model.
+
+    Attributes:
+      training: What each client does.
+      server_optimizer: A Keras optimizer; None adds the mean update.
+      broadcast_hook: What changes the weights that clients receive, or None.
+      jit_compile: Whether XLA compiles; None: it is decided by the model.
+    """
+
+    training: engine.LocalTraining
+    server_optimizer: tf.keras.optimizers.Optimizer | None
+    broadcast_hook: Any
+    jit_compile: bool | None
+
+    @property
+    def learning_rate(self) -> float:
+        """The clients' rate; 0 where the optimizer follows its own steps."""
+        rate = keras_versions.learning_rate(self.training.optimizer)
+        if rate is None:
+            return 0.0
+        if isinstance(rate, tf.Variable):
+            # A tenth of the time that `numpy()` takes, in every round.
+            rate = tf.raw_ops.ReadVariableOp(
+                resource=rate.handle, dtype=rate.dtype
+            )
+        return float(rate)
+
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the clients' rate, unless the optimizer follows its own."""
+        if keras_versions.learning_rate(self.training.optimizer) is not None:
+            self.training.optimizer.learning_rate = value

@@ -1,0 +1,263 @@
+"""The rounds of one call of `fit`.
+
+    draw a cohort -> collect its updates -> charge -> release
+
+The charge stands between the two halves of a round: what was collected is seen
+by nobody before it is paid for, and what was abandoned is not charged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import (
+    CohortEngine,
+    PendingRound,
+    RoundInputs,
+    secure_sum,
+)
+from tfdp_fl.keras import callbacks as callbacks_lib
+from tfdp_fl.keras import costs as costs_lib
+from tfdp_fl.keras import progress, randomness
+from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras.compiled import Compiled
+from tfdp_fl.keras.training_setup import TrainingSetup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What `fit` was told of validation.
+
+    Attributes:
+      data: `(x, y)`, a `tf.data.Dataset` of batches, or None.
+      every: Validate every so many rounds.
+      batch_size: Examples in one batch.
+    """
+
+    data: Any
+    every: int
+    batch_size: int
+
+    def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
+        """Returns the model's metrics on the data, by `val_` and name."""
+        options = {"verbose": 0, "return_dict": True}
+        if isinstance(self.data, tf.data.Dataset):
+            results = model.evaluate(self.data, **options)
+        else:
+            results = model.evaluate(
+                *self.data, batch_size=self.batch_size, **options
+            )
+        return {f"val_{name}": value for name, value in results.items()}
+
+
+@dataclasses.dataclass(kw_only=True)
+class RoundLoop:
+    """Runs the rounds of one call of `fit`, and moves the run on.
+
+    Attributes:
+      model: The Keras model.
+      setup: What the `DPFederatedModel` was made with.
+      compiled: What `compile` was given.
+      run: The run.
+      clients: The clients.
+      engine: Releases what was collected.
+      collector: Collects; the engine, or a runtime's.
+      validation: What is validated, and when.
+      delta: At which `History` has epsilon; None: it has none.
+      keras_callbacks: Those of `fit`, as Keras calls them.
+      federated: Those that hear of rounds before they run.
+      costs: Returns what the coming rounds cost.
+      say: Tells the user something.
+    """
+
+    model: tf.keras.Model
+    setup: TrainingSetup
+    compiled: Compiled
+    run: run_lib.Run
+    clients: FederatedDataset
+    engine: CohortEngine
+    collector: Any
+    validation: Validation
+    delta: float | None
+    keras_callbacks: tf.keras.callbacks.CallbackList
+    federated: list[callbacks_lib.FederatedCallback]
+    costs: Callable[[], costs_lib.RoundCosts]
+    say: Callable[[str], None]
+
+    def train(self, progress_bar: progress.RoundProgress) -> None:
+        """Runs the rounds, with everything that callbacks hear of them."""
+        run, plan = self.run, self.run.plan
+        self.model.stop_training = False
+        try:
+            # What a ledger tells of counts against every budget.
+            for each in sorted(self.federated, key=_opens_ledger):
+                each.on_rounds_planned(run.rounds, plan.last_round)
+            self.keras_callbacks.on_train_begin()
+            logs: dict[str, float] = {}
+            while run.rounds < plan.last_round and not self.model.stop_training:
+                round_index = run.rounds
+                if not all(
+                    each.allow_round(round_index) for each in self.federated
+                ):
+                    break
+                started = time.perf_counter()
+                logs = self._round_with_callbacks(round_index)
+                progress_bar.end_of_round(
+                    round_index, logs, time.perf_counter() - started
+                )
+            if run.rounds > plan.first_round:
+                # Keras's own place for it: the last validation came before.
+                self.engine.server.finalize()
+            self.keras_callbacks.on_train_end(logs)
+            for each in self.federated:
+                each.on_train_ended()
+        finally:
+            for each in self.federated:
+                each.on_fit_end()
+
+    def _round_with_callbacks(self, round_index: int) -> dict[str, float]:
+        run, validation = self.run, self.validation
+        self.keras_callbacks.on_epoch_begin(round_index)
+        self.keras_callbacks.on_train_batch_begin(0)
+        logs = self._round(round_index)
+        run.rounds += 1
+        if self.delta is not None:
+            logs["epsilon"] = run.spending.epsilon(
+                self.delta, self.setup.accountant
+            )
+        self.keras_callbacks.on_train_batch_end(0, logs)
+        done = run.rounds - run.plan.first_round
+        if validation.data is not None and (
+            done % validation.every == 0 or run.rounds == run.plan.last_round
+        ):
+            logs.update(validation.evaluate(self.model))
+        for each in self.federated:
+            each.on_round_released(round_index, logs)
+        self.keras_callbacks.on_epoch_end(round_index, logs)
+        return logs
+
+    def _round(self, round_index: int) -> dict[str, float]:
+        """Draws, collects, charges, releases; returns the round's logs."""
+        inputs = self._draw(round_index)
+        pending, failed = self._collect(inputs)
+        logs = {"cohort_size": float(len(inputs.positions))}
+        report = {"failed_clients": float(failed), "abandoned_rounds": 0.0}
+        if failed and self.setup.aborts_on_failure:
+            self.run.facts.rounds_abandoned += 1
+            report["abandoned_rounds"] = 1.0
+            empty = dict.fromkeys(self.run.log_names, math.nan)
+            return {**empty, **logs, **report}
+        self._charge(inputs, failed)
+        released = self._release(pending)
+        self.run.facts.clients_excluded += failed
+        # The metrics first, as Keras orders them.
+        return {**released, **logs, **report}
+
+    def _draw(self, round_index: int) -> RoundInputs:
+        run, plan = self.run, self.run.plan
+        positions = self.costs().draw(round_index)
+        return RoundInputs(
+            round_index=round_index,
+            positions=positions,
+            # The fixed m, also for the last, smaller cohort of a pass.
+            clients_per_round=run.deployment.cohort_size(round_index),
+            noise_multiplier=self.setup.mechanism.noise_multiplier_at(
+                round_index
+            ),
+            batch_size=plan.batch_size,
+            local_epochs=plan.local_epochs,
+            learning_rate=self.compiled.learning_rate,
+            seed=randomness.round_seed(
+                plan.seed, round_index, run.interrupted_releases
+            ),
+            shuffle=randomness.shuffle_generator(plan.seed, round_index)
+            if plan.shuffle
+            else None,
+            windows=None if run.windows is None else run.windows[positions],
+        )
+
+    def _collect(self, inputs: RoundInputs) -> tuple[PendingRound, int]:
+        """Returns the cohort's sum, and how many clients failed."""
+        pending = self.collector.collect(self.clients, inputs)
+        failed_groups: tuple[int, ...] = ()
+        if self.setup.secure_aggregation is not None:
+            failed_groups = secure_sum.sum_securely(
+                self.engine, pending, self.setup.secure_aggregation
+            )
+        if pending.failures or failed_groups:
+            self._report_failures(pending, failed_groups)
+        return pending, len(pending.failures) + len(failed_groups)
+
+    def _charge(self, inputs: RoundInputs, failed: int) -> None:
+        """Pays for a round: first in every ledger, then in memory."""
+        run, costs, positions = self.run, self.costs(), inputs.positions
+        charge = costs.charge(inputs.round_index, len(positions) - failed)
+        mu_squared = costs.mu_squared
+        details: dict[str, Any] = {
+            "cohort_size": len(positions),
+            "noise_multiplier": inputs.noise_multiplier,
+            "mu_squared": mu_squared,
+            "max_mu_squared": run.spending.clients.max_mu_squared_after(
+                positions, mu_squared
+            )
+            if run.spending.by_client
+            else 0.0,
+        }
+        if self.run.plan.seed is not None:
+            details["seeded"] = True
+        for each in self.federated:
+            each.on_round_charged(inputs.round_index, charge, details)
+        run.spending.charge(charge, positions, mu_squared)
+        if run.populations[-1:] != [run.population]:
+            run.populations.append(run.population)
+
+    def _release(self, pending: PendingRound) -> dict[str, float]:
+        """Lets the model change by what was paid for."""
+        run = self.run
+        try:
+            released = self.engine.release(pending)
+        except BaseException:
+            run.interrupted_releases += 1
+            raise
+        run.mechanism_state = self.engine.state
+        run.cohort_sizes.append(len(pending.inputs.positions))
+        run.log_names = list(released)
+        run.remember_norms(pending.inputs.positions, pending.window_norms)
+        return released
+
+    def _report_failures(
+        self, pending: PendingRound, failed_groups: tuple[int, ...]
+    ) -> None:
+        number = pending.inputs.round_index + 1
+        what = (
+            "the round is abandoned"
+            if self.setup.aborts_on_failure
+            else "the round goes on without them"
+        )
+        if pending.failures:
+            first = pending.failures[0]
+            self.say(
+                f"Round {number}: the data of "
+                f"{len(pending.failures)} client(s) could not be read; "
+                f"{what}. Client {first.position}: {first.error!r}"
+            )
+        if failed_groups:
+            self.say(
+                f"Round {number}: secure aggregation failed for "
+                f"{len(failed_groups)} client(s), who keep their own updates; "
+                f"{what}."
+            )
+
+
+def _opens_ledger(callback: callbacks_lib.FederatedCallback) -> int:
+    """Sorts ledgers first, then checkpoints, which save what ledgers tell."""
+    if isinstance(callback, callbacks_lib.Ledger):
+        return 0
+    return 1 if isinstance(callback, callbacks_lib.RoundCheckpoint) else 2

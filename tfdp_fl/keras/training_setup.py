@@ -1,0 +1,108 @@
+"""What a `DPFederatedModel` is made with: nothing of it ever changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl import _validate, keras_versions, schedules
+from tfdp_fl.accounting.charge import ACCOUNTANTS, SAMPLINGS
+from tfdp_fl.keras.privacy_target import PrivacyTarget
+from tfdp_fl.mechanisms import Deployment, Mechanism
+
+FAILURE_RULES = ("abort", "exclude")
+NON_TRAINABLE_STATES = ("aggregate", "keep")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """How cohorts are drawn, what is released of them, and what is reported.
+
+    The attributes are the arguments of `DPFederatedModel`, checked; schedules
+    that are callables are fixed, so that what was charged is what they said.
+    """
+
+    mechanism: Mechanism
+    clients_per_round: schedules.Schedule
+    sampling: str = "poisson"
+    delta: float | None = None
+    accountant: str = "rdp"
+    on_client_failure: str | None = None
+    non_trainable_state: str = "aggregate"
+    secure_aggregation: Any = None
+    num_replicas: int | None = None
+    target: PrivacyTarget | None = None
+
+    def __post_init__(self) -> None:
+        _validate.instance_of(Mechanism, mechanism=self.mechanism)
+        _validate.one_of(SAMPLINGS, sampling=self.sampling)
+        _validate.one_of(ACCOUNTANTS, accountant=self.accountant)
+        _validate.one_of(
+            NON_TRAINABLE_STATES, non_trainable_state=self.non_trainable_state
+        )
+        if self.num_replicas is not None:
+            _validate.positive_integer(num_replicas=self.num_replicas)
+        if self.target is not None:
+            _validate.instance_of(PrivacyTarget, target=self.target)
+        mechanism = self.mechanism
+        if callable(mechanism.noise_multiplier):
+            mechanism = mechanism.with_noise_multiplier(
+                schedules.fixed(mechanism.noise_multiplier)
+            )
+        checked = {
+            "mechanism": mechanism,
+            "clients_per_round": schedules.checked(
+                schedules.fixed(self.clients_per_round),
+                _validate.positive,
+                "clients_per_round",
+            ),
+            "delta": None
+            if self.delta is None
+            else _validate.inside_unit_interval(delta=self.delta),
+            "on_client_failure": _failure_rule(
+                self.on_client_failure, mechanism
+            ),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        mechanism.check(
+            Deployment(
+                clients_per_round=self.clients_per_round, sampling=self.sampling
+            )
+        )
+
+    @property
+    def aborts_on_failure(self) -> bool:
+        """Whether a round in which somebody's data fails is abandoned."""
+        return self.on_client_failure == "abort"
+
+
+def _failure_rule(rule: str | None, mechanism: Mechanism) -> str:
+    if rule is None:
+        return "abort" if mechanism.needs_exact_cohort else "exclude"
+    _validate.one_of(FAILURE_RULES, on_client_failure=rule)
+    if rule == "exclude" and mechanism.needs_exact_cohort:
+        raise ValueError(
+            "on_client_failure must be 'abort' with noise_site='client', "
+            "because without one client's share the noise falls short, "
+            "got 'exclude'."
+        )
+    return rule
+
+
+def check_model(model: Any) -> None:
+    """Raises unless a model can be trained as it is."""
+    keras_versions.check_installed()
+    _validate.instance_of(tf.keras.Model, model=model)
+    if not model.built:
+        raise ValueError(
+            "model must be built: give its first layer an input shape or "
+            f"call it on a batch, got {model.name!r} without weights."
+        )
+    if not model.trainable_variables:
+        raise ValueError(
+            "model must have trainable variables, got "
+            f"{model.name!r} with none."
+        )
