@@ -16,6 +16,8 @@ PYTEST_ARGS ?=
 # `make requirements UPGRADE=--upgrade` takes newer versions where it may.
 UPGRADE ?=
 UV_VERSION = 0.13.8
+MYPY_VERSION = 2.4.1
+MYPY_VENV = .venv-mypy
 
 PYTHONS_tff = (3, 10), (3, 11)
 PYTHONS_current = (3, 10), (3, 11), (3, 12), (3, 13)
@@ -58,14 +60,14 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help stack train test lint format benchmark notebooks build-files \
+.PHONY: help stack train test lint types format benchmark notebooks build-files \
   requirements install clean distclean
 
 help:
 	@echo "The stack is $(STACK) (STACK=tff or STACK=current chooses)."
 	@echo "make train         train on digits, epsilon = 2; results in runs/digits"
 	@echo "make test          run every test"
-	@echo "make lint          check style and format"
+	@echo "make lint          check style, format and types"
 	@echo "make format        mend style and format where that is automatic"
 	@echo "make benchmark     time the engine side by side with TFF"
 	@echo "make notebooks     run the notebooks in colab/ and keep their output"
@@ -83,9 +85,13 @@ train: $(STAMP)
 test: $(STAMP)
 	$(RUN) -m pytest $(PYTEST_ARGS)
 
-lint: $(STAMP)
+lint: $(STAMP) types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# A room of its own: TFF pins a typing-extensions that mypy is too new for.
+types: $(STAMP) $(MYPY_VENV)/.installed-$(MYPY_VERSION)
+	$(MYPY_VENV)/bin/mypy --python-executable $(BIN)/python tfdp_fl
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -143,9 +149,16 @@ $(UV_VENV)/.installed-$(UV_VERSION):
 	@$(UV_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	@touch $@
 
+$(MYPY_VENV)/.installed-$(MYPY_VERSION):
+	$(require_python)
+	@"$(FOUND)" -m venv --clear $(MYPY_VENV)
+	@$(MYPY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  mypy==$(MYPY_VERSION)
+	@touch $@
+
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-current .venv-uv runs
+	rm -rf .venv .venv-current .venv-uv .venv-mypy runs

@@ -57,7 +57,7 @@ class ReadmeTest(absltest.TestCase):
         with contextlib.redirect_stdout(out):
             exec(compile(code, "docs/data.md", "exec"), {})
         accuracy, epsilon = map(float, out.getvalue().split())
-        self.assertGreater(accuracy, 0.6)  # Chance is 1/3; 0.9 and more.
+        self.assertGreater(accuracy, 0.45)  # Chance is 1/3; 0.78 to 0.92.
         self.assertBetween(epsilon, 1.9, 2.0)
 
     def test_links_lead_to_files(self):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from research.benchmarking import machine, profiling, workloads
 from tfdp_fl import datasets, keras, mechanisms
-from tfdp_fl.engine import flat_functions
+from tfdp_fl.engine import calls
 from tfdp_fl.experiments import training
 
 MECHANISMS = {
@@ -123,8 +123,7 @@ def _workers(
 
 def _way_of(federated_model: keras.DPFederatedModel) -> str:
     """Returns how the rounds so far were computed in this process."""
-    functions = federated_model.engine._functions
-    if any("lockstep" in str(key) for key in functions):
+    if federated_model.engine.has_trained_side_by_side:
         return "side by side"
     return "XLA" if federated_model.engine.jit_compile else "plain"
 
@@ -327,13 +326,13 @@ class EngineSide:
         """
         made = self._runs[run]
         spans: list[tuple[float, float]] = []
-        with flat_functions.timed(lambda *span: spans.append(span)):
+        with calls.timed(lambda *span: spans.append(span)):
             times = made.fit(made.rounds)
         inside = profiling.covered(spans) / np.sum(times)
         found = self._profiled(made)
         one_thread = not found["operations"]
         if one_thread:
-            with flat_functions.by_default_executor():
+            with calls.by_default_executor():
                 found = self._profiled(made)
         return {
             **found,

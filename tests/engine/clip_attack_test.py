@@ -17,7 +17,7 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.mechanisms import references
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import dense_cohort
+from tfdp_fl.engine import dense_models
 
 _S = 0.01
 _ALLOWED = _S * (1 + 1e-5)
@@ -66,14 +66,14 @@ def _added(model, x, y, path, *, batch_size, rate=50.0, loss=None, epochs=1):
         learning_rate=rate,
     )
     with mock.patch.multiple(
-        dense_cohort,
-        pays=lambda *_: beside,
+        dense_models,
+        is_worthwhile=lambda *_: beside,
         is_small=lambda *_: path == "a few at a time",
     ):
         pending = engine.collect(dataset, inputs)
-    assert beside == any("lockstep" in str(key) for key in engine._functions)
+    assert beside == engine.has_trained_side_by_side
     (total,) = pending.sums
-    record = total.record
+    record = total.contribution
     norm = references.l2_norm([v.numpy() for v in record.update])
     return norm, float(record.discarded)
 
@@ -279,7 +279,9 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
                 loss=tf.keras.losses.BinaryCrossentropy(from_logits=True),
                 jit_compile=None,
             )
-            with mock.patch.object(dense_cohort, "pays", lambda *_: True):
+            with mock.patch.object(
+                dense_models, "is_worthwhile", lambda *_: True
+            ):
                 pending = engine.collect(
                     dataset,
                     cohorts.inputs(
@@ -290,7 +292,7 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
                     ),
                 )
             (total,) = pending.sums
-            sums.append([v.numpy() for v in total.record.update])
+            sums.append([v.numpy() for v in total.contribution.update])
         moved = [a.astype(np.float64) - b for a, b in zip(*sums, strict=True)]
         self.assertLessEqual(references.l2_norm(moved), _ALLOWED)
 

@@ -12,8 +12,7 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
-from tfdp_fl.engine import dense_cohort
-from tfdp_fl.engine import engine as engine_lib
+from tfdp_fl.engine import chunks, dense_models
 from tfdp_fl.mechanisms import noise
 
 _CLIP, _Z, _M = 0.4, 1.5, 2.0
@@ -289,7 +288,7 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertFalse(streamed.is_indexed)
         indexed, logs = self._weights(mechanism)
-        with mock.patch.object(engine_lib, "CHUNK_BYTES", 150):
+        with mock.patch.object(chunks, "CHUNK_BYTES", 150):
             chunked, chunked_logs = self._weights(
                 mechanism, streamed, num_replicas=2
             )
@@ -316,7 +315,8 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         engine = cohorts.make_engine(cohorts.mlp(), streamed, jit_compile=True)
         for positions, rows in (([0], 8), ([3], 12), ([0, 3], 24), ([1], 4)):
             inputs = cohorts.inputs(streamed, positions=np.array(positions))
-            (chunk,) = engine.chunks(streamed, inputs, [])
+            pending = engine.empty_round(inputs)
+            (chunk,) = engine.read_chunks(streamed, pending)
             self.assertLen(chunk.x, rows)
             self.assertLen(chunk.y, rows)
             self.assertLen(chunk.rows, chunk.lengths.sum())
@@ -324,7 +324,7 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
     def test_median_clipping_in_chunks(self):
         mechanism = _mechanisms()["median"]
         whole, _ = self._weights(mechanism)
-        with mock.patch.object(engine_lib, "CHUNK_BYTES", 4 * 51 * 2):
+        with mock.patch.object(chunks, "CHUNK_BYTES", 4 * 51 * 2):
             parts, _ = self._weights(mechanism)
         self.assertAllClose(whole, parts, rtol=1e-4, atol=1e-6)
 
@@ -351,11 +351,13 @@ def _mixes(x):
     return x - tf.reduce_mean(x, axis=0)
 
 
-class LockstepTest(tf.test.TestCase, parameterized.TestCase):
+class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
     """Dense models, all clients side by side: the same local SGD."""
 
     def _engine(self, model, dataset, jit_compile, loss=None, **options):
-        with mock.patch.object(dense_cohort, "pays", lambda *args: True):
+        with mock.patch.object(
+            dense_models, "is_worthwhile", lambda *args: True
+        ):
             return cohorts.make_engine(
                 model, dataset, jit_compile=jit_compile, loss=loss, **options
             )
@@ -372,9 +374,11 @@ class LockstepTest(tf.test.TestCase, parameterized.TestCase):
             training={"metrics": ["accuracy"]},
         )
         before = [w.astype(np.float64) for w in model.get_weights()]
-        with mock.patch.object(dense_cohort, "pays", lambda *args: True):
+        with mock.patch.object(
+            dense_models, "is_worthwhile", lambda *args: True
+        ):
             logs = cohorts.run_round(engine, dataset, **changes)
-        used = any("lockstep" in str(key) for key in engine._functions)
+        used = engine.has_trained_side_by_side
         self.assertEqual(used, jit_compile is None)
         moved = [
             new - old
@@ -408,21 +412,25 @@ class LockstepTest(tf.test.TestCase, parameterized.TestCase):
             training={"metrics": ["accuracy"]},
             num_replicas=2,
         )
-        with mock.patch.object(dense_cohort, "pays", lambda *args: True):
+        with mock.patch.object(
+            dense_models, "is_worthwhile", lambda *args: True
+        ):
             logs = [cohorts.run_round(engine, dataset) for _ in range(count)]
         return model.get_weights(), logs, engine
 
     def test_a_few_at_a_time_is_the_same(self):
         with mock.patch.multiple(
-            dense_cohort,
+            dense_models,
             clients_at_once=lambda *_: 2,
             is_small=lambda *_: False,
         ):
             fast, fast_logs, engine = self._rounds(None)
-        trained = [key for key in engine._functions if isinstance(key[0], int)]
-        # Two tables' worth of arguments: the clients, and how many at a time.
         self.assertEqual(
-            {(key[1], key[-1]) for key in trained}, {("lockstep", 2)}
+            {
+                (way.side_by_side, way.in_groups)
+                for _, way in engine.functions.traced
+            },
+            {(True, True)},
         )
         slow, slow_logs, _ = self._rounds(False)
         for one, other in zip(fast, slow, strict=True):
@@ -438,15 +446,17 @@ class LockstepTest(tf.test.TestCase, parameterized.TestCase):
             cohorts.mlp(), dataset, None, mechanism=_mechanisms()["fixed"]
         )
         with mock.patch.multiple(
-            dense_cohort, pays=lambda *_: True, clients_at_once=lambda *_: 2
+            dense_models,
+            is_worthwhile=lambda *_: True,
+            clients_at_once=lambda *_: 2,
         ):
             first = engine.collect(dataset, cohorts.inputs(dataset))
             (total,) = first.sums
-            before = [each.numpy().copy() for each in total.record.update]
+            before = [each.numpy().copy() for each in total.contribution.update]
             engine.collect(
                 dataset, cohorts.inputs(dataset, positions=np.arange(3))
             )
-        for was, now in zip(before, total.record.update, strict=True):
+        for was, now in zip(before, total.contribution.update, strict=True):
             self.assertAllEqual(was, now)
 
     def test_a_bad_client_becomes_zero_and_nobody_else_notices(self):
@@ -520,7 +530,7 @@ class LockstepTest(tf.test.TestCase, parameterized.TestCase):
         engine = self._engine(
             model, dataset, None, loss=loss if where == "loss" else None
         )
-        self.assertFalse(engine._lockstep)
+        self.assertIsNone(engine.layout.kernels)
 
 
 class RetracingTest(tf.test.TestCase, parameterized.TestCase):
@@ -561,7 +571,9 @@ class ReplicaNamesTest(tf.test.TestCase, parameterized.TestCase):
             cohorts.client_arrays([10] * 6)
         )
         with mock.patch.multiple(
-            dense_cohort, pays=lambda *_: True, is_small=lambda *_: False
+            dense_models,
+            is_worthwhile=lambda *_: True,
+            is_small=lambda *_: False,
         ):
             engine = cohorts.make_engine(
                 cohorts.mlp(),
@@ -572,13 +584,12 @@ class ReplicaNamesTest(tf.test.TestCase, parameterized.TestCase):
             )
             engine.collect(dataset, cohorts.inputs(dataset))
         names = {}
-        for (replica, *_), function in engine._functions.items():
-            if isinstance(replica, int):
-                names[replica] = {
-                    operation.name
-                    for operation in function.graph.get_operations()
-                    if operation.type not in ("Placeholder", "Identity", "NoOp")
-                }
+        for (replica, _), function in engine.functions.traced.items():
+            names[replica] = {
+                operation.name
+                for operation in function.graph.get_operations()
+                if operation.type not in ("Placeholder", "Identity", "NoOp")
+            }
         self.assertLen(names, 2)
         for each in names.values():
             self.assertGreater(len(each), 20)
@@ -673,7 +684,7 @@ class ClientTest(tf.test.TestCase):
             self.assertIsInstance(pending.failures[0], ClientFailure)
             self.assertEqual(pending.failures[0].position, 1)
             self.assertEqual(
-                sum(float(each.record.weight) for each in pending.sums), 2
+                sum(float(each.contribution.weight) for each in pending.sums), 2
             )
             engine.release(pending)
 

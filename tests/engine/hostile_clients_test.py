@@ -14,7 +14,7 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.mechanisms import references
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import dense_cohort
+from tfdp_fl.engine import dense_models
 
 _layers = tf.keras.layers
 
@@ -45,7 +45,7 @@ def _moved(
     )
     before = model.get_weights()
     with mock.patch.multiple(
-        dense_cohort, pays=lambda *_: beside, is_small=lambda *_: few
+        dense_models, is_worthwhile=lambda *_: beside, is_small=lambda *_: few
     ):
         pending = engine.collect(
             dataset, cohorts.inputs(dataset, clients_per_round=3.0)
@@ -133,7 +133,7 @@ class OwnNoiseTest(tf.test.TestCase, parameterized.TestCase):
                 inputs, windows=np.full([3, 2, layers], windows, np.float32)
             )
         (total,) = engine.collect(dataset, inputs).sums
-        return [v.numpy().astype(np.float64) for v in total.record.update]
+        return [v.numpy().astype(np.float64) for v in total.contribution.update]
 
     def _moved(self, mechanism, windows=None):
         sums = [self._sum(mechanism, f, windows) for f in (1.0, 1e6)]

@@ -12,7 +12,7 @@ from tests import stacks
 from tests.engine import cohorts
 from tfdp_fl import losses as our_losses
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import dense_cohort, separable
+from tfdp_fl.engine import dense_models, separable
 
 _SIZES, _CLASSES = (5, 2, 7), 3
 _layers = tf.keras.layers
@@ -64,9 +64,9 @@ def _round(clients, beside, *, loss, metrics=(), layers=(), activation="tanh"):
         training={"metrics": list(metrics)},
         jit_compile=None if beside else False,
     )
-    with mock.patch.object(dense_cohort, "pays", lambda *_: True):
+    with mock.patch.object(dense_models, "is_worthwhile", lambda *_: True):
         logs = cohorts.run_round(engine, dataset)
-    used = any("lockstep" in str(key) for key in engine._functions)
+    used = engine.has_trained_side_by_side
     return model.get_weights(), logs, used
 
 

@@ -117,7 +117,7 @@ def _fixed(**changes):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Case:
-    """Settings; `lockstep` is what is to come of them."""
+    """Settings; `side_by_side` is what is to come of them."""
 
     clients: object = _alike
     model: object = _mlp
@@ -127,15 +127,15 @@ class _Case:
     options: dict = dataclasses.field(default_factory=dict)
     compiled: dict = dataclasses.field(default_factory=dict)
     fit: dict = dataclasses.field(default_factory=dict)
-    lockstep: bool = False
+    side_by_side: bool = False
     mapped: bool = False
 
 
 _CASES = {
-    "lockstep": _Case(lockstep=True),
-    "lockstep_almost_alike": _Case(
+    "side_by_side": _Case(side_by_side=True),
+    "side_by_side_almost_alike": _Case(
         clients=_almost_alike,
-        lockstep=True,
+        side_by_side=True,
         fit={"shuffle": True},
         mapped=True,
     ),
@@ -143,7 +143,7 @@ _CASES = {
         mechanism=lambda: tfdp_fl.AdaptiveClipping(
             noise_multiplier=0.0, initial_clip_norm=0.05
         ),
-        lockstep=True,
+        side_by_side=True,
     ),
     "one_by_one": _Case(
         clients=_uneven,
@@ -212,7 +212,10 @@ def _federated(case):
         optimizer=case.optimizer(),
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
-        **{"jit_compile": None if case.lockstep else False, **case.compiled},
+        **{
+            "jit_compile": None if case.side_by_side else False,
+            **case.compiled,
+        },
     )
     return federated
 
@@ -281,8 +284,8 @@ class SameResultTest(_WorkersTestCase):
             np.testing.assert_allclose(here._windows, there._windows, atol=1e-5)
             self.assertTrue(np.isfinite(there._windows).any())
         (made,) = workers._computations.values()
-        for (kind, _, _), _ in made:
-            self.assertEqual(kind == "lockstep", case.lockstep)
+        for way, _ in made:
+            self.assertEqual(way.side_by_side, case.side_by_side)
         return workers, there
 
     @parameterized.named_parameters(
@@ -347,9 +350,7 @@ class SameResultTest(_WorkersTestCase):
             norms.append(np.sqrt(sum(np.sum(part**2) for part in moved)))
             if runtime is not None:
                 (made,) = runtime._computations.values()
-                self.assertEqual(
-                    {kind for (kind, _, _), _ in made}, {"lockstep"}
-                )
+                self.assertTrue(all(way.side_by_side for way, _ in made))
         # Up to how a weight of 0.1 is rounded.
         for norm in norms:
             self.assertBetween(norm, 0.01 * clip, clip * 1.001)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tfdp_fl import runtimes
-from tfdp_fl.runtimes import local_worker, tff_workers
+from tfdp_fl.runtimes import local_worker, worker
 
 try:
     import tensorflow_federated as tff
@@ -219,8 +219,9 @@ class LocalWorkersTest(_WorkersTestCase):
             )
 
     def test_both_workers_work(self):
+        # Sending the computation comes out of this time.
         self.workers.run_sharded(
-            self.spinning, [np.float32(1), np.float32(2)], time.time() + 0.5
+            self.spinning, [np.float32(1), np.float32(2)], time.time() + 3.0
         )
         first, second = self.workers.last_round
         self.assertEqual((first.pid, second.pid), self.workers.pids)
@@ -423,8 +424,8 @@ class HostsTest(_WorkersTestCase):
         pid = self.processes[0].pid
         self.addCleanup(os.kill, pid, signal.SIGCONT)
         with (
-            mock.patch.object(tff_workers, "_PING_EVERY_SECONDS", 0.5),
-            mock.patch.object(tff_workers, "_PING_TIMEOUT_SECONDS", 1.0),
+            mock.patch.object(worker, "_PING_EVERY_SECONDS", 0.5),
+            mock.patch.object(worker, "_PING_TIMEOUT_SECONDS", 1.0),
             _after(0.3, lambda: os.kill(pid, signal.SIGSTOP)),
             self.assertRaisesRegex(
                 runtimes.WorkerLost,
@@ -438,7 +439,7 @@ class HostsTest(_WorkersTestCase):
             )
 
     def test_pings_leave_a_long_round_alone(self):
-        with mock.patch.object(tff_workers, "_PING_EVERY_SECONDS", 0.0):
+        with mock.patch.object(worker, "_PING_EVERY_SECONDS", 0.0):
             result = self.workers.run_sharded(
                 self.spinning,
                 [np.float32(1), np.float32(2)],

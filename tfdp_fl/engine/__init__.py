@@ -1,6 +1,7 @@
 """How a round runs: client update, compiled cohort, server update."""
 
 from tfdp_fl.engine.client_update import LocalTraining
-from tfdp_fl.engine.engine import CohortEngine, PendingRound, RoundInputs
+from tfdp_fl.engine.engine import CohortEngine
+from tfdp_fl.engine.rounds import PendingRound, RoundInputs
 
 __all__ = ["CohortEngine", "LocalTraining", "PendingRound", "RoundInputs"]

@@ -6,11 +6,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import labels, layers, replicas
+from tfdp_fl.engine import (
+    client_optimizer,
+    cohort,
+    labels,
+    layers,
+    replicas,
+)
 from tfdp_fl.mechanisms import noise
 
 UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
@@ -25,8 +30,8 @@ class LocalTraining:
       loss: What Keras's `compile` takes as `loss`.
       metrics: What Keras's `compile` takes as `metrics`.
       loss_weights: What Keras's `compile` takes as `loss_weights`.
-      proximal_weight: mu of the term (mu/2) ||w - w_received||^2 that is added
-        to the loss (NbAFL, FedProx).
+      proximal_weight: Half of it times ||w - w_received||^2 is added to the
+        loss (NbAFL, FedProx).
       grad_clip: Each step's gradient is scaled down to this L2 norm over all
         variables; not at all if it is 0 or less.
       upload_hook: Called on what the client hands to the mechanism (a list of
@@ -42,140 +47,24 @@ class LocalTraining:
     upload_hook: UploadHook | None = None
 
 
-def has_rate_schedule(optimizer: Any) -> bool:
-    """Returns True if the rate is a function of the optimizer's own steps."""
-    return keras_versions.learning_rate(optimizer) is None
-
-
-def is_plain_sgd(optimizer: Any) -> bool:
-    """Returns True for w <- w - lr g with a fixed rate, and nothing else."""
-    if type(optimizer) is not tf.keras.optimizers.SGD or has_rate_schedule(
-        optimizer
-    ):
-        return False
-    config = optimizer.get_config()
-    extras = ("momentum", "nesterov", "weight_decay", "use_ema")
-    limits = ("clipnorm", "global_clipnorm", "clipvalue")
-    others = ("loss_scale_factor", "gradient_accumulation_steps")
-    return not any(config.get(key) for key in extras) and all(
-        config.get(key) is None for key in (*limits, *others)
-    )
-
-
-def copy_metric(metric: Any) -> Any:
+def _copied(metric: Any) -> Any:
     """Returns an independent metric, for Keras's `compile`."""
     if isinstance(metric, tf.keras.metrics.Metric):
         return type(metric).from_config(metric.get_config())
     return metric
 
 
-class ClientOptimizer:
-    """A Keras optimizer that starts afresh for every client.
-
-    Only the slots that exist are reset; plain SGD has none, and updates the
-    variables in place.
-    """
-
-    def __init__(
-        self,
-        optimizer: tf.keras.optimizers.Optimizer,
-        variables: list[Any],
-    ):
-        """Makes the slots.
-
-        Args:
-          optimizer: Its configuration is used.
-          variables: The model's own, as Keras has them.
-        """
-        keras_versions.check_optimizer(optimizer)
-        self._owned = list(variables)
-        self._variables = keras_versions.tf_variables(variables)
-        self._plain_sgd = is_plain_sgd(optimizer) and not any(
-            # Keras's optimizers see to it that it holds.
-            getattr(variable, "constraint", None) is not None
-            for variable in variables
-        )
-        self._optimizer = type(optimizer).from_config(optimizer.get_config())
-        self._has_fixed_rate = not has_rate_schedule(optimizer)
-        self._slots: list[tuple[tf.Variable, np.ndarray | None]] = []
-        if not self._plain_sgd:
-            with tf.init_scope():
-                self._build()
-
-    def _build(self) -> None:
-        state = keras_versions.build_optimizer(self._optimizer, self._owned)
-        rate = self.learning_rate_variable
-        for variable in state:
-            if variable is rate:
-                continue
-            value = variable.numpy()
-            self._slots.append((variable, value if value.any() else None))
-
-    @property
-    def learning_rate_variable(self) -> tf.Variable | None:
-        """Returns the variable that holds the rate, None if it has none."""
-        rate = keras_versions.learning_rate(self._optimizer)
-        return rate if isinstance(rate, tf.Variable) else None
-
-    @property
-    def assigned_variables(self) -> list[tf.Variable]:
-        """Returns what `start` assigns."""
-        slots = [variable for variable, _ in self._slots]
-        if self._plain_sgd or not self._has_fixed_rate:
-            return slots
-        rate = self.learning_rate_variable
-        return slots if rate is None else [*slots, rate]
-
-    def start(self, learning_rate: tf.Tensor) -> None:
-        """Resets the slots for a new client."""
-        for variable, initial in self._slots:
-            variable.assign(
-                tf.zeros_like(variable)
-                if initial is None
-                else tf.constant(initial)
-            )
-        if self._plain_sgd or not self._has_fixed_rate:
-            return
-        if self.learning_rate_variable is not None:
-            self.learning_rate_variable.assign(learning_rate)
-
-    def apply(self, gradients: list[Any], learning_rate: tf.Tensor) -> None:
-        """Takes one step on the variables."""
-        if not self._plain_sgd:
-            given = [
-                (gradient, variable)
-                for gradient, variable in zip(
-                    gradients, self._owned, strict=True
-                )
-                if gradient is not None
-            ]
-            if given:
-                keras_versions.apply_gradients(
-                    self._optimizer, *map(list, zip(*given, strict=True))
-                )
-            return
-        for gradient, variable in zip(gradients, self._variables, strict=True):
-            if gradient is None:
-                continue
-            rate = tf.cast(learning_rate, variable.dtype)
-            if isinstance(gradient, tf.IndexedSlices):
-                variable.scatter_sub(
-                    tf.IndexedSlices(rate * gradient.values, gradient.indices)
-                )
-            else:
-                tf.raw_ops.ResourceApplyGradientDescent(
-                    var=variable.handle, alpha=rate, delta=gradient
-                )
-
-
 class ClientTrainer:
     """Trains one client after the other in a replica of the model.
 
     Attributes:
-      variables: The replica's variables that a client's record is about: the
+      model: The replica.
+      variables: The replica's variables that a client's update is about: the
         trainable ones, then the aggregated non-trainable ones (such as the
         moving statistics of batch normalization). The mechanism treats them
         alike: clipped together, noised together.
+      unaggregated: Its other variables: frozen weights, adapted constants, and
+        what the moving statistics are where they stay at the server.
       metric_variables: The state of the compiled metrics.
       label_ranges: What class labels may be (see `labels.ranges`).
     """
@@ -195,7 +84,7 @@ class ClientTrainer:
           element_spec: `(features, labels)`, nests of `tf.TensorSpec` of one
             example.
           aggregate_non_trainable: Whether non-trainable state that training
-            changes leaves the client, in the same record as the weights.
+            changes leaves the client, in the same update as the weights.
         """
         if type(model).train_step is not tf.keras.Model.train_step:
             raise ValueError(
@@ -203,37 +92,35 @@ class ClientTrainer:
                 "compiled client training would not call, got "
                 f"{type(model).__name__}.train_step."
             )
-        self._model = model
+        self.model = model
         self._training = training
+        self._element_spec = element_spec
         self._random_state = keras_versions.own_random_state(model)
         layers.use_fast_layers(model)
         self._trainable = keras_versions.tf_variables(model.trainable_weights)
-        self._aggregated = []
+        aggregated = []
         if aggregate_non_trainable:
-            self._aggregated = replicas.changed_by_training(
-                model, element_spec[0]
-            )
-        # Frozen weights and adapted constants are the server's, too.
-        heard = {id(variable) for variable in self._aggregated}
-        self._restored = [
+            aggregated = replicas.changed_by_training(model, element_spec[0])
+        self.variables = self._trainable + aggregated
+        ids = {id(variable) for variable in aggregated}
+        self.unaggregated = [
             variable
             for variable in keras_versions.tf_variables(
                 model.non_trainable_weights
             )
-            if id(variable) not in heard
+            if id(variable) not in ids
         ]
-        self.variables = self._trainable + self._aggregated
-        self._optimizer = ClientOptimizer(
+        self._optimizer = client_optimizer.ClientOptimizer(
             training.optimizer, model.trainable_weights
         )
         self._build_loss(element_spec)
 
     def _build_loss(self, element_spec: tuple[Any, Any]) -> None:
-        training, model = self._training, self._model
+        training, model = self._training, self.model
         self._compiled = compiled = keras_versions.CompiledModel(
             model,
             training.loss,
-            tf.nest.map_structure(copy_metric, training.metrics),
+            tf.nest.map_structure(_copied, training.metrics),
             training.loss_weights,
         )
         x, y = (replicas.zeros_like_batch(spec) for spec in element_spec)
@@ -290,52 +177,56 @@ class ClientTrainer:
         return self._compiled.metric_results()
 
     @property
-    def has_generators(self) -> bool:
-        """Returns True if local training draws random numbers."""
-        return bool(self._random_state)
-
-    @property
-    def replica_state(self) -> list[tf.Variable]:
-        """Returns the non-trainable variables in which no client is heard."""
-        return self._restored
-
-    @property
     def assigned_variables(self) -> list[tf.Variable]:
         """Returns what is assigned for every client before it is read."""
         return [
             *self.variables,
-            *self._restored,
+            *self.unaggregated,
             *self.metric_variables,
             *self._compiled.scratch,
             *self._optimizer.assigned_variables,
             *self._random_state,
         ]
 
-    @property
-    def noted_variables(self) -> list[tf.Variable]:
-        """Returns what is written while training, and never read."""
-        return list(self._compiled.noted)
+    def check_state(self) -> None:
+        """Raises ValueError if something would pass from client to client."""
 
-    def start(
-        self,
-        weights: list[tf.Tensor],
-        unheard: list[tf.Tensor],
-        learning_rate: tf.Tensor,
-        seed: tf.Tensor,
-    ) -> None:
+        def client() -> Any:
+            received = cohort.Received(
+                weights=[each.read_value() for each in self.variables],
+                unaggregated=[each.read_value() for each in self.unaggregated],
+                params=(),
+                learning_rate=tf.constant(0.0),
+                seed=tf.zeros([2], tf.int64),
+            )
+            self.start_metrics()
+            self.start(received, received.seed)
+            x, y = map(replicas.zeros_like_batch, self._element_spec)
+            # Keras names things in ways that are no names by themselves.
+            with tf.name_scope("client"):
+                self.step(x, y, received.weights, received.learning_rate)
+            return self.update(received.weights)
+
+        # Some of it is written while training, and never read.
+        reset = [*self.assigned_variables, *self._compiled.noted]
+        replicas.check_state(self.model, client, reset)
+
+    def start(self, received: cohort.Received, seed: tf.Tensor) -> None:
         """Puts the replica in the state in which a client receives it.
 
         Args:
-          weights: The server's values of `variables`.
-          unheard: The server's values of `replica_state`.
-          learning_rate: Float32 scalar.
+          received: What the server sends.
           seed: Int64 [2], new for every client of every round.
         """
-        for variable, value in zip(self.variables, weights, strict=True):
+        for variable, value in zip(
+            self.variables, received.weights, strict=True
+        ):
             variable.assign(value)
-        for variable, value in zip(self._restored, unheard, strict=True):
+        for variable, value in zip(
+            self.unaggregated, received.unaggregated, strict=True
+        ):
             variable.assign(value)
-        self._optimizer.start(learning_rate)
+        self._optimizer.start(received.learning_rate)
         for number, state in enumerate(self._random_state):
             # A fold_in mixes its data in with the next one only.
             key = noise.fold_in(noise.fold_in(seed, 1 + number), 0)[0]
@@ -352,7 +243,7 @@ class ClientTrainer:
         training = self._training
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(self._trainable)
-            predicted = self._model(x, training=True)
+            predicted = self.model(x, training=True)
             loss = self._loss(x, y, predicted)
         gradients = tape.gradient(loss, self._trainable)
         if training.proximal_weight:
@@ -385,7 +276,7 @@ class ClientTrainer:
             return self._compiled.compute_loss(x, y, predicted)
         (label,), (output,) = tf.nest.flatten(y), tf.nest.flatten(predicted)
         loss = self.loss_of_outputs(label, output)
-        for extra in self._model.losses:
+        for extra in self.model.losses:
             loss += tf.reduce_sum(tf.cast(extra, loss.dtype))
         return loss
 
@@ -408,29 +299,21 @@ class ClientTrainer:
         """Returns Delta = w - w_received, what the client's training did."""
         return self._hooked(
             [
-                for_record(variable) - for_record(value)
+                cohort.as_handed_in(variable) - cohort.as_handed_in(value)
                 for variable, value in zip(self.variables, weights, strict=True)
             ]
         )
 
     def weights(self) -> list[tf.Tensor]:
         """Returns the client's weights, for mechanisms that release them."""
-        return self._hooked([for_record(each) for each in self.variables])
+        return self._hooked(
+            [cohort.as_handed_in(each) for each in self.variables]
+        )
 
     def _hooked(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if self._training.upload_hook is None:
             return tensors
         return list(self._training.upload_hook(tensors))
-
-
-def for_record(value: tf.Tensor | tf.Variable) -> tf.Tensor:
-    """Returns a weight's value as a client hands it in: float32 or float64.
-
-    Clipped, added up or noised with fewer bits, it would be rounded by more
-    than a clip may be.
-    """
-    value = tf.convert_to_tensor(value)
-    return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)
 
 
 def _with_numbers_only(tensor: tf.Tensor) -> tf.Tensor:

@@ -87,6 +87,17 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
     return copy
 
 
+def counterparts(
+    model: tf.keras.Model, replica: tf.keras.Model
+) -> dict[int, tf.Variable]:
+    """Returns the model's non-trainable variables by their copies' `id`."""
+    ours, theirs = (
+        keras_versions.tf_variables(each.non_trainable_weights)
+        for each in (model, replica)
+    )
+    return {id(copy): own for copy, own in zip(theirs, ours, strict=True)}
+
+
 def _shapes(model: tf.keras.Model) -> list[tf.TensorShape | None]:
     # A vocabulary is among the weights, too, and has no shape.
     return [getattr(weight, "shape", None) for weight in model.weights]

@@ -1,4 +1,4 @@
-"""Sums a cohort's records through secure aggregation."""
+"""Sums a cohort's contributions through secure aggregation."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import warnings
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp_fl import mechanisms, secure_aggregation
-from tfdp_fl.engine import engine
+from tfdp_fl.engine import engine, rounds
 
-_DISCARDED = -1  # The place of that diagnostic among a record's scalars.
+_DISCARDED = -1  # The place of that diagnostic among a contribution's scalars.
 # Noise of two steps of the grid is, once rounded, the rounded sum's noise but
 # for a part of exp(-2 pi^2 2^2) = 5e-35 (Poisson summation).
 _STEPS_OF_NOISE = 2.0
@@ -18,11 +19,11 @@ _STEPS_OF_NOISE = 2.0
 
 def sum_securely(
     cohort_engine: engine.CohortEngine,
-    pending: engine.PendingRound,
+    pending: rounds.PendingRound,
     protocol: secure_aggregation.AdditiveSecretSharing,
     group_size: int | None = None,
 ) -> tuple[int, ...]:
-    """Adds up collected records without anybody seeing a summand.
+    """Adds up collected contributions without anybody seeing a summand.
 
     What a client hands in (its clipped update with the noise that it adds
     itself, its bit, its weight) goes through the protocol as one vector. The
@@ -38,7 +39,7 @@ def sum_securely(
     zeros. If it does, it has failed.
 
     Args:
-      cohort_engine: The engine that collected the records one by one.
+      cohort_engine: The engine that collected the contributions one by one.
       pending: The round; its sum is set.
       protocol: The protocol.
       group_size: How many members a group aims at; None: its minimum.
@@ -53,7 +54,7 @@ def sum_securely(
     """
     parts = [part for group in pending.collected for part in group]
     if not parts:
-        cohort_engine.set_record_sum(pending, None)
+        _set_sum(cohort_engine, pending, None)
         return ()
     query = cohort_engine.query
     site = query.mechanism.noise_site
@@ -72,7 +73,7 @@ def sum_securely(
     if too_large.any():
         failed = _without(too_large, members, scalars, updates, site, protocol)
         if failed:
-            cohort_engine.set_record_sum(pending, None)
+            _set_sum(cohort_engine, pending, None)
             return failed
     if group_size is not None:
         protocol.check_group_size(group_size)
@@ -80,7 +81,7 @@ def sum_securely(
         secure_aggregation.split_into_groups(len(members), protocol, group_size)
     except ValueError as error:  # A client that drops out can make it so.
         warnings.warn(f"{error} All of them have failed.", stacklevel=2)
-        cohort_engine.set_record_sum(pending, None)
+        _set_sum(cohort_engine, pending, None)
         return tuple(int(member) for member in members)
     bound = None
     if site == "server":
@@ -96,14 +97,39 @@ def sum_securely(
         sent_by, protocol, group_size=group_size, num_members=len(members)
     )
     if grouped.total is None:
-        cohort_engine.set_record_sum(pending, None)
+        _set_sum(cohort_engine, pending, None)
     else:
         heard = list(grouped.succeeded_members)
         seen = scalars[heard, handed_in.shape[1] :].sum(axis=0)
-        cohort_engine.set_record_sum(
-            pending, np.concatenate([grouped.total, seen])
-        )
+        total = np.concatenate([grouped.total, seen])
+        _set_sum(cohort_engine, pending, total)
     return tuple(int(members[index]) for index in grouped.failed_members)
+
+
+def _set_sum(
+    cohort_engine: engine.CohortEngine,
+    pending: rounds.PendingRound,
+    total: np.ndarray | None,
+) -> None:
+    """Sets a round's sum.
+
+    Args:
+      cohort_engine: The engine that collected the contributions.
+      pending: The round.
+      total: Float [D + ...], the sum over clients of the flattened update
+        followed by the contribution's scalars; None if there is nothing.
+    """
+    query, spec = cohort_engine.query, cohort_engine.update_spec
+    if total is None:
+        total = np.zeros(spec.size + query.num_scalars)
+    flat = tf.constant(total, tf.float32)
+    one = query.initial_sample_state([]).with_scalars(
+        spec.unflatten(flat[: spec.size]),
+        tf.unstack(flat[spec.size :], num=query.num_scalars),
+    )
+    zeros = tf.nest.map_structure(tf.zeros_like, one)
+    others = len(pending.sums) - 1
+    pending.set_contributions([one] + [zeros] * others)
 
 
 def _check_grid(

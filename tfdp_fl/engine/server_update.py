@@ -45,7 +45,7 @@ class ServerUpdate:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Returns the server's weights, in the order of a record."""
+        """Returns the server's weights, in the order of an update."""
         return self._trainable + self._non_trainable
 
     @property
@@ -89,13 +89,14 @@ class ServerUpdate:
         if hasattr(self.optimizer, "finalize_variable_values"):
             self.optimizer.finalize_variable_values(self._owned)
 
-    def replace(self, weights: list[tf.Tensor]) -> None:
-        """Sets the model to released weights (NbAFL)."""
+    def replace(self, weights: list[tf.Tensor]) -> bool:
+        """Sets the model to released weights (NbAFL); returns True."""
         for variable, value in zip(self.variables, weights, strict=True):
             value = tf.cast(value, variable.dtype)
             if any(variable is each for each in self._non_trainable):
                 value = _kept_valid(variable, value)
             variable.assign(value)
+        return True
 
 
 def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:

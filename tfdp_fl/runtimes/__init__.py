@@ -3,7 +3,8 @@
 from tfdp_fl.runtimes.errors import WorkerError, WorkerLost, WorkerUnavailable
 from tfdp_fl.runtimes.lifting import computation_from_function
 from tfdp_fl.runtimes.mapped_array import MappedArray
-from tfdp_fl.runtimes.tff_workers import TFFWorkers, WorkerRound
+from tfdp_fl.runtimes.tff_workers import TFFWorkers
+from tfdp_fl.runtimes.worker import WorkerRound
 from tfdp_fl.runtimes.worker_data import export_for_workers
 
 __all__ = [

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.engine import cohort
-from tfdp_fl.engine.engine import CohortChunk, CohortPart, table_specs
+from tfdp_fl.engine import chunks, cohort, layout, tracing
 from tfdp_fl.runtimes.lifting import computation_from_function
 from tfdp_fl.runtimes.worker_data import WorkerData
 
@@ -83,26 +82,21 @@ class ShardedCohorts:
                 model and the state are as before, as if nothing had been done.
         """
         pending = self._engine.empty_round(inputs)
-        _, params, weights, unheard = self._engine.begin(inputs)
-        broadcast = (
-            weights,
-            unheard,
-            params,
-            tf.constant(inputs.learning_rate, tf.float32),
-            tf.constant(inputs.seed, tf.int64),
-        )
+        received = self._engine.broadcast(inputs)
         records: list[Any] = []
-        for chunk in self._engine.chunks(dataset, inputs, pending.failures):
+        for chunk in self._engine.read_chunks(dataset, pending):
             if not len(chunk.lengths):  # Nothing to send to anybody.
-                self._engine.run_chunk(pending, chunk)
+                self._engine.train_chunk(pending, chunk)
                 continue
             for each in self._sendable(chunk):
-                records += self._run_chunk(pending, each, broadcast)
+                records += self._run_chunk(pending, each, received)
         self._engine.complete(pending)
         self._report(records)
         return pending
 
-    def _sendable(self, chunk: CohortChunk) -> Iterator[CohortChunk]:
+    def _sendable(
+        self, chunk: chunks.CohortChunk
+    ) -> Iterator[chunks.CohortChunk]:
         """Yields pieces of a chunk whose examples fit into messages."""
         if self._data is not None:
             yield chunk
@@ -128,48 +122,48 @@ class ShardedCohorts:
     def _run_chunk(
         self,
         pending: engine.PendingRound,
-        chunk: CohortChunk,
-        broadcast: tuple[Any, ...],
+        chunk: chunks.CohortChunk,
+        received: cohort.Received,
     ) -> list[Any]:
         """Trains a chunk's clients; returns what each worker did."""
         inputs = pending.inputs
         records = []
-        groups = self._engine.parts(
+        groups = self._engine.layout.lay_out(
             chunk,
             inputs,
             self._num_shards,
-            if_small=self._num_workers,
-            portable=True,
+            groups_if_small=self._num_workers,
+            for_workers=True,
         )
         for place in range(max(map(len, groups))):
             parts = [group[place] for group in groups if place < len(group)]
-            computation, packing, summed = self._computation(
-                parts[0], broadcast
-            )
+            computation, packing, summed = self._computation(parts[0], received)
             results, done = self._run_sharded(
                 computation,
                 [self._shard(chunk, part) for part in parts],
-                packing.packed(broadcast),
+                packing.packed(received),
                 self._reduction,
             )
             for record in done:
                 members = np.concatenate(
-                    [parts[shard].plan.members for shard in record.shards]
+                    [parts[shard].clients.members for shard in record.shards]
                 )
                 clients = tuple(inputs.positions[members].tolist())
                 records.append(dataclasses.replace(record, clients=clients))
             if self._reduction == SUM:
-                self._engine.add(pending, *summed.unpacked(results))
+                pending.add(*summed.unpacked(results))
                 continue
             results = tf.nest.map_structure(tf.convert_to_tensor, results)
             replicas = self._engine.num_replicas
-            for number, (part, returned) in enumerate(
+            for number, (part, trained) in enumerate(
                 zip(parts, results, strict=True)
             ):
-                self._engine.take(pending, part, returned, number % replicas)
+                pending.take(part.clients.members, trained, number % replicas)
         return records
 
-    def _shard(self, chunk: CohortChunk, part: CohortPart) -> tuple[Any, ...]:
+    def _shard(
+        self, chunk: chunks.CohortChunk, part: layout.Part
+    ) -> tuple[Any, ...]:
         """Returns what goes to a worker: the tables, and perhaps the data."""
         if self._data is not None:
             return part.tables
@@ -184,57 +178,55 @@ class ShardedCohorts:
         return (x, y, table, *rest)
 
     def _computation(
-        self, part: CohortPart, broadcast: tuple[Any, ...]
+        self, part: layout.Part, received: cohort.Received
     ) -> tuple[Any, _Packing, _Packing | None]:
         """Returns the computation for a part, made once for all sizes.
 
         And how what it is sent is packed, and the sum that it returns, if it is
         one.
         """
-        key = (part.function, self._data)
+        key = (part.way, self._data)
         if key not in self._computations:
-            self._computations[key] = self._lifted(part, broadcast)
+            self._computations[key] = self._lifted(part, received)
         return self._computations[key]
 
     def _lifted(
-        self, part: CohortPart, broadcast: tuple[Any, ...]
+        self, part: layout.Part, received: cohort.Received
     ) -> tuple[Any, _Packing, _Packing | None]:
-        train = self._engine.part_function(part.function)
-        example_specs = self._engine.example_specs()
+        functions = self._engine.functions
+        train = functions.train(part.way)
         data, by_sum = self._data, self._reduction == SUM
-        packing = _Packing(broadcast)
+        packing = _Packing(received)
         summed: list[_Packing] = []
 
         @tf.function(autograph=False)
         def run(broadcast, shard):
-            weights, unheard, params, learning_rate, seed = packing.unpack(
-                broadcast
-            )
             if data is None:
                 x, y, *tables = shard
             else:
                 (x, y), tables = data.read(), shard
             x, y = (
                 tf.nest.pack_sequence_as(spec, leaves)
-                for spec, leaves in zip(example_specs, (x, y), strict=True)
+                for spec, leaves in zip(
+                    functions.example_specs, (x, y), strict=True
+                )
             )
-            result, metrics, norms = train(
-                weights, unheard, params, learning_rate, seed, x, y, *tables
-            )
+            trained = train(packing.unpack(broadcast), x, y, *tables)
             if not by_sum:
-                return result, metrics, norms
-            summed[:] = [_Packing((result, metrics))]
-            return summed[0].pack((result, metrics))
+                return trained
+            result = trained.total, trained.metrics
+            summed[:] = [_Packing(result)]
+            return summed[0].pack(result)
 
-        shard_spec = table_specs(part.tables)
+        shard_spec = tracing.table_specs(part.tables)
         if data is None:
-            leaves = [tf.nest.flatten(spec) for spec in example_specs]
+            leaves = [tf.nest.flatten(spec) for spec in functions.example_specs]
             shard_spec = (*leaves, *shard_spec)
         computation = computation_from_function(
             run,
             packing.specs,
             shard_spec,
-            assigned=self._engine.assigned_variables(),
+            assigned=functions.assigned_variables(),
         )
         return computation, packing, summed[0] if by_sum else None
 

@@ -6,7 +6,7 @@ import time
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tfdp_fl.engine import flat_functions
+from tfdp_fl.engine import calls
 
 
 def _flat(x):
@@ -32,17 +32,15 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_is_for_functions_that_call_none(self, function, asked, taken):
         x = tf.constant([1.0, 2.0, 3.0, 4.0])
-        traced = flat_functions.concrete_function(
-            tf.function(function), asked, x
-        )
-        on_one_thread = flat_functions.executor(traced)
+        traced = calls.concrete_function(tf.function(function), asked, x)
+        on_one_thread = calls.executor(traced)
         self.assertEqual(
-            type(on_one_thread) is not type(flat_functions.executor(_flat)),
+            type(on_one_thread) is not type(calls.executor(_flat)),
             taken,
         )
 
         def call(_):  # Many at once would wait for each other for ever.
-            with flat_functions.executor(traced):
+            with calls.executor(traced):
                 return traced(x).numpy()
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -53,15 +51,13 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         x = tf.constant([1.0, 2.0])
         spans = []
         for asked in (True, False):
-            traced = flat_functions.concrete_function(
-                tf.function(_flat), asked, x
-            )
-            with flat_functions.timed(lambda *span: spans.append(span)):
+            traced = calls.concrete_function(tf.function(_flat), asked, x)
+            with calls.timed(lambda *span: spans.append(span)):
                 begin = time.perf_counter()
-                with flat_functions.executor(traced):
+                with calls.executor(traced):
                     traced(x)
                 end = time.perf_counter()
-            with flat_functions.executor(traced):  # Nobody is told.
+            with calls.executor(traced):  # Nobody is told.
                 traced(x)
             start, stop = spans[-1]
             self.assertTrue(begin <= start <= stop <= end)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import hypothesis
@@ -8,7 +7,7 @@ import numpy as np
 from absl.testing import absltest
 from hypothesis import strategies as st
 
-from tfdp_fl.engine import batching
+from tfdp_fl.engine import tables
 
 _LENGTHS = st.lists(st.integers(0, 23), max_size=9)
 _SETTINGS = hypothesis.settings(
@@ -20,14 +19,14 @@ def _rows(lengths):
     return np.random.default_rng(0).permutation(1000)[: sum(lengths)]
 
 
-def _batches_of(plan):
+def _batches_of(table):
     """Returns each client's batches, without what fills up short ones."""
     return [
         [
-            plan.rows[step, : plan.batch_sizes[step]].tolist()
-            for step in range(plan.first_step[k], plan.first_step[k + 1])
+            table.rows[step, : table.batch_sizes[step]].tolist()
+            for step in range(table.first_step[k], table.first_step[k + 1])
         ]
-        for k in range(plan.num_clients)
+        for k in range(table.num_clients)
     ]
 
 
@@ -46,26 +45,26 @@ def _plain_batches(rows, lengths, batch_size, local_epochs):
     return clients
 
 
-class MakePlanTest(absltest.TestCase):
+class ClientTableTest(absltest.TestCase):
     @_SETTINGS
     @hypothesis.given(_LENGTHS, st.integers(1, 12), st.integers(1, 3))
     def test_is_what_a_plain_loop_does(self, lengths, batch_size, epochs):
         rows = _rows(lengths)
-        plan = batching.make_plan(rows, np.array(lengths), batch_size, epochs)
+        table = tables.client_table(rows, np.array(lengths), batch_size, epochs)
         self.assertEqual(
-            _batches_of(plan),
+            _batches_of(table),
             _plain_batches(rows, lengths, batch_size, epochs),
         )
-        self.assertEqual(plan.rows.shape[1], batch_size)
-        self.assertEqual(plan.num_examples.tolist(), lengths)
+        self.assertEqual(table.rows.shape[1], batch_size)
+        self.assertEqual(table.num_examples.tolist(), lengths)
         self.assertEqual(
-            np.diff(plan.first_step).tolist(),
-            batching.steps_per_client(
+            np.diff(table.first_step).tolist(),
+            tables.steps_per_client(
                 np.array(lengths, int), batch_size, epochs
             ).tolist(),
         )
         self.assertEqual(
-            plan.has_short_batches,
+            table.has_short_batches,
             any(length % batch_size for length in lengths),
         )
 
@@ -74,15 +73,15 @@ class MakePlanTest(absltest.TestCase):
     def test_equal_clients_too(self, clients, batches, batch_size, epochs):
         lengths = [batches * batch_size] * clients
         rows = _rows(lengths)
-        plan = batching.make_plan(rows, np.array(lengths), batch_size, epochs)
+        table = tables.client_table(rows, np.array(lengths), batch_size, epochs)
         self.assertEqual(
-            _batches_of(plan),
+            _batches_of(table),
             _plain_batches(rows, lengths, batch_size, epochs),
         )
         self.assertEqual(
-            np.diff(plan.first_step).tolist(), [batches * epochs] * clients
+            np.diff(table.first_step).tolist(), [batches * epochs] * clients
         )
-        for array in dataclasses.astuple(plan):
+        for array in table[:-1]:
             self.assertEqual(array.dtype, np.int32)
 
     @_SETTINGS
@@ -91,10 +90,10 @@ class MakePlanTest(absltest.TestCase):
         self, lengths, batch_size, epochs
     ):
         rows = _rows(lengths)
-        plan = batching.make_plan(rows, np.array(lengths), batch_size, epochs)
-        for step, size in enumerate(plan.batch_sizes):
+        table = tables.client_table(rows, np.array(lengths), batch_size, epochs)
+        for step, size in enumerate(table.batch_sizes):
             self.assertLessEqual(
-                set(plan.rows[step, size:]), set(plan.rows[step, :size])
+                set(table.rows[step, size:]), set(table.rows[step, :size])
             )
 
     @_SETTINGS
@@ -105,7 +104,7 @@ class MakePlanTest(absltest.TestCase):
         self, lengths, batch_size, epochs, seed
     ):
         rows = _rows(lengths)
-        plan = batching.make_plan(
+        table = tables.client_table(
             rows,
             np.array(lengths),
             batch_size,
@@ -113,7 +112,7 @@ class MakePlanTest(absltest.TestCase):
             np.random.default_rng(seed),
         )
         start = 0
-        for length, batches in zip(lengths, _batches_of(plan), strict=True):
+        for length, batches in zip(lengths, _batches_of(table), strict=True):
             own = sorted(rows[start : start + length].tolist())
             start += length
             steps = math.ceil(length / batch_size)
@@ -125,8 +124,8 @@ class MakePlanTest(absltest.TestCase):
     def test_epochs_are_shuffled_differently_and_repeat_with_the_generator(
         self,
     ):
-        def plan(seed):
-            return batching.make_plan(
+        def rows_of(seed):
+            return tables.client_table(
                 np.arange(40),
                 np.array([20, 20]),
                 20,
@@ -134,19 +133,21 @@ class MakePlanTest(absltest.TestCase):
                 np.random.default_rng(seed),
             ).rows
 
-        orders = {tuple(row % 20) for row in plan(0)}
+        orders = {tuple(row % 20) for row in rows_of(0)}
         self.assertLen(orders, 4)
-        np.testing.assert_array_equal(plan(0), plan(0))
-        self.assertFalse(np.array_equal(plan(0), plan(1)))
+        np.testing.assert_array_equal(rows_of(0), rows_of(0))
+        self.assertFalse(np.array_equal(rows_of(0), rows_of(1)))
 
     def test_no_clients_and_only_empty_clients(self):
         for lengths in ([], [0, 0]):
-            plan = batching.make_plan(
+            table = tables.client_table(
                 np.zeros(0, int), np.array(lengths, int), 5, 2
             )
-            self.assertEqual(plan.rows.shape, (0, 5))
-            self.assertEqual(plan.first_step.tolist(), [0] * (len(lengths) + 1))
-            self.assertFalse(plan.has_short_batches)
+            self.assertEqual(table.rows.shape, (0, 5))
+            self.assertEqual(
+                table.first_step.tolist(), [0] * (len(lengths) + 1)
+            )
+            self.assertFalse(table.has_short_batches)
 
 
 class ShareOutTest(absltest.TestCase):
@@ -156,7 +157,7 @@ class ShareOutTest(absltest.TestCase):
     )
     def test_everyone_is_in_one_group_and_groups_end_together(self, work, n):
         work = np.array(work, np.int64)
-        groups = batching.share_out(work, n)
+        groups = tables.share_out(work, n)
         self.assertLen(groups, n)
         self.assertEqual(
             sorted(np.concatenate(groups).tolist()), list(range(len(work)))
@@ -169,40 +170,40 @@ class ShareOutTest(absltest.TestCase):
 
     def test_uneven_clients_waste_less_than_a_quarter(self):
         sizes = np.random.default_rng(0).integers(1, 1000, size=50)
-        loads = [sizes[g].sum() for g in batching.share_out(sizes, 2)]
+        loads = [sizes[g].sum() for g in tables.share_out(sizes, 2)]
         self.assertLess(2 * max(loads), 1.02 * sizes.sum())
 
     def test_is_the_same_every_time(self):
         work = np.array([3, 9, 9, 1, 4, 4, 4])
-        first, second = (batching.share_out(work, 3) for _ in range(2))
+        first, second = (tables.share_out(work, 3) for _ in range(2))
         for one, other in zip(first, second, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
-class PadPlanTest(absltest.TestCase):
+class PaddedTest(absltest.TestCase):
     @_SETTINGS
     @hypothesis.given(_LENGTHS, st.integers(1, 12))
     def test_adds_nothing_that_runs(self, lengths, batch_size):
-        plan = batching.make_plan(
+        table = tables.client_table(
             _rows(lengths), np.array(lengths), batch_size, 1
         )
-        padded = batching.pad_plan(plan)
-        n, steps = plan.num_clients, len(plan.rows)
+        padded = tables.padded(table)
+        n, steps = table.num_clients, len(table.rows)
         self.assertEqual(
-            padded.first_step[: n + 1].tolist(), plan.first_step.tolist()
+            padded.first_step[: n + 1].tolist(), table.first_step.tolist()
         )
         self.assertTrue((np.diff(padded.first_step[n:]) == 0).all())
-        np.testing.assert_array_equal(padded.rows[:steps], plan.rows)
-        np.testing.assert_array_equal(padded.members[:n], plan.members)
+        np.testing.assert_array_equal(padded.rows[:steps], table.rows)
+        np.testing.assert_array_equal(padded.members[:n], table.members)
         self.assertLen(padded.first_step, padded.num_clients + 1)
-        self.assertEqual(padded.num_clients, batching.padded_length(n))
+        self.assertEqual(padded.num_clients, tables.padded_length(n))
 
     def test_lengths_climb_a_short_ladder(self):
-        rungs = sorted({batching.padded_length(n) for n in range(1000)})
+        rungs = sorted({tables.padded_length(n) for n in range(1000)})
         self.assertEqual(rungs[:8], [4, 6, 8, 12, 16, 24, 32, 48])
         self.assertLen(rungs, 17)
         for n in range(5, 1000):
-            self.assertBetween(batching.padded_length(n), n, 1.5 * n)
+            self.assertBetween(tables.padded_length(n), n, 1.5 * n)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiled functions that run on one thread, where that is the faster way.
+"""Calling compiled functions: without ceremony, and perhaps on one thread.
 
 Small operations one after the other cost more to hand from thread to thread
 than to compute: what one core has just written, the other has to fetch, and
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.eager import context
 
 _ONE_THREAD = "SINGLE_THREADED_EXECUTOR"
@@ -44,6 +45,35 @@ def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
     if one_thread and not _calls_functions(traced.graph):
         setattr(traced, _MARK, True)
     return traced
+
+
+class Call:
+    """A traced function with its arguments, called without ceremony."""
+
+    def __init__(self, function: Any, arguments: Any):
+        """Prepares a call.
+
+        Args:
+          function: What `concrete_function` returned.
+          arguments: Its arguments, a nest of tensors and NumPy arrays.
+        """
+        self._function = function
+        self._arguments = [
+            each if isinstance(each, tf.Tensor) else tf.convert_to_tensor(each)
+            for each in tf.nest.flatten(arguments)
+        ]
+
+    def __call__(self) -> Any:
+        """Runs the function; returns its structured result.
+
+        The arguments' types were fixed when the function was traced, so the
+        check that `function(...)` makes of each, which takes longer than a
+        small round, is left out.
+        """
+        with executor(self._function):
+            return self._function._call_flat(
+                self._arguments, self._function.captured_inputs
+            )
 
 
 def executor(function: Any) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,90 @@
+"""Canary clients: random directions, what they add, what can be seen of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+
+# Coordinates of all directions that are held at once: 64 MiB of float32.
+_HELD = 2**24
+
+
+class Canaries:
+    """Directions drawn uniformly from the unit sphere in R^d.
+
+    A direction is made anew from a secret seed whenever it is needed, so that
+    memory does not hang on their number.
+
+    Attributes:
+      count: How many there are.
+      size: d.
+    """
+
+    def __init__(self, count: int, size: int, seed: int | None = None):
+        """Draws the seed; no direction is made yet.
+
+        Args:
+          count: How many.
+          size: d, the elements of an update.
+          seed: For tests; None: from the operating system.
+        """
+        self.count = count
+        self.size = size
+        self._seed = secrets.randbits(128) if seed is None else seed
+
+    def _directions(self, places: Sequence[int]) -> np.ndarray:
+        """Returns some of them, float32 [len(places), d]."""
+        found = np.empty([len(places), self.size], np.float32)
+        for row, place in enumerate(places):
+            rng = np.random.Generator(
+                np.random.SFC64(np.random.SeedSequence([self._seed, place]))
+            )
+            rng.standard_normal(out=found[row], dtype=np.float32)
+            found[row] /= np.linalg.norm(found[row].astype(np.float64))
+        return found
+
+    def _in_turn(self, places: np.ndarray) -> list[np.ndarray]:
+        step = max(1, _HELD // max(1, self.size))
+        return [
+            places[start : start + step]
+            for start in range(0, len(places), step)
+        ]
+
+    def sum_of(self, places: np.ndarray) -> np.ndarray:
+        """Returns the sum of some directions, float32 [d].
+
+        Args:
+          places: Int [K], each from 0 to count - 1.
+        """
+        total = np.zeros(self.size, np.float32)
+        for part in _threaded(
+            lambda some: self._directions(some).sum(axis=0),
+            self._in_turn(np.asarray(places)),
+        ):
+            total += part
+        return total
+
+    def projections(self, update: np.ndarray) -> np.ndarray:
+        """Returns each direction's inner product with an update.
+
+        Args:
+          update: Float [d].
+
+        Returns:
+          Float64 [count].
+        """
+        update = np.asarray(update, np.float32)
+        parts = _threaded(
+            lambda some: self._directions(some) @ update,
+            self._in_turn(np.arange(self.count)),
+        )
+        return np.concatenate(parts).astype(np.float64)
+
+
+def _threaded(function, parts: list[np.ndarray]) -> list[np.ndarray]:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, parts))

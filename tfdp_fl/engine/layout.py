@@ -1,0 +1,181 @@
+"""Who of a chunk's clients trains where, with whom, and by which function.
+
+All that is decided about a cohort's training stands here; what it hangs on is
+measured in `dense_models` (side by side or not) and `compile_choice` (XLA).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tfdp_fl.engine import chunks, dense_models, rounds, tables
+
+
+class Way(NamedTuple):
+    """Which compiled function trains clients.
+
+    Attributes:
+      side_by_side: Whether all of them take each step together.
+      full_batches: Every batch has exactly B rows; side by side, every client
+        also takes all the steps.
+      num_steps: Side by side, how many steps there are.
+      in_groups: Side by side, whether so many at once is an argument.
+      optimistic: Side by side, whether nobody is taken to have a NaN: a few
+        clients at a time, on one thread.
+      xla: Whether XLA compiles it.
+    """
+
+    side_by_side: bool
+    full_batches: bool
+    num_steps: int | None = None
+    in_groups: bool = False
+    optimistic: bool = False
+    xla: bool = False
+
+
+class Part(NamedTuple):
+    """Some clients of a chunk, as one compiled function trains them.
+
+    Attributes:
+      way: The function.
+      tables: Its arguments that say who trains on what: a `SideBySideTable`,
+        perhaps with how many of its clients to train at once (int32); or a
+        `ClientTable`, perhaps padded, and the number of its clients (int32).
+      clients: What the tables were made of.
+    """
+
+    way: Way
+    tables: tuple[Any, ...]
+    clients: tables.ClientTable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the cohorts of an engine are laid out.
+
+    Attributes:
+      kernels: The sizes of a model whose clients may train side by side; None
+        for any other.
+      collected_bytes: What a client's update takes where each is kept; None
+        where they are summed at once.
+      xla: Whether XLA compiles the training of clients one by one.
+    """
+
+    kernels: dense_models.Kernels | None
+    collected_bytes: int | None
+    xla: bool
+
+    def lay_out(
+        self,
+        chunk: chunks.CohortChunk,
+        inputs: rounds.RoundInputs,
+        num_groups: int,
+        *,
+        groups_if_small: int = 1,
+        for_workers: bool = False,
+    ) -> list[list[Part]]:
+        """Shares a chunk's clients out and lays out their training.
+
+        Args:
+          chunk: The clients.
+          inputs: The round.
+          num_groups: How many groups may train at the same time.
+          groups_if_small: How many, where starting another thread would cost
+            more than it saves.
+          for_workers: Whether one function, without XLA, has to serve all
+            groups, and a group's training is one message.
+
+        Returns:
+          At most so many groups, at least one. The parts of a group come one
+          after the other: each is bounded in the memory that it takes.
+        """
+        clients = tables.client_table(
+            chunk.rows,
+            chunk.lengths,
+            inputs.batch_size,
+            inputs.local_epochs,
+            inputs.shuffle,
+        )._replace(members=chunk.members.astype(np.int32))
+        if inputs.windows is not None:
+            windows = inputs.windows[clients.members].astype(np.float32)
+            clients = clients._replace(windows=windows)
+        if self.kernels is None or not dense_models.is_worthwhile(
+            self.kernels, chunk.lengths, inputs.batch_size, inputs.local_epochs
+        ):
+            at_most = None
+            if self.collected_bytes is not None:
+                at_most = max(1, chunks.CHUNK_BYTES // self.collected_bytes)
+            serving = clients if for_workers else None
+            return [
+                [self.one_by_one(each, serving) for each in group]
+                for group in tables.split(clients, num_groups, at_most)
+            ]
+        small = dense_models.is_small(
+            self.kernels, chunk.lengths, inputs.local_epochs
+        )
+        if small:
+            num_groups = min(num_groups, groups_if_small)
+        groups = tables.split(clients, num_groups)
+        examples = int(chunk.lengths.max()) * inputs.local_epochs
+        at_once = dense_models.clients_at_once(self.kernels, examples)
+        in_groups = for_workers or at_once < max(
+            each.num_clients for (each,) in groups
+        )
+        return [
+            [
+                _side_by_side(
+                    each,
+                    serving=clients if for_workers else each,
+                    at_once=at_once if in_groups else None,
+                    optimistic=small and not in_groups,
+                )
+            ]
+            for (each,) in groups
+        ]
+
+    def one_by_one(
+        self,
+        clients: tables.ClientTable,
+        serving: tables.ClientTable | None = None,
+    ) -> Part:
+        """Returns the part in which clients train one by one.
+
+        Args:
+          clients: The clients.
+          serving: Whom the function has to serve, without XLA; None: just them.
+        """
+        full = not (serving or clients).has_short_batches
+        xla = self.xla and full and serving is None
+        return Part(
+            Way(side_by_side=False, full_batches=full, xla=xla),
+            (
+                tables.padded(clients) if xla else clients,
+                np.int32(clients.num_clients),
+            ),
+            clients,
+        )
+
+
+def _side_by_side(
+    clients: tables.ClientTable,
+    serving: tables.ClientTable,
+    at_once: int | None,
+    optimistic: bool,
+) -> Part:
+    """Lays clients out for a function that serves others as well."""
+    num_steps = int(serving.steps.max())
+    way = Way(
+        side_by_side=True,
+        full_batches=bool(
+            not serving.has_short_batches and (serving.steps == num_steps).all()
+        ),
+        num_steps=num_steps,
+        in_groups=at_once is not None,
+        optimistic=optimistic,
+    )
+    table = tables.side_by_side(clients, num_steps)
+    arguments = (table,) if at_once is None else (table, np.int32(at_once))
+    return Part(way, arguments, clients)

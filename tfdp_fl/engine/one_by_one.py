@@ -1,0 +1,248 @@
+"""Clients one after the other in one replica: of any model, and any mechanism.
+
+A round runs as a few calls of compiled functions, however many clients it has:
+
+    for each replica, in parallel:   loop over its clients:
+        start from the server's weights, train, clip, add to the sum
+    release:                         add up the replicas' sums, add noise,
+                                     divide, update the model
+
+`OneByOne` is the loop, a function of tensors that TFF workers run as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl.engine import client_update, cohort, tables
+from tfdp_fl.mechanisms import cohort_query, contribution, noise
+
+
+class OneByOne:
+    """Trains clients one after the other, and adds them up or collects them."""
+
+    def __init__(
+        self,
+        trainer: client_update.ClientTrainer,
+        query: cohort_query.CohortQuery,
+        *,
+        output: str = cohort.SUM,
+        full_batches: bool = False,
+        moments: bool = False,
+        xla: bool = False,
+    ):
+        """Prepares the function.
+
+        Args:
+          trainer: Trains a client in its replica.
+          query: The mechanism's query.
+          output: `SUM`, `EACH_UPDATE` or `EACH_CONTRIBUTION`.
+          full_batches: Every batch has exactly B rows, so shapes are fixed.
+          moments: Whether to return `Moments`.
+          xla: Whether XLA compiles the function.
+        """
+        self._trainer = trainer
+        self._query = query
+        self._output = output
+        self._full_batches = full_batches
+        self._moments = moments
+        self._xla = xla
+
+    def __call__(
+        self,
+        received: cohort.Received,
+        x: Any,
+        y: Any,
+        table: tables.ClientTable,
+        num_clients: tf.Tensor,
+    ) -> cohort.Trained:
+        """Trains `num_clients` clients.
+
+        Args:
+          received: What the server sends to each of them.
+          x: Nest of feature tensors, leading dimension over stored examples.
+          y: Nest of label tensors, likewise.
+          table: A `ClientTable`, at least `num_clients` long.
+          num_clients: Int32 scalar.
+        """
+        query = self._query
+        self._trainer.start_metrics()
+
+        def client(
+            k: tf.Tensor, total: cohort.CohortSum, collected: Any, windows: Any
+        ) -> tuple[tf.Tensor, cohort.CohortSum, Any, Any]:
+            seed = noise.fold_in(received.seed, table.members[k])
+            self._trainer.start(received, seed)
+            total = self._local_steps(k, total, received, x, y, table)
+            update = (
+                self._trainer.weights()
+                if query.mechanism.releases_weights
+                else self._trainer.update(received.weights)
+            )
+            window = None
+            if query.keeps_window:
+                window = table.windows[k]
+                windows = windows.write(k, query.mechanism.window_norms(update))
+            if self._moments:
+                moments = _add_moments(total.moments, update)
+                total = total._replace(moments=moments)
+            if self._output == cohort.EACH_UPDATE:  # Clipped later.
+                norm = query.record_norm(update)
+                row = cohort.flatten(update, tf.math.is_finite(norm))
+                scalars = query.with_norm_of_scalars(norm)
+                collected = self._with_row(collected, k, row, scalars)
+                return k + 1, total, collected, windows
+            with noise.seeded(noise.fold_in(seed, 0)):
+                one = query.preprocess_record(
+                    received.params,
+                    update,
+                    contribution.Client(table.num_examples[k], window),
+                )
+            if self._output == cohort.EACH_CONTRIBUTION:
+                _check_one_by_one(one.update, received.weights)
+                row, scalars = cohort.flatten(one.update), one.scalars()
+                collected = self._with_row(collected, k, row, tf.stack(scalars))
+            else:
+                added = query.accumulate_preprocessed_record(
+                    total.contribution, one
+                )
+                total = total._replace(contribution=added)
+            return k + 1, total, collected, windows
+
+        _, total, collected, windows = tf.while_loop(
+            lambda k, *_: k < num_clients,
+            client,
+            (tf.constant(0), *self._nobody(received, table, num_clients)),
+            parallel_iterations=1,
+        )
+        if collected:
+            updates, scalars = collected[0], collected[1].stack()
+            collected = cohort.CollectedUpdates(
+                updates, query.norm_of_scalars(scalars), scalars
+            )
+        norms = tf.zeros([tf.shape(table.members)[0], 0])
+        if query.keeps_window:
+            norms = windows.stack()
+        metrics = self._trainer.metric_values()
+        return cohort.Trained(total, metrics, norms, collected)
+
+    def _nobody(
+        self,
+        received: cohort.Received,
+        table: tables.ClientTable,
+        num_clients: tf.Tensor,
+    ) -> tuple[cohort.CohortSum, Any, Any]:
+        """Returns the sum, the updates and the norms before any client."""
+        weights, query = received.weights, self._query
+        size = tf.shape(table.members)[0]
+
+        def rows_array(width: int) -> tf.TensorArray:
+            return tf.TensorArray(tf.float32, size=size, element_shape=[width])
+
+        contributions, moments, collected, windows = (), (), (), ()
+        if self._output == cohort.SUM:
+            template = [
+                cohort.as_handed_in(tf.zeros(value.shape, value.dtype))
+                for value in weights
+            ]
+            contributions = cohort.made_by_each_run(
+                query.initial_sample_state(template), num_clients
+            )
+        else:
+            # Not an array of tensors, which is in memory twice when it is
+            # stacked. Written in place, so it must be no constant, ever.
+            width = sum(value.shape.num_elements() for value in weights)
+            zero = tf.cast(num_clients < 0, tf.float32)
+            collected = (
+                tf.ensure_shape(tf.fill([size, width], zero), [None, width]),
+                rows_array(query.num_scalars),
+            )
+        if self._moments:
+            zeros = [tf.zeros(value.shape) for value in weights]
+            moments = cohort.made_by_each_run(
+                cohort.Moments(tf.zeros([]), zeros, zeros), num_clients
+            )
+        if query.keeps_window:
+            windows = rows_array(len(weights))
+        total = cohort.CohortSum(
+            contributions, tf.zeros([]), tf.zeros([]), moments
+        )
+        return total, collected, windows
+
+    def _with_row(
+        self, collected: Any, k: tf.Tensor, row: tf.Tensor, scalars: tf.Tensor
+    ) -> Any:
+        """Keeps client k's update; the matrix is not to be used without it."""
+        matrix, array = collected
+        if self._xla:  # XLA writes it in place.
+            matrix = tf.tensor_scatter_nd_update(matrix, [[k]], row[None])
+        else:
+            matrix = tf.raw_ops.InplaceUpdate(x=matrix, i=k[None], v=row[None])
+        return matrix, array.write(k, scalars)
+
+    def _local_steps(
+        self,
+        k: tf.Tensor,
+        total: cohort.CohortSum,
+        received: cohort.Received,
+        x: Any,
+        y: Any,
+        table: tables.ClientTable,
+    ) -> cohort.CohortSum:
+        """Takes client k's steps; adds its loss and examples."""
+
+        def step(s, loss, examples):
+            size = table.batch_sizes[s]
+            rows = table.rows[s]
+            if not self._full_batches:
+                rows = rows[:size]
+            batch_x, batch_y = tf.nest.map_structure(
+                lambda tensor: tf.gather(tensor, rows), (x, y)
+            )
+            batch_loss = self._trainer.step(
+                batch_x, batch_y, received.weights, received.learning_rate
+            )
+            # One client's NaN is no reason not to know the others' loss.
+            counts = tf.math.is_finite(batch_loss)
+            weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
+            batch_loss = tf.where(counts, cohort.bounded_loss(batch_loss), 0.0)
+            return s + 1, loss + batch_loss * weight, examples + weight
+
+        _, loss, examples = tf.while_loop(
+            lambda s, *_: s < table.first_step[k + 1],
+            step,
+            (table.first_step[k], total.loss, total.examples),
+            parallel_iterations=1,
+        )
+        return total._replace(loss=loss, examples=examples)
+
+
+def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:
+    """Raises ValueError unless an update is handed in, and nothing else."""
+    if not isinstance(update, list) or len(update) != len(weights):
+        raise ValueError(
+            "secure_aggregation needs a mechanism whose clients hand in one "
+            "tensor for each variable, got a query that makes "
+            f"{type(update).__name__} of them: use tfdp_fl.AdaptiveClipping, "
+            "whose bit goes through the secure sum as well."
+        )
+
+
+def _add_moments(
+    moments: cohort.Moments, update: list[tf.Tensor]
+) -> cohort.Moments:
+    usable = tf.reduce_all(
+        [tf.reduce_all(tf.math.is_finite(part)) for part in update]
+    )
+    flag = tf.cast(usable, tf.float32)
+    parts = [
+        tf.math.multiply_no_nan(tf.cast(part, tf.float32), flag)
+        for part in update
+    ]
+    return cohort.Moments(
+        moments.count + flag,
+        [a + b for a, b in zip(moments.first, parts, strict=True)],
+        [a + b * b for a, b in zip(moments.second, parts, strict=True)],
+    )

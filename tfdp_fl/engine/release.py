@@ -1,0 +1,129 @@
+"""Releasing a round: noise on the sum, the mean, and the model's move."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl.engine import calls, cohort, rounds, server_update
+from tfdp_fl.mechanisms import cohort_query, noise
+
+# Parameters of a model that is released on one thread: its noise is one draw.
+_SMALL = 2**16
+
+
+class Release:
+    """Adds a round's noise, divides, and updates the model."""
+
+    def __init__(
+        self,
+        query: cohort_query.CohortQuery,
+        server: server_update.ServerUpdate,
+        metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]],
+        update_size: int,
+    ):
+        """Prepares the function; nothing is traced yet.
+
+        Args:
+          query: The mechanism's query.
+          server: Holds the model's weights.
+          metric_results: What metrics say of the sums of their values.
+          update_size: The number of elements of an update.
+        """
+        self._query = query
+        self._server = server
+        self._metric_results = metric_results
+        self._small = update_size <= _SMALL
+        self._traced: dict[int, Any] = {}
+        self._log_names: list[str] = []
+
+    def __call__(
+        self, pending: rounds.PendingRound
+    ) -> tuple[Any, dict[str, float]]:
+        """Releases a round; returns the query's next state, and the logs."""
+        answered = pending.cohort_size - len(pending.failures)
+        arguments = (
+            pending.sums,
+            pending.metric_states,
+            pending.state,
+            *pending.tensors,
+            tf.convert_to_tensor(np.float32(answered)),
+        )
+        key = len(pending.sums)
+        if key not in self._traced:
+            self._traced[key] = calls.concrete_function(
+                tf.function(self._released, autograph=False),
+                self._small,
+                *arguments,
+            )
+        state, values = calls.Call(self._traced[key], arguments)()
+        return state, dict(
+            zip(self._log_names, values.numpy().tolist(), strict=True)
+        )
+
+    def _released(self, sums, metric_states, state, numbers, seed, answered):
+        state = self._query.begin_round(state, numbers[0], numbers[1])
+        total = functools.reduce(cohort.added, sums)
+        with noise.seeded(noise.fold_in(seed, -1)):
+            mean, new_state, _ = self._query.get_noised_result(
+                total.contribution, state
+            )
+        if self._query.mechanism.releases_weights:  # If there are any.
+            tf.cond(
+                total.contribution.weight > 0,
+                lambda: self._server.replace(mean),
+                lambda: True,
+            )
+        else:
+            self._server.apply(mean)
+        metrics = [
+            tf.add_n(list(each)) for each in zip(*metric_states, strict=True)
+        ]
+        logs = self._logs(total, metrics, state, answered)
+        self._log_names = list(logs)
+        values = [tf.cast(value, tf.float32) for value in logs.values()]
+        return new_state, tf.stack(values)
+
+    def _logs(
+        self,
+        total: cohort.CohortSum,
+        metrics: list[tf.Tensor],
+        state: Any,
+        answered: tf.Tensor,
+    ) -> dict[str, tf.Tensor]:
+        """Returns what `History` has of a round, most of it not noised."""
+        summed = total.contribution
+        logs = {
+            "loss": tf.math.divide_no_nan(total.loss, total.examples),
+            **self._metric_results(metrics),
+            **self._query.derive_metrics(state),
+            "clipped_fraction": tf.math.divide_no_nan(summed.clipped, answered),
+            "mean_update_norm": tf.math.divide_no_nan(summed.norm, answered),
+            "discarded_clients": summed.discarded,
+        }
+        if total.moments:
+            logs.update(_variance_and_scale(total.moments))
+        return logs
+
+
+def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:
+    """Returns Geyer's V_c and U_s (Geyer et al. 2017, Section 3).
+
+    V_c is the mean over parameters of the variance across clients, U_s the
+    mean over parameters of the squared mean.
+    """
+    variance, scale, size = 0.0, 0.0, 0
+    for first, second in zip(moments.first, moments.second, strict=True):
+        mean = tf.math.divide_no_nan(first, moments.count)
+        spread = tf.math.divide_no_nan(second, moments.count) - mean * mean
+        variance += tf.reduce_sum(tf.maximum(spread, 0))
+        scale += tf.reduce_sum(mean * mean)
+        size += first.shape.num_elements()
+    return {
+        "between_client_variance": variance / size,
+        "update_scale": scale / size,
+    }

@@ -1,0 +1,157 @@
+"""The compiled functions that train clients: each is traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl.engine import (
+    broadcast,
+    calls,
+    chunks,
+    client_update,
+    cohort,
+    layout,
+    one_by_one,
+    rounds,
+    side_by_side,
+)
+from tfdp_fl.mechanisms import cohort_query
+
+# Takes what a client receives, x, y, and the tables of a part.
+Train = Callable[..., cohort.Trained]
+
+
+class CohortFunctions:
+    """Makes the functions of an engine's replicas, and keeps them.
+
+    Attributes:
+      example_specs: Specs of (x, y), for any number of stored examples.
+      traced: The functions so far, by replica and `layout.Way`.
+    """
+
+    def __init__(
+        self,
+        trainers: list[client_update.ClientTrainer],
+        query: cohort_query.CohortQuery,
+        broadcasts: broadcast.Broadcast,
+        element_spec: tuple[Any, Any],
+        *,
+        output: str,
+        moments: bool,
+    ):
+        """Prepares nothing; functions are made when a round needs them.
+
+        Args:
+          trainers: One for each replica.
+          query: The mechanism's query.
+          broadcasts: Tells what clients receive.
+          element_spec: `(features, labels)` specs of one example.
+          output: What is wanted of a cohort (see `cohort.SUM`).
+          moments: Whether Geyer's `Moments` are wanted as well.
+        """
+        self._trainers = trainers
+        self._query = query
+        self._broadcasts = broadcasts
+        self._output = output
+        self._moments = moments
+        self.example_specs = tf.nest.map_structure(
+            lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
+            element_spec,
+        )
+        self.traced: dict[tuple[int, layout.Way], Any] = {}
+
+    def train(self, way: layout.Way, replica: int = 0) -> Train:
+        """Returns the function that trains a part's clients, not traced.
+
+        It trains in one replica's variables, and assigns all of
+        `assigned_variables` before it reads them.
+        """
+        trainer = self._trainers[replica]
+        if way.side_by_side:
+            return side_by_side.SideBySide(
+                trainer,
+                self._query,
+                way.num_steps,
+                way.full_batches,
+                all_usable=way.optimistic,
+            )
+        return one_by_one.OneByOne(
+            trainer,
+            self._query,
+            output=self._output,
+            full_batches=way.full_batches,
+            moments=self._moments,
+            xla=way.xla,
+        )
+
+    def assigned_variables(self, replica: int = 0) -> list[tf.Variable]:
+        """Returns what a replica's functions assign before they read it."""
+        return self._trainers[replica].assigned_variables
+
+    def prepared(
+        self,
+        replica: int,
+        pending: rounds.PendingRound,
+        chunk: chunks.CohortChunk,
+        part: layout.Part,
+    ) -> calls.Call:
+        """Has a part's function traced, and its arguments made.
+
+        Everything that is Python happens here, in one thread.
+        """
+        arguments = (
+            pending.state,
+            *pending.tensors,
+            pending.broadcast,
+            chunk.x,
+            chunk.y,
+            *part.tables,
+        )
+        key = (replica, part.way)
+        if key not in self.traced:
+            self.traced[key] = self._traced(replica, part.way, arguments)
+        return calls.Call(self.traced[key], arguments)
+
+    def _traced(
+        self, replica: int, way: layout.Way, arguments: tuple[Any, ...]
+    ) -> Any:
+        """Returns a compiled function of one replica, for any cohort size."""
+        train = self.train(way, replica)
+
+        def function(state, numbers, seed, weights, x, y, *tables):
+            # TensorFlow may turn sums into temporary variables, which it names
+            # by the graph's nodes, in one place for all that runs: replicas
+            # must not share names.
+            with tf.name_scope(f"replica_{replica}"):
+                received = self._broadcasts.received(
+                    state, numbers, seed, weights
+                )
+                return train(received, x, y, *tables)
+
+        fixed, tables = arguments[:4], arguments[6:]
+        return calls.concrete_function(
+            tf.function(function, jit_compile=way.xla, autograph=False),
+            way.optimistic,
+            *tf.nest.map_structure(
+                lambda each: tf.TensorSpec(each.shape, each.dtype), fixed
+            ),
+            *self.example_specs,
+            *table_specs(tables),
+        )
+
+
+def table_specs(tables: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the specs of a part's tables, for any number of clients.
+
+    The batch width stays free as well: one function serves every size.
+    """
+
+    def any_size(value: Any) -> tf.TensorSpec:
+        value = np.asarray(value)
+        return tf.TensorSpec([None] * value.ndim, value.dtype)
+
+    return tf.nest.map_structure(any_size, tuple(tables))

@@ -1,0 +1,246 @@
+"""One worker: its process, its connection, and its part of a round."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import logging
+
+from tfdp_fl.runtimes.errors import WorkerLost, WorkerUnavailable
+from tfdp_fl.runtimes.local_worker import LocalWorker
+
+if TYPE_CHECKING:
+    from tfdp_fl.runtimes import connection
+
+# A worker is lost when this many pings in a row stay without an answer. A lost
+# process is noticed at once, by its broken connection; this is for machines
+# that disappear or hang: after (2 + 5) * 2 seconds.
+_PING_EVERY_SECONDS = 2.0
+_PING_TIMEOUT_SECONDS = 5.0
+_UNANSWERED_PINGS = 2
+
+_TICK_SECONDS = 0.25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerRound:
+    """What one worker did in the last round.
+
+    Attributes:
+        address: `host:port` of the worker.
+        pid: Its process id where it was started here, else None.
+        shards: The indices of the shards that it was given.
+        seconds: From sending them to having its sum.
+        cpu_seconds: Processor time that it used meanwhile, in steps of 0.01,
+            where it was started here, else None.
+        clients: The positions of the clients that it trained, where the round
+            is one of `fit`.
+    """
+
+    address: str
+    pid: int | None
+    shards: tuple[int, ...]
+    seconds: float
+    cpu_seconds: float | None
+    clients: tuple[int, ...] = ()
+
+
+class Worker:
+    """One of the workers: its process, if it is ours, and its connection."""
+
+    def __init__(self, address: str | None, **start: Any):
+        self._address = address
+        self._start = start
+        self.process: LocalWorker | None = None
+        self.connection: connection.Connection | None = None
+
+    @property
+    def address(self) -> str | None:
+        """`host:port`; None for one that is ours and not started."""
+        if self.process is not None:
+            return self.process.address
+        return self._address
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is connected, and its process runs if it is ours."""
+        return (
+            self.connection is not None
+            and not self.connection.closed
+            and (self.process is None or self.process.alive)
+        )
+
+    def start(self) -> None:
+        """Starts the process where it is ours; `connect` waits for it."""
+        from tfdp_fl.runtimes import connection  # gRPC comes with TFF only.
+
+        self.close()
+        if self._address is None:
+            self.process = LocalWorker(**self._start)
+        self.connection = connection.Connection(self.address)
+
+    def connect(self, timeout_seconds: float) -> None:
+        """Waits until it answers; raises WorkerUnavailable if it does not."""
+        process = self.process
+        try:
+            self.connection.connect(
+                timeout_seconds,
+                (lambda: True) if process is None else lambda: process.alive,
+            )
+        except WorkerUnavailable as error:
+            if process is not None:
+                raise WorkerUnavailable(
+                    self.address, f"was not started. {process.log_tail()}"
+                ) from error
+            raise
+        if process is not None:
+            process.listening()
+
+    def lose(self) -> None:
+        """Breaks off what is under way, because the worker is lost."""
+        if self.connection is not None:
+            self.connection.close(dispose=False)
+
+    def close(self) -> None:
+        """Lets go of it, and ends the process if it is ours."""
+        if self.connection is not None:
+            self.connection.close(dispose=self.process is None)
+            self.connection = None
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
+
+
+class Call:
+    """One worker's part of a round, in the thread of its connection."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        compiled: Any,
+        broadcast: Any,
+        shards: Sequence[Any],
+        indices: Sequence[int],
+    ):
+        self.worker = worker
+        self._arguments = (compiled, broadcast, [shards[i] for i in indices])
+        self._indices = tuple(indices)
+        self._connection = worker.connection
+        self._process = worker.process
+        self._address = worker.address
+        self._cpu_before = self._cpu()
+        self._cpu_used: float | None = None
+        self._seconds = 0.0
+        self._ping: Any = None
+        self._ping_at = time.monotonic() + _PING_EVERY_SECONDS
+        self._unanswered = 0
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def _cpu(self) -> float | None:
+        return None if self._process is None else self._process.cpu_seconds()
+
+    def start(self, finished: queue.SimpleQueue[Call]) -> None:
+        """Starts the call, which puts itself into `finished` in the end."""
+
+        def run() -> None:
+            begin = time.monotonic()
+            try:
+                self.result = self._connection.call(*self._arguments)
+            except Exception as error:
+                self.error = error
+            self._seconds = time.monotonic() - begin
+            after = self._cpu()
+            if after is not None and self._cpu_before is not None:
+                self._cpu_used = after - self._cpu_before
+            finished.put(self)
+
+        self._connection.submit(run)
+
+    def why_lost(self) -> str | None:
+        """Returns why the unfinished call will not finish, or None."""
+        if self._process is not None and not self._process.alive:
+            return "is lost."
+        if self._connection.closed:
+            return "is lost: it was closed."
+        if self._ping is None:
+            if time.monotonic() >= self._ping_at:
+                self._ping = self._connection.ping(_PING_TIMEOUT_SECONDS)
+        elif self._ping.done():
+            answered = self._connection.answered(self._ping)
+            self._unanswered = 0 if answered else self._unanswered + 1
+            self._ping = None
+            self._ping_at = time.monotonic() + _PING_EVERY_SECONDS
+            if self._unanswered >= _UNANSWERED_PINGS:
+                return "is lost: it no longer answers."
+        return None
+
+    def lost(self, reason: str) -> WorkerLost:
+        """Returns the error that says that this worker is lost."""
+        if self._process is not None:
+            reason = f"{reason} {self._process.log_tail()}"
+        logging.warning("Worker %s %s", self._address, reason)
+        return WorkerLost(self._address, reason)
+
+    def failure(self) -> Exception:
+        """Returns the error to raise for `error`, after cleaning up."""
+        if isinstance(self.error, WorkerLost):
+            self.worker.lose()
+            if self._process is not None:
+                return self.lost("is lost.")
+        return self.error
+
+    def record(self) -> WorkerRound:
+        """Returns what the worker did."""
+        return WorkerRound(
+            address=self._address,
+            pid=None if self._process is None else self._process.pid,
+            shards=self._indices,
+            seconds=self._seconds,
+            cpu_seconds=self._cpu_used,
+        )
+
+
+def wait_for(calls: Sequence[Call], round_timeout: float | None) -> list[Any]:
+    """Starts calls, and returns their results.
+
+    Args:
+        calls: One for each worker.
+        round_timeout: Seconds after which those who have not finished are
+            lost; None for no limit.
+
+    Raises:
+        WorkerLost: As soon as a worker is.
+        WorkerError: As soon as a computation has failed.
+    """
+    finished: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    started = time.monotonic()
+    for call in calls:
+        call.start(finished)
+    pending = set(calls)
+    while pending:
+        with contextlib.suppress(queue.Empty):
+            call = finished.get(timeout=_TICK_SECONDS)
+            pending.discard(call)
+            if call.error is not None:
+                raise call.failure()
+            continue
+        elapsed = time.monotonic() - started
+        for call in pending:
+            reason = call.why_lost()
+            if reason is None and (
+                round_timeout is not None and elapsed > round_timeout
+            ):
+                reason = (
+                    "is lost: it did not finish within "
+                    f"{round_timeout:g} seconds."
+                )
+            if reason is not None:
+                call.worker.lose()
+                raise call.lost(reason)
+    return [call.result for call in calls]
