@@ -36,6 +36,7 @@ _ROOMS = {
 }
 _OTHER_ROOMS = (
     "aggregators",
+    "auditing",
     "engine",
     "experiments",
     "flower",
