@@ -173,6 +173,7 @@ class SetupTest(absltest.TestCase):
             for name, lines in _setup_arguments()["extras_require"].items()
         }
         self.assertEqual(extras["plots"], ["matplotlib"])
+        self.assertEqual(extras["ray"], ["ray"])
         self.assertEqual(extras["secure-aggregation"], ["cryptography"])
         self.assertIn("tensorflow-privacy", extras["tf-privacy"])
 

@@ -15,6 +15,7 @@ from tfdp_fl.flower import (
     DPFedAvgFixed,
     DPFedAvgNumPyClient,
 )
+from tfdp_fl.mechanisms import formulas
 
 
 @dataclasses.dataclass
@@ -272,7 +273,7 @@ class AccountingTest(parameterized.TestCase):
             ),
         )
         # And they do: two Gaussians of z_delta and 2 sigma_b are one of z.
-        z_delta = strategy._update_noise_multiplier
+        z_delta = formulas.update_noise_multiplier(1.0, 0.8)
         self.assertAlmostEqual((z_delta**-2 + 1.6**-2) ** -0.5, 1.0)
 
     @parameterized.parameters(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import logging
 import unittest
 
 import numpy as np
@@ -41,7 +42,7 @@ class FlowerTest(parameterized.TestCase):
         import flwr
 
         self.flwr = flwr
-        flwr.common.logger.logger.setLevel("ERROR")
+        logging.getLogger("flwr").setLevel("ERROR")
 
     def _clients(self, shapes):
         """Flower clients, each with an update of its own."""

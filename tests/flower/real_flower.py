@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from tests.flower import flower_messages
 from tfdp_fl.flower import DPFedAvgNumPyClient
 
 INSTALLED = importlib.util.find_spec("flwr") is not None
@@ -78,7 +80,7 @@ def strategy(name: str = "FedAvg", sampled: int = 2, **arguments: Any) -> Any:
     """One of Flower's strategies, which samples so many clients."""
     import flwr
 
-    flwr.common.logger.logger.setLevel("ERROR")
+    logging.getLogger("flwr").setLevel("ERROR")
     return getattr(flwr.server.strategy, name)(
         fraction_fit=0.0,
         fraction_evaluate=0.0,
@@ -124,11 +126,65 @@ def round_of(
     return wrapper.aggregate_fit(server_round, results, [])
 
 
+def _old_words() -> types.SimpleNamespace:
+    """What flwr 1.12 calls what SecAgg+ needs."""
+    from flwr.client import ClientApp
+    from flwr.client.mod import secaggplus_mod
+    from flwr.common import (
+        ConfigsRecord,
+        Context,
+        Message,
+        Metadata,
+        RecordSet,
+    )
+    from flwr.common import recordset_compat as compat
+    from flwr.common.message import Error
+
+    def create(content, message_type, dst_node_id, group_id, ttl=None):
+        return Message(
+            Metadata(1, "", 0, dst_node_id, "", group_id, 3600.0, message_type),
+            copy.deepcopy(content),  # As if it went over a wire.
+        )
+
+    return types.SimpleNamespace(
+        app=ClientApp,
+        mod=secaggplus_mod,
+        context=lambda i: Context(i, {}, RecordSet(), {}),
+        config=ConfigsRecord,
+        to_record=compat.parameters_to_parametersrecord,
+        to_parameters=compat.parametersrecord_to_parameters,
+        create=create,
+        error=lambda m: m.create_error_reply(Error(0, "gone")),
+        set_id=lambda m: setattr(m.metadata, "_message_id", "1"),
+    )
+
+
+def _new_words() -> types.SimpleNamespace:
+    """What flwr 1.42 calls it."""
+    from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+    from flwr.client.mod import secaggplus_mod
+    from flwr.clientapp import ClientApp
+    from flwr.compat.common import recorddict_compat as compat
+
+    return types.SimpleNamespace(
+        app=ClientApp,
+        mod=secaggplus_mod,
+        context=lambda i: Context(1, i, {}, RecordDict(), {}),
+        config=ConfigRecord,
+        to_record=compat.parameters_to_arrayrecord,
+        to_parameters=compat.arrayrecord_to_parameters,
+        create=None,
+        error=lambda m: Message(Error(0, "gone"), reply_to=m),
+        set_id=lambda m: m.metadata.__dict__.update(_message_id="1"),
+    )
+
+
 def secagg_round(
     wrapper: Any,
     clients: Sequence[Any],
     model: Any,
     gone: Sequence[int] = (),
+    mods: Sequence[Any] = (),
     **arguments: Any,
 ) -> list[np.ndarray]:
     """Runs one round under Flower's SecAgg+ workflow; returns the new model.
@@ -138,65 +194,72 @@ def secagg_round(
       clients: Flower clients, all of whom are sampled.
       model: Flower's parameters.
       gone: clients that fall silent when it is their turn to train.
+      mods: of the clients, between `secaggplus_mod` and them.
       **arguments: of `SecAggPlusWorkflow`.
     """
-    import flwr
-    from flwr.client.mod import secaggplus_mod
-    from flwr.common import Context, Message, Metadata, RecordSet
-    from flwr.common import recordset_compat as compat
-    from flwr.common.message import Error
+    from flwr.common import Context
     from flwr.server import LegacyContext, ServerConfig
     from flwr.server.workflow import SecAggPlusWorkflow
 
-    flwr.common.logger.logger.setLevel("CRITICAL")
+    logging.getLogger("flwr").setLevel("CRITICAL")
+    words = _new_words() if flower_messages.INSTALLED else _old_words()
 
     def app(one):
         def client_fn(context: Context):
             return one
 
-        return flwr.client.ClientApp(client_fn=client_fn, mods=[secaggplus_mod])
+        return words.app(client_fn=client_fn, mods=[words.mod, *mods])
 
     apps = [app(one) for one in clients]
-    contexts = [Context(i, {}, RecordSet(), {}) for i in range(len(clients))]
-
-    def create_message(content, message_type, dst_node_id, group_id, ttl=None):
-        return Message(
-            Metadata(1, "", 0, dst_node_id, "", group_id, 3600.0, message_type),
-            copy.deepcopy(content),  # As if it went over a wire.
-        )
+    contexts = [words.context(i) for i in range(len(clients))]
 
     def send_and_receive(messages, timeout=None):
         replies = []
         for message in messages:
             node = message.metadata.dst_node_id
-            trains = "fitins.parameters" in message.content.parameters_records
-            if node in gone and trains:
-                replies.append(message.create_error_reply(Error(0, "gone")))
+            words.set_id(message)
+            arrived = copy.deepcopy(message)  # As if it went over a wire.
+            if node in gone and "fitins.parameters" in _records(arrived):
+                replies.append(words.error(message))
             else:
-                message.metadata._message_id = "1"
-                replies.append(apps[node](message, contexts[node]))
+                replies.append(apps[node](arrived, contexts[node]))
         return replies
 
-    driver = types.SimpleNamespace(
-        create_message=create_message, send_and_receive=send_and_receive
-    )
     context = LegacyContext(
-        Context(0, {}, RecordSet(), {}),
+        words.context(0),
         config=ServerConfig(num_rounds=1),
         strategy=wrapper,
         client_manager=manager(clients),
     )
-    context.state.configs_records["config"] = flwr.common.ConfigsRecord(
-        {"current_round": 1}
-    )
-    context.state.parameters_records["parameters"] = (
-        compat.parameters_to_parametersrecord(model, keep_input=True)
-    )
+    _put(context.state, "config", words.config({"current_round": 1}))
+    _put(context.state, "parameters", words.to_record(model, keep_input=True))
     SecAggPlusWorkflow(
         num_shares=1.0, reconstruction_threshold=0.5, **arguments
-    )(driver, context)
+    )(
+        types.SimpleNamespace(
+            create_message=words.create, send_and_receive=send_and_receive
+        ),
+        context,
+    )
     return arrays(
-        compat.parametersrecord_to_parameters(
-            context.state.parameters_records["parameters"], keep_input=True
+        words.to_parameters(
+            _records(context.state)["parameters"], keep_input=True
         )
     )
+
+
+def _records(content: Any) -> Any:
+    """The array records of a message or a state."""
+    content = getattr(content, "content", content)
+    if flower_messages.INSTALLED:
+        return content.array_records
+    return content.parameters_records
+
+
+def _put(state: Any, key: str, record: Any) -> None:
+    if flower_messages.INSTALLED:
+        state[key] = record
+    elif key == "config":
+        state.configs_records[key] = record
+    else:
+        state.parameters_records[key] = record

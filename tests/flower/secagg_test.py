@@ -7,8 +7,8 @@ import unittest
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from tests.flower import real_flower
-from tfdp_fl.flower import DPFedAvgAdaptive, DPFedAvgFixed
+from tests.flower import flower_messages, real_flower
+from tfdp_fl.flower import DPFedAvgAdaptive, DPFedAvgFixed, private_mod
 
 # Half a step of SecAgg+'s fixed point: 2 * 8 / 2^22.
 _STEP = 16 / 2**22
@@ -16,9 +16,17 @@ _STEP = 16 / 2**22
 
 @unittest.skipUnless(real_flower.INSTALLED, real_flower.WHY_NOT)
 class SecAggTest(parameterized.TestCase):
-    def _moved(self, updates, num_examples, z=0.0, size=4, **arguments):
+    def _moved(
+        self,
+        updates,
+        num_examples,
+        z=0.0,
+        size=4,
+        wrapped=True,
+        **arguments,
+    ):
         clients = [
-            real_flower.client([np.array(update)], n)
+            real_flower.client([np.array(update)], n, wrapped)
             for update, n in zip(updates, num_examples, strict=True)
         ]
         m = len(clients)
@@ -44,6 +52,18 @@ class SecAggTest(parameterized.TestCase):
             moved, [0.2, 0, 0, 0], rtol=0, atol=max_weight * _STEP
         )
         self.assertLen(self.wrapper.released_rounds, 1)
+
+    @unittest.skipUnless(flower_messages.INSTALLED, flower_messages.WHY_NOT)
+    def test_the_mod_stands_in_for_the_wrapped_client(self):
+        updates = [[5.0, 0, 0, 0]] + 4 * [[0.0] * 4]
+        moved = self._moved(
+            updates,
+            [1000, 1, 1, 1, 1],
+            wrapped=False,
+            mods=[private_mod],
+            max_weight=1.0,
+        )
+        np.testing.assert_allclose(moved, [0.2, 0, 0, 0], rtol=0, atol=_STEP)
 
     def test_it_is_the_mean_of_clipped_updates(self):
         rng = np.random.default_rng(1)
@@ -77,11 +97,22 @@ class SecAggTest(parameterized.TestCase):
             real_flower.client([np.array([norm, 0.0])])
             for norm in (1.0, 3.0, 4)
         ]
+        self._assert_bits(clients)
+
+    @unittest.skipUnless(flower_messages.INSTALLED, flower_messages.WHY_NOT)
+    def test_adaptive_clipping_gets_its_bits_from_the_mod(self):
+        clients = [
+            real_flower.client([np.array([norm, 0.0])], wrapped=False)
+            for norm in (1.0, 3.0, 4)
+        ]
+        self._assert_bits(clients, mods=[private_mod])
+
+    def _assert_bits(self, clients, **arguments):
         wrapper = DPFedAvgAdaptive(
             real_flower.strategy("FedAvg", 3), 3, 2.0, 0.0
         )
         real_flower.secagg_round(
-            wrapper, clients, real_flower.parameters(np.zeros(2))
+            wrapper, clients, real_flower.parameters(np.zeros(2)), **arguments
         )
         self.assertAlmostEqual(wrapper.clip_norm, 2 * np.exp(0.2 / 6))
 

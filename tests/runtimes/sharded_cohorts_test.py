@@ -281,7 +281,9 @@ class SameResultTest(_WorkersTestCase):
                 actual[name], values, atol=1e-4, rtol=1e-4
             )
         if there.run.windows is not None:
-            np.testing.assert_allclose(here.run.windows, there.run.windows, atol=1e-5)
+            np.testing.assert_allclose(
+                here.run.windows, there.run.windows, atol=1e-5
+            )
             self.assertTrue(np.isfinite(there.run.windows).any())
         (made,) = workers._computations.values()
         for way, _ in made:
@@ -298,7 +300,7 @@ class SameResultTest(_WorkersTestCase):
         self.assertTrue(other)
         self.assertFalse(one & other)
         read = one | other
-        drawn = set(there._sampler.cohort(_ROUNDS - 1).tolist())
+        drawn = set(there.run.sampler.cohort(_ROUNDS - 1).tolist())
         if case.clients is _streamed:
             drawn -= {3, 8}
         self.assertEqual(read, drawn)
@@ -377,7 +379,7 @@ class SameResultTest(_WorkersTestCase):
         )
         federated, here = _federated(case), _federated(case)
         for each in federated, here:
-            each._clients_per_round = 0.01
+            each.setup.clients_per_round = 0.01
         workers = self.workers()
         history = _fit(federated, case, _alike(), runtime=workers).history
         _fit(here, case, _alike())

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
+from tfdp_fl._on_use import tf
 from tfdp_fl.correlated_noise import toeplitz, tree
 from tfdp_fl.correlated_noise.participation import Participation
 from tfdp_fl.correlated_noise.workload import Workload

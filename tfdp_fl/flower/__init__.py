@@ -1,6 +1,7 @@
 """Client-level differential privacy around Flower's strategies and clients.
 
 Nothing here imports Flower: the wrappers go by the shape of what they wrap.
+TensorFlow is imported only by what clips at the server (`server_clipping`).
 """
 
 from tfdp_fl.flower.adaptive import DPFedAvgAdaptive
@@ -12,6 +13,8 @@ from tfdp_fl.flower.errors import (
     RoundsAbandonedError,
 )
 from tfdp_fl.flower.fixed import DPFedAvgFixed
+from tfdp_fl.flower.mod import private_mod
+from tfdp_fl.flower.private_strategy import PrivateStrategy
 from tfdp_fl.flower.rounds import ReleasedRound
 
 __all__ = [
@@ -19,8 +22,10 @@ __all__ = [
     "DPFedAvgAdaptive",
     "DPFedAvgFixed",
     "DPFedAvgNumPyClient",
+    "PrivateStrategy",
     "ReleasedRound",
     "RoundError",
     "RoundNotConfiguredError",
     "RoundsAbandonedError",
+    "private_mod",
 ]

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from tfdp_fl import _validate
-from tfdp_fl.flower import fixed, keys
-from tfdp_fl.mechanisms import formulas
-
-# The noise of such an S is still a number in float32. As the floor, it looks at
-# no data.
-_LARGEST_CLIP_NORM = 1e30
+from tfdp_fl import _validate, mechanisms
+from tfdp_fl.flower import fixed
 
 
 class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
@@ -108,21 +100,18 @@ class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
                 f"{self.clip_count_stddev!r} (by default num_sampled_clients "
                 f"/ 20) and noise_multiplier={self.noise_multiplier!r}."
             )
-        if ledger is not None:  # Once all arguments are known to be right.
-            self._history.open_ledger(ledger, self._mechanism())
+        self._open(ledger)
 
-    @property
-    def _wants_norm_bit(self) -> bool:
-        return True
-
-    @property
-    def _update_noise_multiplier(self) -> float:
-        return formulas.update_noise_multiplier(
-            self.noise_multiplier, self.clip_count_stddev
+    def _current_mechanism(self) -> mechanisms.Mechanism:
+        return mechanisms.AdaptiveClipping(
+            noise_multiplier=self.noise_multiplier,
+            # Of no consequence: S of this round is `clip_norm`, whatever it is.
+            initial_clip_norm=1.0,
+            target_quantile=self.clip_norm_target_quantile,
+            clip_learning_rate=self.clip_norm_lr,
+            count_noise_stddev=self.clip_count_stddev,
+            noise_site=self._noise_site,
         )
-
-    def _dp_config(self) -> dict[str, Any]:
-        return {**super()._dp_config(), keys.ADAPTIVE_CLIP_ENABLED: True}
 
     def _arguments(self) -> dict[str, Any]:
         arguments = super()._arguments()
@@ -135,24 +124,5 @@ class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
             "min_clip_norm": self.min_clip_norm,
         }
 
-    def _next_clip_norm(
-        self, clip_norm: float, norm_bits: Sequence[bool | None]
-    ) -> float:
-        """Returns S exp(-eta (b - gamma)), within its floor and ceiling.
-
-        The bits are counted from the middle (b - 1/2), so that a client that
-        is missing pulls S neither way.
-        """
-        count = sum(bool(bit) - 0.5 for bit in norm_bits)
-        noised = np.random.default_rng().normal(count, self.clip_count_stddev)
-        fraction = 0.5 + float(noised) / self.num_sampled_clients
-        try:
-            next_clip_norm = formulas.next_clip_norm(
-                clip_norm,
-                fraction,
-                self.clip_norm_target_quantile,
-                self.clip_norm_lr,
-            )
-        except OverflowError:
-            next_clip_norm = _LARGEST_CLIP_NORM
-        return min(max(next_clip_norm, self.min_clip_norm), _LARGEST_CLIP_NORM)
+    def _bounded(self, clip_norm: float) -> float:
+        return max(clip_norm, self.min_clip_norm)

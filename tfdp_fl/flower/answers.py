@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp_fl.flower import replies
 
 _logger = logging.getLogger(__name__)
+
+
+class Node(int):
+    """A client that Flower names by a number: the id of its node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +57,7 @@ def collect(
     results: Sequence[tuple[Any, Any]],
     failures: Sequence[Any],
     asked: frozenset[str],
-    shapes: Sequence[tuple[int, ...]],
-    wants_norm_bit: bool,
+    read: Callable[[Any], replies.Reply],
 ) -> Answers:
     """Reads a round's results; each that cannot be used is logged.
 
@@ -63,8 +66,7 @@ def collect(
       results: clients and what they replied.
       failures: of clients that did not reply.
       asked: the names of those who were asked; empty where they have none.
-      shapes: of the arrays that they were sent.
-      wants_norm_bit: whether they were asked for their norm bit.
+      read: reads one result, or raises `replies.ReplyError`.
     """
     valid, reasons, failed = [], [], list(failures)
     names: set[str] = set()
@@ -76,7 +78,7 @@ def collect(
                     raise replies.ReplyError("it was not asked")
                 if name in names:
                     raise replies.ReplyError("it has replied before")
-            reply = replies.read(fit_res, shapes, wants_norm_bit)
+            reply = read(fit_res)
         except replies.ReplyError as error:
             called = repr(client if name is None else name)[:100]
             reasons.append(f"client {called}: {error}")
@@ -93,5 +95,7 @@ def collect(
 
 def name_of(client: Any) -> str | None:
     """Returns the name that Flower gives a client; None if it has none."""
+    if isinstance(client, Node):
+        return str(client)
     cid = getattr(client, "cid", None)
     return cid if isinstance(cid, str) else None

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _validate
-from tfdp_fl.flower import keys, updates
-
-_logger = logging.getLogger(__name__)
-
-# The weight of every client in every average downstream. With SecAgg+ it is the
-# client itself that multiplies its model by this number, under its mask, where
-# no server can put it right: the true number of examples would be the client's
-# share of the average, whatever it was clipped to.
-_NUM_EXAMPLES = 1
+from tfdp_fl.flower import keys, release
 
 
 class DPFedAvgNumPyClient:
@@ -84,43 +74,15 @@ class DPFedAvgNumPyClient:
             be (nothing was trained then), or the wrapped client returns arrays
             of other shapes.
         """
-        if keys.CLIP_NORM not in config:
-            raise KeyError(
-                f"The server sent no clip norm: config has no {keys.CLIP_NORM}"
-                f", only {sorted(config)}. Is its strategy wrapped?"
-            )
-        clip_norm = _validate.positive(
-            dpfedavg_clip_norm=config[keys.CLIP_NORM]
-        )
-        stddev = _validate.non_negative(
-            dpfedavg_noise_stddev=config.get(keys.NOISE_STDDEV, 0.0)
-        )
-        wants_bit = _validate.instance_of(
-            bool,
-            dpfedavg_adaptive_clip_enabled=config.get(
-                keys.ADAPTIVE_CLIP_ENABLED, False
-            ),
-        )
+        asked = release.instruction(config)
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
         returned, _, metrics = self.client.fit(parameters, config)
-
-        update = updates.clipped(
-            updates.difference(returned, received), clip_norm
-        )
-        if update.discarded:
-            self.discarded_updates += 1
-            _logger.warning(
-                "The update holds NaN or infinity: zero is sent in its place."
-            )
-        if stddev > 0:
-            noised = updates.noised(update.arrays, stddev)
-            sent = updates.applied(received, noised)
-        else:
-            sent = updates.applied_within(received, update.arrays, clip_norm)
-        if wants_bit:
-            metrics = {**metrics, keys.NORM_BIT: update.within}
-        return sent, _NUM_EXAMPLES, metrics
+        done = release.released(received, returned, asked)
+        self.discarded_updates += done.discarded
+        if asked.wants_norm_bit:
+            metrics = {**metrics, keys.NORM_BIT: done.norm_bit}
+        return done.arrays, release.NUM_EXAMPLES, metrics
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
         """The wrapped client's `get_parameters`."""

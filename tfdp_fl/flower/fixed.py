@@ -2,65 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _validate
-from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting import ledger as ledger_lib
-from tfdp_fl.flower import answers as answers_lib
 from tfdp_fl.flower import (
-    errors,
-    keys,
+    client_clipping,
     population,
-    report,
-    rounds,
+    private_rounds,
+    replies,
     strategies,
-    updates,
 )
+from tfdp_fl.flower import configured as configured_lib
 from tfdp_fl.flower import parameters as parameters_lib
-from tfdp_fl.mechanisms import formulas
-
-_logger = logging.getLogger(__name__)
 
 # A client of the last round (a proxy) and what it was sent or returned.
 _Messages = list[tuple[Any, Any]]
-_Wrapper = TypeVar("_Wrapper", bound="DPFedAvgFixed")
-
-_STATE_FORMAT = "tfdp_fl flower state 1"
 
 
-@dataclasses.dataclass(frozen=True)
-class _ConfiguredRound:
-    """A round whose clients are at work.
-
-    Attributes:
-      server_round: its number.
-      clip_norm: S.
-      message: the model that all of them were sent, as the strategy made it.
-      sent: w, the arrays in it.
-      asked: the names of those who were asked, where clients have names.
-      plan: the round as it is released if nobody fails.
-      noise_stddev: z S / sqrt(m), a client's share of the noise.
-      noised_by_server: whether the server adds the noise of all.
-    """
-
-    server_round: int
-    clip_norm: float
-    message: Any
-    sent: list[np.ndarray]
-    asked: frozenset[str]
-    plan: rounds.ReleasedRound
-    noise_stddev: float
-    noised_by_server: bool
-
-
-class DPFedAvgFixed:
+class DPFedAvgFixed(private_rounds.PrivateRounds):
     """DP-FedAvg with a fixed clip norm around any strategy that averages.
 
     For any object with `configure_fit(server_round, parameters,
@@ -155,46 +119,26 @@ class DPFedAvgFixed:
           TypeError, ValueError: if an argument is not what it should be.
           LedgerError: if the ledger cannot be gone on with.
         """
-        self.averages = _validate.instance_of(bool, averages=averages)
-        strategies.require_averaging(strategy, self.averages)
-        self.strategy = strategy
-        self.num_sampled_clients = _validate.positive_integer(
-            num_sampled_clients=num_sampled_clients
-        )
-        self.clip_norm = _validate.positive(clip_norm=clip_norm)
         self.noise_multiplier = _validate.non_negative(
             noise_multiplier=noise_multiplier
         )
         self.server_side_noising = _validate.instance_of(
             bool, server_side_noising=server_side_noising
         )
-        if on_client_failure is None:
-            on_client_failure = "exclude" if server_side_noising else "abort"
-        self.on_client_failure = _validate.one_of(
-            ("exclude", "abort"), on_client_failure=on_client_failure
+        super().__init__(
+            strategy,
+            _validate.positive_integer(num_sampled_clients=num_sampled_clients),
+            _validate.positive(clip_norm=clip_norm),
+            not server_side_noising,
+            on_client_failure=on_client_failure,
+            max_abandoned_rounds=max_abandoned_rounds,
+            averages=averages,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            accountant=accountant,
         )
-        if on_client_failure == "exclude" and not server_side_noising:
-            raise ValueError(
-                "on_client_failure must be 'abort' with server_side_noising="
-                "False, got 'exclude': the clients' shares of the noise are "
-                "enough only if all of them reply."
-            )
-        if max_abandoned_rounds is not None:
-            max_abandoned_rounds = _validate.positive_integer(
-                max_abandoned_rounds=max_abandoned_rounds
-            )
-        self.max_abandoned_rounds = max_abandoned_rounds
-        self.discarded_updates = 0
-        self.rejected_replies = 0
-        self.stopped_before_round: int | None = None
-        self._abandoned_in_a_row = 0
-        self._configured: _ConfiguredRound | None = None
-        self._idle_round: int | None = None
-        self._history = rounds.RoundHistory(
-            target_epsilon, target_delta, accountant
-        )
-        if ledger is not None:
-            self._history.open_ledger(ledger, self._mechanism())
+        if type(self) is DPFedAvgFixed:  # Else the arguments are not all known.
+            self._open(ledger)
 
     def __repr__(self) -> str:
         return (
@@ -204,167 +148,6 @@ class DPFedAvgFixed:
             f"noise_multiplier={self.noise_multiplier}, "
             f"server_side_noising={self.server_side_noising})"
         )
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "strategy" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.strategy, name)
-
-    @property
-    def released_rounds(self) -> tuple[rounds.ReleasedRound, ...]:
-        """The rounds that were released, and are charged."""
-        return tuple(self._history.released)
-
-    def privacy_epsilon(
-        self,
-        num_clients: int | None = None,
-        delta: float | None = None,
-        sampling: str = "fixed_size",
-        accountant: str = "rdp",
-    ) -> float:
-        """Returns epsilon at delta after the rounds released so far.
-
-        Each round is charged with the number of clients that were there when
-        its cohort was drawn.
-
-        Args:
-          num_clients: N. Needed only if the client manager does not tell how
-            many clients there are, and believed only then: else a round is
-            charged with the smaller of the two numbers.
-          delta: the failure probability; None means `target_delta`.
-          sampling: "fixed_size", if the m clients of each round are drawn
-            uniformly without replacement (neighbours: one client replaced by
-            another); else "shuffled", which claims nothing for the sampling
-            (neighbours: one client added or removed). Poisson sampling is not
-            what happens here.
-          accountant: "rdp" or "pld".
-
-        Returns:
-          Epsilon; infinity if a round was released without noise.
-
-        Raises:
-          ValueError: if an argument is not allowed; among others, if
-            `num_clients` is more than ever were there.
-        """
-        if delta is None:
-            delta = self._history.target_delta
-        if delta is None:
-            raise ValueError(
-                "delta must be given, as no target_delta was, got None."
-            )
-        return self._history.epsilon(num_clients, delta, sampling, accountant)
-
-    def privacy_report(
-        self,
-        delta: float | None = None,
-        num_clients: int | None = None,
-        accountant: str = "rdp",
-    ) -> dict[str, Any]:
-        """Returns what is guaranteed, and what was assumed, as JSON values.
-
-        Args:
-          delta: see `privacy_epsilon`.
-          num_clients: see `privacy_epsilon`.
-          accountant: "rdp" or "pld".
-
-        Returns:
-          epsilon (None if there is no guarantee), delta, accountant, relation,
-          rounds, clients_per_round, num_clients (smallest and largest N that
-          was charged), noise_added_by, on_client_failure, strategy, and
-          caveats: sentences that have to be read with epsilon.
-        """
-        epsilon = self.privacy_epsilon(
-            num_clients, delta, accountant=accountant
-        )
-        return {
-            "epsilon": epsilon if np.isfinite(epsilon) else None,
-            "delta": self._history.target_delta if delta is None else delta,
-            "accountant": accountant,
-            **report.facts(self._history, num_clients),
-            "clients_per_round": self.num_sampled_clients,
-            "noise_added_by": (
-                "server" if self.server_side_noising else "clients"
-            ),
-            "on_client_failure": self.on_client_failure,
-            "strategy": (
-                f"{type(self.strategy).__module__}."
-                f"{type(self.strategy).__qualname__}"
-            ),
-            "averages": self.averages,
-            "caveats": report.caveats(
-                self._history,
-                averages=self.averages,
-                is_flowers=strategies.is_flowers(self.strategy),
-                server_side_noising=self.server_side_noising,
-            ),
-        }
-
-    def state(self) -> dict[str, Any]:
-        """Returns what a restarted server has to know, as JSON values.
-
-        To be saved together with the model, after each round. A round that
-        clients are at work for is not in it.
-        """
-        return {
-            "format": _STATE_FORMAT,
-            "wrapper": type(self).__name__,
-            "arguments": self._arguments(),
-            "abandoned_in_a_row": self._abandoned_in_a_row,
-            "discarded_updates": self.discarded_updates,
-            "rejected_replies": self.rejected_replies,
-            "history": self._history.state(),
-        }
-
-    @classmethod
-    def from_state(
-        cls: type[_Wrapper],
-        state: Mapping[str, Any],
-        strategy: Any,
-        *,
-        ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None = None,
-        **changes: Any,
-    ) -> _Wrapper:
-        """Returns a wrapper that goes on where another stopped.
-
-        Args:
-          state: what `state` returned.
-          strategy: the strategy to be wrapped.
-          ledger: the ledger that the other kept, if it did. Rounds that stand
-            in it and not in the state were released all the same, and are
-            charged.
-          **changes: arguments other than those the state was taken with.
-
-        Raises:
-          ValueError: if the state is not of this class.
-          LedgerTamperedError: if the ledger is not the one the state knows.
-        """
-        found = (state.get("format"), state.get("wrapper"))
-        if found != (_STATE_FORMAT, cls.__name__):
-            raise ValueError(
-                f"state must be one of {cls.__name__} (format "
-                f"{_STATE_FORMAT!r}), got {found!r}."
-            )
-        history = state["history"]
-        if history["ledger_head"] is not None and ledger is None:
-            raise ValueError(
-                "ledger must be given, as the state was taken of a run that "
-                "kept one: it may hold rounds that the state does not, got "
-                "None."
-            )
-        wrapper = cls(strategy, **{**state["arguments"], **changes})
-        wrapper._abandoned_in_a_row = int(state["abandoned_in_a_row"])
-        wrapper.discarded_updates = int(state["discarded_updates"])
-        wrapper.rejected_replies = int(state["rejected_replies"])
-        wrapper._history.restore(history)
-        if ledger is not None:
-            wrapper._history.open_ledger(
-                ledger, wrapper._mechanism(), history["ledger_head"]
-            )
-        return wrapper
-
-    def close(self) -> None:
-        """Lets go of the ledger, so that another process may go on with it."""
-        self._history.close()
 
     def configure_fit(
         self, server_round: int, parameters: Any, client_manager: Any
@@ -390,30 +173,17 @@ class DPFedAvgFixed:
         if not instructions:
             self._idle_round = server_round
             return instructions
-        if len(instructions) != self.num_sampled_clients:
-            raise ValueError(
-                "The wrapped strategy sampled "
-                f"{len(instructions)} clients, and num_sampled_clients="
-                f"{self.num_sampled_clients}: the noise is made for exactly "
-                "that many. (For Flower's FedAvg set min_fit_clients to it and "
-                "fraction_fit to 0.)"
-            )
         clients = [client for client, _ in instructions]
-        plan = self._planned(server_round, clients, watched)
-        if not self._history.affords(plan.charge()):
-            self._stop_before(server_round, plan.charge())
-            return []
-        self._configured = _ConfiguredRound(
+        configured = self._begin(
             server_round,
-            self.clip_norm,
+            clients,
             instructions[0][1].parameters,
             _the_one_model(instructions),
-            frozenset(map(answers_lib.name_of, clients)) - {None},
-            plan,
-            self._client_noise_stddev(self.clip_norm),
-            self.server_side_noising,
+            None if watched is None else watched.population(clients),
         )
-        dp_config = self._dp_config()
+        if configured is None:
+            return []
+        dp_config = self._dp_config(configured)
         return [
             (
                 client,
@@ -443,43 +213,11 @@ class DPFedAvgFixed:
           LedgerWriteError: if the round could not be written down. Nothing is
             released then.
         """
-        configured = self._configured
-        if configured is None or configured.server_round != server_round:
-            if server_round in (self._idle_round, self.stopped_before_round):
-                return None, {}
-            raise errors.RoundNotConfiguredError(
-                f"Round {server_round} has no configure_fit that belongs to "
-                "these results, or they were here before: the model that its "
-                "clients were sent and the norm they clipped to are not known. "
-                "Nothing is released or charged."
-            )
-        self._configured = None
-        answers = answers_lib.collect(
-            server_round,
-            results,
-            failures,
-            configured.asked,
-            [array.shape for array in configured.sent],
-            self._wants_norm_bit,
-        )
-        self.rejected_replies += len(answers.reasons)
-        if not self._releasable(answers):
-            return self._abandon(
-                server_round, answers.summary(self.num_sampled_clients)
-            )
-        mean = self._noised_mean(configured, answers)
-        next_clip_norm = self._next_clip_norm(
-            configured.clip_norm,
-            [reply.norm_bit for *_, reply in answers.valid],
-        )
-        # On the disk before anything of the round can be seen; if this raises,
-        # nothing has moved.
-        self._history.add(
-            dataclasses.replace(configured.plan, num_replies=len(answers.valid))
-        )
-        self.clip_norm = next_clip_norm
-        self._abandoned_in_a_row = 0
-        released = parameters_lib.like(configured.message, mean)
+        finished = self._finish(server_round, results, failures, _read)
+        if finished is None:
+            return None, {}
+        answers, configured, model = finished
+        released = parameters_lib.like(configured.message, model)
         handed = [
             (
                 client,
@@ -492,167 +230,51 @@ class DPFedAvgFixed:
             )
             for client, fit_res, reply in answers.valid
         ]
-        with strategies.metrics_errors_logged(self.strategy):
+        with strategies.metrics_errors_logged(self.strategy, self._api):
             return self.strategy.aggregate_fit(
                 server_round, handed, answers.failures
             )
 
-    @property
-    def _update_noise_multiplier(self) -> float:
-        """The noise multiplier that is left for the updates themselves."""
-        return self.noise_multiplier
-
-    @property
-    def _wants_norm_bit(self) -> bool:
-        return False
-
-    def _client_noise_stddev(self, clip_norm: float) -> float:
-        return float(
-            formulas.client_noise_stddev(
-                clip_norm,
-                self._update_noise_multiplier,
-                self.num_sampled_clients,
-            )
+    def _current_mechanism(self) -> mechanisms.Mechanism:
+        return mechanisms.FixedClipping(
+            clip_norm=self.clip_norm,
+            noise_multiplier=self.noise_multiplier,
+            noise_site=self._noise_site,
         )
 
-    def _dp_config(self) -> dict[str, Any]:
-        config = {keys.CLIP_NORM: self.clip_norm}
-        if not self.server_side_noising:
-            config[keys.NOISE_STDDEV] = self._client_noise_stddev(
-                self.clip_norm
-            )
-        return config
+    @property
+    def _noise_site(self) -> str:
+        return "server" if self.server_side_noising else "client"
 
-    def _next_clip_norm(
-        self, clip_norm: float, norm_bits: Sequence[bool | None]
-    ) -> float:
-        """The clip norm of the next round; here it never moves."""
-        del norm_bits
-        return clip_norm
+    def _release(
+        self,
+        configured: configured_lib.ConfiguredRound,
+        valid: Sequence[replies.Reply],
+    ) -> configured_lib.Outcome:
+        return client_clipping.release(configured, valid)
+
+    def _dp_config(
+        self, configured: configured_lib.ConfiguredRound
+    ) -> dict[str, Any]:
+        return configured_lib.for_clients(configured)
 
     def _arguments(self) -> dict[str, Any]:
-        """The arguments that make a wrapper like this one, as JSON values."""
         return {
             "num_sampled_clients": self.num_sampled_clients,
             "clip_norm": self.clip_norm,
             "noise_multiplier": self.noise_multiplier,
             "server_side_noising": self.server_side_noising,
-            "on_client_failure": self.on_client_failure,
-            "max_abandoned_rounds": self.max_abandoned_rounds,
-            "averages": self.averages,
-            "target_epsilon": self._history.target_epsilon,
-            "target_delta": self._history.target_delta,
-            "accountant": self._history.accountant,
+            **super()._arguments(),
         }
 
-    def _mechanism(self) -> dict[str, Any]:
-        """Describes this wrapper in the header of a ledger."""
-        return {
-            "name": type(self).__name__,
-            "guarantee": "central",
-            "description": repr(self),
-        }
 
-    def _planned(
-        self,
-        server_round: int,
-        clients: Sequence[Any],
-        watched: population.WatchedManager | None,
-    ) -> rounds.ReleasedRound:
-        """Returns the round as it is charged, with the N that is there now."""
-        m = self.num_sampled_clients
-        available = num_clients = None
-        if watched is not None:
-            seen = watched.population(clients)
-            available, num_clients = seen.available, seen.drawn_from
-            if num_clients is None:
-                num_clients = m
-                _logger.warning(
-                    "The clients of round %s were not seen to be drawn by the "
-                    "client manager's sample: nothing is claimed for their "
-                    "sampling, and the round costs as much as if all clients "
-                    "were in it.",
-                    server_round,
-                )
-        return rounds.ReleasedRound(
-            server_round=server_round,
-            clip_norm=self.clip_norm,
-            noise_multiplier=self.noise_multiplier,
-            clients_per_round=m,
-            num_replies=m,
-            available=available,
-            num_clients=num_clients,
-        )
-
-    def _stop_before(
-        self, server_round: int, charge: charge_lib.RoundCharge
-    ) -> None:
-        self.stopped_before_round = server_round
-        _logger.warning(
-            "Stopped before round %s, which would bring epsilon to %.4g "
-            "(budget %g at delta=%g).",
-            server_round,
-            self._history.epsilon_after(charge),
-            self._history.target_epsilon,
-            self._history.target_delta,
-        )
-
-    def _releasable(self, answers: answers_lib.Answers) -> bool:
-        m = self.num_sampled_clients
-        if not answers.valid or answers.num_results > m:
-            return False
-        if answers.complete(m):
-            return True
-        # Flower's own word for "abort".
-        refuses = getattr(self.strategy, "accept_failures", True) is False
-        return self.on_client_failure == "exclude" and not refuses
-
-    def _abandon(
-        self, server_round: int, reason: str
-    ) -> tuple[None, dict[str, Any]]:
-        _logger.warning("Round %s is abandoned: %s.", server_round, reason)
-        self._abandoned_in_a_row += 1
-        limit = self.max_abandoned_rounds
-        if limit is not None and self._abandoned_in_a_row >= limit:
-            raise errors.RoundsAbandonedError(
-                f"{self._abandoned_in_a_row} rounds in a row were abandoned "
-                f"(max_abandoned_rounds={limit}), the last of them round "
-                f"{server_round}: {reason}."
-            )
-        return None, {}
-
-    def _noised_mean(
-        self, configured: _ConfiguredRound, answers: answers_lib.Answers
-    ) -> list[np.ndarray]:
-        """Returns w + (sum_k clip(Delta_k) + N(0, (z S)^2)) / m.
-
-        Computed in float64 and rounded once, after the noise: what rounding
-        adds to single updates (much, in float16) is not in the sum. A missing
-        client only lowers it: noise and m are those of the plan.
-        """
-        clip_norm = configured.clip_norm
-        stddev = configured.noise_stddev
-        bound = clip_norm
-        if not configured.noised_by_server:
-            size = sum(array.size for array in configured.sent)
-            bound = updates.largest_honest_norm(clip_norm, stddev, size)
-        total = [np.zeros(array.shape) for array in configured.sent]
-        discarded = 0
-        for *_, reply in answers.valid:
-            update = updates.clipped(
-                updates.difference(reply.arrays, configured.sent), bound
-            )
-            discarded += update.discarded
-            for array, change in zip(total, update.arrays, strict=True):
-                array += change
-        self.discarded_updates += discarded
-        # One share of the noise for each client whose noise is not there: all
-        # m of them, or those who had theirs discarded with their update.
-        m = configured.plan.clients_per_round
-        shares = m if configured.noised_by_server else discarded
-        if shares:
-            total = updates.noised(total, stddev * shares**0.5)
-        return updates.applied(configured.sent, [array / m for array in total])
+def _read(
+    fit_res: Any,
+    configured: configured_lib.ConfiguredRound,
+    wants_norm_bit: bool,
+) -> replies.Reply:
+    shapes = [array.shape for array in configured.sent]
+    return replies.read(fit_res, shapes, wants_norm_bit)
 
 
 def _the_one_model(instructions: _Messages) -> list[np.ndarray]:

@@ -11,3 +11,7 @@ ADAPTIVE_CLIP_ENABLED = "dpfedavg_adaptive_clip_enabled"
 
 NORM_BIT = "dpfedavg_norm_bit"
 """Metric: whether the update's norm was at most S (bool)."""
+
+WEIGHT_KEY = "dpfedavg_weight_key"
+"""Config, message API: the metric that the strategy takes for a weight (str);
+`num-examples` if it does not say."""

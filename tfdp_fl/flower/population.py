@@ -96,3 +96,51 @@ def watched(manager: Any) -> WatchedManager | None:
         if not callable(getattr(manager, method, None)):
             return None
     return WatchedManager(manager)
+
+
+class WatchedGrid:
+    """A grid whose list of nodes is watched; all else is its own.
+
+    Nodes come and go. What a strategy was told last is what it draws from.
+    """
+
+    def __init__(self, grid: Any):
+        self._grid = grid
+        self._listed: list[int] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_grid":
+            raise AttributeError(name)
+        return getattr(self._grid, name)
+
+    @property
+    def __class__(self) -> type:
+        # A strategy may ask what it was given.
+        return type(self._grid)
+
+    def get_node_ids(self) -> list[int]:
+        """As the grid's own."""
+        self._listed = list(self._grid.get_node_ids())
+        return list(self._listed)
+
+    def population(
+        self, chosen: Sequence[int], uniformly: bool, at_most: int
+    ) -> Population:
+        """Returns what is known of how these nodes were chosen.
+
+        Args:
+          chosen: the nodes that are sent a message.
+          uniformly: whether the strategy is known to draw uniformly, without
+            replacement, from the nodes it was told of last.
+          at_most: N, as the user says it.
+        """
+        listed = frozenset(self._listed or ())
+        drawn = (
+            uniformly
+            and len(set(chosen)) == len(chosen)
+            and listed.issuperset(chosen)
+        )
+        return Population(
+            max(len(listed), len(chosen)),
+            min(len(listed), at_most) if drawn else None,
+        )

@@ -8,11 +8,12 @@ that names it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,29 +68,37 @@ def read(
     Raises:
       ReplyError: if the reply is not what a wrapped client sends.
     """
-    try:
+    with readable():
         metrics = fit_res.metrics
         if not isinstance(metrics, Mapping):
             raise ReplyError(
                 f"metrics must be a mapping, got {type(metrics).__name__}"
             )
-        bit = _norm_bit(metrics) if wants_norm_bit else None
+        bit = norm_bit(metrics) if wants_norm_bit else None
         others = {k: v for k, v in metrics.items() if k != keys.NORM_BIT}
         return Reply(_arrays(fit_res.parameters, shapes), bit, others)
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """Makes a `ReplyError` of whatever is raised while a reply is read."""
+    try:
+        yield
     except ReplyError:
         raise
     except Exception as error:
-        # The checks above and below are meant to be complete. If one is not,
-        # a client must still be able to end no more than its own reply.
+        # The checks in the block are meant to be complete. If one is not, a
+        # client must still be able to end no more than its own reply.
         what = " ".join(f"{type(error).__name__}: {error}".split())[:100]
         raise ReplyError(f"it cannot be read ({what})") from error
 
 
-def _norm_bit(metrics: Mapping[str, Any]) -> bool:
+def norm_bit(metrics: Mapping[str, Any]) -> bool:
+    """Returns the bit among a client's metrics, or raises `ReplyError`."""
     if keys.NORM_BIT not in metrics:
         raise ReplyError(
             f"it has no {keys.NORM_BIT} (is the client wrapped in "
-            "DPFedAvgNumPyClient?)"
+            "DPFedAvgNumPyClient, or private_mod among its mods?)"
         )
     value = metrics[keys.NORM_BIT]
     if isinstance(value, bool | np.bool_):

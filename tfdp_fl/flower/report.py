@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdp_fl import mechanisms
 from tfdp_fl.flower import rounds
 
 
 def facts(
-    history: rounds.RoundHistory, num_clients: int | None
+    history: rounds.RoundHistory, num_clients: int | None, guarantee: str
 ) -> dict[str, Any]:
     """Returns what was charged, as JSON values.
 
     Args:
       history: the rounds.
       num_clients: see `DPFedAvgFixed.privacy_epsilon`.
+      guarantee: "central" or "local".
     """
     charged = [r.charge(num_clients).num_clients for r in history.released]
+    relation = "one client is replaced by another"
+    if guarantee == "local":
+        relation = "one client's data are replaced by other data"
     return {
-        "relation": "one client is replaced by another",
+        "guarantee": guarantee,
+        "relation": relation,
         "rounds": len(history.released),
         "rounds_from_ledger": len(history.earlier),
         "num_clients": [min(charged), max(charged)] if charged else None,
@@ -30,7 +36,7 @@ def caveats(
     *,
     averages: bool,
     is_flowers: bool,
-    server_side_noising: bool,
+    mechanism: mechanisms.Mechanism,
 ) -> list[str]:
     """Returns the sentences that hold, each of which stands by itself.
 
@@ -38,7 +44,7 @@ def caveats(
       history: the rounds.
       averages: whether the user vouched for the strategy.
       is_flowers: whether the strategy is one of Flower's.
-      server_side_noising: whether the server adds the noise.
+      mechanism: what was released.
     """
     released = history.released
     said = []
@@ -57,14 +63,16 @@ def caveats(
             "The client manager did not tell how many clients there were; "
             "their number is the user's word."
         )
-    if any(
+    central = mechanism.guarantee == "central"
+    if central and any(
         r.available is not None
         and r.num_clients == r.clients_per_round < r.available
         for r in released
     ):
         said.append(
             "Rounds whose clients were not seen to be drawn by the client "
-            "manager are charged without amplification by sampling."
+            "manager, or by a strategy known to sample uniformly, are charged "
+            "without amplification by sampling."
         )
     if any(r.num_replies < r.clients_per_round for r in released):
         said.append(
@@ -72,7 +80,13 @@ def caveats(
             "the noise and the divisor stayed as planned. That they failed is "
             "not hidden."
         )
-    if not server_side_noising:
+    if mechanism.guarantee == "local":
+        said.append(
+            "Each client noised its own update, and only that is covered, also "
+            "from the server; every client is charged as if it had been in "
+            "all rounds. That clients clip and noise is taken on trust."
+        )
+    elif mechanism.noise_site != "server":
         said.append(
             "Each client added its share of the noise; if clients leave it "
             "out, the noise on the sum is smaller than charged."

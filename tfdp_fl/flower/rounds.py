@@ -37,6 +37,8 @@ class ReleasedRound:
       num_clients: N, of whom the client manager drew the m; m itself if it was
         not seen to draw them, as nothing can be claimed for their sampling
         then; None if the client manager does not tell how many there are.
+      mu_squared: where each client is private by itself, (sensitivity /
+        sigma)^2 of what one of them released; None elsewhere.
     """
 
     server_round: int
@@ -46,6 +48,7 @@ class ReleasedRound:
     num_replies: int
     available: int | None = None
     num_clients: int | None = None
+    mu_squared: float | None = None
 
     def charge(
         self, num_clients: int | None = None, sampling: str = "fixed_size"
@@ -101,7 +104,7 @@ class RoundHistory:
             charge_lib.ACCOUNTANTS, accountant=accountant
         )
         self.released: list[ReleasedRound] = []
-        self.earlier: list[charge_lib.RoundCharge] = []
+        self.earlier: list[Any] = []
         self._spent = accountant_lib.PrivacyAccountant()
         self._ledger: ledger_lib.PrivacyLedger | None = None
         self._in_ledger = 0
@@ -158,7 +161,7 @@ class RoundHistory:
         self._ledger = ledger
         if begun_later:
             for released in self.released:
-                self._write(released, released.charge(), written_later=True)
+                self._write(released, written_later=True)
         self._in_ledger = ledger.rounds
 
     def _charge_unknown(self, ledger: ledger_lib.PrivacyLedger) -> None:
@@ -166,17 +169,10 @@ class RoundHistory:
         if ledger.rounds == self._in_ledger:
             return
         unknown = ledger.contents().entries[self._in_ledger :]
-        for entry in unknown:
-            if entry.charge is None or entry.charge.sampling != "fixed_size":
-                raise ValueError(
-                    "ledger must hold rounds of fixed_size sampling and with "
-                    f"a central charge only, got {ledger.path} with one of "
-                    f"{entry.charge!r}: its neighbouring relation is another, "
-                    "and no one epsilon covers both."
-                )
-        for entry in unknown:
-            self._spent.add(entry.charge)
-            self.earlier.append(entry.charge)
+        charges = [self._charge_of_entry(entry, ledger) for entry in unknown]
+        for charge in charges:
+            self._spend(charge)
+            self.earlier.append(charge)
         self._in_ledger = ledger.rounds
         _logger.warning(
             "The ledger %s holds %d rounds that others released; they are "
@@ -190,22 +186,13 @@ class RoundHistory:
         if self._ledger is not None:
             self._ledger.close()
 
-    def epsilon_after(self, charge: charge_lib.RoundCharge) -> float:
-        """Returns what epsilon at `target_delta` would be after one more round.
-
-        Only where there is a target.
-        """
-        return self._spent.epsilon_after(
-            charge, self.target_delta, self.accountant
-        )
-
-    def affords(self, charge: charge_lib.RoundCharge) -> bool:
+    def affords(self, planned: ReleasedRound) -> bool:
         """Whether a round may be run without passing the target."""
         if self._ledger is not None:
             self._charge_unknown(self._ledger)
         return (
             self.target_epsilon is None
-            or self.epsilon_after(charge) <= self.target_epsilon
+            or self.epsilon_after(planned) <= self.target_epsilon
         )
 
     def add(self, released: ReleasedRound) -> None:
@@ -215,27 +202,60 @@ class RoundHistory:
           LedgerWriteError: if its line could not be written. Nothing is
             charged then, and the round must not be released.
         """
-        charge = released.charge()
         if self._ledger is not None:
             self._charge_unknown(self._ledger)
-            self._write(released, charge)
+            self._write(released)
             self._in_ledger = self._ledger.rounds
-        self._spent.add(charge)
+        self._spend(self._charge_of(released))
         self.released.append(released)
 
-    def _write(
-        self,
-        released: ReleasedRound,
-        charge: charge_lib.RoundCharge,
-        **details: Any,
-    ) -> None:
+    def _write(self, released: ReleasedRound, **details: Any) -> None:
         self._ledger.record(
             self._ledger.rounds,
-            charge,
-            released.clients_per_round,
+            cohort_size=released.clients_per_round,
+            **self._ledger_line(released),
             **details,
             **dataclasses.asdict(released),
         )
+
+    # What differs where each client is private by itself (`local_rounds`).
+
+    def epsilon_after(self, planned: ReleasedRound) -> float:
+        """Returns what epsilon at `target_delta` would be after one more round.
+
+        Only where there is a target.
+        """
+        return self._spent.epsilon_after(
+            self._charge_of(planned), self.target_delta, self.accountant
+        )
+
+    def _spend(self, charge: Any) -> None:
+        self._spent.add(charge)
+
+    def _charge_of(self, released: ReleasedRound) -> Any:
+        return released.charge()
+
+    def _charge_of_entry(
+        self, entry: ledger_lib.LedgerEntry, ledger: ledger_lib.PrivacyLedger
+    ) -> Any:
+        """Returns what somebody else's line costs here, or raises."""
+        if entry.charge is None or entry.charge.sampling != "fixed_size":
+            raise ValueError(
+                "ledger must hold rounds of fixed_size sampling and with "
+                f"a central charge only, got {ledger.path} with one of "
+                f"{entry.charge!r}: its neighbouring relation is another, "
+                "and no one epsilon covers both."
+            )
+        return entry.charge
+
+    def _charge_to_json(self, charge: Any) -> Any:
+        return charge.to_json()
+
+    def _charge_from_json(self, written: Any) -> Any:
+        return charge_lib.RoundCharge.from_json(written)
+
+    def _ledger_line(self, released: ReleasedRound) -> dict[str, Any]:
+        return {"charge": released.charge()}
 
     def epsilon(
         self,
@@ -282,7 +302,7 @@ class RoundHistory:
         """Returns what a restarted server has to know, as JSON values."""
         return {
             "released": [dataclasses.asdict(r) for r in self.released],
-            "earlier": [charge.to_json() for charge in self.earlier],
+            "earlier": [self._charge_to_json(each) for each in self.earlier],
             "ledger_rounds": self._in_ledger,
             "ledger_head": None if self._ledger is None else self._ledger.head,
         }
@@ -293,8 +313,10 @@ class RoundHistory:
             ReleasedRound(**fields) for fields in state["released"]
         ]
         self.earlier = [
-            charge_lib.RoundCharge.from_json(text) for text in state["earlier"]
+            self._charge_from_json(each) for each in state["earlier"]
         ]
-        for charge in [r.charge() for r in self.released] + self.earlier:
-            self._spent.add(charge)
+        for charge in map(self._charge_of, self.released):
+            self._spend(charge)
+        for charge in self.earlier:
+            self._spend(charge)
         self._in_ledger = int(state["ledger_rounds"])

@@ -9,63 +9,154 @@ clients* is not what its user gets, and that is not to happen in silence.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 _logger = logging.getLogger(__name__)
 
-# By module and name, as nothing here imports Flower. Read in flwr 1.12: the
-# `aggregate_fit` of each averages with the weights it is given, and does no
-# more to the clients' replies than that.
-_AVERAGING = frozenset(
-    {
-        ("flwr.server.strategy.fault_tolerant_fedavg", "FaultTolerantFedAvg"),
-        ("flwr.server.strategy.fedadagrad", "FedAdagrad"),
-        ("flwr.server.strategy.fedadam", "FedAdam"),
-        ("flwr.server.strategy.fedavg", "FedAvg"),
-        ("flwr.server.strategy.fedavgm", "FedAvgM"),
-        ("flwr.server.strategy.fedopt", "FedOpt"),
-        ("flwr.server.strategy.fedprox", "FedProx"),
-        ("flwr.server.strategy.fedyogi", "FedYogi"),
-    }
+
+@dataclasses.dataclass(frozen=True)
+class Api:
+    """One of Flower's two APIs for strategies.
+
+    Classes are listed by module and name, as nothing here imports Flower.
+
+    Attributes:
+      configure: the method that draws a round's clients.
+      aggregate: the method that averages.
+      averaging: of the classes, those whose `aggregate` averages with the
+        weights it is given, and does no more to the clients' replies.
+      sampling: those whose `configure` draws uniformly, without replacement,
+        from all clients that Flower lists; empty where the drawing is watched.
+      abstract: the classes that only name the methods.
+      metrics: the attribute of the function that is handed clients' metrics.
+      m: what the number of sampled clients is called.
+      advice: how Flower's `FedAvg` samples that many.
+      drawn_by: who has to draw for the sampling to count.
+    """
+
+    configure: str
+    aggregate: str
+    averaging: frozenset[tuple[str, str]]
+    sampling: frozenset[tuple[str, str]]
+    abstract: frozenset[tuple[str, str]]
+    metrics: str
+    m: str
+    advice: str
+    drawn_by: str
+
+    def no_metrics(self) -> Any:
+        """Returns what stands for no metrics at all."""
+        if self is LEGACY:
+            return {}
+        return importlib.import_module("flwr.app").MetricRecord()
+
+
+def _classes(package: str, *names: str) -> frozenset[tuple[str, str]]:
+    return frozenset((f"{package}.{name.lower()}", name) for name in names)
+
+
+# Read in flwr 1.12.
+LEGACY = Api(
+    configure="configure_fit",
+    aggregate="aggregate_fit",
+    averaging=_classes(
+        "flwr.server.strategy",
+        "FedAdagrad",
+        "FedAdam",
+        "FedAvg",
+        "FedAvgM",
+        "FedOpt",
+        "FedProx",
+        "FedYogi",
+    )
+    | {("flwr.server.strategy.fault_tolerant_fedavg", "FaultTolerantFedAvg")},
+    sampling=frozenset(),
+    abstract=_classes("flwr.server.strategy", "Strategy"),
+    metrics="fit_metrics_aggregation_fn",
+    m="num_sampled_clients",
+    advice=(
+        "For Flower's FedAvg set min_fit_clients to it and fraction_fit to 0."
+    ),
+    drawn_by="the client manager's sample",
 )
-_ABSTRACT = ("flwr.server.strategy.strategy", "Strategy")
+# Read in flwr 1.42: `FedAvg.configure_train` takes `random.sample` of what the
+# grid's `get_node_ids` returned last, and the others hand on to it.
+MESSAGES = Api(
+    configure="configure_train",
+    aggregate="aggregate_train",
+    averaging=_classes(
+        "flwr.serverapp.strategy",
+        "FedAdagrad",
+        "FedAdam",
+        "FedAvg",
+        "FedAvgM",
+        "FedOpt",
+        "FedProx",
+        "FedYogi",
+    ),
+    sampling=_classes(
+        "flwr.serverapp.strategy", "FedAvg", "FedAvgM", "FedOpt", "FedProx"
+    ),
+    abstract=_classes("flwr.serverapp.strategy", "Strategy"),
+    metrics="train_metrics_aggr_fn",
+    m="clients_per_round",
+    advice=(
+        "For Flower's FedAvg set min_train_nodes to it and fraction_train to "
+        "a number so small that it asks for no more, such as 1e-9: 0 would "
+        "switch training off."
+    ),
+    drawn_by="a strategy of Flower's from the grid's node ids",
+)
 
 
-def require_averaging(strategy: Any, vouched: bool) -> None:
+def require_averaging(strategy: Any, vouched: bool, api: Api = LEGACY) -> None:
     """Raises unless a strategy averages, or its user says that it does.
 
-    Accepted are Flower's strategies of the list above, their subclasses that
-    leave `aggregate_fit` alone, and objects that are none of Flower's.
+    Accepted are Flower's strategies that are known to, their subclasses that
+    leave the averaging alone, and objects that are none of Flower's.
 
     Args:
       strategy: what is to be wrapped.
       vouched: the user's word (`averages=True`).
+      api: the API it is to be of.
 
     Raises:
-      TypeError: if it has no `configure_fit` or `aggregate_fit`.
+      TypeError: if it has not the methods of that API.
       ValueError: if it is one of Flower's, or derived from one, and not known
         to average.
     """
-    for method in ("configure_fit", "aggregate_fit"):
+    for method in (api.configure, api.aggregate):
         if not callable(getattr(strategy, method, None)):
             raise TypeError(
                 f"strategy must have a method {method}, got {strategy!r}."
             )
     if vouched or not is_flowers(strategy):
         return
-    culprit = _not_known_to_average(strategy)
+    method = api.aggregate
+    culprit = _not_of(strategy, method, api.averaging | api.abstract)
     if culprit is not None:
-        known = ", ".join(sorted(name for _, name in _AVERAGING))
+        known = ", ".join(sorted(name for _, name in api.averaging))
         raise ValueError(
             f"strategy must be one that averages ({known}, or a subclass "
-            f"without an aggregate_fit of its own), got {strategy!r} with the "
-            f"aggregate_fit of {culprit}. All it would be handed is the "
+            f"without an {method} of its own), got {strategy!r} with the "
+            f"{method} of {culprit}. All it would be handed is the "
             "clients' noised average, in place of each reply: a median, a "
             "trimmed mean or Krum over the clients would be none. If its "
-            "aggregate_fit makes of that what it should, say averages=True."
+            f"{method} makes of that what it should, say averages=True."
         )
+
+
+def samples_uniformly(strategy: Any, api: Api) -> bool:
+    """Whether a strategy is known to draw from all that Flower lists."""
+    return (
+        is_flowers(strategy)
+        and _not_of(strategy, api.configure, api.sampling | api.abstract)
+        is None
+    )
 
 
 def is_flowers(strategy: Any) -> bool:
@@ -76,40 +167,38 @@ def is_flowers(strategy: Any) -> bool:
     )
 
 
-def _not_known_to_average(strategy: Any) -> str | None:
-    """Returns whose `aggregate_fit` is not known; None if all are.
+def _not_of(
+    strategy: Any, method: str, known: frozenset[tuple[str, str]]
+) -> str | None:
+    """Returns whose method is not of the classes known; None if all are.
 
     All of them, not the first: each may call the next one.
     """
-    if "aggregate_fit" in getattr(strategy, "__dict__", {}):
+    if method in getattr(strategy, "__dict__", {}):
         return "the object itself"
     for cls in type(strategy).__mro__:
         name = (cls.__module__, cls.__qualname__)
-        if (
-            "aggregate_fit" in vars(cls)
-            and name not in _AVERAGING
-            and name != _ABSTRACT
-        ):
+        if method in vars(cls) and name not in known:
             return f"{cls.__module__}.{cls.__qualname__}"
     return None
 
 
 @contextlib.contextmanager
-def metrics_errors_logged(strategy: Any) -> Iterator[None]:
+def metrics_errors_logged(strategy: Any, api: Api = LEGACY) -> Iterator[None]:
     """Keeps the strategy's metrics function from ending the run.
 
     It is handed the metrics that clients sent: a key that one of them left out
     is enough for it to raise.
     """
-    name = "fit_metrics_aggregation_fn"
+    name = api.metrics
     function = getattr(strategy, "__dict__", {}).get(name)
     if not callable(function):
         yield
         return
 
-    def guarded(metrics: Any) -> dict[str, Any]:
+    def guarded(*metrics: Any) -> Any:
         try:
-            return function(metrics)
+            return function(*metrics)
         except Exception:
             _logger.warning(
                 "%s failed on the metrics that the clients sent; the round "
@@ -117,7 +206,7 @@ def metrics_errors_logged(strategy: Any) -> Iterator[None]:
                 name,
                 exc_info=True,
             )
-            return {}
+            return api.no_metrics()
 
     setattr(strategy, name, guarded)
     try:

@@ -129,6 +129,11 @@ def noised(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
     ]
 
 
+def noised_number(number: float, stddev: float) -> float:
+    """Returns the number plus N(0, stddev^2), drawn anew."""
+    return float(np.random.default_rng().normal(number, stddev))
+
+
 def applied(
     received: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[np.ndarray]:

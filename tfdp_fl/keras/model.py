@@ -343,8 +343,8 @@ class DPFederatedModel:
           `cohort_size`, `clip_norm`, `noise_stddev` (of the noise on the sum
           of updates; of its fresh part if it is correlated),
           `clipped_fraction`, `mean_update_norm`, `discarded_clients`,
-          `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is known, and `between_client_variance` and
-          `update_scale` if asked for.
+          `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is
+          known, and `between_client_variance` and `update_scale` if asked for.
         """
         compiled = self._require_compiled("fit")
         clients = datasets.as_federated(clients)

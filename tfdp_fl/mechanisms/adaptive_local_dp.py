@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import dp_accounting
-import tensorflow as tf
 
 from tfdp_fl import _validate
+from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import (
     clipping,
     contribution,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import tensorflow as tf
+from tfdp_fl._on_use import tf
 
 # Terms of one float32 sum of squares: no more than these, and not fewer than
 # those without need, as each sum costs a float64 number.

@@ -25,8 +25,8 @@ import collections
 from typing import Any
 
 import dp_accounting
-import tensorflow as tf
 
+from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import clipping, noise
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,

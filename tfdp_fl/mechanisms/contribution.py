@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import tensorflow as tf
-
 from tfdp_fl import schedules
+from tfdp_fl._on_use import tf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import dp_accounting
-import tensorflow as tf
 
 from tfdp_fl import _validate, correlated_noise, schedules
+from tfdp_fl._on_use import tf
 from tfdp_fl.correlated_noise import generators, strategies
 from tfdp_fl.mechanisms import mechanism, noise, parameters, registry
 from tfdp_fl.mechanisms.contribution import Deployment

@@ -102,9 +102,11 @@ def next_clip_norm(
       The next S, at least `SMALLEST_CLIP_NORM`: it falls where more than
       gamma of the updates were not clipped, and rises otherwise.
     """
-    moved = clip_norm * exp(
-        -learning_rate * (noised_fraction - target_quantile)
-    )
+    try:
+        factor = exp(-learning_rate * (noised_fraction - target_quantile))
+    except OverflowError:  # As `math.exp` says infinity.
+        return LARGEST_CLIP_NORM
+    moved = clip_norm * factor
     moved = choose(moved > SMALLEST_CLIP_NORM, moved, SMALLEST_CLIP_NORM)
     return choose(moved < LARGEST_CLIP_NORM, moved, LARGEST_CLIP_NORM)
 

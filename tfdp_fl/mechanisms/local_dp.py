@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import dp_accounting
-import tensorflow as tf
 
 from tfdp_fl import _validate, schedules
+from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.mechanisms import (
     clipping,

@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import dp_accounting
-import tensorflow as tf
 
 from tfdp_fl import _validate, schedules
+from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import statement
 from tfdp_fl.mechanisms import clipping, cohort_query, noise, parameters
 from tfdp_fl.mechanisms.contribution import (

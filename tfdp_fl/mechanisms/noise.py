@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-import tensorflow as tf
+from tfdp_fl._on_use import tf
 
 _PHILOX = "philox"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import attrs
 import dp_accounting
-import tensorflow as tf
 from dp_accounting import rdp
 
+from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import tf_privacy as tfp
 
 _ALLOWED = (

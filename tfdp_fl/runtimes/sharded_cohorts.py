@@ -1,4 +1,4 @@
-"""The compiled cohort over shards: a round of the engine, on TFF workers."""
+"""The compiled cohort over shards: a round of the engine, on workers."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class ShardedCohorts:
         shards_per_worker: int,
         data: WorkerData | None,
         computations: dict[Any, Any],
+        lift: Callable[..., Any] = computation_from_function,
     ):
         """Prepares nothing; computations are made when a round needs them.
 
@@ -60,6 +61,7 @@ class ShardedCohorts:
             shards_per_worker: How many shards each works on at the same time.
             data: Where workers read the examples; None: they are sent.
             computations: The computations made of this engine before.
+            lift: Makes of a function what `run_sharded` takes.
         """
         self._engine = cohort_engine
         self._run_sharded = run_sharded
@@ -68,6 +70,7 @@ class ShardedCohorts:
         self._num_shards = num_workers * shards_per_worker
         self._data = data
         self._computations = computations
+        self._lift = lift
         only_sum = cohort_engine.output == cohort.SUM
         by_sum = only_sum and not cohort_engine.query.keeps_window
         self._reduction = SUM if by_sum else NONE
@@ -222,7 +225,7 @@ class ShardedCohorts:
         if data is None:
             leaves = [tf.nest.flatten(spec) for spec in functions.example_specs]
             shard_spec = (*leaves, *shard_spec)
-        computation = computation_from_function(
+        computation = self._lift(
             run,
             packing.specs,
             shard_spec,

@@ -1,0 +1,284 @@
+"""Flower's messages: the real ones where they are, else of the same shape.
+
+A strategy, clients and a grid without a network, for the tests of the message
+API. flwr 1.12, which the TFF stack has, knows no such messages: there the
+classes below stand in for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import random
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdp_fl import flower
+
+
+def _is_there() -> bool:
+    try:
+        return importlib.util.find_spec("flwr.serverapp") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+INSTALLED = _is_there()
+WHY_NOT = (
+    "flwr with the message API is not installed (tests only; it needs an older "
+    "protobuf than requirements-current.txt pins: see CONTRIBUTING.md)"
+)
+
+if INSTALLED:
+    from flwr.app import (
+        Array,
+        ArrayRecord,
+        ConfigRecord,
+        Error,
+        Message,
+        MetricRecord,
+        RecordDict,
+    )
+    from flwr.supercore.task_identity import TaskIdentity
+
+    # Messages are made in a task of Flower's; here the test is one.
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+else:
+
+    class Array:
+        """As `flwr.app.Array`."""
+
+        def __init__(
+            self, ndarray=None, *, dtype="", shape=(), stype="", data=b""
+        ):
+            if ndarray is not None:
+                buffer = io.BytesIO()
+                np.save(buffer, ndarray, allow_pickle=False)
+                dtype, shape = str(ndarray.dtype), ndarray.shape
+                stype, data = "numpy.ndarray", buffer.getvalue()
+            self.dtype, self.shape = dtype, shape
+            self.stype, self.data = stype, data
+
+        def __eq__(self, other):
+            return self.__dict__ == other.__dict__
+
+        def numpy(self):
+            return np.load(io.BytesIO(self.data), allow_pickle=False)
+
+    class ArrayRecord(dict):
+        """As `flwr.app.ArrayRecord`."""
+
+        def __init__(self, arrays=()):
+            if isinstance(arrays, list):
+                arrays = {str(i): Array(each) for i, each in enumerate(arrays)}
+            super().__init__(arrays)
+
+    class ConfigRecord(dict):
+        """As `flwr.app.ConfigRecord`."""
+
+    class MetricRecord(dict):
+        """As `flwr.app.MetricRecord`."""
+
+    class RecordDict(dict):
+        """As `flwr.app.RecordDict`."""
+
+        def _of(self, kind):
+            return {k: v for k, v in self.items() if isinstance(v, kind)}
+
+        array_records = property(lambda self: self._of(ArrayRecord))
+        metric_records = property(lambda self: self._of(MetricRecord))
+        config_records = property(lambda self: self._of(ConfigRecord))
+
+    class Error(types.SimpleNamespace):
+        """As `flwr.app.Error`."""
+
+        def __init__(self, code, reason=None):
+            super().__init__(code=code, reason=reason)
+
+    class Message:
+        """As `flwr.app.Message`."""
+
+        def __init__(
+            self, content, dst_node_id=0, message_type="", *, reply_to=None
+        ):
+            there = reply_to and reply_to.metadata
+            self.metadata = types.SimpleNamespace(
+                message_id="",
+                src_node_id=there.dst_node_id if there else 1,
+                dst_node_id=there.src_node_id if there else dst_node_id,
+                reply_to_message_id=there.message_id if there else "",
+                message_type=there.message_type if there else message_type,
+            )
+            self.error = content if isinstance(content, Error) else None
+            self.content = None if self.error else content
+
+        def has_error(self):
+            return self.error is not None
+
+
+class Strategy:
+    """Averages with the weights that it is given, as Flower's `FedAvg`.
+
+    Attributes:
+      handed: the replies of each round.
+    """
+
+    weighted_by_key = "num-examples"
+
+    def __init__(self, sampled: int):
+        self.sampled = sampled
+        self.handed: list[list[Any]] = []
+
+    def configure_train(self, server_round, arrays, config, grid):
+        config["server-round"] = server_round
+        nodes = random.sample(list(grid.get_node_ids()), self.sampled)
+        content = RecordDict({"arrays": arrays, "config": config})
+        return [Message(content, node, "train") for node in nodes]
+
+    def aggregate_train(self, server_round, replies):
+        replies = list(replies)
+        self.handed.append(replies)
+        contents = [m.content for m in replies if not m.has_error()]
+        weights = [c["metrics"][self.weighted_by_key] for c in contents]
+        mean = {
+            name: Array(
+                np.asarray(
+                    sum(
+                        weight / sum(weights) * c["arrays"][name].numpy()
+                        for weight, c in zip(weights, contents, strict=True)
+                    )
+                )
+            )
+            for name in contents[0]["arrays"]
+        }
+        return ArrayRecord(mean), MetricRecord({"count": len(contents)})
+
+    def aggregate_evaluate(self, server_round, replies):
+        raise ValueError("inconsistent")
+
+    def start(self, grid, initial_arrays, num_rounds=3):
+        arrays = initial_arrays
+        for server_round in range(1, num_rounds + 1):
+            messages = self.configure_train(
+                server_round, arrays, ConfigRecord(), grid
+            )
+            replies = grid.send_and_receive(messages)
+            new, _ = self.aggregate_train(server_round, replies)
+            arrays = arrays if new is None else new
+        return arrays
+
+
+Train = Callable[[list[np.ndarray], dict], tuple[list[np.ndarray], dict]]
+
+
+class Grid:
+    """Nodes that train in this process, each with `private_mod` or another.
+
+    Attributes:
+      trains: by node id, what a client makes of arrays and config: new arrays
+        and metrics. None: it is silent. An exception: it sends an error.
+      change: may do something to the replies on the way.
+      mod: of every client; None for none.
+    """
+
+    def __init__(
+        self,
+        trains: dict[int, Train | Exception | None],
+        change: Callable[[list[Any]], list[Any]] | None = None,
+        mod: Callable[..., Any] | None = flower.private_mod,
+    ):
+        self.trains = trains
+        self.change = change
+        self.mod = mod
+        self.sent: list[Any] = []
+
+    def get_node_ids(self):
+        return list(self.trains)
+
+    def send_and_receive(self, messages, *, timeout=None):
+        del timeout
+        self.sent = list(messages)
+        replies = []
+        for number, message in enumerate(self.sent):
+            message.metadata.__dict__[
+                "_message_id" if INSTALLED else "message_id"
+            ] = f"{id(message)}-{number}"
+            train = self.trains[message.metadata.dst_node_id]
+            if isinstance(train, Exception):
+                replies.append(Message(Error(0, str(train)), reply_to=message))
+            elif train is not None:
+                arrived = copy.deepcopy(message)  # As if it went over a wire.
+                replies.append(
+                    self.mod(arrived, None, app(train))
+                    if self.mod
+                    else app(train)(arrived, None)
+                )
+        return self.change(replies) if self.change else replies
+
+
+def app(train: Train) -> Callable[[Any, Any], Any]:
+    """A `ClientApp` that trains."""
+
+    def run(message, context):
+        del context
+        record = message.content["arrays"]
+        arrays, metrics = train(
+            [array.numpy() for array in record.values()],
+            dict(message.content["config"]),
+        )
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord(
+                    {
+                        name: Array(np.asarray(array))
+                        for name, array in zip(record, arrays, strict=True)
+                    }
+                ),
+                "metrics": MetricRecord(metrics),
+            }
+        )
+        return Message(content, reply_to=message)
+
+    return run
+
+
+def adds(
+    update: Sequence[Any], num_examples: int = 7, **metrics: float
+) -> Train:
+    """A client that adds the same update to whatever it is sent."""
+
+    def train(arrays, config):
+        del config
+        new = [
+            np.asarray(a + np.asarray(u), a.dtype)
+            for a, u in zip(arrays, update, strict=True)
+        ]
+        return new, {"num-examples": num_examples, **metrics}
+
+    return train
+
+
+def model(*arrays: Any) -> Any:
+    """An ArrayRecord."""
+    return ArrayRecord([np.asarray(each) for each in arrays])
+
+
+def arrays(record: Any) -> list[np.ndarray]:
+    """What is in it."""
+    return [each.numpy() for each in record.values()]
+
+
+def a_round(
+    strategy: Any, grid: Any, record: Any, server_round: int = 1
+) -> tuple[Any, Any]:
+    """Runs one round; returns what the wrapper returns."""
+    messages = strategy.configure_train(
+        server_round, record, ConfigRecord(), grid
+    )
+    return strategy.aggregate_train(
+        server_round, grid.send_and_receive(messages)
+    )

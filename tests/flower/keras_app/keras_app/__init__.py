@@ -1,0 +1,1 @@
+"""A Flower App for `tests/flower/runs_test.py`."""

@@ -1,0 +1,933 @@
+"""The server wrapper of the message API, without a network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+from unittest import mock
+
+import dp_accounting
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.flower import flower_messages as fm
+from tests.mechanisms import rounds as mechanism_rounds
+from tests.mechanisms import statistics
+from tests.outside.loading import smooth_clipping
+from tfdp_fl import accounting, mechanisms
+from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.flower import (
+    PrivateStrategy,
+    RoundNotConfiguredError,
+    RoundsAbandonedError,
+    server_clipping,
+)
+
+_FIXED = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0)
+_NOISY = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
+
+
+def _private(mechanism=_FIXED, m=3, n=None, strategy=None, **options):
+    return PrivateStrategy(
+        fm.Strategy(m) if strategy is None else strategy,
+        mechanism,
+        num_clients=m if n is None else n,
+        clients_per_round=m,
+        **options,
+    )
+
+
+def _grid(updates, change=None):
+    return fm.Grid(
+        {10 + i: fm.adds([u], 10**i) for i, u in enumerate(updates)}, change
+    )
+
+
+def _sum_of_clipped(updates, clip_norm):
+    """The reference, in float64 (McMahan et al. 2018, Algorithm 1)."""
+    return sum(
+        np.asarray(u, np.float64) * min(1, clip_norm / np.linalg.norm(u))
+        for u in updates
+    )
+
+
+class RoundTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("fixed", _FIXED),
+        (
+            "shares",
+            tfdp_fl.FixedClipping(
+                clip_norm=0.5, noise_multiplier=0.0, noise_site="client"
+            ),
+        ),
+        (
+            "adaptive",
+            tfdp_fl.AdaptiveClipping(
+                noise_multiplier=0.0, initial_clip_norm=0.5
+            ),
+        ),
+    )
+    def test_without_noise_it_is_the_mean_of_clipped_updates(self, mechanism):
+        rng = np.random.default_rng(3)
+        updates = rng.normal(size=(5, 40)) * 10.0 ** np.arange(-4, 1)[:, None]
+        strategy = _private(mechanism, 5)
+        w = rng.normal(size=40)
+        got, metrics = fm.a_round(strategy, _grid(updates), fm.model(w))
+        np.testing.assert_allclose(
+            fm.arrays(got)[0],
+            w + _sum_of_clipped(updates, 0.5) / 5,
+            rtol=1e-12,
+        )
+        self.assertEqual(dict(metrics), {"count": 5})
+
+    @parameterized.parameters("fixed", "adaptive", "median", "of one's own")
+    def test_it_is_the_mechanisms_query(self, name):
+        mechanism = {
+            "fixed": lambda: _FIXED,
+            "adaptive": lambda: tfdp_fl.AdaptiveClipping(
+                noise_multiplier=0.0, initial_clip_norm=0.5
+            ),
+            "median": lambda: tfdp_fl.MedianClipping(noise_multiplier=0.0),
+            "of one's own": lambda: smooth_clipping()(noise_multiplier=0.0),
+        }[name]()
+        strategy = _private(mechanism, 4)
+        query = mechanism.bind(mechanisms.Deployment(clients_per_round=4))
+        state = query.initial_global_state()
+        changes = mechanism_rounds.updates_with_norms([0.1, 0.4, 1.0, 1e6])
+        grid = fm.Grid({i: fm.adds(change) for i, change in enumerate(changes)})
+        record = fm.model(*(np.zeros(v.shape) for v in changes[0]))
+        for number in range(1, 4):
+            done = mechanism_rounds.run_round(query, state, changes)
+            state = done.next_state
+            moved, _ = fm.a_round(strategy, grid, record, number)
+            for old, new, mean in zip(
+                fm.arrays(record), fm.arrays(moved), done.mean, strict=True
+            ):
+                np.testing.assert_allclose(new - old, mean, atol=1e-5)
+            record = moved
+            if name != "median":
+                np.testing.assert_allclose(
+                    strategy.clip_norm, float(state.clip_norm), rtol=1e-5
+                )
+
+    @parameterized.named_parameters(
+        ("server", _NOISY, 0.5),
+        (
+            "clients",
+            tfdp_fl.FixedClipping(
+                clip_norm=0.5, noise_multiplier=1.0, noise_site="client"
+            ),
+            0.5,
+        ),
+        (
+            "adaptive",
+            tfdp_fl.AdaptiveClipping(
+                noise_multiplier=1.0,
+                initial_clip_norm=0.5,
+                count_noise_stddev=1.0,
+            ),
+            0.5 * (1 - 1 / 4) ** -0.5,
+        ),
+        (
+            "median",  # All updates are zero: S is the smallest there is.
+            tfdp_fl.MedianClipping(noise_multiplier=1e10),
+            1.0,
+        ),
+        # z_local S of each, on the sum of four.
+        (
+            "local",
+            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=2.0),
+            2.0 * 0.5 * 2,
+        ),
+    )
+    def test_the_noise_on_the_sum(self, mechanism, stddev):
+        zeros = np.zeros([200, 200])
+        strategy = _private(mechanism, 4)
+        got, _ = fm.a_round(strategy, _grid([zeros] * 4), fm.model(zeros))
+        statistics.assert_gaussian(np.ravel(fm.arrays(got)[0]), stddev / 4)
+
+    def test_the_clip_follows_the_quantile_and_not_the_inverted_bit(self):
+        # All norms are 1, S begins at 0.1 and has to come up to them.
+        mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=0.0)
+        strategy = _private(mechanism, 4)
+        grid = _grid([[1.0, 0.0]] * 4)
+        for number in range(1, 60):
+            fm.a_round(strategy, grid, fm.model(np.zeros(2)), number)
+        self.assertBetween(strategy.clip_norm, 0.9, 1.15)
+
+    def test_a_missing_client_pulls_the_clip_neither_way(self):
+        mechanism = tfdp_fl.AdaptiveClipping(
+            noise_multiplier=0.0, initial_clip_norm=2.0
+        )
+        strategy = _private(mechanism, 4)
+        grid = _grid([[1.0], [1.0], [3.0], [0.0]])
+        grid.trains[13] = None
+        fm.a_round(strategy, grid, fm.model(np.zeros(1)))
+        self.assertAlmostEqual(strategy.clip_norm, 2 * np.exp(-0.2 * 0.5 / 4))
+
+    def test_the_strategys_own_messages_and_config_stay(self):
+        made = []
+
+        class Remembering(fm.Strategy):
+            def configure_train(self, *arguments):
+                made.extend(super().configure_train(*arguments))
+                return made
+
+        config = fm.ConfigRecord({"lr": 0.1})
+        strategy = _private(strategy=Remembering(3))
+        told = strategy.configure_train(
+            1, fm.model(np.zeros(2)), config, _grid([np.zeros(2)] * 3)
+        )
+        self.assertEqual(dict(config), {"lr": 0.1, "server-round": 1})
+        for message, ours in zip(made, told, strict=True):
+            self.assertEqual(dict(message.content["config"]), dict(config))
+            self.assertEqual(
+                dict(ours.content["config"]),
+                {
+                    **config,
+                    "dpfedavg_clip_norm": 0.5,
+                    "dpfedavg_weight_key": "num-examples",
+                },
+            )
+
+    def test_whole_numbers_and_float16_do_not_undo_the_clip(self):
+        strategy = _private(m=2)
+        grid = fm.Grid(
+            {i: fm.adds([np.full(3, 100), np.full(3, 1e-3)]) for i in range(2)}
+        )
+        record = fm.model(np.zeros(3, np.int64), np.zeros(3, np.float16))
+        got, _ = fm.a_round(strategy, grid, record)
+        counts, weights = fm.arrays(got)
+        self.assertEqual(counts.dtype, np.float64)
+        self.assertEqual(weights.dtype.kind, "f")
+        self.assertLessEqual(np.linalg.norm([counts, weights]), 0.5)
+
+    def test_start_is_the_wrapped_strategys(self):
+        strategy = _private()
+        got = strategy.start(
+            _grid([[1.0, 0.0]] * 3), fm.model(np.zeros(2)), num_rounds=4
+        )
+        np.testing.assert_allclose(fm.arrays(got)[0], [4 * 0.5, 0])
+        self.assertLen(strategy.released_rounds, 4)
+        self.assertEqual(strategy.sampled, 3)  # As all other attributes.
+
+    def test_replies_to_an_evaluation_end_no_run(self):
+        with self.assertLogs("tfdp_fl.flower", "WARNING"):
+            self.assertIsNone(_private().aggregate_evaluate(1, []))
+
+
+def _arrays_of(message):
+    return message.content["arrays"]
+
+
+def _replace_array(message, **fields):
+    array = _arrays_of(message)["0"]
+    whole = {
+        "dtype": array.dtype,
+        "shape": array.shape,
+        "stype": array.stype,
+        "data": array.data,
+        **fields,
+    }
+    message.content["arrays"]["0"] = fm.Array(**whole)
+
+
+def _put(value):
+    def change(message):
+        message.content["arrays"]["0"] = fm.Array(np.asarray(value))
+
+    return change
+
+
+class HostileReplyTest(parameterized.TestCase):
+    """One client sends what no honest one does."""
+
+    def _round(self, change, mechanism=_FIXED, m=4, **options):
+        updates = np.eye(m)
+        self.strategy = _private(mechanism, m, **options)
+
+        def changed(replies):
+            (hostile,) = [r for r in replies if r.metadata.src_node_id == 12]
+            result = change(hostile)
+            return replies if result is None else [*replies, result]
+
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
+            got, _ = fm.a_round(
+                self.strategy,
+                _grid(updates, changed),
+                fm.model(np.zeros(m)),
+            )
+            self.logs = "".join(logs.output)
+            if "WARNING" not in self.logs:
+                raise AssertionError(self.logs)
+        return None if got is None else fm.arrays(got)[0]
+
+    @parameterized.named_parameters(
+        ("shape", _put(np.zeros(5))),
+        ("scalar", _put(0.0)),
+        ("complex", _put(np.zeros(4, np.complex128))),
+        ("text", _put(np.array(["a"] * 4))),
+        ("pickle", lambda m: _replace_array(m, data=b"\x80\x04K\x01.")),
+        ("zip", lambda m: _replace_array(m, data=b"PK\x03\x04" + b"\0" * 99)),
+        ("stype", lambda m: _replace_array(m, stype="pickle")),
+        (
+            "huge",
+            lambda m: _replace_array(
+                m,
+                data=_arrays_of(m)["0"].data.replace(b"(4,)", b"(9999999999,)"),
+            ),
+        ),
+        ("no_arrays", lambda m: m.content.__delitem__("arrays")),
+        (
+            "two_records",
+            lambda m: m.content.__setitem__("more", fm.model(np.zeros(4))),
+        ),
+        (
+            "other_names",
+            lambda m: m.content.__setitem__(
+                "arrays", fm.ArrayRecord({"x": fm.Array(np.zeros(4))})
+            ),
+        ),
+        (
+            "more_arrays",
+            lambda m: m.content.__setitem__(
+                "arrays", fm.model(np.zeros(4), np.zeros(4))
+            ),
+        ),
+        (
+            "of_another_round",
+            lambda m: m.metadata.__dict__.update(
+                _reply_to_message_id="old", reply_to_message_id="old"
+            ),
+        ),
+        (
+            "of_nobody_asked",
+            lambda m: m.metadata.__dict__.update(
+                _src_node_id=99, src_node_id=99
+            ),
+        ),
+    )
+    def test_it_is_left_out_and_the_others_stay(self, change):
+        got = self._round(change)
+        np.testing.assert_allclose(got, [0.125, 0.125, 0, 0.125])
+        self.assertEqual(self.strategy.rejected_replies, 1)
+        (released,) = self.strategy.released_rounds
+        self.assertEqual(released.num_replies, 3)
+        self.assertLen(self.strategy.strategy.handed[0], 3)
+
+    @parameterized.parameters(np.nan, np.inf, -np.inf)
+    def test_what_is_not_finite_is_zero(self, value):
+        strategy = _private(m=2)
+
+        def changed(replies):
+            _put(np.array([value, 1.0]))(replies[0])
+            return replies
+
+        got, _ = fm.a_round(
+            strategy, _grid([[1.0, 0]] * 2, changed), fm.model(np.zeros(2))
+        )
+        np.testing.assert_allclose(fm.arrays(got)[0], [0.25, 0])
+        self.assertEqual(strategy.discarded_updates, 1)
+
+    @parameterized.parameters(1e-170, 1.0, 1e20, 1e300)
+    def test_without_the_mod_it_moves_the_mean_by_s_over_m(self, value):
+        strategy = _private(m=2)
+
+        def changed(replies):
+            _put(np.full(2, value))(replies[0])
+            return replies
+
+        got, _ = fm.a_round(
+            strategy, _grid([[0.0, 0.0]] * 2, changed), fm.model(np.zeros(2))
+        )
+        self.assertLessEqual(
+            np.linalg.norm(fm.arrays(got)[0]), 0.25 * (1 + 1e-12)
+        )
+
+    @parameterized.parameters(0, -3, 1e300, np.nan)
+    def test_the_weight_it_claims_is_not_looked_at(self, weight):
+        strategy = _private(m=2)
+
+        def changed(replies):
+            for reply in replies:
+                self.assertEqual(reply.content["metrics"]["num-examples"], 1)
+            replies[0].content["metrics"]["num-examples"] = weight
+            return replies
+
+        got, _ = fm.a_round(
+            strategy, _grid([[1.0, 0]] * 2, changed), fm.model(np.zeros(2))
+        )
+        np.testing.assert_allclose(fm.arrays(got)[0], [0.5, 0])
+
+    def test_a_second_reply_of_a_node_does_not_count(self):
+        def changed(replies):
+            return [replies[0], replies[0]]
+
+        strategy = _private(m=3)
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
+            got, _ = fm.a_round(
+                strategy, _grid([[1.0, 0]] * 3, changed), fm.model(np.zeros(2))
+            )
+        self.assertIn("replied before", "".join(logs.output))
+        np.testing.assert_allclose(fm.arrays(got)[0], [0.5 / 3, 0])
+
+    def test_more_replies_than_clients_are_no_round(self):
+        strategy = _private(m=2)
+        got = fm.a_round(
+            strategy,
+            _grid([[1.0]] * 2, lambda replies: [*replies, replies[0]]),
+            fm.model(np.zeros(1)),
+        )
+        self.assertEqual(got, (None, None))
+        self.assertEqual(strategy.released_rounds, ())
+
+    def test_a_missing_or_strange_norm_bit_is_a_failure(self):
+        mechanism = tfdp_fl.AdaptiveClipping(
+            noise_multiplier=0.0, initial_clip_norm=0.5
+        )
+
+        def drop(message):
+            del message.content["metrics"]["dpfedavg_norm_bit"]
+
+        def strange(message):
+            message.content["metrics"]["dpfedavg_norm_bit"] = [1.0]
+
+        for change in (drop, strange):
+            self._round(change, mechanism)
+            self.assertEqual(self.strategy.rejected_replies, 1)
+
+    def test_one_client_moves_the_count_by_one(self):
+        mechanism = tfdp_fl.AdaptiveClipping(
+            noise_multiplier=0.0, initial_clip_norm=1.0
+        )
+        strategy = _private(mechanism, 2)
+
+        def changed(replies):
+            for reply, bit in zip(replies, (1e9, 0), strict=True):
+                reply.content["metrics"]["dpfedavg_norm_bit"] = bit
+            return replies
+
+        fm.a_round(strategy, _grid([[1.0]] * 2, changed), fm.model(np.zeros(1)))
+        self.assertEqual(strategy.clip_norm, 1.0)
+
+    def test_metrics_that_differ_do_not_reach_the_strategy(self):
+        trains = {
+            1: fm.adds([1.0], loss=0.5, acc=0.5),
+            2: fm.adds([1.0], loss=0.5, secret=1.0),
+        }
+        mechanism = tfdp_fl.AdaptiveClipping(
+            noise_multiplier=0.0, initial_clip_norm=1.0
+        )
+        strategy = _private(mechanism, 2)
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
+            fm.a_round(strategy, fm.Grid(trains), fm.model(np.zeros(1)))
+        self.assertIn("secret", "".join(logs.output))
+        for message in strategy.strategy.handed[0]:
+            self.assertEqual(
+                dict(message.content["metrics"]),
+                {"loss": 0.5, "num-examples": 1},  # Nor the exact bit.
+            )
+
+    def test_the_strategy_gets_the_noised_mean_in_place_of_each_reply(self):
+        strategy = _private(_NOISY, 3)
+        got, _ = fm.a_round(strategy, _grid(np.eye(3)), fm.model(np.zeros(3)))
+        for message in strategy.strategy.handed[0]:
+            np.testing.assert_allclose(
+                fm.arrays(message.content["arrays"])[0],
+                fm.arrays(got)[0],
+                rtol=1e-12,
+            )
+
+
+class FailureTest(parameterized.TestCase):
+    def _grid(self):
+        grid = _grid([[1.0, 0]] * 4)
+        grid.trains[11], grid.trains[12] = None, OSError("no disk")
+        return grid
+
+    def test_who_fails_is_left_out_and_the_divisor_stays(self):
+        strategy = _private(m=4)
+        got, metrics = fm.a_round(strategy, self._grid(), fm.model(np.zeros(2)))
+        np.testing.assert_allclose(fm.arrays(got)[0], [0.25, 0])
+        self.assertEqual(metrics["count"], 2)
+        (released,) = strategy.released_rounds
+        self.assertEqual(released.num_replies, 2)
+        # The error goes on, for the strategy to log.
+        self.assertTrue(strategy.strategy.handed[0][-1].has_error())
+
+    def test_the_noise_of_the_others_stays_the_planned_one(self):
+        zeros = np.zeros([200, 200])
+        strategy = _private(_NOISY, m=4)
+        grid = _grid([zeros] * 4)
+        grid.trains[11] = None
+        got, _ = fm.a_round(strategy, grid, fm.model(zeros))
+        statistics.assert_gaussian(np.ravel(fm.arrays(got)[0]), 0.5 / 4)
+
+    def test_shares_of_noise_need_everybody(self):
+        mechanism = tfdp_fl.FixedClipping(
+            clip_norm=0.5, noise_multiplier=1.0, noise_site="client"
+        )
+        strategy = _private(mechanism, m=4, max_abandoned_rounds=2)
+        self.assertEqual(strategy.on_client_failure, "abort")
+        got = fm.a_round(strategy, self._grid(), fm.model(np.zeros(2)))
+        self.assertEqual(got, (None, None))
+        self.assertEqual(strategy.released_rounds, ())
+        with self.assertRaisesRegex(RoundsAbandonedError, "2 rounds in a row"):
+            fm.a_round(strategy, self._grid(), fm.model(np.zeros(2)), 2)
+        with self.assertRaisesRegex(ValueError, "on_client_failure"):
+            _private(mechanism, on_client_failure="exclude")
+
+    def test_a_discarded_share_of_noise_is_replaced(self):
+        zeros = np.zeros([200, 200])
+        mechanism = tfdp_fl.FixedClipping(
+            clip_norm=0.5, noise_multiplier=1.0, noise_site="client"
+        )
+        strategy = _private(mechanism, m=4)
+
+        def changed(replies):
+            _put(np.full([200, 200], np.nan))(replies[0])
+            return replies
+
+        got, _ = fm.a_round(
+            strategy, _grid([zeros] * 4, changed), fm.model(zeros)
+        )
+        statistics.assert_gaussian(np.ravel(fm.arrays(got)[0]), 0.5 / 4)
+
+    def test_replies_without_their_round_are_refused(self):
+        strategy = _private(m=2)
+        grid = _grid([[1.0]] * 2)
+        told = strategy.configure_train(
+            1, fm.model(np.zeros(1)), fm.ConfigRecord(), grid
+        )
+        replies = grid.send_and_receive(told)
+        with self.assertRaises(RoundNotConfiguredError):
+            strategy.aggregate_train(2, replies)
+        strategy.aggregate_train(1, replies)
+        with self.assertRaises(RoundNotConfiguredError):
+            strategy.aggregate_train(1, replies)
+        self.assertLen(strategy.released_rounds, 1)
+
+    def test_a_round_without_clients_is_none(self):
+        strategy = _private(m=2)
+        with mock.patch.object(
+            strategy.strategy, "configure_train", lambda *_: []
+        ):
+            got = fm.a_round(strategy, _grid([]), fm.model(np.zeros(1)))
+        self.assertEqual(got, (None, None))
+
+
+class _Uniform(fm.Strategy):
+    """Known to draw uniformly, as Flower's own are."""
+
+
+_KNOWN = mock.patch(
+    "tfdp_fl.flower.strategies.samples_uniformly",
+    lambda strategy, api: isinstance(strategy, _Uniform),
+)
+
+
+def _epsilon(n, m, rounds, z=1.0, delta=1e-5):
+    return accounting.epsilon(z, "fixed_size", n, m, rounds, delta)
+
+
+class AccountingTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enter_context(_KNOWN)
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        self.path = pathlib.Path(folder) / "ledger.jsonl"
+
+    def _run(self, strategy, connected, rounds, first=1):
+        grid = _grid([[1.0]] * connected)
+        for number in range(first, first + rounds):
+            fm.a_round(strategy, grid, fm.model(np.zeros(1)), number)
+        return strategy
+
+    @parameterized.parameters(
+        (20, 20, 20),
+        (20, 12, 12),  # Fewer were there than the user says.
+        (20, 30, 20),  # More: the user's word is the dearer one.
+    )
+    def test_a_round_costs_as_m_of_the_smaller_n(self, said, there, charged):
+        strategy = _private(_NOISY, 4, said, _Uniform(4))
+        self._run(strategy, there, 5)
+        self.assertAlmostEqual(
+            strategy.privacy_epsilon(delta=1e-5), _epsilon(charged, 4, 5)
+        )
+
+    def test_of_another_sampling_nothing_is_claimed(self):
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
+            strategy = self._run(_private(_NOISY, 4, 20), 20, 5)
+        self.assertIn("nothing is claimed", logs.output[0])
+        self.assertAlmostEqual(
+            strategy.privacy_epsilon(delta=1e-5), _epsilon(4, 4, 5)
+        )
+        report = json.loads(json.dumps(strategy.privacy_report(1e-5)))
+        self.assertIn("without amplification", " ".join(report["caveats"]))
+
+    def test_nodes_that_the_grid_did_not_list_are_not_drawn(self):
+        class Elsewhere(_Uniform):
+            def configure_train(self, server_round, arrays, config, grid):
+                list(grid.get_node_ids())
+                content = fm.RecordDict({"arrays": arrays, "config": config})
+                return [fm.Message(content, n, "train") for n in (10, 11, 99)]
+
+        strategy = _private(_NOISY, 3, 20, Elsewhere(3))
+        grid = _grid([[1.0]] * 20)
+        grid.trains[99] = fm.adds([[1.0]])
+        with mock.patch.object(
+            grid, "get_node_ids", lambda: list(range(10, 30))
+        ):
+            fm.a_round(strategy, grid, fm.model(np.zeros(1)))
+        self.assertEqual(strategy.released_rounds[0].num_clients, 3)
+
+    def test_the_budget_stops_before_the_round_that_would_pass_it(self):
+        strategy = _private(
+            _NOISY,
+            4,
+            20,
+            _Uniform(4),
+            target_epsilon=_epsilon(20, 4, 5) + 0.01,
+            target_delta=1e-5,
+        )
+        grid = _grid([[1.0]] * 20)
+        got = strategy.start(grid, fm.model(np.zeros(1)), num_rounds=9)
+        self.assertLen(strategy.released_rounds, 5)
+        self.assertEqual(strategy.stopped_before_round, 9)
+        self.assertEqual(grid.sent, [])
+        self.assertTrue(np.isfinite(fm.arrays(got)[0]).all())
+
+    def test_no_more_rounds_are_begun_than_planned(self):
+        strategy = _private(_NOISY, 4, 20, _Uniform(4), rounds=2)
+        strategy.start(_grid([[1.0]] * 20), fm.model(np.zeros(1)), num_rounds=5)
+        self.assertLen(strategy.released_rounds, 2)
+
+    def test_a_round_is_on_the_disk_before_it_is_released(self):
+        strategy = _private(_NOISY, 4, 20, _Uniform(4), ledger=self.path)
+        self._run(strategy, 20, 2)
+        self.assertLen(ledger_lib.PrivacyLedger.read(self.path).entries, 2)
+        with (
+            mock.patch.object(
+                ledger_lib.PrivacyLedger,
+                "record",
+                side_effect=ledger_lib.LedgerWriteError("disk full"),
+            ),
+            self.assertRaises(ledger_lib.LedgerWriteError),
+        ):
+            self._run(strategy, 20, 1, first=3)
+        self.assertLen(strategy.strategy.handed, 2)
+        self.assertLen(strategy.released_rounds, 2)
+        self.assertAlmostEqual(
+            accounting.epsilon_from_ledger(self.path, 1e-5),
+            strategy.privacy_epsilon(delta=1e-5),
+        )
+
+    def test_a_restarted_server_goes_on(self):
+        mechanism = tfdp_fl.AdaptiveClipping(
+            noise_multiplier=(0.1, 0.1, 0.15), initial_clip_norm=0.5
+        )
+        first = _private(mechanism, 4, 20, _Uniform(4), ledger=self.path)
+        self._run(first, 20, 2)
+        state = json.loads(json.dumps(first.state()))
+        self._run(first, 20, 1, 3)  # And then it crashed.
+        first.close()
+        with self.assertRaisesRegex(ValueError, "ledger must be given"):
+            PrivateStrategy.from_state(state, _Uniform(4))
+        again = PrivateStrategy.from_state(state, _Uniform(4), ledger=self.path)
+        self.assertEqual(again.clip_norm, state["arguments"]["clip_norm"])
+        self.assertNotEqual(again.clip_norm, 0.5)
+        self.assertEqual(again.mechanism, mechanism)
+        self.assertAlmostEqual(
+            again.privacy_epsilon(delta=1e-5), first.privacy_epsilon(delta=1e-5)
+        )
+        again.close()
+
+    def test_a_state_of_another_wrapper_is_refused(self):
+        state = {**_private().state(), "wrapper": "DPFedAvgFixed"}
+        with self.assertRaisesRegex(ValueError, "state must be one of Private"):
+            PrivateStrategy.from_state(state, fm.Strategy(3))
+
+    def test_both_releases_of_a_private_median_are_charged(self):
+        mechanism = tfdp_fl.MedianClipping(
+            noise_multiplier=2.0, median_noise_multiplier=2.0
+        )
+        strategy = self._run(_private(mechanism, 4, 20, _Uniform(4)), 20, 1)
+        self.assertAlmostEqual(
+            strategy.privacy_epsilon(delta=1e-5), _epsilon(20, 4, 1, 2**0.5)
+        )
+
+
+class LocalTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        self.path = pathlib.Path(folder) / "ledger.jsonl"
+
+    def _budget(self, **options):
+        mechanism = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=1e-5)
+        return _private(mechanism, 3, 30, rounds=4, **options)
+
+    def test_each_client_keeps_its_budget_over_the_run(self):
+        strategy = self._budget(ledger=self.path)
+        strategy.start(_grid([[1.0]] * 30), fm.model(np.zeros(1)), num_rounds=9)
+        self.assertLen(strategy.released_rounds, 4)
+        self.assertAlmostEqual(
+            strategy.privacy_epsilon(delta=1e-5), 8.0, places=6
+        )
+        self.assertAlmostEqual(
+            accounting.epsilon_from_ledger(self.path, 1e-5), 8.0, places=6
+        )
+        report = json.loads(json.dumps(strategy.privacy_report(1e-5)))
+        self.assertEqual(report["guarantee"], "local")
+        self.assertEqual(report["noise_added_by"], "clients")
+        self.assertIn("as if it had been in", " ".join(report["caveats"]))
+
+    def test_a_round_is_charged_when_clients_are_asked(self):
+        strategy = self._budget(ledger=self.path)
+        strategy.configure_train(
+            1, fm.model(np.zeros(1)), fm.ConfigRecord(), _grid([[1.0]] * 30)
+        )
+        self.assertLen(ledger_lib.PrivacyLedger.read(self.path).entries, 1)
+        self.assertGreater(strategy.privacy_epsilon(delta=1e-5), 3.0)
+
+    def test_the_mean_is_of_those_who_answered(self):
+        mechanism = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=1e-9)
+        strategy = _private(mechanism, 3)
+        grid = _grid([[1.0, 0]] * 3)
+        grid.trains[10] = None
+        got, _ = fm.a_round(strategy, grid, fm.model(np.zeros(2)))
+        np.testing.assert_allclose(fm.arrays(got)[0], [0.5, 0], atol=1e-7)
+
+    def test_a_client_that_does_not_clip_moves_it_by_an_honest_length(self):
+        mechanism = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=1e-9)
+        strategy = _private(mechanism, 2)
+
+        def changed(replies):
+            _put(np.array([1e9, 0.0]))(replies[0])
+            return replies
+
+        got, _ = fm.a_round(
+            strategy, _grid([[0.0, 0]] * 2, changed), fm.model(np.zeros(2))
+        )
+        self.assertLessEqual(np.linalg.norm(fm.arrays(got)[0]), 0.2501)
+
+    def test_a_restarted_server_charges_what_was_asked(self):
+        first = self._budget(ledger=self.path)
+        grid = _grid([[1.0]] * 30)
+        fm.a_round(first, grid, fm.model(np.zeros(1)))
+        state = json.loads(json.dumps(first.state()))
+        fm.a_round(first, grid, fm.model(np.zeros(1)), 2)
+        first.close()
+        again = PrivateStrategy.from_state(
+            state, fm.Strategy(3), ledger=self.path
+        )
+        self.assertAlmostEqual(
+            again.privacy_epsilon(delta=1e-5), first.privacy_epsilon(delta=1e-5)
+        )
+        again.start(grid, fm.model(np.zeros(1)), num_rounds=9)
+        self.assertAlmostEqual(again.privacy_epsilon(delta=1e-5), 8.0, places=6)
+        again.close()
+        self.assertAlmostEqual(
+            accounting.epsilon_from_ledger(self.path, 1e-5), 8.0, places=6
+        )
+
+    def test_a_ledger_of_a_central_guarantee_is_refused(self):
+        central = _private(_NOISY, 3, ledger=self.path)
+        fm.a_round(central, _grid([[1.0]] * 3), fm.model(np.zeros(1)))
+        central.close()
+        with self.assertRaisesRegex(ValueError, "local charge only"):
+            self._budget(ledger=self.path)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Halving(mechanisms.Mechanism):
+    """S is halved from round to round."""
+
+    clip_norm: float
+    noise_multiplier: float = 0.0
+
+    def first_clip_norm(self):
+        return self.clip_norm
+
+    def next_clip_norm(self, sums, round):
+        return round.clip_norm / 2
+
+    def describe(self):
+        return "halving"
+
+
+class _Bound(_Halving):
+    """As TF-Privacy's queries: what it does stands elsewhere."""
+
+    scales_updates = False
+
+    def bind(self, deployment):
+        raise NotImplementedError
+
+    def round_event(self, round_index, deployment):
+        return dp_accounting.GaussianDpEvent(1.0)
+
+
+class OwnMechanismTest(absltest.TestCase):
+    def test_clients_clip_where_only_the_clip_moves(self):
+        strategy = _private(_Halving(clip_norm=0.5), 2)
+        grid = _grid([[1.0]] * 2)
+        with mock.patch.object(server_clipping, "release") as by_server:
+            record = fm.model(np.zeros(1))
+            for number in range(1, 4):
+                record, _ = fm.a_round(strategy, grid, record, number)
+        by_server.assert_not_called()
+        np.testing.assert_allclose(fm.arrays(record)[0], 0.5 + 0.25 + 0.125)
+
+    def test_what_is_released_elsewhere_is_refused(self):
+        # With no noise of ours, and the cost that it states.
+        with self.assertRaisesRegex(ValueError, "mechanism must be a central"):
+            _private(_Bound(clip_norm=0.5))
+
+
+class ArgumentTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"num_clients": 0}, "num_clients"),
+        ({"clients_per_round": 0}, "clients_per_round"),
+        ({"clients_per_round": 1.5}, "clients_per_round"),
+        ({"clients_per_round": 11}, "at most num_clients=10"),
+        ({"rounds": 0}, "rounds"),
+        ({"clip_norm": -1.0}, "clip_norm"),
+        ({"max_abandoned_rounds": 0}, "max_abandoned_rounds"),
+        ({"averages": "yes"}, "averages"),
+        ({"target_epsilon": 1.0}, "target_delta"),
+        ({"accountant": "guess"}, "accountant"),
+        ({"mechanism": "fixed"}, "mechanism"),
+        ({"mechanism": tfdp_fl.NoPrivacy()}, "mechanism must be a central"),
+        (
+            {
+                "mechanism": tfdp_fl.MedianClipping(
+                    noise_multiplier=1.0, noise_site="client"
+                )
+            },
+            "mechanism must be a central",
+        ),
+        (
+            {
+                "mechanism": tfdp_fl.LocalDP(
+                    clip_norm=1.0, noise_multiplier=1.0, max_participations=3
+                )
+            },
+            "max_participations",
+        ),
+        (
+            {
+                "mechanism": tfdp_fl.LocalDP(
+                    clip_norm=1.0, epsilon=1.0, delta=1e-5
+                )
+            },
+            "rounds must be known",
+        ),
+        (
+            {"mechanism": tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=0.0)},
+            "must have noise",
+        ),
+        (
+            {"mechanism": tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)},
+            "noise_multiplier",  # m / 20 on the count is too little.
+        ),
+        ({"strategy": object()}, "configure_train"),
+    )
+    def test_bad_arguments_are_named(self, changes, pattern):
+        arguments = {
+            "strategy": fm.Strategy(2),
+            "mechanism": _NOISY,
+            "num_clients": 10,
+            "clients_per_round": 2,
+            **changes,
+        }
+        with self.assertRaisesRegex((ValueError, TypeError), pattern):
+            PrivateStrategy(
+                arguments.pop("strategy"),
+                arguments.pop("mechanism"),
+                **arguments,
+            )
+
+    def test_another_number_of_clients_is_an_error(self):
+        strategy = _private(strategy=fm.Strategy(2), m=3)
+        with self.assertRaisesRegex(ValueError, "2 clients.*per_round=3"):
+            fm.a_round(strategy, _grid([[1.0]] * 5), fm.model(np.zeros(1)))
+
+    def test_one_model_for_all(self):
+        class Two(fm.Strategy):
+            def configure_train(self, server_round, arrays, config, grid):
+                return [
+                    fm.Message(
+                        fm.RecordDict(
+                            {
+                                "arrays": fm.model(np.full(2, float(node))),
+                                "config": config,
+                            }
+                        ),
+                        node,
+                        "train",
+                    )
+                    for node in grid.get_node_ids()
+                ]
+
+        with self.assertRaisesRegex(ValueError, "different models"):
+            fm.a_round(
+                _private(strategy=Two(3)),
+                _grid([np.zeros(2)] * 3),
+                fm.model(np.zeros(2)),
+            )
+        with self.assertRaisesRegex(ValueError, "real numbers"):
+            fm.a_round(
+                _private(),
+                _grid([np.zeros(2)] * 3),
+                fm.model(np.array(["a"])),
+            )
+
+
+_LIGHT = """
+    import sys
+    sys.modules["flwr"] = None  # Flower 1.12 itself imports TensorFlow.
+    import numpy as np
+    import tfdp_fl
+    from tests.flower import flower_messages as fm
+    from tfdp_fl import flower
+    for mechanism in (
+        tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
+        tfdp_fl.FixedClipping(
+            clip_norm=1.0, noise_multiplier=(1.0, 2.0), noise_site="client"
+        ),
+        tfdp_fl.AdaptiveClipping(noise_multiplier=0.1),
+        tfdp_fl.LocalDP(clip_norm=1.0, epsilon=8.0, delta=1e-5),
+    ):
+        strategy = flower.PrivateStrategy(
+            fm.Strategy(3), mechanism, num_clients=5, clients_per_round=3,
+            rounds=2, target_epsilon=1e3, target_delta=1e-5, accountant="pld",
+        )
+        grid = fm.Grid({i: fm.adds([np.ones(3)]) for i in range(5)})
+        strategy.start(grid, fm.model(np.zeros(3)), num_rounds=2)
+        assert len(strategy.released_rounds) == 2, mechanism
+        strategy.privacy_report(1e-5), strategy.state()
+    heavy = {"tensorflow", "keras", "tf_keras", "tensorflow_federated"}
+    print(sorted(heavy & set(sys.modules)))
+"""
+
+
+class LightTest(absltest.TestCase):
+    def test_a_server_whose_clients_clip_imports_no_tensorflow(self):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(_LIGHT)],
+            capture_output=True,
+            text=True,
+            cwd=pathlib.Path(__file__).resolve().parents[2],
+        )
+        self.assertEqual(done.stdout.strip(), "[]", done.stderr)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,226 @@
+"""A model that is trained on Ray's workers is the one that is trained here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import unittest
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+from tests.runtimes import sharded_cohorts_test as cohorts
+from tfdp_fl import runtimes
+from tfdp_fl.runtimes import ray_workers
+
+_INSTALLED = importlib.util.find_spec("ray") is not None
+_WHY_NOT = "ray is not installed (tests only)"
+
+
+class ProgramTest(parameterized.TestCase):
+    """What goes to a worker, run here after a journey through pickle."""
+
+    def _sent(self, function, broadcast, shard, assigned=()):
+        program = ray_workers._Program.of(
+            tf.function(function, autograph=False), broadcast, shard, assigned
+        )
+        return ray_workers._runnable(pickle.loads(pickle.dumps(program)))
+
+    def test_variables_begin_anew_with_every_call(self):
+        kept, scratch = tf.Variable(3.0), tf.Variable(5.0)
+
+        def function(broadcast, shard):
+            scratch.assign(broadcast)
+            kept.assign_add(1.0)
+            return kept * scratch + tf.reduce_sum(shard)
+
+        run = self._sent(
+            function,
+            tf.TensorSpec([], tf.float32),
+            tf.TensorSpec([None], tf.float32),
+            assigned=[scratch],
+        )
+        for _ in range(2):
+            (result,) = run([np.float32(2.0), np.ones(3, np.float32)])
+            self.assertEqual(result, 4 * 2 + 3)
+        self.assertEqual(float(kept), 3.0)
+
+    def test_seeds_of_operations_are_forgotten(self):
+        def function(broadcast, shard):
+            return tf.random.normal([9], seed=1) + broadcast + shard
+
+        spec = tf.TensorSpec([], tf.float32)
+        run = self._sent(function, spec, spec)
+        one, other = (run([np.float32(0)] * 2)[0] for _ in range(2))
+        again = self._sent(function, spec, spec)([np.float32(0)] * 2)[0]
+        self.assertNotAlmostEqual(float(abs(one - other).max()), 0.0)
+        self.assertNotAlmostEqual(float(abs(one - again).max()), 0.0)
+
+    def test_a_generator_would_repeat_itself_and_is_refused(self):
+        generator = tf.random.Generator.from_seed(1)
+        spec = tf.TensorSpec([], tf.float32)
+        with self.assertRaisesRegex(ValueError, "Generator"):
+            self._sent(
+                lambda broadcast, shard: generator.normal([]) + shard,
+                spec,
+                spec,
+            )
+
+
+@unittest.skipUnless(_INSTALLED, _WHY_NOT)
+class _RayTestCase(parameterized.TestCase):
+    """One Ray for all tests of a class."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        if not _INSTALLED:
+            return
+        import ray
+
+        root = pathlib.Path(__file__).resolve().parents[2]
+        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        with mock.patch.dict(os.environ, PYTHONPATH=path):
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        cls.addClassCleanup(ray.shutdown)
+
+    def workers(self, **arguments):
+        return self.enter_context(runtimes.RayWorkers(**arguments))
+
+
+class SameResultTest(_RayTestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        if _INSTALLED:
+            cls.shared = runtimes.RayWorkers(num_workers=2)
+            cls.addClassCleanup(cls.shared.close)
+
+    def _compare(self, case, clients, **arguments):
+        here, there = cohorts._federated(case), cohorts._federated(case)
+        start = here.get_weights()
+        expected = cohorts._fit(here, case, clients).history
+        workers = self.shared
+        if arguments:
+            workers = self.workers(num_workers=2, **arguments)
+        actual = cohorts._fit(there, case, clients, runtime=workers).history
+        self.assertGreater(np.abs(start[0] - here.get_weights()[0]).max(), 1e-3)
+        for a, b in zip(here.get_weights(), there.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+        self.assertEqual(list(expected), list(actual))
+        for name, values in expected.items():
+            np.testing.assert_allclose(
+                actual[name], values, atol=1e-4, rtol=1e-4
+            )
+        return workers
+
+    @parameterized.named_parameters(
+        (name, case) for name, case in cohorts._CASES.items()
+    )
+    def test_data_with_the_request(self, case):
+        workers = self._compare(case, case.clients())
+        one, other = (set(record.clients) for record in workers.last_round)
+        self.assertTrue(one)
+        self.assertTrue(other)
+        self.assertFalse(one & other)
+
+    @parameterized.named_parameters(
+        (name, cohorts._CASES[name])
+        for name in ("one_by_one", "nested_features", "windows")
+    )
+    def test_data_read_at_the_workers(self, case):
+        clients = case.clients()
+        with tempfile.TemporaryDirectory() as directory:
+            runtimes.export_for_workers(clients, directory)
+            self._compare(case, clients, data=directory)
+
+    def test_several_shards_for_each_worker(self):
+        self._compare(
+            cohorts._CASES["adaptive"], cohorts._alike(), shards_per_worker=2
+        )
+
+
+class LostWorkerTest(_RayTestCase):
+    def _fit(self, workers, kill):
+        """Trains, and ends a worker once; returns the model."""
+        case = cohorts._CASES["one_by_one"]
+        federated = cohorts._federated(case)
+        original, victim = workers._cluster.actor, workers.pids[1]
+        rounds = []
+
+        def actor(place):
+            rounds.append(place)
+            if kill and place == 1 and rounds.count(1) == 1:
+                # As its shards are sent.
+                os.kill(victim, signal.SIGKILL)
+            return original(place)
+
+        with mock.patch.object(workers._cluster, "actor", actor):
+            cohorts._fit(federated, case, case.clients(), runtime=workers)
+        self.assertEqual(workers.pids[1] != victim, kill)
+        return federated
+
+    def test_its_shard_is_repeated_and_the_model_is_the_same(self):
+        whole = self._fit(self.workers(num_workers=2), kill=False)
+        mended = self._fit(self.workers(num_workers=2), kill=True)
+        for a, b in zip(whole.get_weights(), mended.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+        self.assertEqual(whole.epsilon(1e-3), mended.epsilon(1e-3))
+
+    def test_else_the_round_is_abandoned_and_nothing_is_charged(self):
+        case = cohorts._CASES["one_by_one"]
+        federated = cohorts._federated(case)
+        before = federated.get_weights()
+        workers = self.workers(num_workers=2, max_repeats=0)
+        victim = workers.pids[1]
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(1)
+        with self.assertRaisesRegex(runtimes.WorkerLost, "of Ray is lost"):
+            cohorts._fit(federated, case, case.clients(), runtime=workers)
+        for a, b in zip(before, federated.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+        self.assertEqual(federated.epsilon(1e-3), 0.0)
+        # And the next call starts it anew.
+        cohorts._fit(federated, case, case.clients(), runtime=workers)
+
+
+@unittest.skipUnless(_INSTALLED, _WHY_NOT)
+class ArgumentTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"address": 5}, "address"),
+        ({"num_workers": 0}, "num_workers"),
+        ({"shards_per_worker": 0}, "shards_per_worker"),
+        ({"connect_timeout_seconds": 0.0}, "connect_timeout_seconds"),
+        ({"round_timeout_seconds": -1.0}, "round_timeout_seconds"),
+        ({"max_repeats": -1}, "max_repeats"),
+    )
+    def test_bad_arguments_are_named(self, arguments, pattern):
+        with self.assertRaisesRegex((TypeError, ValueError), pattern):
+            runtimes.RayWorkers(**arguments)
+
+    def test_closed_workers_stay_closed(self):
+        workers = runtimes.RayWorkers()
+        workers.close()
+        with self.assertRaisesRegex(RuntimeError, "closed"):
+            workers.open()
+
+
+class MissingTest(absltest.TestCase):
+    def test_what_to_install_is_said(self):
+        with (
+            mock.patch.dict(sys.modules, {"ray": None}),
+            self.assertRaisesRegex(ImportError, "RayWorkers.*pip install ray"),
+        ):
+            runtimes.RayWorkers()
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,29 @@
+"""TensorFlow, imported when it is first used.
+
+A mechanism is a declaration, and much is done with it that needs no
+TensorFlow: it is priced, described, sent to clients. A server that only adds up
+what clients clipped (`tfdp_fl.flower`) never imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class _Module:
+    """Stands for a module until something of it is asked for."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # What inspection asks of any object.
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._name), name)
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, imported on use>"
+
+
+tf = _Module("tensorflow")

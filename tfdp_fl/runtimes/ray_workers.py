@@ -1,0 +1,560 @@
+"""Ray's actors: a shard of the cohort on each, on one machine or several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdp_fl import _optional, _validate
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.runtimes import lifting, sharded_cohorts
+from tfdp_fl.runtimes.errors import WorkerError, WorkerLost, WorkerUnavailable
+from tfdp_fl.runtimes.worker_data import WorkerData
+
+if TYPE_CHECKING:
+    from tfdp_fl import engine
+
+SUM, NONE = sharded_cohorts.SUM, sharded_cohorts.NONE
+REQUEST = "request"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RayWorkerRound:
+    """What one worker did in the last round.
+
+    Attributes:
+        address: The worker's name: its place, and its actor's id.
+        shards: The indices of the shards that it was given.
+        seconds: From sending them to having its sum.
+        repeated: How often the worker was lost meanwhile, and its shards done
+            again by another.
+        clients: The positions of the clients that it trained.
+    """
+
+    address: str
+    shards: tuple[int, ...]
+    seconds: float
+    repeated: int = 0
+    clients: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A traced function that another process can run.
+
+    Attributes:
+        name: Its own.
+        graph: The serialized GraphDef.
+        inputs: The names of its arguments, and then of what it captured.
+        captured: What stands for that: a value; or a variable's value, or its
+            shape and dtype where it is assigned before it is read.
+        is_variable: Which of them are variables.
+        outputs: The names of its results.
+        structure: Their nest.
+    """
+
+    name: str
+    graph: bytes = dataclasses.field(repr=False)
+    inputs: tuple[str, ...]
+    captured: tuple[Any, ...]
+    is_variable: tuple[bool, ...]
+    outputs: tuple[str, ...]
+    structure: Any = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        function: Any,
+        broadcast_spec: Any,
+        shard_spec: Any,
+        assigned: Iterable[tf.Variable] = (),
+    ) -> _Program:
+        """Traces `function(broadcast, shard)`; see `computation_from_function`.
+
+        Random operations lose their seeds, and a captured generator is refused,
+        as there.
+        """
+        concrete = function.get_concrete_function(broadcast_spec, shard_spec)
+        graph_def = concrete.graph.as_graph_def()
+        lifting._without_op_seeds(graph_def)
+        captures = list(concrete.graph.captures)
+        generators = {
+            id(variable.handle)
+            for variable in concrete.graph.variables
+            if variable.name.startswith("StateVar")
+        }
+        handles = {id(variable.handle) for variable in assigned}
+        count = len(concrete.inputs) - len(captures)
+        return cls(
+            name=uuid.uuid4().hex,
+            graph=graph_def.SerializeToString(),
+            inputs=tuple(
+                tensor.name
+                for tensor in [
+                    *concrete.inputs[:count],
+                    *(inner for _, inner in captures),
+                ]
+            ),
+            captured=tuple(
+                lifting._captured_value(external, handles, generators)
+                for external, _ in captures
+            ),
+            is_variable=tuple(
+                external.dtype == tf.resource for external, _ in captures
+            ),
+            outputs=tuple(tensor.name for tensor in concrete.outputs),
+            structure=tf.nest.map_structure(
+                lambda _: None, concrete.structured_outputs
+            ),
+        )
+
+
+class _Actor:
+    """Runs programs; lives in a process of Ray's."""
+
+    def __init__(self):
+        self._made: dict[str, Any] = {}
+
+    def ready(self) -> int:
+        """Returns the process id, once TensorFlow is there."""
+        return os.getpid()
+
+    def make(self, program: _Program) -> None:
+        """Takes over a program, once."""
+        if program.name not in self._made:
+            self._made[program.name] = _runnable(program)
+
+    def run(
+        self, name: str, broadcast: list[Any], shards: list[Any], by_sum: bool
+    ) -> list[list[np.ndarray]] | None:
+        """Runs a program on shards; None if it has to be made first.
+
+        Returns:
+            The results' leaves: of each shard, or of their sum.
+        """
+        if name not in self._made:
+            return None
+        results = [self._made[name]([*broadcast, *each]) for each in shards]
+        if by_sum:
+            results = [functools.reduce(_added, results)]
+        return results
+
+
+def _added(one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
+    return [operator.add(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def _runnable(program: _Program) -> Any:
+    """Returns a function of a program's flat arguments, as NumPy arrays.
+
+    A graph and a session of TensorFlow 1: a graph's own functions (of loops,
+    of branches) come with it there, and are not looked for in this process.
+    """
+    graph_def = tf.compat.v1.GraphDef.FromString(program.graph)
+    count = len(program.inputs) - len(program.captured)
+    graph = tf.Graph()
+    with graph.as_default():
+        stand_ins = [
+            _stand_in(value, is_variable)
+            for value, is_variable in zip(
+                program.captured, program.is_variable, strict=True
+            )
+        ]
+        tf.graph_util.import_graph_def(
+            graph_def,
+            input_map=dict(zip(program.inputs[count:], stand_ins, strict=True)),
+            name="cohort",
+        )
+        begin = tf.compat.v1.global_variables_initializer()
+    arguments, outputs = (
+        [graph.get_tensor_by_name(f"cohort/{name}") for name in names]
+        for names in (program.inputs[:count], program.outputs)
+    )
+    session = tf.compat.v1.Session(graph=graph)
+
+    def run(values: list[Any]) -> list[np.ndarray]:
+        session.run(begin)  # What an earlier call assigned is gone with it.
+        return session.run(outputs, dict(zip(arguments, values, strict=True)))
+
+    return run
+
+
+def _stand_in(value: np.ndarray | tf.TensorSpec, is_variable: bool) -> Any:
+    """Returns what an imported graph gets in the place of a capture."""
+    if isinstance(value, tf.TensorSpec):
+        value = tf.zeros(value.shape, value.dtype)
+    if not is_variable:
+        return tf.constant(value)
+    return tf.Variable(value, trainable=False).handle
+
+
+def _ray() -> Any:
+    with _optional.needed("ray", "RayWorkers"):
+        import ray
+    return ray
+
+
+class _Cluster:
+    """The actors, and Ray itself where it was started here."""
+
+    def __init__(self, address: str | None, options: Mapping[str, Any]):
+        self._address, self._options = address, dict(options)
+        self._started = False
+        self.actors: dict[int, Any] = {}
+
+    def connect(self) -> None:
+        ray = _ray()
+        if ray.is_initialized():
+            return
+        try:
+            ray.init(
+                address=self._address,
+                include_dashboard=False,
+                configure_logging=False,
+                log_to_driver=False,
+            )
+        except Exception as error:
+            raise WorkerUnavailable(
+                self._address or "of Ray", f"cannot be reached: {error}"
+            ) from error
+        self._started = True
+
+    def actor(self, place: int) -> Any:
+        """Returns the actor of a place, a new one where there is none."""
+        if place not in self.actors:
+            remote = _ray().remote(_Actor).options(**self._options)
+            self.actors[place] = remote.remote()
+        return self.actors[place]
+
+    def drop(self, place: int) -> None:
+        actor = self.actors.pop(place, None)
+        if actor is not None:
+            _ray().kill(actor)
+
+    def close(self) -> None:
+        ray = _ray()
+        for place in list(self.actors):
+            if ray.is_initialized():
+                self.drop(place)
+        if self._started and ray.is_initialized():
+            ray.shutdown()
+        self._started = False
+
+
+class RayWorkers:
+    """Several workers that Ray places, here or on the machines of a cluster.
+
+        with RayWorkers(num_workers=2) as workers:
+            federated_model.fit(clients, rounds=100, runtime=workers)
+
+    The same shards and sums as `TFFWorkers`, without TFF, on every TensorFlow
+    and Python that Ray is there for. This package has to be installed where
+    Ray's workers run.
+
+    A round happens whole or not at all. The shards of a worker that is lost are
+    done again by a new one, `max_repeats` times in a round: they hold their
+    seeds, and nothing of a round is released before all of it is here. After
+    that `fit` raises `WorkerLost`, and nothing is released or charged.
+
+    Ray places a worker where there is room for what it asks, and waits until
+    there is: a cluster that scales by itself grows by that.
+
+    Attributes:
+        num_workers: How many workers there are.
+        last_round: What each worker did in the last round that was completed.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        num_workers: int | None = None,
+        *,
+        shards_per_worker: int = 1,
+        data: str | os.PathLike[str] = REQUEST,
+        resources: Mapping[str, Any] | None = None,
+        connect_timeout_seconds: float = 300.0,
+        round_timeout_seconds: float | None = None,
+        max_repeats: int = 2,
+    ):
+        """Describes the workers; `open`, or the first round, starts them.
+
+        Args:
+            address: Of the cluster, as `ray.init` takes it ("auto", or
+                "ray://host:port"). None: that of the environment variable
+                RAY_ADDRESS, else a Ray that is started here, and ended by
+                `close`. A Ray that this process is connected to already is
+                used, and left.
+            num_workers: How many workers; 2 by default.
+            shards_per_worker: How many shards each is given in a round, one
+                after the other.
+            data: How the examples of `fit` come to the workers. "request": with
+                every round, those of its cohort; or the directory that
+                `export_for_workers` wrote, which every worker sees under this
+                path.
+            resources: What each worker asks of Ray, as the options of an actor:
+                `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default.
+            connect_timeout_seconds: How long Ray may take to place and start
+                the workers.
+            round_timeout_seconds: How long a round may take before its
+                unfinished workers count as lost; None for no limit.
+            max_repeats: How often in one round lost workers are replaced.
+
+        Raises:
+            TypeError, ValueError: If an argument is not what it should be.
+            ImportError: If Ray is not installed.
+        """
+        _ray()
+        if address is not None:
+            address = _validate.instance_of(str, address=address)
+        self.num_workers = _validate.positive_integer(
+            num_workers=2 if num_workers is None else num_workers
+        )
+        self._shards_per_worker = _validate.positive_integer(
+            shards_per_worker=shards_per_worker
+        )
+        self._data = data if data == REQUEST else os.fspath(data)
+        self._connect_timeout = _validate.positive(
+            connect_timeout_seconds=connect_timeout_seconds
+        )
+        if round_timeout_seconds is not None:
+            round_timeout_seconds = _validate.positive(
+                round_timeout_seconds=round_timeout_seconds
+            )
+        self._round_timeout = round_timeout_seconds
+        self._max_repeats = _validate.non_negative_integer(
+            max_repeats=max_repeats
+        )
+        options = {"num_cpus": 1, **(resources or {})}
+        self._cluster = _Cluster(address, options)
+        self._close = weakref.finalize(self, self._cluster.close)
+        self._computations: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.last_round: tuple[RayWorkerRound, ...] = ()
+
+    def open(self) -> RayWorkers:
+        """Connects, and starts every worker that is not there. Returns self.
+
+        Raises:
+            WorkerUnavailable: If Ray cannot be reached, or has not started the
+                workers in time.
+            RuntimeError: If the workers are closed.
+        """
+        if not self._close.alive:
+            raise RuntimeError("These RayWorkers are closed.")
+        self._cluster.connect()
+        places = [
+            place
+            for place in range(self.num_workers)
+            if place not in self._cluster.actors
+        ]
+        waiting = {
+            place: self._cluster.actor(place).ready.remote() for place in places
+        }
+        for place, ready in waiting.items():
+            try:
+                _ray().get(ready, timeout=self._connect_timeout)
+            except _ray().exceptions.RayError as error:
+                for each in places:
+                    self._cluster.drop(each)
+                raise WorkerUnavailable(
+                    self._address(place), f"was not started: {error}"
+                ) from error
+        return self
+
+    def close(self) -> None:
+        """Ends the workers, and Ray where it was started here, for good."""
+        self._close()
+
+    def __enter__(self) -> RayWorkers:
+        return self.open()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process id of each worker, on whatever machine it is."""
+        self.open()
+        return tuple(
+            _ray().get(
+                [
+                    self._cluster.actor(place).ready.remote()
+                    for place in range(self.num_workers)
+                ]
+            )
+        )
+
+    def collector(
+        self,
+        cohort_engine: engine.CohortEngine,
+        clients: FederatedDataset,
+        plan: Any,
+    ) -> sharded_cohorts.ShardedCohorts:
+        """Returns what `fit` has its cohorts trained by.
+
+        Args:
+            cohort_engine: The engine of the model that is trained.
+            clients: The data.
+            plan: The rounds; unused.
+
+        Raises:
+            WorkerUnavailable: As `open`, which is called.
+            ValueError: If `data` is not a directory of these clients.
+        """
+        del plan
+        data = None
+        if self._data != REQUEST:
+            data = WorkerData.of(clients, self._data)
+        self.open()
+        return sharded_cohorts.ShardedCohorts(
+            cohort_engine,
+            run_sharded=self._run_sharded,
+            report=self._report,
+            num_workers=self.num_workers,
+            shards_per_worker=self._shards_per_worker,
+            data=data,
+            computations=self._computations.setdefault(cohort_engine, {}),
+            lift=_Program.of,
+        )
+
+    def _address(self, place: int) -> str:
+        return f"{place} of Ray"
+
+    def _report(self, records: Sequence[RayWorkerRound]) -> None:
+        """Sets `last_round`, from what the workers did in several calls."""
+        done: dict[str, RayWorkerRound] = {}
+        for record in records:
+            before = done.get(record.address)
+            if before is not None:
+                record = dataclasses.replace(
+                    record,
+                    shards=before.shards + record.shards,
+                    seconds=before.seconds + record.seconds,
+                    repeated=before.repeated + record.repeated,
+                    clients=before.clients + record.clients,
+                )
+            done[record.address] = record
+        self.last_round = tuple(done.values())
+
+    def _run_sharded(
+        self,
+        program: _Program,
+        shards: Sequence[Any],
+        broadcast: Any,
+        reduction: str,
+    ) -> tuple[Any, tuple[RayWorkerRound, ...]]:
+        """Runs a program on every shard; as `TFFWorkers.run_sharded`.
+
+        The workers' sums are added in the order of the workers, so that the
+        same shards give the same sum to the last bit.
+        """
+        self.open()
+        ray = _ray()
+        sent = ray.put([each.numpy() for each in tf.nest.flatten(broadcast)])
+        flat = [
+            [np.asarray(leaf) for leaf in tf.nest.flatten(shard)]
+            for shard in shards
+        ]
+        parts = np.array_split(np.arange(len(shards)), self.num_workers)
+        work = {
+            place: [int(index) for index in part]
+            for place, part in enumerate(parts)
+            if len(part)
+        }
+        results, records = self._round(
+            program,
+            sent,
+            {place: [flat[i] for i in part] for place, part in work.items()},
+            reduction == SUM,
+        )
+        records = tuple(
+            dataclasses.replace(record, shards=tuple(work[place]))
+            for place, record in sorted(records.items())
+        )
+        ordered = [each for place in sorted(results) for each in results[place]]
+        if reduction == SUM:
+            ordered = [functools.reduce(_added, ordered)]
+        packed = [
+            tf.nest.pack_sequence_as(program.structure, each)
+            for each in ordered
+        ]
+        return (packed[0] if reduction == SUM else packed), records
+
+    def _round(
+        self,
+        program: _Program,
+        broadcast: Any,
+        work: Mapping[int, list[Any]],
+        by_sum: bool,
+    ) -> tuple[dict[int, Any], dict[int, RayWorkerRound]]:
+        """Has every place do its work, some of it again if need be."""
+        ray, begun = _ray(), time.monotonic()
+        results: dict[int, Any] = {}
+        records: dict[int, RayWorkerRound] = {}
+        repeated = dict.fromkeys(work, 0)
+
+        def ask(place: int) -> Any:
+            return self._cluster.actor(place).run.remote(
+                program.name, broadcast, work[place], by_sum
+            )
+
+        asked = {place: ask(place) for place in work}
+        while asked:
+            limit = None
+            if self._round_timeout is not None:
+                limit = self._round_timeout - (time.monotonic() - begun)
+            place, reference = next(iter(asked.items()))
+            try:
+                result = ray.get(
+                    reference, timeout=None if limit is None else max(0, limit)
+                )
+            except ray.exceptions.RayTaskError as error:
+                raise WorkerError(
+                    self._address(place), f"failed: {error}"
+                ) from error
+            except ray.exceptions.RayError as error:
+                self._lose(place, repeated, error)
+                asked[place] = ask(place)
+                continue
+            if result is None:  # It has not met this program yet.
+                self._cluster.actor(place).make.remote(program)
+                asked[place] = ask(place)
+                continue
+            del asked[place]
+            results[place] = result
+            records[place] = RayWorkerRound(
+                address=self._address(place),
+                shards=(),
+                seconds=time.monotonic() - begun,
+                repeated=repeated[place],
+            )
+        return results, records
+
+    def _lose(
+        self, place: int, repeated: dict[int, int], error: Exception
+    ) -> None:
+        """Notes that a worker is lost; raises if that was once too often."""
+        self._cluster.drop(place)
+        repeated[place] += 1
+        timed_out = isinstance(error, _ray().exceptions.GetTimeoutError)
+        if timed_out or sum(repeated.values()) > self._max_repeats:
+            raise WorkerLost(
+                self._address(place), f"is lost: {error}"
+            ) from error
+        logging.warning(
+            "Worker %s is lost, its shards are done again: %s",
+            self._address(place),
+            error,
+        )
