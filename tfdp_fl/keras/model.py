@@ -338,7 +338,8 @@ class DPFederatedModel:
           A Keras `History`: the compiled metrics, `val_*`, and for each round
           `cohort_size`, `clip_norm`, `noise_stddev` (of the noise on the sum
           of updates; of its fresh part if it is correlated),
-          `clipped_fraction`, `mean_update_norm`, `discarded_clients`, `failed_clients`, `abandoned_rounds`, `epsilon`
+          `clipped_fraction`, `mean_update_norm`, `discarded_clients`,
+          `failed_clients`, `abandoned_rounds`, `epsilon`
           where a delta is known, and `between_client_variance` and
           `update_scale` if asked for.
         """
