@@ -379,7 +379,7 @@ class SameResultTest(_WorkersTestCase):
         )
         federated, here = _federated(case), _federated(case)
         for each in federated, here:
-            each.setup.clients_per_round = 0.01
+            each.setup = dataclasses.replace(each.setup, clients_per_round=0.01)
         workers = self.workers()
         history = _fit(federated, case, _alike(), runtime=workers).history
         _fit(here, case, _alike())

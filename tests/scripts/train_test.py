@@ -45,7 +45,10 @@ _REFUSED = (
     (["--mechanism=nbafl", "--target_delta=1e-3"], "--target_delta"),
     (["--mechanism=local", "--accountant=pld"], "--accountant"),
     (["--noise_site=client"], "noise_site"),
-    (["--noise_multiplier=30"], "noise_multiplier"),
+    (
+        ["--noise_multiplier=30", "--count_noise_stddev=3"],
+        "noise_multiplier",
+    ),
     (["--target_delta=1.5"], "target_delta"),
     (["--target_epsilon=0"], "target_epsilon"),
     (["--clients_per_round=501"], "clients_per_round"),
