@@ -44,6 +44,7 @@ _OTHER_ROOMS = (
     "auditing",
     "engine",
     "experiments",
+    "features",
     "flower",
     "learning",
     "runtimes",
