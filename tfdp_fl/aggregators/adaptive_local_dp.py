@@ -56,8 +56,11 @@ class WindowedQuery(cohort_query.CohortQuery):
             self.mechanism.window,
             self.deployment.num_variables,
         ]
+        first = super().initial_global_state()
         return WindowedRound(
-            *super().initial_global_state(),
+            first.clip_norm,
+            first.noise_multiplier,
+            first.clients_per_round,
             tf.fill(shape, np.float32("nan")),
         )
 
