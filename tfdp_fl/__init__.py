@@ -40,6 +40,7 @@ _OTHER_ROOMS = (
     "auditing",
     "engine",
     "experiments",
+    "features",
     "flower",
     "learning",
     "runtimes",

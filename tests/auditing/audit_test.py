@@ -155,6 +155,15 @@ class TrainingTest(parameterized.TestCase):
         )
         self.assertEqual(found.num_canaries, _CANARIES)
 
+    def test_the_statement_has_it(self):
+        audit = CanaryAudit(num_canaries=100)
+        fed = _audited(_fixed(), audit)
+        text = fed.privacy_statement(_DELTA)
+        self.assertIn("audit with 100 canary clients", text)
+        self.assertIn(f"as {audit.estimate(_DELTA).epsilon:.3g} ", text)
+        fed.fit(toy.clients(8), verbose=0)
+        self.assertIn("of the last fit", fed.privacy_statement(_DELTA))
+
     def test_all_iterates(self):
         audit = CanaryAudit(num_canaries=_CANARIES, iterates="all")
         fed = _audited(_fixed(), audit, rounds=1)

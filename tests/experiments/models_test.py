@@ -24,7 +24,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
     def test_pooled_images_keep_their_norm(self, shape):
         model = models.mlp(shape, 10, (7,), pooling=2)
         self.assertEqual(model.count_params(), (9 + 1) * 7 + 8 * 10)
-        before = tf.keras.Model(model.input, model.layers[-3].output)
+        before = tf.keras.Model(model.inputs, model.layers[-3].output)
         blocks = np.kron(np.arange(9.0).reshape(3, 3), np.ones((2, 2)))
         pooled = before(blocks.reshape(1, *shape))
         self.assertAllClose(pooled, [2 * np.arange(9.0)])

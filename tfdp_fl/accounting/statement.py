@@ -253,6 +253,7 @@ class StatementFacts:
       implied_epsilon: For NbAFL: the epsilon its formula was given.
       implied_delta: For NbAFL: 1.25 exp(-c^2/2), implied by its constant.
       caveats: Keys of `CAVEATS` that hold.
+      audit: Says at a delta what an audit of this run found, if there was one.
     """
 
     guarantee: str
@@ -281,6 +282,7 @@ class StatementFacts:
     implied_epsilon: float | None = None
     implied_delta: float | None = None
     caveats: tuple[str, ...] = ()
+    audit: Callable[[float], str] | None = None
 
     def __post_init__(self):
         _validate.one_of(GUARANTEES, guarantee=self.guarantee)
@@ -415,6 +417,8 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     content["summary"] = _summary(facts, content, values, best, relation, delta)
     content["meaning"] = _meaning(facts, best, delta)
     content["how"] = _how(facts, content)
+    if facts.audit is not None:
+        content["caveats"]["audited"] = facts.audit(delta)
     return content
 
 

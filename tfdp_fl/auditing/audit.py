@@ -235,6 +235,20 @@ class CanaryAudit:
         """
         return estimate_lib.estimate(self.scores, delta)
 
+    def sentence(self, delta: float) -> str:
+        """Returns what the privacy statement says of it."""
+        if self._found is None:
+            return "An audit with canary clients was begun, and not finished."
+        found = self.estimate(delta)
+        seen = "last model" if self.iterates == FINAL else "model of each round"
+        return (
+            f"An audit with {found.num_canaries} canary clients, by one who "
+            f"sees the {seen} of the last fit, estimates epsilon as "
+            f"{found.epsilon:.3g} (95 % interval {found.low:.3g} to "
+            f"{found.high:.3g}) at delta = {delta:g} (Andrew et al. 2023): "
+            "what one attack found, and no bound."
+        )
+
     # Details.
 
     def _required(self) -> engine.CohortEngine:

@@ -25,7 +25,7 @@ from tfdp_fl.correlated_noise.workload import Workload
 
 # draw(i), i a Python integer or an int32 scalar: float32 N(0, 1) tensors of the
 # update's shapes, others for every i and every round.
-Draw = Callable[[Any], "list[tf.Tensor]"]  # Quoted: TensorFlow waits.
+Draw = Callable[[Any], list[Any]]  # Of tensors.
 
 
 class Memory(NamedTuple):

@@ -541,6 +541,11 @@ class DPFederatedModel:
         return None if self._prepared is None else self._prepared.engine
 
     @property
+    def compiled(self) -> Compiled | None:
+        """What `compile` was given; None before."""
+        return self._compiled
+
+    @property
     def mechanism(self) -> Mechanism:
         """What is released about a cohort; what was charged hangs on it."""
         return self.setup.mechanism

@@ -68,6 +68,7 @@ def facts(
         else None,
         implied_delta=mechanism.implied_delta,
         caveats=_caveats(setup, run, cohort_engine),
+        audit=None if run.audit is None else run.audit.sentence,
     )
 
 

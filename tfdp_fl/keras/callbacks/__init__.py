@@ -3,6 +3,7 @@
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.callbacks.ledger import Ledger
 from tfdp_fl.keras.callbacks.privacy_budget import KeepTarget, PrivacyBudget
+from tfdp_fl.keras.callbacks.report import Report
 from tfdp_fl.keras.callbacks.round_checkpoint import (
     RoundCheckpoint,
     ledger_of_resumed,
@@ -13,6 +14,7 @@ __all__ = [
     "KeepTarget",
     "Ledger",
     "PrivacyBudget",
+    "Report",
     "RoundCheckpoint",
     "ledger_of_resumed",
 ]

@@ -1,0 +1,123 @@
+"""Histograms of oriented gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import _validate
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdp_fl")
+class OrientedGradients(tf.keras.layers.Layer):
+    """Histograms of oriented gradients of grey images.
+
+    Dalal and Triggs (2005), "Histograms of Oriented Gradients for Human
+    Detection". Of each pixel the gradient is taken, by centred differences
+    (zeros beyond the edge); its length is shared between the two directions
+    that are nearest to its own, of `directions` around the circle; and what the
+    pixels of a cell have is added up. A cell's histogram is divided by the
+    root of the mean square over the blocks of 2 x 2 cells that it is in.
+
+    There is nothing to learn and no state, so a layer in front of a model
+    changes no guarantee, and what private training has to learn is less
+    (Tramer and Boneh 2021, "Differentially Private Learning Needs Better
+    Features"). Where the same examples are seen often, compute them once:
+    `dataset.map(lambda x, y: (layer(x), y))`; a model of dense layers alone
+    also trains faster.
+
+    Input: float [batch, height, width] or [batch, height, width, 1]; height
+    and width are multiples of `cell`. Output: float32 [batch, height / cell *
+    width / cell * directions], 392 numbers of 28 x 28 pixels by default.
+    """
+
+    def __init__(self, cell: int = 4, directions: int = 8, **options: Any):
+        """Checks the arguments.
+
+        Args:
+          cell: Pixels on each side of a cell.
+          directions: How many there are around the circle, at least 2.
+          **options: Those of Keras's `Layer`.
+
+        Raises:
+          TypeError, ValueError: An argument is not allowed.
+        """
+        super().__init__(**options)
+        self.cell = _validate.positive_integer(cell=cell)
+        self.directions = _validate.positive_integer(directions=directions)
+        if self.directions < 2:
+            raise ValueError(
+                f"directions must be at least 2, got {directions!r}."
+            )
+
+    def build(self, input_shape: Any) -> None:
+        """Checks the images' shape."""
+        shape = tuple(input_shape)
+        size = shape[1:3]
+        if (
+            len(shape) not in (3, 4)
+            or shape[3:] not in ((), (1,))
+            or None in size
+            or any(side % self.cell for side in size)
+        ):
+            raise ValueError(
+                "inputs must be images [batch, height, width] or [batch, "
+                "height, width, 1], with sides that are multiples of cell="
+                f"{self.cell}, got {shape}."
+            )
+        super().build(input_shape)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Returns the features of a batch of images."""
+        shape = inputs.shape
+        height, width = shape[1], shape[2]
+        images = tf.reshape(tf.cast(inputs, tf.float32), [-1, height, width])
+        padded = tf.pad(images, [[0, 0], [1, 1], [1, 1]])
+        across = (padded[:, 1:-1, 2:] - padded[:, 1:-1, :-2]) / 2
+        down = (padded[:, 2:, 1:-1] - padded[:, :-2, 1:-1]) / 2
+        length = tf.sqrt(across**2 + down**2)
+        # The direction as a place among the bins: from 0 to `directions`.
+        place = tf.math.atan2(down, across) * (self.directions / math.tau)
+        bins = np.arange(self.directions, dtype=np.float32)
+        apart = tf.math.floormod(place[..., None] - bins, self.directions)
+        apart = tf.minimum(apart, self.directions - apart)
+        votes = length[..., None] * tf.nn.relu(1.0 - apart)
+        cells = tf.nn.avg_pool2d(votes, self.cell, self.cell, "VALID")
+        energy = tf.reduce_sum(cells**2, axis=-1, keepdims=True)
+        # Once into the blocks of 2 x 2 cells, once back: means of both.
+        blocks = _mean_of_two_by_two(energy, before=False)
+        energy = _mean_of_two_by_two(blocks, before=True)
+        features = cells / tf.sqrt(energy + 1e-6)
+        count = (height // self.cell) * (width // self.cell) * self.directions
+        return tf.reshape(features, [-1, count])
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        """Returns the output's shape."""
+        batch, height, width = tuple(input_shape)[:3]
+        cells = (height // self.cell) * (width // self.cell)
+        return (batch, cells * self.directions)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        return {
+            **super().get_config(),
+            "cell": self.cell,
+            "directions": self.directions,
+        }
+
+
+def _mean_of_two_by_two(values: tf.Tensor, before: bool) -> tf.Tensor:
+    """Returns means over 2 x 2 neighbours, as far as they are there.
+
+    Args:
+      values: Float32 [batch, rows, columns, 1].
+      before: Whether the neighbours are those before; else those after.
+    """
+    side = [1, 0] if before else [0, 1]
+    pads = [[0, 0], side, side, [0, 0]]
+    there = tf.pad(tf.ones_like(values), pads)
+    total = tf.nn.avg_pool2d(tf.pad(values, pads), 2, 1, "VALID")
+    return total / tf.nn.avg_pool2d(there, 2, 1, "VALID")
