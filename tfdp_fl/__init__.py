@@ -8,12 +8,8 @@ from tfdp_fl.version import __version__
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
     from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Tree
-    from tfdp_fl.keras import (
-        DPFederatedModel,
-        callbacks,
-        make_private,
-        validate,
-    )
+    from tfdp_fl.keras import DPFederatedModel, callbacks, validate
+    from tfdp_fl.keras.make_private import make_private
     from tfdp_fl.mechanisms import (
         AdaptiveClipping,
         AdaptiveLocalDP,

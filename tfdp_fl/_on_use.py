@@ -8,7 +8,7 @@ what clients clipped (`tfdp_fl.flower`) never imports it.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class _Module:
@@ -26,4 +26,7 @@ class _Module:
         return f"<{self._name}, imported on use>"
 
 
-tf = _Module("tensorflow")
+if TYPE_CHECKING:  # So that `tf.Tensor` is a name in annotations.
+    import tensorflow as tf
+else:
+    tf = _Module("tensorflow")

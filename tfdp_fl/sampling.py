@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import dp_accounting
 import numpy as np
@@ -59,7 +59,8 @@ def make_sampler(
     _validate.one_of(by_name, sampling=sampling)
     kind = by_name[sampling]
     if issubclass(kind, CyclicSampler):
-        return kind(num_clients, clients_per_round, num_groups, seed)
+        size = cast(float, clients_per_round)  # Anything else is refused.
+        return kind(num_clients, size, num_groups, seed)
     return kind(num_clients, clients_per_round, seed)
 
 
@@ -398,7 +399,10 @@ class CyclicSampler(CohortSampler):
     def _group(self) -> np.ndarray:
         """Returns who may be in the coming cohort: int64, in secret order."""
         if self._order is None:
-            first = int(self._key, 16) if self._seed is None else self._seed
+            # Without a seed there is a key.
+            first = self._seed
+            if first is None:
+                first = int(cast(str, self._key), 16)
             rng = np.random.default_rng(
                 np.random.SeedSequence([first, _STREAM])
             )

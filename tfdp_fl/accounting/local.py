@@ -24,8 +24,8 @@ class LocalAccount:
 
     def __init__(self, num_clients: int):
         n = _validate.positive_integer(num_clients=num_clients)
-        self._mu_squared = np.zeros(n, dtype=np.float64)
-        self._participations = np.zeros(n, dtype=np.int64)
+        self._mu_squared: np.ndarray = np.zeros(n, dtype=np.float64)
+        self._participations: np.ndarray = np.zeros(n, dtype=np.int64)
 
     @property
     def num_clients(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import dp_accounting
 import numpy as np
@@ -47,7 +47,7 @@ class WindowedQuery(cohort_query.CohortQuery):
 
     @property
     def _num_clients(self) -> int:
-        return self.deployment.num_clients
+        return cast(int, self.deployment.num_clients)  # Required there.
 
     def initial_global_state(self) -> WindowedRound:
         """Implements `CohortQuery.initial_global_state`: empty windows."""
@@ -56,9 +56,12 @@ class WindowedQuery(cohort_query.CohortQuery):
             self.mechanism.window,
             self.deployment.num_variables,
         ]
+        first = super().initial_global_state()
         return WindowedRound(
-            *super().initial_global_state(),
-            windows=tf.fill(shape, np.float32("nan")),
+            first.clip_norm,
+            first.noise_multiplier,
+            first.clients_per_round,
+            tf.fill(shape, np.float32("nan")),
         )
 
     def derive_sample_params(self, state: WindowedRound) -> WindowedRound:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import TypeGuard, cast
 
 import dp_accounting
 import tensorflow as tf
@@ -119,6 +120,9 @@ class BoundMechanism:
         )
         self.bind(num_variables=1)
         self._clients = round_values.RoundValues(clients, "clients_per_round")
+        self._cohort_sizes = round_values.RoundValues(
+            clients, "clients_per_round", tf.float64
+        )
         self._noise = round_values.RoundValues(noise, "noise_multiplier")
         self._is_scheduled = bool(lengths)
         self._check_cohort_sizes()
@@ -209,6 +213,7 @@ class BoundMechanism:
     def _plan(self, num_variables: int) -> cohort_process.RoundPlan:
         event, event_noise = self._events(num_variables)
         deployment = self._deployment_for(num_variables)
+        cost: float | tuple[float, ...]
         if self.mechanism.guarantee in ("local", "record"):
             cost = float(self.mechanism.mu_squared(deployment))
         else:
@@ -222,9 +227,7 @@ class BoundMechanism:
             ),
             kind=state.history_kind(self.mechanism, event, deployment.sampling),
             cost=round_values.RoundValues(cost, "noise_multiplier", tf.float64),
-            cohort_size=round_values.RoundValues(
-                deployment.clients_per_round, "clients_per_round", tf.float64
-            ),
+            cohort_size=self._cohort_sizes,
             population=deployment.num_clients or 0,
         )
 
@@ -241,7 +244,8 @@ class BoundMechanism:
                 return None, float(event.noise_multiplier)
             return event, 0.0
         multipliers = []
-        for index in range(deployment.rounds):
+        # Where there is a schedule, its length is known.
+        for index in range(cast(int, deployment.rounds)):
             event = self.mechanism.round_event(index, deployment)
             # Only a Gaussian changes from round to round; a mechanism says
             # "no privacy" of one without noise.
@@ -256,5 +260,7 @@ class BoundMechanism:
         return None, tuple(multipliers)
 
 
-def _is_table(value: float | tuple[float, ...]) -> bool:
+def _is_table(
+    value: float | tuple[float, ...],
+) -> TypeGuard[tuple[float, ...]]:
     return isinstance(value, tuple)

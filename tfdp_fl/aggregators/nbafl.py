@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import tensorflow_federated as tff
 
@@ -63,9 +64,12 @@ class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
             in, or None if unknown.
         """
         if mechanism is None:
-            mechanism = nbafl.NbAFL(
-                epsilon=epsilon, constant=constant, weight_clip=weight_clip
-            )
+            given: dict[str, Any] = {
+                "epsilon": epsilon,
+                "constant": constant,
+                "weight_clip": weight_clip,
+            }
+            mechanism = nbafl.NbAFL(**given)
         self._bound = bound_mechanism.BoundMechanism(
             mechanism,
             clients_per_round,

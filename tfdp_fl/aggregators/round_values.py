@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import tensorflow as tf
 
@@ -38,7 +39,7 @@ def tabulated(
             )
         count = rounds
     else:
-        count = len(schedule)
+        count = len(cast(Sequence[float], schedule))
     return tuple(
         check(**{name: schedules.value_at(schedule, index, name)})
         for index in range(count)
@@ -61,7 +62,8 @@ class RoundValues:
     @property
     def distinct(self) -> set[float]:
         """Returns every value that occurs."""
-        return set(self._table) if self.num_rounds else {self._table}
+        table = self._table
+        return set(table) if isinstance(table, tuple) else {table}
 
     @property
     def num_rounds(self) -> int | None:

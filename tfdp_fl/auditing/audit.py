@@ -178,13 +178,16 @@ class CanaryAudit:
           update: Float64 [2, d], how the model moved, and what canaries added.
           own: Float64 [K], how much each of them did.
         """
+        moved, added = update
         nobody = np.zeros(self.num_canaries)
         for row, canaries, times in (
             (0, self._canaries, own),
             (1, self._others, nobody),
         ):
             # In the earlier of two rounds a canary counts against the update.
-            found = scores(canaries, *update, times) * np.where(own < 0, -1, 1)
+            found = scores(canaries, moved, added, times) * np.where(
+                own < 0, -1, 1
+            )
             np.maximum(self._best[row], found, out=self._best[row])
 
     def end(self) -> None:

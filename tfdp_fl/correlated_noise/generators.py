@@ -165,7 +165,9 @@ class BandedGenerator(_Toeplitz):
     """
 
     def __init__(
-        self, coefficients: Sequence[float], participation: Participation
+        self,
+        coefficients: Sequence[float] | np.ndarray,
+        participation: Participation,
     ):
         """Rounds and checks coefficients.
 
@@ -227,8 +229,8 @@ class BLTGenerator(_Toeplitz):
 
     def __init__(
         self,
-        theta: Sequence[float],
-        theta_hat: Sequence[float],
+        theta: Sequence[float] | np.ndarray,
+        theta_hat: Sequence[float] | np.ndarray,
         participation: Participation,
     ):
         """Makes the weights of poles and zeros.

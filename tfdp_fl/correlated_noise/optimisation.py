@@ -157,7 +157,7 @@ def blt_loss(
     rounds = participation.rounds
     error_of = _Error(rounds, workload)
     visits = np.zeros(rounds)
-    last = participation.max_participations * participation.min_separation
+    last = participation.most * participation.min_separation
     visits[: last : participation.min_separation] = 1.0
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
@@ -192,9 +192,8 @@ def _ratio(zero: float, pole: float, values: np.ndarray) -> np.ndarray:
 
 def _best(loss: _Loss, starts: Iterable[np.ndarray]) -> np.ndarray:
     """Returns the lowest of the minima found from some starts."""
-    best, lowest = None, np.inf
-    for start in starts:
-        found = optimize.minimize(
+    minima = (
+        optimize.minimize(
             loss,
             np.clip(start, -_FARTHEST, _FARTHEST),
             jac=True,
@@ -202,6 +201,6 @@ def _best(loss: _Loss, starts: Iterable[np.ndarray]) -> np.ndarray:
             bounds=[(-_FARTHEST, _FARTHEST)] * len(start),
             options={"maxiter": 500, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-9},
         )
-        if best is None or found.fun < lowest:
-            best, lowest = found.x, found.fun
-    return best
+        for start in starts
+    )
+    return min(minima, key=lambda found: found.fun).x

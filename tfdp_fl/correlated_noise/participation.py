@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 from tfdp_fl import _validate
 
@@ -38,3 +39,8 @@ class Participation:
         object.__setattr__(self, "rounds", rounds)
         object.__setattr__(self, "min_separation", gap)
         object.__setattr__(self, "max_participations", most)
+
+    @property
+    def most(self) -> int:
+        """k: `max_participations`, which is never None once made."""
+        return cast(int, self.max_participations)

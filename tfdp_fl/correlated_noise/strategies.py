@@ -92,14 +92,13 @@ class BandedToeplitz(Strategy):
         self, participation: Participation, workload: Workload
     ) -> generators.BandedGenerator:
         """See base class."""
-        coefficients = self.coefficients
-        if coefficients is None:
-            bands = min(
-                self.bands or participation.min_separation,
-                participation.rounds,
-            )
-            coefficients = optimisation.banded(bands, participation, workload)
-        return generators.BandedGenerator(coefficients, participation)
+        if self.coefficients is not None:
+            return generators.BandedGenerator(self.coefficients, participation)
+        bands = min(
+            self.bands or participation.min_separation, participation.rounds
+        )
+        best = optimisation.banded(bands, participation, workload)
+        return generators.BandedGenerator(best, participation)
 
     def describe(self) -> str:
         """See base class."""
@@ -152,12 +151,12 @@ class BLT(Strategy):
         self, participation: Participation, workload: Workload
     ) -> generators.BLTGenerator:
         """See base class."""
-        theta, theta_hat = self.theta, self.theta_hat
-        if theta is None:
-            theta, theta_hat = without_pairs(
-                *optimisation.blt(self.num_buffers, participation, workload)
+        if self.theta is not None and self.theta_hat is not None:
+            return generators.BLTGenerator(
+                self.theta, self.theta_hat, participation
             )
-        return generators.BLTGenerator(theta, theta_hat, participation)
+        best = optimisation.blt(self.num_buffers, participation, workload)
+        return generators.BLTGenerator(*without_pairs(*best), participation)
 
     def describe(self) -> str:
         """See base class."""

@@ -70,7 +70,7 @@ def charges(
       Float64 [T].
     """
     total = np.zeros(participation.rounds)
-    for i in range(participation.max_participations):
+    for i in range(participation.most):
         start = i * participation.min_separation
         part = coefficients[: participation.rounds - start]
         total[start : start + len(part)] += part
@@ -82,7 +82,7 @@ def backwards(
 ) -> np.ndarray:
     """Returns the transpose of `charges` at col: [count], for gradients."""
     gradient = np.zeros(count)
-    for i in range(participation.max_participations):
+    for i in range(participation.most):
         start = i * participation.min_separation
         part = columns[start : start + count]
         gradient[: len(part)] += part

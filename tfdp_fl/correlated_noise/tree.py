@@ -31,7 +31,7 @@ def squared_sensitivity(
       restart_every: A new tree begins after so many rounds.
     """
     gap = participation.min_separation
-    most = min(participation.max_participations, -(-rounds // gap))
+    most = min(participation.most, -(-rounds // gap))
     total, size = 0, 1
     while size <= min(rounds, restart_every):
         group = -(-size // gap)

@@ -40,7 +40,7 @@ def save(
     rows = (np.cumsum(used) - 1).astype(np.int32)[rows]
     arrays: list[np.ndarray] = []
     structure = [_encode(source.x, arrays), _encode(source.y, arrays)]
-    contents = {
+    contents: dict[str, Any] = {
         f"array_{place}": array if used.all() else array[used]
         for place, array in enumerate(arrays)
     }

@@ -115,7 +115,7 @@ def check(
       compiled: The model, compiled.
     """
     for label, output, loss in compiled.outputs(y, predicted):
-        function = getattr(loss, "fn", None)
+        function: Any = getattr(loss, "fn", None)
         if label is None or not keras_versions.is_of_keras(function):
             continue
         if label.dtype == tf.string:
@@ -125,12 +125,11 @@ def check(
                 "integers of them."
             )
         shape, expected = label.shape[1:], output.shape[1:]
+        allowed: tuple[Any, ...] = (expected,)
         if function.__name__ == "sparse_categorical_crossentropy":
             allowed = (expected[:-1], [*expected[:-1], 1])
         elif expected.rank and expected[-1] == 1:
             allowed = (expected, expected[:-1])
-        else:
-            allowed = (expected,)
         if not any(shape.is_compatible_with(each) for each in allowed):
             raise ValueError(
                 f"labels must have the shape {tuple(allowed[0])} for each "

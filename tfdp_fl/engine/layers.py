@@ -207,7 +207,7 @@ def lstm(
 
 def _by_block(units: int, *factors: float) -> tf.Tensor:
     """Returns float32 [4u], a factor for each block of weights."""
-    return tf.constant(np.repeat(np.float32(factors), units))
+    return tf.constant(np.repeat(np.asarray(factors, np.float32), units))
 
 
 def _length(tensor: tf.Tensor, axis: int) -> int | tf.Tensor:

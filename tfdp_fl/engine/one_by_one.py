@@ -141,7 +141,10 @@ class OneByOne:
         def rows_array(width: int) -> tf.TensorArray:
             return tf.TensorArray(tf.float32, size=size, element_shape=[width])
 
-        contributions, moments, collected, windows = (), (), (), ()
+        contributions: Any = ()
+        moments: Any = ()
+        collected: Any = ()
+        windows: Any = ()
         if self._output == cohort.SUM:
             template = [
                 cohort.as_handed_in(tf.zeros(value.shape, value.dtype))

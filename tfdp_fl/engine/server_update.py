@@ -86,8 +86,9 @@ class ServerUpdate:
         With `use_ema` they are the average that the optimizer kept: of
         released weights, so it costs no privacy.
         """
-        if hasattr(self.optimizer, "finalize_variable_values"):
-            self.optimizer.finalize_variable_values(self._owned)
+        finalize = getattr(self.optimizer, "finalize_variable_values", None)
+        if finalize is not None:
+            finalize(self._owned)
 
     def replace(self, weights: list[tf.Tensor]) -> bool:
         """Sets the model to released weights (NbAFL); returns True."""

@@ -18,7 +18,7 @@ clients hold few examples for the size of the kernels (`dense_models`).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
 
@@ -91,7 +91,8 @@ class SideBySide:
             id(variable): index
             for index, variable in enumerate(trainer.variables)
         }
-        self._layers = [
+        chain = cast(list[Any], dense_models.chain_of(trainer.model))
+        self._layers: list[Any] = [
             _DenseLayer(
                 layer,
                 places[id(keras_versions.tf_variable(layer.kernel))],
@@ -101,7 +102,7 @@ class SideBySide:
             )
             if isinstance(layer, tf.keras.layers.Dense)
             else layer
-            for layer in dense_models.chain_of(trainer.model)
+            for layer in chain
             if not isinstance(layer, tf.keras.layers.InputLayer)
         ]
 
@@ -363,7 +364,8 @@ class SideBySide:
         if h is None:
             z = _rows(own.products[step])
             if step:
-                products = own.gram[:, until : until + shape[1], :until]
+                gram: tf.Tensor = own.gram  # The first layer has one.
+                products = gram[:, until : until + shape[1], :until]
         else:
             z = self._server_product(layer, weights, h)
             here = tf.reshape(h, [*shape, h.shape[-1]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -75,7 +75,7 @@ class CohortFunctions:
             return side_by_side.SideBySide(
                 trainer,
                 self._query,
-                way.num_steps,
+                cast(int, way.num_steps),
                 way.full_batches,
                 all_usable=way.optimistic,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import ledger as ledger_lib
@@ -36,7 +36,8 @@ class LocalHistory(rounds.RoundHistory):
     def epsilon_after(self, planned: rounds.ReleasedRound) -> float:
         """Implements `RoundHistory.epsilon_after`: exact, for one client."""
         return local_lib.epsilon_of_mu_squared(
-            self._mu_squared + planned.mu_squared, self.target_delta
+            self._mu_squared + self._charge_of(planned),
+            cast(float, self.target_delta),
         )
 
     def epsilon(
@@ -55,7 +56,8 @@ class LocalHistory(rounds.RoundHistory):
         self._mu_squared += charge
 
     def _charge_of(self, released: rounds.ReleasedRound) -> float:
-        return released.mu_squared
+        # Of rounds in which clients are private by themselves it is known.
+        return cast(float, released.mu_squared)
 
     def _charge_of_entry(
         self, entry: ledger_lib.LedgerEntry, ledger: ledger_lib.PrivacyLedger
@@ -75,7 +77,7 @@ class LocalHistory(rounds.RoundHistory):
         return float(written)
 
     def _ledger_line(self, released: rounds.ReleasedRound) -> dict[str, Any]:
-        self._written += released.mu_squared
+        self._written += self._charge_of(released)
         return {
             "charge": None,
             "local": {

@@ -347,7 +347,11 @@ class PrivateRounds:
             server_round=server_round,
             message=message,
             sent=sent,
-            asked=frozenset(map(answers_lib.name_of, clients)) - {None},
+            asked=frozenset(
+                name
+                for name in map(answers_lib.name_of, clients)
+                if name is not None
+            ),
             plan=plan,
             mechanism=mechanism,
             deployment=deployment,
@@ -375,7 +379,7 @@ class PrivateRounds:
             available, num_clients = seen.available, seen.drawn_from
             if num_clients is None:
                 num_clients = m
-            if seen.drawn_from is None and available > m:
+            if seen.drawn_from is None and (available is None or available > m):
                 _logger.warning(
                     "The clients of round %s were not seen to be drawn by %s: "
                     "nothing is claimed for their sampling, and the round "

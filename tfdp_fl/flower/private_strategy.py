@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting import ledger as ledger_lib
@@ -266,7 +266,10 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             return None, None
         answers, _, released = finished
         handed = messages.handed_on(
-            answers.valid, model, released, self._weight_key
+            answers.valid,
+            cast(messages.Model, model),  # What finished was sent.
+            released,
+            self._weight_key,
         )
         with strategies.metrics_errors_logged(self.strategy, self._api):
             return self.strategy.aggregate_train(
@@ -373,7 +376,10 @@ def _sum_for(
     mechanism.check(deployment)
     if client_clipping.clients_can_clip(mechanism):
         if mechanism.guarantee == "local" and not (
-            mechanism.noise_over_sensitivity(deployment) > 0
+            cast(mechanisms.LocalDP, mechanism).noise_over_sensitivity(
+                deployment
+            )
+            > 0
         ):
             raise ValueError(
                 f"mechanism must have noise, got {mechanism!r}: without, a "

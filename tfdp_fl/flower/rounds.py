@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import dp_accounting
 
@@ -132,21 +132,21 @@ class RoundHistory:
             fewer than were known to be in it.
           LedgerError: if it cannot be gone on with.
         """
-        is_ours = not isinstance(ledger, ledger_lib.PrivacyLedger)
-        if is_ours:
-            ledger = ledger_lib.PrivacyLedger(
-                ledger,
-                mode="append",
-                target_epsilon=self.target_epsilon,
-                target_delta=self.target_delta,
-                mechanism=dict(mechanism),
-                expected_head=expected_head,
-            )
-        try:
+        if isinstance(ledger, ledger_lib.PrivacyLedger):
             self._take_over(ledger)
+            return
+        ours = ledger_lib.PrivacyLedger(
+            ledger,
+            mode="append",
+            target_epsilon=self.target_epsilon,
+            target_delta=self.target_delta,
+            mechanism=dict(mechanism),
+            expected_head=expected_head,
+        )
+        try:
+            self._take_over(ours)
         except BaseException:
-            if is_ours:
-                ledger.close()
+            ours.close()
             raise
 
     def _take_over(self, ledger: ledger_lib.PrivacyLedger) -> None:
@@ -161,7 +161,7 @@ class RoundHistory:
         self._ledger = ledger
         if begun_later:
             for released in self.released:
-                self._write(released, written_later=True)
+                self._write(ledger, released, written_later=True)
         self._in_ledger = ledger.rounds
 
     def _charge_unknown(self, ledger: ledger_lib.PrivacyLedger) -> None:
@@ -204,14 +204,19 @@ class RoundHistory:
         """
         if self._ledger is not None:
             self._charge_unknown(self._ledger)
-            self._write(released)
+            self._write(self._ledger, released)
             self._in_ledger = self._ledger.rounds
         self._spend(self._charge_of(released))
         self.released.append(released)
 
-    def _write(self, released: ReleasedRound, **details: Any) -> None:
-        self._ledger.record(
-            self._ledger.rounds,
+    def _write(
+        self,
+        ledger: ledger_lib.PrivacyLedger,
+        released: ReleasedRound,
+        **details: Any,
+    ) -> None:
+        ledger.record(
+            ledger.rounds,
             cohort_size=released.clients_per_round,
             **self._ledger_line(released),
             **details,
@@ -226,7 +231,9 @@ class RoundHistory:
         Only where there is a target.
         """
         return self._spent.epsilon_after(
-            self._charge_of(planned), self.target_delta, self.accountant
+            self._charge_of(planned),
+            cast(float, self.target_delta),
+            self.accountant,
         )
 
     def _spend(self, charge: Any) -> None:

@@ -94,7 +94,7 @@ class Preparation:
             mechanism.noise_multiplier_at(round_index)
             sampler.expected_cohort_size(round_index)
         num_records, min_examples = self._records()
-        calibrated = self._calibrated_for(sampler, calibration)
+        calibrated: dict[str, Any] = self._calibrated_for(sampler, calibration)
         deployment = Deployment(
             clients_per_round=setup.clients_per_round,
             num_clients=clients.num_clients,

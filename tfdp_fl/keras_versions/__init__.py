@@ -9,9 +9,12 @@ The engine computes with `tf.Variable`s. Keras 2's variables are that; Keras 3
 wraps them, and what its own optimizers are given has to be the wrapped ones.
 """
 
+from typing import TYPE_CHECKING
+
 import tensorflow as tf
 
-if hasattr(tf.keras, "ops"):
+# The type checker sees Keras 3's: the functions are the same.
+if TYPE_CHECKING or hasattr(tf.keras, "ops"):
     from tfdp_fl.keras_versions import keras3 as _keras
 else:
     from tfdp_fl.keras_versions import keras2 as _keras

@@ -93,7 +93,7 @@ def build_dp_fed_avg(
         client_optimizer_fn=client_optimizer_fn,
     )
     local_epochs = _validate.positive_integer(local_epochs=local_epochs)
-    facts = {
+    facts: dict[str, Any] = {
         "inner_factory": inner_factory,
         "scalars_factory": scalars_factory,
         "sampling": sampling,

@@ -7,7 +7,7 @@ What each round cost is written down in the state by the process that ran it.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import dp_accounting
 import numpy as np
@@ -38,7 +38,15 @@ class Epsilon(float):
     @property
     def statement(self) -> str:
         """The privacy statement: what holds, for whom, and what is not in."""
-        return accounting.privacy_statement(self.facts, self.delta)
+        return cast(str, statement_of(self, cast(float, self.delta), "text"))
+
+
+def statement_of(
+    spent: Epsilon, delta: float, format: str
+) -> str | dict[str, Any]:
+    """Returns the statement of what `epsilon` returned, in some format."""
+    facts = cast(accounting.StatementFacts, spent.facts)
+    return accounting.privacy_statement(facts, delta, format)
 
 
 def privacy_charges(
@@ -94,7 +102,8 @@ def privacy_charges(
         plan = pass_plan.PassPlan(num_clients, sizes)
     charges = []
     for index, event in enumerate(events):
-        size, place = sizes[index], {}
+        size = sizes[index]
+        place: dict[str, Any] = {}
         if plan is not None:
             pass_index, start, stop = plan.cohort(index)
             size = stop - start
@@ -153,6 +162,8 @@ def epsilon(
       ValueError: The state tells of another mechanism, sampling, N or m, or
         it may hold releases that are not the mechanism's.
     """
+    how: dict[str, Any]
+    costs: Any = ()
     if mechanism.guarantee in _BY_CLIENT:
         found = state_lib.accountable_state(state)
         history = _history(
@@ -170,7 +181,6 @@ def epsilon(
         most = np.sort(history.costs)[len(history.costs) - times :]
         value = epsilon_of_mu_squared(math.fsum(most), delta)
         how, sizes = {"epsilon_local": value}, list(history.cohort_sizes)
-        costs = ()
     else:
         record = accounting.PrivacyAccountant()
         charges = privacy_charges(
@@ -234,7 +244,7 @@ def privacy_statement(
       ValueError: See `epsilon`.
     """
     spent = epsilon(state, mechanism, delta=delta, **declared)
-    return accounting.privacy_statement(spent.facts, delta, format)
+    return statement_of(spent, delta, format)
 
 
 def _check_memory(
@@ -278,7 +288,7 @@ def _history(
     event = None
     if done and mechanism.guarantee == "central":
         event = mechanism.round_event(done - 1, deployment)
-    known = [
+    known: list[Any] = [
         state_lib.history_kind(mechanism, event, sampling)
         for sampling in (None, deployment.sampling)
     ]
@@ -290,9 +300,8 @@ def _history(
             f"round {other[0] + 1} of {done} was run by a process of another "
             "kind, whose guarantee cannot be told from here."
         )
-    other = np.flatnonzero(
-        ~np.isin(history.populations, [0, deployment.num_clients])
-    )
+    populations: list[Any] = [0, deployment.num_clients]
+    other = np.flatnonzero(~np.isin(history.populations, populations))
     if len(other):
         raise ValueError(
             f"num_clients must be the {history.populations[other[0]]} that "

@@ -6,7 +6,6 @@ from typing import Any
 
 import tensorflow_federated as tff
 
-from tfdp_fl import accounting
 from tfdp_fl.learning import privacy
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
@@ -102,7 +101,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
           **declared: The other arguments of `epsilon`.
         """
         spent = self.epsilon(state, delta=delta, **declared)
-        return accounting.privacy_statement(spent.facts, delta, format)
+        return privacy.statement_of(spent, delta, format)
 
     def _known(self, name: str, value: Any, optional: bool = False) -> Any:
         built_with = getattr(self._deployment, name)

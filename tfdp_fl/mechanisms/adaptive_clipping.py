@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import dp_accounting
 
@@ -93,7 +93,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         largest = self.noise_multiplier
         if isinstance(largest, tuple):
             largest = max(largest)
-        self._check_count_noise(largest, self.count_noise_stddev)
+        self._check_count_noise(cast(float, largest), self.count_noise_stddev)
 
     @staticmethod
     def _check_count_noise(
@@ -123,7 +123,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         delta: float,
         clients_per_round: float,
         **options: Any,
-    ) -> AdaptiveClipping:
+    ) -> mechanism.Mechanism:
         """Implements `Mechanism.for_target`.
 
         Unless `count_noise_stddev` is given it is m / 20, or z where that is

@@ -13,10 +13,15 @@ from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import (
     clipping,
-    contribution,
     local_dp,
     parameters,
     registry,
+)
+from tfdp_fl.mechanisms.contribution import (
+    Client,
+    Contribution,
+    Deployment,
+    Round,
 )
 
 LAYER_ACCOUNTS = ("joint", "separate")
@@ -94,14 +99,14 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     )
     max_participations: int | None = local_dp.max_participations_parameter()
 
-    def _num_layers(self, deployment: contribution.Deployment) -> int:
+    def _num_layers(self, deployment: Deployment) -> int:
         if deployment.num_variables is None:
             raise ValueError(
                 "num_variables must be known to AdaptiveLocalDP, got None."
             )
         return deployment.num_variables
 
-    def releases_per_round(self, deployment: contribution.Deployment) -> int:
+    def releases_per_round(self, deployment: Deployment) -> int:
         """Implements `LocalMechanism.releases_per_round`."""
         if self.layers == "joint":
             return 1
@@ -115,9 +120,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         """Returns the L2 norm of every layer before clipping: float32 [L]."""
         return tf.stack([clipping.global_norm([layer]) for layer in update])
 
-    def radii(
-        self, client: contribution.Client, deployment: contribution.Deployment
-    ) -> tf.Tensor:
+    def radii(self, client: Client, deployment: Deployment) -> tf.Tensor:
         """Returns a client's radii for this round, float32 [L].
 
         r_l = min(mean of the layer's norms in the window, clipping_radius);
@@ -139,10 +142,10 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     def contribution(
         self,
         update: list[tf.Tensor],
-        round: contribution.Round,
-        client: contribution.Client,
-        deployment: contribution.Deployment,
-    ) -> contribution.Contribution:
+        round: Round,
+        client: Client,
+        deployment: Deployment,
+    ) -> Contribution:
         """Implements `Mechanism.contribution`, layer by layer.
 
         Delta_l / max(1, ||Delta_l|| / r_l).
@@ -157,7 +160,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
             clipping.scaled([layer], scales[index])[0]
             for index, layer in enumerate(update)
         ]
-        return contribution.Contribution(
+        return Contribution(
             update=clipped,
             sums={},
             weight=tf.ones([]),
@@ -168,9 +171,9 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
 
     def client_noise(
         self,
-        round: contribution.Round,
-        client: contribution.Client,
-        deployment: contribution.Deployment,
+        round: Round,
+        client: Client,
+        deployment: Deployment,
     ) -> list[tf.Tensor]:
         """Implements `Mechanism.client_noise`: sigma_l of every layer."""
         del round
@@ -180,9 +183,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
             self._layer_noise_multiplier(deployment) * radii, num=layers
         )
 
-    def _layer_noise_multiplier(
-        self, deployment: contribution.Deployment
-    ) -> float:
+    def _layer_noise_multiplier(self, deployment: Deployment) -> float:
         """Returns sigma_l / r_l.
 
         L layers that are released together are one Gaussian release of
@@ -195,14 +196,14 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         return local_dp.SENSITIVITY * ratio * together
 
     def noise_stddevs(
-        self, round: contribution.Round, deployment: contribution.Deployment
+        self, round: Round, deployment: Deployment
     ) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: m layers, largest radius."""
         one = self._layer_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}
 
     def round_event(
-        self, round_index: int, deployment: contribution.Deployment
+        self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`.
 

@@ -37,6 +37,10 @@ from tfdp_fl.mechanisms.contribution import (
     RoundWithMemory,
 )
 
+# A query's state is its own: a `Round`, a `RoundWithMemory`, or with more in
+# it. TF-Privacy's interface leaves it open, and so do the methods here.
+State = Any
+
 
 class CohortQuery:
     """A mechanism at work on the updates of one cohort.
@@ -90,7 +94,7 @@ class CohortQuery:
             and self.mechanism.noise_site == "server"
         )
 
-    def initial_global_state(self) -> Round | RoundWithMemory:
+    def initial_global_state(self) -> State:
         """Returns the state before the first round."""
         first = Round(
             clip_norm=tf.constant(self.mechanism.first_clip_norm(), tf.float32),
@@ -100,7 +104,7 @@ class CohortQuery:
         memory = self.mechanism.first_memory(self.deployment)
         return RoundWithMemory(*first, memory) if memory != () else first
 
-    def new_segment(self, state: Round) -> Round | RoundWithMemory:
+    def new_segment(self, state: State) -> State:
         """Returns a state that has forgotten the rounds before, but its clip.
 
         Where a round may have been released that the state knows nothing of,
@@ -113,10 +117,10 @@ class CohortQuery:
 
     def begin_round(
         self,
-        state: Round,
+        state: State,
         noise_multiplier: tf.Tensor | float,
         clients_per_round: tf.Tensor | float,
-    ) -> Round:
+    ) -> State:
         """Returns the state with the values that hold for this round."""
         return state._replace(
             noise_multiplier=tf.cast(noise_multiplier, tf.float32),
@@ -132,13 +136,13 @@ class CohortQuery:
         norm, _ = clipping.usable_norm(record)
         return norm
 
-    def clip_to_cohort(self, state: Round, norms: tf.Tensor) -> Round:
+    def clip_to_cohort(self, state: State, norms: tf.Tensor) -> State:
         """Returns the state with the clip that the cohort's norms give."""
         return state._replace(
             clip_norm=self.mechanism.clip_to_cohort(norms, state)
         )
 
-    def derive_sample_params(self, state: Round) -> Round:
+    def derive_sample_params(self, state: State) -> State:
         """Returns what every client of a round gets to know."""
         return Round(*state[:3])
 
@@ -155,7 +159,7 @@ class CohortQuery:
 
     def preprocess_record(
         self,
-        params: Round,
+        params: State,
         record: list[tf.Tensor],
         client: Client = Client(),  # noqa: B008
     ) -> Contribution:
@@ -175,7 +179,7 @@ class CohortQuery:
             return one._replace(update=noise.add_normal(one.update, stddev))
         return one
 
-    def noise_shares(self, params: Round) -> dict[str, tf.Tensor]:
+    def noise_shares(self, params: State) -> dict[str, tf.Tensor]:
         """Returns what each of m clients adds: the mth part of a variance."""
         stddevs = self.mechanism.noise_stddevs(params, self.deployment)
         return {
@@ -183,7 +187,7 @@ class CohortQuery:
             for name, stddev in stddevs.items()
         }
 
-    def largest_norm(self, state: Round) -> tf.Tensor | float:
+    def largest_norm(self, state: State) -> tf.Tensor | float:
         """Returns what no client's record is larger than, before noise."""
         return self.mechanism.largest_norm(state)
 
@@ -200,8 +204,8 @@ class CohortQuery:
         return tf.nest.map_structure(tf.add, sample_state_1, sample_state_2)
 
     def get_noised_result(
-        self, sample_state: Contribution, global_state: Round
-    ) -> tuple[list[tf.Tensor], Round, dp_accounting.DpEvent]:
+        self, sample_state: Contribution, global_state: State
+    ) -> tuple[list[tf.Tensor], State, dp_accounting.DpEvent]:
         """Returns the noised mean, and the state before the next round.
 
         The noise goes by the clip that the clients of this round used.
@@ -227,11 +231,11 @@ class CohortQuery:
             state = state._replace(memory=memory)
         return mean, state, event
 
-    def noise_stddev(self, state: Round) -> tf.Tensor:
+    def noise_stddev(self, state: State) -> tf.Tensor:
         """Returns the stddev (float32 scalar) of the noise on the sum."""
         return self.mechanism.noise_stddevs(state, self.deployment)["update"]
 
-    def derive_metrics(self, state: Round) -> collections.OrderedDict:
+    def derive_metrics(self, state: State) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
         return collections.OrderedDict(
             clip_norm=state.clip_norm,

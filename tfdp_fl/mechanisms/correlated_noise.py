@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import dp_accounting
 
@@ -240,10 +240,11 @@ class CorrelatedNoise(mechanism.Mechanism):
         if probability is not None:
             if position % self.min_separation:
                 return dp_accounting.NoOpDpEvent()  # Its cycle is paid for.
+            banded = cast(generators.BandedGenerator, self.generator)
             return dp_accounting.PoissonSampledDpEvent(
                 probability,
                 dp_accounting.GaussianDpEvent(
-                    self.noise_multiplier / self.generator.largest_column
+                    self.noise_multiplier / banded.largest_column
                 ),
             )
         column = float(self.generator.charges[position])

@@ -116,6 +116,10 @@ class LocalMechanism(mechanism.Mechanism):
 
     guarantee: ClassVar[str] = "local"
     noise_site: ClassVar[str] = "every client"
+    # Parameters of every one of them, beside `epsilon`.
+    delta: ClassVar[Any]
+    calibration: ClassVar[Any]
+    composition: ClassVar[Any]
     own_caveats: ClassVar[Mapping[str, str]] = {
         "classic_above_one": (
             "The noise was calibrated by the classic Gaussian formula at an "
@@ -161,7 +165,8 @@ class LocalMechanism(mechanism.Mechanism):
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.for_target`: calibrated when it is used."""
         del noise_multiplier, clients_per_round
-        return cls(epsilon=epsilon, delta=delta, **options)
+        budget: dict[str, Any] = {"epsilon": epsilon, "delta": delta}
+        return cls(**budget, **options)
 
     def bind(
         self, deployment: contribution.Deployment

@@ -357,7 +357,8 @@ class Mechanism(abc.ABC):
           **options: The other parameters that were given.
         """
         del epsilon, delta, clients_per_round
-        return cls(noise_multiplier=noise_multiplier, **options)
+        given: dict[str, Any] = {"noise_multiplier": noise_multiplier}
+        return cls(**given, **options)
 
     def with_noise_multiplier(self, noise_multiplier: Any) -> Mechanism:
         """Returns the same mechanism with another noise multiplier."""
@@ -365,7 +366,8 @@ class Mechanism(abc.ABC):
             raise ValueError(
                 f"{type(self).__name__} has no noise_multiplier to change."
             )
-        return dataclasses.replace(self, noise_multiplier=noise_multiplier)
+        changed: dict[str, Any] = {"noise_multiplier": noise_multiplier}
+        return dataclasses.replace(self, **changed)
 
     @property
     def name(self) -> str:

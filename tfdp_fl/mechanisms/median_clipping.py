@@ -181,13 +181,11 @@ class MedianClipping(mechanism.Mechanism):
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.for_target`: the median is private."""
         if options.get("median_noise_multiplier") is None:
+            smallest: Any = noise_multiplier
+            if isinstance(smallest, tuple):
+                smallest = min(smallest)
             options["median_noise_multiplier"] = (
-                default_median_noise_multiplier(
-                    min(noise_multiplier)
-                    if isinstance(noise_multiplier, tuple)
-                    else noise_multiplier,
-                    clients_per_round,
-                )
+                default_median_noise_multiplier(smallest, clients_per_round)
             )
         return super().for_target(
             noise_multiplier=noise_multiplier,

@@ -13,12 +13,17 @@ from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import (
     clipping,
-    contribution,
     local_dp,
     mechanism,
     noise,
     parameters,
     registry,
+)
+from tfdp_fl.mechanisms.contribution import (
+    Client,
+    Contribution,
+    Deployment,
+    Round,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +68,16 @@ def downlink_noise_stddev(
         * math.sqrt(rounds**2 - clients_per_round**2 * num_clients)
         / (min_examples * num_clients * epsilon)
     )
+
+
+def _known(name: str, deployment: Deployment) -> int:
+    """Returns a number of a deployment, or raises where it is None."""
+    value = getattr(deployment, name)
+    if value is None:
+        raise ValueError(
+            f"{name} must be known to NbAFL, got None: the noise depends on it."
+        )
+    return value
 
 
 @registry.register("nbafl")
@@ -134,38 +149,31 @@ class NbAFL(mechanism.Mechanism):
         """The delta at which `epsilon` is claimed: 1.25 exp(-c^2/2)."""
         return min(1.0, 1.25 * math.exp(-(self.constant**2) / 2))
 
-    def downlink_stddev(self, deployment: contribution.Deployment) -> float:
+    def downlink_stddev(self, deployment: Deployment) -> float:
         """Returns sigma_D, 0 where there is no noise before broadcast."""
-        for name in ("rounds", "num_clients"):
-            if getattr(deployment, name) is None:
-                raise ValueError(
-                    f"{name} must be known to NbAFL, got None: the noise "
-                    "depends on it."
-                )
-        needed = deployment.rounds > math.sqrt(
-            deployment.num_clients
-        ) * deployment.cohort_size(0)
-        if needed and not deployment.min_examples:
+        rounds = _known("rounds", deployment)
+        num_clients = _known("num_clients", deployment)
+        cohort_size = deployment.cohort_size(0)
+        needed = rounds > math.sqrt(num_clients) * cohort_size
+        if not needed:
+            return 0.0
+        if not deployment.min_examples:
             raise ValueError(
                 "min_examples (the smallest number of examples that a client "
                 "holds) must be known to NbAFL, because the noise before "
                 f"broadcast depends on it, got {deployment.min_examples!r}."
             )
-        if not needed:
-            return 0.0
         return downlink_noise_stddev(
             self.weight_clip,
             self.constant,
             self.epsilon,
-            deployment.rounds,
-            deployment.num_clients,
-            deployment.cohort_size(0),
+            rounds,
+            num_clients,
+            cohort_size,
             deployment.min_examples,
         )
 
-    def bind(
-        self, deployment: contribution.Deployment
-    ) -> cohort_query.CohortQuery:
+    def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""
         self.downlink_stddev(deployment)
         return super().bind(deployment)
@@ -175,7 +183,7 @@ class NbAFL(mechanism.Mechanism):
         return self.weight_clip
 
     def noise_stddevs(
-        self, round: contribution.Round, deployment: contribution.Deployment
+        self, round: Round, deployment: Deployment
     ) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: before broadcast."""
         del round
@@ -184,10 +192,10 @@ class NbAFL(mechanism.Mechanism):
     def contribution(
         self,
         update: list[tf.Tensor],
-        round: contribution.Round,
-        client: contribution.Client,
-        deployment: contribution.Deployment,
-    ) -> contribution.Contribution:
+        round: Round,
+        client: Client,
+        deployment: Deployment,
+    ) -> Contribution:
         """Implements `Mechanism.contribution`: n w / max(1, ||w|| / C).
 
         A client without examples has nothing to say and weighs nothing.
@@ -199,7 +207,7 @@ class NbAFL(mechanism.Mechanism):
         weight = tf.cast(client.num_examples, tf.float32) * (
             1.0 - clipped.discarded
         )
-        return contribution.Contribution(
+        return Contribution(
             update=clipping.scaled(clipped.update, weight),
             sums={},
             weight=weight,
@@ -210,9 +218,9 @@ class NbAFL(mechanism.Mechanism):
 
     def client_noise(
         self,
-        round: contribution.Round,
-        client: contribution.Client,
-        deployment: contribution.Deployment,
+        round: Round,
+        client: Client,
+        deployment: Deployment,
     ) -> tf.Tensor:
         """Implements `Mechanism.client_noise`: n sigma_U, on n times weights.
 
@@ -222,7 +230,7 @@ class NbAFL(mechanism.Mechanism):
             self.weight_clip,
             self.constant,
             self.epsilon,
-            deployment.rounds,
+            _known("rounds", deployment),
             examples=1.0,
         )
         return tf.where(tf.cast(client.num_examples, tf.int32) > 0, stddev, 0.0)
@@ -231,8 +239,8 @@ class NbAFL(mechanism.Mechanism):
         self,
         update: list[tf.Tensor],
         weight: tf.Tensor,
-        round: contribution.Round,
-        deployment: contribution.Deployment,
+        round: Round,
+        deployment: Deployment,
     ) -> list[tf.Tensor]:
         """Implements `Mechanism.mean`: p / max(1, |p| / C), N(0, sigma_D^2).
 
@@ -246,15 +254,16 @@ class NbAFL(mechanism.Mechanism):
         stddev = self.downlink_stddev(deployment)
         return noise.add_normal(weights, stddev) if stddev > 0 else weights
 
-    def mu_squared(self, deployment: contribution.Deployment) -> float:
+    def mu_squared(self, deployment: Deployment) -> float:
         """Returns (sensitivity / sigma_U)^2 of one upload, for any n.
 
         With the paper's sensitivity 2C/n it is (epsilon / (T c))^2.
         """
-        return (self.epsilon / (deployment.rounds * self.constant)) ** 2
+        rounds = _known("rounds", deployment)
+        return (self.epsilon / (rounds * self.constant)) ** 2
 
     def round_event(
-        self, round_index: int, deployment: contribution.Deployment
+        self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: no client is protected."""
         del round_index, deployment

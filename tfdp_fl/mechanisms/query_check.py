@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import dp_accounting
@@ -152,7 +152,11 @@ def _check_event(
             )
     elif any(
         one < other * (1 - _ROUNDING)
-        for one, other in zip(declared_cost, reported_cost, strict=True)
+        for one, other in zip(
+            declared_cost,
+            cast(list[float], reported_cost),  # None: then they are equal.
+            strict=True,
+        )
     ):
         raise ValueError(
             f"dp_event must not cost less than what {name} reports of a round, "

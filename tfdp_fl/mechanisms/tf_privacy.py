@@ -48,5 +48,6 @@ def __getattr__(name: str) -> Any:
             "tensorflow-privacy==0.9.0 dm-tree"
         )
     if importlib.util.find_spec("tensorflow_estimator") is None:
-        sys.skip_tf_privacy_import = True
+        switches: Any = sys  # Where the package looks for its own.
+        switches.skip_tf_privacy_import = True
     return getattr(importlib.import_module(f"{_ROOM}.{_QUERIES[name]}"), name)

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -228,7 +228,8 @@ class Connection:
         return remote
 
     def _run(self, coroutine: Any) -> Any:
-        return self._loop.run_until_complete(coroutine)
+        loop = cast(asyncio.AbstractEventLoop, self._loop)
+        return loop.run_until_complete(coroutine)
 
     def submit(self, job: Callable[[], None] | None) -> None:
         """Has the connection's thread run `job`, which must not raise.

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from typing import IO, cast
 
 from tfdp_fl.runtimes import memory, supervisor
 from tfdp_fl.runtimes.errors import WorkerUnavailable
@@ -140,15 +141,15 @@ class LocalWorker:
             start_new_session=True,
             bufsize=0,
         )
-        with self._process.stdout as pipe:
+        with cast(IO[bytes], self._process.stdout) as pipe:
             ready, _, _ = select.select([pipe], [], [], _STOP_SECONDS)
             line = pipe.readline() if ready else b""
         if not line.strip():
-            error = WorkerUnavailable(
+            unavailable = WorkerUnavailable(
                 self.address, f"was not started. {self.log_tail()}"
             )
             self.stop()
-            raise error
+            raise unavailable
         self.pid = int(line)
 
     def listening(self) -> None:
@@ -199,10 +200,11 @@ class LocalWorker:
             return
         self._stopped = True
         self._reservation.close()
+        stdin = cast(IO[bytes], self._process.stdin)
         with contextlib.suppress(OSError):
-            self._process.stdin.write(b"\n")
+            stdin.write(b"\n")
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            stdin.close()
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -473,7 +473,7 @@ class RayWorkers:
             for place, part in enumerate(parts)
             if len(part)
         }
-        results, records = self._round(
+        results, by_place = self._round(
             program,
             sent,
             {place: [flat[i] for i in part] for place, part in work.items()},
@@ -481,7 +481,7 @@ class RayWorkers:
         )
         records = tuple(
             dataclasses.replace(record, shards=tuple(work[place]))
-            for place, record in sorted(records.items())
+            for place, record in sorted(by_place.items())
         )
         ordered = [each for place in sorted(results) for each in results[place]]
         if reduction == SUM:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -154,7 +154,7 @@ class ShardedCohorts:
                 clients = tuple(inputs.positions[members].tolist())
                 records.append(dataclasses.replace(record, clients=clients))
             if self._reduction == SUM:
-                pending.add(*summed.unpacked(results))
+                pending.add(*cast(_Packing, summed).unpacked(results))
                 continue
             results = tf.nest.map_structure(tf.convert_to_tensor, results)
             replicas = self._engine.num_replicas

@@ -7,7 +7,7 @@ import dataclasses
 import queue
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from absl import logging
 
@@ -82,20 +82,22 @@ class Worker:
         self.close()
         if self._address is None:
             self.process = LocalWorker(**self._start)
-        self.connection = connection.Connection(self.address)
+        # Where the process is not ours, there is an address.
+        self.connection = connection.Connection(cast(str, self.address))
 
     def connect(self, timeout_seconds: float) -> None:
         """Waits until it answers; raises WorkerUnavailable if it does not."""
         process = self.process
+        started = cast("connection.Connection", self.connection)
         try:
-            self.connection.connect(
+            started.connect(
                 timeout_seconds,
                 (lambda: True) if process is None else lambda: process.alive,
             )
         except WorkerUnavailable as error:
             if process is not None:
                 raise WorkerUnavailable(
-                    self.address, f"was not started. {process.log_tail()}"
+                    process.address, f"was not started. {process.log_tail()}"
                 ) from error
             raise
         if process is not None:
@@ -130,9 +132,10 @@ class Call:
         self.worker = worker
         self._arguments = (compiled, broadcast, [shards[i] for i in indices])
         self._indices = tuple(indices)
-        self._connection = worker.connection
+        # It is connected, so it has both.
+        self._connection = cast("connection.Connection", worker.connection)
+        self._address = cast(str, worker.address)
         self._process = worker.process
-        self._address = worker.address
         self._cpu_before = self._cpu()
         self._cpu_used: float | None = None
         self._seconds = 0.0
@@ -193,7 +196,7 @@ class Call:
             self.worker.lose()
             if self._process is not None:
                 return self.lost("is lost.")
-        return self.error
+        return cast(Exception, self.error)  # There is one.
 
     def record(self) -> WorkerRound:
         """Returns what the worker did."""

@@ -199,7 +199,11 @@ class Report(FederatedCallback):
         drawn = figure.Figure(figsize=(5, 3.2), layout="constrained")
         axes = drawn.add_subplot()
         for place, (name, rounds, values) in enumerate(series):
-            style = {"color": _COLORS[place], "label": name, "linewidth": 1.8}
+            style: dict[str, Any] = {
+                "color": _COLORS[place],
+                "label": name,
+                "linewidth": 1.8,
+            }
             if len(rounds) == 1:
                 style["marker"] = "o"
             axes.plot(rounds, values, **style)
@@ -211,7 +215,8 @@ class Report(FederatedCallback):
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_xlabel("round")
         axes.set_ylabel(unit)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        locator: Any = axes.xaxis.get_major_locator()  # Takes `integer`.
+        locator.set_params(integer=True)
         if unit.startswith("fraction"):
             axes.set_ylim(0, 1.02)
         elif min(min(values) for _, _, values in series) >= 0:
