@@ -230,18 +230,20 @@ class RoundLoop:
         run = self.run
         run.releasing = True
         run.sampler.released(pending.inputs.positions)
+        # Whatever breaks off a round that may be in the model: with a seed, it
+        # must not be run again with the same noise.
         try:
             released = self.engine.release(pending)
+            run.mechanism_state = self.engine.state
+            run.releasing = False
+            run.cohort_sizes.append(len(pending.inputs.positions))
+            run.log_names = list(released)
+            run.remember_norms(pending.inputs.positions, pending.window_norms)
+            if self.audit is not None:
+                self.audit.released()
         except BaseException:
             run.interrupted_releases += 1
             raise
-        run.mechanism_state = self.engine.state
-        run.releasing = False
-        run.cohort_sizes.append(len(pending.inputs.positions))
-        run.log_names = list(released)
-        run.remember_norms(pending.inputs.positions, pending.window_norms)
-        if self.audit is not None:
-            self.audit.released()
         return released
 
     def _report_failures(
