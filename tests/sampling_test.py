@@ -190,6 +190,13 @@ class CyclicTest(parameterized.TestCase):
                 cohorts.append(cohort)
         return cohorts
 
+    def test_groups_do_not_hang_on_the_first_draw(self):
+        # A `SeedSequence` of [a, b] is one of [a, b, 0].
+        sampler = sampling.make_sampler("cyclic", 40, 3, 7, 4)
+        groups = sampler._group()
+        of_round = sampler._generator(0).permutation(40)
+        self.assertNotEqual(groups.tolist(), of_round[::4].tolist())
+
     def _check_gaps(self, cohorts, n, groups):
         for client in range(n):
             rounds = [t for t, each in enumerate(cohorts) if client in each]

@@ -24,6 +24,8 @@ from tfdp_fl.accounting import pass_plan
 
 # Keeps the cohorts' random numbers apart from other uses of the same seed.
 _STREAM = 0x636F686F7274  # "cohort"
+# Of its own: a `SeedSequence` of [seed, x] is that of [seed, x, 0], round 0's.
+_GROUP_STREAM = 0x67726F757073  # "groups"
 _ENTROPY_BYTES = 32
 
 
@@ -400,7 +402,7 @@ class CyclicSampler(CohortSampler):
         if self._order is None:
             first = int(self._key, 16) if self._seed is None else self._seed
             rng = np.random.default_rng(
-                np.random.SeedSequence([first, _STREAM])
+                np.random.SeedSequence([first, _GROUP_STREAM])
             )
             self._order = rng.permutation(self._num_clients)
         return self._order[
