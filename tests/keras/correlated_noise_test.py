@@ -320,6 +320,27 @@ class SegmentTest(parameterized.TestCase):
             1e-2,
         )
 
+    def test_no_draw_is_released_twice_with_other_noise(self):
+        # Two draws are charged; the same clients twice would be one draw with
+        # less noise, which costs more.
+        drawn = []
+        release = engine_lib.CohortEngine.release
+
+        def recorded(engine, pending):
+            drawn.append(pending.inputs.positions.tolist())
+            values = release(engine, pending)
+            if len(drawn) == 2:
+                raise KeyboardInterrupt
+            return values
+
+        fed = toy.federated(clients_per_round=20, sampling="poisson")
+        with mock.patch.object(engine_lib.CohortEngine, "release", recorded):
+            with self.assertRaises(KeyboardInterrupt):
+                _fit(fed, 2, seed=3)
+            _fit(fed, 1, seed=3)
+        self.assertLen(drawn, 3)
+        self.assertNotEqual(drawn[1], drawn[2])
+
     def test_other_groups_end_the_segment(self):
         fed = _federated()
         _fit(fed, 3)

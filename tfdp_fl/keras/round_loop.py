@@ -169,6 +169,8 @@ class RoundLoop:
 
     def _draw(self, round_index: int) -> RoundInputs:
         run, plan = self.run, self.run.plan
+        # Other noise, other clients: see `Run.repeated_rounds`.
+        run.sampler.repeated_rounds = run.repeated_rounds
         positions = self.costs().draw(round_index)
         return RoundInputs(
             round_index=round_index,
