@@ -190,6 +190,25 @@ class CyclicTest(parameterized.TestCase):
                 cohorts.append(cohort)
         return cohorts
 
+    @parameterized.parameters("poisson", "fixed_size", "cyclic_poisson")
+    def test_a_round_that_is_run_again_has_a_draw_of_its_own(self, kind):
+        groups = 4 if kind == "cyclic_poisson" else None
+        sampler = sampling.make_sampler(kind, 4000, 100, 7, groups)
+        first = sampler.cohort(3)
+        np.testing.assert_array_equal(sampler.cohort(3), first)
+        sampler.repeated_rounds = 1
+        again = sampler.cohort(3)
+        np.testing.assert_array_equal(sampler.cohort(3), again)
+        # Some 3 or 10 in common, with one seed for good; the same would be 100.
+        self.assertLess(len(np.intersect1d(first, again)), 30)
+
+    def test_groups_do_not_hang_on_the_first_draw(self):
+        # A `SeedSequence` of [a, b] is one of [a, b, 0].
+        sampler = sampling.make_sampler("cyclic", 40, 3, 7, 4)
+        groups = sampler._group()
+        of_round = sampler._generator(0).permutation(40)
+        self.assertNotEqual(groups.tolist(), of_round[::4].tolist())
+
     def _check_gaps(self, cohorts, n, groups):
         for client in range(n):
             rounds = [t for t, each in enumerate(cohorts) if client in each]

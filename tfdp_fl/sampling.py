@@ -3,7 +3,8 @@
 Without a seed, cohorts come from the operating system's entropy and cannot be
 predicted: Poisson and fixed-size cohorts from fresh entropy in every round,
 shuffled ones from a secret key drawn once. With a seed, the cohort of a round
-depends on the seed and the round alone, so a resumed run draws the same ones.
+depends on the seed and the round alone (and on how many releases of it there
+were), so a resumed run draws the same ones.
 
 Cohorts are sorted by position, which says nothing about how they were drawn.
 """
@@ -24,6 +25,8 @@ from tfdp_fl.accounting import pass_plan
 
 # Keeps the cohorts' random numbers apart from other uses of the same seed.
 _STREAM = 0x636F686F7274  # "cohort"
+# Of its own: a `SeedSequence` of [seed, x] is that of [seed, x, 0], round 0's.
+_GROUP_STREAM = 0x67726F757073  # "groups"
 _ENTROPY_BYTES = 32
 
 
@@ -69,9 +72,13 @@ class CohortSampler(abc.ABC):
 
     Attributes:
       sampling: The name that the accounting knows the sampling by.
+      repeated_rounds: How many releases there may be of rounds that are drawn
+        again (`Run.repeated_rounds`). With a seed, the same clients with other
+        noise would be one draw seen twice, and two draws are what is charged.
     """
 
     sampling: str
+    repeated_rounds: int = 0
     _fractional_sizes = False
 
     def __init__(
@@ -200,9 +207,10 @@ class CohortSampler(abc.ABC):
                 secrets.token_bytes(_ENTROPY_BYTES), np.uint32
             )
             return np.random.default_rng(np.random.SeedSequence(entropy))
-        return np.random.default_rng(
-            np.random.SeedSequence([self._seed, _STREAM, round_index])
-        )
+        words = [self._seed, _STREAM, round_index]
+        if self.repeated_rounds:
+            words.append(self.repeated_rounds)
+        return np.random.default_rng(np.random.SeedSequence(words))
 
     def _without_replacement(
         self, rng: np.random.Generator, size: int
@@ -404,7 +412,7 @@ class CyclicSampler(CohortSampler):
             if first is None:
                 first = int(cast(str, self._key), 16)
             rng = np.random.default_rng(
-                np.random.SeedSequence([first, _STREAM])
+                np.random.SeedSequence([first, _GROUP_STREAM])
             )
             self._order = rng.permutation(self._num_clients)
         return self._order[

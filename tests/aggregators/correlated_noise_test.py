@@ -126,7 +126,14 @@ class CorrelatedNoiseTest(parameterized.TestCase):
         with self.assertRaises(ValueError):
             self._epsilon(first, _mechanism(**changed), "cyclic")
 
-    def _epsilon(self, state, mechanism, sampling):
+    def test_clients_who_take_part_too_often_are_refused(self):
+        mechanism = _mechanism(max_participations=1)
+        state, _ = _run(_process(mechanism), 1)
+        self._epsilon(state, mechanism, "cyclic", max_participations=1)
+        with self.assertRaisesRegex(ValueError, "max_participations"):
+            self._epsilon(state, mechanism, "cyclic", max_participations=2)
+
+    def _epsilon(self, state, mechanism, sampling, **options):
         return learning.epsilon(
             state,
             mechanism,
@@ -134,6 +141,7 @@ class CorrelatedNoiseTest(parameterized.TestCase):
             num_clients=4,
             clients_per_round=2,
             delta=1e-5,
+            **options,
         )
 
     def test_values_of_unknown_shape_are_refused(self):

@@ -63,6 +63,14 @@ class RunTest(absltest.TestCase):
         restored = _restored(fed.run, dataclasses.replace(fed.run))
         self.assertEqual(restored.facts, fed.run.facts)
 
+    def test_noise_that_may_be_used_up_is_in_the_state(self):
+        fed = _trained(tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1))
+        for saved, known, kept in ((2, 0, 2), (2, 3, 3)):
+            fed.run.interrupted_releases = saved
+            prepared = dataclasses.replace(fed.run, interrupted_releases=known)
+            restored = _restored(fed.run, prepared)
+            self.assertEqual(restored.interrupted_releases, kept)
+
     def test_state_of_another_mechanism_is_refused(self):
         fed = _trained(tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1))
         other = dataclasses.replace(

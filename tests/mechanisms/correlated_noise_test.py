@@ -304,6 +304,26 @@ class DeclarationTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
             _mechanism().check(deployment)
 
+    def test_clients_who_cannot_be_so_seldom_drawn_are_refused(self):
+        def deployment(**options):
+            return Deployment(
+                **{
+                    "clients_per_round": 4,
+                    "num_clients": 16,
+                    "sampling": "cyclic",
+                    **options,
+                }
+            )
+
+        _mechanism().check(deployment())
+        # 4 cohorts of 4 clients need 16.
+        with self.assertRaisesRegex(ValueError, "at most .* 15 / 4"):
+            _mechanism().check(deployment(num_clients=15))
+        once = _mechanism(max_participations=1)
+        once.check(deployment(max_participations=1))
+        with self.assertRaisesRegex(ValueError, "max_participations"):
+            once.check(deployment(max_participations=2))
+
     def test_cohorts_of_changing_size_are_refused(self):
         deployment = Deployment(clients_per_round=(4, 5), sampling="cyclic")
         with self.assertRaisesRegex(ValueError, "clients_per_round"):

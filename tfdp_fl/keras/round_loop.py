@@ -169,6 +169,8 @@ class RoundLoop:
 
     def _draw(self, round_index: int) -> RoundInputs:
         run, plan = self.run, self.run.plan
+        # Other noise, other clients: see `Run.repeated_rounds`.
+        run.sampler.repeated_rounds = run.repeated_rounds
         positions = self.costs().draw(round_index)
         return RoundInputs(
             round_index=round_index,
@@ -230,18 +232,20 @@ class RoundLoop:
         run = self.run
         run.releasing = True
         run.sampler.released(pending.inputs.positions)
+        # Whatever breaks off a round that may be in the model: with a seed, it
+        # must not be run again with the same noise.
         try:
             released = self.engine.release(pending)
+            run.mechanism_state = self.engine.state
+            run.releasing = False
+            run.cohort_sizes.append(len(pending.inputs.positions))
+            run.log_names = list(released)
+            run.remember_norms(pending.inputs.positions, pending.window_norms)
+            if self.audit is not None:
+                self.audit.released()
         except BaseException:
             run.interrupted_releases += 1
             raise
-        run.mechanism_state = self.engine.state
-        run.releasing = False
-        run.cohort_sizes.append(len(pending.inputs.positions))
-        run.log_names = list(released)
-        run.remember_norms(pending.inputs.positions, pending.window_norms)
-        if self.audit is not None:
-            self.audit.released()
         return released
 
     def _report_failures(

@@ -153,6 +153,7 @@ class Run:
             "sampler": self.sampler.state(),
             "spending": spending,
             "facts": dataclasses.asdict(self.facts),
+            "interrupted_releases": self.interrupted_releases,
             "ledgers": dict(self.known_ledgers),
             "log_names": list(self.log_names),
         }, arrays
@@ -219,6 +220,11 @@ class Run:
             cohort_sizes=arrays["cohort_sizes"].tolist(),
             log_names=list(metadata["log_names"]),
             facts=Facts(**metadata["facts"]),
+            # With a seed, as many noises of the coming round are used up.
+            interrupted_releases=max(
+                prepared.interrupted_releases,
+                metadata.get("interrupted_releases", 0),
+            ),
             # Others may hold rounds that were charged after the checkpoint.
             known_ledgers={**prepared.known_ledgers, **metadata["ledgers"]},
             ledgers_ahead=prepared.ledgers_ahead | set(metadata["ledgers"]),

@@ -57,6 +57,7 @@ def privacy_charges(
     num_clients: int,
     clients_per_round: schedules.Schedule,
     rounds: int | None = None,
+    max_participations: int | None = None,
 ) -> list[accounting.RoundCharge]:
     """Returns what each round that is in a state cost centrally.
 
@@ -71,6 +72,9 @@ def privacy_charges(
       clients_per_round: m, as the process that ran the last round had it.
       rounds: The number of rounds that were planned, where the mechanism
         splits a budget over them.
+      max_participations: The most rounds that any one client took part in, or
+        None. Charges do not go by it; a mechanism that counts on less refuses
+        it.
 
     Returns:
       A charge for each round, in order.
@@ -86,6 +90,7 @@ def privacy_charges(
         sampling=sampling,
         rounds=rounds,
         num_variables=_num_variables(state),
+        max_participations=max_participations,
     )
     _check_memory(mechanism, deployment)
     history = _history(found, mechanism, deployment)
@@ -190,6 +195,7 @@ def epsilon(
             num_clients=num_clients,
             clients_per_round=clients_per_round,
             rounds=rounds,
+            max_participations=max_participations,
         )
         for charge in charges:
             record.add(charge)

@@ -172,6 +172,27 @@ class CorrelatedNoise(mechanism.Mechanism):
                 f"{deployment.sampling} sampling, got "
                 f"{deployment.clients_per_round!r}."
             )
+        self._check_room(deployment)
+
+    def _check_room(self, deployment: Deployment) -> None:
+        """Refuses facts under which clients cannot be so seldom in a round."""
+        most, declared = self.max_participations, deployment.max_participations
+        if most is not None and declared is not None and declared > most:
+            raise ValueError(
+                "max_participations must be at most that of "
+                f"{self.name}, {most}, by which its rounds are charged, got "
+                f"{declared}."
+            )
+        if deployment.sampling is None or deployment.num_clients is None:
+            return
+        size, population = deployment.cohort_size(0), deployment.num_clients
+        if size * self.min_separation > population:
+            raise ValueError(
+                "min_separation must be at most num_clients / "
+                f"clients_per_round = {population} / {size:g}, because so many "
+                "cohorts one after the other have no client in common, got "
+                f"{self.min_separation}."
+            )
 
     def first_clip_norm(self) -> float:
         """Implements `Mechanism.first_clip_norm`."""
