@@ -129,6 +129,20 @@ class TrainingTest(parameterized.TestCase):
         ),
         ("poisson", _fixed(), "poisson", 4, {"clients_per_round": 4}),
         ("fixed_size", _fixed(), "fixed_size", 4, {"clients_per_round": 4}),
+        ("cyclic", _fixed(), "cyclic", 4, {"clients_per_round": 2}),
+        (
+            "correlated",
+            tfdp_fl.CorrelatedNoise(
+                clip_norm=0.1,
+                noise_multiplier=2.0,
+                strategy=tfdp_fl.BLT(2),
+                rounds=8,
+                min_separation=4,
+            ),
+            "cyclic",
+            8,
+            {"clients_per_round": 2},
+        ),
         (
             "server_momentum",
             _fixed(3.0),

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import pickle
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
-from tfdp_fl.datasets import ClientExamples, ClientFailure, FederatedDataset
+from tfdp_fl.datasets import (
+    ClientExamples,
+    ClientFailure,
+    FederatedDataset,
+    as_federated,
+    sources,
+)
 
 
 def _examples(n: int, offset: float = 0.0):
@@ -758,6 +765,101 @@ class ClientIdsDigestTest(absltest.TestCase):
         self.assertEqual(
             dataset.map(lambda x, y: (x, y)).client_ids_digest,
             dataset.client_ids_digest,
+        )
+
+
+class ClientsDigestTest(absltest.TestCase):
+    """Clients without names are known by what they hold."""
+
+    def setUp(self):
+        super().setUp()
+        self.x = np.arange(12, dtype=np.float32).reshape(6, 2)
+        self.y = np.arange(6)
+
+    def _of(self, rows, x=None, y=None, ids=None):
+        return FederatedDataset.from_indices(
+            self.x if x is None else x,
+            self.y if y is None else y,
+            rows,
+            ids,
+        ).clients_digest
+
+    def test_the_same_data_has_the_same_one(self):
+        rows = [[0, 1], [2], [3, 4, 5]]
+        self.assertEqual(self._of(rows), self._of([np.array(r) for r in rows]))
+        # However it is stored.
+        self.assertEqual(
+            self._of(rows),
+            FederatedDataset.from_client_arrays(
+                {i: (self.x[r], self.y[r]) for i, r in enumerate(rows)}
+            )
+            .with_ids(range(3))
+            .clients_digest,
+        )
+
+    def test_other_data_and_another_order_have_others(self):
+        rows = [[0, 1], [2], [3, 4, 5]]
+        x, y = self.x.copy(), self.y.copy()
+        x[5, 1] += 1
+        y[0] += 1
+        self.assertLen(
+            {
+                self._of(rows),
+                self._of(rows[::-1]),
+                self._of([[0, 1], [5], [3, 4, 2]]),
+                self._of([[1, 0], [2], [3, 4, 5]]),
+                self._of([[0], [1, 2], [3, 4, 5]]),
+                self._of(rows, x=x),
+                self._of(rows, y=y),
+            },
+            7,
+        )
+
+    def test_of_much_data_a_sample_goes_in(self):
+        rows = [[i] for i in range(6)]
+        with mock.patch.object(sources, "_DIGESTED_BYTES", 10):
+            self.assertEqual(self._of(rows), self._of(rows))
+            self.assertNotEqual(self._of(rows), self._of(rows[::-1]))
+            self.assertNotEqual(self._of(rows), self._of([*rows[:5], [5, 5]]))
+
+    def test_of_texts(self):
+        texts = np.array([["a"], ["b"]] * 3)
+        other = np.array([["a"], ["c"]] * 3)
+        rows = [[0], [1]]
+        self.assertEqual(self._of(rows, x=texts), self._of(rows, x=texts))
+        self.assertNotEqual(self._of(rows, x=texts), self._of(rows, x=other))
+
+    def test_named_clients_are_known_by_their_names(self):
+        rows = [[0, 1], [2]]
+        self.assertEqual(
+            self._of(rows, ids=["a", "b"]),
+            self._of([[5], [4]], ids=["a", "b"]),
+        )
+        self.assertNotEqual(
+            self._of(rows, ids=["a", "b"]), self._of(rows, ids=["b", "a"])
+        )
+
+    def test_taken_clients_without_names(self):
+        dataset = FederatedDataset.from_indices(self.x, self.y, [[0], [1], [2]])
+        other = FederatedDataset.from_indices(self.x, self.y, [[0], [3], [2]])
+        self.assertEqual(
+            dataset.take([0, 2]).clients_digest,
+            other.take([0, 2]).clients_digest,
+        )
+        self.assertNotEqual(
+            dataset.take([0, 1]).clients_digest,
+            other.take([0, 1]).clients_digest,
+        )
+
+    def test_lists_are_known_by_their_places(self):
+        one, two = (self.x[:3], self.y[:3]), (self.x[3:], self.y[3:])
+        self.assertEqual(
+            as_federated([one, two]).clients_digest,
+            as_federated((one, two)).clients_digest,
+        )
+        self.assertNotEqual(
+            as_federated([one, two]).clients_digest,
+            as_federated([two, one]).clients_digest,
         )
 
 

@@ -360,6 +360,23 @@ class SegmentTest(parameterized.TestCase):
         _fit(fed, 1, clients=others)
         self.assertEqual(_position(fed), 2)
 
+    def test_nameless_clients_in_another_order_end_the_segment(self):
+        x, y = toy.arrays(toy.NUM_CLIENTS * 10)
+        rows = np.arange(len(y)).reshape(toy.NUM_CLIENTS, 10)
+        fed = _federated()
+        for fit in range(4):
+            order = rows if fit % 2 == 0 else rows[::-1]
+            _fit(
+                fed,
+                1,
+                clients=tfdp_fl.datasets.FederatedDataset.from_indices(
+                    x, y, order
+                ),
+            )
+            self.assertEqual(_position(fed), 1)
+        # A client may have been in every one of the four.
+        self.assertGreaterEqual(_spent(fed), 4 * 2.0**-2 * (1 - 1e-6))
+
     def test_compiling_anew_does_not(self):
         fed = _federated()
         _fit(fed, 3)

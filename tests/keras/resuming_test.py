@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ import tfdp_fl
 from tests import stacks
 from tests.keras import files, toy
 from tfdp_fl.accounting import ledger as ledger_lib
-from tfdp_fl.keras import checkpoint, resuming
+from tfdp_fl.keras import callbacks, checkpoint, resuming
 
 _DELTA = 1e-3
 _ROUNDS = 6
@@ -448,6 +449,36 @@ class RefusalTest(parameterized.TestCase):
             np.testing.assert_array_equal(one, other)
         self.assertTrue((copy / "round-00000002.damaged").exists())
         self.assertTrue(newest.exists())
+
+
+class TwoPlacesTest(absltest.TestCase):
+    def test_a_run_that_went_on_elsewhere_is_not_gone_back_to(self):
+        with tempfile.TemporaryDirectory() as folder:
+            directory = os.path.join(folder, "run")
+
+            class Stop(callbacks.FederatedCallback):
+                def on_round_released(self, round_index, logs):
+                    if round_index == 1:
+                        raise KeyboardInterrupt
+
+            fed = toy.federated()
+            with self.assertRaises(KeyboardInterrupt):
+                fed.fit(
+                    toy.clients(),
+                    rounds=4,
+                    verbose=0,
+                    callbacks=[callbacks.RoundCheckpoint(directory), Stop()],
+                )
+            elsewhere = callbacks.Ledger(os.path.join(folder, "other.jsonl"))
+            fed.fit(toy.clients(), rounds=2, verbose=0, callbacks=[elsewhere])
+            # Meanwhile another process resumes, and its ledger is as long.
+            toy.federated().fit(
+                toy.clients(), rounds=4, verbose=0, resume_from=directory
+            )
+            with self.assertRaisesRegex(ValueError, "would be forgotten"):
+                fed.fit(
+                    toy.clients(), rounds=4, verbose=0, resume_from=directory
+                )
 
 
 class SettingsTest(absltest.TestCase):

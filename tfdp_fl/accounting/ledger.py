@@ -91,6 +91,7 @@ class LedgerEntry:
       details: The mechanism's parameters of the round, and anything else.
       run: The id of the run that released the round; None in a ledger of the
         first format.
+      line_hash: The hash of its line: a `head` that the ledger once had.
     """
 
     round_index: int
@@ -100,6 +101,7 @@ class LedgerEntry:
     time: str
     details: dict[str, Any]
     run: str | None = None
+    line_hash: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,20 @@ class LedgerContents:
         for entry in self.entries:
             runs.setdefault(entry.run or self.identity, []).append(entry)
         return {run: tuple(entries) for run, entries in runs.items()}
+
+    def rounds_known(self, run: str, head: str) -> int:
+        """Returns how many rounds of a run were written by the time of a head.
+
+        Args:
+          run: The run's id.
+          head: A `head` that the ledger had; 0 for one that is none of a round.
+        """
+        count = 0
+        for entry in self.entries:
+            count += (entry.run or self.identity) == run
+            if entry.line_hash == head:
+                return count
+        return 0
 
     def accountant(self) -> accountant_lib.PrivacyAccountant:
         """Returns an accountant to which all rounds were added."""
@@ -578,7 +594,11 @@ def _parse(
                 _check_scheme(header, key, name)
                 _check_format(header, name)
             else:
-                entries.append(_entry(body, header["format"]))
+                entries.append(
+                    dataclasses.replace(
+                        _entry(body, header["format"]), line_hash=body["hash"]
+                    )
+                )
         except (ValueError, KeyError, TypeError) as error:
             if unfinished:
                 truncated = True

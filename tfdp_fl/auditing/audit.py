@@ -278,6 +278,16 @@ class CanaryAudit:
             start = charge.pass_offset or 0
             places = self._places[key]
             return np.flatnonzero((places >= start) & (places < start + size))
-        return np.flatnonzero(
-            self._rng.random(self.num_canaries) < size / population
-        )
+        chance = size / population
+        drawn = self._rng.random(self.num_canaries)
+        if not charge.sampling.startswith("cyclic"):
+            return np.flatnonzero(drawn < chance)
+        # Each is in one of b groups, which take part in turn.
+        groups = self._required().query.mechanism.min_separation
+        groups = groups or max(1, int(population // size))
+        if "groups" not in self._places:
+            self._places = {
+                "groups": self._rng.integers(groups, size=self.num_canaries)
+            }
+        turn = self._places["groups"] == self._rounds % groups
+        return np.flatnonzero(turn & (drawn < chance * groups))

@@ -34,9 +34,9 @@ def as_federated(clients: Any) -> FederatedDataset:
         clients, "create_tf_dataset_for_client"
     ):
         return FederatedDataset.from_client_data(clients)
-    by_id = clients
+    by_id, listed = clients, False
     if isinstance(clients, Sequence) and not isinstance(clients, str | bytes):
-        by_id = dict(enumerate(clients))
+        by_id, listed = dict(enumerate(clients)), True
     if not isinstance(by_id, Mapping):
         raise TypeError(
             f"clients must be {_ALLOWED}, got {type(clients).__name__}."
@@ -46,7 +46,9 @@ def as_federated(clients: Any) -> FederatedDataset:
         return FederatedDataset.from_tf_datasets(by_id)
     for client_id, examples in by_id.items():
         _check_pair(client_id, examples, clients)
-    return FederatedDataset.from_client_arrays(by_id)
+    dataset = FederatedDataset.from_client_arrays(by_id)
+    # Known by their places, then: see `FederatedDataset.clients_digest`.
+    return dataset.with_ids(range(len(by_id))) if listed else dataset
 
 
 def _check_pair(client_id: Any, examples: Any, clients: Any) -> None:

@@ -69,6 +69,7 @@ class FederatedDataset:
         self._config = config
         self._position_of: dict[Any, int] | None = None
         self._ids_digest: str | None = None
+        self._digest: str | None = None
 
     # Construction.
 
@@ -353,6 +354,28 @@ class FederatedDataset:
             self._ids_digest = digest.hexdigest()
         return self._ids_digest
 
+    @property
+    def clients_digest(self) -> str:
+        """Tells these clients, in this order, from others; hexadecimal.
+
+        Where clients have names it is `client_ids_digest`. Where they are known
+        by their places alone (0 is whoever comes first), what they hold goes
+        in as well, if it is in memory: of more than 1 GiB, what a sample of
+        them does.
+        """
+        ids = self._client_ids
+        named = not isinstance(
+            ids._ids if isinstance(ids, _TakenIds) else ids, range
+        )
+        if named or not isinstance(self._source, sources.IndexedSource):
+            return self.client_ids_digest
+        if self._digest is None:
+            self._digest = hashlib.sha256(
+                self.client_ids_digest.encode()
+                + self._source.content_digest().encode()
+            ).hexdigest()
+        return self._digest
+
     def client_sizes(self, positions: Any = None) -> np.ndarray:
         """Returns the number of examples of clients, int64[k].
 
@@ -484,6 +507,12 @@ class FederatedDataset:
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         return FederatedDataset(self._source.map(fn), self._client_ids)
+
+    def with_ids(self, client_ids: Sequence[Any]) -> FederatedDataset:
+        """Returns the same clients under other ids."""
+        return FederatedDataset(
+            self._source, _distinct(client_ids), self._config
+        )
 
     def with_config(self, config: dict[str, Any] | None) -> FederatedDataset:
         """Returns this dataset with another `config`, as loaders do."""

@@ -142,7 +142,7 @@ class Preparation:
     def _checked_population(self) -> run_lib.Population:
         """Refuses other clients where spending hangs on who they are."""
         run, clients = self.run, self.clients
-        population = (clients.num_clients, clients.client_ids_digest)
+        population = (clients.num_clients, clients.clients_digest)
         if run is None or run.populations[-1:] in ([], [population]):
             return population
         if run.spending.by_client:
@@ -156,7 +156,7 @@ class Preparation:
             return population
         before = run.populations[-1][0]
         got = (
-            "other ids or another order"
+            "other ids, another order or (of clients without names) other data"
             if before == clients.num_clients
             else f"{clients.num_clients}"
         )

@@ -230,8 +230,11 @@ class InterruptedRun:
         )
         saved = checkpoint.metadata["settings"]
         now = settings(setup, compiled, clients.num_clients, asked)
-        if _CLIENT_IDS in saved:
+        if saved.get(_CLIENT_IDS) == clients.client_ids_digest:
+            # An earlier version looked at no more, or there is no more.
             now[_CLIENT_IDS] = clients.client_ids_digest
+        elif _CLIENT_IDS in saved:
+            now[_CLIENT_IDS] = clients.clients_digest
         else:
             warnings.warn(
                 f"The checkpoint in {directory} was written by a version that "
@@ -277,7 +280,10 @@ class InterruptedRun:
             return
         covered = 0
         if self.ledger is not None and self._ledger_key in run.known_ledgers:
-            covered = len(self.ledger.by_run().get(run.run_id, ()))
+            # The same run may have gone on from here in another place, too.
+            covered = self.ledger.rounds_known(
+                run.run_id, run.known_ledgers[self._ledger_key]
+            )
         if run.spending.rounds > covered:
             raise ValueError(
                 "resume_from must be given to a model that was not trained "

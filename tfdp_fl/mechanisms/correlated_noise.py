@@ -78,8 +78,9 @@ class CorrelatedNoise(mechanism.Mechanism):
     own_caveats: ClassVar[Mapping[str, str]] = {
         "correlated_noise_separation": (
             "The noise is correlated across rounds, and epsilon counts on a "
-            "client's rounds being at least the min separation apart, which "
-            "whoever draws the cohorts has to keep to."
+            "client's rounds being at least the min separation apart, and no "
+            "more of them than max_participations, which whoever draws the "
+            "cohorts has to keep to."
         ),
         "correlated_noise_secret": (
             "Whoever sees the buffers of the noise, which are in the server's "
