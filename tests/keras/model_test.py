@@ -622,7 +622,7 @@ class PopulationTest(parameterized.TestCase):
         fed = toy.federated(mechanism, sampling=sampling)
         fed.fit(clients, rounds=1, verbose=0)
         spent, weights = fed.epsilon(1e-3), fed.get_weights()
-        for wrong, got in ((other, "other ids or"), (toy.clients(41), "41")):
+        for wrong, got in ((other, "other ids,"), (toy.clients(41), "41")):
             with self.assertRaisesRegex(
                 ValueError, f"clients must be the same 40 .*{why}.*got {got}"
             ):
