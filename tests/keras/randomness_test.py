@@ -10,7 +10,7 @@ from absl.testing import absltest
 import tfdp_fl
 from tests.engine import cohorts
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.keras import randomness
+from tfdp_fl.keras import randomness, round_loop
 
 
 class RoundSeedTest(absltest.TestCase):
@@ -55,6 +55,33 @@ class RoundSeedTest(absltest.TestCase):
         self.assertLen(set(seeds), 2)
         # The one that was broken off is charged, as it may have been seen.
         self.assertEqual(fed.spending.rounds, 3)
+
+    def test_a_round_broken_off_after_its_release_is_counted(self):
+        fed = tfdp_fl.DPFederatedModel(
+            cohorts.mlp(),
+            tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
+            clients_per_round=2,
+        )
+        fed.compile("sgd", cohorts.cross_entropy())
+        clients = FederatedDataset.from_client_arrays(
+            cohorts.client_arrays((3, 3, 3))
+        )
+        release = round_loop.RoundLoop._release
+        seeds = []
+
+        def broken_off(loop, pending):
+            seeds.append(tuple(pending.inputs.seed))
+            release(loop, pending)
+            raise KeyboardInterrupt
+
+        for done in (1, 2):
+            with (
+                mock.patch.object(round_loop.RoundLoop, "_release", broken_off),
+                self.assertRaises(KeyboardInterrupt),
+            ):
+                fed.fit(clients, verbose=0, seed=1)
+            self.assertEqual((fed.rounds, fed.spending.rounds), (done, done))
+        self.assertLen(set(seeds), 2)
 
 
 if __name__ == "__main__":

@@ -240,10 +240,11 @@ class CanaryAudit:
         if self._found is None:
             return "An audit with canary clients was begun, and not finished."
         found = self.estimate(delta)
-        seen = "last model" if self.iterates == FINAL else "model of each round"
+        seen = "after the last" if self.iterates == FINAL else "after each"
         return (
-            f"An audit with {found.num_canaries} canary clients, by one who "
-            f"sees the {seen} of the last fit, estimates epsilon as "
+            f"An audit with {found.num_canaries} canary clients in "
+            f"{self._rounds} of the rounds, by one who sees the model before "
+            f"the first of them and {seen}, estimates epsilon as "
             f"{found.epsilon:.3g} (95 % interval {found.low:.3g} to "
             f"{found.high:.3g}) at delta = {delta:g} (Andrew et al. 2023): "
             "what one attack found, and no bound."

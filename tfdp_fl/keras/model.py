@@ -466,7 +466,7 @@ class DPFederatedModel:
             engine=cohort_engine,
             collector=cohort_engine
             if runtime is None
-            else runtime.collector(cohort_engine, clients, run.plan),
+            else runtime.collector(cohort_engine, clients),
             validation=validation,
             delta=self._history_delta(run, callbacks),
             keras_callbacks=tf.keras.callbacks.CallbackList(

@@ -132,7 +132,6 @@ class RoundLoop:
         self.keras_callbacks.on_epoch_begin(round_index)
         self.keras_callbacks.on_train_batch_begin(0)
         logs = self._round(round_index)
-        run.rounds += 1
         if self.delta is not None:
             logs["epsilon"] = run.spending.epsilon(
                 self.delta, self.setup.accountant
@@ -156,6 +155,7 @@ class RoundLoop:
         report = {"failed_clients": float(failed), "abandoned_rounds": 0.0}
         if failed and self.setup.aborts_on_failure:
             self.run.facts.rounds_abandoned += 1
+            self.run.rounds += 1
             report["abandoned_rounds"] = 1.0
             empty = dict.fromkeys(self.run.log_names, math.nan)
             return {**empty, **logs, **report}
@@ -231,21 +231,20 @@ class RoundLoop:
         """Lets the model change by what was paid for."""
         run = self.run
         run.releasing = True
+        # Counts as broken off until the round is counted: with a seed, what may
+        # be in the model is never run again with the same noise.
+        run.interrupted_releases += 1
         run.sampler.released(pending.inputs.positions)
-        # Whatever breaks off a round that may be in the model: with a seed, it
-        # must not be run again with the same noise.
-        try:
-            released = self.engine.release(pending)
-            run.mechanism_state = self.engine.state
-            run.releasing = False
-            run.cohort_sizes.append(len(pending.inputs.positions))
-            run.log_names = list(released)
-            run.remember_norms(pending.inputs.positions, pending.window_norms)
-            if self.audit is not None:
-                self.audit.released()
-        except BaseException:
-            run.interrupted_releases += 1
-            raise
+        released = self.engine.release(pending)
+        run.mechanism_state = self.engine.state
+        run.releasing = False
+        run.cohort_sizes.append(len(pending.inputs.positions))
+        run.log_names = list(released)
+        run.remember_norms(pending.inputs.positions, pending.window_norms)
+        run.rounds += 1
+        run.interrupted_releases -= 1
+        if self.audit is not None:
+            self.audit.released()
         return released
 
     def _report_failures(

@@ -70,7 +70,8 @@ class Run:
       facts: What else the statement tells.
       budget_delta: The delta of the last `PrivacyBudget`.
       audit: The last `CanaryAudit`; no checkpoint keeps it.
-      interrupted_releases: Releases that were broken off half-way.
+      interrupted_releases: Releases that were broken off before their round
+        was counted.
       releasing: Whether one may be in the model that the run does not know of.
       known_ledgers: The hash of the last line that this run knows of each
         ledger, by the ledger's path.
