@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -174,6 +175,24 @@ class LostWorkerTest(_RayTestCase):
         for a, b in zip(whole.get_weights(), mended.get_weights(), strict=True):
             np.testing.assert_array_equal(a, b)
         self.assertEqual(whole.epsilon(1e-3), mended.epsilon(1e-3))
+
+    def test_a_program_that_no_worker_can_take_over_ends_the_round(self):
+        case = cohorts._CASES["adaptive"]
+        workers = self.workers(num_workers=2)
+        federated = cohorts._federated(case)
+        of = ray_workers._Program.of
+
+        def broken(*arguments, **options):
+            return dataclasses.replace(
+                of(*arguments, **options), graph=b"no graph"
+            )
+
+        with (
+            mock.patch.object(workers, "_lift", broken),
+            self.assertRaises(runtimes.WorkerError),
+        ):
+            cohorts._fit(federated, case, case.clients(), runtime=workers)
+        self.assertEqual(federated.epsilon(1e-3), 0.0)
 
     def test_else_the_round_is_abandoned_and_nothing_is_charged(self):
         case = cohorts._CASES["one_by_one"]

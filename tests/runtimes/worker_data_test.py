@@ -76,7 +76,7 @@ class WorkerDataTest(parameterized.TestCase):
     def test_a_directory_without_examples(self):
         workers = runtimes.TFFWorkers(data=self.path)
         with self.assertRaisesRegex(ValueError, "data must .*new/folder"):
-            workers.collector(None, _clients(), None)
+            workers.collector(None, _clients())
         self.assertEqual(workers.pids, (None, None))
 
     def test_an_export_that_was_not_finished(self):

@@ -6,6 +6,7 @@ read and written; what is planned, released, abandoned and charged is here.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import logging
@@ -36,7 +37,7 @@ _Wrapper = TypeVar("_Wrapper", bound="PrivateRounds")
 _STATE_FORMAT = "tfdp_fl flower state 1"
 
 
-class PrivateRounds:
+class PrivateRounds(abc.ABC):
     """What every wrapper of a strategy has in common.
 
     Attributes:
@@ -101,17 +102,17 @@ class PrivateRounds:
 
     # What a wrapper has to say.
 
+    @abc.abstractmethod
     def _current_mechanism(self) -> mechanisms.Mechanism:
         """The mechanism of the next round."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _release(
         self,
         configured: configured_lib.ConfiguredRound,
         valid: Sequence[replies.Reply],
     ) -> configured_lib.Outcome:
-        """Sums, noises and divides; by default what clients have clipped."""
-        raise NotImplementedError
+        """Sums, noises and divides."""
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments that make a wrapper like this one, as JSON values."""

@@ -17,36 +17,36 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp_fl import _optional, _validate
-from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.runtimes import lifting, sharded_cohorts
 from tfdp_fl.runtimes.errors import WorkerError, WorkerLost, WorkerUnavailable
-from tfdp_fl.runtimes.worker_data import WorkerData
+from tfdp_fl.runtimes.shard_workers import REQUEST, ShardWorkers, WorkerRecord
 
 if TYPE_CHECKING:
-    from tfdp_fl import engine
+    pass
 
 SUM, NONE = sharded_cohorts.SUM, sharded_cohorts.NONE
-REQUEST = "request"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RayWorkerRound:
+class RayWorkerRound(WorkerRecord):
     """What one worker did in the last round.
 
     Attributes:
-        address: The worker's name: its place, and its actor's id.
-        shards: The indices of the shards that it was given.
-        seconds: From sending them to having its sum.
+        address: The worker's name.
+        shards: See `WorkerRecord`.
+        seconds: See `WorkerRecord`.
+        clients: See `WorkerRecord`.
         repeated: How often the worker was lost meanwhile, and its shards done
             again by another.
-        clients: The positions of the clients that it trained.
     """
 
-    address: str
-    shards: tuple[int, ...]
-    seconds: float
     repeated: int = 0
-    clients: tuple[int, ...] = ()
+
+    def joined(self, later: RayWorkerRound) -> RayWorkerRound:
+        """Returns what the worker did in two calls of one round."""
+        return dataclasses.replace(
+            super().joined(later), repeated=self.repeated + later.repeated
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +252,7 @@ class _Cluster:
         self._started = False
 
 
-class RayWorkers:
+class RayWorkers(ShardWorkers):
     """Several workers that Ray places, here or on the machines of a cluster.
 
         with RayWorkers(num_workers=2) as workers:
@@ -271,9 +271,10 @@ class RayWorkers:
     there is: a cluster that scales by itself grows by that.
 
     Attributes:
-        num_workers: How many workers there are.
         last_round: What each worker did in the last round that was completed.
     """
+
+    _lift = staticmethod(_Program.of)
 
     def __init__(
         self,
@@ -317,13 +318,13 @@ class RayWorkers:
         _ray()
         if address is not None:
             address = _validate.instance_of(str, address=address)
-        self.num_workers = _validate.positive_integer(
+        self._num_workers = _validate.positive_integer(
             num_workers=2 if num_workers is None else num_workers
         )
-        self._shards_per_worker = _validate.positive_integer(
-            shards_per_worker=shards_per_worker
+        super().__init__(
+            _validate.positive_integer(shards_per_worker=shards_per_worker),
+            os.fspath(data),
         )
-        self._data = data if data == REQUEST else os.fspath(data)
         self._connect_timeout = _validate.positive(
             connect_timeout_seconds=connect_timeout_seconds
         )
@@ -338,10 +339,11 @@ class RayWorkers:
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
         self._close = weakref.finalize(self, self._cluster.close)
-        self._computations: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.last_round: tuple[RayWorkerRound, ...] = ()
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return self._num_workers
 
     def open(self) -> RayWorkers:
         """Connects, and starts every worker that is not there. Returns self.
@@ -377,12 +379,6 @@ class RayWorkers:
         """Ends the workers, and Ray where it was started here, for good."""
         self._close()
 
-    def __enter__(self) -> RayWorkers:
-        return self.open()
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     @property
     def pids(self) -> tuple[int, ...]:
         """The process id of each worker, on whatever machine it is."""
@@ -396,57 +392,8 @@ class RayWorkers:
             )
         )
 
-    def collector(
-        self,
-        cohort_engine: engine.CohortEngine,
-        clients: FederatedDataset,
-        plan: Any,
-    ) -> sharded_cohorts.ShardedCohorts:
-        """Returns what `fit` has its cohorts trained by.
-
-        Args:
-            cohort_engine: The engine of the model that is trained.
-            clients: The data.
-            plan: The rounds; unused.
-
-        Raises:
-            WorkerUnavailable: As `open`, which is called.
-            ValueError: If `data` is not a directory of these clients.
-        """
-        del plan
-        data = None
-        if self._data != REQUEST:
-            data = WorkerData.of(clients, self._data)
-        self.open()
-        return sharded_cohorts.ShardedCohorts(
-            cohort_engine,
-            run_sharded=self._run_sharded,
-            report=self._report,
-            num_workers=self.num_workers,
-            shards_per_worker=self._shards_per_worker,
-            data=data,
-            computations=self._computations.setdefault(cohort_engine, {}),
-            lift=_Program.of,
-        )
-
     def _address(self, place: int) -> str:
         return f"{place} of Ray"
-
-    def _report(self, records: Sequence[RayWorkerRound]) -> None:
-        """Sets `last_round`, from what the workers did in several calls."""
-        done: dict[str, RayWorkerRound] = {}
-        for record in records:
-            before = done.get(record.address)
-            if before is not None:
-                record = dataclasses.replace(
-                    record,
-                    shards=before.shards + record.shards,
-                    seconds=before.seconds + record.seconds,
-                    repeated=before.repeated + record.repeated,
-                    clients=before.clients + record.clients,
-                )
-            done[record.address] = record
-        self.last_round = tuple(done.values())
 
     def _run_sharded(
         self,
@@ -503,6 +450,7 @@ class RayWorkers:
         ray, begun = _ray(), time.monotonic()
         results: dict[int, Any] = {}
         records: dict[int, RayWorkerRound] = {}
+        made: dict[int, Any] = {}
         repeated = dict.fromkeys(work, 0)
 
         def ask(place: int) -> Any:
@@ -516,9 +464,12 @@ class RayWorkers:
             if self._round_timeout is not None:
                 limit = self._round_timeout - (time.monotonic() - begun)
             place, reference = next(iter(asked.items()))
+            wanted = [reference]
+            if place in made:  # What became of that is told first.
+                wanted.insert(0, made.pop(place))
             try:
-                result = ray.get(
-                    reference, timeout=None if limit is None else max(0, limit)
+                *_, result = ray.get(
+                    wanted, timeout=None if limit is None else max(0, limit)
                 )
             except ray.exceptions.RayTaskError as error:
                 raise WorkerError(
@@ -529,7 +480,8 @@ class RayWorkers:
                 asked[place] = ask(place)
                 continue
             if result is None:  # It has not met this program yet.
-                self._cluster.actor(place).make.remote(program)
+                actor = self._cluster.actor(place)
+                made[place] = actor.make.remote(program)
                 asked[place] = ask(place)
                 continue
             del asked[place]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import collections.abc
-import dataclasses
 import functools
 import operator
 import os
@@ -17,20 +16,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
-from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.runtimes import memory, sharded_cohorts
 from tfdp_fl.runtimes.errors import WorkerUnavailable
+from tfdp_fl.runtimes.shard_workers import REQUEST, ShardWorkers
 from tfdp_fl.runtimes.worker import Call, Worker, WorkerRound, wait_for
-from tfdp_fl.runtimes.worker_data import WorkerData
 
 if TYPE_CHECKING:
-    from tfdp_fl import engine
+    pass
 
 _REMEMBERED_COMPUTATIONS = 16
 
 SUM, NONE = sharded_cohorts.SUM, sharded_cohorts.NONE
-
-REQUEST = "request"
 
 
 def _close_all(workers: Sequence[Worker], owner: int) -> None:
@@ -102,7 +98,7 @@ def _in_order(value: Any, type_spec: Any) -> Any:
     return value
 
 
-class TFFWorkers:
+class TFFWorkers(ShardWorkers):
     """Several TFF workers, started here or already running.
 
         with TFFWorkers(num_workers=2) as workers:
@@ -215,15 +211,14 @@ class TFFWorkers:
             if round_timeout_seconds is None
             else _validate.positive(round_timeout_seconds=round_timeout_seconds)
         )
-        self._shards_per_worker = _validate.positive_integer(
-            shards_per_worker=default_shards
-            if shards_per_worker is None
-            else shards_per_worker
+        super().__init__(
+            _validate.positive_integer(
+                shards_per_worker=default_shards
+                if shards_per_worker is None
+                else shards_per_worker
+            ),
+            os.fspath(data),
         )
-        self._data = os.fspath(data)
-        # What was made of an engine, and found of a dataset, before.
-        self._computations: Any = weakref.WeakKeyDictionary()
-        self._worker_data: Any = weakref.WeakKeyDictionary()
         # Also run at exit, and when this object is no longer used.
         self._close = weakref.finalize(
             self, _close_all, self._workers, os.getpid()
@@ -231,7 +226,6 @@ class TFFWorkers:
         self._compiled: collections.OrderedDict[Any, Any] = (
             collections.OrderedDict()
         )
-        self.last_round: tuple[WorkerRound, ...] = ()
 
     @property
     def num_workers(self) -> int:
@@ -291,12 +285,6 @@ class TFFWorkers:
         """Ends what was started here and lets go of the rest, for good."""
         self._close()
 
-    def __enter__(self) -> TFFWorkers:
-        return self.open()
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _compile(self, computation: Any, reduction: str) -> Any:
         """Returns what the workers run for `computation`, made once."""
         import tensorflow_federated as tff
@@ -330,60 +318,6 @@ class TFFWorkers:
         if len(self._compiled) > _REMEMBERED_COMPUTATIONS:
             self._compiled.popitem(last=False)
         return compiled
-
-    def collector(
-        self,
-        cohort_engine: engine.CohortEngine,
-        clients: FederatedDataset,
-        plan: Any,
-    ) -> sharded_cohorts.ShardedCohorts:
-        """Returns what `fit` has its cohorts trained by.
-
-        Args:
-            cohort_engine: The engine of the model that is trained.
-            clients: The data.
-            plan: The rounds; unused.
-
-        Raises:
-            WorkerUnavailable: As `open`, which is called.
-            ValueError: If `data` is not a directory of these clients.
-        """
-        del plan
-        data = None
-        if self._data != REQUEST:
-            data = self._worker_data.get(clients)
-            if data is None:
-                data = WorkerData.of(clients, self._data)
-                self._worker_data[clients] = data
-        self.open()
-        return sharded_cohorts.ShardedCohorts(
-            cohort_engine,
-            run_sharded=self._run_sharded,
-            report=self._report,
-            num_workers=self.num_workers,
-            shards_per_worker=self._shards_per_worker,
-            data=data,
-            computations=self._computations.setdefault(cohort_engine, {}),
-        )
-
-    def _report(self, records: Sequence[WorkerRound]) -> None:
-        """Sets `last_round`, from what the workers did in several calls."""
-        done: dict[str, WorkerRound] = {}
-        for record in records:
-            before = done.get(record.address)
-            if before is not None:
-                cpu = record.cpu_seconds
-                record = dataclasses.replace(
-                    record,
-                    shards=before.shards + record.shards,
-                    seconds=before.seconds + record.seconds,
-                    cpu_seconds=None
-                    if cpu is None or before.cpu_seconds is None
-                    else before.cpu_seconds + cpu,
-                    clients=before.clients + record.clients,
-                )
-            done[record.address] = record
-        self.last_round = tuple(done.values())
 
     def run_sharded(
         self,

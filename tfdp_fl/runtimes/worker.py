@@ -13,6 +13,7 @@ from absl import logging
 
 from tfdp_fl.runtimes.errors import WorkerLost, WorkerUnavailable
 from tfdp_fl.runtimes.local_worker import LocalWorker
+from tfdp_fl.runtimes.shard_workers import WorkerRecord
 
 if TYPE_CHECKING:
     from tfdp_fl.runtimes import connection
@@ -28,26 +29,28 @@ _TICK_SECONDS = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkerRound:
+class WorkerRound(WorkerRecord):
     """What one worker did in the last round.
 
     Attributes:
         address: `host:port` of the worker.
+        shards: See `WorkerRecord`.
+        seconds: See `WorkerRecord`.
+        clients: See `WorkerRecord`.
         pid: Its process id where it was started here, else None.
-        shards: The indices of the shards that it was given.
-        seconds: From sending them to having its sum.
         cpu_seconds: Processor time that it used meanwhile, in steps of 0.01,
             where it was started here, else None.
-        clients: The positions of the clients that it trained, where the round
-            is one of `fit`.
     """
 
-    address: str
     pid: int | None
-    shards: tuple[int, ...]
-    seconds: float
     cpu_seconds: float | None
-    clients: tuple[int, ...] = ()
+
+    def joined(self, later: WorkerRound) -> WorkerRound:
+        """Returns what the worker did in two calls of one round."""
+        cpu = None
+        if self.cpu_seconds is not None and later.cpu_seconds is not None:
+            cpu = self.cpu_seconds + later.cpu_seconds
+        return dataclasses.replace(super().joined(later), cpu_seconds=cpu)
 
 
 class Worker:
