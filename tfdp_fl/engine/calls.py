@@ -20,6 +20,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tfdp_fl.engine import devices
+
 _ONE_THREAD = "SINGLE_THREADED_EXECUTOR"
 _MARK = "_tfdp_fl_one_thread"
 
@@ -42,7 +44,11 @@ def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
       A `ConcreteFunction`.
     """
     traced = function.get_concrete_function(*arguments)
-    if one_thread and not _calls_functions(traced.graph):
+    if (
+        one_thread
+        and devices.are_all_cpus()
+        and not _calls_functions(traced.graph)
+    ):
         setattr(traced, _MARK, True)
     return traced
 

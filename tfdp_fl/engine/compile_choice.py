@@ -1,4 +1,4 @@
-"""Whether a model's local training should be compiled by XLA on this CPU.
+"""Whether a model's local training should be compiled by XLA, on a CPU.
 
 Measured (docs/benchmarks.md): XLA makes small dense models more than twice as
 fast, because it fuses away the cost of starting each operation. It makes
@@ -14,6 +14,7 @@ import math
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.engine import devices
 
 # Layers whose compiled code does not depend on how fast XLA convolves or loops.
 _DENSE_LAYERS = (
@@ -36,12 +37,14 @@ _LARGEST_PRODUCT = 300_000
 
 
 def prefers_xla(model: tf.keras.Model, batch_size: int) -> bool:
-    """Returns True if the model is small and dense all through.
+    """Returns True if the model is small and dense all through, on a CPU.
 
     Args:
       model: A built Keras model.
       batch_size: The rows of one step's batch.
     """
+    if not devices.is_cpu(devices.home_of(model)):
+        return False
     largest = 0
     for layer in keras_versions.layers_of(model):
         if isinstance(layer, tf.keras.Model):

@@ -34,6 +34,7 @@ from tfdp_fl.engine import (
     cohort,
     compile_choice,
     dense_models,
+    devices,
     joint_clip,
     labels,
     layout,
@@ -69,6 +70,7 @@ class CohortEngine:
     that is where a round is written to the ledger, or abandoned.
 
     Attributes:
+      device: Where everything is computed: where the model's weights are.
       server: The `ServerUpdate` that holds the model's weights.
       query: The mechanism's query.
       state: The query's state, before the coming round.
@@ -117,15 +119,18 @@ class CohortEngine:
         self._collect_records = collect_records
         self._has_trained = False
         replicas.check_layers(model)
-        count = num_replicas or replicas.default_num_replicas()
-        trainers = [
-            client_update.ClientTrainer(
-                each, training, element_spec, aggregate_non_trainable
-            )
-            for each in [
+        self.device = devices.home_of(model)
+        count = num_replicas or devices.default_num_replicas(self.device)
+        with tf.device(self.device):
+            copies = [
                 replicas.clone(model, element_spec[0]) for _ in range(count)
             ]
-        ]
+            trainers = [
+                client_update.ClientTrainer(
+                    each, training, element_spec, aggregate_non_trainable
+                )
+                for each in copies
+            ]
         first = trainers[0]
         first.check_state()
         self._label_ranges = first.label_ranges
@@ -187,7 +192,9 @@ class CohortEngine:
             first.metric_results,
             self.update_spec.size,
         )
-        self._pool = concurrent.futures.ThreadPoolExecutor(count)
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            count, initializer=devices.enter, initargs=(self.device,)
+        )
         self.num_replicas = count
 
     @property
@@ -243,6 +250,7 @@ class CohortEngine:
         self.complete(pending)
         return pending
 
+    @devices.at_home
     def empty_round(self, inputs: rounds.RoundInputs) -> rounds.PendingRound:
         """Returns a round of which nothing is collected yet."""
         pending = rounds.PendingRound.of_nobody(
@@ -254,10 +262,12 @@ class CohortEngine:
             )
         return pending
 
+    @devices.at_home
     def broadcast(self, inputs: rounds.RoundInputs) -> cohort.Received:
         """Returns what the clients of a round receive of the server."""
         return self._broadcasts(self.state, inputs)
 
+    @devices.at_home
     def train_chunk(
         self, pending: rounds.PendingRound, chunk: chunks.CohortChunk
     ) -> None:
@@ -325,6 +335,7 @@ class CohortEngine:
         pending.failures += failures
         pending.training_error = error
 
+    @devices.at_home
     def complete(self, pending: rounds.PendingRound) -> None:
         """Ends collecting, once every chunk was added.
 
@@ -347,6 +358,7 @@ class CohortEngine:
 
     # Half two.
 
+    @devices.at_home
     def release(self, pending: rounds.PendingRound) -> dict[str, float]:
         """Adds the noise, divides, and updates the model and the state.
 

@@ -7,28 +7,12 @@ the user's model holds the server's weights, untouched until a round is over.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-
-
-def default_num_replicas() -> int:
-    """Returns how many clients to train at once on this machine.
-
-    One for each core when every TensorFlow operation runs on a single thread
-    (`tf.config.threading.set_intra_op_parallelism_threads(1)`, which the
-    scripts set before TensorFlow starts) or has the choice: two clients side
-    by side keep two cores busier than one client whose small operations are
-    split.
-    """
-    try:
-        return max(1, len(os.sched_getaffinity(0)))
-    except AttributeError:  # Not on every platform.
-        return max(1, os.cpu_count() or 1)
 
 
 def check_layers(model: tf.keras.Model) -> None:
