@@ -20,8 +20,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def home_of(model: tf.keras.Model) -> str:
-    """Returns the name of the device that holds a built model's weights."""
-    return str(keras_versions.tf_variables(model.weights)[0].device)
+    """Returns the name of the device that holds a model's weights.
+
+    TensorFlow's own choice for a model that has none.
+    """
+    variables = keras_versions.tf_variables(model.weights)
+    return str(variables[0].device if variables else tf.zeros([]).device)
 
 
 def is_cpu(device: str) -> bool:
