@@ -21,7 +21,7 @@ import numpy as np
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import pass_plan
+from tfdp_fl.accounting import pass_cohorts
 
 # Keeps the cohorts' random numbers apart from other uses of the same seed.
 _STREAM = 0x636F686F7274  # "cohort"
@@ -190,7 +190,7 @@ class CohortSampler(abc.ABC):
                 )
 
     def _checked(self, size: Any) -> float:
-        return pass_plan.checked_size(
+        return pass_cohorts.checked_size(
             size, self._num_clients, self._fractional_sizes
         )
 
@@ -268,7 +268,9 @@ class ShuffledSampler(CohortSampler):
         seed: int | None = None,
     ):
         super().__init__(num_clients, clients_per_round, seed)
-        self._plan = pass_plan.PassPlan(num_clients, self._clients_per_round)
+        self._cohorts = pass_cohorts.PassCohorts(
+            num_clients, self._clients_per_round
+        )
         self._key = None if seed is not None else secrets.token_hex(32)
         # Public, and says nothing of the order: tells the ledger which rounds
         # follow the same one.
@@ -277,7 +279,7 @@ class ShuffledSampler(CohortSampler):
 
     def cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
-        index, start, stop = self._plan.cohort(round_index)
+        index, start, stop = self._cohorts.cohort(round_index)
         if self._order is None or self._order[0] != index:
             first = self._seed
             if first is None:
@@ -290,22 +292,19 @@ class ShuffledSampler(CohortSampler):
 
     def expected_cohort_size(self, round_index: int) -> float:
         """Returns the cohort's size, which is known beforehand."""
-        _, start, stop = self._plan.cohort(round_index)
+        _, start, stop = self._cohorts.cohort(round_index)
         return stop - start
 
     def charge(
         self, round_index: int, event: dp_accounting.DpEvent
     ) -> charge_lib.RoundCharge:
         """See base class; the charge knows its place in the pass."""
-        index, start, stop = self._plan.cohort(round_index)
         return charge_lib.RoundCharge(
             sampling=self.sampling,
             num_clients=self._num_clients,
-            clients_per_round=stop - start,
             event=event,
-            pass_index=index,
-            pass_offset=start,
             partition=self._partition,
+            **self._cohorts.place(round_index),
         )
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
@@ -313,12 +312,12 @@ class ShuffledSampler(CohortSampler):
         rounds = _validate.non_negative_integer(rounds=rounds)
         if not rounds:
             return 0
-        first = self._plan.cohort(first_round)[0]
-        return self._plan.cohort(first_round + rounds - 1)[0] - first + 1
+        first = self._cohorts.cohort(first_round)[0]
+        return self._cohorts.cohort(first_round + rounds - 1)[0] - first + 1
 
     def begins_pass(self, round_index: int) -> bool:
         """See base class."""
-        return self._plan.cohort(round_index)[1] == 0
+        return self._cohorts.cohort(round_index)[1] == 0
 
     def state(self) -> dict[str, Any]:
         """See base class."""

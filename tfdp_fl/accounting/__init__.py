@@ -3,6 +3,12 @@
 from tfdp_fl.accounting.accountant import PrivacyAccountant
 from tfdp_fl.accounting.calibration import calibrate
 from tfdp_fl.accounting.charge import RoundCharge
+from tfdp_fl.accounting.forecast import (
+    calibrate_noise_multiplier,
+    delta,
+    epsilon,
+    max_rounds,
+)
 from tfdp_fl.accounting.gaussian import (
     analytic_noise_multiplier,
     classic_noise_multiplier,
@@ -24,12 +30,6 @@ from tfdp_fl.accounting.ledger import (
     epsilon_from_ledger,
 )
 from tfdp_fl.accounting.local import LocalAccount, epsilon_of_mu_squared
-from tfdp_fl.accounting.planning import (
-    calibrate_noise_multiplier,
-    delta,
-    epsilon,
-    max_rounds,
-)
 from tfdp_fl.accounting.statement import (
     CAVEATS,
     StatementFacts,

@@ -15,7 +15,7 @@ from dp_accounting.pld import privacy_loss_distribution
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import events, gaussian, passes
+from tfdp_fl.accounting import events, gaussian, pass_costs
 from tfdp_fl.accounting import rdp as rdp_lib
 
 # PLD keeps a probability for every multiple of this up to the largest loss.
@@ -65,7 +65,7 @@ class PrivacyAccountant:
         self._mu_squared = 0.0  # Of all Gaussians without amplification.
         self._other: dict[dp_accounting.DpEvent, int] = {}
         self._no_privacy = False
-        self._passes = passes.PassCosts()
+        self._passes = pass_costs.PassCosts()
         # The Renyi curve of `_amplified`, up to the pending charges.
         self._rdp = np.zeros(len(self._orders))
         self._pending: list[tuple[charge_lib.RoundCharge, int]] = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import accountant as accountant_lib
-from tfdp_fl.accounting import planning
+from tfdp_fl.accounting import forecast
 
 QUANTITIES = (
     "num_clients",
@@ -104,7 +104,7 @@ def solve(plan: Plan, sampling: str, accountant: str = "rdp") -> Plan:
             else history.delta(plan.epsilon, accountant)
         )
     elif missing == "noise_multiplier":
-        value = planning.calibrate_noise_multiplier(
+        value = forecast.calibrate_noise_multiplier(
             plan.epsilon,
             sampling,
             plan.num_clients,
@@ -114,7 +114,7 @@ def solve(plan: Plan, sampling: str, accountant: str = "rdp") -> Plan:
             accountant,
         )
     elif missing == "rounds":
-        value = planning.max_rounds(
+        value = forecast.max_rounds(
             plan.noise_multiplier,
             sampling,
             plan.num_clients,
@@ -146,7 +146,7 @@ def _solve_count(plan, missing, sampling, accountant) -> int:
     def search(by, guess):
         tolerance = 0.0 if by == "rdp" else 1e-3
         if missing == "clients_per_round":
-            return planning.bracket(
+            return forecast.bracket(
                 lambda m: keeps(by, m), plan.num_clients, guess, tolerance
             )[0]
         # Too small a population fails: the bracket's other end keeps.
@@ -154,7 +154,7 @@ def _solve_count(plan, missing, sampling, accountant) -> int:
         return (
             smallest
             - 1
-            + planning.bracket(
+            + forecast.bracket(
                 lambda extra: not keeps(by, smallest - 1 + extra),
                 _MOST_CLIENTS,
                 max(1, guess - smallest),
@@ -184,7 +184,7 @@ def _solve_count(plan, missing, sampling, accountant) -> int:
 
 def _history(plan: Plan, sampling: str) -> accountant_lib.PrivacyAccountant:
     history = accountant_lib.PrivacyAccountant()
-    for charge, count in planning.charges(
+    for charge, count in forecast.charges(
         plan.noise_multiplier,
         sampling,
         plan.num_clients,
@@ -276,13 +276,13 @@ def suggest_schedules(
         sizes = tuple(max(1, round(m * shape(t))) for t in range(total))
         noise = tuple(z * math.sqrt(size / m) for size in sizes)
         arguments = (sampling, plan.num_clients)
-        epsilon = planning.epsilon(
+        epsilon = forecast.epsilon(
             noise, *arguments, sizes, total, plan.delta, accountant
         )
         budget = suggestions[0].epsilon if suggestions else epsilon
         bought = total
         if name != "constant" and 0 < budget < math.inf:
-            bought = planning.max_rounds(
+            bought = forecast.max_rounds(
                 _held(noise),
                 *arguments,
                 _held(sizes),

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import accounting, schedules
-from tfdp_fl.accounting import pass_plan
+from tfdp_fl.accounting import pass_cohorts
 from tfdp_fl.accounting.local import epsilon_of_mu_squared
 from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.mechanisms import contribution
@@ -102,22 +102,18 @@ def privacy_charges(
     if done:
         _check_last(history, mechanism, events[-1], deployment)
     sizes = tuple(float(size) for size in history.cohort_sizes)
-    plan = None
+    in_passes = None
     if sampling == "shuffled" and done:
-        plan = pass_plan.PassPlan(num_clients, sizes)
+        in_passes = pass_cohorts.PassCohorts(num_clients, sizes)
     charges = []
     for index, event in enumerate(events):
-        size = sizes[index]
-        place: dict[str, Any] = {}
-        if plan is not None:
-            pass_index, start, stop = plan.cohort(index)
-            size = stop - start
-            place = {"pass_index": pass_index, "pass_offset": start}
+        place: dict[str, Any] = {"clients_per_round": sizes[index]}
+        if in_passes is not None:
+            place = in_passes.place(index)
         charges.append(
             accounting.RoundCharge(
                 sampling=sampling,
                 num_clients=num_clients,
-                clients_per_round=size,
                 event=event,
                 **place,
             )

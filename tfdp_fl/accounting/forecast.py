@@ -9,7 +9,7 @@ import dp_accounting
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import accountant as accountant_lib
-from tfdp_fl.accounting import calibration, pass_plan
+from tfdp_fl.accounting import calibration, pass_cohorts
 from tfdp_fl.accounting import charge as charge_lib
 
 # Nobody trains longer; without it a free mechanism would never stop.
@@ -203,7 +203,7 @@ def max_rounds(
     )
     # Asked for as they are needed: a callable need not go on for ever.
     known: list[charge_lib.RoundCharge] = []
-    plan = _plan(sampling, num_clients, clients_per_round)
+    in_passes = _in_passes(sampling, num_clients, clients_per_round)
 
     def history_of_prefix(count):
         while len(known) < count:
@@ -214,7 +214,7 @@ def max_rounds(
                     num_clients,
                     clients_per_round,
                     len(known),
-                    plan,
+                    in_passes,
                 )
             )
         history = accountant_lib.PrivacyAccountant(orders)
@@ -241,7 +241,7 @@ def _most(history_of, target, delta, accountant, limit) -> int:
 
 def _max_shuffled_rounds(z, n, m, target, delta, accountant, orders):
     """Whole passes: the first round of a pass costs as much as all of it."""
-    per_pass = -(-n // pass_plan.checked_size(m, n))
+    per_pass = -(-n // pass_cohorts.checked_size(m, n))
     event = dp_accounting.GaussianDpEvent(_noise(z))
 
     def history_of(passes):
@@ -273,17 +273,17 @@ def charges(
     _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
     n = _validate.positive_integer(num_clients=num_clients)
     rounds = _validate.non_negative_integer(rounds=rounds)
-    plan = _plan(sampling, n, clients_per_round)
+    in_passes = _in_passes(sampling, n, clients_per_round)
     arguments = (noise_multiplier, sampling, n, clients_per_round)
     if sampling != "shuffled" and (
         schedules.is_constant(noise_multiplier)
         and schedules.is_constant(clients_per_round)
     ):
-        one = _one_charge(*arguments, 0, plan)
+        one = _one_charge(*arguments, 0, in_passes)
         return [(one, rounds)] if rounds else []
     counts: dict[charge_lib.RoundCharge, int] = {}
     for t in range(rounds):
-        charge = _one_charge(*arguments, t, plan)
+        charge = _one_charge(*arguments, t, in_passes)
         counts[charge] = counts.get(charge, 0) + 1
     return list(counts.items())
 
@@ -295,31 +295,28 @@ def _history(z, sampling, n, m, rounds, orders):
     return history
 
 
-def _plan(sampling, n, m) -> pass_plan.PassPlan | None:
-    return pass_plan.PassPlan(n, m) if sampling == "shuffled" else None
+def _in_passes(sampling, n, m) -> pass_cohorts.PassCohorts | None:
+    return pass_cohorts.PassCohorts(n, m) if sampling == "shuffled" else None
 
 
 def _noise(z) -> float:
     return _validate.non_negative(noise_multiplier=z)
 
 
-def _one_charge(z, sampling, n, m, t, plan) -> charge_lib.RoundCharge:
+def _one_charge(z, sampling, n, m, t, in_passes) -> charge_lib.RoundCharge:
     z = _noise(schedules.value_at(z, t, "noise_multiplier"))
-    place = {}
-    if plan is None:
-        size = pass_plan.checked_size(
+    if in_passes is not None:
+        place = in_passes.place(t)
+    else:
+        size = pass_cohorts.checked_size(
             schedules.value_at(m, t, "clients_per_round"),
             n,
             fractional=sampling == "poisson",
         )
-    else:
-        index, start, stop = plan.cohort(t)
-        size = stop - start
-        place = {"pass_index": index, "pass_offset": start}
+        place = {"clients_per_round": size}
     return charge_lib.RoundCharge(
         sampling=sampling,
         num_clients=n,
-        clients_per_round=size,
         event=dp_accounting.GaussianDpEvent(z),
         **place,
     )

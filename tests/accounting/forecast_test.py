@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tfdp_fl import accounting
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import planning
+from tfdp_fl.accounting import forecast
 
 _SAMPLINGS = charge_lib.SAMPLINGS
 
@@ -173,8 +173,8 @@ class CalibrateTest(parameterized.TestCase):
                     sampling="poisson",
                     num_clients=100,
                     clients_per_round=10,
-                    event=planning.dp_accounting.ComposedDpEvent(
-                        [planning.dp_accounting.GaussianDpEvent(z)] * 2
+                    event=forecast.dp_accounting.ComposedDpEvent(
+                        [forecast.dp_accounting.GaussianDpEvent(z)] * 2
                     ),
                 ),
                 10,
@@ -200,7 +200,7 @@ class CalibrateTest(parameterized.TestCase):
                 sampling="poisson",
                 num_clients=100,
                 clients_per_round=10,
-                event=planning.dp_accounting.GaussianDpEvent(0.0),
+                event=forecast.dp_accounting.GaussianDpEvent(0.0),
             )
 
         with self.assertRaisesRegex(ValueError, "target_epsilon=2.0"):
@@ -257,7 +257,7 @@ class MaxRoundsTest(parameterized.TestCase):
             return n <= answer
 
         self.assertEqual(
-            planning.last_true(predicate, limit, guess), min(answer, limit)
+            forecast.last_true(predicate, limit, guess), min(answer, limit)
         )
 
 

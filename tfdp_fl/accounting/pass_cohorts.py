@@ -32,7 +32,7 @@ def checked_size(
     return size
 
 
-class PassPlan:
+class PassCohorts:
     """Cuts passes over N clients into cohorts of scheduled sizes.
 
     A cohort never straddles two passes: the last of a pass takes what is left.
@@ -46,6 +46,15 @@ class PassPlan:
         if schedules.is_constant(clients_per_round):
             self._constant = int(checked_size(clients_per_round, num_clients))
         self._cohorts: list[tuple[int, int, int]] = []
+
+    def place(self, round_index: int) -> dict[str, int]:
+        """Returns what a `RoundCharge` says of a round's place in its pass."""
+        index, start, stop = self.cohort(round_index)
+        return {
+            "clients_per_round": stop - start,
+            "pass_index": index,
+            "pass_offset": start,
+        }
 
     def cohort(self, round_index: int) -> tuple[int, int, int]:
         """Returns (pass, first position, one past the last) of a round."""

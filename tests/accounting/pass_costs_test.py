@@ -7,7 +7,7 @@ from absl.testing import absltest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdp_fl.accounting import passes
+from tfdp_fl.accounting import pass_costs
 
 _N = 12
 _COHORT = st.tuples(
@@ -21,7 +21,7 @@ class PassCostsTest(absltest.TestCase):
     @settings(max_examples=200, deadline=None)
     @given(st.lists(_COHORT, max_size=10))
     def test_the_pass_costs_what_its_most_exposed_client_met(self, cohorts):
-        costs, spent, total = passes.PassCosts(), np.zeros(_N), 0.0
+        costs, spent, total = pass_costs.PassCosts(), np.zeros(_N), 0.0
         for start, size, weight in cohorts:
             stop = min(_N, start + size)
             spent[start:stop] += weight
@@ -29,7 +29,7 @@ class PassCostsTest(absltest.TestCase):
             self.assertEqual(total, spent.max())
 
     def test_passes_add_up_and_copies_are_independent(self):
-        costs = passes.PassCosts()
+        costs = pass_costs.PassCosts()
         self.assertEqual(costs.add("a", 0, 5, 1.0), 1.0)
         copy = costs.copy()
         self.assertEqual(costs.add("a", 5, 10, 1.0), 0.0)
