@@ -18,6 +18,7 @@ UPGRADE ?=
 UV_VERSION = 0.13.8
 MYPY_VERSION = 2.4.1
 MYPY_VENV = .venv-mypy
+DOCS_VENV = .venv-docs
 
 PYTHONS_tff = (3, 10), (3, 11)
 PYTHONS_current = (3, 10), (3, 11), (3, 12), (3, 13)
@@ -60,7 +61,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help stack train test lint types format benchmark notebooks build-files \
+.PHONY: help stack train test lint types format benchmark notebooks docs docs-serve build-files \
   requirements install clean distclean
 
 help:
@@ -71,6 +72,8 @@ help:
 	@echo "make format        mend style and format where that is automatic"
 	@echo "make benchmark     time the engine side by side with TFF"
 	@echo "make notebooks     run the notebooks in colab/ and keep their output"
+	@echo "make docs          build the documentation's site"
+	@echo "make docs-serve    build it, and show it on a local port"
 	@echo "make build-files   write the BUILD files from the imports"
 	@echo "make requirements  pin requirements*.txt anew from requirements/"
 	@echo "make clean         remove caches and build products"
@@ -102,6 +105,22 @@ benchmark: $(STAMP)
 
 notebooks: $(STAMP)
 	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/jupyter execute --inplace colab/*.ipynb
+
+# Strict: a link that leads nowhere is an error. NO_MKDOCS_2_WARNING: of the
+# theme, about its successor.
+docs: $(DOCS_VENV)/.installed
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	@echo "The site is in site/; make docs-serve shows it."
+
+docs-serve: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
+
+$(DOCS_VENV)/.installed: requirements-docs.txt
+	$(require_python)
+	@"$(FOUND)" -m venv --clear $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --require-hashes --no-deps -r requirements-docs.txt
+	@touch $@
 
 build-files: $(STAMP)
 	$(BIN)/python tools/update_build_files.py --write
@@ -142,6 +161,8 @@ requirements: $(UV_VENV)/.installed-$(UV_VERSION)
 	$(call pin,requirements-current.txt,3.14,requirements/current.in \
 	  requirements/test-current.in --project requirements/current \
 	  --override requirements/overrides-current.txt)
+	$(call pin,requirements-docs.txt,3.14,requirements/docs.in \
+	  --project requirements/current)
 
 $(UV_VENV)/.installed-$(UV_VERSION):
 	$(require_python)
@@ -161,4 +182,4 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-current .venv-uv .venv-mypy runs
+	rm -rf .venv .venv-current .venv-uv .venv-mypy .venv-docs site runs

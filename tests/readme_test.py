@@ -50,26 +50,6 @@ class ReadmeTest(absltest.TestCase):
         self.assertAlmostEqual(accuracy, told_accuracy, delta=0.08)
         self.assertIn("differentially private", out.getvalue())
 
-    def test_own_data_page_does_what_it_says(self):
-        page = (_ROOT / "docs" / "data.md").read_text("utf-8")
-        (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            exec(compile(code, "docs/data.md", "exec"), {})
-        accuracy, epsilon = map(float, out.getvalue().split())
-        self.assertGreater(accuracy, 0.45)  # Chance is 1/3; 0.78 to 0.92.
-        self.assertBetween(epsilon, 1.9, 2.0)
-
-    def test_auditing_page_finds_no_more_than_is_claimed(self):
-        page = (_ROOT / "docs" / "auditing.md").read_text("utf-8")
-        (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            exec(compile(code, "docs/auditing.md", "exec"), {})
-        claimed, _, low = map(float, re.findall(r"\d+\.\d+", out.getvalue()))
-        # By chance it would be above this once in a million runs or less.
-        self.assertLess(low, 1.3 * claimed)
-
     def test_links_lead_to_files(self):
         links = re.findall(r"\]\(([^)#:]+)\)", _README)
         self.assertGreater(len(links), 10)

@@ -47,7 +47,7 @@ class ReportTest(absltest.TestCase):
         super().setUp()
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.path = pathlib.Path(folder.name, "report.html")
+        self.path = pathlib.Path(folder.name, "new", "report.html")
 
     def test_one_file_with_everything(self):
         fed = toy.federated()
@@ -108,8 +108,8 @@ class ReportTest(absltest.TestCase):
         self.assertIn("&lt;script&gt;", page)
 
     def test_where_it_is_to_be(self):
-        with self.assertRaisesRegex(ValueError, "path must be in a folder"):
-            callbacks.Report(self.path.parent / "nowhere" / "report.html")
+        with self.assertRaisesRegex(ValueError, "path must name a file"):
+            callbacks.Report(self.path.parent.parent)
         with (
             mock.patch.dict("sys.modules", {"matplotlib": None}),
             self.assertRaisesRegex(ImportError, "A report needs matplotlib"),

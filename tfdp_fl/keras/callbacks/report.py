@@ -55,7 +55,7 @@ class Report(FederatedCallback):
     noise, and the page says so; publish it only where that may be seen.
 
     Attributes:
-      path: The file; its folder must exist.
+      path: The file; its folder is made when training begins.
       delta: At which the statement is made; None: what the model knows.
     """
 
@@ -70,19 +70,23 @@ class Report(FederatedCallback):
 
         Raises:
           ImportError: matplotlib is not installed.
-          ValueError: The file's folder is not there.
+          ValueError: There is a folder in the file's place.
         """
         super().__init__()
         with _optional.needed("matplotlib", "A report"):
             import matplotlib  # noqa: F401
         self.path = pathlib.Path(path)
-        if not self.path.parent.is_dir():
+        if self.path.is_dir():
             raise ValueError(
-                "path must be in a folder that exists, got "
+                "path must name a file, such as report.html, got the folder "
                 f"{os.fspath(path)!r}."
             )
         self.delta = delta
         self._rounds: list[tuple[int, dict[str, float]]] = []
+
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
+        """Makes the folder: better an error now than after the training."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_round_released(
         self, round_index: int, logs: dict[str, float]
