@@ -91,6 +91,37 @@ class CorrelatedNoiseTest(parameterized.TestCase):
             self.assertAlmostEqual(float(spent), whole, places=6)
             self.assertIn("correlated_noise_secret", spent.facts.caveats)
 
+    def test_a_clip_that_adapts(self):
+        mechanism = _mechanism(
+            "blt:2", target_quantile=0.0, clip_learning_rate=3.0
+        )
+        process = _process(mechanism)
+        zeros = [np.zeros(shape, np.float32) for shape in _SHAPES]
+        state, clips, noise = process.initialize(), [], []
+        for _ in range(_ROUNDS):
+            output = process.next(state, [zeros] * 2)
+            state = output.state
+            clips.append(float(output.measurements["clip_norm"]))
+            flat = np.concatenate([np.ravel(r) for r in output.result])
+            noise.append(flat / (2.0 * clips[-1] / 2))
+        self.assertEqual(clips[0], 0.5)
+        self.assertGreater(np.abs(np.diff(np.log(clips))).min(), 1e-3)
+        c = mechanism.generator.coefficients
+        fresh = [
+            sum(c[j] * noise[t - j] for j in range(t + 1))
+            for t in range(_ROUNDS)
+        ]
+        statistics.assert_gaussian(fresh, 1.0)
+        # Counts in rounds 0, 2 and 4.
+        costs = np.asarray(state.history.costs)
+        counts = (2 * mechanism.count_noise_stddev_of(2.0)) ** -2
+        squares = (mechanism.generator.charges / 2.0) ** 2
+        squares[::2] += counts
+        np.testing.assert_allclose(costs**-2, squares, rtol=1e-12)
+        spent = self._epsilon(state, mechanism, "cyclic", accountant="pld")
+        whole = tfdp_fl.accounting.gaussian_epsilon(squares.sum() ** -0.5, 1e-5)
+        self.assertAlmostEqual(float(spent), whole, places=6)
+
     def test_past_the_last_round_nothing_comes_out(self):
         process = _process(_mechanism())
         state, _ = _run(process, _ROUNDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
@@ -10,9 +11,15 @@ import dp_accounting
 
 from tfdp_fl import _validate, correlated_noise, schedules
 from tfdp_fl._on_use import tf
-from tfdp_fl.correlated_noise import generators, strategies
-from tfdp_fl.mechanisms import mechanism, noise, parameters, registry
-from tfdp_fl.mechanisms.contribution import Deployment
+from tfdp_fl.correlated_noise import comparison, generators, strategies
+from tfdp_fl.mechanisms import (
+    adaptive_clipping,
+    mechanism,
+    noise,
+    parameters,
+    registry,
+)
+from tfdp_fl.mechanisms.contribution import Deployment, Round
 
 _SAMPLINGS = ("cyclic", "cyclic_poisson")
 
@@ -34,6 +41,24 @@ def _server_only(**checked: Any) -> str:
             f"{value!r}."
         )
     return "server"
+
+
+def _gaussian(
+    column: float, noise_multiplier: float, counts: float
+) -> dp_accounting.DpEvent:
+    """Returns one Gaussian for updates and a count.
+
+    Args:
+      column: How far C x is moved, in clips.
+      noise_multiplier: z > 0.
+      counts: The count's mu^2.
+    """
+    if counts:
+        squares = (column / noise_multiplier) ** 2 + counts
+        return dp_accounting.GaussianDpEvent(squares**-0.5)
+    if column == 0:
+        return dp_accounting.NoOpDpEvent()
+    return dp_accounting.GaussianDpEvent(noise_multiplier / column)
 
 
 @registry.register("correlated")
@@ -59,8 +84,37 @@ class CorrelatedNoise(mechanism.Mechanism):
     After T released rounds a new segment begins, with empty buffers and
     charges of its own.
 
+    With `target_quantile` the clip adapts as in `AdaptiveClipping` (Andrew et
+    al. 2021): S_t <- S_t exp(-eta (b_t - gamma)), b_t from the count of
+    unclipped updates with noise of its own, N(0, sigma_b^2), that is
+    independent over the rounds. A round then releases S_t (x_t + z n_t) / m,
+    x_t the sum of Delta_k min(1/S_t, 1/||Delta_k||): the noise is that of a
+    clip of 1, scaled by the clip of its round, and needs no new segment when
+    the clip moves. Why one client moves C x no further than sens(C), whatever
+    the clips were:
+
+    1. Before round t is released, S_t is known to whoever knows the releases
+       before it: it follows from S_0 and the noised counts. To divide by it
+       loses nothing, and round t tells as much as x_t + z n_t and the count.
+    2. In each of its rounds a client moves x_t by at most 1 in norm, and the
+       centred count by 1/2, whatever S_t is; in all others by 0. Only what it
+       hands in depends on earlier releases, as it does without a moving clip.
+    3. (x_t + z n_t) for all t tells as much as y_t = (C x)_t + z w_t, w fresh
+       (C is lower triangular and c_0 = 1). One client moves the mean of y_t
+       by some u_t, given all that was released before, and by no choice of
+       its updates is the sum of ||u_t||^2 above sens(C)^2: the sensitivity is
+       a maximum over all of them. Such Gaussians cost together what one with
+       that mean costs, also where u_t is chosen as one goes (Denisov et al.
+       2022, theorem 2.1; Smith & Thakurta 2022, https://arxiv.org/abs/
+       2210.17520).
+    4. The counts are further coordinates, with a C of their own, the identity:
+       at most k rounds of 1 / (2 sigma_b), which by round s are at most
+       ceil(s / b). So mu^2 = (sens/z)^2 + k / (2 sigma_b)^2, of which rounds
+       0, b, 2b, ... (k of them) are charged 1 / (2 sigma_b)^2 each.
+
     Attributes:
-      clip_norm: The clip S > 0, an L2 norm over all variables of the model.
+      clip_norm: The clip S > 0, an L2 norm over all variables of the model;
+        of the first round, if it adapts.
       noise_multiplier: z >= 0, stddev of the fresh noise on the sum divided by
         S, the same in every round.
       strategy: C: a `BandedToeplitz`, `BLT` or `Tree`, or a text that stands
@@ -73,6 +127,12 @@ class CorrelatedNoise(mechanism.Mechanism):
       server_momentum: That of the server optimizer, by which C is chosen; it
         has no part in the guarantee.
       noise_site: "server".
+      target_quantile: gamma, the fraction of clients that should remain
+        unclipped; None: the clip stays.
+      clip_learning_rate: eta.
+      count_noise_stddev: sigma_b > 0, in clients, of a clip that adapts; it is
+        charged on top of z. None: so much that the counts cost a twentieth of
+        what the updates do.
     """
 
     own_caveats: ClassVar[Mapping[str, str]] = {
@@ -134,10 +194,41 @@ class CorrelatedNoise(mechanism.Mechanism):
     noise_site: str = parameters.parameter(
         _server_only, "who adds the noise: the server.", default="server"
     )
+    target_quantile: float | None = parameters.parameter(
+        parameters.Optional(_validate.probability),
+        "the fraction of clients that should remain unclipped, by which the "
+        "clip moves; it stays unless given.",
+        default=None,
+    )
+    clip_learning_rate: float = parameters.parameter(
+        _validate.non_negative, "how fast the clip follows.", default=0.2
+    )
+    count_noise_stddev: float | None = parameters.parameter(
+        parameters.Optional(_validate.positive),
+        "noise on the count of unclipped clients, charged on top; unless "
+        "given, so much that it costs a twentieth of the noise on the updates.",
+        default=None,
+    )
 
     def check_parameters(self) -> None:
         """Implements `Mechanism.check_parameters`; makes the coefficients."""
+        if self.count_noise_stddev is not None and not self.adapts:
+            raise ValueError(
+                "count_noise_stddev must be left out without target_quantile, "
+                "because a clip that stays needs no count, got "
+                f"{self.count_noise_stddev!r}."
+            )
         self.generator  # noqa: B018
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the clip follows a quantile of the update norms."""
+        return self.target_quantile is not None
+
+    @property
+    def released_sums(self) -> tuple[str, ...]:
+        """The count of unclipped updates, where the clip adapts."""
+        return (adaptive_clipping.BELOW,) if self.adapts else ()
 
     @property
     def generator(self) -> generators.Generator:
@@ -199,6 +290,51 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.first_clip_norm`."""
         return self.clip_norm
 
+    def count_noise_stddev_of(self, noise_multiplier: Any) -> Any:
+        """Returns sigma_b (number or tensor) of a clip that adapts.
+
+        It does not go by the size of a cohort: k rounds of it are charged
+        wherever they lie, so that it must be the same in all of them.
+
+        Args:
+          noise_multiplier: z.
+        """
+        if self.count_noise_stddev is not None:
+            return self.count_noise_stddev
+        made = self.generator
+        of_one = math.sqrt(made.participation.most) / made.sensitivity
+        return (
+            noise_multiplier
+            * of_one
+            / math.sqrt(4 * comparison.SHARE_OF_COUNTS)
+        )
+
+    def noise_stddevs(
+        self, round: Round, deployment: Deployment
+    ) -> dict[str, Any]:
+        """Implements `Mechanism.noise_stddevs`: z S, and sigma_b."""
+        stddevs = super().noise_stddevs(round, deployment)
+        if self.adapts:
+            stddevs[adaptive_clipping.BELOW] = self.count_noise_stddev_of(
+                round.noise_multiplier
+            )
+        return stddevs
+
+    def sums_of(self, norm: tf.Tensor, round: Round) -> dict[str, tf.Tensor]:
+        """Implements `Mechanism.sums_of`: the centred bits, if it adapts."""
+        if not self.adapts:
+            return {}
+        bits = adaptive_clipping.bits_below(norm, round.clip_norm)
+        return {adaptive_clipping.BELOW: bits}
+
+    def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
+        """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma))."""
+        if self.target_quantile is None:
+            return super().next_clip_norm(sums, round)
+        return adaptive_clipping.moved_clip(
+            sums, round, self.target_quantile, self.clip_learning_rate
+        )
+
     def first_memory(self, deployment: Deployment) -> generators.Memory:
         """Implements `Mechanism.first_memory`: buffers of zeros."""
         if deployment.shapes is None:
@@ -242,8 +378,21 @@ class CorrelatedNoise(mechanism.Mechanism):
     def query_event(self, round: Any) -> dp_accounting.DpEvent:
         """Implements `Mechanism.query_event`, without amplification."""
         charges = tf.constant(self.generator.charges, tf.float32)
-        column = tf.gather(charges, round.memory.position % self.rounds)
-        return dp_accounting.GaussianDpEvent(round.noise_multiplier / column)
+        position = round.memory.position % self.rounds
+        squares = tf.gather(charges**2, position) / round.noise_multiplier**2
+        if self.adapts:
+            stddev = self.count_noise_stddev_of(round.noise_multiplier)
+            counted = tf.gather(
+                [float(self._counts_at(t)) for t in range(self.rounds)],
+                position,
+            )
+            squares += counted / (2.0 * stddev) ** 2
+        return dp_accounting.GaussianDpEvent(squares**-0.5)
+
+    def _counts_at(self, position: int) -> bool:
+        """Whether a count is charged: at rounds 0, b, 2b, ..., k times."""
+        visit, between = divmod(position, self.min_separation)
+        return not between and visit < self.generator.participation.most
 
     def round_event(
         self, round_index: int, deployment: Deployment
@@ -255,24 +404,27 @@ class CorrelatedNoise(mechanism.Mechanism):
             begins anew.
           deployment: Where it is.
         """
-        if self.noise_multiplier == 0:
+        z = self.noise_multiplier
+        if z == 0:
             return dp_accounting.NonPrivateDpEvent()
         position = round_index % self.rounds
+        counts = 0.0
+        if self.adapts and self._counts_at(position):
+            counts = (2 * self.count_noise_stddev_of(z)) ** -2
         probability = self.amplified_probability(deployment)
         if probability is not None:
             if position % self.min_separation:
                 return dp_accounting.NoOpDpEvent()  # Its cycle is paid for.
+            # What one participation moves, the count among it: further
+            # coordinates, in which every column of C has one entry. (After k
+            # rounds a client sits out; who is drawn is not known then.)
             banded = cast(generators.BandedGenerator, self.generator)
+            if self.adapts:
+                counts = (2 * self.count_noise_stddev_of(z)) ** -2
             return dp_accounting.PoissonSampledDpEvent(
-                probability,
-                dp_accounting.GaussianDpEvent(
-                    self.noise_multiplier / banded.largest_column
-                ),
+                probability, _gaussian(banded.largest_column, z, counts)
             )
-        column = float(self.generator.charges[position])
-        if column == 0:
-            return dp_accounting.NoOpDpEvent()
-        return dp_accounting.GaussianDpEvent(self.noise_multiplier / column)
+        return _gaussian(float(self.generator.charges[position]), z, counts)
 
     def amplified_probability(self, deployment: Deployment) -> float | None:
         """Returns q = m / floor(N / b) where sampling amplifies, else None.
@@ -298,11 +450,20 @@ class CorrelatedNoise(mechanism.Mechanism):
         most = self.generator.participation.max_participations
         return (
             "DP-FedAvg with noise that is correlated across rounds (DP-FTRL): "
-            "every client's update is clipped to an L2 norm of "
-            f"{self.clip_norm:g}, and the server adds to the sum Gaussian "
+            f"every client's update is clipped to {self._clip_phrase()}, and "
+            "the server adds to the sum Gaussian "
             f"noise that goes by {self.strategy.describe()} over "
             f"{self.rounds} rounds, of which a client is in at most {most}, at "
             f"least {self.min_separation} apart."
+        )
+
+    def _clip_phrase(self) -> str:
+        if self.target_quantile is None:
+            return f"an L2 norm of {self.clip_norm:g}"
+        return (
+            f"an L2 norm (at first {self.clip_norm:g}) that follows the "
+            f"{self.target_quantile:g} quantile of the update norms, estimated "
+            "from a noised count whose cost is included"
         )
 
     def caveats(self) -> tuple[str, ...]:
