@@ -189,10 +189,16 @@ class AdaptiveClipTest(parameterized.TestCase):
     """Correlated noise with a clip that moves."""
 
     def _mechanism(self, strategy="blt:2", **options):
-        # At first far above the updates' norms.
+        # At first far above the updates' norms: S falls by a factor
+        # e^(-eta (.5 + .05 N(0, 1))) a round.
         return _mechanism(
             strategy,
-            **{"clip_norm": 50.0, "target_quantile": 0.5, **options},
+            **{
+                "clip_norm": 50.0,
+                "target_quantile": 0.5,
+                "count_noise_stddev": 0.5,
+                **options,
+            },
         )
 
     def _charged(self, mechanism):

@@ -21,7 +21,7 @@ from tfdp_fl.mechanisms import (
 )
 from tfdp_fl.mechanisms.contribution import Deployment, Round
 
-_SAMPLINGS = ("cyclic", "cyclic_poisson")
+_SAMPLINGS = ("cyclic", "cyclic_poisson", "separated")
 
 
 def _momentum(**checked: Any) -> float:
@@ -135,6 +135,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         what the updates do.
     """
 
+    # The last two are for where clients come as they like.
     own_caveats: ClassVar[Mapping[str, str]] = {
         "correlated_noise_separation": (
             "The noise is correlated across rounds, and epsilon counts on a "
@@ -147,6 +148,15 @@ class CorrelatedNoise(mechanism.Mechanism):
             "memory and in checkpoints, and the models, knows the sums of the "
             "updates without noise; they have to be kept as secret as the "
             "data."
+        ),
+        "participations_checked": (
+            "That no client took part sooner again, or more often, was checked "
+            "for every cohort before its release, by the names that clients "
+            "went by: who came back under another name counts as another."
+        ),
+        "participations_declared": (
+            "That no client took part sooner again, or more often, was "
+            "declared, and nobody checked it: the clients had no names here."
         ),
     }
 
@@ -231,14 +241,23 @@ class CorrelatedNoise(mechanism.Mechanism):
         return (adaptive_clipping.BELOW,) if self.adapts else ()
 
     @property
+    def participation(self) -> correlated_noise.Participation:
+        """What is promised of every client: (k, b) and T."""
+        return correlated_noise.Participation(
+            rounds=self.rounds,
+            min_separation=self.min_separation,
+            max_participations=self.max_participations,
+        )
+
+    def participation_record(self) -> correlated_noise.ParticipationRecord:
+        """Returns what keeps clients who come as they like to it."""
+        return correlated_noise.ParticipationRecord(self.participation)
+
+    @property
     def generator(self) -> generators.Generator:
         """What the strategy comes to in a segment of T rounds."""
         return self.strategy.generator(
-            correlated_noise.Participation(
-                rounds=self.rounds,
-                min_separation=self.min_separation,
-                max_participations=self.max_participations,
-            ),
+            self.participation,
             correlated_noise.Workload(momentum=self.server_momentum),
         )
 
@@ -251,7 +270,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.check`."""
         if deployment.sampling not in (*_SAMPLINGS, None):
             raise ValueError(
-                "sampling must be 'cyclic' or 'cyclic_poisson' with "
+                "sampling must be 'cyclic', 'cyclic_poisson' or, of clients "
+                "who come as they like, 'separated' with "
                 f"{self.name}, because its noise counts on a client's rounds "
                 f"being min_separation={self.min_separation} apart, got "
                 f"sampling={deployment.sampling!r}."
