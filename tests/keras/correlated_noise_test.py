@@ -630,6 +630,97 @@ class ResumeTest(parameterized.TestCase):
             _fit(other, 2, resume_from=self.path)
 
 
+class ServerOptimizerTest(parameterized.TestCase):
+    """Coefficients by the optimizer that runs."""
+
+    def _optimizer(self, momentum=0.9, rate=0.5):
+        if rate is None:
+            rate = tf.keras.optimizers.schedules.PolynomialDecay(0.5, _T, 0.0)
+        return tf.keras.optimizers.SGD(rate, momentum)
+
+    @parameterized.parameters(0.5, None)
+    def test_compile_chooses_by_what_the_optimizer_does(self, rate):
+        # A, as the optimizer itself makes it of one unit of each round.
+        a = np.zeros([_T, _T])
+        for s in range(_T):
+            optimizer, model = self._optimizer(rate=rate), tf.Variable([0.0])
+            for t in range(_T):
+                gradient = tf.constant([-1.0 if s == t else 0.0])
+                optimizer.apply_gradients([(gradient, model)])
+                a[t, s] = model.numpy()[0]
+        fed = _federated(
+            _mechanism("blt:2"),
+            compile_options={"server_optimizer": self._optimizer(rate=rate)},
+        )
+        made, plain = fed.mechanism, _mechanism("blt:2")
+        self.assertEqual(made.noise_multiplier, 2.0)
+        self.assertEqual(made.server_momentum, 0.9)
+        workload = tfdp_fl.correlated_noise.Workload(
+            momentum=0.9, rates=made.server_rates
+        )
+        np.testing.assert_allclose(
+            workload.applied(np.eye(_T)) * 0.5, a, atol=1e-5
+        )
+
+        def cost(mechanism):
+            c = references.dense(mechanism.generator.coefficients, _T)
+            variances = np.sum((a @ np.linalg.inv(c)) ** 2, axis=1)
+            # What is minimised: without rates the last model's.
+            error = variances[-1] if rate else variances.mean()
+            return error * mechanism.generator.sensitivity**2
+
+        self.assertLess(cost(made), 0.99 * cost(plain))
+        _fit(fed, _T)
+        self.assertAlmostEqual(
+            _spent(fed), (made.generator.sensitivity / 2.0) ** 2
+        )
+
+    def test_what_was_told_stays_and_a_run_is_not_changed(self):
+        told = _mechanism("blt:2", server_momentum=0.3)
+        options = {"server_optimizer": self._optimizer()}
+        fed = _federated(told, compile_options=options)
+        self.assertEqual(fed.mechanism, told)
+        fed = _federated(_mechanism("blt:2"))
+        self.assertEqual(fed.mechanism.server_momentum, 0.0)
+        fed.compile("sgd", toy.loss(), jit_compile=False, **options)
+        self.assertEqual(fed.mechanism.server_momentum, 0.9)
+        _fit(fed, 2)
+        before = fed.mechanism
+        fed.compile("sgd", toy.loss(), jit_compile=False)
+        self.assertEqual(fed.mechanism, before)
+        _fit(fed, 1)
+        self.assertEqual(_position(fed), 3)
+
+    @parameterized.parameters("blt:2", "banded:2")
+    def test_make_private_keeps_the_target_with_any_optimizer(self, strategy):
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            target_epsilon=3.0,
+            target_delta=_DELTA,
+            num_clients=40,
+            clients_per_round=10,
+            rounds=_T,
+            mechanism="correlated",
+            strategy=strategy,
+            sampling="cyclic",
+            accountant="pld",
+            clip_norm=0.5,
+            num_replicas=1,
+        )
+        before = fed.mechanism.noise_multiplier
+        fed.compile(
+            "sgd",
+            toy.loss(),
+            server_optimizer=self._optimizer(rate=None),
+            jit_compile=False,
+        )
+        self.assertNotEqual(fed.mechanism.noise_multiplier, before)
+        _fit(fed, _T)
+        self.assertEqual(fed.rounds, _T)
+        self.assertLessEqual(fed.epsilon(_DELTA), 3.0)
+        self.assertGreater(fed.epsilon(_DELTA), 2.99)
+
+
 class BudgetTest(parameterized.TestCase):
     @parameterized.parameters(
         ("cyclic", {}),

@@ -553,6 +553,11 @@ class DeclarationTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"noise_site": "client"}, "noise_site must be 'server'"),
         ({"server_momentum": 1.0}, "server_momentum"),
+        ({"server_rates": [1.0] * 5 + [0.5] * 6}, "server_rates.*12.*got 11"),
+        ({"server_rates": [0.0] * 12}, "server_rates"),
+        ({"server_rates": [1.0] * 11 + [-1.0]}, "server_rates"),
+        ({"server_rates": "1,x"}, "server_rates"),
+        ({"server_rates": 0.5}, "server_rates"),
         ({"noise_multiplier": [1.0, 2.0]}, "noise_multiplier"),
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
         ({"strategy": "band"}, "strategy"),
@@ -599,6 +604,83 @@ class DeclarationTest(parameterized.TestCase):
                 with_momentum.coefficients, _mechanism().generator.coefficients
             )
         )
+
+    @parameterized.parameters("blt:2", "banded:4", "tree")
+    def test_the_server_s_rates_have_a_part_in_the_choice(self, strategy):
+        rates = 0.1 * (1 - np.arange(12) / 12)
+        made = _mechanism(
+            strategy, server_momentum=0.5, server_rates=rates.tolist()
+        )
+        self.assertEqual(made.server_rates[0], 1.0)
+        text = ",".join(str(rate) for rate in rates)
+        self.assertEqual(
+            _mechanism(strategy, server_momentum=0.5, server_rates=text), made
+        )
+        self.assertIsNone(_mechanism(server_rates=[0.3] * 12).server_rates)
+        if strategy == "tree":
+            return
+        # By the dense A of a server that adds rate times velocity.
+        a = np.zeros([12, 12])
+        for s in range(12):
+            velocity = model = 0.0
+            for t in range(12):
+                velocity = 0.5 * velocity + rates[t] * (s == t)
+                model += velocity
+                a[t, s] = model
+
+        def cost(mechanism):
+            generator = mechanism.generator
+            c = matrices.dense(generator.coefficients, 12)
+            b = a @ np.linalg.inv(c)
+            return np.sum(b**2) * generator.sensitivity**2
+
+        self.assertLess(cost(made), 0.999 * cost(_mechanism(strategy)))
+
+    def test_chosen_for_the_optimizer_that_runs(self):
+        given = _mechanism("blt:2", target_quantile=0.5)
+        rates = [1 - t / 12 for t in range(12)]
+        made = given.for_server(0.9, rates)
+        self.assertEqual(made.noise_multiplier, given.noise_multiplier)
+        self.assertEqual(made.server_momentum, 0.9)
+        self.assertEqual(
+            made.generator.numbers,
+            _mechanism(
+                "blt:2", server_momentum=0.9, server_rates=rates
+            ).generator.numbers,
+        )
+        told = _mechanism(server_momentum=0.0)
+        self.assertEqual(told.for_server(0.9, None), told)
+        fixed = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
+        self.assertIs(fixed.for_server(0.9, rates, 5), fixed)
+
+    @parameterized.product(
+        strategy=["blt:2", "banded", "banded:2", "tree"],
+        rounds=[5, 12, 31],
+        quantile=[None, 0.5],
+    )
+    def test_where_a_target_is_kept_the_noise_follows(
+        self, strategy, rounds, quantile
+    ):
+        given = _mechanism(strategy, target_quantile=quantile)
+        made = given.for_server(0.9, [1 - t / 12 for t in range(12)], rounds)
+        for sampling in ("cyclic", "cyclic_poisson"):
+            deployment = Deployment(
+                clients_per_round=2, num_clients=40, sampling=sampling
+            )
+            before = accounting.PrivacyAccountant()
+            after = accounting.PrivacyAccountant()
+            for history, mechanism in ((before, given), (after, made)):
+                for t in range(rounds):
+                    history.add(
+                        accounting.RoundCharge(
+                            sampling=sampling,
+                            num_clients=40,
+                            clients_per_round=2,
+                            event=mechanism.round_event(t, deployment),
+                        )
+                    )
+            self.assertLessEqual(after.epsilon(1e-5), before.epsilon(1e-5))
+            self.assertGreater(after.epsilon(1e-5), 0.8 * before.epsilon(1e-5))
 
     def test_it_is_known_by_name(self):
         self.assertIs(

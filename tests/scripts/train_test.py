@@ -119,6 +119,9 @@ class TrainTest(absltest.TestCase):
             "--target_quantile=0.5",
             *small,
             "--clients_per_round=5",
+            "--server_optimizer=sgd",
+            "--server_momentum=0.5",
+            "--server_schedule=linear",
             f"--output_dir={cls.folder / 'adapts'}",
         ]
         if importlib.util.find_spec("tensorflow_federated") is not None:
@@ -191,6 +194,8 @@ class TrainTest(absltest.TestCase):
         run = Run.read(self.folder / "adapts")
         clips = run.history["clip_norm"][1]
         self.assertLen(set(clips), 4)
+        text = (run.path / "privacy.txt").read_text()
+        self.assertIn("0.25 to 1 (relative, by round)", text)
         self.assertLessEqual(run.result["epsilon"], 8.0)
         self.assertGreater(run.result["epsilon"], 7.9)
 

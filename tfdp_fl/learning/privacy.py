@@ -421,7 +421,9 @@ def _parameters(
     for name, value in mechanism.parameters().items():
         if value is None:
             continue
-        if not isinstance(value, (bool, int, float, str)):
+        if name == "server_rates":
+            value = f"{min(value):g} to {max(value):g} (relative, by round)"
+        elif not isinstance(value, (bool, int, float, str)):
             value = type(value).__name__ if name == "query" else repr(value)
         parameters[name] = value
     if len(costs) > 1 and None not in costs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import dp_accounting
@@ -32,6 +32,29 @@ def _momentum(**checked: Any) -> float:
     return momentum
 
 
+def _rates(**checked: Any) -> tuple[float, ...] | None:
+    """Returns rates relative to the largest; None if all are the same.
+
+    Rounded, so that two machines that compute a schedule say the same.
+    """
+    ((name, value),) = checked.items()
+    if isinstance(value, str):
+        try:
+            value = [float(part) for part in value.split(",")]
+        except ValueError as error:
+            raise ValueError(
+                f"{name} must be numbers with commas, got {value!r}."
+            ) from error
+    if not isinstance(value, Sequence) or not value:
+        raise TypeError(f"{name} must be a sequence of rates, got {value!r}.")
+    rates = [_validate.non_negative(**{name: each}) for each in value]
+    largest = max(rates)
+    if not largest:
+        raise ValueError(f"{name} must hold a number above 0, got only zeros.")
+    relative = tuple(float(f"{rate / largest:.6g}") for rate in rates)
+    return None if min(relative) == 1 else relative
+
+
 def _server_only(**checked: Any) -> str:
     ((name, value),) = checked.items()
     if value != "server":
@@ -41,6 +64,23 @@ def _server_only(**checked: Any) -> str:
             f"{value!r}."
         )
     return "server"
+
+
+def _measures(made: generators.Generator, rounds: int) -> list[float]:
+    """Returns by how much noise may be less, where any of them is less.
+
+    A run costs by the sensitivity of its rounds, its counts by that of a
+    segment, and amplified cycles by one column.
+    """
+    squares = made.charges**2
+    whole, rest = divmod(rounds, len(squares))
+    measures = [
+        math.sqrt(whole * squares.sum() + squares[:rest].sum()),
+        made.sensitivity,
+    ]
+    if isinstance(made, generators.BandedGenerator):
+        measures.append(made.largest_column)
+    return measures
 
 
 def _gaussian(
@@ -125,7 +165,11 @@ class CorrelatedNoise(mechanism.Mechanism):
       max_participations: k, after which a client sits out; None: as many as
         there is room for, ceil(T / b).
       server_momentum: That of the server optimizer, by which C is chosen; it
-        has no part in the guarantee.
+        has no part in the guarantee. None: that of the optimizer that
+        `DPFederatedModel.compile` is given, or 0.
+      server_rates: The server's learning rates, one for each of T rounds, by
+        which C is chosen as well; only how they relate to each other counts.
+        None: those of the optimizer's schedule, or the same in all rounds.
       noise_site: "server".
       target_quantile: gamma, the fraction of clients that should remain
         unclipped; None: the clip stays.
@@ -196,10 +240,17 @@ class CorrelatedNoise(mechanism.Mechanism):
         "unless given.",
         default=None,
     )
-    server_momentum: float = parameters.parameter(
-        _momentum,
-        "of the server optimizer, by which the noise is chosen.",
-        default=0.0,
+    server_momentum: float | None = parameters.parameter(
+        parameters.Optional(_momentum),
+        "of the server optimizer, by which the noise is chosen; that of the "
+        "one that is compiled unless given.",
+        default=None,
+    )
+    server_rates: tuple[float, ...] | None = parameters.parameter(
+        parameters.Optional(_rates),
+        "learning rates of the server optimizer, one a round, by which the "
+        "noise is chosen; those of its schedule unless given.",
+        default=None,
     )
     noise_site: str = parameters.parameter(
         _server_only, "who adds the noise: the server.", default="server"
@@ -227,6 +278,12 @@ class CorrelatedNoise(mechanism.Mechanism):
                 "count_noise_stddev must be left out without target_quantile, "
                 "because a clip that stays needs no count, got "
                 f"{self.count_noise_stddev!r}."
+            )
+        rates = self.server_rates
+        if rates is not None and len(rates) != self.rounds:
+            raise ValueError(
+                f"server_rates must hold one number for each of rounds="
+                f"{self.rounds}, got {len(rates)}."
             )
         self.generator  # noqa: B018
 
@@ -258,8 +315,37 @@ class CorrelatedNoise(mechanism.Mechanism):
         """What the strategy comes to in a segment of T rounds."""
         return self.strategy.generator(
             self.participation,
-            correlated_noise.Workload(momentum=self.server_momentum),
+            correlated_noise.Workload(
+                momentum=self.server_momentum or 0.0, rates=self.server_rates
+            ),
         )
+
+    def for_server(
+        self,
+        momentum: float,
+        rates: Sequence[float] | None,
+        charged_rounds: int | None = None,
+    ) -> mechanism.Mechanism:
+        """Implements `Mechanism.for_server`: chooses C for the optimizer."""
+        changes: dict[str, Any] = {}
+        if self.server_momentum is None:
+            changes["server_momentum"] = momentum
+        if self.server_rates is None and rates is not None:
+            changes["server_rates"] = tuple(rates)
+        made = dataclasses.replace(self, **changes)
+        if charged_rounds is None or made.generator is self.generator:
+            return made
+        ratio = max(
+            new / old
+            for new, old in zip(
+                _measures(made.generator, charged_rounds),
+                _measures(self.generator, charged_rounds),
+                strict=True,
+            )
+        )
+        # A hair more, for what floating point rounds.
+        noise_multiplier = self.noise_multiplier * ratio * (1 + 1e-9)
+        return made.with_noise_multiplier(noise_multiplier)
 
     @property
     def event_period(self) -> int:
