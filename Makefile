@@ -18,6 +18,8 @@ UPGRADE ?=
 UV_VERSION = 0.13.8
 MYPY_VERSION = 2.4.1
 MYPY_VENV = .venv-mypy
+JAX_VENV = .venv-jax-privacy
+JAX_PRIVACY_FLAGS ?=
 
 PYTHONS_tff = (3, 10), (3, 11)
 PYTHONS_current = (3, 10), (3, 11), (3, 12), (3, 13)
@@ -60,7 +62,8 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help stack train test lint types format benchmark notebooks build-files \
+.PHONY: help stack train test lint types format benchmark jax-privacy \
+  notebooks build-files \
   requirements install clean distclean
 
 help:
@@ -71,6 +74,7 @@ help:
 	@echo "make format        mend style and format where that is automatic"
 	@echo "make benchmark     time the engine side by side with TFF"
 	@echo "make notebooks     run the notebooks in colab/ and keep their output"
+	@echo "make jax-privacy   correlated noise beside jax-privacy's (3 minutes)"
 	@echo "make build-files   write the BUILD files from the imports"
 	@echo "make requirements  pin requirements*.txt anew from requirements/"
 	@echo "make clean         remove caches and build products"
@@ -99,6 +103,16 @@ format: $(STAMP)
 
 benchmark: $(STAMP)
 	$(RUN) research/benchmark.py $(BENCHMARK_FLAGS)
+
+# In a room of its own: it needs no TensorFlow, and its JAX is newer than TFF's.
+jax-privacy: $(JAX_VENV)/.installed
+	$(JAX_VENV)/bin/python research/jax_privacy_side.py $(JAX_PRIVACY_FLAGS)
+
+$(JAX_VENV)/.installed: requirements/jax-privacy.in
+	"$(or $(call find,current),$(FOUND))" -m venv --clear $(JAX_VENV)
+	$(JAX_VENV)/bin/python -m pip install --quiet \
+	  --disable-pip-version-check -r requirements/jax-privacy.in
+	@touch $@
 
 notebooks: $(STAMP)
 	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/jupyter execute --inplace colab/*.ipynb
@@ -161,4 +175,4 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-current .venv-uv .venv-mypy runs
+	rm -rf .venv .venv-current .venv-uv .venv-mypy .venv-jax-privacy runs
