@@ -92,6 +92,11 @@ _SERVER_MOMENTUM = flags.DEFINE_float(
     0.0,
     "With --compare_noise: of the server optimizer.",
 )
+_ADAPTIVE_CLIP = flags.DEFINE_bool(
+    "adaptive_clip",
+    False,
+    "With --compare_noise: count what moves the clip as well.",
+)
 
 # Reading a ledger instead.
 _LEDGER = flags.DEFINE_string(
@@ -162,10 +167,13 @@ def _check_flags(plan: planner.Plan) -> None:
             f"what it is for, got none for {plan.missing}."
         )
     if not _COMPARE_NOISE.value and (
-        _MIN_SEPARATION.value is not None or _SERVER_MOMENTUM.value
+        _MIN_SEPARATION.value is not None
+        or _SERVER_MOMENTUM.value
+        or _ADAPTIVE_CLIP.value
     ):
         raise ValueError(
-            "--min_separation and --server_momentum need --compare_noise."
+            "--min_separation, --server_momentum and --adaptive_clip need "
+            "--compare_noise."
         )
     if _PLOT.value:
         plots.pyplot()  # Missed before anything is computed.
@@ -280,6 +288,7 @@ def _print_noise(plan: planner.Plan) -> None:
         plan.epsilon,
         plan.delta,
         workload=correlated_noise.Workload(momentum=_SERVER_MOMENTUM.value),
+        adaptive_clip=_ADAPTIVE_CLIP.value,
     )
     print(
         f"\nNoise for a client in at most {where.max_participations} of "

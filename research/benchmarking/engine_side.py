@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from research.benchmarking import machine, profiling, workloads
-from tfdp_fl import datasets, keras, mechanisms
+from tfdp_fl import correlated_noise, datasets, keras, mechanisms
 from tfdp_fl.engine import calls
 from tfdp_fl.experiments import training
 
@@ -23,7 +23,20 @@ MECHANISMS = {
     "median": lambda: mechanisms.MedianClipping(
         noise_multiplier=workloads.NOISE_MULTIPLIER
     ),
+    # Three buffers, which the best ones of few rounds would be fewer than.
+    "correlated": lambda: mechanisms.CorrelatedNoise(
+        clip_norm=workloads.CLIP_NORM,
+        noise_multiplier=workloads.NOISE_MULTIPLIER,
+        strategy=correlated_noise.BLT(
+            theta=(0.99, 0.9, 0.5), theta_hat=(0.95, 0.7, 0.2)
+        ),
+        rounds=4096,
+        min_separation=GROUPS,
+    ),
 }
+
+# Groups of clients that take part in turn, under cyclic sampling.
+GROUPS = 8
 
 # Clients of a large population share so many stored examples.
 _SHARED_EXAMPLES = 5000
@@ -150,6 +163,7 @@ class EngineSide:
         even: bool = False,
         workers: int = 0,
         worker_data: str | None = None,
+        mechanism: str = "fixed",
         warm_up: int = 3,
     ) -> dict[str, Any]:
         """Makes a run, and runs its first rounds.
@@ -167,6 +181,7 @@ class EngineSide:
           even: Whether to share the batches of `sizes` out evenly.
           workers: TFF workers that train and read the data; 0: this process.
           worker_data: A folder that they read it from; it is written here.
+          mechanism: A key of `MECHANISMS`.
           warm_up: Rounds after the first.
 
         Returns:
@@ -181,7 +196,7 @@ class EngineSide:
             clients,
             cohort,
             sampling,
-            "fixed",
+            mechanism,
             jit_compile,
             _workers(clients, workers, worker_data),
         )

@@ -433,6 +433,32 @@ def uneven_clients(context: Context) -> Result:
     return result
 
 
+def correlated_noise(context: Context) -> Result:
+    """Compares noise that goes by three buffers with independent noise."""
+    with Side("engine") as side:
+        for mechanism in ("fixed", "correlated"):
+            side.call(
+                "add",
+                run=mechanism,
+                workload="mlp",
+                sampling="cyclic",
+                # Eight groups, see engine_side.GROUPS.
+                population=8 * workloads.CLIENTS_PER_ROUND,
+                mechanism=mechanism,
+            )
+        seconds = context.seconds(2.0)
+        both = alternate(
+            context.blocks,
+            {
+                mechanism: _measure(side, mechanism, seconds)
+                for mechanism in ("fixed", "correlated")
+            },
+        )
+    ratio = both["correlated"]["median"] / both["fixed"]["median"]
+    context.say(f"{ratio:.3f} times the round with independent noise")
+    return {**both, "ratio": ratio}
+
+
 _IMPORT = """
 import json, sys, time
 start = time.perf_counter()
@@ -549,6 +575,12 @@ def _rows() -> list[Row]:
         Row("model_size", "growth", "time by model size", model_size_curve),
         Row("memory", "growth", "memory by cohort", memory_curve),
         Row("uneven", "growth", "uneven clients", uneven_clients),
+        Row(
+            "correlated",
+            "growth",
+            "correlated noise, three buffers",
+            correlated_noise,
+        ),
         Row("import", "growth", "import time", import_time),
         Row("mnist", "growth", "10 000 clients over MNIST", mnist_copies),
         *[

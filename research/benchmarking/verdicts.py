@@ -17,6 +17,7 @@ UNEVEN_WASTE = 0.25
 IMPORT_SECONDS = 0.9
 FIRST_ROUND_SECONDS = 3.0
 JIT_FACTOR = 1.1
+CORRELATED_FACTOR = 1.15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +249,7 @@ def of_growth(results: Results) -> list[Verdict]:
     verdicts += [
         each
         for each in (
+            _of_correlated(results),
             _of_import(results),
             _of_modules(results),
             _of_first_round(results),
@@ -256,6 +258,23 @@ def of_growth(results: Results) -> list[Verdict]:
         if each is not None
     ]
     return verdicts
+
+
+def _of_correlated(results: Results) -> Verdict | None:
+    result = results.result("correlated")
+    if result is None:
+        return None
+    times = [milliseconds(result[n]["median"]) for n in ("correlated", "fixed")]
+    return Verdict(
+        "correlated",
+        f"{workloads.WORKLOADS['mlp'].title}, cohort of "
+        f"{workloads.CLIENTS_PER_ROUND}: noise correlated by 3 buffers over "
+        "independent noise",
+        f"{result['ratio']:.3f} ({times[0]} against {times[1]})",
+        f"at most {CORRELATED_FACTOR}",
+        result["ratio"] <= CORRELATED_FACTOR,
+        "Three more copies of the model are read and written in a round.",
+    )
 
 
 def _of_import(results: Results) -> Verdict | None:

@@ -91,6 +91,39 @@ class CorrelatedNoiseTest(parameterized.TestCase):
             self.assertAlmostEqual(float(spent), whole, places=6)
             self.assertIn("correlated_noise_secret", spent.facts.caveats)
 
+    def test_a_clip_that_adapts(self):
+        mechanism = _mechanism(
+            "blt:2", target_quantile=0.0, count_noise_stddev=1.0
+        )
+        process = _process(mechanism)
+        zeros = [np.zeros(shape, np.float32) for shape in _SHAPES]
+        state, clips, noise = process.initialize(), [], []
+        for _ in range(_ROUNDS):
+            output = process.next(state, [zeros] * 2)
+            state = output.state
+            clips.append(float(output.measurements["clip_norm"]))
+            flat = np.concatenate([np.ravel(r) for r in output.result])
+            noise.append(flat / (2.0 * clips[-1] / 2))
+        self.assertEqual(clips[0], 0.5)
+        # It falls by a factor e^(-.2 -.1 N(0, 1)) a round; float32 numbers
+        # are alike by chance in less than 1 of 1e7 runs.
+        self.assertNotEqual(clips[0], clips[-1])
+        c = mechanism.generator.coefficients
+        fresh = [
+            sum(c[j] * noise[t - j] for j in range(t + 1))
+            for t in range(_ROUNDS)
+        ]
+        statistics.assert_gaussian(fresh, 1.0)
+        # Counts in rounds 0, 2 and 4.
+        costs = np.asarray(state.history.costs)
+        counts = (2 * mechanism.count_noise_stddev_of(2.0)) ** -2
+        squares = (mechanism.generator.charges / 2.0) ** 2
+        squares[::2] += counts
+        np.testing.assert_allclose(costs**-2, squares, rtol=1e-12)
+        spent = self._epsilon(state, mechanism, "cyclic", accountant="pld")
+        whole = tfdp_fl.accounting.gaussian_epsilon(squares.sum() ** -0.5, 1e-5)
+        self.assertAlmostEqual(float(spent), whole, places=6)
+
     def test_past_the_last_round_nothing_comes_out(self):
         process = _process(_mechanism())
         state, _ = _run(process, _ROUNDS)
@@ -143,6 +176,38 @@ class CorrelatedNoiseTest(parameterized.TestCase):
             delta=1e-5,
             **options,
         )
+
+    def test_clients_who_come_as_they_like(self):
+        mechanism = _mechanism()
+        process = _process(mechanism, sampling="separated")
+        state, _ = _run(process, 2)
+        record = mechanism.participation_record()
+        record.add(["a", "b"])
+        with self.assertRaisesRegex(ValueError, "min_separation=2"):
+            record.add(["c", "a"])
+        with self.assertRaisesRegex(ValueError, "2 rounds, got a record of 1"):
+            self._epsilon(state, mechanism, "separated", participations=record)
+        record.add(["c", "d"])
+        checked = self._epsilon(
+            state, mechanism, "separated", participations=record
+        )
+        declared = self._epsilon(state, mechanism, "separated")
+        self.assertEqual(float(checked), float(declared))
+        plain, _ = _run(_process(mechanism), 2)
+        self.assertEqual(
+            float(checked), float(self._epsilon(plain, mechanism, "cyclic"))
+        )
+        self.assertIn("was checked for every cohort", checked.statement)
+        self.assertIn("nobody checked it", declared.statement)
+        self.assertNotIn("fixed groups", declared.statement)
+        self.assertIn("Clients came as they liked", declared.statement)
+        other = _mechanism(min_separation=3).participation_record()
+        with self.assertRaisesRegex(ValueError, "participations"):
+            self._epsilon(state, mechanism, "separated", participations=other)
+        with self.assertRaisesRegex(ValueError, "participations"):
+            self._epsilon(state, mechanism, "cyclic", participations=record)
+        with self.assertRaisesRegex(ValueError, "min_separation"):
+            _process(mechanism, sampling="separated", num_clients=3)
 
     def test_values_of_unknown_shape_are_refused(self):
         factory = aggregators.from_mechanism(_mechanism(), 2)

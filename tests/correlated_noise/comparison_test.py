@@ -1,7 +1,9 @@
 import pytest
 
+import tfdp_fl
 from tfdp_fl import accounting
 from tfdp_fl.correlated_noise import Participation, Workload, compare
+from tfdp_fl.correlated_noise.comparison import STRATEGIES
 
 
 def test_every_row_keeps_the_target_and_the_best_comes_first():
@@ -33,3 +35,27 @@ def test_momentum_makes_another_comparison():
     other = compare(where, 8, 2.0, 1e-5, workload=Workload(momentum=0.9))
     assert {e.name for e in plain} == {e.name for e in other}
     assert [e.max_error for e in plain] != [e.max_error for e in other]
+
+
+def test_counts_that_move_a_clip_are_paid_for():
+    where = Participation(rounds=64, min_separation=8)
+    plain = compare(where, 8, 2.0, 1e-5)
+    other = compare(where, 8, 2.0, 1e-5, adaptive_clip=True)
+    for one, two in zip(plain, other, strict=True):
+        assert one.name == two.name
+        mechanism = tfdp_fl.CorrelatedNoise(
+            clip_norm=1.0,
+            noise_multiplier=two.noise_multiplier,
+            strategy=STRATEGIES[two.name],
+            rounds=64,
+            min_separation=8,
+            target_quantile=0.5,
+        )
+        counts = (
+            2 * mechanism.count_noise_stddev_of(two.noise_multiplier)
+        ) ** -2
+        spent = (two.sensitivity / two.noise_multiplier) ** 2 + 8 * counts
+        assert accounting.gaussian_epsilon(spent**-0.5, 1e-5) == pytest.approx(
+            2.0, rel=1e-6
+        )
+        assert one.noise_multiplier < two.noise_multiplier

@@ -185,6 +185,118 @@ class TrainingTest(parameterized.TestCase):
         )
 
 
+class AdaptiveClipTest(parameterized.TestCase):
+    """Correlated noise with a clip that moves."""
+
+    def _mechanism(self, strategy="blt:2", **options):
+        # At first far above the updates' norms: S falls by a factor
+        # e^(-eta (.5 + .05 N(0, 1))) a round.
+        return _mechanism(
+            strategy,
+            **{
+                "clip_norm": 50.0,
+                "target_quantile": 0.5,
+                "count_noise_stddev": 0.5,
+                **options,
+            },
+        )
+
+    def _charged(self, mechanism):
+        """Returns the mu^2 of a whole segment."""
+        made = mechanism.generator
+        counts = (2 * mechanism.count_noise_stddev_of(2.0)) ** -2
+        return (made.sensitivity / 2.0) ** 2 + made.participation.most * counts
+
+    @parameterized.parameters("indexed", "streamed")
+    def test_the_clip_falls_and_the_run_costs_one_gaussian(self, how):
+        clients = toy.clients()
+        if how == "streamed":
+            x, y = toy.arrays(toy.NUM_CLIENTS * 10)
+            clients = tfdp_fl.datasets.FederatedDataset.from_client_fn(
+                range(toy.NUM_CLIENTS),
+                lambda i: (x[10 * i : 10 * i + 10], y[10 * i : 10 * i + 10]),
+            )
+        mechanism = self._mechanism(clip_learning_rate=1.0)
+        fed = _federated(mechanism, accountant="pld")
+        clips = _fit(fed, _T, clients=clients).history["clip_norm"]
+        self.assertEqual(clips[0], 50.0)
+        self.assertLess(clips[-1], 10.0)
+        whole = self._charged(mechanism)
+        self.assertAlmostEqual(_spent(fed), whole)
+        self.assertAlmostEqual(fed.epsilon(_DELTA), _epsilon(whole), places=6)
+        self.assertEqual(_position(fed), _T)
+        self.assertIn("0.5 quantile", fed.privacy_statement(_DELTA))
+        # The buffers are those of a clip of 1, whatever the clip was: their
+        # stddev is at most sqrt(T) < 3, and none is ever 13 times that.
+        self.assertLess(max(np.abs(each).max() for each in _buffers(fed)), 40)
+
+    @parameterized.parameters("blt:2", "banded:1")
+    def test_a_clip_that_hardly_moves_trains_the_model_of_a_fixed_one(
+        self, strategy
+    ):
+        models = []
+        for options in ({}, {"clip_learning_rate": 0.0}):
+            mechanism = (
+                self._mechanism(strategy, **options)
+                if options
+                else _mechanism(strategy, clip_norm=50.0)
+            )
+            fed = _federated(mechanism)
+            _fit(fed, 5, seed=3)
+            models.append(fed.get_weights())
+        for one, other in zip(*models, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+    def test_seeded_runs_are_resumed_with_their_clip(self):
+        path = files.directory(self) / "run"
+        whole = _federated(self._mechanism())
+        _fit(whole, 6, seed=1)
+        half = _federated(self._mechanism())
+        save = callbacks.RoundCheckpoint(path, every=1, delta=_DELTA)
+        _fit(half, 3, seed=1, callbacks=[save])
+        clip = float(half.run.mechanism_state.clip_norm)
+        self.assertNotEqual(clip, 50.0)
+        other = _federated(self._mechanism())
+        history = _fit(other, 3, seed=1, resume_from=path)
+        del history
+        self.assertEqual(float(other.run.mechanism_state.clip_norm), clip)
+        _fit(other, 3, seed=1)
+        for one, two in zip(
+            whole.get_weights(), other.get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(one, two)
+        for one, two in zip(_buffers(whole), _buffers(other), strict=True):
+            np.testing.assert_array_equal(one, two)
+
+    def test_lost_rounds_end_the_segment_and_keep_the_clip(self):
+        path = files.directory(self) / "run"
+        save = callbacks.RoundCheckpoint(path, every=2, delta=_DELTA)
+        fed = _federated(self._mechanism())
+        with self.assertRaises(KeyboardInterrupt):
+            _fit(fed, _T, callbacks=[_Crash(4), save])
+        other = _federated(self._mechanism())
+        clips = _fit(other, _T, resume_from=path).history["clip_norm"]
+        self.assertLess(clips[0], 50.0)
+        self.assertEqual(_position(other), 6)
+        mechanism = self._mechanism()
+        squares = (mechanism.generator.charges / 2.0) ** 2
+        counts = (2 * mechanism.count_noise_stddev_of(2.0)) ** -2
+        self.assertAlmostEqual(
+            _spent(other),
+            # Counts at rounds 0 of the four, at 0 and 4 of the six.
+            squares[:4].sum() + squares[:6].sum() + 3 * counts,
+        )
+
+    def test_what_counts_are_charged_by_is_not_changed(self):
+        path = files.directory(self) / "run"
+        save = callbacks.RoundCheckpoint(path, every=1, delta=_DELTA)
+        _fit(_federated(self._mechanism()), 2, callbacks=[save])
+        for changed in ({"count_noise_stddev": 9.0}, {"target_quantile": 0.4}):
+            other = _federated(self._mechanism(**changed))
+            with self.assertRaisesRegex(ValueError, next(iter(changed))):
+                _fit(other, 2, resume_from=path)
+
+
 class AmplifiedTest(absltest.TestCase):
     def test_a_cycle_costs_one_sampled_gaussian(self):
         mechanism = _mechanism("banded:3")
@@ -518,11 +630,105 @@ class ResumeTest(parameterized.TestCase):
             _fit(other, 2, resume_from=self.path)
 
 
+class ServerOptimizerTest(parameterized.TestCase):
+    """Coefficients by the optimizer that runs."""
+
+    def _optimizer(self, momentum=0.9, rate=0.5):
+        if rate is None:
+            rate = tf.keras.optimizers.schedules.PolynomialDecay(0.5, _T, 0.0)
+        return tf.keras.optimizers.SGD(rate, momentum)
+
+    @parameterized.parameters(0.5, None)
+    def test_compile_chooses_by_what_the_optimizer_does(self, rate):
+        # A, as the optimizer itself makes it of one unit of each round.
+        a = np.zeros([_T, _T])
+        for s in range(_T):
+            optimizer, model = self._optimizer(rate=rate), tf.Variable([0.0])
+            for t in range(_T):
+                gradient = tf.constant([-1.0 if s == t else 0.0])
+                optimizer.apply_gradients([(gradient, model)])
+                a[t, s] = model.numpy()[0]
+        fed = _federated(
+            _mechanism("blt:2"),
+            compile_options={"server_optimizer": self._optimizer(rate=rate)},
+        )
+        made, plain = fed.mechanism, _mechanism("blt:2")
+        self.assertEqual(made.noise_multiplier, 2.0)
+        self.assertEqual(made.server_momentum, 0.9)
+        workload = tfdp_fl.correlated_noise.Workload(
+            momentum=0.9, rates=made.server_rates
+        )
+        np.testing.assert_allclose(
+            workload.applied(np.eye(_T)) * 0.5, a, atol=1e-5
+        )
+
+        def cost(mechanism):
+            c = references.dense(mechanism.generator.coefficients, _T)
+            variances = np.sum((a @ np.linalg.inv(c)) ** 2, axis=1)
+            # What is minimised: without rates the last model's.
+            error = variances[-1] if rate else variances.mean()
+            return error * mechanism.generator.sensitivity**2
+
+        self.assertLess(cost(made), 0.99 * cost(plain))
+        _fit(fed, _T)
+        self.assertAlmostEqual(
+            _spent(fed), (made.generator.sensitivity / 2.0) ** 2
+        )
+
+    def test_what_was_told_stays_and_a_run_is_not_changed(self):
+        told = _mechanism("blt:2", server_momentum=0.3)
+        options = {"server_optimizer": self._optimizer()}
+        fed = _federated(told, compile_options=options)
+        self.assertEqual(fed.mechanism, told)
+        fed = _federated(_mechanism("blt:2"))
+        self.assertEqual(fed.mechanism.server_momentum, 0.0)
+        fed.compile("sgd", toy.loss(), jit_compile=False, **options)
+        self.assertEqual(fed.mechanism.server_momentum, 0.9)
+        _fit(fed, 2)
+        before = fed.mechanism
+        fed.compile("sgd", toy.loss(), jit_compile=False)
+        self.assertEqual(fed.mechanism, before)
+        _fit(fed, 1)
+        self.assertEqual(_position(fed), 3)
+
+    @parameterized.parameters("blt:2", "banded:2")
+    def test_make_private_keeps_the_target_with_any_optimizer(self, strategy):
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            target_epsilon=3.0,
+            target_delta=_DELTA,
+            num_clients=40,
+            clients_per_round=10,
+            rounds=_T,
+            mechanism="correlated",
+            strategy=strategy,
+            sampling="cyclic",
+            accountant="pld",
+            clip_norm=0.5,
+            num_replicas=1,
+        )
+        before = fed.mechanism.noise_multiplier
+        fed.compile(
+            "sgd",
+            toy.loss(),
+            server_optimizer=self._optimizer(rate=None),
+            jit_compile=False,
+        )
+        self.assertNotEqual(fed.mechanism.noise_multiplier, before)
+        _fit(fed, _T)
+        self.assertEqual(fed.rounds, _T)
+        self.assertLessEqual(fed.epsilon(_DELTA), 3.0)
+        self.assertGreater(fed.epsilon(_DELTA), 2.99)
+
+
 class BudgetTest(parameterized.TestCase):
     @parameterized.parameters(
         ("cyclic", {}),
         ("cyclic", {"strategy": "blt:2", "min_separation": 2}),
         ("cyclic_poisson", {"strategy": "banded:2"}),
+        ("cyclic", {"target_quantile": 0.5}),
+        ("cyclic", {"target_quantile": 0.5, "count_noise_stddev": 4.0}),
+        ("cyclic_poisson", {"strategy": "banded:2", "target_quantile": 0.5}),
     )
     def test_make_private_keeps_the_target(self, sampling, options):
         m = 5 if sampling == "cyclic_poisson" else 10

@@ -145,6 +145,19 @@ _CASES = {
         ),
         side_by_side=True,
     ),
+    # Cohorts of 7 of 14: the same noise of the same rounds, wherever trained.
+    "correlated": _Case(
+        mechanism=lambda: tfdp_fl.CorrelatedNoise(
+            clip_norm=0.05,
+            noise_multiplier=0.1,
+            strategy="blt:2",
+            rounds=4,
+            min_separation=2,
+            target_quantile=0.5,
+        ),
+        sampling="cyclic",
+        side_by_side=True,
+    ),
     "one_by_one": _Case(
         clients=_uneven,
         sampling="poisson",
@@ -303,6 +316,8 @@ class SameResultTest(_WorkersTestCase):
         drawn = set(there.run.sampler.cohort(_ROUNDS - 1).tolist())
         if case.clients is _streamed:
             drawn -= {3, 8}
+        if case.sampling == "cyclic":  # It is the other group's turn now.
+            drawn = set(range(_NUM_CLIENTS)) - drawn
         self.assertEqual(read, drawn)
 
     @parameterized.named_parameters(

@@ -65,6 +65,7 @@ class AccountantTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"compare_noise": True}, "noise_multiplier"),
         ({"min_separation": 3}, "--compare_noise"),
+        ({"adaptive_clip": True}, "--compare_noise"),
     )
     def test_what_the_comparison_needs(self, flags_given, named):
         with self.assertRaisesRegex(SystemExit, named):

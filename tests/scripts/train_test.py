@@ -41,6 +41,10 @@ _REFUSED = (
     (["--mechanism=correlated", "--sampling=poisson"], "sampling"),
     (["--mechanism=correlated", "--strategy=blt:x"], "strategy"),
     (["--mechanism=correlated", "--noise_site=client"], "noise_site"),
+    (
+        ["--mechanism=correlated", "--count_noise_stddev=3"],
+        "count_noise_stddev",
+    ),
     (["--mechanism=fixed", "--strategy=blt"], "--strategy"),
     (["--mechanism=nbafl", "--target_delta=1e-3"], "--target_delta"),
     (["--mechanism=local", "--accountant=pld"], "--accountant"),
@@ -110,6 +114,16 @@ class TrainTest(absltest.TestCase):
             "--checkpoint_every=2",
             f"--output_dir={cls.folder / 'checkpoints'}",
         ]
+        lines["adapts"] = [
+            "--mechanism=correlated",
+            "--target_quantile=0.5",
+            *small,
+            "--clients_per_round=5",
+            "--server_optimizer=sgd",
+            "--server_momentum=0.5",
+            "--server_schedule=linear",
+            f"--output_dir={cls.folder / 'adapts'}",
+        ]
         if importlib.util.find_spec("tensorflow_federated") is not None:
             seeded = [*small, "--clients_per_round=10", "--seed=3"]
             lines["here"] = [*seeded, f"--output_dir={cls.folder / 'here'}"]
@@ -174,6 +188,16 @@ class TrainTest(absltest.TestCase):
                     self.assertIsNone(result["epsilon"])
                 else:
                     self.assertGreater(result["epsilon"], 0)
+
+    def test_correlated_noise_with_a_clip_that_adapts(self):
+        self._ended_well("adapts")
+        run = Run.read(self.folder / "adapts")
+        clips = run.history["clip_norm"][1]
+        self.assertLen(set(clips), 4)
+        text = (run.path / "privacy.txt").read_text()
+        self.assertIn("0.25 to 1 (relative, by round)", text)
+        self.assertLessEqual(run.result["epsilon"], 8.0)
+        self.assertGreater(run.result["epsilon"], 7.9)
 
     def test_every_mechanisms_parameters_are_in_the_help(self):
         text = " ".join(self.outcomes["help"].out.split())

@@ -15,6 +15,8 @@ from tfdp_fl.accounting import events
 
 # "cyclic" and "cyclic_poisson": fixed groups of clients in turn.
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic", "cyclic_poisson")
+# How clients came where nobody drew them: as they liked, so many rounds apart.
+SEPARATED = "separated"
 # Those that make a round cheaper than its event. (Under "cyclic_poisson" an
 # event says itself which sampling makes it cheaper.)
 _AMPLIFIED = ("poisson", "fixed_size")
@@ -37,7 +39,8 @@ class RoundCharge:
         "cyclic" (fixed groups in turn, m of a group without replacement; no
         amplification claimed) or "cyclic_poisson" (fixed groups in turn, each
         client of a group with the same probability; only an event that is
-        itself a `PoissonSampledDpEvent` is cheaper for it).
+        itself a `PoissonSampledDpEvent` is cheaper for it); or "separated":
+        clients came as they liked, and nothing is claimed for it.
       num_clients: N, the number of clients in the population.
       clients_per_round: m, the expected number of clients in this round.
       event: What the mechanism releases about the cohort, without sampling.
@@ -62,7 +65,7 @@ class RoundCharge:
     partition: str | None = None
 
     def __post_init__(self):
-        _validate.one_of(SAMPLINGS, sampling=self.sampling)
+        _validate.one_of((*SAMPLINGS, SEPARATED), sampling=self.sampling)
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
         if self.sampling not in _RANDOM_SIZE:

@@ -95,6 +95,13 @@ CAVEATS: dict[str, str] = {
         "No amplification by sampling is claimed: epsilon holds whoever of a "
         "group takes part, and also towards those who know the groups."
     ),
+    "separated_zero_out": (
+        "Clients came as they liked. A client counts as absent here when "
+        "everything it hands in counts as zero in its place; that it has this "
+        "place in a round, and so the number of clients N, is not protected, "
+        "and no amplification by sampling is claimed: epsilon holds also "
+        "towards those who know who takes part when."
+    ),
     "cyclic_poisson_secrecy": (
         "Who of a group takes part is drawn in secret; where epsilon counts "
         "on that draw, it does not hold towards those who know who was drawn."
@@ -199,6 +206,10 @@ _SAMPLING = {
         "the N clients were divided into fixed groups, which took part in "
         "turn, with m clients a round"
     ),
+    "separated": (
+        "of the N clients at most m a round took part, as they came, and the "
+        "same one not too soon again"
+    ),
     "cyclic_poisson": (
         "the N clients were divided into fixed groups, which took part in "
         "turn, each client of a group with the same probability, independently "
@@ -230,7 +241,7 @@ class StatementFacts:
       mechanism_parameters: Its parameters, for the record.
       unit: What is protected as a whole; "client" or "record".
       relation: The neighbouring relation; default that of the sampling.
-      sampling: One of `charge.SAMPLINGS`.
+      sampling: One of `charge.SAMPLINGS`, or "separated".
       num_clients: N.
       populations: N of every population there were rounds on, in their order,
         where there were several.
@@ -355,7 +366,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             dp_accounting.NeighboringRelation.REPLACE_ONE
             if local or facts.sampling == "fixed_size"
             else dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-            if facts.sampling in ("cyclic", "cyclic_poisson")
+            if facts.sampling in ("cyclic", "cyclic_poisson", "separated")
             else dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
         )
     populations = list(facts.populations) or [facts.num_clients]
@@ -371,6 +382,8 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
                 else "cyclic_poisson_secrecy",
                 None,
             )
+        if facts.sampling == "separated" and not local:
+            caveats.setdefault("separated_zero_out", None)
         if facts.sampling == "fixed_size" and not local:
             caveats.setdefault("fixed_size_population_known", None)
         if facts.guarantee == "local":

@@ -23,7 +23,7 @@ from tfdp_fl.aggregators import (
 from tfdp_fl.mechanisms import cohort_query, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
-_WHOLE_COHORTS = ("fixed_size", "shuffled", "cyclic")
+_WHOLE_COHORTS = ("fixed_size", "shuffled", "cyclic", charge_lib.SEPARATED)
 
 
 class BoundMechanism:
@@ -52,8 +52,8 @@ class BoundMechanism:
           mechanism: The mechanism.
           clients_per_round: m, the expected cohort size: a number, a sequence
             with one value a round, or (with `rounds`) a callable of the round.
-          sampling: "poisson", "fixed_size", "shuffled", "cyclic", or None if
-            unknown.
+          sampling: "poisson", "fixed_size", "shuffled", "cyclic", "separated"
+            (clients come as they like), or None if unknown.
           num_clients: The population N, or None if unknown.
           rounds: The number of rounds T that are planned, or None.
           max_participations: The most rounds that any one client takes part
@@ -79,7 +79,8 @@ class BoundMechanism:
             if value is not None:
                 _validate.positive_integer(**{name: value})
         if sampling is not None:
-            _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
+            allowed = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
+            _validate.one_of(allowed, sampling=sampling)
         period = mechanism.event_period
         if period is not None and sampling == "cyclic_poisson":
             raise ValueError(

@@ -3,6 +3,7 @@
 from tfdp_fl.correlated_noise.comparison import Comparison, compare
 from tfdp_fl.correlated_noise.generators import Generator, Memory
 from tfdp_fl.correlated_noise.participation import Participation
+from tfdp_fl.correlated_noise.participation_record import ParticipationRecord
 from tfdp_fl.correlated_noise.strategies import (
     BLT,
     BandedToeplitz,
@@ -18,6 +19,7 @@ __all__ = [
     "Generator",
     "Memory",
     "Participation",
+    "ParticipationRecord",
     "Strategy",
     "Tree",
     "Workload",

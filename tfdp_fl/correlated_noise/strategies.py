@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import ast
 import dataclasses
 import functools
 
@@ -232,6 +233,7 @@ class Tree(Strategy):
 
 # By the words that stand for them in flags and settings.
 _BY_WORD = {"banded": BandedToeplitz, "blt": BLT, "tree": Tree}
+_BY_NAME = {kind.__name__: kind for kind in _BY_WORD.values()}
 
 
 def from_text(text: str) -> Strategy:
@@ -239,7 +241,8 @@ def from_text(text: str) -> Strategy:
 
     Args:
       text: "blt", "banded" or "tree", with a colon and the number of buffers,
-        of bands, or of rounds after which a tree begins anew: "blt:2".
+        of bands, or of rounds after which a tree begins anew: "blt:2"; or the
+        `repr` of a strategy.
 
     Raises:
       ValueError: It stands for none.
@@ -247,10 +250,30 @@ def from_text(text: str) -> Strategy:
     word, colon, number = text.partition(":")
     if word in _BY_WORD and (number.isdigit() if colon else True):
         return _BY_WORD[word](int(number)) if colon else _BY_WORD[word]()
+    if text.partition("(")[0] in _BY_NAME:
+        return _from_repr(text)
     raise ValueError(
         "strategy must be blt, banded or tree, or one of them with a number, "
         f"as in blt:2, got {text!r}."
     )
+
+
+def _from_repr(text: str) -> Strategy:
+    """Returns the strategy that a text such as "BLT(num_buffers=2)" makes."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("no call with names")
+        options = {
+            str(each.arg): ast.literal_eval(each.value)
+            for each in call.keywords
+        }
+        return _BY_NAME[text.partition("(")[0]](**options)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(
+            "strategy must be a text that a strategy's repr makes, such as "
+            f"'BLT(num_buffers=2)', got {text!r}: {error}"
+        ) from error
 
 
 def checked(**checked: Strategy | str) -> Strategy:

@@ -27,6 +27,7 @@ class ConfiguredRound:
       mechanism: what is released.
       deployment: where.
       this: S, z and m, as floats.
+      memory: what the noise goes by beside them; () if by nothing.
     """
 
     server_round: int
@@ -37,6 +38,7 @@ class ConfiguredRound:
     mechanism: mechanisms.Mechanism
     deployment: mechanisms.Deployment
     this: mechanisms.Round
+    memory: Any = ()
 
     @functools.cached_property
     def stddevs(self) -> dict[str, float]:
@@ -67,11 +69,13 @@ class Outcome:
       model: w and the noised mean of the updates, in the dtypes of w.
       next_clip_norm: S of the next round.
       discarded: how many updates were not finite, and became zero.
+      memory: after the round; () if there is none.
     """
 
     model: list[np.ndarray]
     next_clip_norm: float
     discarded: int
+    memory: Any = ()
 
 
 # What makes an outcome of a round and of the replies that could be read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 
@@ -104,11 +104,26 @@ class WatchedGrid:
     """A grid whose list of nodes is watched; all else is its own.
 
     Nodes come and go. What a strategy was told last is what it draws from.
+
+    Attributes:
+      connected: how many nodes there were when it was told last.
     """
 
-    def __init__(self, grid: Any):
+    def __init__(
+        self,
+        grid: Any,
+        eligible: Callable[[Sequence[int]], list[int]] | None = None,
+    ):
+        """Watches a grid.
+
+        Args:
+          grid: the grid.
+          eligible: returns those of some nodes that may be drawn; None: all.
+        """
         self._grid = grid
+        self._eligible = eligible
         self._listed: list[int] | None = None
+        self.connected = 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "_grid":
@@ -122,8 +137,12 @@ class WatchedGrid:
     __class__: Any = property(_class_of_it)
 
     def get_node_ids(self) -> list[int]:
-        """As the grid's own."""
-        self._listed = list(self._grid.get_node_ids())
+        """As the grid's own; of these, the eligible ones."""
+        nodes = list(self._grid.get_node_ids())
+        self.connected = len(nodes)
+        self._listed = (
+            nodes if self._eligible is None else self._eligible(nodes)
+        )
         return list(self._listed)
 
     def population(

@@ -10,6 +10,7 @@ import abc
 import dataclasses
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from tfdp_fl.flower import (
     errors,
     local_rounds,
     population,
+    remembering,
     replies,
     report,
     rounds,
@@ -70,7 +72,9 @@ class PrivateRounds(abc.ABC):
         target_delta: float | None = None,
         accountant: str = "rdp",
         guarantee: str = "central",
+        remembered: remembering.Remembered | None = None,
     ):
+        self._remembered = remembered
         self.averages = _validate.instance_of(bool, averages=averages)
         strategies.require_averaging(strategy, self.averages, self._api)
         self.strategy = strategy
@@ -93,6 +97,8 @@ class PrivateRounds(abc.ABC):
         history = rounds.RoundHistory
         if guarantee == "local":
             history = local_rounds.LocalHistory
+        elif remembered is not None:
+            history = remembering.SeparatedHistory
         self._history = history(target_epsilon, target_delta, accountant)
 
     def __getattr__(self, name: str) -> Any:
@@ -211,6 +217,7 @@ class PrivateRounds(abc.ABC):
             "averages": self.averages,
             "caveats": report.caveats(
                 self._history,
+                remembered=self._remembered,
                 averages=self.averages,
                 is_flowers=strategies.is_flowers(self.strategy),
                 mechanism=mechanism,
@@ -231,6 +238,9 @@ class PrivateRounds(abc.ABC):
             "discarded_updates": self.discarded_updates,
             "rejected_replies": self.rejected_replies,
             "history": self._history.state(),
+            "remembered": None
+            if self._remembered is None
+            else self._remembered.state(),
         }
 
     @classmethod
@@ -275,6 +285,13 @@ class PrivateRounds(abc.ABC):
         wrapper.rejected_replies = int(state["rejected_replies"])
         wrapper._history.restore(history)
         wrapper._open(ledger, history["ledger_head"])
+        if wrapper._remembered is not None:
+            # Without a ledger nobody can tell what was released since.
+            goes_on = (
+                ledger is not None
+                and wrapper._history.rounds_known == history["ledger_rounds"]
+            )
+            wrapper._remembered.restore(state["remembered"], goes_on)
         return wrapper
 
     def close(self) -> None:
@@ -339,7 +356,11 @@ class PrivateRounds(abc.ABC):
                 f"({self._api.advice})"
             )
         mechanism, deployment = self._current_mechanism(), self._deployment
-        index = self._round_index
+        index, memory = self._round_index, ()
+        if self._remembered is not None:
+            self._remembered.check(clients)
+            memory = self._remembered.memory_for(sent)
+            index = mechanism.event_index(index, memory)
         plan = self._planned(server_round, mechanism, index, seen)
         if not self._history.affords(plan):
             self._stop_before(server_round, plan)
@@ -359,6 +380,7 @@ class PrivateRounds(abc.ABC):
             this=mechanisms.Round(
                 self.clip_norm, mechanism.noise_multiplier_at(index), float(m)
             ),
+            memory=memory,
         )
         if mechanism.guarantee == "local":
             # What a client sends has left it, whatever comes of the round.
@@ -380,7 +402,11 @@ class PrivateRounds(abc.ABC):
             available, num_clients = seen.available, seen.drawn_from
             if num_clients is None:
                 num_clients = m
-            if seen.drawn_from is None and (available is None or available > m):
+            if (
+                seen.drawn_from is None
+                and (available is None or available > m)
+                and self._remembered is None
+            ):
                 _logger.warning(
                     "The clients of round %s were not seen to be drawn by %s: "
                     "nothing is claimed for their sampling, and the round "
@@ -392,7 +418,9 @@ class PrivateRounds(abc.ABC):
             mu_squared = mechanism.mu_squared(self._deployment)
         event = mechanism.round_event(index, self._deployment)
         multiplier = 0.0
-        if not isinstance(event, dp_accounting.NonPrivateDpEvent):
+        if isinstance(event, dp_accounting.NoOpDpEvent):
+            multiplier = math.inf
+        elif not isinstance(event, dp_accounting.NonPrivateDpEvent):
             multiplier = float(event.noise_multiplier)
         return rounds.ReleasedRound(
             server_round=server_round,
@@ -471,6 +499,10 @@ class PrivateRounds(abc.ABC):
                 dataclasses.replace(
                     configured.plan, num_replies=len(answers.valid)
                 )
+            )
+        if self._remembered is not None:
+            self._remembered.released(
+                outcome.memory, [client for client, *_ in answers.valid]
             )
         self.clip_norm = self._bounded(outcome.next_clip_norm)
         self._abandoned_in_a_row = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from tfdp_fl import _validate, mechanisms
@@ -18,6 +18,7 @@ from tfdp_fl.flower import (
     messages,
     population,
     private_rounds,
+    remembering,
     replies,
     server_clipping,
     strategies,
@@ -59,6 +60,15 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     those who answered. A round is charged when its clients are asked, to every
     client: what a client sends has left it.
 
+    With `CorrelatedNoise` clients come as they like: the wrapped strategy is
+    told only of nodes that are not too soon or too often in a round again, and
+    who was in each released round is kept, and checked, by the node's id or by
+    the name that `client_of` gives. Neither `state` nor the memory of this
+    process may be seen by anybody: with the models they tell the sums without
+    noise. After a crash `from_state` goes on with the noise only if a `ledger`
+    shows that nothing was released since; else a new segment begins, charged
+    anew.
+
     The guarantee is about the model (and with `LocalDP` about each update). It
     does not cover what clients report beside it: metrics, that they failed, the
     initial arrays if the server asks a client for them.
@@ -89,6 +99,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         target_epsilon: float | None = None,
         target_delta: float | None = None,
         accountant: str = "rdp",
+        client_of: Callable[[int], str | int] | None = None,
     ):
         """Wraps a strategy.
 
@@ -118,6 +129,9 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             is not begun.
           target_delta: at this delta; both or neither.
           accountant: "rdp" or "pld", for the budget.
+          client_of: for `CorrelatedNoise`: the name (a text or a whole number)
+            of the client that a node is, by what the server knows of it. None:
+            every node is a client of its own, and must keep its id.
 
         Raises:
           TypeError, ValueError: if an argument is not what it should be.
@@ -140,6 +154,16 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         if clip_norm is not None:
             first = _validate.positive(clip_norm=clip_norm)
         self._sum = _sum_for(mechanism, self._deployment)
+        remembered = None
+        if remembering.remembers(mechanism):
+            remembered = remembering.Remembered(
+                cast(mechanisms.CorrelatedNoise, mechanism), client_of
+            )
+        elif client_of is not None:
+            raise ValueError(
+                "client_of must be left out, as who takes part when is of no "
+                f"account with {mechanism.name}, got {client_of!r}."
+            )
         super().__init__(
             strategy,
             self.num_sampled_clients,
@@ -153,8 +177,10 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             target_delta=target_delta,
             accountant=accountant,
             guarantee=mechanism.guarantee,
+            remembered=remembered,
         )
         self._check_sample_size()
+        self._check_that_it_does_not_wait()
         self._sent: tuple[messages.Model, list[Any]] | None = None
         self._open(ledger)
 
@@ -203,7 +229,13 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         if self._all_rounds_done():
             self._idle_round = server_round
             return []
-        watched = population.WatchedGrid(grid)
+        remembered = self._remembered
+        watched = population.WatchedGrid(
+            grid, None if remembered is None else remembered.eligible
+        )
+        if remembered is not None and self._nobody_is_left(watched):
+            self._idle_round = server_round
+            return []
         made = list(
             self.strategy.configure_train(server_round, arrays, config, watched)
         )
@@ -221,7 +253,9 @@ class PrivateStrategy(private_rounds.PrivateRounds):
                 nodes,
                 strategies.samples_uniformly(self.strategy, self._api),
                 self.num_clients,
-            ),
+            )
+            if remembered is None
+            else population.Population(watched.connected, self.num_clients),
         )
         if configured is None:
             return []
@@ -294,7 +328,9 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         return mechanisms.Deployment(
             clients_per_round=self.num_sampled_clients,
             num_clients=self.num_clients,
-            sampling="fixed_size",
+            sampling="separated"
+            if remembering.remembers(self.mechanism)
+            else "fixed_size",
             rounds=self.rounds,
         )
 
@@ -349,6 +385,40 @@ class PrivateStrategy(private_rounds.PrivateRounds):
                 f"{self._api.advice}"
             )
 
+    def _check_that_it_does_not_wait(self) -> None:
+        """Raises if the strategy would wait for nodes that must sit out."""
+        if self._remembered is None:
+            return
+        least = getattr(self.strategy, "min_available_nodes", None)
+        gap, m = self.mechanism.min_separation, self.num_sampled_clients
+        there = self.num_clients - m * (gap - 1)
+        if least is not None and least > there:
+            raise ValueError(
+                f"strategy must not wait for more than {there} nodes: of "
+                f"num_clients={self.num_clients}, {m} in each of the "
+                f"{gap - 1} rounds before sit out (min_separation={gap}), got "
+                f"min_available_nodes={least!r}."
+            )
+
+    def _nobody_is_left(self, watched: population.WatchedGrid) -> bool:
+        """Whether all N are there, and too few of them may take part."""
+        eligible = watched.get_node_ids()
+        needed = max(
+            self.num_sampled_clients,
+            getattr(self.strategy, "min_available_nodes", None) or 0,
+        )
+        if watched.connected < self.num_clients or len(eligible) >= needed:
+            return False
+        _logger.warning(
+            "Only %d of %d connected clients may take part, and %d are "
+            "needed: the others were in a round too lately, or as often as "
+            "they may. No more rounds are begun.",
+            len(eligible),
+            watched.connected,
+            needed,
+        )
+        return True
+
     def _arguments(self) -> dict[str, Any]:
         return {
             "mechanism": declared.as_json(self.mechanism),
@@ -388,9 +458,12 @@ def _sum_for(
         return client_clipping.release
     if server_clipping.server_can_clip(mechanism, deployment):
         return server_clipping.release
+    if server_clipping.server_can_remember(mechanism):
+        return server_clipping.release
     raise ValueError(
         "mechanism must be a central one that scales updates and whose noise "
         "is new in each round (FixedClipping, AdaptiveClipping, "
-        "MedianClipping with noise_site='server', or your own), or LocalDP "
+        "MedianClipping with noise_site='server', or your own), "
+        "CorrelatedNoise, or LocalDP "
         f"without max_participations, got {mechanism!r}."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp_fl import mechanisms
-from tfdp_fl.flower import rounds
+from tfdp_fl.flower import remembering, rounds
 
 
 def facts(
@@ -20,6 +20,8 @@ def facts(
     """
     charged = [r.charge(num_clients).num_clients for r in history.released]
     relation = "one client is replaced by another"
+    if isinstance(history, remembering.SeparatedHistory):
+        relation = "one client is replaced by nothing, in its place"
     if guarantee == "local":
         relation = "one client's data are replaced by other data"
     return {
@@ -37,6 +39,7 @@ def caveats(
     averages: bool,
     is_flowers: bool,
     mechanism: mechanisms.Mechanism,
+    remembered: remembering.Remembered | None = None,
 ) -> list[str]:
     """Returns the sentences that hold, each of which stands by itself.
 
@@ -45,6 +48,7 @@ def caveats(
       averages: whether the user vouched for the strategy.
       is_flowers: whether the strategy is one of Flower's.
       mechanism: what was released.
+      remembered: who took part when, where that is kept.
     """
     released = history.released
     said = []
@@ -64,7 +68,9 @@ def caveats(
             "their number is the user's word."
         )
     central = mechanism.guarantee == "central"
-    if central and any(
+    if remembered is not None:
+        said += _of_separation(mechanism, remembered)
+    elif central and any(
         r.available is not None
         and r.num_clients == r.clients_per_round < r.available
         for r in released
@@ -98,3 +104,16 @@ def caveats(
         "are not covered."
     )
     return said
+
+
+def _of_separation(
+    mechanism: mechanisms.Mechanism, remembered: remembering.Remembered
+) -> list[str]:
+    """Returns what holds of clients who come as they like."""
+    names = "by the ids of nodes"
+    if remembered.client_of is not None:
+        names = "by the names that the server gave to nodes"
+    return [mechanism.own_caveats[key] for key in mechanism.caveats()] + [
+        f"{mechanism.own_caveats['participations_checked']} Here they went "
+        f"{names}. No amplification by sampling is claimed."
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, cast
@@ -29,7 +30,8 @@ class ReleasedRound:
       server_round: its number.
       clip_norm: S, with which its clients clipped.
       noise_multiplier: z, what the round costs: one Gaussian of that
-        multiplier, whatever was released in it.
+        multiplier, whatever was released in it; infinite if it costs nothing
+        more than earlier rounds.
       clients_per_round: m, how many clients were asked.
       num_replies: how many of them were in the sum.
       available: how many clients were connected when the m were drawn; None
@@ -66,7 +68,9 @@ class ReleasedRound:
             sampling=sampling,
             num_clients=min(known, default=self.clients_per_round),
             clients_per_round=self.clients_per_round,
-            event=dp_accounting.GaussianDpEvent(self.noise_multiplier),
+            event=dp_accounting.NoOpDpEvent()
+            if math.isinf(self.noise_multiplier)
+            else dp_accounting.GaussianDpEvent(self.noise_multiplier),
         )
 
 
@@ -180,6 +184,11 @@ class RoundHistory:
             ledger.path,
             len(unknown),
         )
+
+    @property
+    def rounds_known(self) -> int:
+        """How many of the ledger's rounds are counted here."""
+        return self._in_ledger
 
     def close(self) -> None:
         """Lets go of the ledger."""

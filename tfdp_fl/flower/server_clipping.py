@@ -10,7 +10,7 @@ import numpy as np
 from tfdp_fl import mechanisms
 from tfdp_fl._on_use import tf
 from tfdp_fl.flower import configured as configured_lib
-from tfdp_fl.flower import replies, updates
+from tfdp_fl.flower import remembering, replies, updates
 
 # What clients are told to clip to, where the server does it for them.
 NO_CLIP = 1e30
@@ -28,6 +28,15 @@ def server_can_clip(
         and mechanism.scales_updates
         and mechanism.event_period is None
         and mechanism.first_memory(deployment) == ()
+    )
+
+
+def server_can_remember(mechanism: mechanisms.Mechanism) -> bool:
+    """Whether its noise is all that goes by earlier rounds."""
+    return (
+        remembering.remembers(mechanism)
+        and mechanism.noise_site == "server"
+        and mechanism.scales_updates
     )
 
 
@@ -60,7 +69,11 @@ def release(
         for array, part in zip(total, change.arrays, strict=True):
             array += factor * (1 - _ROUNDING) * part
     stddevs = mechanism.noise_stddevs(this, configured.deployment)
-    total = updates.noised(total, float(stddevs["update"]))
+    stddev, memory = float(stddevs["update"]), configured.memory
+    if memory == ():
+        total = updates.noised(total, stddev)
+    else:
+        total, memory = remembering.noised(mechanism, total, stddev, memory)
     sums = {
         name: updates.noised_number(
             float(np.sum(value.numpy(), dtype=np.float64)),
@@ -74,6 +87,7 @@ def release(
         ),
         float(mechanism.next_clip_norm(sums, this)),
         int(discarded.sum()),
+        memory,
     )
 
 

@@ -128,6 +128,7 @@ class DPFederatedModel:
             num_replicas=num_replicas,
             target=target,
         )
+        self._given_mechanism = self.setup.mechanism
         self.run: Run | None = None
         self._keep_target = (
             None if target is None else callbacks_lib.KeepTarget(target)
@@ -161,7 +162,11 @@ class DPFederatedModel:
           server_optimizer: A Keras optimizer that takes the negated mean
             update as its gradient (SGD with momentum: FedAvgM; Adam: FedAdam).
             None adds the mean update (FedAvg). With `use_ema` the model has
-            the averaged weights when `fit` ends, as with Keras.
+            the averaged weights when `fit` ends, as with Keras. Before the
+            first round its momentum and schedule choose how `CorrelatedNoise`
+            is correlated, unless it was told (`server_momentum`,
+            `server_rates`): `mechanism` has what was chosen. With a target
+            the noise multiplier follows, so that the run costs the same.
           jit_compile: Whether XLA compiles the clients' training; None decides
             by the model (see docs/benchmarks.md).
           loss_weights: As in Keras's `compile`.
@@ -207,6 +212,10 @@ class DPFederatedModel:
             jit_compile=jit_compile,
         )
         self._prepared = None  # A new engine; the run goes on.
+        if self.run is None:
+            self.setup = self.setup.for_server(
+                self._given_mechanism, server_optimizer
+            )
         self.model.compile(
             optimizer=optimizer,
             loss=loss,

@@ -89,6 +89,8 @@ def _parameters(mechanism: mechanisms.Mechanism, rounds: int) -> dict[str, Any]:
         ):
             values = [mechanism.noise_multiplier_at(t) for t in charged]
             value = f"{min(values):g} to {max(values):g} (scheduled)"
+        elif name == "server_rates":
+            value = f"{min(value):g} to {max(value):g} (relative, by round)"
         elif not isinstance(value, (bool, int, float, str)):
             value = type(value).__name__ if name == "query" else repr(value)
         parameters[name] = value

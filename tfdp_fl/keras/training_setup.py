@@ -73,6 +73,28 @@ class TrainingSetup:
             )
         )
 
+    def for_server(self, mechanism: Mechanism, optimizer: Any) -> TrainingSetup:
+        """Returns the setup with a mechanism that suits the server's optimizer.
+
+        Args:
+          mechanism: The one that was given.
+          optimizer: A Keras optimizer; None where the mean is added.
+        """
+        momentum, rates = 0.0, None
+        if optimizer is not None:
+            momentum, schedule = keras_versions.momentum_and_schedule(optimizer)
+            if schedule is not None and mechanism.event_period is not None:
+                rates = [
+                    max(0.0, float(schedule(t)))
+                    for t in range(mechanism.event_period)
+                ]
+        if rates is not None and not any(rates):
+            rates = None  # Nothing is moved, so all noise is as good.
+        charged = None if self.target is None else self.target.rounds
+        return dataclasses.replace(
+            self, mechanism=mechanism.for_server(momentum, rates, charged)
+        )
+
     @property
     def aborts_on_failure(self) -> bool:
         """Whether a round in which somebody's data fails is abandoned."""

@@ -33,6 +33,7 @@ layers_of = _keras.layers_of
 learning_rate = _keras.learning_rate
 loss_options = _keras.loss_options
 losses_of_rows = _keras.losses_of_rows
+momentum_and_schedule = _keras.momentum_and_schedule
 name = _keras.name
 own_random_state = _keras.own_random_state
 random_state = _keras.random_state
@@ -56,6 +57,7 @@ __all__ = [
     "learning_rate",
     "loss_options",
     "losses_of_rows",
+    "momentum_and_schedule",
     "name",
     "own_random_state",
     "random_state",

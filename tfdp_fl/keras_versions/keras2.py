@@ -287,6 +287,25 @@ def learning_rate(optimizer: Any) -> Any:
     return rate
 
 
+def momentum_and_schedule(optimizer: Any) -> tuple[float, Any]:
+    """Returns the momentum of SGD, and a rate's schedule; 0 and None if none.
+
+    Of other optimizers, such as Adam, which divide by what they have seen,
+    only the schedule.
+    """
+    legacy = getattr(tf.keras.optimizers, "legacy", tf.keras.optimizers)
+    kinds = (tf.keras.optimizers.SGD, legacy.SGD)
+    momentum = 0.0
+    if isinstance(optimizer, kinds):
+        momentum = float(optimizer.get_config().get("momentum") or 0.0)
+    rate = getattr(optimizer, "_learning_rate", None)
+    if rate is None:  # tf.keras.optimizers.legacy
+        rate = getattr(optimizer, "_hyper", {}).get("learning_rate")
+    if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+        return momentum, rate
+    return momentum, None
+
+
 def build_optimizer(optimizer: Any, variables: list[Any]) -> list[tf.Variable]:
     """Makes an optimizer's variables; returns them all."""
     if hasattr(optimizer, "build"):

@@ -15,9 +15,11 @@ import tensorflow as tf
 
 from tfdp_fl import accounting, schedules
 from tfdp_fl.accounting import pass_cohorts
+from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.local import epsilon_of_mu_squared
 from tfdp_fl.aggregators import state as state_lib
-from tfdp_fl.mechanisms import contribution
+from tfdp_fl.correlated_noise import ParticipationRecord
+from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 _BY_CLIENT = ("local", "record")
@@ -67,7 +69,7 @@ def privacy_charges(
       mechanism: The mechanism that ran the last round. Earlier ones may have
         had another noise multiplier, if the mechanism was of the same kind.
       sampling: How the cohorts were drawn: "poisson", "fixed_size",
-        "shuffled" or "cyclic".
+        "shuffled", "cyclic" or "separated" (see `epsilon`).
       num_clients: N, the population they were drawn from.
       clients_per_round: m, as the process that ran the last round had it.
       rounds: The number of rounds that were planned, where the mechanism
@@ -132,6 +134,7 @@ def epsilon(
     accountant: str = "rdp",
     rounds: int | None = None,
     max_participations: int | None = None,
+    participations: ParticipationRecord | None = None,
 ) -> Epsilon:
     """Returns the epsilon of the mechanism's own guarantee after a state.
 
@@ -149,7 +152,9 @@ def epsilon(
         `tfdp_fl.aggregators.accountable_state`).
       mechanism: The mechanism that ran the last round. What earlier rounds
         cost is in the state; a state of another kind of mechanism is refused.
-      sampling: "poisson", "fixed_size", "shuffled" or "cyclic".
+      sampling: "poisson", "fixed_size", "shuffled", "cyclic" or "separated":
+        clients come as they like, for correlated noise at least its min
+        separation apart, and nothing is claimed for who comes.
       num_clients: N.
       clients_per_round: m, as the process that ran the last round had it.
       delta: In (0, 1).
@@ -158,11 +163,16 @@ def epsilon(
         schedules or budget go by them, as the process was built with.
       max_participations: The most rounds that any one client took part in;
         None: it may have been in all of them.
+      participations: With "separated": the record that every released round
+        was added to (`CorrelatedNoise.participation_record`), so that the
+        statement says "checked"; None: it says "declared, and not checked".
 
     Raises:
       ValueError: The state tells of another mechanism, sampling, N or m, or
-        it may hold releases that are not the mechanism's.
+        it may hold releases that are not the mechanism's, or the record is
+        not that of its rounds.
     """
+    checked = _check_participations(state, mechanism, sampling, participations)
     how: dict[str, Any]
     costs: Any = ()
     if mechanism.guarantee in _BY_CLIENT:
@@ -218,10 +228,46 @@ def epsilon(
         if mechanism.guarantee == "record"
         else None,
         implied_delta=mechanism.implied_delta,
-        caveats=_caveats(mechanism),
+        caveats=(*_caveats(mechanism), *checked),
         **how,
     )
     return result
+
+
+def _check_participations(
+    state: Any,
+    mechanism: mechanism_lib.Mechanism,
+    sampling: str,
+    record: ParticipationRecord | None,
+) -> tuple[str, ...]:
+    """Returns what is to be said of who took part when.
+
+    Raises:
+      ValueError: The record is of other rounds, or of another (k, b) and T.
+    """
+    correlated = isinstance(mechanism, CorrelatedNoise)
+    if record is None:
+        declared = correlated and sampling == SEPARATED
+        return ("participations_declared",) if declared else ()
+    if not correlated or sampling != SEPARATED:
+        raise ValueError(
+            "participations must be left out unless the mechanism is "
+            f"CorrelatedNoise and sampling='separated', got {record!r} with "
+            f"{mechanism.name} and {sampling!r}."
+        )
+    made_for = mechanism.participation
+    if record.participation != made_for:
+        raise ValueError(
+            f"participations must be those of the mechanism, {made_for}, got "
+            f"a record of {record.participation}."
+        )
+    done = int(state_lib.accountable_state(state).rounds)
+    if record.released != done:
+        raise ValueError(
+            f"participations must be those of the state's {done} rounds, got "
+            f"a record of {record.released}."
+        )
+    return ("participations_checked",)
 
 
 def privacy_statement(
@@ -371,7 +417,9 @@ def _parameters(
     for name, value in mechanism.parameters().items():
         if value is None:
             continue
-        if not isinstance(value, (bool, int, float, str)):
+        if name == "server_rates":
+            value = f"{min(value):g} to {max(value):g} (relative, by round)"
+        elif not isinstance(value, (bool, int, float, str)):
             value = type(value).__name__ if name == "query" else repr(value)
         parameters[name] = value
     if len(costs) > 1 and None not in costs:

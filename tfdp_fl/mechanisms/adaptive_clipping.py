@@ -23,7 +23,38 @@ from tfdp_fl.mechanisms import (
 _DEFAULT_COUNT_NOISE_FRACTION = 1 / 20
 
 # The name of the released sum of bits.
-_BELOW = "below_clip"
+BELOW = "below_clip"
+
+
+def bits_below(norm: tf.Tensor, clip_norm: Any) -> tf.Tensor:
+    """Returns b_k - 1/2, float32: whether norms are at most the clip.
+
+    Centred, so that a client that is there or not moves their sum by 1/2.
+    """
+    return tf.cast(norm <= clip_norm, tf.float32) - 0.5
+
+
+def moved_clip(
+    sums: Mapping[str, Any],
+    round: contribution.Round,
+    target_quantile: float,
+    clip_learning_rate: float,
+) -> Any:
+    """Returns S exp(-eta (b - gamma)), b from the noised sum of `bits_below`.
+
+    Args:
+      sums: The noised sums by name; Python floats or TensorFlow scalars.
+      round: This round, likewise.
+      target_quantile: gamma.
+      clip_learning_rate: eta.
+    """
+    return formulas.next_clip_norm(
+        round.clip_norm,
+        sums[BELOW] / round.clients_per_round + 0.5,
+        target_quantile,
+        clip_learning_rate,
+        exp=math.exp if isinstance(sums[BELOW], float) else tf.exp,
+    )
 
 
 @registry.register("adaptive")
@@ -55,7 +86,7 @@ class AdaptiveClipping(mechanism.Mechanism):
       noise_site: "server" or "client" (needs fixed-size sampling).
     """
 
-    released_sums: ClassVar[tuple[str, ...]] = (_BELOW,)
+    released_sums: ClassVar[tuple[str, ...]] = (BELOW,)
     noise_limit_reason: ClassVar[str] = (
         "An adaptive clip needs less noise than twice count_noise_stddev, "
         "which is clients_per_round / 20 unless given: raise either, or use "
@@ -190,7 +221,7 @@ class AdaptiveClipping(mechanism.Mechanism):
                 z > 0, formulas.update_noise_multiplier(z, noisy), 0.0
             )
             * round.clip_norm,
-            _BELOW: formulas.choose(z > 0, count, 0.0)
+            BELOW: formulas.choose(z > 0, count, 0.0)
             if self.count_noise_stddev is None
             else count,
         }
@@ -199,19 +230,14 @@ class AdaptiveClipping(mechanism.Mechanism):
         self, norm: tf.Tensor, round: contribution.Round
     ) -> dict[str, tf.Tensor]:
         """Implements `Mechanism.sums_of`: the centred bits."""
-        return {_BELOW: tf.cast(norm <= round.clip_norm, tf.float32) - 0.5}
+        return {BELOW: bits_below(norm, round.clip_norm)}
 
     def next_clip_norm(
         self, sums: Mapping[str, Any], round: contribution.Round
     ) -> Any:
         """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma))."""
-        exp = math.exp if isinstance(sums[_BELOW], float) else tf.exp
-        return formulas.next_clip_norm(
-            round.clip_norm,
-            sums[_BELOW] / round.clients_per_round + 0.5,
-            self.target_quantile,
-            self.clip_learning_rate,
-            exp=exp,
+        return moved_clip(
+            sums, round, self.target_quantile, self.clip_learning_rate
         )
 
     def round_event(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import dp_accounting
@@ -368,6 +368,23 @@ class Mechanism(abc.ABC):
             )
         changed: dict[str, Any] = {"noise_multiplier": noise_multiplier}
         return dataclasses.replace(self, **changed)
+
+    def for_server(
+        self,
+        momentum: float,
+        rates: Sequence[float] | None,
+        charged_rounds: int | None = None,
+    ) -> Mechanism:
+        """Returns the mechanism that suits what the server does with means.
+
+        Args:
+          momentum: The server optimizer's; 0 if it has none.
+          rates: Its learning rates in the first rounds, if they change.
+          charged_rounds: Where given, so many rounds must not cost more than
+            before: the noise multiplier follows. None: it stays.
+        """
+        del momentum, rates, charged_rounds
+        return self
 
     @property
     def name(self) -> str:

@@ -37,6 +37,21 @@ class EngineSideTest(tf.test.TestCase):
         self.assertAllEqual(clients.client_sizes(), np.full(1000, 20))
         self.assertLess(len(clients.flat()[1]), 1000 * 20)
 
+    def test_correlated_noise_has_three_buffers(self):
+        side = self._side()
+        side.add(
+            "run",
+            "mlp_small",
+            mechanism="correlated",
+            sampling="cyclic",
+            population=8 * 50,
+            warm_up=1,
+        )
+        state = side._runs["run"].federated_model.run.mechanism_state
+        self.assertEqual(int(state.memory.position), 2)
+        for buffer in state.memory.buffers:
+            self.assertEqual(buffer.shape[0], 3)
+
     def test_even_clients_have_the_batches_of_uneven_ones(self):
         side = self._side()
         uneven = side._clients(_TINY, 50, None, "geometric", False)

@@ -56,6 +56,11 @@ def _complete():
                 }
             },
         },
+        "correlated": {
+            "fixed": _times(0.1),
+            "correlated": _times(0.11),
+            "ratio": 1.1,
+        },
         "cohort": {
             "cohorts": [10, 1000],
             "times": {"10": _times(0.01), "1000": _times(1.0)},
@@ -174,6 +179,10 @@ class ReportTest(parameterized.TestCase):
         ("mlp_small", _against_tff(0.5, 0.01)),
         ("mlp", _against_tff(1.1, 0.1)),
         ("cnn", _against_tff(0.2, 0.1)),
+        (
+            "correlated",
+            {"fixed": _times(1.0), "correlated": _times(1.2), "ratio": 1.2},
+        ),
         ("uneven", {"geometric": {"waste": 0.0}, "linear": {"waste": 0.26}}),
     )
     def test_a_miss_is_reported_with_its_figure_and_reason(self, name, result):

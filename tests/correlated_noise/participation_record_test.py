@@ -1,0 +1,96 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from tests.correlated_noise import references
+from tfdp_fl import correlated_noise
+from tfdp_fl.correlated_noise import Participation, ParticipationRecord
+
+
+def _record(rounds=8, gap=3, most=None):
+    return ParticipationRecord(
+        Participation(
+            rounds=rounds, min_separation=gap, max_participations=most
+        )
+    )
+
+
+def test_nobody_comes_too_soon_or_too_often():
+    record = _record(most=2)
+    record.add(["a", "b"])
+    assert record.eligible(["a", "b", "c", "c"]) == ["c"]
+    record.add(["c"])
+    record.add([])
+    assert record.eligible("abc") == ["a", "b"]
+    record.add(["a"])
+    for _ in range(3):
+        record.add([])
+    assert record.eligible("abc") == ["b", "c"]
+    with pytest.raises(ValueError, match="max_participations=2"):
+        record.add(["a"])
+    record.add([])
+    assert record.position == 8
+    # A new segment begins with the next round.
+    assert record.eligible("abc") == ["a", "b", "c"]
+    record.add(["a"])
+    assert (record.position, record.released) == (1, 9)
+
+
+def test_what_is_refused_notes_nothing():
+    record = _record()
+    record.add([1, 2])
+    before = record.state()
+    for wrong in ([2], [3, 3], [1]):
+        with pytest.raises(ValueError, match="clients"):
+            record.add(wrong)
+    for wrong in ([None], [True], [1.5], [("a",)]):
+        with pytest.raises(TypeError, match="clients"):
+            record.add(wrong)
+    assert record.state() == before
+
+
+def test_a_lost_segment_does_not_shorten_the_way_back():
+    record = _record(most=1)
+    record.add(["a"])
+    record.begin_segment()
+    assert record.refusal("a") is not None
+    record.add([])
+    record.add([])
+    assert record.refusal("a") is None
+
+
+def test_it_goes_on_where_it_was():
+    rng = np.random.default_rng(1)
+    one = _record(rounds=10, gap=4, most=2)
+    for t in range(25):
+        state = json.loads(json.dumps(one.state()))
+        other = ParticipationRecord.from_state(state)
+        assert other.state() == one.state()
+        assert other.participation == one.participation
+        cohort = one.eligible(rng.permutation(20).tolist())[:3]
+        assert cohort == other.eligible(cohort)
+        one = other if t % 2 else one
+        one.add(cohort)
+
+
+def test_whatever_it_lets_through_is_charged():
+    # All ways that one client can come in 6 rounds, against the charges.
+    where = Participation(rounds=6, min_separation=2, max_participations=2)
+    strategy = correlated_noise.BandedToeplitz(coefficients=(1.0, 0.7, 0.4))
+    generator = strategy.generator(where)
+    dense = references.dense(generator.coefficients, 6)
+    allowed = 0
+    for pattern in itertools.product([0, 1], repeat=6):
+        record = ParticipationRecord(where)
+        try:
+            for there in pattern:
+                record.add(["a"] * there)
+        except ValueError:
+            continue
+        allowed += 1
+        moved = np.linalg.norm(dense @ pattern)
+        assert moved <= generator.sensitivity * (1 + 1e-12)
+    # None, six of one round, ten of two rounds that do not touch.
+    assert allowed == 17

@@ -1,0 +1,331 @@
+"""Correlated noise in Flower: clients who come as they like."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tempfile
+from unittest import mock
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.flower import flower_messages as fm
+from tests.mechanisms import statistics
+from tfdp_fl import accounting
+from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.flower import PrivateStrategy
+
+_T, _B, _N, _M = 8, 3, 12, 4
+_DELTA = 1e-5
+
+
+def _mechanism(strategy="blt:2", **options):
+    return tfdp_fl.CorrelatedNoise(
+        **{
+            "clip_norm": 0.5,
+            "noise_multiplier": 2.0,
+            "strategy": strategy,
+            "rounds": _T,
+            "min_separation": _B,
+            **options,
+        }
+    )
+
+
+def _private(mechanism=None, strategy=None, **options):
+    return PrivateStrategy(
+        fm.Strategy(_M) if strategy is None else strategy,
+        _mechanism() if mechanism is None else mechanism,
+        **{"num_clients": _N, "clients_per_round": _M, **options},
+    )
+
+
+def _grid(nodes=range(_N), size=4, **changed):
+    trains = {100 + i: fm.adds([np.zeros(size)]) for i in nodes}
+    return fm.Grid({**trains, **changed})
+
+
+def _asked(grid):
+    return [message.metadata.dst_node_id for message in grid.sent]
+
+
+def _spent(strategy):
+    return sum(r.noise_multiplier**-2 for r in strategy.released_rounds)
+
+
+def _run(strategy, grid, rounds, first=1, record=None):
+    """Returns the noise of rounds, and who was asked."""
+    record = fm.model(np.zeros(4)) if record is None else record
+    moved, asked = [], []
+    for number in range(first, first + rounds):
+        new, _ = fm.a_round(strategy, grid, record, number)
+        moved.append(fm.arrays(new)[0] - fm.arrays(record)[0])
+        asked.append(_asked(grid))
+        record = new
+    return np.array(moved), asked, record
+
+
+class NoiseTest(parameterized.TestCase):
+    @parameterized.parameters("blt:2", "banded:3", "tree")
+    def test_noise_is_that_of_the_strategy(self, strategy):
+        made = _private(_mechanism(strategy))
+        size = 40_000
+        moved, *_ = _run(
+            made, _grid(size=size), 5, record=fm.model(np.zeros(size))
+        )
+        noise = moved / (2.0 * 0.5 / _M)
+        generator = made.mechanism.generator
+        if strategy == "tree":
+            prefix = tfdp_fl.correlated_noise.Workload()
+            variances = generator.squared_errors(prefix)
+            for total, variance in zip(
+                np.cumsum(noise, axis=0), variances, strict=False
+            ):
+                statistics.assert_gaussian(total, variance**0.5)
+            return
+        c = generator.coefficients
+        for t in range(5):
+            terms = [c[j] * noise[t - j] for j in range(min(t + 1, len(c)))]
+            statistics.assert_gaussian(np.sum(terms, axis=0), 1.0)
+
+    def test_without_noise_is_the_mean_of_clipped_updates(self):
+        updates = np.random.default_rng(3).normal(size=(_N, 4))
+        grid = fm.Grid({i: fm.adds([u]) for i, u in enumerate(updates)})
+        made = _private(_mechanism(noise_multiplier=0.0))
+        moved, asked, _ = _run(made, grid, 3)
+        for got, nodes in zip(moved, asked, strict=True):
+            norms = np.linalg.norm(updates[nodes], axis=1, keepdims=True)
+            clipped = updates[nodes] * np.minimum(1, 0.5 / norms)
+            np.testing.assert_allclose(got, clipped.sum(0) / _M, rtol=1e-4)
+
+    def test_a_clip_that_adapts(self):
+        made = _private(_mechanism(target_quantile=0.5, count_noise_stddev=1.0))
+        _run(made, _grid(), _T)
+        self.assertLess(made.clip_norm, 0.5)
+        counts = 3 / 2.0**2
+        whole = (made.mechanism.generator.sensitivity / 2.0) ** 2
+        self.assertAlmostEqual(_spent(made), whole + counts)
+
+
+class WhoTest(parameterized.TestCase):
+    def _assert_apart(self, asked):
+        for t, cohort in enumerate(asked):
+            self.assertLen(set(cohort), _M)
+            for other in asked[t + 1 : t + _B]:
+                self.assertEmpty(set(cohort) & set(other))
+
+    def test_nobody_comes_again_too_soon(self):
+        made = _private(num_clients=20)
+        _, asked, _ = _run(made, _grid(range(20)), 3 * _T)
+        self._assert_apart(asked)
+        whole = (made.mechanism.generator.sensitivity / 2.0) ** 2
+        self.assertAlmostEqual(_spent(made), 3 * whole)
+        self.assertAlmostEqual(
+            made.privacy_epsilon(delta=_DELTA, accountant="pld"),
+            accounting.gaussian_epsilon((3 * whole) ** -0.5, _DELTA),
+            places=6,
+        )
+
+    def test_a_strategy_that_asks_whom_it_may_not_is_stopped(self):
+        class Stubborn(fm.Strategy):
+            def configure_train(self, server_round, arrays, config, grid):
+                content = fm.RecordDict({"arrays": arrays, "config": config})
+                return [
+                    fm.Message(content, 100 + i, "train") for i in range(_M)
+                ]
+
+        made, grid = _private(strategy=Stubborn(_M)), _grid()
+        _run(made, grid, 1)
+        grid.sent = []
+        with self.assertRaisesRegex(ValueError, "min_separation=3"):
+            fm.a_round(made, grid, fm.model(np.zeros(4)), 2)
+        self.assertEmpty(grid.sent)
+        self.assertLen(made.released_rounds, 1)
+
+    def test_two_nodes_of_one_client_are_one(self):
+        # 24 nodes of 12 clients.
+        made = _private(client_of=lambda node: f"client {node % _N}")
+        _, asked, _ = _run(made, _grid(range(24)), 6)
+        self._assert_apart([[node % _N for node in each] for each in asked])
+
+    def test_an_abandoned_round_counts_for_nobody(self):
+        made = _private(on_client_failure="abort")
+        grid = _grid()
+        _run(made, grid, 1)
+        before = made.state()["remembered"]
+        first = set(_asked(grid))
+        good = dict(grid.trains)
+        grid.trains = dict.fromkeys(good)
+        new, _ = fm.a_round(made, grid, fm.model(np.zeros(4)), 2)
+        self.assertIsNone(new)
+        self.assertEqual(made.state()["remembered"], before)
+        grid.trains = good
+        _, asked, _ = _run(made, grid, 2, 3)
+        for cohort in asked:
+            self.assertEmpty(first & set(cohort))
+        squares = (made.mechanism.generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(_spent(made), squares[:3].sum())
+
+    def test_who_failed_was_not_in_it(self):
+        # All 12 are needed every 3 rounds: the silent one may come at once.
+        made, grid = _private(), _grid()
+        grid.trains[100] = None
+        _run(made, grid, 3)
+        names = [
+            name for name, _ in made.state()["remembered"]["record"]["last"]
+        ]
+        self.assertNotIn(100, names)
+
+    def test_nobody_comes_more_often_than_he_may(self):
+        made = _private(_mechanism(max_participations=1))
+        grid = _grid()
+        _, asked, record = _run(made, grid, 3)
+        self.assertLen({node for cohort in asked for node in cohort}, _N)
+        got = made.configure_train(4, record, fm.ConfigRecord(), grid)
+        self.assertEqual(got, [])
+        self.assertEqual(made.aggregate_train(4, []), (None, None))
+        self.assertLen(made.released_rounds, 3)
+        squares = (made.mechanism.generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(_spent(made), squares[:3].sum())
+
+    def test_it_says_what_was_checked(self):
+        made = _private()
+        _run(made, _grid(), 2)
+        report = made.privacy_report(_DELTA)
+        text = " ".join(report["caveats"])
+        self.assertIn("was checked for every cohort", text)
+        self.assertIn("by the ids of nodes", text)
+        self.assertIn("as secret as the data", text)
+        self.assertIn("in its place", report["relation"])
+        named = _private(client_of=str)
+        _run(named, _grid(), 1)
+        text = " ".join(named.privacy_report(_DELTA)["caveats"])
+        self.assertIn("names that the server gave", text)
+
+    def test_a_strategy_that_would_wait_for_ever_is_refused(self):
+        strategy = fm.Strategy(_M)
+        strategy.min_available_nodes = 5
+        with self.assertRaisesRegex(ValueError, "min_available_nodes=5"):
+            _private(strategy=strategy)
+        with self.assertRaisesRegex(ValueError, "min_separation"):
+            _private(num_clients=11)
+        with self.assertRaisesRegex(ValueError, "client_of"):
+            _private(
+                tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
+                client_of=str,
+            )
+
+
+class RestartTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = pathlib.Path(folder.name) / "ledger.jsonl"
+
+    def _restarted(self, state, **options):
+        state = json.loads(json.dumps(state))
+        return PrivateStrategy.from_state(state, fm.Strategy(_M), **options)
+
+    @parameterized.parameters("blt:2", "banded:3", "tree", "tree:3")
+    def test_it_goes_on_with_the_noise_and_with_who_was_there(self, strategy):
+        made = _private(_mechanism(strategy), ledger=self.path)
+        _, before, record = _run(made, _grid(), 4)
+        state = made.state()
+        made.close()
+        again = self._restarted(state, ledger=self.path)
+        self.assertEqual(again.mechanism, made.mechanism)
+        for one, other in zip(
+            made._remembered.memory.buffers,
+            again._remembered.memory.buffers,
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, other)
+        _, after, _ = _run(again, _grid(), 4, 5, record)
+        WhoTest._assert_apart(self, before + after)
+        whole = (made.mechanism.generator.sensitivity / 2.0) ** 2
+        self.assertAlmostEqual(_spent(again), whole)
+        contents = ledger_lib.PrivacyLedger.read(self.path)
+        self.assertLen(contents.entries, _T)
+        self.assertEqual(contents.entries[0].charge.sampling, "separated")
+        again.close()
+
+    def test_rounds_that_the_state_does_not_know_end_the_segment(self):
+        made = _private(ledger=self.path)
+        _, _, record = _run(made, _grid(), 2)
+        state = made.state()
+        _run(made, _grid(), 2, 3, record)
+        made.close()
+        again = self._restarted(state, ledger=self.path)
+        _run(again, _grid(), 3, 3, record)
+        squares = (made.mechanism.generator.charges / 2.0) ** 2
+        epsilon = again.privacy_epsilon(delta=_DELTA, accountant="pld")
+        spent = squares[:4].sum() + squares[:3].sum()
+        self.assertAlmostEqual(
+            epsilon, accounting.gaussian_epsilon(spent**-0.5, _DELTA), places=6
+        )
+        again.close()
+
+    def test_without_a_ledger_nobody_knows_and_the_segment_ends(self):
+        made = _private()
+        _, _, record = _run(made, _grid(), 3)
+        again = self._restarted(made.state())
+        _run(again, _grid(), 2, 4, record)
+        squares = (made.mechanism.generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(
+            _spent(again), squares[:3].sum() + squares[:2].sum()
+        )
+
+    def test_names_have_to_be_given_again(self):
+        made = _private(client_of=str)
+        _run(made, _grid(), 1)
+        with self.assertRaisesRegex(ValueError, "client_of"):
+            self._restarted(made.state())
+        self._restarted(made.state(), client_of=str)
+
+    def test_a_round_that_cannot_be_written_moves_nothing(self):
+        made = _private(ledger=self.path)
+        _, _, record = _run(made, _grid(), 2)
+        before = made.state()["remembered"]
+        with (
+            mock.patch.object(
+                ledger_lib.PrivacyLedger,
+                "record",
+                side_effect=ledger_lib.LedgerWriteError("full"),
+            ),
+            self.assertRaises(ledger_lib.LedgerWriteError),
+        ):
+            fm.a_round(made, _grid(), record, 3)
+        self.assertEqual(made.state()["remembered"], before)
+        made.close()
+
+    def test_a_ledger_of_another_relation_is_refused(self):
+        made = _private(
+            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0),
+            ledger=self.path,
+        )
+        _run(made, _grid(), 1)
+        made.close()
+        with self.assertRaisesRegex(ValueError, "neighbouring relation"):
+            _private(ledger=self.path)
+
+    def test_a_budget_ends_before_the_round_that_would_pass_it(self):
+        squares = np.cumsum((_mechanism().generator.charges / 2.0) ** 2)
+        limit = accounting.gaussian_epsilon(
+            ((squares[3] + squares[4]) / 2) ** -0.5, _DELTA
+        )
+        made = _private(
+            target_epsilon=limit, target_delta=_DELTA, accountant="pld"
+        )
+        grid = _grid()
+        _, _, record = _run(made, grid, 4)
+        self.assertEqual(
+            made.configure_train(5, record, fm.ConfigRecord(), grid), []
+        )
+        self.assertEqual(made.stopped_before_round, 5)
+
+
+if __name__ == "__main__":
+    absltest.main()
