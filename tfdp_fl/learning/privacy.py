@@ -245,11 +245,11 @@ def _check_participations(
     Raises:
       ValueError: The record is of other rounds, or of another (k, b) and T.
     """
-    correlated = isinstance(mechanism, CorrelatedNoise)
+    separated = sampling == SEPARATED
     if record is None:
-        declared = correlated and sampling == SEPARATED
+        declared = separated and isinstance(mechanism, CorrelatedNoise)
         return ("participations_declared",) if declared else ()
-    if not correlated or sampling != SEPARATED:
+    if not separated or not isinstance(mechanism, CorrelatedNoise):
         raise ValueError(
             "participations must be left out unless the mechanism is "
             f"CorrelatedNoise and sampling='separated', got {record!r} with "

@@ -293,7 +293,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         return self.target_quantile is not None
 
     @property
-    def released_sums(self) -> tuple[str, ...]:
+    def released_sums(self) -> tuple[str, ...]:  # type: ignore[override]
         """The count of unclipped updates, where the clip adapts."""
         return (adaptive_clipping.BELOW,) if self.adapts else ()
 
