@@ -279,7 +279,8 @@ WAYS = (
 STREAMED = tuple(way for way in WAYS if way.startswith("streamed"))
 
 
-def _model() -> tf.keras.Model:
+def model() -> tf.keras.Model:
+    """Returns a small dense model that always starts the same."""
     tf.keras.utils.set_random_seed(1)
     return tf.keras.Sequential(
         [
@@ -317,7 +318,7 @@ class Trainer:
                 )
             )
         self._fed = tfdp_fl.DPFederatedModel(
-            _model(),
+            model(),
             case.make(),
             CLIENTS,
             case.sampling,

@@ -59,18 +59,32 @@ def lines(file: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def table(file: pathlib.Path) -> str:
-    """Returns the table of a file, in Markdown."""
-    rows = [
+    """Returns the table of a file, in Markdown.
+
+    Promises that differ in what stands in brackets at their end are one row.
+    """
+    rows: dict[Any, list[dict[str, Any]]] = {}
+    for line in lines(file):
+        promise = line["promise"].partition(" (")[0]
+        test = line["test"].partition("::")[0]
+        key = promise, test, line["of_what"], line["python"]
+        rows.setdefault(key, []).append(line)
+    text = [
         "| promise | test | tried | Python | seconds |",
         "|---|---|---|---|---|",
     ]
-    for line in lines(file):
-        rows.append(
-            f"| {line['promise']} | `{line['test'].split('::')[0]}` | "
-            f"{line['tries']} {line['of_what']} | {line['python']} | "
-            f"{line['seconds']:.0f} |"
+    for (promise, test, of_what, python), members in rows.items():
+        kinds = [
+            line["promise"].partition(" (")[2].rstrip(")") for line in members
+        ]
+        among = ", ".join(dict.fromkeys(kind for kind in kinds if kind))
+        tries = sum(line["tries"] for line in members)
+        seconds = sum(line["seconds"] for line in members)
+        text.append(
+            f"| {promise}{f' ({among})' if among else ''} | `{test}` | "
+            f"{tries} {of_what} | {python} | {seconds:.0f} |"
         )
-    return "\n".join(rows)
+    return "\n".join(text)
 
 
 if __name__ == "__main__":
