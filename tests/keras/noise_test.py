@@ -20,8 +20,8 @@ from tests.mechanisms import statistics
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.mechanisms import noise
 
-# So little noise that no moving variance, which starts at 1, gets to 0, where the
-# server cuts it off.
+# So little noise that no moving variance, which starts at 1, gets to 0, where
+# the server cuts it off.
 CLIENTS, CLIP, Z = 4, 0.05, 1.3
 
 

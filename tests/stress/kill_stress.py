@@ -99,6 +99,8 @@ class KillTest(parameterized.TestCase):
             uncharged = set(seen) - {e.round_index for e in contents.entries}
             self.assertEmpty(uncharged)
         saved = directory / killed_run.CHECKPOINTS
+        if mode == "plain":
+            saved = directory / run_directory.CHECKPOINT
         if any(saved.glob("round-*.npz")):
             checkpoint.CheckpointDirectory(saved).newest()
         if mode == "plain" and (directory / run_directory.CONFIG).exists():

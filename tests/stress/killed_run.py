@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 from typing import Any
 
 import tfdp_fl
 from tests.keras import toy
+from tfdp_fl.experiments import Settings, run_directory, training
 from tfdp_fl.keras import callbacks
 
 ROUNDS = 40
@@ -33,8 +35,11 @@ class _Witness(callbacks.FederatedCallback):
 def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
     """Returns where a mode keeps its books."""
     checkpoints = directory / CHECKPOINTS / "ledger.jsonl"
+    if mode == "plain":
+        ended = directory / run_directory.LEDGER
+        during = directory / run_directory.CHECKPOINT / run_directory.LEDGER
+        return [ended if ended.exists() else during]
     return {
-        "plain": [directory / "ledger.jsonl"],
         "ledger": [directory / LEDGER],
         "both": [checkpoints, directory / LEDGER],
     }.get(mode, [checkpoints])
@@ -42,7 +47,7 @@ def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
 
 def resumes(mode: str) -> bool:
     """Returns whether a mode saves what a run can go on from."""
-    return mode not in ("plain", "ledger")
+    return mode != "ledger"
 
 
 def run(directory: str, mode: str) -> None:
@@ -87,8 +92,6 @@ def run(directory: str, mode: str) -> None:
 
 
 def _train_as_the_script(path: pathlib.Path) -> None:
-    from tfdp_fl.experiments import Settings, training
-
     prepared = training.prepare(
         Settings(
             dataset="digits",
@@ -109,4 +112,12 @@ def _train_as_the_script(path: pathlib.Path) -> None:
         return [witness, *found], budget
 
     training._callbacks = with_witness
-    training.run(prepared, path, overwrite=True, verbose=0)
+    saved = any((path / run_directory.CHECKPOINT).glob("round-*.npz"))
+    training.run(prepared, path, overwrite=not saved, resume=saved, verbose=0)
+
+
+def run_as_the_script(directory: str) -> None:
+    """Trains as `train.py` does, which takes SIGTERM for Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _train_as_the_script(pathlib.Path(directory))
