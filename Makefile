@@ -13,6 +13,7 @@ TRAIN_FLAGS ?= --dataset=digits --num_clients=500 --mechanism=adaptive \
   --output_dir=runs/digits --overwrite
 BENCHMARK_FLAGS ?=
 PYTEST_ARGS ?=
+STRESS ?= tests/stress
 # `make requirements UPGRADE=--upgrade` takes newer versions where it may.
 UPGRADE ?=
 UV_VERSION = 0.13.8
@@ -63,7 +64,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help stack train test lint types format benchmark jax-privacy \
+.PHONY: help stack train test stress lint types format benchmark jax-privacy \
   notebooks docs docs-serve build-files \
   requirements install clean distclean
 
@@ -71,6 +72,7 @@ help:
 	@echo "The stack is $(STACK) (STACK=tff or STACK=current chooses)."
 	@echo "make train         train on digits, epsilon = 2; results in runs/digits"
 	@echo "make test          run every test"
+	@echo "make stress        attack it for an hour (docs/reliability.md)"
 	@echo "make lint          check style, format and types"
 	@echo "make format        mend style and format where that is automatic"
 	@echo "make benchmark     time the engine side by side with TFF"
@@ -91,6 +93,11 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+# One of them: make stress STRESS=tests/stress/kill_stress.py
+stress: $(STAMP)
+	$(RUN) -m pytest -o python_files='*_stress.py' $(STRESS) $(PYTEST_ARGS)
+	@$(BIN)/python -m tests.stress.counts
 
 lint: $(STAMP) types
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -32,24 +33,15 @@ from tfdp_fl.mechanisms import registry
 # Flags are made of the mechanisms that are known by then.
 registry.load_named_in(sys.argv[1:], "mechanism_module")
 
-from tfdp_fl.experiments import Settings, run_directory, training
+from tfdp_fl.experiments import (
+    Settings,
+    run_directory,
+    setting_flags,
+    training,
+)
 from tfdp_fl.runtimes import errors
 
-_DEFINE = {
-    bool: flags.DEFINE_bool,
-    float: flags.DEFINE_float,
-    int: flags.DEFINE_integer,
-    str: flags.DEFINE_string,
-}
-
-for _field in dataclasses.fields(Settings):
-    _kind = _field.metadata["kind"]
-    if isinstance(_kind, tuple):
-        flags.DEFINE_enum(
-            _field.name, _field.default, _kind, _field.metadata["help"]
-        )
-    else:
-        _DEFINE[_kind](_field.name, _field.default, _field.metadata["help"])
+setting_flags.define()
 
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir",
@@ -63,8 +55,9 @@ _OVERWRITE = flags.DEFINE_bool(
 _RESUME = flags.DEFINE_bool(
     "resume",
     False,
-    "Go on with the run in --output_dir (which needs --checkpoint_every), with "
-    "the settings in its config.json; --tff_... may differ.",
+    "Go on with the run in --output_dir, which was interrupted, with the "
+    "settings in its config.json; --tff_... may differ. A run that was killed "
+    "loses what came after the last --checkpoint_every.",
 )
 _WHERE = ("tff_workers", "tff_hosts", "tff_data")
 
@@ -80,11 +73,7 @@ _VERBOSE = flags.DEFINE_enum(
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"train.py: {argv[1]!r} is not a flag.")
-    given = {
-        name: flags.FLAGS[name].value
-        for name in (field.name for field in dataclasses.fields(Settings))
-        if flags.FLAGS[name].present
-    }
+    given = setting_flags.given()
     if training.use_one_thread_per_operation():
         print(
             "One thread for each TensorFlow operation, and clients side by "
@@ -102,6 +91,8 @@ def main(argv: Sequence[str]) -> None:
     except (ImportError, OSError, TypeError, ValueError) as error:
         sys.exit(f"train.py: {error}")
     _print_settings(prepared.settings)
+    # As Ctrl-C does: what ran is saved, and can be gone on with.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = training.run(
             prepared,
@@ -111,10 +102,11 @@ def main(argv: Sequence[str]) -> None:
             verbose=_verbosity(),
         )
     except errors.WorkerError as error:
+        saved = os.path.join(output_dir, run_directory.CHECKPOINT)
         sys.exit(
             f"train.py: {error}\nThe round did not happen and nothing was "
             "charged for it."
-            + (" --resume goes on." if settings.checkpoint_every else "")
+            + (" --resume goes on." if os.path.isdir(saved) else "")
         )
     _print_result(result, output_dir)
 
@@ -170,6 +162,8 @@ def _print_result(result: dict, output_dir: str) -> None:
             f"Epsilon:  {_up(result['epsilon'])} at delta = "
             f"{result['delta']:.3g} ({result['accountant'].upper()}) {whom}."
         )
+    if result["stopped"] == "interrupted":
+        print("Interrupted; --resume goes on.")
     names = sorted(os.listdir(output_dir))
     print(f"Files in {output_dir}: {', '.join(names)}")
 

@@ -82,7 +82,7 @@ class CheckTest(_InFolder):
 
     def test_resume_needs_checkpoints(self):
         path = self.write_run("a", [0.5], [1.0, 2.0])
-        with self.assertRaisesRegex(ValueError, "no run with checkpoints"):
+        with self.assertRaisesRegex(ValueError, "no interrupted run"):
             run_directory.check(path, resume=True)
 
     def test_a_file_is_no_directory(self):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import numpy as np
 import tensorflow as tf
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from tests.keras import files
-from tfdp_fl import losses
+from tfdp_fl import accounting, engine, losses
 from tfdp_fl.experiments import run_directory, training
 from tfdp_fl.experiments.settings import Settings
 
@@ -68,6 +71,49 @@ class TrainingTest(tf.test.TestCase):
         ):
             with self.assertRaisesRegex(ValueError, flag):
                 Settings(**{**_SMALL, **options}).resolved()
+
+
+class InterruptedTest(parameterized.TestCase):
+    """Ctrl-C: what ran is saved, and no round is charged twice."""
+
+    @parameterized.parameters((1, 0), (3, 0), (3, 2))
+    def test_is_gone_on_with_where_it_was(self, interrupted, every):
+        settings = Settings(**_SMALL, checkpoint_every=every)
+        whole, path = files.directory(self), files.directory(self)
+        training.run(training.prepare(settings), whole, verbose=0)
+        collect, calls = engine.CohortEngine.collect, []
+
+        def broken_off(*arguments):
+            calls.append(1)
+            if len(calls) == interrupted:
+                raise KeyboardInterrupt
+            return collect(*arguments)
+
+        with mock.patch.object(engine.CohortEngine, "collect", broken_off):
+            result = training.run(training.prepare(settings), path, verbose=0)
+        self.assertEqual(result["stopped"], "interrupted")
+        self.assertEqual(result["rounds"], interrupted - 1)
+        # Nothing was drawn of no rounds.
+        self.assertEqual((path / run_directory.CHART).exists(), interrupted > 1)
+        result = training.run(
+            training.prepare(settings), path, resume=True, verbose=0
+        )
+        self.assertEqual((result["stopped"], result["rounds"]), (None, 4))
+        run = run_directory.Run.read(path)
+        self.assertEqual(run.history["loss"][0], [1, 2, 3, 4])
+        ledger = path / run_directory.LEDGER
+        if every:
+            ledger = path / run_directory.CHECKPOINT / run_directory.LEDGER
+        else:
+            self.assertFalse((path / run_directory.CHECKPOINT).exists())
+        self.assertLen(accounting.PrivacyLedger.read(ledger).entries, 4)
+        # The same seed, so the same model as without an interrupt.
+        one, other = (
+            tf.keras.models.load_model(each / run_directory.MODEL).get_weights()
+            for each in (whole, path)
+        )
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 if __name__ == "__main__":

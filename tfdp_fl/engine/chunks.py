@@ -61,7 +61,7 @@ def read(
     """
     positions = pending.inputs.positions
     if dataset.is_indexed:
-        x, y = dataset.flat()
+        x, y = tf.nest.map_structure(_with_a_row, dataset.flat())
         rows, lengths = dataset.client_rows(positions)
         yield CohortChunk(x, y, rows, lengths, np.arange(len(positions)))
         return
@@ -76,6 +76,16 @@ def read(
         while (chunk := ahead.result()) is not None:
             ahead = reader.submit(next, chunks, None)
             yield chunk
+
+
+def _with_a_row(array: Any) -> Any:
+    """Returns an array of examples; a row of zeros if there are none.
+
+    A gather of nothing needs a row to read it from, too, for XLA.
+    """
+    if array.shape[0] != 0:
+        return array
+    return tf.zeros([1, *array.shape[1:]], array.dtype)
 
 
 # A client's place in the cohort, its features and its labels.

@@ -283,3 +283,61 @@ def _plot_tradeoff(
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     save(figure, path)
+
+
+def plot_audit(
+    observed: Sequence[float],
+    unobserved: Sequence[float] | None,
+    result: Mapping[str, Any],
+    path: str | os.PathLike[str],
+) -> None:
+    """Draws the scores of canaries that took part, and of such that did not.
+
+    Args:
+      observed: In standard deviations of the others.
+      unobserved: Likewise; None: N(0, 1), drawn as a curve.
+      result: What `audits.run` returns.
+      path: The file.
+    """
+    figure, axes = pyplot().subplots(figsize=(7, 4))
+    low = min(
+        min(observed), -3.5, *(unobserved if unobserved is not None else ())
+    )
+    high = max(
+        max(observed), 3.5, *(unobserved if unobserved is not None else ())
+    )
+    edges = [low + (high - low) * k / 60 for k in range(61)]
+    style = {"bins": edges, "density": True, "alpha": 0.55}
+    if unobserved is None:
+        xs = [low + (high - low) * k / 400 for k in range(401)]
+        axes.plot(
+            xs,
+            [math.exp(-x * x / 2) / math.sqrt(2 * math.pi) for x in xs],
+            color=_EPSILON_COLOR,
+            label="did not take part: N(0, 1)",
+        )
+    else:
+        axes.hist(
+            unobserved,
+            color=_EPSILON_COLOR,
+            label=f"did not take part ({len(unobserved)})",
+            **style,
+        )
+    axes.hist(
+        observed,
+        color=_ACCURACY_COLOR,
+        label=f"took part ({len(observed)})",
+        **style,
+    )
+    axes.set_xlabel("score, in standard deviations of one who was not there")
+    axes.set_ylabel("density")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    axes.set_title(
+        f"{result['mechanism']}, {result['sampling']}, {result['rounds']} "
+        f"rounds, seen {result['iterates']}: claimed "
+        f"{result['claimed']:.3g}, found {result['estimate']:.3g} "
+        f"(95 %: {result['low']:.3g} to {result['high']:.3g})",
+        fontsize=9,
+    )
+    save(figure, path)

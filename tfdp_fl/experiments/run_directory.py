@@ -57,9 +57,7 @@ def check(
     if overwrite and resume:
         raise ValueError("--overwrite and --resume exclude each other.")
     if resume and not (path / CHECKPOINT).is_dir():
-        raise ValueError(
-            f"--resume: there is no run with checkpoints in {path}."
-        )
+        raise ValueError(f"--resume: there is no interrupted run in {path}.")
     if path.is_dir() and any(path.iterdir()) and not (overwrite or resume):
         raise ValueError(
             f"--output_dir={path} is not empty; choose another, or add "
@@ -84,6 +82,13 @@ def clear(path: str | os.PathLike[str]) -> None:
             shutil.rmtree(path / name)
         else:
             (path / name).unlink(missing_ok=True)
+
+
+def keep_ledger_alone(path: str | os.PathLike[str]) -> None:
+    """Removes the checkpoints of a run that has ended, but for their ledger."""
+    path = pathlib.Path(path)
+    (path / CHECKPOINT / LEDGER).replace(path / LEDGER)
+    shutil.rmtree(path / CHECKPOINT)
 
 
 def _owned() -> tuple[str, ...]:

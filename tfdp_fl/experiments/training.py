@@ -252,14 +252,14 @@ def run(
     """Trains, and leaves the files of `run_directory` in `output_dir`.
 
     An interrupt (Ctrl-C) ends the training; what ran until then is saved, and
-    was charged.
+    was charged, and `resume` goes on with it.
 
     Args:
       prepared: The run.
       output_dir: Empty, or not there, unless one of the following is given.
       overwrite: Whether to replace an earlier run.
-      resume: Whether to go on with an interrupted one that saved checkpoints,
-        prepared from the same settings.
+      resume: Whether to go on with an interrupted one, prepared from the same
+        settings.
       verbose: As in `fit`.
 
     Returns:
@@ -302,6 +302,8 @@ def run(
     if budget is not None and budget.stopped_before_round is not None:
         stopped = "budget"
     seconds = time.perf_counter() - started
+    if stopped != "interrupted" and not settings.checkpoint_every:
+        run_directory.keep_ledger_alone(path)
     return _leave_files(prepared, path, stopped, seconds)
 
 
@@ -319,16 +321,14 @@ def _callbacks(
     if settings.accountant == "pld":
         listeners.append(_EpsilonByPLD(delta, settings.validation_freq))
     listeners.append(run_directory.HistoryFile(path / run_directory.HISTORY))
-    if settings.checkpoint_every:
-        listeners.append(
-            callbacks.RoundCheckpoint(
-                path / run_directory.CHECKPOINT,
-                every=settings.checkpoint_every,
-                delta=delta,
-            )
+    listeners.append(
+        callbacks.RoundCheckpoint(
+            path / run_directory.CHECKPOINT,
+            # Else for a run that is interrupted, which always goes on.
+            every=settings.checkpoint_every or settings.rounds,
+            delta=delta,
         )
-    else:
-        listeners.append(callbacks.Ledger(path / run_directory.LEDGER))
+    )
     return listeners, budget
 
 
@@ -386,6 +386,8 @@ def _leave_files(
             prepared.delta, by
         )
     run_directory.write_json(path / run_directory.RESULT, result)
+    if not federated_model.rounds:
+        return result  # There is nothing to draw.
     try:
         plots.plot_run(run_directory.Run.read(path), path / run_directory.CHART)
     except ImportError as error:  # Everything else is there.

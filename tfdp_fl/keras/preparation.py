@@ -10,11 +10,12 @@ import dataclasses
 import warnings
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
-from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.fit_plan import FitPlan
@@ -208,17 +209,19 @@ class Preparation:
     def _records(self) -> tuple[int | None, int | None]:
         """Returns how many records there are, and the fewest of a client.
 
-        None and None where records are not what is protected.
+        None and None where records are not what is protected. Clients that
+        cannot be read count as none: they fail in their rounds as well, and
+        one of them is not to end the run.
         """
         mechanism = self.setup.mechanism
         if mechanism.guarantee != spending_lib.RECORD:
             return None, None
-        try:
-            sizes = self.clients.client_sizes()
-        except (TypeError, ValueError) as error:
+        sizes = _sizes(self.clients)
+        if not len(sizes):
             raise ValueError(
-                f"clients must know their sizes for {mechanism.name}: {error}"
-            ) from error
+                f"clients must know their sizes for {mechanism.name}, got "
+                f"{self.clients.num_clients} that cannot be read."
+            )
         held = sizes[sizes > 0]
         return int(sizes.sum()), int(held.min()) if len(held) else None
 
@@ -303,3 +306,18 @@ class Preparation:
         if self.run is not None:
             made.state = self.run.mechanism_state
         return PreparedEngine(engine=made, key=key)
+
+
+def _sizes(clients: FederatedDataset) -> np.ndarray:
+    """Returns the numbers of examples of all clients that can be read."""
+    if clients.is_indexed:
+        return clients.client_sizes()
+    read = clients.read_clients(np.arange(clients.num_clients))
+    return np.array(
+        [
+            nests.common_length(each.x, each.y)
+            for each in read
+            if not isinstance(each, ClientFailure)
+        ],
+        np.int64,
+    )

@@ -48,8 +48,9 @@ class RoundCheckpoint(FederatedCallback):
         self.delta = delta
         self._files = checkpoint.CheckpointDirectory(self.directory)
         self._ledger = Ledger(resuming.ledger_path(self.directory))
-        self._saved_round: int | None = None
         self._begun = False
+        # Whether nothing of the round that runs is charged yet.
+        self._between_rounds = False
 
     def set_federated_model(self, federated_model: Any) -> None:
         """See base class."""
@@ -77,12 +78,13 @@ class RoundCheckpoint(FederatedCallback):
         self._save()
         if not path.exists():
             self._ledger.on_rounds_planned(first_round, last_round)
-        self._begun = True
+        self._begun = self._between_rounds = True
 
     def on_round_charged(
         self, round_index: int, charge: Any, details: dict[str, Any]
     ) -> None:
         """Writes the round into the ledger."""
+        self._between_rounds = False
         self._ledger.on_round_charged(round_index, charge, details)
 
     def on_round_released(
@@ -90,6 +92,7 @@ class RoundCheckpoint(FederatedCallback):
     ) -> None:
         """Saves, if it is time to."""
         del logs
+        self._between_rounds = True
         if (round_index + 1) % self.every == 0:
             self._save()
 
@@ -98,16 +101,23 @@ class RoundCheckpoint(FederatedCallback):
         self._save()
 
     def on_fit_end(self) -> None:
-        """Writes the statement, and lets go of the directory."""
+        """Writes the statement, and lets go of the directory.
+
+        Where an interrupt or an error ended the training while a cohort was
+        drawn or trained, the state before that round is saved as well, so that
+        no round has to be run, and charged, again.
+        """
         ended_by_error = sys.exc_info()[0] is not None
         try:
             if self._begun:
+                if ended_by_error and self._between_rounds:
+                    self._save()
                 self._write_statement()
         except Exception:
             if not ended_by_error:
                 raise  # Else that error is the one to report.
         finally:
-            self._begun = False
+            self._begun = self._between_rounds = False
             self._ledger.on_fit_end()
             self._files.release()
 

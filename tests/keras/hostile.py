@@ -1,0 +1,446 @@
+"""One client that wants to do harm, in a round of four, on every way to train.
+
+The same seed with its data and without (no examples, or for weights that are
+averaged: usual ones) gives the same cohort and the same noise, so what is left
+between the two models is what the client did.
+
+How far that may be. Let c be the most that one client can change in the sum
+(`REACH`: the clip S, against nothing). The mean is divided by m, so the model
+moves by at most c / m in exact arithmetic. Added to it is
+
+    1e-5 c / m                            of the clip itself (docs/clipping.md)
+    (K + 6) u (|w| + |sum| + |noise|)     u = 2^-24
+
+K + 6 roundings to float32, each of at most u times what it is a rounding of:
+K - 1 additions of clients, the noise, the division, and the addition to the
+weights, in both models (Higham 2002, section 3.1, gamma_n). The sum is at most
+K c, and the noise (stddev s, d elements) at most s (sqrt(d) + 6.5), but for a
+chance of 1e-9. In secure aggregation half a step of its grid is added for each
+client and element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+
+import tfdp_fl
+from tests.outside.loading import smooth_clipping
+from tfdp_fl import secure_aggregation
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import dense_models
+from tfdp_fl.runtimes import shard_workers
+
+FEATURES, CLASSES, EXAMPLES, CLIENTS = 4, 3, 6, 4
+HOSTILE = 1  # Which client it is.
+CLIP = 0.4
+_UNIT = 2.0**-24
+
+Client = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A mechanism, and what one client can do to it.
+
+    Attributes:
+      make: Makes the mechanism.
+      reach: c, the most that one client changes in the sum.
+      sampling: How cohorts of all clients are drawn.
+      noise: What a client that drops out takes along: the stddev of the noise
+        that it would have added, for each element of the sum.
+      averages: Whether weights are averaged, so that a client without
+        examples is none.
+    """
+
+    make: Callable[[], Any]
+    reach: float = CLIP
+    sampling: str = "fixed_size"
+    noise: float = 0.0
+    averages: bool = False
+
+
+CASES = {
+    "fixed": Case(
+        make=lambda: tfdp_fl.FixedClipping(clip_norm=CLIP, noise_multiplier=0.5)
+    ),
+    "fixed_client": Case(
+        make=lambda: tfdp_fl.FixedClipping(
+            clip_norm=CLIP, noise_multiplier=0.5, noise_site="client"
+        )
+    ),
+    "adaptive": Case(
+        make=lambda: tfdp_fl.AdaptiveClipping(
+            noise_multiplier=0.5, initial_clip_norm=CLIP, count_noise_stddev=1.0
+        )
+    ),
+    "adaptive_client": Case(
+        make=lambda: tfdp_fl.AdaptiveClipping(
+            noise_multiplier=0.5,
+            initial_clip_norm=CLIP,
+            count_noise_stddev=1.0,
+            noise_site="client",
+        )
+    ),
+    # The others are alike, so that the median is theirs with one more or less;
+    # `reach` is that norm, which is measured.
+    "median": Case(
+        make=lambda: tfdp_fl.MedianClipping(
+            noise_multiplier=0.5, median_noise_multiplier=0.01
+        ),
+        reach=math.nan,
+    ),
+    "exact_median": Case(
+        make=lambda: tfdp_fl.MedianClipping(noise_multiplier=0.5),
+        reach=math.nan,
+    ),
+    "correlated": Case(
+        make=lambda: tfdp_fl.CorrelatedNoise(
+            clip_norm=CLIP,
+            noise_multiplier=0.5,
+            strategy="blt:2",
+            rounds=4,
+            min_separation=1,
+        ),
+        sampling="cyclic",
+    ),
+    "local": Case(
+        make=lambda: tfdp_fl.LocalDP(clip_norm=CLIP, noise_multiplier=0.5),
+        noise=0.5 * CLIP,
+    ),
+    # A radius for each of four variables.
+    "adaptive_local": Case(
+        make=lambda: tfdp_fl.AdaptiveLocalDP(
+            epsilon=100.0, delta=1e-3, clipping_radius=CLIP
+        ),
+        reach=2 * CLIP,
+        noise=math.nan,
+    ),
+    # Weights, which may turn right round, and are weighted by the examples:
+    # 1/4 of the mean is 2 C.
+    "nbafl": Case(
+        make=lambda: tfdp_fl.NbAFL(
+            epsilon=500.0, constant=3.0, weight_clip=3.0
+        ),
+        reach=6.0,
+        averages=True,
+        noise=math.nan,
+    ),
+    "somebodys_own": Case(
+        make=lambda: smooth_clipping()(start_norm=CLIP, noise_multiplier=0.5)
+    ),
+}
+
+# What becomes of the client's data. Some counts as nothing, some is clipped.
+ATTACKS: dict[str, Callable[[Client], Client]] = {}
+
+
+def _attack(function):
+    ATTACKS[function.__name__.strip("_")] = function
+    return function
+
+
+def _filled(value: float) -> Callable[[Client], Client]:
+    def attack(client):
+        x, y = client
+        return np.full_like(x, value), y
+
+    return attack
+
+
+for _name, _value in {
+    "nan": np.nan,
+    "inf": np.inf,
+    "minus_inf": -np.inf,
+    "1e38": 1e38,
+    "minus_1e38": -1e38,
+    "1e19": 1e19,
+    "denormal": 1e-42,
+    "zero": 0.0,
+}.items():
+    ATTACKS[_name] = _filled(_value)
+
+
+@_attack
+def one_nan(client):
+    x, y = client[0].copy(), client[1]
+    x[-1, -1] = np.nan
+    return x, y
+
+
+@_attack
+def a_million_times(client):
+    return client[0] * np.float32(1e6), client[1]
+
+
+@_attack
+def cancelling(client):
+    """Rows that are large and cancel in pairs, with the same label."""
+    x, y = client
+    rows = np.repeat(x[: len(x) // 2], 2, axis=0) * np.float32(1e7)
+    rows[1::2] *= -1
+    return rows + x, np.zeros_like(y)
+
+
+# What is no example at all; only a client that is read may come with it.
+FAILURES: dict[str, Callable[[Client], Any]] = {
+    "wrong_shape": lambda c: (c[0][:, :2], c[1]),
+    "wrong_rank": lambda c: (c[0].ravel(), c[1]),
+    "wrong_dtype": lambda c: (c[0].astype("S4"), c[1]),
+    "complex": lambda c: (c[0].astype(np.complex64), c[1]),
+    "objects": lambda c: (c[0].astype(object), c[1]),
+    "fewer_labels": lambda c: (c[0], c[1][:-1]),
+    "label_too_large": lambda c: (c[0], c[1] + CLASSES),
+    "label_below_0": lambda c: (c[0], c[1] - CLASSES),
+    "no_pair": lambda c: c[0],
+    "nothing": lambda c: None,
+}
+
+
+def _raises(client):
+    raise OSError("the disk is gone")
+
+
+FAILURES["raises"] = _raises
+
+
+def clients() -> dict[int, Client]:
+    """Returns usual clients, but for the hostile one alike."""
+    rng = np.random.default_rng(3)
+    alike, own = (
+        (
+            rng.normal(size=(EXAMPLES, FEATURES)).astype(np.float32),
+            rng.integers(0, CLASSES, EXAMPLES),
+        )
+        for _ in range(2)
+    )
+    return {k: own if k == HOSTILE else alike for k in range(CLIENTS)}
+
+
+def without_examples(client: Client) -> Client:
+    """Returns a client of no examples."""
+    return client[0][:0], client[1][:0]
+
+
+class HereWorkers(shard_workers.ShardWorkers):
+    """Workers that are this very process: shards without a network."""
+
+    num_workers = 2
+
+    @staticmethod
+    def _lift(run, *specs, assigned):
+        del assigned
+        made = tf.function(run.python_function, input_signature=specs)
+        made.get_concrete_function()
+        return made
+
+    def __init__(self):
+        super().__init__(1, shard_workers.REQUEST)
+
+    def open(self):
+        return self
+
+    def close(self):
+        pass
+
+    def _run_sharded(self, computation, shards, broadcast, reduction):
+        results = [computation(broadcast, shard) for shard in shards]
+        records = tuple(
+            shard_workers.WorkerRecord(
+                address=str(place), shards=(place,), seconds=0.0
+            )
+            for place in range(len(shards))
+        )
+        if reduction == "none":
+            return results, records
+        total = results[0]
+        for each in results[1:]:
+            total = tf.nest.map_structure(tf.add, total, each)
+        return total, records
+
+
+WAYS = (
+    "one_by_one",
+    "side_by_side",
+    "xla",
+    "streamed",
+    "streamed_xla",
+    "sharded",
+    "streamed_sharded",
+    "secure_aggregation",
+    "secure_aggregation_float",
+)
+STREAMED = tuple(way for way in WAYS if way.startswith("streamed"))
+
+
+def model() -> tf.keras.Model:
+    """Returns a small dense model that always starts the same."""
+    tf.keras.utils.set_random_seed(1)
+    return tf.keras.Sequential(
+        [
+            tf.keras.layers.Input((FEATURES,)),
+            tf.keras.layers.Dense(8, "relu"),
+            tf.keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a round left: the weights in float64, and its history."""
+
+    weights: np.ndarray
+    history: dict[str, float]
+
+
+class Trainer:
+    """Trains one round again and again, from the same weights and seed.
+
+    Attributes:
+      case: The mechanism.
+      way: One of `WAYS`.
+    """
+
+    def __init__(self, case: Case, way: str, runtime: Any = None):
+        self.case, self.way = case, way
+        self._runtime = HereWorkers() if "sharded" in way else runtime
+        options = {}
+        if way.startswith("secure"):
+            options["secure_aggregation"] = (
+                secure_aggregation.AdditiveSecretSharing(
+                    mode="float" if way.endswith("float") else "ring"
+                )
+            )
+        self._fed = tfdp_fl.DPFederatedModel(
+            model(),
+            case.make(),
+            CLIENTS,
+            case.sampling,
+            num_replicas=1,
+            **options,
+        )
+        self._fed.compile(
+            tf.keras.optimizers.SGD(0.5),
+            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            ["accuracy"],
+            jit_compile=None if way == "side_by_side" else way.endswith("xla"),
+        )
+        self._start = self._fed.get_weights()
+
+    @property
+    def run(self) -> Any:
+        """The model's run; None where nothing was begun."""
+        return self._fed.run
+
+    @property
+    def size(self) -> int:
+        """How many elements an update has."""
+        return sum(each.size for each in self._start)
+
+    def start(self) -> np.ndarray:
+        """Returns the weights that every round starts from."""
+        return _flat(self._start)
+
+    def round(self, change: Callable[[Client], Any], others=None) -> Outcome:
+        """Trains one round.
+
+        Args:
+          change: What becomes of the hostile client's data.
+          others: What becomes of the others'; None: nothing.
+        """
+        data = clients()
+        if others is not None:
+            data = {k: others(client) for k, client in data.items()}
+        self._fed.set_weights(self._start)
+        self._fed.run = None
+        if self._fed.engine is not None:
+            query = self._fed.engine.query
+            self._fed.engine.state = query.initial_global_state()
+        beside = self.way == "side_by_side"
+        with mock.patch.multiple(
+            dense_models,
+            is_worthwhile=lambda *_: beside,
+            is_small=lambda *_: beside,
+        ):
+            history = self._fed.fit(
+                self._dataset(data, change),
+                batch_size=EXAMPLES // 2,
+                seed=5,
+                verbose=0,
+                runtime=self._runtime,
+            )
+        return Outcome(
+            _flat(self._fed.get_weights()),
+            {name: values[-1] for name, values in history.history.items()},
+        )
+
+    def _dataset(self, data, change):
+        if self.way not in STREAMED:
+            data[HOSTILE] = change(data[HOSTILE])
+            return FederatedDataset.from_client_arrays(data)
+
+        def read(client):
+            if client == HOSTILE:
+                return change(data[client])
+            return data[client]
+
+        return FederatedDataset.from_client_fn(range(CLIENTS), read)
+
+    def without(self) -> Outcome:
+        """Trains one round without the hostile client."""
+        return self.round(
+            (lambda client: client) if self.case.averages else without_examples
+        )
+
+    def bound(self, without: Outcome, dropped_out: bool = False) -> float:
+        """Returns how far the hostile client may move the model.
+
+        Args:
+          without: The round without it.
+          dropped_out: Whether it failed, and took its own noise along.
+        """
+        case = self.case
+        reach = case.reach
+        if math.isnan(reach):
+            reach = without.history["clip_norm"]
+        noise = case.noise
+        if math.isnan(noise):
+            noise = without.history["noise_stddev"] / CLIENTS**0.5
+        weights = np.linalg.norm(self.start())
+        # |N(0, I)| of d elements is above sqrt(d) + 6.5 with less than 1e-9
+        # (Laurent and Massart 2000, Lemma 1).
+        length = self.size**0.5 + 6.5
+        rounding = (
+            (CLIENTS + 6)
+            * _UNIT
+            * (
+                weights
+                + CLIENTS * reach
+                + length * without.history["noise_stddev"]
+            )
+        )
+        if self.way.startswith("secure"):
+            # Each of K values is off by half a step of the protocol's grid.
+            protocol = self._fed.setup.secure_aggregation
+            step = 1e-9 if protocol.mode == "float" else protocol.resolution
+            rounding += CLIENTS * step * self.size**0.5
+        if dropped_out:
+            # A mean over those who answered divides their noises by K - 1
+            # too: sqrt((K - 1) (1/(K - 1) - 1/K)^2 + 1/K^2) of one in all.
+            reach += length * noise * (CLIENTS / (CLIENTS - 1)) ** 0.5
+        return reach / CLIENTS * (1 + 1e-5) + rounding
+
+
+def _flat(weights) -> np.ndarray:
+    return np.concatenate([np.ravel(w).astype(np.float64) for w in weights])
+
+
+def moved(one: Outcome, other: Outcome) -> float:
+    """Returns how far two models are from each other."""
+    return float(np.linalg.norm(one.weights - other.weights))

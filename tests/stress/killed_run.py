@@ -1,0 +1,123 @@
+"""Training runs in processes of their own, to be killed in every mode."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+from typing import Any
+
+import tfdp_fl
+from tests.keras import toy
+from tfdp_fl.experiments import Settings, run_directory, training
+from tfdp_fl.keras import callbacks
+
+ROUNDS = 40
+DELTA = 1e-3
+WITNESS, LEDGER, CHECKPOINTS = "witness.txt", "own.jsonl", "saved"
+# What runs: train.py's own way, a ledger, checkpoints, both, checkpoints of a
+# run on workers, and of one whose noise is correlated.
+MODES = ("plain", "ledger", "checkpoint", "both", "workers", "correlated")
+
+
+class _Witness(callbacks.FederatedCallback):
+    """Writes down what an outsider has seen, as soon as it can be seen."""
+
+    def __init__(self, path: pathlib.Path):
+        super().__init__()
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def on_round_released(self, round_index, logs):
+        del logs
+        os.write(self._file, f"{round_index}\n".encode())
+
+
+def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
+    """Returns where a mode keeps its books."""
+    checkpoints = directory / CHECKPOINTS / "ledger.jsonl"
+    if mode == "plain":
+        ended = directory / run_directory.LEDGER
+        during = directory / run_directory.CHECKPOINT / run_directory.LEDGER
+        return [ended if ended.exists() else during]
+    return {
+        "ledger": [directory / LEDGER],
+        "both": [checkpoints, directory / LEDGER],
+    }.get(mode, [checkpoints])
+
+
+def resumes(mode: str) -> bool:
+    """Returns whether a mode saves what a run can go on from."""
+    return mode != "ledger"
+
+
+def run(directory: str, mode: str) -> None:
+    """Trains to the end, from where an earlier process was killed."""
+    path = pathlib.Path(directory)
+    if mode == "plain":
+        _train_as_the_script(path)
+        return
+    saved = path / CHECKPOINTS
+    listeners: list[Any] = [_Witness(path / WITNESS)]
+    if mode in ("ledger", "both"):
+        listeners.append(callbacks.Ledger(path / LEDGER))
+    if mode != "ledger":
+        listeners.append(callbacks.RoundCheckpoint(saved, every=3, delta=DELTA))
+    mechanism: Any = tfdp_fl.AdaptiveClipping(noise_multiplier=0.8)
+    sampling, m = "shuffled", 20
+    if mode == "correlated":
+        sampling, m = "cyclic", 10
+        mechanism = tfdp_fl.CorrelatedNoise(
+            clip_norm=0.5,
+            noise_multiplier=2.0,
+            strategy="blt:2",
+            rounds=ROUNDS,
+            min_separation=4,
+        )
+    fed = toy.federated(mechanism, clients_per_round=m, sampling=sampling)
+    runtime = None
+    if mode == "workers":
+        from tfdp_fl import runtimes
+
+        runtime = runtimes.TFFWorkers(num_workers=2)
+    fed.fit(
+        toy.clients(),
+        rounds=ROUNDS,
+        batch_size=10,
+        seed=3,
+        verbose=0,
+        callbacks=listeners,
+        resume_from=saved if any(saved.glob("round-*.npz")) else None,
+        runtime=runtime,
+    )
+
+
+def _train_as_the_script(path: pathlib.Path) -> None:
+    prepared = training.prepare(
+        Settings(
+            dataset="digits",
+            num_clients=40,
+            clients_per_round=10,
+            mechanism="fixed",
+            noise_multiplier=1.0,
+            target_epsilon=None,
+            model="linear",
+            rounds=ROUNDS,
+        )
+    )
+    own = training._callbacks
+
+    def with_witness(prepared, output_dir):
+        found, budget = own(prepared, output_dir)
+        witness = _Witness(path.parent / f"{path.name}-{WITNESS}")
+        return [witness, *found], budget
+
+    training._callbacks = with_witness
+    saved = any((path / run_directory.CHECKPOINT).glob("round-*.npz"))
+    training.run(prepared, path, overwrite=not saved, resume=saved, verbose=0)
+
+
+def run_as_the_script(directory: str) -> None:
+    """Trains as `train.py` does, which takes SIGTERM for Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _train_as_the_script(pathlib.Path(directory))
