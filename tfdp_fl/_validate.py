@@ -118,13 +118,18 @@ def instance_of(types: type | tuple[type, ...], **checked: Any) -> Any:
         types = types if isinstance(types, tuple) else (types,)
         names = " or ".join(type_.__name__ for type_ in types)
         raise TypeError(
-            f"{name} must be a {names}, got {_in_short(value)} of type "
+            f"{name} must be a {names}, got {_in_short(value)}"
             f"{type(value).__name__}."
         )
     return value
 
 
 def _in_short(value: Any) -> str:
-    """Returns a value on one line of bounded length."""
+    """Returns a value on one line of bounded length, and "of type" after it.
+
+    Of what may hold somebody's examples only the type is told.
+    """
+    if not isinstance(value, bool | int | float | str | type | None):
+        return "one of type "
     text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return (text if len(text) <= 100 else f"{text[:97]}...") + " of type "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from tfdp_fl.keras import (
     statement,
 )
 from tfdp_fl.keras import training_setup as training_setup_lib
+from tfdp_fl.keras import validation_data as validation_data_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.costs import RoundCosts
 from tfdp_fl.keras.fit_plan import FitPlan
@@ -146,6 +147,7 @@ class DPFederatedModel:
         server_optimizer: tf.keras.optimizers.Optimizer | None = None,
         jit_compile: bool | None = None,
         *,
+        weighted_metrics: Any = None,
         loss_weights: Any = None,
         grad_clip: float = -1.0,
         upload_hook: Any = None,
@@ -164,6 +166,8 @@ class DPFederatedModel:
             the averaged weights when `fit` ends, as with Keras.
           jit_compile: Whether XLA compiles the clients' training; None decides
             by the model (see docs/benchmarks.md).
+          weighted_metrics: As in Keras's `compile`: those that weights of
+            examples are to count in.
           loss_weights: As in Keras's `compile`.
           grad_clip: Each local gradient is scaled down to this L2 norm; off if
             it is 0 or less.
@@ -197,6 +201,7 @@ class DPFederatedModel:
                 optimizer=optimizer,
                 loss=loss,
                 metrics=metrics,
+                weighted_metrics=weighted_metrics,
                 loss_weights=loss_weights,
                 proximal_weight=self.mechanism.proximal_weight,
                 grad_clip=_validate.finite(grad_clip=grad_clip),
@@ -211,6 +216,7 @@ class DPFederatedModel:
             optimizer=optimizer,
             loss=loss,
             metrics=metrics,
+            weighted_metrics=weighted_metrics,
             loss_weights=loss_weights,
         )
 
@@ -295,6 +301,8 @@ class DPFederatedModel:
         runtime: Any = None,
         *,
         shuffle: bool = False,
+        class_weight: Mapping[int, float] | None = None,
+        validation_split: float = 0.0,
         resume_from: str | os.PathLike[str] | None = None,
         between_client_variance: bool = False,
         validation_batch_size: int = 1024,
@@ -310,7 +318,8 @@ class DPFederatedModel:
 
         Args:
           clients: The clients' data: a `FederatedDataset`, a mapping or list
-            of `(x, y)` or of `tf.data.Dataset`s, or a TFF `ClientData` (see
+            of `(x, y)`, of `(x, y, sample_weight)` or of `tf.data.Dataset`s,
+            or a TFF `ClientData` (see
             `tfdp_fl.datasets.as_federated`). Where what was spent is kept for
             each client (local and per-record guarantees), and within a pass
             over shuffled ones, they are the same clients in the same order as
@@ -320,7 +329,9 @@ class DPFederatedModel:
             interrupted call was to run in all).
           batch_size: Examples in one local batch; a client's last may be short.
           local_epochs: How often a client goes over its examples in one round.
-          validation_data: `(x, y)` or a `tf.data.Dataset` of batches.
+          validation_data: `(x, y)`, `(x, y, sample_weight)`, a
+            `tf.data.Dataset` of batches, or the `FederatedDataset` of other
+            clients.
           validation_freq: Validate every so many rounds.
           callbacks: Keras callbacks (a round is an epoch to them) and
             `tfdp_fl.callbacks`.
@@ -331,6 +342,15 @@ class DPFederatedModel:
           runtime: Where cohorts are trained: None for this process, or a
             `tfdp_fl.runtimes.TFFWorkers`.
           shuffle: Whether clients shuffle their examples for every epoch.
+          class_weight: What each class counts in the loss, by its number, as
+            in Keras's `fit`; times the weight of the example, if it has one.
+            Weights change what a client trains; its update is clipped as ever,
+            so they change no guarantee.
+          validation_split: The share of the clients that are held out, whole,
+            as validation data: they are in no cohort. Which ones follows from
+            how many clients there are, so it is the same ones in every `fit`
+            of the same clients and share. The metrics on them are exact, and
+            epsilon does not cover them.
           resume_from: A directory that `RoundCheckpoint` wrote.
           between_client_variance: Whether to report Geyer's V_c and U_s; costs
             a pass over each update.
@@ -346,8 +366,20 @@ class DPFederatedModel:
           `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is
           known, and `between_client_variance` and `update_scale` if asked for.
         """
-        compiled = self._require_compiled("fit")
+        compiled = self._require_compiled("fit").with_class_weight(class_weight)
         clients = datasets.as_federated(clients)
+        validation_data = validation_data_lib.checked(validation_data)
+        held_out = ""
+        if validation_split:
+            if validation_data is not None:
+                raise ValueError(
+                    "validation_split must be 0 where validation_data is "
+                    f"given, got {validation_split!r}."
+                )
+            clients, validation_data = validation_data_lib.held_out(
+                clients, validation_split
+            )
+            held_out = validation_data.client_ids_digest
         _validate.positive_integer(rounds=rounds)
         _validate.positive_integer(batch_size=batch_size)
         _validate.positive_integer(local_epochs=local_epochs)
@@ -416,6 +448,7 @@ class DPFederatedModel:
         run.spending.expect(clients.num_clients)
         run.facts.seed_given |= seed is not None
         run.facts.validated |= validation_data is not None
+        run.facts.note_held_out(held_out, run.rounds)
         self.run = run
         return self._train(
             run,
@@ -423,7 +456,7 @@ class DPFederatedModel:
             compiled,
             clients,
             callbacks,
-            round_loop.Validation(
+            validation_data_lib.Validation(
                 data=validation_data,
                 every=validation_freq,
                 batch_size=validation_batch_size,
@@ -439,7 +472,7 @@ class DPFederatedModel:
         compiled: Compiled,
         clients: FederatedDataset,
         callbacks: list[tf.keras.callbacks.Callback],
-        validation: round_loop.Validation,
+        validation: validation_data_lib.Validation,
         runtime: Any,
         audit: auditing.CanaryAudit | None,
     ) -> tf.keras.callbacks.History:

@@ -145,6 +145,7 @@ def _caveats(
         "rounds_abandoned": seen.rounds_abandoned > 0,
         "rounds_charged_twice": seen.rounds_charged_twice > 0,
         "validation_data_not_covered": private and seen.validated,
+        "validation_clients_held_out": bool(seen.held_out),
         "hyperparameter_search_not_counted": private and not spending.others,
         "only_runs_in_ledgers_counted": private and bool(spending.others),
         "floating_point_noise": private,
