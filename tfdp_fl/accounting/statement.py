@@ -142,6 +142,10 @@ CAVEATS: dict[str, str] = {
         "are not among the N clients, and have no guarantee; the metrics on "
         "them are exact."
     ),
+    "evaluations_counted": (
+        "What evaluate_clients released of clients' metrics with noise is "
+        "counted in epsilon, as rounds of other runs."
+    ),
     "delta_not_below_one_over_n": (
         "Delta is not below one divided by the number of clients, which is "
         "larger than is usual: a mechanism that publishes one client outright "

@@ -81,7 +81,9 @@ def _hint(clients: Any) -> str:
             " For a directory with one file for each client: "
             "FederatedDataset.from_directory(directory, label=...)."
         )
-    if isinstance(clients, tuple | list) and len(clients) in (2, 3):
+    if hasattr(clients, "__array__") or (
+        isinstance(clients, tuple | list) and len(clients) in (2, 3)
+    ):
         return (
             " For one pair of arrays (x, y), say whose rows are whose: "
             "FederatedDataset.from_indices(x, y, indices)."

@@ -92,12 +92,7 @@ class ClientTrainer:
           aggregate_non_trainable: Whether non-trainable state that training
             changes leaves the client, in the same update as the weights.
         """
-        if type(model).train_step is not tf.keras.Model.train_step:
-            raise ValueError(
-                "model must not have a train_step of its own, which the "
-                "compiled client training would not call, got "
-                f"{type(model).__name__}.train_step."
-            )
+        replicas.check_train_step(model)
         self.model = model
         self._training = training
         self._element_spec = element_spec

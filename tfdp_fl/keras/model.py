@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import checkpoint as checkpoint_lib
 from tfdp_fl.keras import (
     client_metrics,
+    evaluation_charge,
+    keras_names,
+    private_metrics,
     progress,
     resuming,
     round_loop,
@@ -136,8 +140,37 @@ class DPFederatedModel:
         self._compiled: Compiled | None = None
         self._prepared: PreparedEngine | None = None
         self._verbose = 0
+        # Of the last `fit`: what keeps its ledger.
+        self._keeping: list[callbacks_lib.FederatedCallback] = []
 
     # Keras's own methods.
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the Keras model calls by a name, if it is handed on."""
+        if name.startswith("_") or name == "model":
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
+        return keras_names.handed_on(self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, and `stop_training` of the Keras model."""
+        if name in keras_names.INSTEAD:
+            raise AttributeError(keras_names.missing(name))
+        if name in keras_names.HANDED_ON:
+            if name != "stop_training":
+                raise AttributeError(
+                    f"{name} is the Keras model's own: set it on that model "
+                    "before it is wrapped."
+                )
+            self.model.stop_training = value
+            return
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        """Returns all names, with those of the Keras model's handed on."""
+        own = set(dir(self.model)) & keras_names.HANDED_ON
+        return sorted({*super().__dir__(), *own})
 
     def compile(
         self,
@@ -230,30 +263,58 @@ class DPFederatedModel:
         clients: Any,
         batch_size: int = 1024,
         verbose: str | int = "auto",
-    ) -> dict[str, np.ndarray]:
+        *,
+        private: private_metrics.PrivateMetrics | None = None,
+    ) -> dict[str, Any]:
         """Returns the model's metrics on each client's own data.
 
-        These are exact numbers about single clients, for those who may see
-        their data: nothing is noised, and nothing is charged.
+        Without `private` these are exact numbers about single clients, for
+        those who may see their data: nothing is noised, and nothing is charged.
 
         Args:
           clients: Clients' data, as `fit` takes it.
           batch_size: Examples in one batch.
           verbose: 0 silent, 1 or "auto" a progress bar.
+          private: Release noisy means (and quantiles) over clients instead,
+            and charge them, before they are seen, to this model's epsilon and
+            to the ledgers and checkpoints of its last `fit`. A model of
+            `make_private` refuses what would pass its target.
 
         Returns:
           "num_examples", int64 [N], and "loss" and each compiled metric by
           name, float64 [N], in the order of the clients; NaN for a client
-          without examples, or whose data cannot be read.
+          without examples, or whose data cannot be read. With `private`:
+          "num_clients" (noisy, with "num_clients_stddev"), and for each metric
+          of its bounds "mean", "noise_stddev" (of the mean, by the noise alone,
+          about) and "quantiles".
+
+        Raises:
+          ValueError: An argument is not allowed; or `private`, before `fit`,
+            or with a guarantee that is not central, or beyond the target.
         """
         self._require_compiled("evaluate_clients")
         _validate.positive_integer(batch_size=batch_size)
-        return client_metrics.evaluate(
-            self.model,
-            datasets.as_federated(clients),
-            batch_size,
-            1 if verbose == "auto" else int(verbose),
-        )
+        dataset = datasets.as_federated(clients)
+        silent = 1 if verbose == "auto" else int(verbose)
+        if private is None:
+            return client_metrics.evaluate(
+                self.model, dataset, batch_size, silent
+            )
+        _validate.instance_of(private_metrics.PrivateMetrics, private=private)
+        generator = np.random.Generator(np.random.Philox())
+        charge = private.charge(self.sampling, dataset.num_clients)
+        positions = private.draw(charge, generator)
+        evaluation_charge.check(self, charge)
+        values: dict[str, np.ndarray] = {}
+        if len(positions):
+            values = client_metrics.evaluate(
+                self.model, dataset.take(positions), batch_size, silent
+            )
+            private.contributions(values)  # Raises before anything is charged.
+        else:
+            values = {name: np.zeros(0) for name in private.bounds}
+        evaluation_charge.pay(self, charge, self._keeping)
+        return private.released(values, generator)
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
@@ -307,6 +368,7 @@ class DPFederatedModel:
         between_client_variance: bool = False,
         validation_batch_size: int = 1024,
         audit: auditing.CanaryAudit | None = None,
+        **others: Any,
     ) -> tf.keras.callbacks.History:
         """Trains for a number of rounds.
 
@@ -357,6 +419,7 @@ class DPFederatedModel:
           validation_batch_size: Examples in one validation batch.
           audit: A new `tfdp_fl.auditing.CanaryAudit`, whose canary clients
             take part beside the clients; the statement then has its estimate.
+          **others: None; what is given is refused, with what to give instead.
 
         Returns:
           A Keras `History`: the compiled metrics, `val_*`, and for each round
@@ -366,6 +429,7 @@ class DPFederatedModel:
           `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is
           known, and `between_client_variance` and `update_scale` if asked for.
         """
+        keras_names.refuse_arguments(others, _FIT_ARGUMENTS)
         compiled = self._require_compiled("fit").with_class_weight(class_weight)
         clients = datasets.as_federated(clients)
         validation_data = validation_data_lib.checked(validation_data)
@@ -486,6 +550,13 @@ class DPFederatedModel:
             federated.append(self._keep_target)
         for each in federated:
             each.set_federated_model(self)
+        self._keeping = [
+            each
+            for each in federated
+            if isinstance(
+                each, callbacks_lib.Ledger | callbacks_lib.RoundCheckpoint
+            )
+        ]
         history = self.model.history = tf.keras.callbacks.History()
         bar = progress.RoundProgress(
             self._verbose, run.rounds, run.plan.last_round
@@ -721,3 +792,10 @@ class DPFederatedModel:
                 "yet."
             )
         return self.run, self.engine
+
+
+_FIT_ARGUMENTS = [
+    name
+    for name, each in inspect.signature(DPFederatedModel.fit).parameters.items()
+    if each.kind != each.VAR_KEYWORD and name != "self"
+]
