@@ -8,7 +8,12 @@ from tfdp_fl.version import __version__
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
     from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Tree
-    from tfdp_fl.keras import DPFederatedModel, callbacks, validate
+    from tfdp_fl.keras import (
+        DPFederatedModel,
+        PrivateMetrics,
+        callbacks,
+        validate,
+    )
     from tfdp_fl.keras.make_private import make_private
     from tfdp_fl.mechanisms import (
         AdaptiveClipping,
@@ -61,6 +66,7 @@ _FROM = {
     "MedianClipping": "mechanisms",
     "NbAFL": "mechanisms",
     "NoPrivacy": "mechanisms",
+    "PrivateMetrics": "keras",
     "QueryMechanism": "mechanisms",
     "Tree": "correlated_noise",
     "callbacks": "keras",
@@ -80,6 +86,7 @@ __all__ = [
     "MedianClipping",
     "NbAFL",
     "NoPrivacy",
+    "PrivateMetrics",
     "QueryMechanism",
     "Tree",
     "__version__",

@@ -20,7 +20,7 @@ def _one(checked: dict[str, Any]) -> tuple[str, Any]:
 
 def _number(name: str, value: Any, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be {allowed}, got {value!r}.")
+        raise TypeError(f"{name} must be {allowed}, got {_shown(value)}.")
     return float(value)
 
 
@@ -75,7 +75,7 @@ def probability(**checked: Any) -> float:
 
 def _integer(name: str, value: Any, allowed: str) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be {allowed}, got {value!r}.")
+        raise TypeError(f"{name} must be {allowed}, got {_shown(value)}.")
     return int(value)
 
 
@@ -107,7 +107,9 @@ def one_of(allowed: Iterable[Any], **checked: Any) -> Any:
     allowed = tuple(allowed)
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
+        raise ValueError(
+            f"{name} must be one of {choices}, got {_shown(value)}."
+        )
     return value
 
 
@@ -118,13 +120,25 @@ def instance_of(types: type | tuple[type, ...], **checked: Any) -> Any:
         types = types if isinstance(types, tuple) else (types,)
         names = " or ".join(type_.__name__ for type_ in types)
         raise TypeError(
-            f"{name} must be a {names}, got {_in_short(value)} of type "
+            f"{name} must be a {names}, got {_in_short(value)}"
             f"{type(value).__name__}."
         )
     return value
 
 
+def _shown(value: Any) -> str:
+    """Returns a value as it is written, if it cannot hold examples."""
+    if isinstance(value, bool | int | float | str | type | None):
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
 def _in_short(value: Any) -> str:
-    """Returns a value on one line of bounded length."""
+    """Returns a value on one line of bounded length, and "of type" after it.
+
+    Of what may hold somebody's examples only the type is told.
+    """
+    if not isinstance(value, bool | int | float | str | type | None):
+        return "one of type "
     text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return (text if len(text) <= 100 else f"{text[:97]}...") + " of type "

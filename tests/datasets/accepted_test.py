@@ -52,7 +52,8 @@ class AsFederatedTest(parameterized.TestCase):
         ("number", 3, "got int"),
         ("text", "clients", "got str"),
         ("features_only", {"a": _pair()[0]}, "got ndarray for client 'a'"),
-        ("weights", {"a": (*_pair(), [1, 1, 1])}, "weights of examples"),
+        ("directory", "clients", "from_directory"),
+        ("four", {"a": (*_pair(), [1], [1])}, "got tuple for client 'a'"),
         (
             "mixed",
             [_pair(), tf.data.Dataset.from_tensor_slices(_pair())],

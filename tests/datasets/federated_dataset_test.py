@@ -182,13 +182,34 @@ class FromClientArraysTest(parameterized.TestCase):
             "no_labels",
             {"a": np.ones((2, 3))},
             TypeError,
-            r"Client 'a': .* must be a pair \(x, y\), got a ndarray",
+            r"Client 'a': .* must be \(x, y\) or .*, got a ndarray",
         ),
         (
-            "sample_weights",
-            {"a": (np.ones(2), np.ones(2), np.ones(2))},
+            "four",
+            {"a": (np.ones(2), np.ones(2), np.ones(2), np.ones(2))},
             TypeError,
-            r"must be a pair \(x, y\), got a tuple of 3",
+            "got a tuple of 4",
+        ),
+        (
+            "weights_lengths",
+            {"a": (np.ones(2), np.ones(2), np.ones(3))},
+            ValueError,
+            "x, y and sample_weight must have .* 2 and 3 in y and sample_weig",
+        ),
+        (
+            "weights_of_some",
+            {
+                "a": (np.ones(2), np.ones(2), np.ones(2)),
+                "b": (np.ones(2), np.ones(2)),
+            },
+            ValueError,
+            "Client 'b': sample_weight must be given for every client or for",
+        ),
+        (
+            "weights_of_text",
+            {"a": (np.ones(2), np.ones(2), np.array(["secret", "b"]))},
+            TypeError,
+            "Client 'a': sample_weight must be made of numbers, got dtype <U6",
         ),
         (
             "scalar",
@@ -203,10 +224,16 @@ class FromClientArraysTest(parameterized.TestCase):
             "Client 'a': x must be made of arrays of numbers",
         ),
         (
-            "ragged",
-            {"a": (tf.ragged.constant([[1], [2, 3]]), np.ones(2))},
+            "sparse",
+            {"a": (tf.sparse.from_dense([[1], [2]]), np.ones(2))},
             TypeError,
-            "Client 'a': x must be made of dense arrays, got a RaggedTensor",
+            "Client 'a': x must be made of dense arrays, got a SparseTensor",
+        ),
+        (
+            "mixed_sequences",
+            {"a": ([[1, 2], ["secret"]], np.ones(2))},
+            TypeError,
+            "Client 'a': x must be made of sequences of numbers or strings",
         ),
         ("only_empty_lists", {"a": ([], [])}, ValueError, "at least one array"),
         (
@@ -459,10 +486,10 @@ class StreamedTest(parameterized.TestCase):
             "Client 'b': Examples must be the same for every client",
         ),
         (
-            "ragged",
+            "sparse",
             lambda: {
                 "a": tf.data.Dataset.from_tensor_slices(
-                    (tf.ragged.constant([[1], [2, 3]]), [1, 2])
+                    (tf.sparse.from_dense([[1], [2]]), [1, 2])
                 )
             },
             TypeError,
@@ -558,7 +585,7 @@ class StreamedTest(parameterized.TestCase):
             make([], len)
         with self.assertRaisesRegex(ValueError, "client_ids must be distinct"):
             make([1, 1], len)
-        with self.assertRaisesRegex(TypeError, "element_spec must be a pair"):
+        with self.assertRaisesRegex(TypeError, "element_spec must be"):
             make([1], len, element_spec=tf.TensorSpec([]))
 
     def test_in_memory(self):
@@ -701,7 +728,7 @@ class DerivedTest(parameterized.TestCase):
         dataset = FederatedDataset.from_client_arrays(_uneven())
         with self.assertRaisesRegex(ValueError, "fn must return as many"):
             dataset.map(lambda x, y: (x[:2], y[:2]))
-        with self.assertRaisesRegex(TypeError, "fn must return a pair"):
+        with self.assertRaisesRegex(TypeError, r"fn must return \(x, y\) or"):
             dataset.map(lambda x, y: x)
         with self.assertRaisesRegex(TypeError, "fn must be callable"):
             dataset.map(None)

@@ -79,6 +79,21 @@ def _nested():
     )
 
 
+def _weighted(rows):
+    x, y = _arrays(sum(map(len, rows)))
+    weight = np.random.default_rng(2).exponential(size=len(x))
+    return FederatedDataset.from_indices(x, y, rows, sample_weight=weight)
+
+
+def _weighted_alike():
+    return _weighted(np.arange(8 * _NUM_CLIENTS).reshape(_NUM_CLIENTS, 8))
+
+
+def _weighted_uneven():
+    ends = np.cumsum([0, 9, 1, 4, 8, 3, 6] * 2)
+    return _weighted(np.split(np.arange(ends[-1]), ends[:-1]))
+
+
 def _sequential(*layers):
     return tf.keras.Sequential(
         [_layers.Input((_FEATURES,)), *layers, _layers.Dense(_CLASSES)]
@@ -172,6 +187,16 @@ _CASES = {
     "recurrent": _Case(model=_recurrent),
     "nested_features": _Case(clients=_nested, model=_two_inputs, mapped=True),
     "streamed": _Case(clients=_streamed),
+    "weights": _Case(
+        clients=_weighted_uneven,
+        compiled={"weighted_metrics": ["accuracy"]},
+        mapped=True,
+    ),
+    "weights_side_by_side": _Case(
+        clients=_weighted_alike,
+        fit={"class_weight": {0: 0.1, 1: 4.0}},
+        side_by_side=True,
+    ),
     # With a seed, each client's own noise is the same wherever it trains.
     "client_noise": _Case(
         mechanism=lambda: _fixed(noise_multiplier=0.5, noise_site="client"),

@@ -16,6 +16,15 @@ from tfdp_fl.accounting.local import epsilon_of_mu_squared
 
 CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
 
+# What is released beside the rounds stands in ledgers as a run of its own, with
+# an id that begins so and one line: whoever reads a ledger counts it.
+_EVALUATION = "evaluation "
+
+
+def new_evaluation() -> str:
+    """Returns the id of a release beside the rounds."""
+    return _EVALUATION + ledger_lib.new_run()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OtherRun:
@@ -75,6 +84,11 @@ class Spending:
     def rounds_of_others(self) -> int:
         """Returns how many rounds of other runs are counted as well."""
         return sum(each.charges.total() for each in self.others.values())
+
+    @property
+    def evaluations(self) -> int:
+        """Returns how many releases beside the rounds are among `others`."""
+        return sum(name.startswith(_EVALUATION) for name in self.others)
 
     @property
     def charges(self) -> tuple[tuple[charge_lib.RoundCharge, int], ...]:
@@ -166,7 +180,11 @@ class Spending:
                     f"this run's, got one with rounds of run {other} that "
                     "have none."
                 )
-            others[f"{other} in {source}"] = OtherRun(
+            # Several files may tell of one release, as it is in all of them.
+            name = other
+            if not other.startswith(_EVALUATION):
+                name = f"{other} in {source}"
+            others[name] = OtherRun(
                 charges=charges,
                 mu_squared=ledger_lib.largest_mu_squared(entries)
                 if self.by_client

@@ -144,6 +144,15 @@ CAVEATS: dict[str, str] = {
         "Data used for validation, or for choosing a model by it, is not "
         "covered by epsilon unless it is public."
     ),
+    "validation_clients_held_out": (
+        "Some clients were held out for validation: they were in no cohort, "
+        "are not among the N clients, and have no guarantee; the metrics on "
+        "them are exact."
+    ),
+    "evaluations_counted": (
+        "What evaluate_clients released of clients' metrics with noise is "
+        "counted in epsilon, as rounds of other runs."
+    ),
     "delta_not_below_one_over_n": (
         "Delta is not below one divided by the number of clients, which is "
         "larger than is usual: a mechanism that publishes one client outright "

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdp_fl.datasets import hugging_face
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 
 _ALLOWED = (
-    "a FederatedDataset, a mapping or list with one (x, y) or one "
-    "tf.data.Dataset of single examples for each client, or a "
-    "tff.simulation.datasets.ClientData"
+    "a FederatedDataset, a mapping or list with one (x, y), one (x, y, "
+    "sample_weight) or one tf.data.Dataset of single examples for each client, "
+    "or a tff.simulation.datasets.ClientData"
 )
 
 
@@ -20,9 +22,10 @@ def as_federated(clients: Any) -> FederatedDataset:
     """Returns clients' data as a `FederatedDataset`.
 
     Args:
-      clients: One already; a mapping from client ids to `(x, y)` (nests of
-        arrays) or to `tf.data.Dataset`s of single examples; a list of those,
-        whose clients are then 0 to N - 1; or a TFF `ClientData`.
+      clients: One already; a mapping from client ids to `(x, y)` or `(x, y,
+        sample_weight)` (nests of arrays) or to `tf.data.Dataset`s of single
+        examples; a list of those, whose clients are then 0 to N - 1; or a TFF
+        `ClientData`.
 
     Raises:
       TypeError: It is something else; the message names its type only.
@@ -45,20 +48,17 @@ def as_federated(clients: Any) -> FederatedDataset:
     if by_id and all(isinstance(d, tf.data.Dataset) for d in by_id.values()):
         return FederatedDataset.from_tf_datasets(by_id)
     for client_id, examples in by_id.items():
-        _check_pair(client_id, examples, clients)
-    dataset = FederatedDataset.from_client_arrays(by_id)
+        _check_tuple(client_id, examples, clients)
+    dataset = FederatedDataset.from_client_arrays(
+        {client_id: tuple(each) for client_id, each in by_id.items()}
+    )
     # Known by their places, then: see `FederatedDataset.clients_digest`.
     return dataset.with_ids(range(len(by_id))) if listed else dataset
 
 
-def _check_pair(client_id: Any, examples: Any, clients: Any) -> None:
-    if isinstance(examples, tuple | list) and len(examples) == 2:
+def _check_tuple(client_id: Any, examples: Any, clients: Any) -> None:
+    if isinstance(examples, tuple | list) and len(examples) in (2, 3):
         return
-    if isinstance(examples, tuple | list) and len(examples) == 3:
-        raise TypeError(
-            f"clients must be {_ALLOWED}, got three values for client "
-            f"{client_id!r}: weights of examples are not taken; leave them out."
-        )
     raise TypeError(
         f"clients must be {_ALLOWED}, got {type(examples).__name__} for client "
         f"{client_id!r}." + _hint(clients)
@@ -71,7 +71,19 @@ def _hint(clients: Any) -> str:
             " Which column names the client? FederatedDataset.from_dataframe("
             "frame, client=..., features=..., label=...)."
         )
-    if isinstance(clients, tuple | list) and len(clients) == 2:
+    if hugging_face.is_dataset(clients):
+        return (
+            " Which column names the client? FederatedDataset."
+            "from_hugging_face(dataset, client=..., features=..., label=...)."
+        )
+    if isinstance(clients, str | os.PathLike):
+        return (
+            " For a directory with one file for each client: "
+            "FederatedDataset.from_directory(directory, label=...)."
+        )
+    if hasattr(clients, "__array__") or (
+        isinstance(clients, tuple | list) and len(clients) in (2, 3)
+    ):
         return (
             " For one pair of arrays (x, y), say whose rows are whose: "
             "FederatedDataset.from_indices(x, y, indices)."

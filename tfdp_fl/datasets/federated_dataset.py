@@ -12,7 +12,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
-from tfdp_fl.datasets import frames, nests, npz, sources
+from tfdp_fl.datasets import (
+    files,
+    frames,
+    hugging_face,
+    nests,
+    npz,
+    sources,
+)
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
 
@@ -25,7 +32,12 @@ class FederatedDataset:
     A client has an id, which is the caller's name for it, and a position from
     0 to N - 1, by which training samples it. Clients may have different
     numbers of examples, and none at all. Features and labels may be any nest
-    that Keras takes: an array, or a dict, tuple or list of nests.
+    that Keras takes: an array, or a dict, tuple or list of nests. Beside the
+    labels there may be weights of examples, as Keras's `sample_weight`: a
+    client is then `(x, y, sample_weight)`. Sequences of unequal length (a
+    `tf.RaggedTensor`, a list of lists, an array of lists) are filled up with
+    zeros, or empty strings, after their end; a layer's `mask_zero` leaves
+    those out.
 
     Made from arrays (`from_client_arrays`, `from_indices`), a dataset is
     *indexed*: every example is held once, in flat CPU tensors which the
@@ -75,7 +87,7 @@ class FederatedDataset:
 
     @classmethod
     def from_client_arrays(
-        cls, clients: Mapping[Any, tuple[Nest, Nest]]
+        cls, clients: Mapping[Any, tuple[Nest, ...]]
     ) -> FederatedDataset:
         """Makes a dataset of every client's own arrays.
 
@@ -83,10 +95,11 @@ class FederatedDataset:
         of the data beside the caller's.
 
         Args:
-          clients: Maps a client's id to `(x, y)`, nests of arrays whose leading
-            dimension is the client's number of examples, which may be 0. The
-            nests, and the arrays' dtypes and other dimensions, are the same
-            for all clients that have examples.
+          clients: Maps a client's id to `(x, y)` or `(x, y, sample_weight)`,
+            nests of arrays whose leading dimension is the client's number of
+            examples, which may be 0. The nests, and the arrays' dtypes and
+            other dimensions, are the same for all clients that have examples
+            (but for sequences: see the class).
 
         Raises:
           TypeError, ValueError: If a client's arrays do not fit together or do
@@ -103,6 +116,7 @@ class FederatedDataset:
         y: Nest,
         indices: Mapping[Any, Any] | Sequence[Any] | np.ndarray,
         client_ids: Sequence[Any] | None = None,
+        sample_weight: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of many clients over the same arrays.
 
@@ -118,12 +132,16 @@ class FederatedDataset:
             not be changed afterwards); or a sequence of 1-D arrays; or a
             mapping from the client's id to a 1-D array.
           client_ids: The clients' ids; None: the mapping's keys, or 0 to N - 1.
+          sample_weight: What each example counts in the loss, likewise; None:
+            all count 1.
 
         Raises:
           TypeError, ValueError: If x and y do not fit together, if an index is
             no integer or out of range, or if there is no client.
         """
-        x, y = nests.as_tensors(x, "x"), nests.as_tensors(y, "y")
+        x, y = nests.pair((x, y, sample_weight))
+        x = nests.as_tensors(x, "x")
+        y = sources.as_labels(y, nests.as_tensors)
         num_rows = nests.common_length(x, y)
         if isinstance(indices, Mapping):
             if client_ids is not None:
@@ -150,6 +168,7 @@ class FederatedDataset:
         client: str,
         features: frames.Columns | None = None,
         label: frames.Columns = "label",
+        sample_weight: str | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of a pandas frame with a column that names clients.
 
@@ -162,17 +181,22 @@ class FederatedDataset:
           features: One column: x is [n], with its kind of number. A list: x
             is float32 [n, len(features)]. A mapping from the names of a
             model's inputs to either: x is a dict. None: all columns but those
-            of `client` and `label`, as a list.
+            of `client`, `label` and `sample_weight`, as a list.
           label: One column: y is [n]. A list or a mapping: as for features, in
             the columns' own kind of number. Integers become int64, other
             numbers float32.
+          sample_weight: The column of what each example counts in the loss;
+            None: all count 1.
 
         Raises:
           TypeError: `frame` is no frame.
           ValueError: A column is not there, holds something else than finite
             numbers, or has missing values; or a feature is the client column.
         """
-        return cls.from_indices(*frames.split(frame, client, features, label))
+        x, y, rows, weight = frames.split(
+            frame, client, features, label, sample_weight
+        )
+        return cls.from_indices(x, y, rows, sample_weight=weight)
 
     @classmethod
     def from_tf_datasets(
@@ -182,7 +206,8 @@ class FederatedDataset:
 
         Args:
           clients: Maps a client's id to a finite dataset whose elements are
-            single examples, not batches: `(x, y)` or `{"x": x, "y": y}`.
+            single examples, not batches: `(x, y)`, `(x, y, sample_weight)` or
+            a dict of `x`, `y` and perhaps `sample_weight`.
 
         Raises:
           TypeError, ValueError: If elements are no such pairs, are batches,
@@ -223,7 +248,7 @@ class FederatedDataset:
           client_data: Anything with `client_ids` and
             `create_tf_dataset_for_client(client_id)`.
           preprocess_fn: Applied to every client's dataset. Its elements are
-            then single examples, `(x, y)` or `{"x": x, "y": y}`.
+            then single examples, as `from_tf_datasets` takes them.
 
         Raises:
           TypeError, ValueError: If this is no client data, if its first
@@ -254,16 +279,17 @@ class FederatedDataset:
     def from_client_fn(
         cls,
         client_ids: Sequence[Any],
-        fn: Callable[[Any], tuple[Nest, Nest]],
+        fn: Callable[[Any], tuple[Nest, ...]],
         element_spec: Nest | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of clients that a function reads, say from disk.
 
         Args:
           client_ids: The clients' ids.
-          fn: Takes a client's id and returns its `(x, y)`, nests of arrays. It
-            may raise: the client fails, the others do not.
-          element_spec: A pair of nests of `tf.TensorSpec` of one example,
+          fn: Takes a client's id and returns its `(x, y)` or `(x, y,
+            sample_weight)`, nests of arrays. It may raise: the client fails,
+            the others do not.
+          element_spec: A tuple of such nests of `tf.TensorSpec` of one example,
             without a leading dimension; None: that of the first client that
             can be read, found out by reading when it is needed.
 
@@ -275,20 +301,93 @@ class FederatedDataset:
             raise TypeError(f"fn must be callable, got {fn!r}.")
         if element_spec is not None and not (
             isinstance(element_spec, tuple)
-            and len(element_spec) == 2
+            and len(element_spec) in (2, 3)
             and all(
                 isinstance(leaf, tf.TensorSpec)
                 for leaf in tf.nest.flatten(element_spec)
             )
         ):
             raise TypeError(
-                "element_spec must be a pair of nests of tf.TensorSpec, got "
-                f"{element_spec!r}."
+                "element_spec must be (x, y) or (x, y, sample_weight) of nests "
+                f"of tf.TensorSpec, got {element_spec!r}."
             )
+        if element_spec is not None:
+            element_spec = _with_float_weights(nests.pair(element_spec))
         _at_least_one_client(client_ids=client_ids)
         distinct = _distinct(client_ids) or ()
         source = sources.StreamedSource(distinct, fn, element_spec)
         return cls(source, distinct)
+
+    @classmethod
+    def from_directory(
+        cls,
+        directory: str | os.PathLike[str],
+        pattern: str | None = None,
+        features: frames.Columns | None = None,
+        label: frames.Columns = "label",
+        sample_weight: str | None = None,
+    ) -> FederatedDataset:
+        """Makes a dataset of a directory with one file for each client.
+
+        A client's id is its file's path in the directory without the suffix,
+        and clients are in the order of their ids. A file is read when its
+        client takes part: `in_memory()` reads all of them once.
+
+        Args:
+          directory: Where the files are.
+          pattern: Which files, as for `pathlib.Path.glob`: "*.csv", or
+            "**/*.npz" for those in directories below. None: all files there
+            with a suffix that is known. They are tables (".csv", ".parquet";
+            pandas reads them) or NumPy's ".npz" with the arrays `x` and `y`
+            and perhaps `sample_weight`; where there are several features,
+            `x_<name>` of each, and x is a dict.
+          features: Of tables: as in `from_dataframe`.
+          label: Likewise.
+          sample_weight: Likewise.
+
+        Raises:
+          ValueError: If there is no such directory, no such file, or a file
+            of another kind.
+        """
+        client_ids, read = files.readers(
+            directory, pattern, features, label, sample_weight
+        )
+        return cls.from_client_fn(client_ids, read)
+
+    @classmethod
+    def from_hugging_face(
+        cls,
+        dataset: Any,
+        client: str,
+        features: frames.Columns | None = None,
+        label: frames.Columns = "label",
+        sample_weight: str | None = None,
+    ) -> FederatedDataset:
+        """Makes a dataset of a `datasets.Dataset` with a column of clients.
+
+        Only the column of clients is read at once. A client's rows are read
+        (from the files that Hugging Face maps into memory) when it takes part:
+        `in_memory()` reads all of them once.
+
+        Args:
+          dataset: A `datasets.Dataset`: one split, not a `DatasetDict`.
+          client: The column that says whose example a row is.
+          features: One column: x is what it holds, [n, ...]. A list of columns
+            of numbers: x is float32 [n, len(features)]. A mapping from the
+            names of a model's inputs to either: x is a dict. None: all columns
+            but the others named here, as a list (or the one that is left).
+          label: As for features, with each column's own kind of number.
+          sample_weight: The column of what each example counts in the loss;
+            None: all count 1.
+
+        Raises:
+          TypeError: `dataset` is no `datasets.Dataset`.
+          ValueError: A column is not there, or a feature is the client column.
+        """
+        client_ids, read = hugging_face.readers(
+            dataset, client, features, label, sample_weight
+        )
+        return cls.from_client_fn(client_ids, read)
 
     @classmethod
     def from_npz(cls, path: str | os.PathLike[str]) -> FederatedDataset:
@@ -318,8 +417,16 @@ class FederatedDataset:
 
     @property
     def element_spec(self) -> tuple[Nest, Nest]:
-        """The `tf.TensorSpec`s (x, y) of one example."""
+        """The `tf.TensorSpec`s (x, y) of one example.
+
+        Where examples have weights, y is a pair `(y, sample_weight)` of them.
+        """
         return self._source.element_spec
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether examples have weights."""
+        return nests.weights_of(self.element_spec[1]) is not None
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -408,13 +515,15 @@ class FederatedDataset:
             }
         return self._position_of[client_id]
 
-    def client(self, client_id: Any) -> tuple[Nest, Nest]:
-        """Returns the examples (x, y) of a client, as NumPy nests.
+    def client(self, client_id: Any) -> tuple[Nest, ...]:
+        """Returns a client's `(x, y)`, as NumPy nests.
+
+        Where examples have weights, `(x, y, sample_weight)`.
 
         Raises:
           KeyError: If there is no such client.
         """
-        return self._source.read(self.position(client_id))
+        return nests.unpaired(*self._source.read(self.position(client_id)))
 
     def create_tf_dataset_for_client(self, client_id: Any) -> tf.data.Dataset:
         """Returns a client's examples, one by one, under TFF's name for it.
@@ -494,7 +603,7 @@ class FederatedDataset:
         )
 
     def map(
-        self, fn: Callable[[Nest, Nest], tuple[Nest, Nest]]
+        self, fn: Callable[[Nest, Nest], tuple[Nest, ...]]
     ) -> FederatedDataset:
         """Returns the dataset with every example changed by a function.
 
@@ -502,7 +611,8 @@ class FederatedDataset:
           fn: Takes any number of examples as nests of arrays (x, y) and
             returns as many, row by row: `lambda x, y: (x / 255, y)`. An
             indexed dataset calls it once, with all the examples it holds; a
-            streamed one for each client that is read.
+            streamed one for each client that is read. Weights of examples stay
+            as they are, or are the third that it returns.
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
@@ -531,7 +641,12 @@ class FederatedDataset:
             for position, client_id in enumerate(self._client_ids)
         ]
         return FederatedDataset(
-            sources.pack(clients), self._client_ids, self._config
+            sources.pack(
+                clients,
+                any(map(nests.is_open, tf.nest.flatten(self.element_spec))),
+            ),
+            self._client_ids,
+            self._config,
         )
 
     def save_npz(self, path: str | os.PathLike[str]) -> None:
@@ -553,7 +668,8 @@ class FederatedDataset:
     def flat(self) -> tuple[Nest, Nest]:
         """Returns the tensors (x, y) that hold every example of all clients.
 
-        They are CPU tensors, always the same ones. Only indexed datasets have
+        They are CPU tensors, always the same ones; weights of examples are
+        beside the labels, as in `element_spec`. Only indexed datasets have
         them.
         """
         source = self._indexed("flat")
@@ -649,8 +765,11 @@ class FederatedDataset:
         x_spec, y_spec = self.element_spec
         lines += [
             f"x: {nests.describe_spec(x_spec)}",
-            f"y: {nests.describe_spec(y_spec)}",
+            f"y: {nests.describe_spec(nests.labels_of(y_spec))}",
         ]
+        if self.has_weights:
+            weight = nests.weights_of(y_spec)
+            lines.append(f"sample_weight: {nests.describe_spec(weight)}")
         return "FederatedDataset\n" + textwrap.indent("\n".join(lines), "  ")
 
 
@@ -752,6 +871,7 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
             "A client's dataset must end, got one that repeats for ever."
         )
     spec = sources.element_pair(dataset.element_spec)
+    spec = tf.nest.map_structure(_dense_spec, spec)
     leaves = tf.nest.flatten(spec)
     for leaf in leaves:
         if not isinstance(leaf, tf.TensorSpec):
@@ -764,13 +884,31 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
             f"what looks like batches, {nests.describe_spec(spec)}; "
             ".unbatch() makes single examples of them."
         )
-    return tf.nest.map_structure(
+    spec = tf.nest.map_structure(
         lambda leaf: tf.TensorSpec(
             leaf.shape,
             tf.float32 if leaf.dtype == tf.float64 else leaf.dtype,
         ),
         spec,
     )
+    return _with_float_weights(spec)
+
+
+def _dense_spec(spec: Any) -> Any:
+    """Returns what a sequence is when it was filled up."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.TensorSpec(spec.shape, spec.dtype)
+    return spec
+
+
+def _with_float_weights(spec: tuple[Nest, Nest]) -> tuple[Nest, Nest]:
+    x, y = spec
+    if not isinstance(y, nests.Weighted):
+        return spec
+    weight = tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec(leaf.shape, tf.float32), y.sample_weight
+    )
+    return x, nests.Weighted(y.y, weight)
 
 
 def _check_same_spec(spec: Nest, expected: Nest) -> None:

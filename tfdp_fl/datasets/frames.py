@@ -11,60 +11,125 @@ Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
 def split(
-    frame: Any, client: str, features: Columns | None, label: Columns
-) -> tuple[Any, Any, dict[Any, np.ndarray]]:
-    """Returns (x, y, rows of each client) of a pandas frame.
+    frame: Any,
+    client: str,
+    features: Columns | None,
+    label: Columns,
+    sample_weight: str | None = None,
+) -> tuple[Any, Any, dict[Any, np.ndarray], Any]:
+    """Returns (x, y, rows of each client, weights) of a pandas frame.
 
     Args:
       frame: A `pandas.DataFrame`.
       client: See `FederatedDataset.from_dataframe`.
       features: See there.
       label: See there.
+      sample_weight: See there; the weights are None where it is.
 
     Raises:
       TypeError, ValueError: See there.
     """
-    for attribute in ("columns", "__getitem__", "iloc"):
-        if not hasattr(frame, attribute):
-            raise TypeError(
-                f"frame must be a pandas.DataFrame, got {type(frame).__name__}."
-            )
-    names = list(frame.columns)
-    if len(set(names)) < len(names):
-        raise ValueError("frame must have distinct column names.")
-    _known(names, client=client)
-    if features is None:
-        taken = {client, *_named(label)}
-        features = [name for name in names if name not in taken]
-    _known(names, features=features)
-    _known(names, label=label)
-    used = [*_named(features), *_named(label)]
-    for name in used:
-        if name == client:
-            raise ValueError(
-                f"features and label must not hold the client column, got "
-                f"{name!r}: who somebody is would be learned as a feature."
-            )
+    names = _names(frame)
+    features = chosen(names, client, features, label, sample_weight)
     if not len(frame):
         raise ValueError("frame must have rows, got none.")
     return (
         _arrays(frame, features, "features"),
         _arrays(frame, label, "label"),
-        _rows_by_client(frame, client),
+        rows_by_client(_ids(frame, client)),
+        _weights(frame, sample_weight),
     )
 
 
-def _named(columns: Any) -> list[str]:
+def of_one_client(
+    frame: Any,
+    features: Columns | None,
+    label: Columns,
+    sample_weight: str | None,
+) -> tuple[Any, ...]:
+    """Returns `(x, y)` or `(x, y, sample_weight)` of one client's own frame.
+
+    Raises:
+      TypeError, ValueError: See `FederatedDataset.from_dataframe`.
+    """
+    features = chosen(_names(frame), None, features, label, sample_weight)
+    x = _arrays(frame, features, "features")
+    y = _arrays(frame, label, "label")
+    if sample_weight is None:
+        return x, y
+    return x, y, _weights(frame, sample_weight)
+
+
+def _names(frame: Any) -> list[str]:
+    for attribute in ("columns", "__getitem__", "iloc"):
+        if not hasattr(frame, attribute):
+            raise TypeError(
+                f"frame must be a pandas.DataFrame, got {type(frame).__name__}."
+            )
+    return list(frame.columns)
+
+
+def chosen(
+    names: list[str],
+    client: str | None,
+    features: Columns | None,
+    label: Columns,
+    sample_weight: str | None,
+) -> Columns:
+    """Returns the columns of the features, once all columns are known.
+
+    Args:
+      names: The columns that there are.
+      client: The column of clients; None: there is none.
+      features: None: all that are not named otherwise.
+      label: The column or columns of the labels.
+      sample_weight: The column of weights, or None.
+
+    Raises:
+      ValueError: A column is not there, or a feature is something else.
+    """
+    if len(set(names)) < len(names):
+        raise ValueError("frame must have distinct column names.")
+    others = {}
+    if client is not None:
+        others["client"] = client
+    if sample_weight is not None:
+        others["sample_weight"] = sample_weight
+    for argument, name in others.items():
+        _known(names, **{argument: name})
+    if features is None:
+        taken = {*others.values(), *named(label)}
+        features = [name for name in names if name not in taken]
+    _known(names, features=features)
+    _known(names, label=label)
+    used = [*named(features), *named(label)]
+    if client in used or (client is not None and client == sample_weight):
+        raise ValueError(
+            "features, label and sample_weight must not hold the client "
+            f"column, got {client!r}: who somebody is would be learned as a "
+            "feature."
+        )
+    return features
+
+
+def _weights(frame: Any, sample_weight: str | None) -> np.ndarray | None:
+    if sample_weight is None:
+        return None
+    return _array(frame, sample_weight, "sample_weight").astype(np.float32)
+
+
+def named(columns: Any) -> list[str]:
+    """Returns the names in what says which columns to take."""
     if isinstance(columns, Mapping):
-        return [name for each in columns.values() for name in _named(each)]
+        return [name for each in columns.values() for name in named(each)]
     return [columns] if isinstance(columns, str) else list(columns)
 
 
 def _known(names: list[str], **checked: Any) -> None:
     ((argument, columns),) = checked.items()
-    if not _named(columns):
+    if not named(columns):
         raise ValueError(f"{argument} must name a column, got none.")
-    for name in _named(columns):
+    for name in named(columns):
         if name not in names:
             raise ValueError(
                 f"{argument} must name columns of the frame "
@@ -121,14 +186,22 @@ def _array(frame: Any, name: str, argument: str) -> np.ndarray:
     return array
 
 
-def _rows_by_client(frame: Any, client: str) -> dict[Any, np.ndarray]:
+def _ids(frame: Any, client: str) -> list[Any]:
     column = frame[client]
     if column.isna().any():
         raise ValueError(
             f"client must be named in every row, got column {client!r} with "
             f"{int(column.isna().sum())} missing."
         )
-    ids = column.tolist()
+    return column.tolist()
+
+
+def rows_by_client(ids: list[Any]) -> dict[Any, np.ndarray]:
+    """Returns each client's rows (int64), by id, in the order of the rows.
+
+    Args:
+      ids: Whose each row is.
+    """
     place: dict[Any, int] = {}
     codes = np.fromiter(
         (place.setdefault(each, len(place)) for each in ids), np.int64, len(ids)

@@ -1,5 +1,8 @@
 """Nests of arrays: what Keras takes as features or labels of many examples.
 
+Weights of examples travel beside the labels, as a `Weighted` nest: whatever
+carries labels (chunks, files, workers) carries them as well.
+
 A nest is an array, or a dict, tuple or list of nests. Every array of a nest
 has the same leading dimension: the number of examples. Numbers of 64-bit
 floating point become 32-bit, because that is what Keras trains with; every
@@ -9,7 +12,7 @@ other dtype is kept, `uint8` images and `int64` labels among them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +21,61 @@ import tensorflow as tf
 Nest = Any
 
 _NUMBERS = (bool, int, float, np.number, np.bool_)
+# What the items of a sequence of unequal length may be.
+_SEQUENCES = (list, tuple, np.ndarray)
+
+
+class ExamplesTypeError(TypeError):
+    """What somebody's examples are made of; the message quotes none of them."""
+
+
+class ExamplesValueError(ValueError):
+    """How somebody's examples do not fit; the message quotes none of them."""
+
+
+# Errors whose messages may be shown to whoever may not see the examples.
+SAFE_ERRORS = (ExamplesTypeError, ExamplesValueError)
+
+
+class Weighted(NamedTuple):
+    """Labels, and what each example counts in the loss.
+
+    Attributes:
+      y: A nest of labels.
+      sample_weight: A nest of float32 weights, of one number for each example
+        or of what else Keras takes as `sample_weight`.
+    """
+
+    y: Nest
+    sample_weight: Nest
+
+
+def pair(examples: tuple[Any, ...]) -> tuple[Nest, Nest]:
+    """Returns `(x, y)`; y is `Weighted` if there are weights.
+
+    Args:
+      examples: `(x, y)` or `(x, y, sample_weight)`; weights that are None are
+        none.
+    """
+    x, y, *weight = examples
+    if isinstance(y, Weighted) or not weight or weight[0] is None:
+        return x, y
+    return x, Weighted(y, weight[0])
+
+
+def unpaired(x: Nest, y: Nest) -> tuple[Nest, ...]:
+    """Returns what `pair` was given: `(x, y)` or `(x, y, sample_weight)`."""
+    return (x, *y) if isinstance(y, Weighted) else (x, y)
+
+
+def labels_of(y: Nest) -> Nest:
+    """Returns labels without their weights."""
+    return y.y if isinstance(y, Weighted) else y
+
+
+def weights_of(y: Nest) -> Nest | None:
+    """Returns the weights beside labels, or None."""
+    return y.sample_weight if isinstance(y, Weighted) else None
 
 
 def as_tensor(leaf: Any, name: str) -> tf.Tensor:
@@ -50,12 +108,20 @@ def as_array(leaf: Any, name: str) -> np.ndarray:
     """Returns what `as_tensor` would hold, as a NumPy array."""
     if isinstance(leaf, tf.Tensor):
         array = view(leaf)
-    elif isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
-        raise TypeError(
+    elif is_ragged(leaf):
+        array = _filled_up(leaf, name)
+    elif isinstance(leaf, tf.SparseTensor):
+        raise ExamplesTypeError(
             f"{name} must be made of dense arrays, got a {type(leaf).__name__}."
         )
     else:
-        array = np.asarray(leaf)
+        try:
+            array = np.asarray(leaf)
+        except ValueError:  # Not every one of its messages is harmless.
+            raise ExamplesTypeError(
+                f"{name} must be made of arrays, got {type(leaf).__name__} "
+                "that NumPy makes none of."
+            ) from None
     if array.dtype in (np.float64, np.longdouble):
         array = array.astype(np.float32)
     strings = array.dtype.kind in "SU" or (
@@ -65,7 +131,7 @@ def as_array(leaf: Any, name: str) -> np.ndarray:
     # ml_dtypes' bfloat16 calls itself of kind "V".
     numbers = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
     if not (strings or numbers):
-        raise TypeError(
+        raise ExamplesTypeError(
             f"{name} must be made of arrays of numbers, booleans or strings, "
             f"got dtype {array.dtype}."
         )
@@ -75,9 +141,117 @@ def as_array(leaf: Any, name: str) -> np.ndarray:
 
 def _check_rank(rank: int | None, name: str) -> None:
     if rank == 0:
-        raise ValueError(
+        raise ExamplesValueError(
             f"{name} must have a leading dimension of examples, got a scalar."
         )
+
+
+def is_sequence(spec: Any) -> bool:
+    """Returns True for the spec of one example that is of any length."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return True
+    shape = spec.shape
+    return shape.rank == 1 and shape[0] is None
+
+
+def is_open(spec: Any) -> bool:
+    """Returns True for the spec of one example with no width that is fixed."""
+    return bool(spec.shape.rank) and not any(spec.shape.as_list())
+
+
+def are_sequences_of(spec: Nest, other: Nest) -> bool:
+    """Returns True if a spec is another one but for sequences of any length."""
+    try:
+        tf.nest.assert_same_structure(spec, other)
+    except (TypeError, ValueError):
+        return False
+    pairs = zip(tf.nest.flatten(spec), tf.nest.flatten(other), strict=True)
+    return all(
+        one == same
+        or (
+            is_open(one)
+            and one.dtype == same.dtype
+            and one.shape.is_compatible_with(same.shape)
+        )
+        for one, same in pairs
+    ) and any(map(is_open, tf.nest.flatten(spec)))
+
+
+def is_ragged(leaf: Any) -> bool:
+    """Returns True for sequences whose examples have unequal lengths."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return True
+    return (
+        isinstance(leaf, np.ndarray)
+        and leaf.dtype == object
+        and leaf.ndim == 1
+        and len(leaf) > 0
+        and all(isinstance(item, _SEQUENCES) for item in leaf)
+    )
+
+
+def _filled_up(leaf: Any, name: str) -> np.ndarray:
+    """Returns sequences with zeros (or empty strings) after the shorter."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.to_tensor().numpy()
+    try:
+        rows = [_row(item, name) for item in leaf]
+    except (TypeError, ValueError):
+        rows = []
+    filled = [row for row in rows if row.size] or rows[:1]
+    if not filled or len({row.dtype.kind for row in filled}) > 1:
+        raise ExamplesTypeError(
+            f"{name} must be made of sequences of numbers or strings, all of "
+            "the same kind, got others."
+        )
+    rows = [
+        row if row.size else np.zeros([0] * filled[0].ndim, filled[0].dtype)
+        for row in rows
+    ]
+    if len({row.ndim for row in rows}) > 1:
+        raise ExamplesTypeError(
+            f"{name} must be made of sequences of the same depth, got several."
+        )
+    return np.concatenate(same_widths([row[np.newaxis] for row in rows]))
+
+
+def _row(item: Any, name: str) -> np.ndarray:
+    """Returns one example's sequence as an array."""
+    if isinstance(item, list) and _is_uneven(item):
+        item = _rows(item)
+    return _filled_up(item, name) if is_ragged(item) else np.asarray(item)
+
+
+def same_widths(leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns arrays of clients' sequences, each as wide as the widest.
+
+    What is added is 0, or the empty string. Of another rank they stay as they
+    are, to be refused. Empty sequences are of the others' dtype.
+    """
+    dtype = next((leaf.dtype for leaf in leaves if leaf.size), None)
+    if dtype is not None:
+        leaves = [each if each.size else each.astype(dtype) for each in leaves]
+    if len({leaf.ndim for leaf in leaves}) > 1:
+        return list(leaves)
+    widest = np.max([leaf.shape[1:] for leaf in leaves], axis=0)
+
+    def padded(leaf: np.ndarray) -> np.ndarray:
+        width = [
+            (0, 0),
+            *((0, m - n) for m, n in zip(widest, leaf.shape[1:], strict=True)),
+        ]
+        if not any(after for _, after in width):
+            return leaf
+        # NumPy has no padding of objects.
+        wide = np.full(
+            [len(leaf), *widest],
+            b"" if leaf.dtype.kind in "SUO" else 0,
+            object if leaf.dtype.kind in "SUO" else leaf.dtype,
+        )
+        wide[tuple(slice(size) for size in leaf.shape)] = leaf
+        return wide
+
+    return [padded(leaf) for leaf in leaves]
 
 
 def view(tensor: tf.Tensor) -> np.ndarray:
@@ -94,25 +268,49 @@ def view(tensor: tf.Tensor) -> np.ndarray:
 def as_tensors(nest: Nest, name: str) -> Nest:
     """Maps `as_tensor` over a nest."""
     return tf.nest.map_structure(
-        lambda leaf: as_tensor(leaf, name), _with_array_leaves(nest)
+        lambda leaf: as_tensor(leaf, name), with_array_leaves(nest)
     )
 
 
 def as_arrays(nest: Nest, name: str) -> Nest:
     """Maps `as_array` over a nest."""
     return tf.nest.map_structure(
-        lambda leaf: as_array(leaf, name), _with_array_leaves(nest)
+        lambda leaf: as_array(leaf, name), with_array_leaves(nest)
     )
 
 
-def _with_array_leaves(nest: Nest) -> Nest:
+def with_array_leaves(nest: Nest) -> Nest:
     """Turns lists of plain numbers, such as `[[1, 2], [3, 4]]`, into arrays."""
-    leaf = nest
+    if isinstance(nest, Weighted):
+        return Weighted(*map(with_array_leaves, nest))
+    if isinstance(nest, dict):
+        return {name: with_array_leaves(part) for name, part in nest.items()}
+    leaf, uneven = nest, False
     while isinstance(leaf, list) and leaf:
-        leaf = leaf[0]
-    if isinstance(nest, list) and isinstance(leaf, (*_NUMBERS, str, bytes)):
-        return np.asarray(nest)
+        uneven |= _is_uneven(leaf)
+        leaf = next((i for i in leaf if not isinstance(i, list) or i), leaf[0])
+    numbers = isinstance(leaf, (*_NUMBERS, str, bytes))
+    if isinstance(nest, list) and nest and (numbers or isinstance(leaf, list)):
+        # A list of nothing but empty lists is that many empty sequences.
+        return _rows(nest) if uneven or not numbers else np.asarray(nest)
     return nest
+
+
+def _is_uneven(items: list[Any]) -> bool:
+    """Returns True for a list of lists that are not all of one length."""
+    return len({len(each) for each in items if isinstance(each, list)}) > 1
+
+
+def _rows(items: list[Any]) -> np.ndarray:
+    """Returns an array of sequences."""
+    rows = np.empty(len(items), object)
+    rows[:] = items
+    return rows
+
+
+def ragged_leaves(nest: Nest) -> list[bool]:
+    """Returns which leaves of a nest are sequences of unequal lengths."""
+    return [is_ragged(leaf) for leaf in tf.nest.flatten(nest)]
 
 
 def views(nest: Nest) -> Nest:
@@ -133,13 +331,19 @@ def common_length(x: Nest, y: Nest) -> int:
     """
     lengths = [int(leaf.shape[0]) for leaf in tf.nest.flatten((x, y))]
     if not lengths:
-        raise ValueError("x and y must hold at least one array, got none.")
+        raise ExamplesValueError(
+            "x and y must hold at least one array, got none."
+        )
     if len(set(lengths)) > 1:
         x_lengths = sorted({int(leaf.shape[0]) for leaf in tf.nest.flatten(x)})
         y_lengths = sorted({int(leaf.shape[0]) for leaf in tf.nest.flatten(y)})
-        raise ValueError(
-            "x and y must have the same number of examples in every array, "
-            f"got {_listed(x_lengths)} in x and {_listed(y_lengths)} in y."
+        what, where = "x and y", "y"
+        if isinstance(y, Weighted):
+            what, where = "x, y and sample_weight", "y and sample_weight"
+        raise ExamplesValueError(
+            f"{what} must have the same number of examples in every array, "
+            f"got {_listed(x_lengths)} in x and {_listed(y_lengths)} in "
+            f"{where}."
         )
     return lengths[0]
 
@@ -169,7 +373,12 @@ def check_matches(x: Nest, y: Nest, element_spec: Nest) -> None:
         try:
             tf.nest.assert_same_structure(nest, expected)
         except (TypeError, ValueError) as error:
-            raise ValueError(
+            if isinstance(nest, Weighted) != isinstance(expected, Weighted):
+                raise ExamplesValueError(
+                    "sample_weight must be given for every client or for none, "
+                    "got it for some."
+                ) from error
+            raise ExamplesValueError(
                 f"{name} must be the same nest for every client, "
                 f"{structure(expected)}, got {structure(nest)}."
             ) from error
@@ -179,11 +388,30 @@ def check_matches(x: Nest, y: Nest, element_spec: Nest) -> None:
             if spec.dtype != _dtype(leaf) or not spec.shape.is_compatible_with(
                 leaf.shape[1:]
             ):
-                raise ValueError(
+                raise ExamplesValueError(
                     f"{name} must have the same dtype and example shape for "
                     f"every client, {_short(spec)}, got "
                     f"{_short(spec_of(leaf))}."
                 )
+
+
+def with_dtypes_of_empty(nest: Nest, spec: Nest) -> Nest:
+    """Returns a nest whose empty sequences have the dtype of the spec."""
+    try:
+        tf.nest.assert_same_structure(nest, spec)
+    except (TypeError, ValueError):
+        return nest  # To be refused.
+    return tf.nest.map_structure(
+        lambda leaf, each: (
+            leaf
+            if leaf.size or leaf.ndim < 2
+            else leaf.astype(
+                object if each.dtype == tf.string else each.dtype.as_numpy_dtype
+            )
+        ),
+        nest,
+        spec,
+    )
 
 
 def no_examples(spec: Nest) -> Nest:

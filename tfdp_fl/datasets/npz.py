@@ -76,7 +76,7 @@ def load(
         x, y = (_decode(part, contents) for part in header["structure"])
         source = sources.IndexedSource(
             nests.as_tensors(x, "x"),
-            nests.as_tensors(y, "y"),
+            sources.as_labels(y, nests.as_tensors),
             starts=np.cumsum(lengths) - lengths,
             lengths=lengths,
             table=contents.get("rows"),
@@ -101,6 +101,8 @@ def _encode(nest: nests.Nest, arrays: list[np.ndarray]) -> Any:
             )
         arrays.append(nests.view(nest))
         return len(arrays) - 1
+    if isinstance(nest, nests.Weighted):
+        return {"weighted": [_encode(part, arrays) for part in nest]}
     if isinstance(nest, dict):
         if not all(isinstance(key, str) for key in nest):
             raise TypeError(
@@ -127,6 +129,8 @@ def _decode(structure: Any, contents: dict[str, np.ndarray]) -> nests.Nest:
     if kind == "dict":
         return {key: _decode(part, contents) for key, part in parts.items()}
     made = [_decode(part, contents) for part in parts]
+    if kind == "weighted":
+        return nests.Weighted(*made)
     return tuple(made) if kind == "tuple" else made
 
 

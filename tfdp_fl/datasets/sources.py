@@ -8,6 +8,7 @@ to. Both know clients by position, 0 to N - 1, and nothing about their ids.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,8 @@ class ClientExamples:
     Attributes:
       position: The client's place in the dataset, from 0.
       x: Features, a nest of arrays with leading dimension n.
-      y: Labels, a nest of arrays with leading dimension n.
+      y: Labels, a nest of arrays with leading dimension n; with the examples'
+        weights beside them, if there are any (`nests.Weighted`).
     """
 
     position: int
@@ -47,11 +49,19 @@ class ClientFailure:
 
     Attributes:
       position: The client's place in the dataset, from 0.
-      error: What was raised.
+      error: What was raised. Its message may quote examples.
     """
 
     position: int
     error: Exception
+
+    @property
+    def reason(self) -> str:
+        """What failed, without anything that may be an example."""
+        kind = type(self.error).__name__
+        if isinstance(self.error, nests.SAFE_ERRORS):
+            return f"{kind}: {self.error}"
+        return f"{kind} (its message may quote examples and is not shown)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +163,11 @@ class IndexedSource:
     def map(self, fn: Callable[..., Any]) -> IndexedSource:
         """Returns the source with `fn(x, y)` applied once to all examples."""
         x, y = _mapped(fn, *nests.views((self.x, self.y)))
-        x, y = nests.as_tensors(x, "x"), nests.as_tensors(y, "y")
+        x, y = nests.as_tensors(x, "x"), as_labels(y, nests.as_tensors)
         length = nests.common_length(x, y)
         stored = nests.common_length(self.x, self.y)
         if length != stored:
-            raise ValueError(
+            raise nests.ExamplesValueError(
                 "fn must return as many examples as it is given, got "
                 f"{length} for {stored}."
             )
@@ -202,23 +212,32 @@ class StreamedSource:
             specs: list[nests.Nest] = []
             for key in self._keys:
                 try:
-                    x, y, length = _client_arrays(self._read_fn(key))
+                    x, y, length, ragged = _client_arrays(self._read_fn(key))
                 except Exception as raised:  # Any client's code may run here.
                     error = error or raised
                     continue
                 if length:
-                    specs.append(nests.spec_of((x, y)))
+                    specs.append(_open_spec((x, y), ragged))
                 if len(specs) == _ASKED_FOR_SPEC:
                     break
             if not specs:
-                raise ValueError(
+                why = "none has any"
+                if error is not None:
+                    why = (
+                        f"the first error was {ClientFailure(0, error).reason}"
+                    )
+                raise nests.ExamplesValueError(
                     "element_spec must be given, because no client with "
-                    f"examples could be read; the first error was {error!r}."
-                ) from error
+                    f"examples could be read; {why}."
+                ) from (error if isinstance(error, nests.SAFE_ERRORS) else None)
             # What most of them have: one odd client is not to decide.
             votes = collections.Counter(map(repr, specs))
             ((chosen, _),) = votes.most_common(1)
-            self._element_spec = next(s for s in specs if repr(s) == chosen)
+            found = next(s for s in specs if repr(s) == chosen)
+            # Sequences may happen to be all of one length at a client.
+            self._element_spec = next(
+                (s for s in specs if nests.are_sequences_of(s, found)), found
+            )
         return self._element_spec
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
@@ -228,9 +247,10 @@ class StreamedSource:
           Exception: Whatever the client's reading raises.
           ValueError: If its examples are not of the spec.
         """
-        x, y, length = _client_arrays(self._read_fn(self._keys[position]))
+        x, y, length, _ = _client_arrays(self._read_fn(self._keys[position]))
         if not length:
             return nests.no_examples(self.element_spec)
+        x, y = nests.with_dtypes_of_empty((x, y), self.element_spec)
         nests.check_matches(x, y, self.element_spec)
         return x, y
 
@@ -254,31 +274,73 @@ class StreamedSource:
 
 
 def _pair(examples: Any) -> tuple[nests.Nest, nests.Nest]:
-    if not (isinstance(examples, tuple) and len(examples) == 2):
-        raise TypeError(
-            "A client's examples must be a pair (x, y), got "
+    if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
+        raise nests.ExamplesTypeError(
+            "A client's examples must be (x, y) or (x, y, sample_weight), got "
             f"{_outline(examples)}."
         )
-    return examples
+    return nests.pair(examples)
 
 
-def _client_arrays(examples: Any) -> tuple[nests.Nest, nests.Nest, int]:
-    """Returns a client's `(x, y)` as arrays, and its number of examples."""
-    x, y = _pair(examples)
-    x, y = nests.as_arrays(x, "x"), nests.as_arrays(y, "y")
+def _client_arrays(
+    examples: Any,
+) -> tuple[nests.Nest, nests.Nest, int, list[bool]]:
+    """Returns a client's `(x, y)` as arrays, and how many examples it has.
+
+    And which of the arrays were of sequences of unequal length.
+    """
+    x, y = (nests.with_array_leaves(nest) for nest in _pair(examples))
+    ragged = nests.ragged_leaves((x, y))
+    x, y = nests.as_arrays(x, "x"), as_labels(y, nests.as_arrays)
     # `[]` is nobody's nest of arrays; it can only mean that there is nothing.
     if not tf.nest.flatten((x, y)):
-        return x, y, 0
-    return x, y, nests.common_length(x, y)
+        return x, y, 0, ragged
+    return x, y, nests.common_length(x, y), ragged
+
+
+def as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
+    """Converts labels, and the weights beside them to float32.
+
+    Args:
+      y: A nest of labels, perhaps `nests.Weighted`.
+      convert: `nests.as_arrays` or `nests.as_tensors`.
+    """
+    if not isinstance(y, nests.Weighted):
+        return convert(y, "y")
+    weight = nests.as_arrays(y.sample_weight, "sample_weight")
+    for leaf in tf.nest.flatten(weight):
+        if leaf.dtype.kind not in "biuf":
+            raise nests.ExamplesTypeError(
+                "sample_weight must be made of numbers, got dtype "
+                f"{leaf.dtype}."
+            )
+    with np.errstate(over="ignore"):  # What is infinite counts for nobody.
+        weight = tf.nest.map_structure(
+            lambda leaf: leaf.astype(np.float32), weight
+        )
+    return nests.Weighted(convert(y.y, "y"), convert(weight, "sample_weight"))
+
+
+def _open_spec(examples: nests.Nest, ragged: list[bool]) -> nests.Nest:
+    """Returns the spec of one example; a sequence may be of any length."""
+    leaves = [
+        tf.TensorSpec([None] * spec.shape.rank, spec.dtype) if uneven else spec
+        for spec, uneven in zip(
+            tf.nest.flatten(nests.spec_of(examples)), ragged, strict=True
+        )
+    ]
+    return tf.nest.pack_sequence_as(examples, leaves)
 
 
 def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
-    mapped = fn(x, y)
-    if not (isinstance(mapped, tuple) and len(mapped) == 2):
-        raise TypeError(
-            f"fn must return a pair (x, y), got {_outline(mapped)}."
+    """Returns `fn(x, y)`; weights that it does not change stay."""
+    mapped = fn(x, nests.labels_of(y))
+    if not (isinstance(mapped, tuple) and len(mapped) in (2, 3)):
+        raise nests.ExamplesTypeError(
+            "fn must return (x, y) or (x, y, sample_weight), got "
+            f"{_outline(mapped)}."
         )
-    return mapped
+    return nests.pair((*mapped, nests.weights_of(y))[:3])
 
 
 def _outline(value: Any) -> str:
@@ -289,27 +351,28 @@ def _outline(value: Any) -> str:
 
 def pack(
     clients: Sequence[tuple[Any, tuple[nests.Nest, nests.Nest]]],
+    sequences: bool = False,
 ) -> IndexedSource:
     """Packs clients' arrays one after another into flat tensors.
 
     Args:
       clients: Pairs of a client's id (for errors) and its `(x, y)`.
+      sequences: Whether some of them are known to be sequences, filled up to
+        each client's own longest.
 
     Raises:
       ValueError, TypeError: If they do not fit together, naming the client.
     """
     filled, empty, lengths, spec = [], [], [], None
+    owners, uneven = [], sequences
     for client_id, examples in clients:
-        try:
-            x, y, length = _client_arrays(examples)
-            if length:
-                spec = spec or nests.spec_of((x, y))
-                nests.check_matches(x, y, spec)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"Client {client_id!r}: {error}") from error
+        with _naming(client_id):
+            x, y, length, ragged = _client_arrays(examples)
         lengths.append(length)
         if length:
+            uneven |= any(ragged)
             filled.append((x, y))
+            owners.append(client_id)
         elif tf.nest.flatten(x) and tf.nest.flatten(y):
             empty.append((x, y))
     if not (filled or empty):
@@ -317,19 +380,62 @@ def pack(
             "clients must have at least one array among them, got only empty "
             "lists."
         )
+    if uneven:
+        filled = _equally_wide(filled)
+    for client_id, (x, y) in zip(owners, filled, strict=True):
+        with _naming(client_id):
+            spec = spec or nests.spec_of((x, y))
+            nests.check_matches(x, y, spec)
     # If every client is empty, the first one's arrays say what of.
     x, y = nests.concatenate(filled or empty[:1])
     counts = np.array(lengths, np.int64)
     return IndexedSource(
         nests.as_tensors(x, "x"),
-        nests.as_tensors(y, "y"),
+        as_labels(y, nests.as_tensors),
         starts=np.cumsum(counts) - counts,
         lengths=counts,
     )
 
 
+@contextlib.contextmanager
+def _naming(client_id: Any) -> Iterator[None]:
+    """Has errors about a client's examples name the client."""
+    try:
+        yield
+    except nests.SAFE_ERRORS as error:
+        raise type(error)(f"Client {client_id!r}: {error}") from error
+
+
+def _equally_wide(clients: list[Any]) -> list[Any]:
+    """Returns clients' examples; sequences are as wide as the widest."""
+    try:
+        for client in clients:
+            tf.nest.assert_same_structure(client, clients[0])
+    except (TypeError, ValueError):
+        return clients  # To be refused, by name.
+    columns = zip(*map(tf.nest.flatten, clients), strict=True)
+    padded = [nests.same_widths(column) for column in columns]
+    return [
+        tf.nest.pack_sequence_as(clients[0], leaves)
+        for leaves in zip(*padded, strict=True)
+    ]
+
+
 def read_tf_dataset(dataset: tf.data.Dataset) -> nests.Nest:
-    """Reads a dataset of single examples into one nest of NumPy arrays."""
+    """Reads a dataset of single examples into one nest of NumPy arrays.
+
+    Sequences are as wide as the client's longest.
+    """
+    if any(map(nests.is_sequence, tf.nest.flatten(dataset.element_spec))):
+        batches = list(dataset.ragged_batch(1024))
+        if not batches:
+            return nests.no_examples(dataset.element_spec)
+        return tf.nest.map_structure(
+            lambda *parts: nests.as_array(
+                parts[0] if len(parts) == 1 else tf.concat(parts, 0), "x"
+            ),
+            *batches,
+        )
     chunks = list(dataset.batch(1024).as_numpy_iterator())
     if not chunks:
         return nests.no_examples(dataset.element_spec)
@@ -337,18 +443,25 @@ def read_tf_dataset(dataset: tf.data.Dataset) -> nests.Nest:
 
 
 def element_pair(element: Any) -> tuple[Any, Any]:
-    """Returns (x, y) of an element that is a pair or has the keys x and y.
+    """Returns (x, y) of an element that is a tuple or has the keys x and y.
+
+    A third of the tuple, or `sample_weight` of a dict, is beside the labels.
 
     Raises:
       TypeError: If it is anything else.
     """
-    if isinstance(element, dict) and set(element) == {"x", "y"}:
-        return element["x"], element["y"]
-    if isinstance(element, tuple) and len(element) == 2:
-        return element
-    raise TypeError(
-        "The elements of a client's dataset must be single examples (x, y), "
-        f"got {nests.structure(element)}; preprocess_fn can make them so."
+    if isinstance(element, dict) and {"x", "y"} <= set(element) <= {
+        *("x", "y", "sample_weight")
+    }:
+        return nests.pair(
+            (element["x"], element["y"], element.get("sample_weight"))
+        )
+    if isinstance(element, tuple) and len(element) in (2, 3):
+        return nests.pair(element)
+    raise nests.ExamplesTypeError(
+        "The elements of a client's dataset must be single examples (x, y) or "
+        f"(x, y, sample_weight), got {nests.structure(element)}; preprocess_fn "
+        "can make them so."
     )
 
 

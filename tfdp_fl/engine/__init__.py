@@ -2,6 +2,13 @@
 
 from tfdp_fl.engine.client_update import LocalTraining
 from tfdp_fl.engine.engine import CohortEngine
+from tfdp_fl.engine.example_weights import checked_class_weight
 from tfdp_fl.engine.rounds import PendingRound, RoundInputs
 
-__all__ = ["CohortEngine", "LocalTraining", "PendingRound", "RoundInputs"]
+__all__ = [
+    "CohortEngine",
+    "LocalTraining",
+    "PendingRound",
+    "RoundInputs",
+    "checked_class_weight",
+]

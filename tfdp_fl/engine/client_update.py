@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +12,7 @@ from tfdp_fl import keras_versions
 from tfdp_fl.engine import (
     client_optimizer,
     cohort,
+    example_weights,
     labels,
     layers,
     replicas,
@@ -29,7 +30,10 @@ class LocalTraining:
       optimizer: A Keras optimizer; each client starts with fresh slots.
       loss: What Keras's `compile` takes as `loss`.
       metrics: What Keras's `compile` takes as `metrics`.
+      weighted_metrics: What Keras's `compile` takes as `weighted_metrics`.
       loss_weights: What Keras's `compile` takes as `loss_weights`.
+      class_weight: What each class counts in the loss, by its number, as
+        Keras's `fit` takes it; those not named count 1.
       proximal_weight: Half of it times ||w - w_received||^2 is added to the
         loss (NbAFL, FedProx).
       grad_clip: Each step's gradient is scaled down to this L2 norm over all
@@ -41,7 +45,9 @@ class LocalTraining:
     optimizer: tf.keras.optimizers.Optimizer
     loss: Any
     metrics: Any = None
+    weighted_metrics: Any = None
     loss_weights: Any = None
+    class_weight: Mapping[int, float] | None = None
     proximal_weight: float = 0.0
     grad_clip: float = -1.0
     upload_hook: UploadHook | None = None
@@ -86,12 +92,7 @@ class ClientTrainer:
           aggregate_non_trainable: Whether non-trainable state that training
             changes leaves the client, in the same update as the weights.
         """
-        if type(model).train_step is not tf.keras.Model.train_step:
-            raise ValueError(
-                "model must not have a train_step of its own, which the "
-                "compiled client training would not call, got "
-                f"{type(model).__name__}.train_step."
-            )
+        replicas.check_train_step(model)
         self.model = model
         self._training = training
         self._element_spec = element_spec
@@ -122,12 +123,15 @@ class ClientTrainer:
             training.loss,
             tf.nest.map_structure(_copied, training.metrics),
             training.loss_weights,
+            tf.nest.map_structure(_copied, training.weighted_metrics),
         )
         x, y = (replicas.zeros_like_batch(spec) for spec in element_spec)
         predicted = model(x, training=False)
+        example_weights.check(element_spec[1], predicted, training.class_weight)
+        y, weight = self.labels_and_weights(y)
         labels.check(y, predicted, compiled)
         self.label_ranges = labels.ranges(y, predicted, compiled)
-        compiled.build(x, y, predicted)
+        compiled.build(x, y, predicted, weight)
         losses = [loss for *_, loss in compiled.outputs(y, predicted)]
         self._single_loss = None
         if (
@@ -147,14 +151,28 @@ class ClientTrainer:
         """Returns the values of `metric_variables`."""
         return [variable.read_value() for variable in self.metric_variables]
 
+    def labels_and_weights(self, y: Any) -> tuple[Any, Any]:
+        """Returns labels, and what the examples count: None, all the same.
+
+        Args:
+          y: Nest of labels, perhaps with weights beside them.
+        """
+        return example_weights.split(y, self._training.class_weight)
+
     def update_metrics(
-        self, y: Any, predicted: Any, numbers_only: bool = True
+        self,
+        y: Any,
+        predicted: Any,
+        weight: Any = None,
+        numbers_only: bool = True,
     ) -> None:
         """Adds a batch to the metrics.
 
         Args:
           y: Nest of labels.
           predicted: Nest of the model's outputs.
+          weight: What the examples count in those metrics that are weighted;
+            None: all the same.
           numbers_only: Whether a NaN among them counts as 0, as it would make
             a NaN of the metrics.
         """
@@ -164,7 +182,8 @@ class ClientTrainer:
             y, predicted = tf.nest.map_structure(
                 _with_numbers_only, (y, predicted)
             )
-        self._compiled.update_metrics(y, predicted)
+            weight = example_weights.numbers_only(weight)
+        self._compiled.update_metrics(y, predicted, weight)
 
     def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns what the compiled metrics say of a summed state.
@@ -241,10 +260,11 @@ class ClientTrainer:
     ) -> tf.Tensor:
         """Takes one step on one batch; returns its loss (float32 scalar)."""
         training = self._training
+        y, weight = self.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(self._trainable)
             predicted = self.model(x, training=True)
-            loss = self._loss(x, y, predicted)
+            loss = self._loss(x, y, predicted, weight)
         gradients = tape.gradient(loss, self._trainable)
         if training.proximal_weight:
             gradients = [
@@ -262,27 +282,33 @@ class ClientTrainer:
                 training.grad_clip,
             )
         self._optimizer.apply(gradients, learning_rate)
-        self.update_metrics(y, predicted)
+        self.update_metrics(y, predicted, weight)
         if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
             loss = tf.reduce_mean(loss)
         return tf.cast(loss, tf.float32)
 
-    def _loss(self, x: Any, y: Any, predicted: Any) -> tf.Tensor:
+    def _loss(self, x: Any, y: Any, predicted: Any, weight: Any) -> tf.Tensor:
         masked = any(
             getattr(output, "_keras_mask", None) is not None
             for output in tf.nest.flatten(predicted)
         )
         if self._single_loss is None or masked:
-            return self._compiled.compute_loss(x, y, predicted)
+            return self._compiled.compute_loss(x, y, predicted, weight)
         (label,), (output,) = tf.nest.flatten(y), tf.nest.flatten(predicted)
-        loss = self.loss_of_outputs(label, output)
+        if weight is not None:
+            (weight,) = tf.nest.flatten(weight)
+        loss = self.loss_of_outputs(label, output, weight)
         for extra in self.model.losses:
             loss += tf.reduce_sum(tf.cast(extra, loss.dtype))
         return loss
 
-    def loss_of_outputs(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
+    def loss_of_outputs(
+        self, label: tf.Tensor, output: tf.Tensor, weight: Any = None
+    ) -> tf.Tensor:
         """Returns the loss of a model with one output, without extra terms."""
-        return keras_versions.call_loss(self._single_loss, label, output)
+        return keras_versions.call_loss(
+            self._single_loss, label, output, weight
+        )
 
     def losses_of_rows(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
         """Returns each row's loss, float32 [n], of which the loss is the mean.

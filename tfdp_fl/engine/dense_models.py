@@ -13,6 +13,7 @@ from tfdp_fl import keras_versions
 from tfdp_fl.engine import (
     client_optimizer,
     client_update,
+    example_weights,
     gram_norms,
     separable,
     tables,
@@ -82,18 +83,22 @@ def supports(
     model: tf.keras.Model,
     training: client_update.LocalTraining,
     query: cohort_query.CohortQuery,
+    label_spec: Any = None,
 ) -> bool:
     """Returns True if a cohort of this model can be trained in this way.
 
     The model is a chain of dense layers (with flattening and activations in
     between), trained by plain SGD with a Keras loss that is a mean over
-    examples, under a mechanism that only scales updates.
+    examples, under a mechanism that only scales updates. Weights of examples,
+    which `label_spec` tells of, are one number for each.
     """
     chain = chain_of(model)
     if (
         chain is None
         or not separable.is_mean_over_rows(training.loss)
         or not separable.are_sums_over_rows(training.metrics)
+        or not separable.are_sums_over_rows(training.weighted_metrics)
+        or not example_weights.are_numbers_of_rows(label_spec)
         or not _products_are_float32()
         or model.losses
         or not query.only_scales

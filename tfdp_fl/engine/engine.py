@@ -21,6 +21,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -160,7 +161,9 @@ class CohortEngine:
             jit_compile is None
             and summed
             and not moments
-            and dense_models.supports(first.model, training, self.query)
+            and dense_models.supports(
+                first.model, training, self.query, element_spec[1]
+            )
         )
         self.layout = layout.Layout(
             kernels=dense_models.kernels_of(first.model) if beside else None,
@@ -340,14 +343,15 @@ class CohortEngine:
         """Ends collecting, once every chunk was added.
 
         Raises:
-          tf.errors.OpError: Nobody could ever be trained: it is the model.
+          tf.errors.OpError: Nobody could ever be trained: it is the model. The
+            message names the operation, and quotes nobody's examples.
         """
         if (
             pending.training_error is not None
             and not self._has_trained
             and len(pending.failures) == pending.cohort_size > 1
         ):
-            raise pending.training_error
+            raise _without_examples(pending.training_error) from None
         pending.leave_out_idle_replicas()
         if self.query.two_phase:
             params = self._joint_clip.set_clip(pending)
@@ -370,3 +374,16 @@ class CohortEngine:
         """
         self.state, logs = self._release(pending)
         return logs
+
+
+def _without_examples(error: Any) -> Exception:
+    """Returns an error of TensorFlow's that names the operation only."""
+    found = re.search(r"(?:\{\{node |node '?)([\w./-]+)", str(error))
+    where = f" in {found.group(1)}" if found else ""
+    return type(error)(
+        None,
+        None,
+        f"No client could be trained: {type(error).__name__}{where}. It may be "
+        "the model or the data, such as a number that no embedding has. (The "
+        "rest of TensorFlow's message may quote examples and is not shown.)",
+    )

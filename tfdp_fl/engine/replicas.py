@@ -15,6 +15,17 @@ import tensorflow as tf
 from tfdp_fl import keras_versions
 
 
+def check_train_step(model: tf.keras.Model) -> None:
+    """Raises ValueError for a model that takes its steps in its own way."""
+    if type(model).train_step is not tf.keras.Model.train_step:
+        raise ValueError(
+            "model must not have a train_step of its own, which the compiled "
+            f"client training would not call, got {type(model).__name__}."
+            "train_step: say what is trained by a loss, a layer's add_loss, an "
+            "optimizer or compile(upload_hook=...)."
+        )
+
+
 def check_layers(model: tf.keras.Model) -> None:
     """Raises ValueError for layers that keep state from batch to batch."""
     for layer in keras_versions.layers_of(model):

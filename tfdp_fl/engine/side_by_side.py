@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.datasets import nests
 from tfdp_fl.engine import (
     client_update,
     cohort,
@@ -123,7 +124,8 @@ class SideBySide:
           table: A `SideBySideTable`.
           at_once: How many of them at once (an int32 scalar); None: all.
         """
-        (x,), (y,) = tf.nest.flatten(x), tf.nest.flatten(y)
+        (x,) = tf.nest.flatten(x)
+        y = _of_one_output(y)
         if at_once is None:
             total, metrics = self._cohort(received, x, y, table)
         else:
@@ -134,7 +136,7 @@ class SideBySide:
         self,
         received: cohort.Received,
         x: tf.Tensor,
-        y: tf.Tensor,
+        y: Any,
         table: tables.SideBySideTable,
     ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
         """Runs K clients: all steps of theirs, then clips and adds up."""
@@ -142,14 +144,21 @@ class SideBySide:
         self._trainer.start_metrics()
         shape = tf.shape(table.rows)
         clients, batch = shape[1], shape[2]
-        labels = self._own(tf.gather(y, table.rows), table.sizes)
+        labels = tf.nest.map_structure(
+            lambda each: self._own(tf.gather(each, table.rows), table.sizes), y
+        )
         memory = self._first_memory(weights, x, table, clients)
         loss, examples = tf.zeros([]), tf.zeros([])
         for step in range(self._steps):
             mean, valid = self._row_weights(table.sizes[step], batch)
             summed, counted = self._step(
                 weights,
-                _rows(labels[step], keep=labels.shape.rank - 3),
+                tf.nest.map_structure(
+                    lambda each, step=step: _rows(
+                        each[step], keep=each.shape.rank - 3
+                    ),
+                    labels,
+                ),
                 mean,
                 valid,
                 memory,
@@ -168,7 +177,7 @@ class SideBySide:
         self,
         received: cohort.Received,
         x: tf.Tensor,
-        y: tf.Tensor,
+        y: Any,
         table: tables.SideBySideTable,
         at_once: tf.Tensor,
     ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
@@ -299,14 +308,14 @@ class SideBySide:
     def _step(
         self,
         weights: list[tf.Tensor],
-        y: tf.Tensor,
+        y: Any,
         mean_weights: tf.Tensor,
         valid: tf.Tensor | None,
         memory: list[_Memory],
         learning_rate: tf.Tensor,
         shape: tuple[tf.Tensor, tf.Tensor],
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Takes one step of every client.
+        """Takes one step of every client, on labels (and weights) y [K B].
 
         Returns:
           The loss summed over examples, and how many they are: those whose
@@ -314,6 +323,7 @@ class SideBySide:
         """
         outputs: list[tf.Tensor] = []
         h = None
+        y, weight = self._trainer.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for layer in self._layers:
                 if not _is_dense(layer):
@@ -327,6 +337,8 @@ class SideBySide:
                 outputs.append(z)
                 h = layer.layer.activation(z)
             losses = self._trainer.losses_of_rows(y, h)
+            if weight is not None:
+                losses *= weight
             loss = tf.reduce_sum(losses * mean_weights)
         for own, gradient in zip(
             memory, tape.gradient(loss, outputs), strict=True
@@ -336,7 +348,11 @@ class SideBySide:
             )
         if valid is not None:
             y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
-        self._trainer.update_metrics(y, h, numbers_only=not self._all_usable)
+            if weight is not None:
+                weight = tf.boolean_mask(weight, valid)
+        self._trainer.update_metrics(
+            y, h, weight, numbers_only=not self._all_usable
+        )
         if self._all_usable and valid is None:
             rows = tf.cast(tf.size(losses), tf.float32)
             return tf.reduce_sum(losses), rows
@@ -446,6 +462,15 @@ def is_of_use(trained: cohort.Trained) -> bool:
     return trained.total.contribution.discarded.numpy() == 0 and bool(
         math.isfinite(trained.total.loss.numpy())
     )
+
+
+def _of_one_output(y: Any) -> Any:
+    """Returns the one label, with the one weight of each example beside it."""
+    (label,) = tf.nest.flatten(nests.labels_of(y))
+    if nests.weights_of(y) is None:
+        return label
+    (weight,) = tf.nest.flatten(nests.weights_of(y))
+    return nests.Weighted(label, tf.reshape(weight, [-1]))
 
 
 def _with_update(total: cohort.CohortSum, update: Any) -> cohort.CohortSum:

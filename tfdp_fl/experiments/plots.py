@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tfdp_fl import _optional
 from tfdp_fl.experiments.run_directory import Run
 
@@ -286,8 +288,8 @@ def _plot_tradeoff(
 
 
 def plot_audit(
-    observed: Sequence[float],
-    unobserved: Sequence[float] | None,
+    observed: np.ndarray,
+    unobserved: np.ndarray | None,
     result: Mapping[str, Any],
     path: str | os.PathLike[str],
 ) -> None:

@@ -2,7 +2,14 @@
 
 from tfdp_fl.keras.make_private import make_private
 from tfdp_fl.keras.model import DPFederatedModel
+from tfdp_fl.keras.private_metrics import PrivateMetrics
 from tfdp_fl.keras.run import Run
 from tfdp_fl.keras.validation import validate
 
-__all__ = ["DPFederatedModel", "Run", "make_private", "validate"]
+__all__ = [
+    "DPFederatedModel",
+    "PrivateMetrics",
+    "Run",
+    "make_private",
+    "validate",
+]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.datasets import ClientFailure, FederatedDataset
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 
 # The one column that is no metric.
 NUM_EXAMPLES = "num_examples"
@@ -41,7 +41,7 @@ def evaluate(
     # Keras's own functions take ten times as long for a small batch.
     @tf.function(reduce_retracing=True)
     def step(x: Any, y: Any) -> dict[str, tf.Tensor]:
-        return model.test_step((x, y))
+        return model.test_step(nests.unpaired(x, y))
 
     bar = (
         tf.keras.utils.Progbar(clients.num_clients, unit_name="client")
@@ -69,8 +69,7 @@ def evaluate(
         warnings.warn(
             f"The data of {len(failed)} of {clients.num_clients} client(s) "
             "could not be read; their metrics are NaN. The first is client "
-            f"{clients.client_ids[failed[0].position]!r}: "
-            f"{type(failed[0].error).__name__}.",
+            f"{clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -25,6 +26,14 @@ class Compiled:
     server_optimizer: tf.keras.optimizers.Optimizer | None
     broadcast_hook: Any
     jit_compile: bool | None
+
+    def with_class_weight(
+        self, class_weight: Mapping[int, float] | None
+    ) -> Compiled:
+        """Returns this with what `fit` was told that classes count."""
+        class_weight = engine.checked_class_weight(class_weight)
+        training = dataclasses.replace(self.training, class_weight=class_weight)
+        return dataclasses.replace(self, training=training)
 
     @property
     def learning_rate(self) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,16 @@ from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import checkpoint as checkpoint_lib
 from tfdp_fl.keras import (
     client_metrics,
+    evaluation_charge,
+    keras_names,
+    private_metrics,
     progress,
     resuming,
     round_loop,
     statement,
 )
 from tfdp_fl.keras import training_setup as training_setup_lib
+from tfdp_fl.keras import validation_data as validation_data_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.costs import RoundCosts
 from tfdp_fl.keras.fit_plan import FitPlan
@@ -136,8 +141,37 @@ class DPFederatedModel:
         self._compiled: Compiled | None = None
         self._prepared: PreparedEngine | None = None
         self._verbose = 0
+        # Of the last `fit`: what keeps its ledger.
+        self._keeping: list[callbacks_lib.FederatedCallback] = []
 
     # Keras's own methods.
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the Keras model calls by a name, if it is handed on."""
+        if name.startswith("_") or name == "model":
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
+        return keras_names.handed_on(self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, and `stop_training` of the Keras model."""
+        if name in keras_names.INSTEAD:
+            raise AttributeError(keras_names.missing(name))
+        if name in keras_names.HANDED_ON:
+            if name != "stop_training":
+                raise AttributeError(
+                    f"{name} is the Keras model's own: set it on that model "
+                    "before it is wrapped."
+                )
+            self.model.stop_training = value
+            return
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        """Returns all names, with those of the Keras model's handed on."""
+        own = set(dir(self.model)) & keras_names.HANDED_ON
+        return sorted({*super().__dir__(), *own})
 
     def compile(
         self,
@@ -147,6 +181,7 @@ class DPFederatedModel:
         server_optimizer: tf.keras.optimizers.Optimizer | None = None,
         jit_compile: bool | None = None,
         *,
+        weighted_metrics: Any = None,
         loss_weights: Any = None,
         grad_clip: float = -1.0,
         upload_hook: Any = None,
@@ -169,6 +204,8 @@ class DPFederatedModel:
             the noise multiplier follows, so that the run costs the same.
           jit_compile: Whether XLA compiles the clients' training; None decides
             by the model (see docs/benchmarks.md).
+          weighted_metrics: As in Keras's `compile`: those that weights of
+            examples are to count in.
           loss_weights: As in Keras's `compile`.
           grad_clip: Each local gradient is scaled down to this L2 norm; off if
             it is 0 or less.
@@ -202,6 +239,7 @@ class DPFederatedModel:
                 optimizer=optimizer,
                 loss=loss,
                 metrics=metrics,
+                weighted_metrics=weighted_metrics,
                 loss_weights=loss_weights,
                 proximal_weight=self.mechanism.proximal_weight,
                 grad_clip=_validate.finite(grad_clip=grad_clip),
@@ -220,6 +258,7 @@ class DPFederatedModel:
             optimizer=optimizer,
             loss=loss,
             metrics=metrics,
+            weighted_metrics=weighted_metrics,
             loss_weights=loss_weights,
         )
 
@@ -233,30 +272,58 @@ class DPFederatedModel:
         clients: Any,
         batch_size: int = 1024,
         verbose: str | int = "auto",
-    ) -> dict[str, np.ndarray]:
+        *,
+        private: private_metrics.PrivateMetrics | None = None,
+    ) -> dict[str, Any]:
         """Returns the model's metrics on each client's own data.
 
-        These are exact numbers about single clients, for those who may see
-        their data: nothing is noised, and nothing is charged.
+        Without `private` these are exact numbers about single clients, for
+        those who may see their data: nothing is noised, and nothing is charged.
 
         Args:
           clients: Clients' data, as `fit` takes it.
           batch_size: Examples in one batch.
           verbose: 0 silent, 1 or "auto" a progress bar.
+          private: Release noisy means (and quantiles) over clients instead,
+            and charge them, before they are seen, to this model's epsilon and
+            to the ledgers and checkpoints of its last `fit`. A model of
+            `make_private` refuses what would pass its target.
 
         Returns:
           "num_examples", int64 [N], and "loss" and each compiled metric by
           name, float64 [N], in the order of the clients; NaN for a client
-          without examples, or whose data cannot be read.
+          without examples, or whose data cannot be read. With `private`:
+          "num_clients" (noisy, with "num_clients_stddev"), and for each metric
+          of its bounds "mean", "noise_stddev" (of the mean, by the noise alone,
+          about) and "quantiles".
+
+        Raises:
+          ValueError: An argument is not allowed; or `private`, before `fit`,
+            or with a guarantee that is not central, or beyond the target.
         """
         self._require_compiled("evaluate_clients")
         _validate.positive_integer(batch_size=batch_size)
-        return client_metrics.evaluate(
-            self.model,
-            datasets.as_federated(clients),
-            batch_size,
-            1 if verbose == "auto" else int(verbose),
-        )
+        dataset = datasets.as_federated(clients)
+        silent = 1 if verbose == "auto" else int(verbose)
+        if private is None:
+            return client_metrics.evaluate(
+                self.model, dataset, batch_size, silent
+            )
+        _validate.instance_of(private_metrics.PrivateMetrics, private=private)
+        generator = np.random.Generator(np.random.Philox())
+        charge = private.charge(self.sampling, dataset.num_clients)
+        positions = private.draw(charge, generator)
+        evaluation_charge.check(self, charge)
+        values: dict[str, np.ndarray] = {}
+        if len(positions):
+            values = client_metrics.evaluate(
+                self.model, dataset.take(positions), batch_size, silent
+            )
+            private.contributions(values)  # Raises before anything is charged.
+        else:
+            values = {name: np.zeros(0) for name in private.bounds}
+        evaluation_charge.pay(self, charge, self._keeping)
+        return private.released(values, generator)
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
@@ -304,10 +371,13 @@ class DPFederatedModel:
         runtime: Any = None,
         *,
         shuffle: bool = False,
+        class_weight: Mapping[int, float] | None = None,
+        validation_split: float = 0.0,
         resume_from: str | os.PathLike[str] | None = None,
         between_client_variance: bool = False,
         validation_batch_size: int = 1024,
         audit: auditing.CanaryAudit | None = None,
+        **others: Any,
     ) -> tf.keras.callbacks.History:
         """Trains for a number of rounds.
 
@@ -319,7 +389,8 @@ class DPFederatedModel:
 
         Args:
           clients: The clients' data: a `FederatedDataset`, a mapping or list
-            of `(x, y)` or of `tf.data.Dataset`s, or a TFF `ClientData` (see
+            of `(x, y)`, of `(x, y, sample_weight)` or of `tf.data.Dataset`s,
+            or a TFF `ClientData` (see
             `tfdp_fl.datasets.as_federated`). Where what was spent is kept for
             each client (local and per-record guarantees), and within a pass
             over shuffled ones, they are the same clients in the same order as
@@ -329,7 +400,9 @@ class DPFederatedModel:
             interrupted call was to run in all).
           batch_size: Examples in one local batch; a client's last may be short.
           local_epochs: How often a client goes over its examples in one round.
-          validation_data: `(x, y)` or a `tf.data.Dataset` of batches.
+          validation_data: `(x, y)`, `(x, y, sample_weight)`, a
+            `tf.data.Dataset` of batches, or the `FederatedDataset` of other
+            clients.
           validation_freq: Validate every so many rounds.
           callbacks: Keras callbacks (a round is an epoch to them) and
             `tfdp_fl.callbacks`.
@@ -340,12 +413,22 @@ class DPFederatedModel:
           runtime: Where cohorts are trained: None for this process, or a
             `tfdp_fl.runtimes.TFFWorkers`.
           shuffle: Whether clients shuffle their examples for every epoch.
+          class_weight: What each class counts in the loss, by its number, as
+            in Keras's `fit`; times the weight of the example, if it has one.
+            Weights change what a client trains; its update is clipped as ever,
+            so they change no guarantee.
+          validation_split: The share of the clients that are held out, whole,
+            as validation data: they are in no cohort. Which ones follows from
+            how many clients there are, so it is the same ones in every `fit`
+            of the same clients and share. The metrics on them are exact, and
+            epsilon does not cover them.
           resume_from: A directory that `RoundCheckpoint` wrote.
           between_client_variance: Whether to report Geyer's V_c and U_s; costs
             a pass over each update.
           validation_batch_size: Examples in one validation batch.
           audit: A new `tfdp_fl.auditing.CanaryAudit`, whose canary clients
             take part beside the clients; the statement then has its estimate.
+          **others: None; what is given is refused, with what to give instead.
 
         Returns:
           A Keras `History`: the compiled metrics, `val_*`, and for each round
@@ -355,8 +438,21 @@ class DPFederatedModel:
           `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is
           known, and `between_client_variance` and `update_scale` if asked for.
         """
-        compiled = self._require_compiled("fit")
+        keras_names.refuse_arguments(others, _FIT_ARGUMENTS)
+        compiled = self._require_compiled("fit").with_class_weight(class_weight)
         clients = datasets.as_federated(clients)
+        validation_data = validation_data_lib.checked(validation_data)
+        held_out = ""
+        if validation_split:
+            if validation_data is not None:
+                raise ValueError(
+                    "validation_split must be 0 where validation_data is "
+                    f"given, got {validation_split!r}."
+                )
+            clients, validation_data = validation_data_lib.held_out(
+                clients, validation_split
+            )
+            held_out = validation_data.client_ids_digest
         _validate.positive_integer(rounds=rounds)
         _validate.positive_integer(batch_size=batch_size)
         _validate.positive_integer(local_epochs=local_epochs)
@@ -425,6 +521,7 @@ class DPFederatedModel:
         run.spending.expect(clients.num_clients)
         run.facts.seed_given |= seed is not None
         run.facts.validated |= validation_data is not None
+        run.facts.note_held_out(held_out, run.rounds)
         self.run = run
         return self._train(
             run,
@@ -432,7 +529,7 @@ class DPFederatedModel:
             compiled,
             clients,
             callbacks,
-            round_loop.Validation(
+            validation_data_lib.Validation(
                 data=validation_data,
                 every=validation_freq,
                 batch_size=validation_batch_size,
@@ -448,7 +545,7 @@ class DPFederatedModel:
         compiled: Compiled,
         clients: FederatedDataset,
         callbacks: list[tf.keras.callbacks.Callback],
-        validation: round_loop.Validation,
+        validation: validation_data_lib.Validation,
         runtime: Any,
         audit: auditing.CanaryAudit | None,
     ) -> tf.keras.callbacks.History:
@@ -462,6 +559,13 @@ class DPFederatedModel:
             federated.append(self._keep_target)
         for each in federated:
             each.set_federated_model(self)
+        self._keeping = [
+            each
+            for each in federated
+            if isinstance(
+                each, callbacks_lib.Ledger | callbacks_lib.RoundCheckpoint
+            )
+        ]
         history = self.model.history = tf.keras.callbacks.History()
         bar = progress.RoundProgress(
             self._verbose, run.rounds, run.plan.last_round
@@ -697,3 +801,10 @@ class DPFederatedModel:
                 "yet."
             )
         return self.run, self.engine
+
+
+_FIT_ARGUMENTS = [
+    name
+    for name, each in inspect.signature(DPFederatedModel.fit).parameters.items()
+    if each.kind != each.VAR_KEYWORD and name != "self"
+]

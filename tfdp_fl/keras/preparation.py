@@ -284,7 +284,8 @@ class Preparation:
                 deployment, rounds=None, max_participations=None
             )
         element_spec = self.clients.element_spec
-        key = repr((bound_to, element_spec, self.moments))
+        class_weight = self.compiled.training.class_weight
+        key = repr((bound_to, element_spec, self.moments, class_weight))
         if before is not None and before.key == key:
             return before
         setup, compiled = self.setup, self.compiled

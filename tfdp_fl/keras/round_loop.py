@@ -30,32 +30,7 @@ from tfdp_fl.keras import progress, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Validation:
-    """What `fit` was told of validation.
-
-    Attributes:
-      data: `(x, y)`, a `tf.data.Dataset` of batches, or None.
-      every: Validate every so many rounds.
-      batch_size: Examples in one batch.
-    """
-
-    data: Any
-    every: int
-    batch_size: int
-
-    def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
-        """Returns the model's metrics on the data, by `val_` and name."""
-        options = {"verbose": 0, "return_dict": True}
-        if isinstance(self.data, tf.data.Dataset):
-            results = model.evaluate(self.data, **options)
-        else:
-            results = model.evaluate(
-                *self.data, batch_size=self.batch_size, **options
-            )
-        return {f"val_{name}": value for name, value in results.items()}
+from tfdp_fl.keras.validation_data import Validation
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -258,10 +233,11 @@ class RoundLoop:
         )
         if pending.failures:
             first = pending.failures[0]
+            name = self.clients.client_ids[first.position]
             self.say(
                 f"Round {number}: the data of "
                 f"{len(pending.failures)} client(s) could not be read; "
-                f"{what}. Client {first.position}: {first.error!r}"
+                f"{what}. Client {name!r}: {first.reason}"
             )
         if failed_groups:
             self.say(

@@ -28,6 +28,8 @@ class Facts:
     Attributes:
       seed_given: Whether any `fit` was given a seed.
       validated: Whether any was given validation data.
+      held_out: The digest of the clients that each `fit` so far held out for
+        validation; empty if one held out none, or others.
       rounds_abandoned: Rounds of which nothing was released.
       clients_excluded: Clients without whom a round went on.
       rounds_charged_twice: Rounds that a crash cut off from their checkpoint,
@@ -39,6 +41,12 @@ class Facts:
     rounds_abandoned: int = 0
     clients_excluded: int = 0
     rounds_charged_twice: int = 0
+    held_out: str | None = None
+
+    def note_held_out(self, clients: str, rounds: int) -> None:
+        """Notes whom a call of `fit` holds out, after so many rounds."""
+        before = clients if not rounds else self.held_out
+        self.held_out = clients if before == clients else ""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -129,6 +129,7 @@ def _caveats(
     at_clients = mechanism.noise_site == "client"
     local = spending.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
     securely = setup.secure_aggregation is not None
+    other_runs = len(spending.others) > spending.evaluations
     holds = {
         "unnoised_metrics": private,
         "client_noise_needs_honest_clients": at_clients,
@@ -147,8 +148,10 @@ def _caveats(
         "rounds_abandoned": seen.rounds_abandoned > 0,
         "rounds_charged_twice": seen.rounds_charged_twice > 0,
         "validation_data_not_covered": private and seen.validated,
-        "hyperparameter_search_not_counted": private and not spending.others,
-        "only_runs_in_ledgers_counted": private and bool(spending.others),
+        "validation_clients_held_out": bool(seen.held_out),
+        "hyperparameter_search_not_counted": private and not other_runs,
+        "only_runs_in_ledgers_counted": private and other_runs,
+        "evaluations_counted": private and spending.evaluations > 0,
         "floating_point_noise": private,
         "pseudorandom_noise": private,
         "seed_given": private and seen.seed_given,

@@ -72,6 +72,7 @@ def _problems(model: Any) -> list[str]:
         )
     for check in (
         keras_versions.check_installed,
+        lambda: replicas.check_train_step(model),
         lambda: replicas.check_layers(model),
         lambda: keras_versions.rebuilt(model),
     ):

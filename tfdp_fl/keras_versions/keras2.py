@@ -155,9 +155,19 @@ def state_of_randomness(model: tf.keras.Model) -> list[tf.Variable]:
 # Losses and metrics.
 
 
-def call_loss(loss: Any, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
-    """Returns a compiled loss of one output, as Keras calls it."""
-    return loss(*_as_keras_calls_a_loss(label, output))
+def call_loss(
+    loss: Any, label: tf.Tensor, output: tf.Tensor, weight: Any = None
+) -> tf.Tensor:
+    """Returns a compiled loss of one output, as Keras calls it.
+
+    Args:
+      loss: What Keras made of the loss that was compiled.
+      label: [n, ...].
+      output: [n, ...].
+      weight: What Keras takes as `sample_weight`, or None.
+    """
+    label, output = _as_keras_calls_a_loss(label, output)
+    return loss(label, output, sample_weight=weight)
 
 
 def losses_of_rows(loss: Any, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
@@ -189,9 +199,20 @@ class CompiledModel:
     """
 
     def __init__(
-        self, model: tf.keras.Model, loss: Any, metrics: Any, loss_weights: Any
+        self,
+        model: tf.keras.Model,
+        loss: Any,
+        metrics: Any,
+        loss_weights: Any,
+        weighted_metrics: Any = None,
     ):
-        model.compile(loss=loss, metrics=metrics, loss_weights=loss_weights)
+        model.compile(
+            loss=loss,
+            metrics=metrics,
+            loss_weights=loss_weights,
+            # Keras warns of weights without them, and means the same by [].
+            weighted_metrics=weighted_metrics or [],
+        )
         self._model = model
         self.scratch: list[tf.Variable] = []
 
@@ -226,10 +247,10 @@ class CompiledModel:
         losses = tf.nest.flatten(container._losses)
         return list(zip(labels, outputs, losses, strict=True))
 
-    def build(self, x: Any, y: Any, predicted: Any) -> None:
+    def build(self, x: Any, y: Any, predicted: Any, weight: Any = None) -> None:
         """Makes the metrics' variables, from one batch."""
-        self._model.compute_loss(x, y, predicted)
-        self._model.compute_metrics(x, y, predicted, None)
+        self._model.compute_loss(x, y, predicted, weight)
+        self._model.compute_metrics(x, y, predicted, weight)
         self._model.reset_metrics()
 
     @property
@@ -241,13 +262,17 @@ class CompiledModel:
             for variable in metric.variables
         ]
 
-    def compute_loss(self, x: Any, y: Any, predicted: Any) -> tf.Tensor:
+    def compute_loss(
+        self, x: Any, y: Any, predicted: Any, weight: Any = None
+    ) -> tf.Tensor:
         """Returns the loss of a batch, as the model computes it."""
-        return self._model.compute_loss(x, y, predicted)
+        return self._model.compute_loss(x, y, predicted, weight)
 
-    def update_metrics(self, y: Any, predicted: Any) -> None:
+    def update_metrics(
+        self, y: Any, predicted: Any, weight: Any = None
+    ) -> None:
         """Adds a batch to the metrics."""
-        self._model.compiled_metrics.update_state(y, predicted)
+        self._model.compiled_metrics.update_state(y, predicted, weight)
 
     def metric_results(self) -> dict[str, tf.Tensor]:
         """Returns what the metrics say of their state."""

@@ -179,9 +179,11 @@ def state_of_randomness(model: tf.keras.Model) -> list[tf.Variable]:
 # Losses and metrics.
 
 
-def call_loss(loss: Any, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
+def call_loss(
+    loss: Any, label: tf.Tensor, output: tf.Tensor, weight: Any = None
+) -> tf.Tensor:
     """Returns a compiled loss of one output, as Keras calls it."""
-    return loss(label, output)
+    return loss(label, output, sample_weight=weight)
 
 
 def losses_of_rows(loss: Any, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
@@ -206,9 +208,19 @@ class CompiledModel:
     noted: ClassVar[tuple[tf.Variable, ...]] = ()
 
     def __init__(
-        self, model: tf.keras.Model, loss: Any, metrics: Any, loss_weights: Any
+        self,
+        model: tf.keras.Model,
+        loss: Any,
+        metrics: Any,
+        loss_weights: Any,
+        weighted_metrics: Any = None,
     ):
-        model.compile(loss=loss, metrics=metrics, loss_weights=loss_weights)
+        model.compile(
+            loss=loss,
+            metrics=metrics,
+            loss_weights=loss_weights,
+            weighted_metrics=weighted_metrics,
+        )
         self._model = model
         self._loss = loss
         self.scratch: list[tf.Variable] = []
@@ -253,11 +265,11 @@ class CompiledModel:
             ]
         return labels
 
-    def build(self, x: Any, y: Any, predicted: Any) -> None:
+    def build(self, x: Any, y: Any, predicted: Any, weight: Any = None) -> None:
         """Makes the metrics' variables, from one batch."""
         model = self._model
-        model._compute_loss(x, y, predicted, training=True)
-        model.compute_metrics(x, y, predicted, None)
+        model._compute_loss(x, y, predicted, weight, training=True)
+        model.compute_metrics(x, y, predicted, weight)
         model.reset_metrics()
         self.scratch = tf_variables(model._compile_loss.variables)
 
@@ -267,13 +279,17 @@ class CompiledModel:
         metrics = self._model._compile_metrics
         return [] if metrics is None else tf_variables(metrics.variables)
 
-    def compute_loss(self, x: Any, y: Any, predicted: Any) -> tf.Tensor:
+    def compute_loss(
+        self, x: Any, y: Any, predicted: Any, weight: Any = None
+    ) -> tf.Tensor:
         """Returns the loss of a batch, as the model computes it."""
-        return self._model._compute_loss(x, y, predicted, training=True)
+        return self._model._compute_loss(x, y, predicted, weight, training=True)
 
-    def update_metrics(self, y: Any, predicted: Any) -> None:
+    def update_metrics(
+        self, y: Any, predicted: Any, weight: Any = None
+    ) -> None:
         """Adds a batch to the metrics."""
-        self._model._compile_metrics.update_state(y, predicted)
+        self._model._compile_metrics.update_state(y, predicted, weight)
 
     def metric_results(self) -> dict[str, tf.Tensor]:
         """Returns what the metrics say of their state."""

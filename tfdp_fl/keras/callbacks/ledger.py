@@ -200,6 +200,32 @@ class Ledger(FederatedCallback):
         )
         self._remember()
 
+    def record_evaluation(
+        self, run: str, charge: charge_lib.RoundCharge
+    ) -> None:
+        """Writes what was released beside the rounds, and closes the file.
+
+        Args:
+          run: The id under which it stands, as if it were another run.
+          charge: What it costs.
+        """
+        fed_run = self.federated_model.run
+        key = resuming.ledger_key(self.path)
+        with accounting.PrivacyLedger(
+            self.path,
+            mode="append",
+            key=self._key,
+            expected_head=fed_run.known_ledgers.get(key) or None,
+            run=run,
+        ) as ledger:
+            ledger.record(
+                max(0, fed_run.rounds - 1),
+                charge,
+                round(charge.clients_per_round),
+                evaluation=True,
+            )
+            fed_run.known_ledgers[key] = ledger.head
+
     def on_fit_end(self) -> None:
         """Closes the file."""
         if self._opened is not None:

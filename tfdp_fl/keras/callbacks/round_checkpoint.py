@@ -121,6 +121,20 @@ class RoundCheckpoint(FederatedCallback):
             self._ledger.on_fit_end()
             self._files.release()
 
+    @property
+    def ledger(self) -> Ledger:
+        """What keeps the directory's ledger."""
+        return self._ledger
+
+    def save_after_evaluation(self) -> None:
+        """Saves again what was charged since; of the same round."""
+        self._files.acquire()
+        try:
+            self._save()
+            self._write_statement()
+        finally:
+            self._files.release()
+
     def _save(self) -> None:
         self._files.write(
             self.federated_model.checkpoint(self._ledger.head),

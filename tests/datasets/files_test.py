@@ -1,0 +1,105 @@
+"""Tests of a directory with one file for each client."""
+
+import pathlib
+import tempfile
+
+import numpy as np
+import pandas as pd
+from absl.testing import absltest, parameterized
+
+from tfdp_fl.datasets import ClientFailure, FederatedDataset
+
+
+def _frame(n: int) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "age": np.arange(n) + 0.5,
+            "height": np.arange(n) * 2,
+            "label": np.arange(n) % 2,
+            "w": np.arange(n) + 1.0,
+        }
+    )
+
+
+class FromDirectoryTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.path = pathlib.Path(
+            self.enter_context(tempfile.TemporaryDirectory())
+        )
+
+    def test_tables(self):
+        for name, n in (("b", 3), ("a", 1)):
+            _frame(n).to_csv(self.path / f"{name}.csv", index=False)
+        (self.path / "README.md").write_text("not a client")
+        dataset = FederatedDataset.from_directory(
+            self.path, features=["age", "height"], sample_weight="w"
+        )
+        self.assertEqual(list(dataset.client_ids), ["a", "b"])
+        x, y, weight = dataset.client("b")
+        np.testing.assert_array_equal(x, [[0.5, 0], [1.5, 2], [2.5, 4]])
+        np.testing.assert_array_equal(y, [0, 1, 0])
+        np.testing.assert_array_equal(weight, [1, 2, 3])
+        self.assertFalse(dataset.is_indexed)
+        self.assertEqual(dataset.in_memory().client_sizes().tolist(), [1, 3])
+
+    def test_features_are_what_is_left(self):
+        _frame(2).to_csv(self.path / "a.csv", index=False)
+        dataset = FederatedDataset.from_directory(self.path, sample_weight="w")
+        self.assertEqual(dataset.element_spec[0].shape, (2,))
+
+    def test_npz(self):
+        below = self.path / "ward" / "one"
+        below.mkdir(parents=True)
+        np.savez(below / "p7.npz", x=np.ones((4, 2)), y=np.arange(4))
+        dataset = FederatedDataset.from_directory(self.path, "**/*.npz")
+        self.assertEqual(list(dataset.client_ids), ["ward/one/p7"])
+        x, y = dataset.client("ward/one/p7")
+        self.assertEqual((x.shape, x.dtype), ((4, 2), np.float32))
+        np.testing.assert_array_equal(y, range(4))
+
+    def test_npz_with_several_features_and_weights(self):
+        np.savez(
+            self.path / "p.npz",
+            x_left=np.ones(2),
+            x_right=np.zeros((2, 3)),
+            y=np.arange(2),
+            sample_weight=np.arange(2),
+        )
+        x, _, weight = FederatedDataset.from_directory(self.path).client("p")
+        self.assertEqual(sorted(x), ["left", "right"])
+        self.assertEqual(weight.dtype, np.float32)
+
+    def test_a_file_that_cannot_be_read_fails_alone_and_quotes_nothing(self):
+        _frame(2).to_csv(self.path / "a.csv", index=False)
+        (self.path / "b.csv").write_text("age,height,label,w\nsecret,1,0,1\n")
+        np.savez(self.path / "c.npz", x=np.array(["s", {}], object), y=[1, 2])
+        np.savez(self.path / "d.npz", features=np.ones(2), y=[1, 2])
+        read = list(
+            FederatedDataset.from_directory(
+                self.path, features=["age", "height"]
+            ).read_clients(None)
+        )
+        failed = [each for each in read if isinstance(each, ClientFailure)]
+        self.assertEqual([each.position for each in failed], [1, 2, 3])
+        for each in failed:
+            self.assertNotIn("secret", each.reason)
+        self.assertIn("got 'features'", failed[-1].reason)
+
+    def test_what_is_refused(self):
+        make = FederatedDataset.from_directory
+        with self.assertRaisesRegex(ValueError, "directory must be .* 'gone'"):
+            make("gone")
+        with self.assertRaisesRegex(ValueError, "must hold files of clients"):
+            make(self.path)
+        (self.path / "a.txt").write_text("")
+        with self.assertRaisesRegex(ValueError, r"of \.csv.*, got 'a.txt'"):
+            make(self.path, "*.txt")
+        _frame(2).to_csv(self.path / "a.csv", index=False)
+        np.savez(self.path / "a.npz", x=np.ones(1), y=np.ones(1))
+        with self.assertRaisesRegex(ValueError, "one file for each client"):
+            make(self.path)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,411 @@
+"""Tests of the private means and quantiles of clients' metrics."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import tempfile
+from unittest import mock
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.keras import toy
+from tfdp_fl import accounting
+from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.keras import client_metrics
+from tfdp_fl.keras.private_metrics import PrivateMetrics
+
+_BOUNDS = {"loss": (0.0, 3.0), "accuracy": (0.0, 1.0)}
+_DELTA = 1e-3
+
+
+def _private(**changes) -> PrivateMetrics:
+    return PrivateMetrics(
+        **{
+            "bounds": _BOUNDS,
+            "noise_multiplier": 4.0,
+            "quantiles": (0.1, 0.5, 0.9),
+            **changes,
+        }
+    )
+
+
+def _federated(sampling="fixed_size", **options):
+    options.setdefault("compile_options", {"metrics": ["accuracy"]})
+    return toy.federated(sampling=sampling, **options)
+
+
+def _evaluated(fed, private, clients=None):
+    return fed.evaluate_clients(
+        toy.clients() if clients is None else clients,
+        private=private,
+        verbose=0,
+    )
+
+
+class SensitivityTest(parameterized.TestCase):
+    """What the noise is measured against, for values of an adversary's."""
+
+    @parameterized.product(quantiles=[(), (0.5,)], cells=[1, 20])
+    def test_a_client_hands_in_at_most_one(self, quantiles, cells):
+        ends = [0.0, 1.0, 3.0, -1e308, 1e308, np.nan, np.inf, -np.inf]
+        ends += [5e-324, np.nextafter(3.0, 4), np.nextafter(1.0, 0), 0.5, 1.5]
+        loss, accuracy = map(np.ravel, np.meshgrid(ends, ends))
+        private = _private(quantiles=quantiles, cells=cells)
+        each = private.contributions({"loss": loss, "accuracy": accuracy})
+        norms = np.linalg.norm(each, axis=1)
+        self.assertLessEqual(norms.max(), 1 + 1e-12)
+        # The bound is met: the noise is not measured against too much.
+        self.assertGreater(norms.max(), 1 - 1e-12)
+        unusable = ~(np.isfinite(loss) & np.isfinite(accuracy))
+        self.assertEqual(norms[unusable].max(), 0.0)
+        # One client replaced by any other moves the sum by at most two.
+        apart = each[:, None] - each[None]
+        self.assertLessEqual(np.linalg.norm(apart, axis=2).max(), 2 + 1e-12)
+
+    def test_far_apart_ends(self):
+        private = _private(bounds={"loss": (-8e307, 8e307)})
+        each = private.contributions({"loss": np.array([-1e308, 0.0, 1e308])})
+        self.assertLessEqual(np.linalg.norm(each, axis=1).max(), 1 + 1e-12)
+
+    def test_the_sum_is_all_that_is_used(self):
+        private = _private()
+        generator = np.random.default_rng(0)
+        values = {
+            "loss": generator.uniform(0, 3, 50),
+            "accuracy": generator.uniform(0, 1, 50),
+        }
+        total = private.contributions(values).sum(axis=0)
+        with mock.patch.object(
+            PrivateMetrics, "contributions", lambda *_: total[None]
+        ):
+            one = private.released({}, np.random.default_rng(1))
+        self.assertEqual(
+            one, private.released(values, np.random.default_rng(1))
+        )
+
+
+class NoiseTest(absltest.TestCase):
+    def test_its_standard_deviation(self):
+        # 20,000 normal numbers: their variance is off by more than 0.06 of
+        # itself with a probability below 1e-8 (6 standard deviations), and a
+        # factor 1.1 in the noise makes it 0.21.
+        private = _private(quantiles=(0.5,), noise_multiplier=2.5)
+        held = []
+        with mock.patch.object(
+            PrivateMetrics, "_result", lambda _, noisy: held.append(noisy)
+        ):
+            generator = np.random.Generator(np.random.Philox(7))
+            nobody = {name: np.zeros(0) for name in _BOUNDS}
+            size = 1 + 2 + 2 * private.cells
+            for _ in range(20_000 // size + 1):
+                private.released(nobody, generator)
+        values = np.ravel(held) / math.sqrt(1 + 2 * 2)
+        self.assertAlmostEqual(np.var(values) / 2.5**2, 1.0, delta=0.06)
+
+    def test_each_release_has_noise_of_its_own(self):
+        fed = _federated()
+        fed.fit(toy.clients(), verbose=0)
+        one, other = (_evaluated(fed, _private()) for _ in range(2))
+        self.assertNotEqual(one["loss"]["mean"], other["loss"]["mean"])
+
+
+class ResultTest(parameterized.TestCase):
+    def test_without_noise_it_is_the_clients_own(self):
+        fed = _federated()
+        fed.fit(toy.clients(), verbose=0)
+        exact = fed.evaluate_clients(toy.clients(), verbose=0)
+        private = _private(noise_multiplier=0.0, cells=300)
+        released = _evaluated(fed, private)
+        self.assertAlmostEqual(released["num_clients"], toy.NUM_CLIENTS)
+        for name in _BOUNDS:
+            held = released[name]
+            self.assertAlmostEqual(held["mean"], exact[name].mean(), places=6)
+            self.assertEqual(held["noise_stddev"], 0.0)
+        for share, value in released["loss"]["quantiles"].items():
+            # Any number between two clients' may be called the quantile.
+            low, high = (
+                np.quantile(exact["loss"], share, method=method)
+                for method in ("inverted_cdf", "higher")
+            )
+            cell = 3.0 / 300
+            self.assertBetween(value, low - cell, high + cell)
+        self.assertEqual(fed.epsilon(_DELTA), math.inf)
+
+    def test_noise_that_is_said_is_the_noise(self):
+        private = _private(noise_multiplier=3.0, quantiles=())
+        generator = np.random.default_rng(3)
+        values = {
+            "loss": generator.uniform(0, 3, 2000),
+            "accuracy": generator.uniform(0, 1, 2000),
+        }
+        # 2,000 repetitions: 10 % are more than 6 standard deviations.
+        results = [private.released(values, generator) for _ in range(2000)]
+        for name in _BOUNDS:
+            means = [each[name]["mean"] for each in results]
+            said = results[0][name]["noise_stddev"]
+            self.assertAlmostEqual(np.std(means) / said, 1.0, delta=0.1)
+        counts = [each["num_clients"] for each in results]
+        said = results[0]["num_clients_stddev"]
+        self.assertAlmostEqual(np.std(counts) / said, 1.0, delta=0.1)
+
+    def test_quantiles_rise_and_stay_inside(self):
+        private = _private(
+            noise_multiplier=50.0, quantiles=np.linspace(0.05, 0.95, 19)
+        )
+        generator = np.random.default_rng(0)
+        values = {name: np.full(30, 0.4) for name in _BOUNDS}
+        for _ in range(50):
+            for name, (low, high) in _BOUNDS.items():
+                released = private.released(values, generator)[name]
+                self.assertBetween(released["mean"], low, high)
+                found = np.array([*released["quantiles"].values()])
+                if np.isfinite(found).all():
+                    self.assertTrue((np.diff(found) >= 0).all())
+                    self.assertBetween(found.min(), low, high)
+                    self.assertBetween(found.max(), low, high)
+
+    def test_who_has_nothing_is_not_counted(self):
+        fed = _federated()
+        fed.fit(toy.clients(), verbose=0)
+        x, y = toy.arrays(8)
+        clients = {"a": (x, y), "b": (x[:0], y[:0]), "c": (x, y)}
+        released = _evaluated(fed, _private(noise_multiplier=0.0), clients)
+        self.assertAlmostEqual(released["num_clients"], 2.0)
+
+    def test_nobody_is_drawn(self):
+        fed = _federated("poisson")
+        fed.fit(toy.clients(), verbose=0)
+        private = _private(clients_per_round=1e-9)
+        with mock.patch.object(client_metrics, "evaluate") as called:
+            released = _evaluated(fed, private)
+        called.assert_not_called()
+        self.assertEqual(sorted(released)[-1], "num_clients_stddev")
+
+
+class ChargeTest(parameterized.TestCase):
+    @parameterized.product(
+        sampling=["poisson", "fixed_size", "shuffled"], some=[None, 10]
+    )
+    def test_it_is_in_epsilon(self, sampling, some):
+        fed = _federated(sampling)
+        fed.fit(toy.clients(), 2, verbose=0)
+        before = fed.epsilon(_DELTA)
+        own = accounting.PrivacyAccountant()
+        for charge, count in fed.spending.charges:
+            own.add(charge, count)
+        self.assertAlmostEqual(own.epsilon(_DELTA), before)
+        for _ in range(2):
+            _evaluated(fed, _private(clients_per_round=some))
+        n, m = toy.NUM_CLIENTS, some or toy.NUM_CLIENTS
+        own.add(
+            charge_lib.RoundCharge(
+                sampling="fixed_size"
+                if sampling == "fixed_size"
+                else "poisson",
+                num_clients=n,
+                clients_per_round=m,
+                event=dp_accounting.GaussianDpEvent(4.0),
+            ),
+            2,
+        )
+        self.assertGreater(fed.epsilon(_DELTA), before + 1e-3)
+        for accountant in ("rdp", "pld"):
+            self.assertAlmostEqual(
+                fed.epsilon(_DELTA, accountant),
+                own.epsilon(_DELTA, accountant),
+                places=6,
+            )
+        statement = fed.privacy_statement(_DELTA)
+        self.assertIn("What evaluate_clients released", statement)
+        self.assertEqual(fed.rounds, 2)
+        # And training goes on with it.
+        fed.fit(toy.clients(), 1, verbose=0)
+        self.assertGreater(fed.epsilon(_DELTA), own.epsilon(_DELTA))
+
+    def test_a_fixed_size_costs_twice_the_sensitivity(self):
+        everybody = _private().charge("fixed_size", 40)
+        self.assertEqual(everybody.sensitivity, 2.0)
+        self.assertEqual(_private().charge("poisson", 40).sensitivity, 1.0)
+
+    def test_who_is_asked(self):
+        generator = np.random.default_rng(0)
+        private = _private(clients_per_round=25)
+        fixed = private.charge("fixed_size", 100)
+        self.assertLen(set(private.draw(fixed, generator)), 25)
+        poisson = private.charge("poisson", 100)
+        drawn = [len(private.draw(poisson, generator)) for _ in range(400)]
+        # 40,000 draws with probability 1/4: 6 standard deviations are 0.013.
+        self.assertAlmostEqual(np.mean(drawn) / 100, 0.25, delta=0.013)
+        self.assertGreater(len(set(drawn)), 3)
+
+    def test_the_target_is_kept(self):
+        def make(**options):
+            fed = tfdp_fl.make_private(
+                toy.dense(),
+                target_epsilon=3.0,
+                target_delta=_DELTA,
+                num_clients=toy.NUM_CLIENTS,
+                clients_per_round=20,
+                rounds=3,
+                num_replicas=1,
+                **options,
+            )
+            fed.compile("sgd", toy.loss(), metrics=["accuracy"])
+            fed.fit(toy.clients(), 3, verbose=0)
+            return fed
+
+        fed = make()
+        before = fed.epsilon(_DELTA)
+        with (
+            mock.patch.object(client_metrics, "evaluate") as called,
+            self.assertRaisesRegex(
+                ValueError, r"epsilon to \d.*target_epsilon=3 .*on_overspend"
+            ),
+        ):
+            _evaluated(fed, _private())
+        called.assert_not_called()
+        self.assertEqual(fed.epsilon(_DELTA), before)
+        fed = make(on_overspend="warn")
+        _evaluated(fed, _private())
+        self.assertGreater(fed.epsilon(_DELTA), 3.0)
+
+
+class LedgerTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.path = pathlib.Path(
+            self.enter_context(tempfile.TemporaryDirectory())
+        )
+
+    def test_the_line_comes_first_and_the_run_goes_on(self):
+        fed = _federated()
+        callback = tfdp_fl.callbacks.Ledger(self.path / "a.jsonl", key=b"k")
+        also = tfdp_fl.callbacks.Ledger(self.path / "b.jsonl")
+        fed.fit(toy.clients(), 2, callbacks=[callback, also], verbose=0)
+        order = []
+        with mock.patch.object(
+            PrivateMetrics,
+            "released",
+            lambda *_: order.append(
+                accounting.PrivacyLedger.read(
+                    self.path / "a.jsonl", key=b"k"
+                ).epsilon(_DELTA)
+            ),
+        ):
+            _evaluated(fed, _private())
+        self.assertAlmostEqual(order[0], fed.epsilon(_DELTA), places=9)
+        after = fed.epsilon(_DELTA)
+        # In two files, and counted once.
+        fed.fit(toy.clients(), 1, callbacks=[callback, also], verbose=0)
+        more = accounting.PrivacyLedger.read(self.path / "b.jsonl").epsilon(
+            _DELTA
+        )
+        self.assertAlmostEqual(more, fed.epsilon(_DELTA), places=9)
+        self.assertGreater(more, after)
+        self.assertEqual(fed.spending.evaluations, 1)
+
+    def test_what_cannot_be_written_is_not_released(self):
+        fed = _federated()
+        path = self.path / "a.jsonl"
+        fed.fit(
+            toy.clients(),
+            1,
+            callbacks=[tfdp_fl.callbacks.Ledger(path)],
+            verbose=0,
+        )
+        os.unlink(path)
+        path.mkdir()
+        with (
+            mock.patch.object(PrivateMetrics, "released") as released,
+            self.assertRaises((accounting.LedgerError, OSError)),
+        ):
+            _evaluated(fed, _private())
+        released.assert_not_called()
+
+    def test_a_resumed_run_knows_of_it(self):
+        fed = _federated()
+        checkpoint = tfdp_fl.callbacks.RoundCheckpoint(self.path / "run")
+        stop = tf.keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, _: setattr(
+                fed, "stop_training", epoch == 1
+            )
+        )
+        fed.fit(
+            toy.clients(), 3, callbacks=[checkpoint, stop], seed=1, verbose=0
+        )
+        _evaluated(fed, _private())
+        wanted = fed.epsilon(_DELTA)
+        self.assertIn(
+            "What evaluate_clients released",
+            (self.path / "run" / "privacy.txt").read_text("utf-8"),
+        )
+        other = _federated()
+        other.fit(
+            toy.clients(), 3, seed=1, resume_from=self.path / "run", verbose=0
+        )
+        self.assertEqual(other.spending.evaluations, 1)
+        self.assertEqual(other.run.facts.rounds_charged_twice, 0)
+        rounds = accounting.PrivacyAccountant()
+        for charge, count in other.spending.charges:
+            rounds.add(charge, count)
+        self.assertEqual(rounds.rounds, 3)
+        rounds.add(_private().charge("fixed_size", toy.NUM_CLIENTS))
+        self.assertAlmostEqual(
+            other.epsilon(_DELTA), rounds.epsilon(_DELTA), places=6
+        )
+        self.assertGreater(other.epsilon(_DELTA), wanted)
+
+
+class RefusedTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"bounds": {}}, ValueError, "bounds must name a metric"),
+        ({"bounds": [("loss", 1)]}, TypeError, "bounds must be a Mapping"),
+        ({"bounds": {"loss": 3}}, TypeError, "'loss': 3"),
+        ({"bounds": {"loss": (1, 1)}}, ValueError, r"'loss': \(1, 1\)"),
+        ({"bounds": {"loss": (0, np.inf)}}, ValueError, "finite number"),
+        ({"noise_multiplier": -1}, ValueError, "noise_multiplier.*-1"),
+        ({"quantiles": (0.5, 1.0)}, ValueError, "quantiles.*1.0"),
+        ({"cells": 0}, ValueError, "cells.*0"),
+        ({"clients_per_round": 0}, ValueError, "clients_per_round.*0"),
+    )
+    def test_when_it_is_made(self, options, error, message):
+        with self.assertRaisesRegex(error, message):
+            _private(**options)
+
+    def test_when_it_is_asked_for(self):
+        fed = _federated()
+        with self.assertRaisesRegex(ValueError, "before the first fit"):
+            _evaluated(fed, _private())
+        fed.fit(toy.clients(), verbose=0)
+        before = fed.epsilon(_DELTA)
+        for private, error, message in (
+            (3, TypeError, "private must be a PrivateMetrics"),
+            (
+                _private(bounds={"f1": (0, 1)}),
+                ValueError,
+                r"compiled \(.*'accuracy'.*got 'f1'",
+            ),
+            (_private(clients_per_round=50), ValueError, "at most .* 40"),
+            (_private(clients_per_round=2.5), ValueError, "whole number"),
+        ):
+            with self.assertRaisesRegex(error, message):
+                _evaluated(fed, private)
+        self.assertEqual(fed.epsilon(_DELTA), before)
+
+    def test_a_local_guarantee(self):
+        fed = _federated(
+            mechanism=tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=1.0)
+        )
+        fed.fit(toy.clients(), verbose=0)
+        with self.assertRaisesRegex(ValueError, "guarantee is local"):
+            _evaluated(fed, _private())
+
+
+if __name__ == "__main__":
+    absltest.main()

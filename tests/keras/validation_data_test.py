@@ -1,0 +1,160 @@
+"""Tests of validation: examples with weights, and clients held out."""
+
+import warnings
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.keras import toy
+from tfdp_fl.datasets import FederatedDataset
+
+_HELD_OUT = "Some clients were held out for validation"
+
+
+def _named(count: int = toy.NUM_CLIENTS) -> FederatedDataset:
+    return toy.clients(count).with_ids([f"client {k}" for k in range(count)])
+
+
+class Watched:
+    """Clients that note who is read, and when it is for training."""
+
+    def __init__(self, count: int):
+        self.read = []
+        held = toy.clients(count)
+
+        def read(client):
+            self.read.append(client)
+            return held.client(client)
+
+        self.dataset = FederatedDataset.from_client_fn(
+            range(count), read, held.element_spec
+        )
+
+
+class SplitTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(0.05, 0.25, 0.9)
+    def test_who_is_held_out_is_never_trained_on(self, fraction):
+        clients = _named()
+        fed = toy.federated(clients_per_round=2)
+        for _ in range(2):
+            fed.fit(clients, 3, validation_split=fraction, verbose=0)
+        held = round(fraction * toy.NUM_CLIENTS)
+        self.assertEqual(
+            fed.run.spending.clients.num_clients, toy.NUM_CLIENTS - held
+        )
+        self.assertIn(_HELD_OUT, fed.privacy_statement(1e-2))
+        # The very clients, for each `fit` alike.
+        self.assertLen(fed.run.populations, 1)
+
+    def test_by_what_is_read(self):
+        watched = Watched(10)
+        _, held = watched.dataset.split_clients(0.3)
+        fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=7)
+        fed.fit(
+            watched.dataset,
+            4,
+            validation_split=0.3,
+            validation_freq=10,
+            verbose=0,
+        )
+        # All others in each of four rounds; those once, when it is over.
+        for client in range(10):
+            times = watched.read.count(client)
+            self.assertEqual(times, 1 if client in held.client_ids else 4)
+
+    def test_the_metrics_are_those_of_their_examples(self):
+        clients = _named()
+        _, held = clients.split_clients(0.25)
+        for each in (
+            clients,
+            FederatedDataset.from_client_fn(clients.client_ids, clients.client),
+        ):
+            fed = toy.federated(
+                clients_per_round=5,
+                compile_options={"metrics": ["accuracy"]},
+            )
+            history = fed.fit(
+                each,
+                2,
+                validation_split=0.25,
+                validation_batch_size=7,
+                verbose=0,
+            ).history
+            x, y = (
+                np.concatenate(parts)
+                for parts in zip(
+                    *(held.client(k) for k in held.client_ids), strict=True
+                )
+            )
+            wanted = fed.evaluate(x, y, verbose=0, return_dict=True)
+            for name, value in wanted.items():
+                self.assertAllClose(
+                    history[f"val_{name}"][-1], value, rtol=1e-4
+                )
+
+    def test_what_the_statement_does_not_claim(self):
+        clients = _named()
+
+        def stated(*splits):
+            fed = toy.federated(clients_per_round=5)
+            for split in splits:
+                fed.fit(clients, validation_split=split, verbose=0)
+            return _HELD_OUT in fed.privacy_statement(1e-2)
+
+        self.assertTrue(stated(0.25))
+        self.assertTrue(stated(0.25, 0.25))
+        self.assertFalse(stated(0.0))
+        # They were trained on before, or afterwards.
+        self.assertFalse(stated(0.0, 0.25))
+        self.assertFalse(stated(0.25, 0.0))
+        self.assertFalse(stated(0.25, 0.5))
+
+    @parameterized.parameters(
+        ({"validation_split": 1.0}, ValueError, "validation_split"),
+        ({"validation_split": -0.1}, ValueError, "validation_split"),
+        ({"validation_split": "half"}, TypeError, "validation_split"),
+        (
+            {"validation_split": 0.1, "validation_data": toy.arrays(3)},
+            ValueError,
+            "validation_split must be 0 where validation_data is given",
+        ),
+        ({"validation_data": 3}, TypeError, "validation_data must be .*int"),
+        ({"validation_data": [1]}, TypeError, "validation_data must be"),
+    )
+    def test_what_is_refused(self, options, error, message):
+        fed = toy.federated()
+        with self.assertRaisesRegex(error, message):
+            fed.fit(toy.clients(), verbose=0, **options)
+        self.assertEqual(fed.rounds, 0)
+
+    def test_one_client_cannot_be_held_out(self):
+        fed = toy.federated(clients_per_round=1)
+        with self.assertRaisesRegex(ValueError, "single client"):
+            fed.fit([toy.arrays(3)], validation_split=0.5, verbose=0)
+
+
+class ClientsTest(tf.test.TestCase):
+    def test_other_clients_and_one_that_cannot_be_read(self):
+        def read(client):
+            if client == "broken":
+                raise OSError("secret")
+            return toy.arrays(6)
+
+        others = FederatedDataset.from_client_fn(["broken", "whole"], read)
+        fed = toy.federated()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            history = fed.fit(
+                toy.clients(), validation_data=others, verbose=0
+            ).history
+        told = [str(w.message) for w in seen if "held out" in str(w.message)]
+        self.assertRegex("".join(told), "1 of 2 .*'broken': OSError")
+        self.assertNotIn("secret", "".join(told))
+        wanted = fed.evaluate(*toy.arrays(6), verbose=0)
+        self.assertAllClose(history["val_loss"], [wanted], rtol=1e-5)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,100 @@
+"""A directory with one file for each client."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tfdp_fl.datasets import frames, nests
+
+_TABLES = {".csv": "read_csv", ".parquet": "read_parquet"}
+_ARRAYS = ".npz"
+_KNOWN = (*_TABLES, _ARRAYS)
+_FEATURE = "x_"
+
+
+def readers(
+    directory: str | os.PathLike[str],
+    pattern: str | None,
+    features: frames.Columns | None,
+    label: frames.Columns,
+    sample_weight: str | None,
+) -> tuple[list[str], Callable[[str], tuple[Any, ...]]]:
+    """Returns the clients' ids, and what reads the examples of one.
+
+    Args:
+      directory: See `FederatedDataset.from_directory`.
+      pattern: See there.
+      features: See there.
+      label: See there.
+      sample_weight: See there.
+
+    Raises:
+      ValueError: See there.
+    """
+    root = pathlib.Path(directory)
+    if not root.is_dir():
+        raise ValueError(
+            "directory must be one that is there, got "
+            f"{os.fspath(directory)!r}."
+        )
+    found = sorted(
+        path
+        for path in root.glob("*" if pattern is None else pattern)
+        if path.is_file() and (pattern is not None or path.suffix in _KNOWN)
+    )
+    if not found:
+        raise ValueError(
+            f"directory must hold files of clients ({', '.join(_KNOWN)}), got "
+            f"{os.fspath(directory)!r} with none that pattern={pattern!r} "
+            "names."
+        )
+    paths: dict[str, pathlib.Path] = {}
+    for path in found:
+        if path.suffix not in _KNOWN:
+            raise ValueError(
+                f"pattern must name files of {', '.join(_KNOWN)}, got "
+                f"{path.name!r}."
+            )
+        client_id = path.relative_to(root).with_suffix("").as_posix()
+        if client_id in paths:
+            raise ValueError(
+                "directory must hold one file for each client, got "
+                f"{paths[client_id].name!r} and {path.name!r}."
+            )
+        paths[client_id] = path
+
+    def read(client_id: str) -> tuple[Any, ...]:
+        path = paths[client_id]
+        if path.suffix == _ARRAYS:
+            return _arrays(path)
+        pandas = importlib.import_module("pandas")
+        frame = getattr(pandas, _TABLES[path.suffix])(path)
+        return frames.of_one_client(frame, features, label, sample_weight)
+
+    return list(paths), read
+
+
+def _arrays(path: pathlib.Path) -> tuple[Any, ...]:
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    x = arrays.pop("x", None)
+    if x is None:
+        x = {
+            name.removeprefix(_FEATURE): arrays.pop(name)
+            for name in list(arrays)
+            if name.startswith(_FEATURE)
+        }
+    unknown = sorted(arrays.keys() - {"y", "sample_weight"})
+    if unknown or "y" not in arrays or (isinstance(x, dict) and not x):
+        raise nests.ExamplesValueError(
+            "A client's .npz must hold the arrays x (or x_<name> of each "
+            "feature) and y, and perhaps sample_weight, got "
+            f"{', '.join(map(repr, unknown)) or 'fewer'}."
+        )
+    return x, arrays["y"], arrays.get("sample_weight")

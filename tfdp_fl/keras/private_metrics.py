@@ -1,0 +1,222 @@
+"""Means and quantiles of clients' own metrics, with a guarantee.
+
+One Gaussian release over a cohort of clients. Client i with values v_ij of k
+metrics, each in its declared range [a_j, b_j], hands in the vector
+
+    g_i = (1, c_i1, ..., c_ik, e_i1, ..., e_ik) / sqrt(1 + k + q),
+    c_ij = (2 v_ij - a_j - b_j) / (b_j - a_j), in [-1, 1],
+
+where e_ij is the one-hot vector of the cell of [a_j, b_j] that holds v_ij (for
+the q metrics of which quantiles are asked for, q = 0 or k). So ||g_i|| <= 1: a
+client that is added or removed moves the sum by at most 1, and one that is
+replaced by at most 2. The sum gets Gaussian noise of standard deviation z, and
+everything that is reported is computed from that alone: also the number of
+clients. (Counts over fixed cells are the histogram query of Dwork & Roth, The
+Algorithmic Foundations of Differential Privacy, 2014, section 3.3; the Gaussian
+mechanism is in its appendix A. Quantiles are read off the noisy counts.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dp_accounting
+import numpy as np
+
+from tfdp_fl import _validate
+from tfdp_fl.accounting import charge as charge_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivateMetrics:
+    """What `evaluate_clients` releases of clients' metrics, and its noise.
+
+    Attributes:
+      bounds: Maps a metric's name ("loss", or one that was compiled) to its
+        range (low, high). Values outside count as its ends. They are not to be
+        chosen by looking at the clients.
+      noise_multiplier: z, the noise's standard deviation over the most that a
+        client adds to the sum. 0 releases without privacy.
+      quantiles: Which quantiles of each metric, between 0 and 1; none by
+        default.
+      cells: Into how many equal cells a range is cut for them: a quantile is
+        right up to a cell, and what the noise does.
+      clients_per_round: How many clients to draw (the expected number, where
+        the model's sampling is not "fixed_size"); None: all.
+    """
+
+    bounds: Mapping[str, tuple[float, float]]
+    noise_multiplier: float
+    quantiles: Sequence[float] = ()
+    cells: int = 20
+    clients_per_round: float | None = None
+
+    def __post_init__(self) -> None:
+        _validate.instance_of(Mapping, bounds=self.bounds)
+        if not self.bounds:
+            raise ValueError("bounds must name a metric, got none.")
+        for name, ends in self.bounds.items():
+            if not isinstance(ends, tuple | list) or len(ends) != 2:
+                raise TypeError(
+                    "bounds must map a metric's name to (low, high), got "
+                    f"{name!r}: {ends!r}."
+                )
+            low, high = (_validate.finite(bounds=end) for end in ends)
+            if not (low < high and math.isfinite(high - low)):
+                raise ValueError(
+                    "bounds must be a low end below the high one, got "
+                    f"{name!r}: {ends!r}."
+                )
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        quantiles = tuple(
+            _validate.inside_unit_interval(quantiles=each)
+            for each in self.quantiles
+        )
+        object.__setattr__(self, "quantiles", quantiles)
+        _validate.positive_integer(cells=self.cells)
+        if self.clients_per_round is not None:
+            _validate.positive(clients_per_round=self.clients_per_round)
+
+    @property
+    def _scale(self) -> float:
+        blocks = 2 if self.quantiles else 1
+        return math.sqrt(1 + blocks * len(self.bounds))
+
+    def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
+        """Returns what the release costs.
+
+        Args:
+          sampling: That of the training, whose neighbouring relation it has:
+            where cohorts have a fixed size, a client is replaced by another.
+          num_clients: N.
+        """
+        drawn = self.clients_per_round
+        fixed = sampling == "fixed_size"
+        if drawn is None:
+            drawn = num_clients
+        elif drawn > num_clients:
+            raise ValueError(
+                "clients_per_round must be at most the number of clients, "
+                f"{num_clients}, got {drawn!r}."
+            )
+        return charge_lib.RoundCharge(
+            sampling="fixed_size" if fixed else "poisson",
+            num_clients=num_clients,
+            clients_per_round=drawn,
+            event=dp_accounting.GaussianDpEvent(float(self.noise_multiplier)),
+        )
+
+    def draw(
+        self,
+        charge: charge_lib.RoundCharge,
+        generator: np.random.Generator,
+    ) -> np.ndarray:
+        """Returns the positions (int64 [K]) of the clients that are asked."""
+        n = charge.num_clients
+        if charge.clients_per_round == n:
+            return np.arange(n)
+        if charge.sampling == "fixed_size":
+            size = int(charge.clients_per_round)
+            return np.sort(generator.choice(n, size, replace=False))
+        probability = charge.clients_per_round / n
+        return np.flatnonzero(generator.random(n) < probability)
+
+    def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns what each client hands in, float64 [N, D], of norm <= 1.
+
+        Zeros for a client with a metric that is no number.
+
+        Args:
+          values: Each client's metrics by name, [N].
+
+        Raises:
+          ValueError: A metric of `bounds` is none of them.
+        """
+        for name in self.bounds:
+            if name not in values:
+                raise ValueError(
+                    "bounds must name metrics that were compiled "
+                    f"({', '.join(map(repr, values))}), got {name!r}."
+                )
+        columns = [np.asarray(values[name], np.float64) for name in self.bounds]
+        usable = np.all(np.isfinite(columns), axis=0)
+        parts: list[np.ndarray] = [np.ones([len(usable), 1])]
+        shares = []
+        for column, (low, high) in zip(
+            columns, self.bounds.values(), strict=True
+        ):
+            share = np.clip((column - low) / (high - low), 0.0, 1.0)
+            shares.append(np.where(usable, share, 0.0))
+            parts.append(2 * shares[-1][:, None] - 1)
+        if self.quantiles:
+            for share in shares:
+                cell = np.minimum(
+                    (share * self.cells).astype(int), self.cells - 1
+                )
+                parts.append(np.eye(self.cells)[cell])
+        each = np.concatenate(parts, axis=1) / self._scale
+        return np.where(usable[:, None], each, 0.0)
+
+    def released(
+        self, values: Mapping[str, np.ndarray], generator: np.random.Generator
+    ) -> dict[str, Any]:
+        """Returns the noisy result; see `DPFederatedModel.evaluate_clients`.
+
+        Args:
+          values: The metrics of the clients that were asked, by name, [K].
+          generator: Draws the noise.
+        """
+        total = self.contributions(values).sum(axis=0)
+        noise = generator.normal(size=total.shape)
+        return self._result(
+            (total + self.noise_multiplier * noise) * self._scale
+        )
+
+    def _result(self, noisy: np.ndarray) -> dict[str, Any]:
+        """Computes everything from the noisy sum: nothing else is used."""
+        stddev = self.noise_multiplier * self._scale
+        count = max(float(noisy[0]), 1.0)
+        k = len(self.bounds)
+        result: dict[str, Any] = {
+            "num_clients": float(noisy[0]),
+            "num_clients_stddev": stddev,
+        }
+        for place, (name, (low, high)) in enumerate(self.bounds.items()):
+            half, middle = (high - low) / 2, (high + low) / 2
+            centred = float(np.clip(noisy[1 + place] / count, -1.0, 1.0))
+            result[name] = {
+                "mean": middle + half * centred,
+                "noise_stddev": half
+                * stddev
+                / count
+                * math.sqrt(1 + centred**2),
+            }
+            if self.quantiles:
+                start = 1 + k + place * self.cells
+                result[name]["quantiles"] = self._quantiles(
+                    noisy[start : start + self.cells], low, high
+                )
+        return result
+
+    def _quantiles(
+        self, counts: np.ndarray, low: float, high: float
+    ) -> dict[float, float]:
+        """Returns where the noisy counts reach each share, between cells' ends.
+
+        The sums over cells are made to rise, by the mean of the running
+        largest from below and the running smallest from above.
+        """
+        sums = np.cumsum(counts)
+        rising = np.maximum.accumulate(sums)
+        falling = np.minimum.accumulate(sums[::-1])[::-1]
+        sums = np.concatenate([[0.0], np.maximum((rising + falling) / 2, 0.0)])
+        edges = np.linspace(low, high, self.cells + 1)
+        if sums[-1] <= 0:
+            return dict.fromkeys(self.quantiles, math.nan)
+        return {
+            each: float(np.interp(each * sums[-1], sums, edges))
+            for each in self.quantiles
+        }

@@ -1,0 +1,123 @@
+"""What a model is validated on: examples, or clients that are held out."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl import _validate
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
+
+# A fixed order of the clients: the same are held out in every call of `fit`.
+_SEED = 0
+_ALLOWED = (
+    "validation_data must be (x, y), (x, y, sample_weight), a tf.data.Dataset "
+    "of batches or a FederatedDataset"
+)
+
+
+def checked(data: Any) -> Any:
+    """Returns `fit`'s `validation_data`, or raises.
+
+    Raises:
+      TypeError: It is nothing that is evaluated on.
+    """
+    if data is None or isinstance(data, tf.data.Dataset | FederatedDataset):
+        return data
+    if isinstance(data, tuple | list) and len(data) in (2, 3):
+        return tuple(data)
+    raise TypeError(f"{_ALLOWED}, got a {type(data).__name__}.")
+
+
+def held_out(
+    clients: FederatedDataset, fraction: float
+) -> tuple[FederatedDataset, FederatedDataset]:
+    """Returns the clients that train, and those that never do.
+
+    Args:
+      clients: All.
+      fraction: The share of those that do not, rounded to at least one client
+        on either side.
+
+    Raises:
+      ValueError: It is not between 0 and 1, or there is one client only.
+    """
+    fraction = _validate.inside_unit_interval(validation_split=fraction)
+    if clients.num_clients < 2:
+        raise ValueError(
+            "validation_split must be 0 with a single client, whom it would "
+            f"hold out, got {fraction!r}."
+        )
+    return clients.split_clients(fraction, _SEED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What `fit` was told of validation.
+
+    Attributes:
+      data: `(x, y)`, `(x, y, sample_weight)`, a `tf.data.Dataset` of batches,
+        a `FederatedDataset`, or None.
+      every: Validate every so many rounds.
+      batch_size: Examples in one batch.
+    """
+
+    data: Any
+    every: int
+    batch_size: int
+
+    def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
+        """Returns the model's metrics on the data, by `val_` and name."""
+        options = {"verbose": 0, "return_dict": True}
+        data = self.data
+        if isinstance(data, FederatedDataset):
+            data = _batches(data, self.batch_size)
+        if isinstance(data, tf.data.Dataset):
+            results = model.evaluate(data, **options)
+        else:
+            x, y, *weight = data
+            results = model.evaluate(
+                x,
+                y,
+                sample_weight=weight[0] if weight else None,
+                batch_size=self.batch_size,
+                **options,
+            )
+        return {f"val_{name}": value for name, value in results.items()}
+
+
+def _batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
+    """Returns all clients' examples, as Keras takes them."""
+    spec = nests.unpaired(*clients.element_spec)
+
+    def examples() -> Iterator[Any]:
+        failed: list[ClientFailure] = []
+        for client in clients.read_clients(None):
+            if isinstance(client, ClientFailure):
+                failed.append(client)
+            elif len(tf.nest.flatten(client.y)[0]):
+                yield nests.unpaired(client.x, client.y)
+        if failed:
+            warnings.warn(
+                f"The data of {len(failed)} of {clients.num_clients} clients "
+                "held out for validation could not be read, and are left out "
+                f"of it. The first is client "
+                f"{clients.client_ids[failed[0].position]!r}: "
+                f"{failed[0].reason}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    dataset = tf.data.Dataset.from_generator(
+        examples,
+        output_signature=tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec([None, *leaf.shape], leaf.dtype), spec
+        ),
+    )
+    if any(None in leaf.shape.as_list() for leaf in tf.nest.flatten(spec)):
+        return dataset  # Clients' sequences are of unequal lengths.
+    return dataset.rebatch(batch_size)
