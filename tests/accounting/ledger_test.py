@@ -20,6 +20,7 @@ from absl.testing import absltest, parameterized
 
 from tfdp_fl import accounting
 from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.accounting import ledger_lines
 
 PrivacyLedger = accounting.PrivacyLedger
 
@@ -241,7 +242,7 @@ class RunsTest(_Folder):
         ]
         for body in bodies:
             body["previous"] = head
-            head = ledger_lib._digest(body, None)
+            head = ledger_lines.digest_of(body, None)
             text = json.dumps(
                 {**body, "hash": head}, sort_keys=True, separators=(",", ":")
             )
@@ -275,7 +276,7 @@ class RunsTest(_Folder):
         body = json.loads(self.path.read_text())
         body["format"] = "tfdp_fl privacy ledger 3"
         del body["hash"]
-        body["hash"] = ledger_lib._digest(body, None)
+        body["hash"] = ledger_lines.digest_of(body, None)
         self.path.write_text(
             json.dumps(body, sort_keys=True, separators=(",", ":")) + "\n"
         )
@@ -543,7 +544,7 @@ class OpenFileTest(_Folder):
         # Nor does a reader believe it.
         with (
             unittest.mock.patch.object(
-                ledger_lib, "_checked_local", lambda local, charge: local
+                ledger_lines, "checked_local", lambda local, charge: local
             ),
         ):
             self.ledger.record(1, _charge(), 5, local=local)
@@ -679,7 +680,7 @@ class RefusalTest(_Folder):
             self.assertIn("hash", json.loads(line))
         self.assertEqual(
             json.loads(self.path.read_text().splitlines()[0])["format"],
-            ledger_lib.FORMAT,
+            ledger_lines.FORMAT,
         )
 
 

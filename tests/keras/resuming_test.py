@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests import stacks
 from tests.keras import files, toy
-from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.accounting import ledger_lines
 from tfdp_fl.keras import callbacks, checkpoint, resuming
 
 _DELTA = 1e-3
@@ -323,7 +323,7 @@ class RefusalTest(parameterized.TestCase):
                 body["format"] = "tfdp_fl privacy ledger 1"
             body["previous"] = heads[body["previous"]]
             before = body.pop("hash")
-            heads[before] = ledger_lib._digest(body, None)
+            heads[before] = ledger_lines.digest_of(body, None)
             body["hash"] = heads[before]
             lines.append(
                 json.dumps(body, sort_keys=True, separators=(",", ":")) + "\n"

@@ -15,7 +15,8 @@ from tfdp_fl.accounting.gaussian import (
     gaussian_delta,
     gaussian_epsilon,
 )
-from tfdp_fl.accounting.ledger import (
+from tfdp_fl.accounting.ledger import PrivacyLedger, epsilon_from_ledger
+from tfdp_fl.accounting.ledger_contents import (
     LedgerContents,
     LedgerEntry,
     LedgerEntryError,
@@ -26,8 +27,6 @@ from tfdp_fl.accounting.ledger import (
     LedgerTampered,
     LedgerTamperedError,
     LedgerWriteError,
-    PrivacyLedger,
-    epsilon_from_ledger,
 )
 from tfdp_fl.accounting.local import LocalAccount, epsilon_of_mu_squared
 from tfdp_fl.accounting.statement import (

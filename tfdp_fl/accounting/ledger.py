@@ -20,198 +20,27 @@ what another one wrote here.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import errno
 import fcntl
-import hashlib
-import hmac
 import json
-import math
 import os
 import pathlib
 import secrets
 from typing import Any
 
 from tfdp_fl import _json, _validate, version
-from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import events, local
-
-FORMAT = "tfdp_fl privacy ledger 2"
-# In the first format no line names its run.
-_WITHOUT_RUNS = "tfdp_fl privacy ledger 1"
-_GENESIS = "0" * 64
-
-
-class LedgerError(RuntimeError):
-    """Something is wrong with a ledger file."""
-
-
-class LedgerTamperedError(LedgerError):
-    """A line was removed, changed or moved."""
-
-
-class LedgerInUseError(LedgerError):
-    """Another run writes this ledger."""
-
-
-class LedgerWriteError(LedgerError):
-    """A line could not be written; what stood before is as it was."""
-
-
-class LedgerMovedError(LedgerError):
-    """The file was deleted, moved or replaced while it was open."""
-
-
-class LedgerForkedError(LedgerError):
-    """Another process than the one that opened the ledger uses it."""
-
-
-class LedgerEntryError(LedgerError, ValueError):
-    """A line would say what no round can have cost."""
-
-
-# The shorter name, as in a sentence.
-LedgerTampered = LedgerTamperedError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LedgerEntry:
-    """One round of a ledger.
-
-    Attributes:
-      round_index: The round, from 0.
-      cohort_size: How many clients were drawn.
-      charge: What the round costs centrally; None where only a local
-        guarantee is given.
-      local: For noise added by clients, the largest spending of a single
-        client: {"mu_squared": of this round, "max_mu_squared": so far}.
-      time: When the line was written, UTC, ISO 8601.
-      details: The mechanism's parameters of the round, and anything else.
-      run: The id of the run that released the round; None in a ledger of the
-        first format.
-      line_hash: The hash of its line: a `head` that the ledger once had.
-    """
-
-    round_index: int
-    cohort_size: int
-    charge: charge_lib.RoundCharge | None
-    local: dict[str, float] | None
-    time: str
-    details: dict[str, Any]
-    run: str | None = None
-    line_hash: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LedgerContents:
-    """A ledger that was read.
-
-    Attributes:
-      header: What was known at the start; empty if not even that was written.
-      entries: The rounds, in the order in which they were released.
-      truncated: Whether the last line was cut short by a crash.
-      head: The hash of the last whole line.
-      identity: The hash of the first line, which no other ledger has; it
-        stands for the run of the lines that name none.
-    """
-
-    header: dict[str, Any]
-    entries: tuple[LedgerEntry, ...]
-    truncated: bool
-    head: str
-    identity: str
-
-    def by_run(self) -> dict[str, tuple[LedgerEntry, ...]]:
-        """Returns the rounds of each run, by the run's id.
-
-        Lines without an id count as one run, named by `identity`.
-        """
-        runs: dict[str, list[LedgerEntry]] = {}
-        for entry in self.entries:
-            runs.setdefault(entry.run or self.identity, []).append(entry)
-        return {run: tuple(entries) for run, entries in runs.items()}
-
-    def rounds_known(self, run: str, head: str) -> int:
-        """Returns how many rounds of a run were written by the time of a head.
-
-        Args:
-          run: The run's id.
-          head: A `head` that the ledger had; 0 for one that is none of a round.
-        """
-        count = 0
-        for entry in self.entries:
-            count += (entry.run or self.identity) == run
-            if entry.line_hash == head:
-                return count
-        return 0
-
-    def accountant(self) -> accountant_lib.PrivacyAccountant:
-        """Returns an accountant to which all rounds were added."""
-        history = accountant_lib.PrivacyAccountant()
-        for entry in self.entries:
-            if entry.charge is not None:
-                history.add(entry.charge)
-        return history
-
-    def epsilon(self, delta: float, accountant: str = "rdp") -> float:
-        """Returns the epsilon of all rounds at delta.
-
-        That of the guarantee which the header names; without a name the
-        central one, or, where no round has one, the local one.
-        """
-        guarantee = self.header.get("mechanism", {}).get("guarantee")
-        if guarantee in ("local", "record"):
-            return self.local_epsilon(delta)
-        central = [e for e in self.entries if e.charge is not None]
-        if not central and any(e.local is not None for e in self.entries):
-            return self.local_epsilon(delta)
-        return self.accountant().epsilon(delta, accountant)
-
-    def local_epsilon(self, delta: float) -> float:
-        """Returns the local epsilon of the client that spent most, at delta.
-
-        The spending so far that a run's last line tells, plus, for rounds that
-        it did again after it was resumed, the most a client can have spent in
-        what was lost. Runs add up, as if the client that spent most in one had
-        spent most in every other. Infinite if a round has no local guarantee.
-        """
-        if any(entry.local is None for entry in self.entries):
-            return math.inf
-        spent = math.fsum(
-            largest_mu_squared(entries) for entries in self.by_run().values()
-        )
-        return local.epsilon_of_mu_squared(spent, delta)
-
-    def lost_mu_squared(self, next_round: int, run: str) -> float:
-        """Returns what one client may have spent in rounds that were lost.
-
-        Args:
-          next_round: The round that the run goes on with; its lines of this
-            round and later ones belong to what was lost.
-          run: The run's id.
-        """
-        return _spent_and_lost(self.by_run().get(run, ()), next_round)[1]
-
-
-def largest_mu_squared(entries: tuple[LedgerEntry, ...]) -> float:
-    """Returns the most that one client can have spent in one run's rounds."""
-    return math.fsum(_spent_and_lost(entries, math.inf))
-
-
-def _spent_and_lost(
-    entries: tuple[LedgerEntry, ...], earliest_later: float
-) -> tuple[float, float]:
-    spent, lost = 0.0, 0.0
-    for entry in reversed(entries):
-        if entry.local is not None:
-            if entry.round_index >= earliest_later:
-                lost += entry.local["mu_squared"]
-            else:
-                spent = max(spent, entry.local["max_mu_squared"])
-        earliest_later = min(earliest_later, entry.round_index)
-    return spent, lost
+from tfdp_fl.accounting import events, ledger_lines
+from tfdp_fl.accounting.ledger_contents import (
+    LedgerContents,
+    LedgerError,
+    LedgerForkedError,
+    LedgerInUseError,
+    LedgerMovedError,
+    LedgerTamperedError,
+    LedgerWriteError,
+)
 
 
 class PrivacyLedger:
@@ -266,7 +95,7 @@ class PrivacyLedger:
         self._process = os.getpid()
         self._run = new_run() if run is None else _checked_run(run)
         self._key = key
-        self._head = _GENESIS
+        self._head = ledger_lines.GENESIS
         self._rounds = 0
         self._broken = False
         self._descriptor: int | None = None
@@ -294,11 +123,11 @@ class PrivacyLedger:
                 self._append(
                     {
                         "kind": "header",
-                        "format": FORMAT,
+                        "format": ledger_lines.FORMAT,
                         "version": version.__version__,
                         "dp_accounting": events.dp_accounting_version(),
                         "created": _now(),
-                        "authentication": _scheme(key),
+                        "authentication": ledger_lines.scheme(key),
                         "unit": unit,
                         "target_epsilon": target_epsilon,
                         "target_delta": target_delta,
@@ -371,7 +200,7 @@ class PrivacyLedger:
         if charge is not None:
             _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         if local is not None:
-            local = _checked_local(local, charge)
+            local = ledger_lines.checked_local(local, charge)
         self._append(
             {
                 "kind": "round",
@@ -427,7 +256,7 @@ class PrivacyLedger:
           FileNotFoundError: There is no such file.
           LedgerTamperedError: A line does not verify; the error names it.
         """
-        return _parse(
+        return ledger_lines.parse(
             pathlib.Path(path).read_bytes(), str(path), key, expected_head
         )[0]
 
@@ -453,7 +282,7 @@ class PrivacyLedger:
         data = os.pread(self._file, size, 0)
         self._end = size
         self._check_file()
-        contents, whole = _parse(
+        contents, whole = ledger_lines.parse(
             data, str(self._path), self._key, expected_head
         )
         if whole < size:
@@ -470,7 +299,7 @@ class PrivacyLedger:
         if self._descriptor is None:
             raise LedgerError(f"The ledger {self._path} is closed.")
         body["previous"] = self._head
-        digest = _digest(body, self._key)
+        digest = ledger_lines.digest_of(body, self._key)
         line = _json.canonical({**body, "hash": digest}) + "\n"
         self._write(line.encode())
         self._head = digest
@@ -570,114 +399,6 @@ def epsilon_from_ledger(
     return contents.epsilon(delta, accountant)
 
 
-def _parse(
-    data: bytes, name: str, key: bytes | None, expected_head: str | None
-) -> tuple[LedgerContents, int]:
-    """Returns the contents and how many bytes of the file are whole lines."""
-    lines = data.split(b"\n")
-    tail = lines.pop()  # Empty, unless the last line has no end.
-    header: dict[str, Any] = {}
-    entries: list[LedgerEntry] = []
-    head, seen = _GENESIS, {_GENESIS}
-    identity = _GENESIS
-    whole, truncated = len(data) - len(tail), not data
-    for number, line in enumerate([*lines, tail], start=1):
-        unfinished = number == len(lines) + 1
-        if unfinished and not line:
-            break
-        try:
-            body = _verified(line, head, key)
-            if (number == 1) != (body["kind"] == "header"):
-                raise ValueError("it is not what belongs there")
-            if number == 1:
-                header, identity = body, body["hash"]
-                _check_scheme(header, key, name)
-                _check_format(header, name)
-            else:
-                entries.append(
-                    dataclasses.replace(
-                        _entry(body, header["format"]), line_hash=body["hash"]
-                    )
-                )
-        except (ValueError, KeyError, TypeError) as error:
-            if unfinished:
-                truncated = True
-                break
-            raise LedgerTamperedError(
-                f"Line {number} of the ledger {name} does not verify: {error}. "
-                "A line was removed, changed or moved"
-                + (", or the key is another one." if key else ".")
-            ) from error
-        head = body["hash"]
-        seen.add(head)
-        whole = len(data) if unfinished else whole
-    if expected_head is not None and expected_head not in seen:
-        raise LedgerTamperedError(
-            f"The ledger {name} does not contain the line with the hash "
-            f"{expected_head}: lines at its end were removed."
-        )
-    for field in ("kind", "hash", "previous"):
-        header.pop(field, None)
-    contents = LedgerContents(
-        header=header,
-        entries=tuple(entries),
-        truncated=truncated,
-        head=head,
-        identity=identity,
-    )
-    return contents, whole
-
-
-def _check_scheme(header: dict[str, Any], key: bytes | None, name: str) -> None:
-    if header["authentication"] != _scheme(key):
-        raise LedgerTamperedError(
-            f"The ledger {name} says it is authenticated by "
-            f"{header['authentication']}, which needs "
-            + ("no key, and one was given." if key else "its key.")
-        )
-
-
-def _check_format(header: dict[str, Any], name: str) -> None:
-    if header["format"] not in (FORMAT, _WITHOUT_RUNS):
-        raise LedgerError(
-            f"The ledger {name} has the format {header['format']!r}; this "
-            f"version reads {FORMAT!r} and {_WITHOUT_RUNS!r}."
-        )
-
-
-def _verified(line: bytes, head: str, key: bytes | None) -> dict[str, Any]:
-    body = json.loads(line.decode())
-    if not isinstance(body, dict):
-        raise ValueError("it is not a JSON object")
-    if _json.canonical(body).encode() != line:
-        raise ValueError("it is not written as the ledger writes")
-    digest = body.pop("hash")
-    if body.get("previous") != head:
-        raise ValueError("it does not follow the line before it")
-    if body["kind"] == "header" and body["authentication"] != _scheme(key):
-        return {**body, "hash": digest}  # The caller says what is missing.
-    if not hmac.compare_digest(digest, _digest(body, key)):
-        raise ValueError("its hash is wrong")
-    return {**body, "hash": digest}
-
-
-def _entry(body: dict[str, Any], format: str) -> LedgerEntry:
-    charge, local = body["charge"], body["local"]
-    if charge is not None:
-        charge = charge_lib.RoundCharge.from_json(charge)
-    # In the first format, only lines that were written later name a run.
-    run = body.get("run") if format == _WITHOUT_RUNS else body["run"]
-    return LedgerEntry(
-        round_index=body["round"],
-        cohort_size=body["cohort_size"],
-        charge=charge,
-        local=None if local is None else _checked_local(local, charge),
-        time=body["time"],
-        details=body["details"],
-        run=run,
-    )
-
-
 def new_run() -> str:
     """Returns the id of a new run, random hexadecimal digits."""
     return secrets.token_hex(16)
@@ -687,42 +408,6 @@ def _checked_run(run: Any) -> str:
     if not isinstance(run, str) or not run:
         raise ValueError(f"run must be a text that is not empty, got {run!r}.")
     return run
-
-
-def _checked_local(
-    local: dict[str, Any], charge: charge_lib.RoundCharge | None
-) -> dict[str, float]:
-    """Returns a round's local spending, or raises LedgerEntryError.
-
-    Infinity is what a release without noise costs, so a round may say it, but
-    not next to a charge that has noise.
-    """
-    checked = {
-        name: float(local[name]) for name in ("mu_squared", "max_mu_squared")
-    }
-    for name, value in checked.items():
-        if not value >= 0:
-            raise LedgerEntryError(
-                f"{name} must be a number of at least 0, got {value!r}."
-            )
-    noise = None if charge is None else charge.noise_multiplier
-    if noise and math.isinf(checked["mu_squared"]):
-        raise LedgerEntryError(
-            "mu_squared must be finite in a round with noise, got inf next to "
-            f"a noise multiplier of {noise!r}."
-        )
-    return checked
-
-
-def _digest(body: dict[str, Any], key: bytes | None) -> str:
-    data = _json.canonical(body).encode()
-    if key is None:
-        return hashlib.sha256(data).hexdigest()
-    return hmac.new(key, data, hashlib.sha256).hexdigest()
-
-
-def _scheme(key: bytes | None) -> str:
-    return "sha256" if key is None else "hmac-sha256"
 
 
 def _now() -> str:

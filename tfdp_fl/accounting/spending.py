@@ -10,7 +10,7 @@ import numpy as np
 
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.accounting import ledger, ledger_contents
 from tfdp_fl.accounting import local as local_lib
 from tfdp_fl.accounting.local import epsilon_of_mu_squared
 
@@ -23,7 +23,7 @@ _EVALUATION = "evaluation "
 
 def new_evaluation() -> str:
     """Returns the id of a release beside the rounds."""
-    return _EVALUATION + ledger_lib.new_run()
+    return _EVALUATION + ledger.new_run()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class Spending:
         self.clients.add(positions, mu_squared if self.by_client else 0.0)
 
     def absorb(
-        self, contents: ledger_lib.LedgerContents, run: str, source: str
+        self, contents: ledger_contents.LedgerContents, run: str, source: str
     ) -> None:
         """Counts what a ledger tells of and is not counted yet.
 
@@ -186,7 +186,7 @@ class Spending:
                 name = f"{other} in {source}"
             others[name] = OtherRun(
                 charges=charges,
-                mu_squared=ledger_lib.largest_mu_squared(entries)
+                mu_squared=ledger_contents.largest_mu_squared(entries)
                 if self.by_client
                 else 0.0,
             )

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.accounting import ledger_contents
 from tfdp_fl.accounting import local as local_lib
 from tfdp_fl.flower import rounds
 
@@ -60,7 +61,9 @@ class LocalHistory(rounds.RoundHistory):
         return cast(float, released.mu_squared)
 
     def _charge_of_entry(
-        self, entry: ledger_lib.LedgerEntry, ledger: ledger_lib.PrivacyLedger
+        self,
+        entry: ledger_contents.LedgerEntry,
+        ledger: ledger_lib.PrivacyLedger,
     ) -> float:
         if entry.local is None:
             raise ValueError(

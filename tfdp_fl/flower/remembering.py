@@ -14,6 +14,7 @@ from tfdp_fl import correlated_noise, mechanisms
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.accounting import ledger_contents
 from tfdp_fl.flower import rounds
 from tfdp_fl.mechanisms import noise
 
@@ -205,7 +206,9 @@ class SeparatedHistory(rounds.RoundHistory):
         )
 
     def _charge_of_entry(
-        self, entry: ledger_lib.LedgerEntry, ledger: ledger_lib.PrivacyLedger
+        self,
+        entry: ledger_contents.LedgerEntry,
+        ledger: ledger_lib.PrivacyLedger,
     ) -> Any:
         if entry.charge is None or entry.charge.sampling != (
             charge_lib.SEPARATED

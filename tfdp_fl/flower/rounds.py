@@ -16,6 +16,7 @@ from tfdp_fl import _validate
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.accounting import ledger_contents
 
 _logger = logging.getLogger(__name__)
 
@@ -252,7 +253,9 @@ class RoundHistory:
         return released.charge()
 
     def _charge_of_entry(
-        self, entry: ledger_lib.LedgerEntry, ledger: ledger_lib.PrivacyLedger
+        self,
+        entry: ledger_contents.LedgerEntry,
+        ledger: ledger_lib.PrivacyLedger,
     ) -> Any:
         """Returns what somebody else's line costs here, or raises."""
         if entry.charge is None or entry.charge.sampling != "fixed_size":
