@@ -19,7 +19,6 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from tfdp_fl import accounting
-from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import ledger_lines
 
 PrivacyLedger = accounting.PrivacyLedger

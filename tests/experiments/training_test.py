@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from tests.keras import files
-from tfdp_fl import accounting, engine, losses
+from tfdp_fl import accounting, engine, features, losses
 from tfdp_fl.experiments import run_directory, training
 from tfdp_fl.experiments.settings import Settings
 
@@ -60,6 +60,28 @@ class TrainingTest(tf.test.TestCase):
             self.assertLen(history[name][1], 4)
             self.assertTrue(all(value > 0 for value in history[name][1]))
 
+    def test_features_are_computed_once_and_the_saved_model_takes_images(self):
+        prepared = training.prepare(
+            Settings(**_SMALL, input_features="oriented_gradients")
+        )
+        original = training.prepare(Settings(**_SMALL)).task
+        layer = features.OrientedGradients()
+        for position in (0, 7, 19):
+            name = original.clients.client_ids[position]
+            images, labels = original.clients.client(name)
+            x, y = prepared.task.clients.client(name)
+            wanted = layer(np.reshape(images, [-1, 8, 8]))
+            self.assertAllClose(x, wanted, atol=1e-6)
+            self.assertAllEqual(y, labels)
+        path = files.directory(self) / "run"
+        result = training.run(prepared, path, verbose=0)
+        saved = tf.keras.models.load_model(
+            path / run_directory.MODEL, compile=False
+        )
+        images, labels = original.test
+        right = np.argmax(saved.predict(images, verbose=0), -1) == labels
+        self.assertAlmostEqual(np.mean(right), result["accuracy"], places=6)
+
     def test_refused(self):
         for options, flag in (
             ({"prior_smoothing": 0.1}, "--client_loss=balanced"),
@@ -67,6 +89,14 @@ class TrainingTest(tf.test.TestCase):
             (
                 {"dataset": "emnist", "model": "cnn", "input_pooling": 2},
                 "--input_pooling",
+            ),
+            (
+                {"input_pooling": 2, "input_features": "oriented_gradients"},
+                "--input_features",
+            ),
+            (
+                {"model": "cnn", "input_features": "oriented_gradients"},
+                "--input_features",
             ),
         ):
             with self.assertRaisesRegex(ValueError, flag):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp_fl import _validate
+from tfdp_fl import _validate, features
 
 _EMBEDDING_SIZE = 8
 
@@ -54,6 +54,24 @@ def mlp(
         for units in hidden_units
     ]
     layers.append(tf.keras.layers.Dense(num_classes))
+    return tf.keras.Sequential(layers)
+
+
+def oriented_gradients(input_shape: Sequence[int]) -> tf.keras.Model:
+    """Returns a model of fixed, public features of images; nothing to learn.
+
+    Args:
+      input_shape: As of `cnn`, with one channel.
+
+    Raises:
+      ValueError: The examples are no grey images.
+    """
+    layers = [tf.keras.Input(tuple(input_shape))]
+    if len(input_shape) == 1:
+        layers.append(_as_image(input_shape, "input_features"))
+    elif len(input_shape) not in (2, 3):
+        raise _no_images(input_shape, "input_features")
+    layers.append(features.OrientedGradients())
     return tf.keras.Sequential(layers)
 
 

@@ -23,6 +23,7 @@ from tfdp_fl.experiments.mechanism_options import (
 )
 
 DATASETS = ("digits", "mnist", "shakespeare", "emnist", "npz")
+FEATURES = ("oriented_gradients",)
 MODELS = ("linear", "mlp", "cnn", "lstm")
 
 # Where a choice is left open, what each data set is trained with; then what
@@ -176,6 +177,13 @@ class Settings(_MechanismParameters):
         int,
         "linear, mlp: images come in as the means of squares of so many "
         "pixels' side; fewer weights for noise to fall on.",
+    )
+    input_features: str | None = _option(
+        None,
+        FEATURES,
+        "linear, mlp: what the model sees of images, computed once: "
+        "oriented_gradients (tfdp_fl.features), fixed and public, or the "
+        "pixels themselves (by default).",
     )
 
     # The mechanism.
@@ -388,6 +396,14 @@ class Settings(_MechanismParameters):
             raise ValueError(
                 "--input_pooling is for --model=linear|mlp, got "
                 f"--model={filled.model}."
+            )
+        if filled.input_features and (
+            filled.model not in ("linear", "mlp") or filled.input_pooling
+        ):
+            raise ValueError(
+                "--input_features is for --model=linear|mlp without "
+                f"--input_pooling, got --model={filled.model} and "
+                f"--input_pooling={filled.input_pooling}."
             )
         if filled.iid:
             filled = dataclasses.replace(filled, shards_per_client=None)

@@ -26,11 +26,14 @@ class Task:
       clients: The clients' examples.
       test: `(x, y)` to evaluate on.
       num_classes: How many classes there are.
+      features: What made the examples of the original ones; None: they are
+        the original ones.
     """
 
     clients: datasets.FederatedDataset
     test: tuple[Any, Any]
     num_classes: int
+    features: tf.keras.Model | None = None
 
 
 def load_task(settings: settings_lib.Settings) -> Task:
@@ -56,14 +59,66 @@ def load_task(settings: settings_lib.Settings) -> Task:
             "test_fraction",
             "sequence_length",
             "data_seed",
+            "input_features",
         )
     }
     return _load(json.dumps(chosen))
 
 
+def whole_model(task: Task, model: tf.keras.Model) -> tf.keras.Model:
+    """Returns a model that takes the original examples, with the same weights.
+
+    Args:
+      task: What the model was trained on.
+      model: A trained model.
+    """
+    if task.features is None:
+        return model
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input(task.features.input_shape[1:]),
+            *task.features.layers,
+            *model.layers,
+        ]
+    )
+
+
 @functools.lru_cache(maxsize=1)
 def _load(chosen: str) -> Task:
     options = {k: v for k, v in json.loads(chosen).items() if v is not None}
+    if options.pop("input_features", None):
+        return _of_features(_load_original(options))
+    return _load_original(options)
+
+
+def _of_features(task: Task) -> Task:
+    """Returns the same task, of oriented gradients: computed here, once."""
+    spec = task.clients.element_spec[0]
+    if not isinstance(spec, tf.TensorSpec):
+        raise ValueError(
+            "input_features must be given one array of images, got examples "
+            f"of {spec}."
+        )
+    layer = models.oriented_gradients(spec.shape)
+
+    def computed(x: tf.Tensor) -> np.ndarray:
+        return layer.predict(x, batch_size=1000, verbose=0)
+
+    x, y = task.clients.flat()
+    rows, lengths = task.clients.client_rows(
+        np.arange(task.clients.num_clients)
+    )
+    by_client = np.split(rows, np.cumsum(lengths)[:-1])
+    clients = datasets.FederatedDataset.from_indices(
+        computed(x),
+        y,
+        dict(zip(task.clients.client_ids, by_client, strict=True)),
+    )
+    test_x, test_y = task.test
+    return Task(clients, (computed(test_x), test_y), task.num_classes, layer)
+
+
+def _load_original(options: dict[str, Any]) -> Task:
     dataset = options.pop("dataset")
     path = options.pop("data_path", None)
     seed = options.pop("data_seed")

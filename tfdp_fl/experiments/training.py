@@ -339,7 +339,8 @@ def _leave_files(
     seconds: float,
 ) -> dict[str, Any]:
     settings, federated_model = prepared.settings, prepared.federated_model
-    federated_model.save(path / run_directory.MODEL)
+    model = federated_model.model
+    tasks.whole_model(prepared.task, model).save(path / run_directory.MODEL)
     _files.write_text(
         path / run_directory.STATEMENT,
         f"{federated_model.privacy_statement(prepared.delta)}\n",
