@@ -45,7 +45,7 @@ def pyplot() -> Any:
 def save(figure: Any, path: str | os.PathLike[str]) -> None:
     """Writes a figure to a file, and forgets it."""
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, bbox_inches="tight")  # With its legend.
     pyplot().close(figure)
 
 
@@ -144,13 +144,13 @@ def plot_comparison(
         for x, y in curves if len(curves) > 1 else ():
             axes.plot(x, y, style, color=color, alpha=0.3, linewidth=0.8)
         axes.plot(*mean_curve(curves), style, color=color, label=name)
+    _draw_chance(axes, [run for runs in groups.values() for run in runs])
     axes.set_xlabel("round" if against == "rounds" else "epsilon")
     axes.set_ylabel("accuracy")
     axes.set_ylim(0, 1)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
+    _legend_beside(figure, [axes])
     save(figure, path)
 
 
@@ -195,38 +195,101 @@ def _plot_frontier(
     groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
 ) -> None:
     """Draws final accuracy against final epsilon, and the best for each."""
-    figure, axes = pyplot().subplots(figsize=(7, 4.5))
-    points = []
+    figure, panels = _panels(groups, sharey=False)
+    points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in panels}
     for place, (name, runs) in enumerate(groups.items()):
-        finished = [
-            (run.result["epsilon"], run.result["accuracy"])
-            for run in runs
-            if run.result.get("epsilon") is not None
-        ]
-        if finished:
-            points += finished
-            axes.plot(
-                *zip(*finished, strict=True),
-                "os^Dv"[place // len(COLORS) % 5],
-                color=COLORS[place % len(COLORS)],
-                label=name,
+        for kind, axes in panels.items():
+            finished = [
+                (run.result["epsilon"], run.result["accuracy"])
+                for run in runs
+                if run.result.get("epsilon") is not None
+                and _guarantee(run) == kind
+            ]
+            if finished:
+                points[kind] += finished
+                axes.plot(
+                    *zip(*finished, strict=True),
+                    "os^Dv"[place // len(COLORS) % 5],
+                    color=COLORS[place % len(COLORS)],
+                    label=name,
+                )
+    for kind, axes in panels.items():
+        frontier = frontier_of(points[kind])
+        if frontier:
+            axes.step(
+                *zip(*frontier, strict=True),
+                where="post",
+                color="gray",
+                linewidth=1,
+                zorder=0,
+                label="frontier",
             )
-    frontier = frontier_of(points)
-    if frontier:
-        axes.step(
-            *zip(*frontier, strict=True),
-            where="post",
-            color="gray",
-            linewidth=1,
-            zorder=0,
-            label="frontier",
-        )
-        axes.legend(fontsize=8)
-        _scale_epsilon(axes, [epsilon for epsilon, _ in frontier])
-    axes.set_xlabel("epsilon")
-    axes.set_ylabel("accuracy")
-    axes.grid(alpha=0.3)
+            _scale_epsilon(axes, [epsilon for epsilon, _ in frontier])
+    _legend_beside(figure, panels.values())
     save(figure, path)
+
+
+# What an epsilon is about: figures of different kinds share no axis.
+_KINDS = {
+    "central": "epsilon of a client,\nthe server trusted",
+    "local": "local epsilon of a client,\nnobody trusted",
+    "record": "epsilon of a record,\nnobody trusted",
+}
+
+
+def _guarantee(run: Run) -> str:
+    return str(run.result.get("guarantee", "central"))
+
+
+def _panels(
+    groups: Mapping[str, Sequence[Run]], sharey: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Returns a figure, and its axes by what an epsilon is about."""
+    there = {
+        _guarantee(run)
+        for runs in groups.values()
+        for run in runs
+        if run.result.get("epsilon") is not None
+    }
+    kinds = [kind for kind in _KINDS if kind in there] or ["central"]
+    figure, axes = pyplot().subplots(
+        1,
+        len(kinds),
+        figsize=(3.5 + 3.5 * len(kinds), 4.5),
+        sharey=sharey,
+        squeeze=False,
+    )
+    for kind, each in zip(kinds, axes[0], strict=True):
+        each.set_xlabel(_KINDS[kind])
+        each.grid(alpha=0.3)
+    axes[0][0].set_ylabel("accuracy")
+    return figure, dict(zip(kinds, axes[0], strict=True))
+
+
+def _legend_beside(figure: Any, axes: Iterable[Any]) -> None:
+    """Puts one legend of all axes to the right of them, off the curves."""
+    labelled: dict[str, Any] = {}
+    for each in axes:
+        handles, labels = each.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            labelled.setdefault(label, handle)
+    if labelled:
+        figure.legend(
+            list(labelled.values()),
+            list(labelled),
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+            fontsize=8,
+        )
+
+
+def _draw_chance(axes: Any, runs: Iterable[Run]) -> None:
+    """Draws what guessing reaches, where all runs have the same classes."""
+    classes = {run.result.get("num_classes") for run in runs}
+    if len(classes) == 1 and (count := classes.pop()):
+        axes.axhline(
+            1 / count, color="gray", linestyle="-.", linewidth=1, label="chance"
+        )
 
 
 def tradeoff_of(runs: Iterable[Run]) -> list[tuple[float, float, float]]:
@@ -257,33 +320,33 @@ def _plot_tradeoff(
     groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
 ) -> None:
     """Draws a line a group; one without any epsilon is a level to reach."""
-    figure, axes = pyplot().subplots(figsize=(7, 4.5))
-    epsilons: list[float] = []
+    figure, panels = _panels(groups, sharey=True)
+    epsilons: dict[str, list[float]] = {kind: [] for kind in panels}
     for place, (name, runs) in enumerate(groups.items()):
         color = COLORS[place % len(COLORS)]
-        points = tradeoff_of(runs)
-        if points:
-            x, y, spread = zip(*points, strict=True)
-            epsilons += x
-            axes.errorbar(
-                x,
-                y,
-                spread,
-                marker="os^Dv"[place % 5],
-                capsize=3,
-                color=color,
-                label=name,
-            )
-        elif runs:
+        for kind, axes in panels.items():
+            points = tradeoff_of(r for r in runs if _guarantee(r) == kind)
+            if points:
+                x, y, spread = zip(*points, strict=True)
+                epsilons[kind] += x
+                axes.errorbar(
+                    x,
+                    y,
+                    spread,
+                    marker="os^Dv"[place % 5],
+                    capsize=3,
+                    color=color,
+                    label=name,
+                )
+        if runs and not tradeoff_of(runs):
             level = statistics.fmean(r.result["accuracy"] for r in runs)
-            axes.axhline(level, color=color, linestyle=":", label=name)
-    _scale_epsilon(axes, epsilons)
-    axes.set_xlabel("epsilon")
-    axes.set_ylabel("accuracy")
-    axes.set_ylim(0, 1)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
+            for axes in panels.values():
+                axes.axhline(level, color=color, linestyle=":", label=name)
+    for kind, axes in panels.items():
+        _scale_epsilon(axes, epsilons[kind])
+        _draw_chance(axes, [run for runs in groups.values() for run in runs])
+        axes.set_ylim(0, 1)
+    _legend_beside(figure, panels.values())
     save(figure, path)
 
 

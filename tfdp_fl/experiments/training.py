@@ -361,6 +361,7 @@ def _leave_files(
         if settings.validation_examples
         else "test examples",
         "num_evaluated": len(prepared.task.test[1]),
+        "num_classes": prepared.task.num_classes,
         "guarantee": mechanism.guarantee,
         "epsilon": federated_model.epsilon(prepared.delta, by),
         "delta": prepared.delta,
