@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+import zipfile
 from collections.abc import Sequence
 
 # TensorFlow reports libraries for GPUs that are not there as errors.
@@ -21,7 +22,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import tensorflow as tf
 from absl import app, flags
 
-from tfdp_fl.experiments import Run, plots, run_directory, text
+from tfdp_fl import datasets
+from tfdp_fl.experiments import Run, models, plots, run_directory, text
 
 _PROMPT = flags.DEFINE_string("prompt", "The ", "What the text begins with.")
 _LENGTH = flags.DEFINE_integer("length", 400, "How many characters to add.")
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
             run = Run.read(path)
             if run.settings.model != "lstm":
                 raise ValueError(f"{path} holds no character model.")
-            model = tf.keras.models.load_model(path / run_directory.MODEL)
+            model = _model(run)
             written = text.sample_text(
                 model,
                 _PROMPT.value,
@@ -51,6 +53,23 @@ def main(argv: Sequence[str]) -> None:
             print(f"== {plots.title_of(run)}\n{written}\n")
     except (OSError, ValueError) as error:
         sys.exit(f"sample_text.py: {error}")
+
+
+def _model(run: Run) -> tf.keras.Model:
+    """Returns a run's model: built here, with the weights of its file.
+
+    A file of Keras's can hold code and names of functions, which `load_model`
+    would run; of this one nothing but numbers is read.
+    """
+    model = models.lstm(
+        len(datasets.shakespeare_vocabulary()),
+        **{"hidden_units": units} if (units := run.settings.units()) else {},
+    )
+    path = run.path / run_directory.MODEL
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no model that train.py saved.")
+    model.load_weights(path)
+    return model
 
 
 def run() -> None:

@@ -17,6 +17,20 @@ _SAMPLINGS = charge_lib.SAMPLINGS
 
 class EpsilonTest(parameterized.TestCase):
     @parameterized.product(
+        sampling=["poisson", "fixed_size", "shuffled"],
+        accountant=["rdp", "pld"],
+    )
+    def test_noise_out_of_reach_is_taken_for_less(self, sampling, accountant):
+        # It was an OverflowError, a NaN, or, shuffled, an epsilon of 0.
+        def of(z):
+            return forecast.epsilon(z, sampling, 100, 10, 3, 1e-3, accountant)
+
+        for z in (1e-200, 1e-160, 1e-9):
+            self.assertEqual(of(z), math.inf)
+        for z in (1e8, 1e160, 1e300):
+            self.assertBetween(of(z), 0.0, 1e-3)
+
+    @parameterized.product(
         sampling=_SAMPLINGS, accountant=charge_lib.ACCOUNTANTS
     )
     def test_equal_rounds_are_the_constant(self, sampling, accountant):

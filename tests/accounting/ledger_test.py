@@ -366,6 +366,14 @@ class TamperingTest(_Folder):
 
 
 class CrashTest(_Folder):
+    def test_a_line_of_brackets_is_no_line(self):
+        # JSON nests as deep as Python recurses.
+        self._write(2)
+        with self.path.open("ab") as file:
+            file.write(b"[" * 100_000 + b"\n")
+        with self.assertRaises(accounting.LedgerTamperedError):
+            PrivacyLedger.read(self.path)
+
     def test_a_file_cut_anywhere_keeps_its_whole_lines(self):
         self._write(3)
         data = self.path.read_bytes()

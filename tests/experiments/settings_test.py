@@ -31,6 +31,10 @@ class SettingsTest(parameterized.TestCase):
             self.assertGreater(resolved.target_epsilon, 0)
         self.assertEqual(resolved, resolved.resolved())
 
+    def test_what_has_a_default_is_not_left_open(self):
+        with self.assertRaisesRegex(ValueError, "--mechanism must be one of"):
+            Settings(mechanism=None).resolved()
+
     def test_what_is_given_is_kept(self):
         given = Settings(
             mechanism="local", model="mlp", rounds=7, target_epsilon=3.0

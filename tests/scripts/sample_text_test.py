@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import tempfile
 
+import tensorflow as tf
 from absl.testing import absltest
 
 from tests.scripts import programs
@@ -17,6 +19,23 @@ But, soft! what light through yonder window breaks?
 JULIET:
 O Romeo, Romeo! wherefore art thou Romeo?
 """
+
+
+def _save_code(path: pathlib.Path, ran: pathlib.Path, kind: str) -> None:
+    """Saves a model with a layer that, once loaded, leaves a folder behind."""
+    name = str(ran)
+    model = tf.keras.Sequential(
+        [
+            tf.keras.layers.Input((3,)),
+            tf.keras.layers.Lambda(lambda x: (os.mkdir(name), x)[1]),
+            tf.keras.layers.Dense(1),
+        ]
+    )
+    if ran.exists():  # It ran as it was built.
+        ran.rmdir()
+    saved = path.with_suffix(".h5" if kind == "hdf5" else ".keras")
+    model.save(saved)
+    saved.rename(path)
 
 
 class SampleTextTest(absltest.TestCase):
@@ -72,6 +91,14 @@ class SampleTextTest(absltest.TestCase):
             "no text": ["sample_text", digits],
             "bad prompt": ["sample_text", "--prompt=", play],
         }
+        cls.ran = folder / "ran"
+        for kind in ("hdf5", "keras"):
+            evil = folder / f"evil_{kind}"
+            evil.mkdir()
+            settings = {**base, **shakespeare, "model": "lstm"}
+            (evil / "config.json").write_text(json.dumps(settings))
+            _save_code(evil / "model.keras", cls.ran, kind)
+            lines[f"evil {kind}"] = ["sample_text", str(evil)]
         outcomes = programs.run_all(list(lines.values()))
         cls.outcomes = dict(zip(lines, outcomes, strict=True))
 
@@ -93,12 +120,18 @@ class SampleTextTest(absltest.TestCase):
             ("no run", "holds no run"),
             ("no text", "no character model"),
             ("bad prompt", "prompt"),
+            ("evil hdf5", "no model that train.py saved"),
         ):
             with self.subTest(name):
                 outcome = self.outcomes[name]
                 self.assertEqual(outcome.code, 1)
                 self.assertIn(word, outcome.err)
                 self.assertLen(outcome.err.splitlines(), 1)
+
+    def test_code_in_a_file_is_not_run(self):
+        for kind in ("hdf5", "keras"):
+            self.assertNotEqual(self.outcomes[f"evil {kind}"].code, 0)
+        self.assertFalse(self.ran.exists())
 
 
 if __name__ == "__main__":

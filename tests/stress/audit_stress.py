@@ -66,7 +66,7 @@ class AuditTest(parameterized.TestCase):
         started = time.time()
         for name, flags in _MECHANISMS.items():
             with tempfile.TemporaryDirectory() as folder:
-                more = ["--num_canaries=1500", f"--iterates={iterates}"]
+                more = ["--num_canaries=1000", f"--iterates={iterates}"]
                 code, said = _run([*_SMALL, *flags, *more, *runtime], folder)
                 self.assertEqual(code, 0, said)
                 with open(f"{folder}/audit.json") as file:

@@ -11,6 +11,10 @@ from typing import Any
 import attr
 import dp_accounting
 
+# Beyond, an epsilon is above 1e5 or below 1e-6 for any use, and accountants'
+# grids and powers fail.
+_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e6
+
 
 def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
     """Returns the noise multiplier of the one Gaussian an event amounts to.
@@ -72,6 +76,9 @@ def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
 
     NumPy scalars and lists would make two equal events differ, could not be
     hashed, and would not survive a JSON round trip.
+
+    A Gaussian's noise multiplier that no accountant can compute with is taken
+    for less than it is: below 1e-3 for none, and above 1e6 for that.
     """
     if not isinstance(event, dp_accounting.DpEvent):
         raise TypeError(
@@ -82,7 +89,17 @@ def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
         field.name: _plain(getattr(event, field.name))
         for field in attr.fields(type(event))
     }
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        fields["noise_multiplier"] = _within_reach(fields["noise_multiplier"])
     return type(event)(**fields)
+
+
+def _within_reach(noise_multiplier: float) -> float:
+    if 0 < noise_multiplier < _LEAST_NOISE:
+        return 0.0
+    if _MOST_NOISE < noise_multiplier < math.inf:
+        return _MOST_NOISE
+    return noise_multiplier
 
 
 def _plain(value: Any) -> Any:

@@ -68,7 +68,7 @@ def parse(
                         _entry(body, header["format"]), line_hash=body["hash"]
                     )
                 )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if unfinished:
                 truncated = True
                 break

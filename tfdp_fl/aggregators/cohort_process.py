@@ -29,6 +29,7 @@ from tfdp_fl.aggregators import (
     round_values,
     state,
     values,
+    worker_end,
 )
 from tfdp_fl.mechanisms import cohort_query, contribution
 
@@ -107,6 +108,7 @@ def create_cohort_process(
       inner_factory: Sums the updates (see `create_record_sum`).
       scalars_factory: Sums the other numbers of the records.
     """
+    worker_end.at_exit()
     flatten, pack = values.to_list, values.from_list
 
     @tff.tensorflow.computation

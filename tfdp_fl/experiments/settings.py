@@ -501,7 +501,7 @@ class Settings(_MechanismParameters):
         """Refuses words and types that a flag would have refused."""
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), field.metadata["kind"]
-            if value is None:
+            if value is None and field.default is None:
                 continue
             if isinstance(kind, tuple):
                 _validate.one_of(kind, **{f"--{field.name}": value})

@@ -8,6 +8,7 @@ by nobody before it is paid for, and what was abandoned is not charged.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -26,7 +27,7 @@ from tfdp_fl.engine import (
 )
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import costs as costs_lib
-from tfdp_fl.keras import progress, randomness
+from tfdp_fl.keras import interrupts, progress, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
@@ -103,10 +104,16 @@ class RoundLoop:
                 each.on_fit_end()
 
     def _round_with_callbacks(self, round_index: int) -> dict[str, float]:
-        run, validation = self.run, self.validation
         self.keras_callbacks.on_epoch_begin(round_index)
         self.keras_callbacks.on_train_batch_begin(0)
-        logs = self._round(round_index)
+        with contextlib.ExitStack() as whole:
+            logs = self._round(round_index, whole)
+            self._tell(round_index, logs)
+        return logs
+
+    def _tell(self, round_index: int, logs: dict[str, float]) -> None:
+        """Validates, and calls the callbacks; adds to the round's logs."""
+        run, validation = self.run, self.validation
         if self.delta is not None:
             logs["epsilon"] = run.spending.epsilon(
                 self.delta, self.setup.accountant
@@ -120,10 +127,16 @@ class RoundLoop:
         for each in self.federated:
             each.on_round_released(round_index, logs)
         self.keras_callbacks.on_epoch_end(round_index, logs)
-        return logs
 
-    def _round(self, round_index: int) -> dict[str, float]:
-        """Draws, collects, charges, releases; returns the round's logs."""
+    def _round(
+        self, round_index: int, whole: contextlib.ExitStack
+    ) -> dict[str, float]:
+        """Draws, collects, charges, releases; returns the round's logs.
+
+        Args:
+          round_index: The round.
+          whole: Is closed when the round's callbacks were called.
+        """
         inputs = self._draw(round_index)
         pending, failed = self._collect(inputs)
         logs = {"cohort_size": float(len(inputs.positions))}
@@ -136,6 +149,9 @@ class RoundLoop:
             return {**empty, **logs, **report}
         if self.audit is not None:
             self.audit.join(pending, self.costs().charge(round_index))
+        # Broken off later, a round would be charged and not released, or
+        # released and not in the history.
+        whole.enter_context(interrupts.after_the_block())
         self._charge(inputs, failed)
         released = self._release(pending)
         self.run.facts.clients_excluded += failed

@@ -49,8 +49,7 @@ class RoundCheckpoint(FederatedCallback):
         self._files = checkpoint.CheckpointDirectory(self.directory)
         self._ledger = Ledger(resuming.ledger_path(self.directory))
         self._begun = False
-        # Whether nothing of the round that runs is charged yet.
-        self._between_rounds = False
+        self._charged_round = -1
 
     def set_federated_model(self, federated_model: Any) -> None:
         """See base class."""
@@ -78,13 +77,14 @@ class RoundCheckpoint(FederatedCallback):
         self._save()
         if not path.exists():
             self._ledger.on_rounds_planned(first_round, last_round)
-        self._begun = self._between_rounds = True
+        self._begun = True
+        self._charged_round = -1
 
     def on_round_charged(
         self, round_index: int, charge: Any, details: dict[str, Any]
     ) -> None:
         """Writes the round into the ledger."""
-        self._between_rounds = False
+        self._charged_round = round_index
         self._ledger.on_round_charged(round_index, charge, details)
 
     def on_round_released(
@@ -92,7 +92,6 @@ class RoundCheckpoint(FederatedCallback):
     ) -> None:
         """Saves, if it is time to."""
         del logs
-        self._between_rounds = True
         if (round_index + 1) % self.every == 0:
             self._save()
 
@@ -103,21 +102,21 @@ class RoundCheckpoint(FederatedCallback):
     def on_fit_end(self) -> None:
         """Writes the statement, and lets go of the directory.
 
-        Where an interrupt or an error ended the training while a cohort was
-        drawn or trained, the state before that round is saved as well, so that
-        no round has to be run, and charged, again.
+        Where an interrupt or an error ended the training, and not between a
+        round's charge and its release, the state is saved as well, so that no
+        round has to be run, and charged, again.
         """
         ended_by_error = sys.exc_info()[0] is not None
         try:
             if self._begun:
-                if ended_by_error and self._between_rounds:
+                if ended_by_error and self._is_between_rounds:
                     self._save()
                 self._write_statement()
         except Exception:
             if not ended_by_error:
                 raise  # Else that error is the one to report.
         finally:
-            self._begun = self._between_rounds = False
+            self._begun = False
             self._ledger.on_fit_end()
             self._files.release()
 
@@ -134,6 +133,12 @@ class RoundCheckpoint(FederatedCallback):
             self._write_statement()
         finally:
             self._files.release()
+
+    @property
+    def _is_between_rounds(self) -> bool:
+        """Whether nothing was charged that was not released, and counted."""
+        run = self.federated_model.run
+        return self._charged_round < run.rounds and not run.releasing
 
     def _save(self) -> None:
         self._files.write(

@@ -1,0 +1,70 @@
+"""A signal waits for the end of a block; a second one does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from absl.testing import absltest, parameterized
+
+from tfdp_fl.keras import interrupts
+
+
+class InterruptsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(each, signal.default_int_handler)
+            self.addCleanup(signal.signal, each, before)
+
+    @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
+    def test_waits_for_the_end(self, number):
+        done = []
+        with self.assertRaises(KeyboardInterrupt):
+            with interrupts.after_the_block():
+                os.kill(os.getpid(), number)
+                done.append("to the end")
+            done.append("and not on")
+        self.assertEqual(done, ["to the end"])
+        self.assertIs(signal.getsignal(number), signal.default_int_handler)
+
+    def test_a_second_one_is_heard_at_once(self):
+        done = []
+        with self.assertRaises(KeyboardInterrupt), interrupts.after_the_block():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("never")
+        self.assertEqual(done, [])
+        self.assertIs(
+            signal.getsignal(signal.SIGINT), signal.default_int_handler
+        )
+
+    def test_an_error_in_the_block_is_what_is_raised(self):
+        with self.assertRaises(ValueError), interrupts.after_the_block():
+            raise ValueError
+        self.assertIs(
+            signal.getsignal(signal.SIGINT), signal.default_int_handler
+        )
+
+    def test_what_is_not_handled_stays_so(self):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with interrupts.after_the_block():
+            self.assertIs(signal.getsignal(signal.SIGTERM), signal.SIG_IGN)
+        self.assertIs(signal.getsignal(signal.SIGTERM), signal.SIG_IGN)
+
+    def test_another_thread_may(self):
+        done = []
+
+        def work():
+            with interrupts.after_the_block():
+                done.append(1)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        self.assertEqual(done, [1])
+
+
+if __name__ == "__main__":
+    absltest.main()
