@@ -249,11 +249,12 @@ def _check_participations(
     Raises:
       ValueError: The record is of other rounds, or of another (k, b) and T.
     """
-    correlated = isinstance(mechanism, CorrelatedNoise)
     if record is None:
-        declared = correlated and sampling == SEPARATED
+        declared = (
+            isinstance(mechanism, CorrelatedNoise) and sampling == SEPARATED
+        )
         return ("participations_declared",) if declared else ()
-    if not correlated or sampling != SEPARATED:
+    if not isinstance(mechanism, CorrelatedNoise) or sampling != SEPARATED:
         raise ValueError(
             "participations must be left out unless the mechanism is "
             f"CorrelatedNoise and sampling='separated', got {record!r} with "
