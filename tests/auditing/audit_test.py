@@ -144,6 +144,20 @@ class TrainingTest(parameterized.TestCase):
             {"clients_per_round": 2},
         ),
         (
+            "correlated_adaptive",
+            tfdp_fl.CorrelatedNoise(
+                clip_norm=0.1,
+                noise_multiplier=2.0,
+                strategy=tfdp_fl.BLT(2),
+                rounds=8,
+                min_separation=4,
+                target_quantile=0.5,
+            ),
+            "cyclic",
+            8,
+            {"clients_per_round": 2},
+        ),
+        (
             "server_momentum",
             _fixed(3.0),
             "shuffled",

@@ -278,6 +278,32 @@ class RestartTest(parameterized.TestCase):
             _spent(again), squares[:3].sum() + squares[:2].sum()
         )
 
+    @parameterized.parameters(
+        {"noise_multiplier": 1.0},
+        {"max_participations": 1},
+        {"min_separation": 2, "rounds": 6},
+        {"strategy": "blt:3"},
+    )
+    def test_other_noise_is_a_segment_of_its_own(self, **changed):
+        # Coefficients that are given, so that they stay the same.
+        given = tfdp_fl.BandedToeplitz(coefficients=(1.0, 0.5, 0.2))
+        made = _private(_mechanism(given), ledger=self.path)
+        _, _, record = _run(made, _grid(), 3)
+        state = made.state()
+        made.close()
+        mechanism = _mechanism(**{"strategy": given, **changed})
+        again = self._restarted(state, ledger=self.path, mechanism=mechanism)
+        self.assertEqual(again._remembered.record.position, 0)
+        self.assertEqual(
+            again._remembered.record.participation, mechanism.participation
+        )
+        _run(again, _grid(), 2, 4, record)
+        before = (made.mechanism.generator.charges[:3] / 2.0) ** 2
+        z = mechanism.noise_multiplier
+        after = (mechanism.generator.charges[:2] / z) ** 2
+        self.assertAlmostEqual(_spent(again), before.sum() + after.sum())
+        again.close()
+
     def test_names_have_to_be_given_again(self):
         made = _private(client_of=str)
         _run(made, _grid(), 1)

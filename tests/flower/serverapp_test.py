@@ -54,6 +54,37 @@ def _grid(updates, change=None, **options):
 
 @unittest.skipUnless(fm.INSTALLED, fm.WHY_NOT)
 class StrategiesTest(parameterized.TestCase):
+    def test_nobody_comes_again_too_soon_with_correlated_noise(self):
+        mechanism = tfdp_fl.CorrelatedNoise(
+            clip_norm=0.5,
+            noise_multiplier=1.0,
+            strategy="blt:2",
+            rounds=8,
+            min_separation=3,
+        )
+        # Just as many as three cohorts: Flower has to take who is left.
+        private = PrivateStrategy(
+            _strategy(m=4), mechanism, num_clients=12, clients_per_round=4
+        )
+        grid, asked = _grid(np.zeros([12, 3])), []
+        send = grid.send_and_receive
+
+        def watched(messages, **options):
+            asked.append({m.metadata.dst_node_id for m in messages})
+            return send(messages, **options)
+
+        with unittest.mock.patch.object(grid, "send_and_receive", watched):
+            private.start(
+                grid=grid, initial_arrays=fm.model(np.ones(3)), num_rounds=8
+            )
+        asked = [cohort for cohort in asked if cohort]
+        self.assertLen(asked, 8)
+        for t, cohort in enumerate(asked):
+            self.assertLen(cohort, 4)
+            for other in asked[t + 1 : t + 3]:
+                self.assertEmpty(cohort & other)
+        self.assertLen(private.released_rounds, 8)
+
     @parameterized.parameters(*_AVERAGING)
     def test_what_averages_makes_the_same_of_the_mean(self, name):
         updates = [[1.0, 0, 0], [0, 0.25, 0], [0, 0, -4.0]]

@@ -680,8 +680,9 @@ class ServerOptimizerTest(parameterized.TestCase):
         options = {"server_optimizer": self._optimizer()}
         fed = _federated(told, compile_options=options)
         self.assertEqual(fed.mechanism, told)
-        fed = _federated(_mechanism("blt:2"))
-        self.assertEqual(fed.mechanism.server_momentum, 0.0)
+        plain = _mechanism("blt:2")
+        fed = _federated(plain)
+        self.assertEqual(fed.mechanism, plain)
         fed.compile("sgd", toy.loss(), jit_compile=False, **options)
         self.assertEqual(fed.mechanism.server_momentum, 0.9)
         _fit(fed, 2)

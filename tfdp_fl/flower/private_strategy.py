@@ -154,16 +154,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         if clip_norm is not None:
             first = _validate.positive(clip_norm=clip_norm)
         self._sum = _sum_for(mechanism, self._deployment)
-        remembered = None
-        if remembering.remembers(mechanism):
-            remembered = remembering.Remembered(
-                cast(mechanisms.CorrelatedNoise, mechanism), client_of
-            )
-        elif client_of is not None:
-            raise ValueError(
-                "client_of must be left out, as who takes part when is of no "
-                f"account with {mechanism.name}, got {client_of!r}."
-            )
+        remembered = remembering.remembered_for(mechanism, client_of)
         super().__init__(
             strategy,
             self.num_sampled_clients,

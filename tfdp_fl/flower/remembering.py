@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,7 +111,7 @@ class Remembered:
         return {
             "record": self.record.state(),
             "memory": memory,
-            "made_with": list(self.mechanism.generator.numbers),
+            "made_for": _made_for(self.mechanism),
             "named_by_the_server": self.client_of is not None,
         }
 
@@ -133,12 +134,14 @@ class Remembered:
                 "client_of must be given if and only if the run whose state "
                 f"this is had one, got {self.client_of!r}."
             )
+        if state["made_for"] != _made_for(self.mechanism):
+            # Other noise, in a segment of its own; the promise may be another.
+            return
         self.record = correlated_noise.ParticipationRecord.from_state(
             state["record"]
         )
         memory = state["memory"]
-        same = tuple(state["made_with"]) == self.mechanism.generator.numbers
-        if not goes_on or not same or memory is None:
+        if not goes_on or memory is None:
             self.begin_segment()
             return
         buffers = [
@@ -151,6 +154,30 @@ class Remembered:
             tf.constant(memory["position"], tf.int32),
             [tf.constant(buffer, tf.float32) for buffer in buffers],
         )
+
+
+def remembered_for(
+    mechanism: mechanisms.Mechanism, client_of: ClientOf | None
+) -> Remembered | None:
+    """Returns what is kept for a mechanism; None if it needs nothing.
+
+    Raises:
+      ValueError: `client_of` is given, and nobody needs it.
+    """
+    if isinstance(mechanism, mechanisms.CorrelatedNoise):
+        return Remembered(mechanism, client_of)
+    if client_of is not None:
+        raise ValueError(
+            "client_of must be left out, as who takes part when is of no "
+            f"account with {mechanism.name}, got {client_of!r}."
+        )
+    return None
+
+
+def _made_for(mechanism: mechanisms.Mechanism) -> str:
+    """Returns what a memory and its charges belong to, as a digest."""
+    text = repr(mechanism.must_not_change())
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def noised(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -310,7 +311,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Returns what keeps clients who come as they like to it."""
         return correlated_noise.ParticipationRecord(self.participation)
 
-    @property
+    @functools.cached_property
     def generator(self) -> generators.Generator:
         """What the strategy comes to in a segment of T rounds."""
         return self.strategy.generator(
@@ -328,10 +329,12 @@ class CorrelatedNoise(mechanism.Mechanism):
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.for_server`: chooses C for the optimizer."""
         changes: dict[str, Any] = {}
-        if self.server_momentum is None:
+        if self.server_momentum is None and momentum:
             changes["server_momentum"] = momentum
         if self.server_rates is None and rates is not None:
             changes["server_rates"] = tuple(rates)
+        if not changes:
+            return self
         made = dataclasses.replace(self, **changes)
         if charged_rounds is None or made.generator is self.generator:
             return made

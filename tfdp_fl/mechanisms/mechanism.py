@@ -73,7 +73,7 @@ class Mechanism(abc.ABC):
 
     registered_name: ClassVar[str] = ""
     guarantee: ClassVar[str] = "central"
-    released_sums: ClassVar[tuple[str, ...]] = ()
+    released_sums: ClassVar[Any] = ()
     releases_weights: ClassVar[bool] = False
     suggested_run: ClassVar[Mapping[str, Any]] = {"target_epsilon": 8.0}
     proximal_weight: ClassVar[Any] = 0.0

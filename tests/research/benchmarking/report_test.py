@@ -255,7 +255,7 @@ class ReportTest(parameterized.TestCase):
 
 class RowsTest(parameterized.TestCase):
     @parameterized.parameters(
-        (["all"], 25),
+        (["all"], 26),
         (["tff"], 5),
         (["mlp", "machine"], 2),
         (["jit_mlp", "jit"], 5),
