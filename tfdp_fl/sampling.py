@@ -385,7 +385,7 @@ class CyclicSampler(CohortSampler):
                 f"{self.group_size} clients of a group, of which there are "
                 f"{self._num_groups} (one for every round of the min "
                 f"separation) over num_clients={self._num_clients}, got "
-                f"{size!r}."
+                f"{size:g}."
             )
         self._key = None if seed is not None else secrets.token_hex(32)
         self._released = 0

@@ -441,5 +441,30 @@ class MonotoneTest(absltest.TestCase):
             self.assertEqual(values, sorted(values))
 
 
+class CoarseTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("poisson", 500, 100, 2.0, 60),
+        ("poisson", 10_000, 500, 0.94, 350),
+        ("fixed_size", 500, 100, 4.0, 60),
+    )
+    def test_a_bound_a_little_larger(self, sampling, n, m, z, rounds):
+        if sampling == "fixed_size" and not charge_lib.has_fixed_size_pld():
+            self.skipTest("this dp-accounting has no such PLD")
+        history = accountant_lib.PrivacyAccountant()
+        history.add(
+            charge_lib.RoundCharge(
+                sampling=sampling,
+                num_clients=n,
+                clients_per_round=m,
+                event=dp_accounting.GaussianDpEvent(z),
+            ),
+            rounds,
+        )
+        coarse = history.epsilon(1e-5, "pld", coarse=True)
+        exact = history.epsilon(1e-5, "pld")
+        self.assertBetween(coarse, exact, exact * 1.001)
+        self.assertEqual(history.epsilon(1e-5, "pld", coarse=True), exact)
+
+
 if __name__ == "__main__":
     absltest.main()

@@ -26,7 +26,8 @@ def _make(target=4.0, rounds=30, m=100, **options):
         num_clients=options.pop("num_clients", _CLIENTS),
         clients_per_round=m,
         rounds=rounds,
-        **options,
+        # Cheap to compute again; `DefaultAccountantTest` has the default.
+        **{"accountant": "rdp", **options},
     )
 
 
@@ -365,6 +366,56 @@ class TargetTest(parameterized.TestCase):
         fed.compile("sgd", toy.loss())
         fed.fit(toy.clients(_CLIENTS), rounds=2, verbose=0)
         self.assertEqual((fed.rounds, fed.epsilon(_DELTA)), (2, np.inf))
+
+
+class DefaultAccountantTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"mechanism": "fixed", "clip_norm": 1.0}, "pld"),
+        ({"mechanism": "adaptive"}, "pld"),
+        ({"mechanism": "median"}, "pld"),
+        ({"sampling": "fixed_size"}, "pld"),
+        ({"sampling": "shuffled"}, "pld"),
+        ({"clients_per_round": [20, 20, 10, 10]}, "pld"),
+        ({"clients_per_round": [20, 21, 22, 23]}, "rdp"),
+        ({"accountant": "rdp"}, "rdp"),
+        ({"mechanism": "none"}, "rdp"),
+        ({"mechanism": "local", "clip_norm": 1.0}, "rdp"),
+    )
+    def test_pld_where_it_is_exact_and_quick(self, options, wanted):
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            **{
+                "target_epsilon": 2.0,
+                "target_delta": 1e-3,
+                "num_clients": toy.NUM_CLIENTS,
+                "clients_per_round": 20,
+                "rounds": 4,
+                "num_replicas": 1,
+                **options,
+            },
+        )
+        self.assertEqual(fed.accountant, wanted)
+
+    def test_one_number_everywhere(self):
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            target_epsilon=2.0,
+            target_delta=1e-3,
+            num_clients=toy.NUM_CLIENTS,
+            clients_per_round=20,
+            rounds=4,
+            num_replicas=1,
+        )
+        fed.compile("sgd", toy.loss())
+        told = fed.fit(toy.clients(), 4, verbose=0).history["epsilon"]
+        epsilon = fed.epsilon(1e-3)
+        self.assertEqual(told[-1], epsilon)
+        self.assertBetween(epsilon, 2.0 * (1 - 1e-3), 2.0)
+        self.assertEqual(epsilon, fed.epsilon(1e-3, "pld"))
+        stated = fed.privacy_statement(1e-3, format="dict")
+        self.assertEqual(stated["epsilon"], epsilon)
+        # By RDP it would be more.
+        self.assertGreater(fed.epsilon(1e-3, "rdp"), 2.05)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Privacy accounting of what really ran."""
 
-from tfdp_fl.accounting.accountant import PrivacyAccountant
+from tfdp_fl.accounting.accountant import PrivacyAccountant, tightest
 from tfdp_fl.accounting.calibration import calibrate
 from tfdp_fl.accounting.charge import RoundCharge
 from tfdp_fl.accounting.forecast import (
@@ -64,4 +64,5 @@ __all__ = [
     "gaussian_epsilon",
     "max_rounds",
     "privacy_statement",
+    "tightest",
 ]

@@ -21,6 +21,10 @@ from tfdp_fl.accounting import rdp as rdp_lib
 # PLD keeps a probability for every multiple of this up to the largest loss.
 _PLD_INTERVAL = 1e-4
 _PLD_MAX_CELLS = 2_000_000
+# Where a bound that is a little larger will do, ten times as fast.
+_PLD_COARSE_INTERVAL = 1e-3
+# PLD takes a second or two for each further kind of round.
+_MOST_KINDS_FOR_PLD = 3
 
 
 class PrivacyAccountant:
@@ -183,12 +187,16 @@ class PrivacyAccountant:
             increase += self._passes.add(place, start, stop, weight)
         return increase
 
-    def epsilon(self, delta: float, accountant: str = "rdp") -> float:
+    def epsilon(
+        self, delta: float, accountant: str = "rdp", coarse: bool = False
+    ) -> float:
         """Returns epsilon at delta; infinity where a round had no noise.
 
         Args:
           delta: Between 0 and 1.
           accountant: "rdp" or "pld".
+          coarse: Whether a larger bound by PLD will do, by less than a
+            thousandth in the runs that we know, if it is computed quickly.
         """
         delta = _validate.inside_unit_interval(delta=delta)
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
@@ -202,7 +210,7 @@ class PrivacyAccountant:
             )[0]
         if self._is_one_gaussian:
             return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
-        return float(self._compose_pld().get_epsilon_for_delta(delta))
+        return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
 
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
         """Returns delta at epsilon; 1 where a round had no noise.
@@ -266,7 +274,7 @@ class PrivacyAccountant:
         return not self._amplified and not self._other
 
     def _compose_pld(
-        self,
+        self, coarse: bool = False
     ) -> privacy_loss_distribution.PrivacyLossDistribution:
         if self._pld is not None:
             return self._pld
@@ -281,25 +289,52 @@ class PrivacyAccountant:
             if self._relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
                 z *= 2
             counts[dp_accounting.GaussianDpEvent(z)] = 1
-        interval = self._pld_interval()
+        interval = self._pld_interval(
+            _PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL
+        )
         composed = None
         for event, count in counts.items():
             one = _event_pld(event, self._relation, interval)
             if count > 1:
                 one = one.self_compose(count)
             composed = one if composed is None else composed.compose(one)
-        self._pld = composed
+        if not coarse:
+            self._pld = composed
         return composed
 
-    def _pld_interval(self) -> float:
+    def _pld_interval(self, interval: float) -> float:
         """Returns a cell width that keeps a huge epsilon computable."""
         try:
             by_rdp = rdp_lib.compute_epsilon(
                 self._orders_array, self.rdp(), 1e-9
             )[0]
         except ValueError:
-            return _PLD_INTERVAL
-        return max(_PLD_INTERVAL, by_rdp / _PLD_MAX_CELLS)
+            return interval
+        return max(interval, by_rdp / _PLD_MAX_CELLS)
+
+
+def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
+    """Returns "pld" where it is exact and quick for a run, "rdp" elsewhere.
+
+    That is where every round amounts to Gaussians, amplified in at most three
+    ways: no schedules of many noises or cohort sizes.
+
+    Args:
+      charges: The kinds of rounds.
+    """
+    amplified = set()
+    for charge in charges:
+        if charge.noise_multiplier is None:
+            return "rdp"
+        if charge.is_amplified:
+            amplified.add(charge)
+    if len(amplified) > _MOST_KINDS_FOR_PLD:
+        return "rdp"
+    if any(each.sampling == "fixed_size" for each in amplified) and (
+        not charge_lib.has_fixed_size_pld()
+    ):
+        return "rdp"
+    return "pld"
 
 
 @functools.lru_cache(maxsize=32)

@@ -55,12 +55,14 @@ def calibrate(
     if orders is not None:
         orders = tuple(orders)
 
-    def epsilon(noise_multiplier: float, by: str) -> float:
+    def epsilon(
+        noise_multiplier: float, by: str, coarse: bool = False
+    ) -> float:
         history = accountant_lib.PrivacyAccountant(orders)
         for item in make_charges(noise_multiplier):
             charge, count = item if isinstance(item, tuple) else (item, 1)
             history.add(charge, count)
-        return history.epsilon(delta, by)
+        return history.epsilon(delta, by, coarse)
 
     start = min(1.0, limit)
     if accountant == "pld":
@@ -69,6 +71,17 @@ def calibrate(
             start = _solve(
                 lambda z: epsilon(z, "rdp"), target, start, limit, delta
             )
+        with contextlib.suppress(ValueError):
+            start = _solve(
+                lambda z: epsilon(z, "pld", coarse=True),
+                target,
+                start,
+                limit,
+                delta,
+            )
+            exact = epsilon(start, "pld")
+            if target * (1 - _TOLERANCE) <= exact <= target:
+                return start
     return _solve(lambda z: epsilon(z, accountant), target, start, limit, delta)
 
 
@@ -93,9 +106,9 @@ def _solve(
             low = (z, value)
             if z >= limit:
                 raise ValueError(
-                    f"target_epsilon={target!r} at delta={delta!r} cannot be "
-                    f"kept by any noise multiplier up to {limit!r} (epsilon "
-                    f"is {value:.6g} there)."
+                    f"target_epsilon={target:g} at delta={delta:g} cannot be "
+                    f"kept by any noise multiplier up to {limit:.4g} (epsilon "
+                    f"is {value:.4g} there)."
                 )
             z = min(limit, z * factor)
         factor *= factor

@@ -220,9 +220,14 @@ def relation_of(sampling: str) -> dp_accounting.NeighboringRelation:
     return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
+def has_fixed_size_pld() -> bool:
+    """Returns whether dp-accounting can do PLD for fixed-size cohorts."""
+    return hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent")
+
+
 def require_fixed_size_pld() -> None:
     """Raises where dp-accounting cannot do PLD for fixed-size cohorts."""
-    if not hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent"):
+    if not has_fixed_size_pld():
         raise NotImplementedError(
             "accountant='pld' with fixed_size sampling needs dp-accounting 0.5 "
             f"or newer, found {events.dp_accounting_version()}, which gets "

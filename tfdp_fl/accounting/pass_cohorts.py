@@ -21,7 +21,7 @@ def checked_size(
     if size > num_clients:
         raise ValueError(
             f"clients_per_round must be at most num_clients={num_clients}, "
-            f"got {value!r}."
+            f"got {size:g}."
         )
     if size.is_integer():
         return int(size)

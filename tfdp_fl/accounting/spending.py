@@ -212,7 +212,9 @@ class Spending:
             self.central = _composed(own, others)
             self._own, self.others = own, others
 
-    def epsilon(self, delta: float, accountant: str = "rdp") -> float:
+    def epsilon(
+        self, delta: float, accountant: str = "rdp", coarse: bool = False
+    ) -> float:
         """Returns the epsilon of the mechanism's own guarantee at delta.
 
         A composition of Gaussian releases of one client is converted exactly
@@ -220,7 +222,7 @@ class Spending:
         """
         if self.by_client:
             return epsilon_of_mu_squared(self.max_mu_squared, delta)
-        return self.central.epsilon(delta, accountant)
+        return self.central.epsilon(delta, accountant, coarse)
 
     def central_epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns what the same noise gives against who sees the model only.

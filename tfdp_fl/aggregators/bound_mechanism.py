@@ -138,7 +138,7 @@ class BoundMechanism:
             if limit is not None and value > limit:
                 raise ValueError(
                     f"clients_per_round must be at most num_clients={limit}, "
-                    f"got {value!r}."
+                    f"got {value:g}."
                 )
             whole = (
                 self._needs_exact_cohort

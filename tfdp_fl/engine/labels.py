@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.datasets import FederatedDataset, nests
 
 
 class LabelRange(NamedTuple):
@@ -73,7 +73,7 @@ def problem_of_client(y: Any, allowed: list[LabelRange]) -> ValueError | None:
     leaves = tf.nest.flatten(y)
     for each in allowed:
         if each.rows_outside(leaves[each.leaf]).any():
-            return ValueError(f"{each.problem()}.")
+            return nests.ExamplesValueError(f"{each.problem()}.")
     return None
 
 
@@ -119,7 +119,7 @@ def check(
         if label is None or not keras_versions.is_of_keras(function):
             continue
         if label.dtype == tf.string:
-            raise ValueError(
+            raise nests.ExamplesValueError(
                 f"labels must be numbers for the loss {loss.name!r}, got "
                 "strings; a tf.keras.layers.StringLookup of the classes makes "
                 "integers of them."
@@ -131,7 +131,7 @@ def check(
         elif expected.rank and expected[-1] == 1:
             allowed = (expected, expected[:-1])
         if not any(shape.is_compatible_with(each) for each in allowed):
-            raise ValueError(
+            raise nests.ExamplesValueError(
                 f"labels must have the shape {tuple(allowed[0])} for each "
                 f"example, to fit the model's output {tuple(expected)} and "
                 f"the loss {loss.name!r}, got {tuple(shape)}."

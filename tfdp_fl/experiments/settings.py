@@ -215,10 +215,12 @@ class Settings(_MechanismParameters):
         "delta, at which epsilon is reported too; N^-1.1 unless given. With "
         "nbafl it follows from --constant.",
     )
-    accountant: str = _option(
-        "rdp",
+    accountant: str | None = _option(
+        None,
         ("rdp", "pld"),
-        "Who calibrates and reports: rdp, or pld (tighter and slower).",
+        "Who calibrates and reports: rdp, or pld (tighter). Unless given, pld "
+        "where noise is calibrated and pld is exact and quick, and rdp "
+        "elsewhere.",
     )
     # The rounds.
     sampling: Any = _option(

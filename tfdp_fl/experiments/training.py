@@ -182,7 +182,13 @@ def _federated_model(
         made = kind(
             **options, **{name: budget[name] for name in own & budget.keys()}
         )
-    return DPFederatedModel(model, made, delta=delta, **cohorts)
+    return DPFederatedModel(
+        model,
+        made,
+        delta=delta,
+        accountant=settings.accountant or "rdp",
+        **cohorts,
+    )
 
 
 def _smallest(value: float | tuple[float, ...]) -> float:
@@ -311,14 +317,15 @@ def _callbacks(
     prepared: Prepared, path: pathlib.Path
 ) -> tuple[list[tf.keras.callbacks.Callback], callbacks.PrivacyBudget | None]:
     settings, delta = prepared.settings, prepared.delta
+    federated_model = prepared.federated_model
     listeners: list[tf.keras.callbacks.Callback] = []
     budget = None
     if settings.noise_multiplier is not None and settings.target_epsilon:
         budget = callbacks.PrivacyBudget(
-            settings.target_epsilon, delta, settings.accountant
+            settings.target_epsilon, delta, federated_model.accountant
         )
         listeners.append(budget)
-    if settings.accountant == "pld":
+    if federated_model.accountant == "pld":
         listeners.append(_EpsilonByPLD(delta, settings.validation_freq))
     listeners.append(run_directory.HistoryFile(path / run_directory.HISTORY))
     listeners.append(
@@ -353,7 +360,7 @@ def _leave_files(
         *prepared.task.test, batch_size=1024, verbose=0, return_dict=True
     )
     mechanism = federated_model.mechanism
-    by = settings.accountant
+    by = federated_model.accountant
     result = {
         "accuracy": scores["accuracy"],
         "loss": scores["loss"],

@@ -52,3 +52,49 @@ class Compiled:
         """Sets the clients' rate, unless the optimizer follows its own."""
         if keras_versions.learning_rate(self.training.optimizer) is not None:
             self.training.optimizer.learning_rate = value
+
+
+# Names of metrics that Keras gives a meaning to by the shape of the output.
+_METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
+
+
+def optimizer(argument: str, value: Any) -> tf.keras.optimizers.Optimizer:
+    """Returns an optimizer, from what Keras's `compile` takes.
+
+    Raises:
+      ValueError, TypeError: It is none, or Keras has none of that name.
+    """
+    try:
+        return tf.keras.optimizers.get(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{argument} must be a tf.keras.optimizers.Optimizer or the name "
+            f"of one, such as 'sgd' or 'adam', got {value!r}."
+        ) from error
+
+
+def check_names(*, loss: Any, metrics: Any, weighted_metrics: Any) -> None:
+    """Raises ValueError for a name that Keras has no loss or metric of."""
+    for argument, given, get, names in (
+        ("loss", loss, tf.keras.losses.get, ()),
+        ("metrics", metrics, tf.keras.metrics.get, _METRIC_NAMES),
+        (
+            "weighted_metrics",
+            weighted_metrics,
+            tf.keras.metrics.get,
+            _METRIC_NAMES,
+        ),
+    ):
+        for name in tf.nest.flatten(given):
+            if not isinstance(name, str) or name in names:
+                continue
+            try:
+                get(name)
+            except (TypeError, ValueError) as error:
+                known = "" if not names else f", or {', '.join(names)}"
+                raise ValueError(
+                    f"{argument} must be Keras's own names (such as "
+                    "'sparse_categorical_crossentropy' or "
+                    f"'mean_squared_error'{known}) or what computes it, got "
+                    f"{name!r}."
+                ) from error

@@ -13,7 +13,9 @@ import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, mechanisms, schedules
 from tfdp_fl import sampling as sampling_lib
+from tfdp_fl.accounting.charge import ACCOUNTANTS
 from tfdp_fl.keras import model as model_lib
+from tfdp_fl.keras import training_setup
 from tfdp_fl.keras.privacy_target import (
     ON_OVERSPEND,
     PrivacyTarget,
@@ -39,7 +41,7 @@ def make_private(
     rounds: int,
     mechanism: str | mechanisms.Mechanism = "adaptive",
     sampling: str = "poisson",
-    accountant: str = "rdp",
+    accountant: str | None = None,
     on_overspend: str = "stop",
     **options: Any,
 ) -> model_lib.DPFederatedModel:
@@ -68,7 +70,8 @@ def make_private(
       sampling: "poisson", "fixed_size", "shuffled", "cyclic" or
         "cyclic_poisson".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
-        returned model.
+        returned model; None: PLD, which is tighter, wherever it is exact and
+        quick (`accounting.tightest`), and RDP elsewhere.
       on_overspend: "stop": a `fit` ends before the round that would pass the
         target, and says so; "warn": it warns once, and goes on.
       **options: Further arguments of the mechanism (such as `clip_norm`) and
@@ -79,6 +82,8 @@ def make_private(
     Raises:
       ValueError: The target cannot be kept, or an argument is not allowed.
     """
+    training_setup.check_model(model)
+    _check_mechanism(mechanism, options)
     epsilon = _validate.positive(target_epsilon=target_epsilon)
     delta = _validate.inside_unit_interval(target_delta=target_delta)
     _validate.positive_integer(num_clients=num_clients)
@@ -106,6 +111,8 @@ def make_private(
         num_groups=make(_TINY).min_separation,
     )
     noise = None
+    if accountant is not None:
+        _validate.one_of(ACCOUNTANTS, accountant=accountant)
     if make(_TINY).guarantee == "central":
         deployment = mechanisms.Deployment(
             clients_per_round=clients_per_round,
@@ -124,6 +131,9 @@ def make_private(
             return counts.items()
 
         limit = _largest_noise(make, deployment)
+        if accountant is None:
+            kinds = charges(1.0 if limit is None else min(1.0, limit))
+            accountant = accounting.tightest(charge for charge, _ in kinds)
         try:
             noise = accounting.calibrate(
                 charges, epsilon, delta, accountant, upper=limit
@@ -134,6 +144,7 @@ def make_private(
             raise ValueError(
                 f"{error} {make(_TINY).noise_limit_reason}"
             ) from error
+    accountant = accountant or "rdp"
     made = make(_TINY if noise is None else noise)
     return model_lib.DPFederatedModel(
         model,
@@ -191,34 +202,12 @@ def _maker(
     For a mechanism with scheduled noise it is the factor of the schedule; a
     local one sets its noise itself.
     """
-    allowed = [
-        name
-        for name in mechanisms.names()
-        if mechanisms.by_name(name).guarantee in ("central", "local", "none")
-    ]
     if isinstance(mechanism, mechanisms.Mechanism):
-        if options:
-            raise TypeError(
-                f"{sorted(options)} cannot be given with a mechanism that is "
-                "already made."
-            )
-        if (
-            mechanism.guarantee != "central"
-            or "noise_multiplier" not in mechanism.parameters()
-        ):
-            raise ValueError(
-                "mechanism must be one whose noise_multiplier can be chosen "
-                "(AdaptiveClipping, CorrelatedNoise, FixedClipping or "
-                "MedianClipping) or one of "
-                f"{', '.join(map(repr, allowed))}, got {mechanism!r}."
-            )
         schedule = schedules.fixed(mechanism.noise_multiplier)
         return lambda factor: mechanism.with_noise_multiplier(
             _scaled(schedule, factor)
         )
-    _validate.one_of(allowed, mechanism=mechanism)
     kind = mechanisms.by_name(mechanism)
-    _check_options(kind, options)
     return lambda noise: kind.for_target(
         noise_multiplier=noise,
         epsilon=epsilon,
@@ -226,6 +215,37 @@ def _maker(
         clients_per_round=clients_per_round,
         **options,
     )
+
+
+def _check_mechanism(
+    mechanism: str | mechanisms.Mechanism, options: dict[str, Any]
+) -> None:
+    """Raises unless noise can be calibrated for a mechanism."""
+    allowed = [
+        name
+        for name in mechanisms.names()
+        if mechanisms.by_name(name).guarantee in ("central", "local", "none")
+    ]
+    options = {k: v for k, v in options.items() if k not in _MODEL_OPTIONS}
+    if not isinstance(mechanism, mechanisms.Mechanism):
+        _validate.one_of(allowed, mechanism=mechanism)
+        _check_options(mechanism, mechanisms.by_name(mechanism), options)
+        return
+    if options:
+        raise TypeError(
+            f"{sorted(options)} cannot be given with a mechanism that is "
+            "already made."
+        )
+    if (
+        mechanism.guarantee != "central"
+        or "noise_multiplier" not in mechanism.parameters()
+    ):
+        raise ValueError(
+            "mechanism must be one whose noise_multiplier can be chosen "
+            "(AdaptiveClipping, CorrelatedNoise, FixedClipping or "
+            "MedianClipping) or one of "
+            f"{', '.join(map(repr, allowed))}, got {mechanism!r}."
+        )
 
 
 def _scaled(schedule: schedules.Schedule, factor: float) -> schedules.Schedule:
@@ -237,13 +257,31 @@ def _scaled(schedule: schedules.Schedule, factor: float) -> schedules.Schedule:
     return factor
 
 
-def _check_options(kind: type, options: dict[str, Any]) -> None:
-    allowed = {field.name for field in dataclasses.fields(kind)}
+# What `make_private` knows or finds out.
+_KNOWN = {
+    *("noise_multiplier", "epsilon", "delta", "clients_per_round"),
+    *("rounds", "min_separation"),
+}
+
+
+def _check_options(name: str, kind: type, options: dict[str, Any]) -> None:
+    fields = dataclasses.fields(kind)
+    allowed = {field.name for field in fields}
     allowed -= {"noise_multiplier", "epsilon", "delta"}
-    for name in options:
-        if name not in allowed:
+    for field in fields:
+        if (
+            field.init
+            and field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+            and field.name not in (*_KNOWN, *options)
+        ):
             raise TypeError(
-                f"{name} is not an argument of make_private or of "
+                f"{field.name} must be given with mechanism={name!r}, got none."
+            )
+    for option in options:
+        if option not in allowed:
+            raise TypeError(
+                f"{option} is not an argument of make_private or of "
                 f"{kind.__name__}, which takes {', '.join(sorted(allowed))}."
             )
 

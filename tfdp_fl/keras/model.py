@@ -27,6 +27,7 @@ from tfdp_fl.keras import checkpoint as checkpoint_lib
 from tfdp_fl.keras import (
     client_metrics,
     evaluation_charge,
+    features,
     keras_names,
     private_metrics,
     progress,
@@ -34,6 +35,7 @@ from tfdp_fl.keras import (
     round_loop,
     statement,
 )
+from tfdp_fl.keras import compiled as compiled_lib
 from tfdp_fl.keras import training_setup as training_setup_lib
 from tfdp_fl.keras import validation_data as validation_data_lib
 from tfdp_fl.keras.compiled import Compiled
@@ -224,8 +226,11 @@ class DPFederatedModel:
         ):
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be callable, got {hook!r}.")
-        optimizer = tf.keras.optimizers.get(optimizer)
+        optimizer = compiled_lib.optimizer("optimizer", optimizer)
         keras_versions.check_optimizer(optimizer)
+        compiled_lib.check_names(
+            loss=loss, metrics=metrics, weighted_metrics=weighted_metrics
+        )
         if server_optimizer is not None:
             if self.mechanism.releases_weights:
                 raise ValueError(
@@ -233,7 +238,9 @@ class DPFederatedModel:
                     f"{self.mechanism.name}, which releases weights and no "
                     f"update, got {server_optimizer!r}."
                 )
-            server_optimizer = tf.keras.optimizers.get(server_optimizer)
+            server_optimizer = compiled_lib.optimizer(
+                "server_optimizer", server_optimizer
+            )
         self._compiled = Compiled(
             training=LocalTraining(
                 optimizer=optimizer,
@@ -461,8 +468,8 @@ class DPFederatedModel:
             _validate.non_negative_integer(seed=seed)
         if runtime is not None and not hasattr(runtime, "collector"):
             raise TypeError(
-                "runtime must be None or a tfdp_fl.runtimes.TFFWorkers, got "
-                f"{runtime!r}."
+                "runtime must be None, a tfdp_fl.runtimes.TFFWorkers or a "
+                f"tfdp_fl.runtimes.RayWorkers, got {runtime!r}."
             )
         if audit is not None:
             _validate.instance_of(auditing.CanaryAudit, audit=audit)
@@ -471,9 +478,11 @@ class DPFederatedModel:
                     "audit must be None with resume_from: the rounds before "
                     "had no canaries, or others, which no checkpoint keeps."
                 )
-        verbose = 1 if verbose == "auto" else int(verbose)
-        self._verbose = verbose
-        callbacks = list(callbacks or [])
+        verbose = 1 if verbose == "auto" else verbose
+        verbose = _validate.one_of((0, 1, 2), verbose=verbose)
+        self._verbose = int(verbose)
+        callbacks = callbacks_lib.checked(callbacks)
+        features.check_validation(self.model, validation_data)
         plan = FitPlan(
             first_round=self.rounds,
             last_round=self.rounds + rounds,

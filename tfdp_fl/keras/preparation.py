@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
+from tfdp_fl.keras import features
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.fit_plan import FitPlan
@@ -288,12 +289,23 @@ class Preparation:
         key = repr((bound_to, element_spec, self.moments, class_weight))
         if before is not None and before.key == key:
             return before
+        whose = features.whose(self.clients)
+        features.check(self.model, element_spec[0], "clients", whose)
+        with features.naming(whose):
+            made = self._made(bound_to=deployment, element_spec=element_spec)
+        if self.run is not None:
+            made.state = self.run.mechanism_state
+        return PreparedEngine(engine=made, key=key)
+
+    def _made(
+        self, bound_to: Deployment, element_spec: Any
+    ) -> engine.CohortEngine:
         setup, compiled = self.setup, self.compiled
-        made = engine.CohortEngine(
+        return engine.CohortEngine(
             model=self.model,
             training=compiled.training,
             mechanism=setup.mechanism,
-            deployment=deployment,
+            deployment=bound_to,
             element_spec=element_spec,
             server_optimizer=compiled.server_optimizer,
             broadcast_hook=compiled.broadcast_hook,
@@ -304,9 +316,6 @@ class Preparation:
             jit_compile=compiled.jit_compile,
             batch_size=self.plan.batch_size,
         )
-        if self.run is not None:
-            made.state = self.run.mechanism_state
-        return PreparedEngine(engine=made, key=key)
 
 
 def _sizes(clients: FederatedDataset) -> np.ndarray:

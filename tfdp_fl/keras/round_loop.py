@@ -116,7 +116,10 @@ class RoundLoop:
         run, validation = self.run, self.validation
         if self.delta is not None:
             logs["epsilon"] = run.spending.epsilon(
-                self.delta, self.setup.accountant
+                self.delta,
+                self.setup.accountant,
+                # On the way, a bound a little larger, which takes no time.
+                coarse=run.rounds < run.plan.last_round,
             )
         self.keras_callbacks.on_train_batch_end(0, logs)
         done = run.rounds - run.plan.first_round

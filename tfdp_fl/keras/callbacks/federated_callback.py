@@ -68,3 +68,22 @@ class FederatedCallback(tf.keras.callbacks.Callback):
 
     def on_fit_end(self) -> None:
         """Called last, also where an error or the user ended the training."""
+
+
+def checked(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
+    """Returns the callbacks that `fit` was given, as a list.
+
+    Raises:
+      TypeError: One is none.
+    """
+    callbacks = [] if callbacks is None else callbacks
+    given = (
+        list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    )
+    for each in given:
+        if not isinstance(each, tf.keras.callbacks.Callback):
+            raise TypeError(
+                "callbacks must be a list of tf.keras.callbacks.Callback, got "
+                f"a {type(each).__name__} in it."
+            )
+    return given

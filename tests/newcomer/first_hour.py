@@ -1,0 +1,178 @@
+"""Plays somebody's first hour with tfdp_fl, from the wheel on.
+
+    python tests/newcomer/first_hour.py [--python=/path/to/python3.12]
+
+Builds the wheel, installs it in an empty environment, and there, far from the
+sources: own data from a pandas frame, training to a target, a resumed run, the
+audit's sentence, the report, and the model loaded by plain Keras elsewhere. It
+takes some minutes and a package index, so it is no part of `make test`:
+`make newcomer` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+_TRAIN = """
+import pathlib
+
+import numpy as np
+import pandas as pd
+import tensorflow as tf
+import tfdp_fl
+
+here = pathlib.Path("run")
+rng = np.random.default_rng(0)
+centres = rng.normal(size=(3, 4))
+y = rng.integers(0, 3, size=4000)
+x = centres[y] + rng.normal(scale=0.3, size=(4000, 4))
+frame = pd.DataFrame(x, columns=["age", "height", "weight", "pulse"])
+frame["sick"] = y
+frame["patient"] = [f"patient {k % 200}" for k in range(4000)]
+clients = tfdp_fl.datasets.FederatedDataset.from_dataframe(
+    frame, client="patient", label="sick"
+)
+
+def model():
+    return tf.keras.Sequential(
+        [tf.keras.layers.Input((4,)), tf.keras.layers.Dense(3)]
+    )
+
+loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+assert tfdp_fl.validate(model(), clients=clients, loss=loss) == []
+
+def private():
+    fed = tfdp_fl.make_private(
+        model(), target_epsilon=2.0, target_delta=1e-3, num_clients=200,
+        clients_per_round=50, rounds=20,
+    )
+    fed.compile(tf.keras.optimizers.SGD(0.1), loss, ["accuracy"])
+    return fed
+
+# A run that is broken off, and gone on with.
+fed = private()
+stop = tf.keras.callbacks.LambdaCallback(
+    on_epoch_end=lambda epoch, _: setattr(fed, "stop_training", epoch == 9)
+)
+save = tfdp_fl.callbacks.RoundCheckpoint(here)
+fed.fit(clients, rounds=20, batch_size=10, seed=7, verbose=0,
+        callbacks=[save, stop])
+assert fed.rounds == 10
+fed = private()
+fed.fit(clients, rounds=20, batch_size=10, seed=7, verbose=0,
+        resume_from=here, callbacks=[tfdp_fl.callbacks.RoundCheckpoint(here)])
+assert fed.rounds == 20 and fed.epsilon(1e-3) <= 2.0
+
+# A run of its own with an audit and a report.
+fed = private()
+audit = tfdp_fl.auditing.CanaryAudit(num_canaries=50)
+fed.fit(clients, rounds=20, batch_size=10, verbose=0, audit=audit,
+        callbacks=[tfdp_fl.callbacks.Report("report.html")])
+(line,) = [each for each in fed.privacy_statement().split(chr(10))
+           if "canar" in each.lower()][:1]
+accuracy = fed.evaluate_clients(clients, verbose=0)["accuracy"].mean()
+assert accuracy > 0.45, accuracy  # Chance is 1/3.
+fed.save("model.keras")
+np.save("x.npy", x[:5].astype("float32"))
+np.save("y.npy", fed.predict(x[:5].astype("float32"), verbose=0))
+print(f"accuracy {accuracy:.3f}, epsilon {fed.epsilon(1e-3):.3f}")
+print(line)
+"""
+
+_LOAD = """
+import sys
+import numpy as np
+import tensorflow as tf
+
+model = tf.keras.models.load_model("model.keras")
+assert "tfdp_fl" not in sys.modules
+np.testing.assert_allclose(
+    model.predict(np.load("x.npy"), verbose=0), np.load("y.npy"), atol=1e-5
+)
+print("the model loads without tfdp_fl")
+"""
+
+_COMMANDS = ("train", "accountant", "sweep", "plot", "report")
+
+
+def _run(*command: str | pathlib.Path, cwd: pathlib.Path) -> str:
+    """Runs a command; returns what it printed, and raises if it failed."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    }
+    started = time.perf_counter()
+    done = subprocess.run(
+        [str(each) for each in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    shown = " ".join(
+        word if len(word) < 60 else "..." for word in map(str, command[1:])
+    )
+    print(
+        f"  {time.perf_counter() - started:6.1f} s  "
+        f"{pathlib.Path(command[0]).name} {shown}",
+        flush=True,
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\n{done.stderr}\nfailed: {command}")
+    return done.stdout
+
+
+def main() -> None:
+    """Plays the hour."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--python", default=sys.executable, help="Which Python (3.12)."
+    )
+    python = parser.parse_args().python
+    with tempfile.TemporaryDirectory() as folder:
+        there = pathlib.Path(folder)
+        _run(python, "-m", "venv", there / "venv", cwd=there)
+        own = there / "venv" / "bin"
+        pip = (own / "python", "-m", "pip", "-q", "--no-input")
+        _run(
+            *pip,
+            *("wheel", "--no-deps", "--wheel-dir", there / "wheel", _ROOT),
+            cwd=there,
+        )
+        (wheel,) = (there / "wheel").glob("*.whl")
+        _run(*pip, "install", f"{wheel}[plots]", "pandas", cwd=there)
+        work = there / "work"
+        work.mkdir()
+        print(_run(own / "python", "-c", _TRAIN, cwd=work), end="")
+        page = (work / "report.html").read_text("utf-8")
+        assert "What is guaranteed" in page
+        assert page.count("<svg") >= 4
+        elsewhere = there / "elsewhere"
+        elsewhere.mkdir()
+        for name in ("model.keras", "x.npy", "y.npy"):
+            (work / name).rename(elsewhere / name)
+        print(_run(own / "python", "-c", _LOAD, cwd=elsewhere), end="")
+        for name in _COMMANDS:
+            out = _run(own / f"tfdp-fl-{name}", "--help", cwd=elsewhere)
+            assert "--" in out, name
+        _run(
+            own / "tfdp-fl-train",
+            *("--dataset=digits", "--num_clients=50", "--clients_per_round=10"),
+            *("--rounds=2", "--target_delta=1e-2", "--output_dir=digits"),
+            cwd=elsewhere,
+        )
+        print(f"{wheel.name} on {python}: the first hour went well")
+
+
+if __name__ == "__main__":
+    main()
