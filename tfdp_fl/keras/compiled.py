@@ -89,7 +89,8 @@ def check_names(*, loss: Any, metrics: Any, weighted_metrics: Any) -> None:
             if not isinstance(name, str) or name in names:
                 continue
             try:
-                get(name)
+                if get(name) == name:  # Keras 2 hands back what it cannot find.
+                    raise ValueError(name)
             except (TypeError, ValueError) as error:
                 known = "" if not names else f", or {', '.join(names)}"
                 raise ValueError(
