@@ -8,7 +8,7 @@ import math
 from absl.testing import absltest, parameterized
 
 from tfdp_fl import accounting
-from tfdp_fl.accounting import statement
+from tfdp_fl.accounting import caveats
 
 _FACTS = {
     "guarantee": "central",
@@ -96,7 +96,7 @@ class StatementTest(parameterized.TestCase):
     def test_replaced_clients_are_said(self):
         text = _text(sampling="fixed_size")
         self.assertIn("one client is replaced by another", text)
-        self.assertIn(statement.CAVEATS["fixed_size_population_known"], text)
+        self.assertIn(caveats.CAVEATS["fixed_size_population_known"], text)
 
     def test_shuffled_says_zero_out(self):
         text = _text(sampling="shuffled")
@@ -128,8 +128,8 @@ class StatementTest(parameterized.TestCase):
             "it took part in 4 rounds",
             "(9.5, 1e-05)-differentially private",
             "a central epsilon of 1.25",
-            statement.CAVEATS["local_not_central"],
-            statement.CAVEATS["layers_joint"],
+            caveats.CAVEATS["local_not_central"],
+            caveats.CAVEATS["layers_joint"],
         ):
             self.assertIn(words, text)
 
@@ -147,14 +147,14 @@ class StatementTest(parameterized.TestCase):
         for words in (
             "per record",
             "epsilon = 10 and a constant that implies delta = 0.169",
-            statement.CAVEATS["per_record"],
-            statement.CAVEATS["epsilon_large"],
+            caveats.CAVEATS["per_record"],
+            caveats.CAVEATS["epsilon_large"],
         ):
             self.assertIn(words, text)
 
-    @parameterized.parameters(*statement.CAVEATS)
+    @parameterized.parameters(*caveats.CAVEATS)
     def test_each_caveat_is_one_whole_sentence(self, caveat):
-        sentence = statement.CAVEATS[caveat]
+        sentence = caveats.CAVEATS[caveat]
         self.assertRegex(sentence, r"^[A-Z].*\.$")
         for format in ("text", "markdown"):
             self.assertIn(sentence, _text(format=format, caveats=(caveat,)))
@@ -162,7 +162,7 @@ class StatementTest(parameterized.TestCase):
         self.assertEqual(content["caveats"][caveat], sentence)
 
     def test_a_large_delta_is_pointed_out(self):
-        sentence = statement.CAVEATS["delta_not_below_one_over_n"]
+        sentence = caveats.CAVEATS["delta_not_below_one_over_n"]
         self.assertIn(sentence, _text(1e-3))
         self.assertNotIn(sentence, _text(1e-4))
 
@@ -206,7 +206,7 @@ class WordingTest(parameterized.TestCase):
         )
 
     def test_the_stated_population_is_not_protected(self):
-        sentence = statement.CAVEATS["population_stated"]
+        sentence = caveats.CAVEATS["population_stated"]
         self.assertIn(sentence, _text())
         self.assertNotIn(sentence, _text(sampling="fixed_size"))
         self.assertIn("number of clients N", _text(sampling="shuffled"))
@@ -218,14 +218,14 @@ class WordingTest(parameterized.TestCase):
         self.assertRegex(text, "Philox4x32-10.*no longer than 64 bits")
 
     def test_a_seed_that_is_used_again_is_pointed_out(self):
-        self.assertIn("must not be used again", statement.CAVEATS["seed_given"])
+        self.assertIn("must not be used again", caveats.CAVEATS["seed_given"])
 
     def test_all_populations_are_named(self):
         content = _text(format="dict", populations=[1000, 500])
         self.assertIn("with N = 1000, then 500 and m = 100", content["how"])
         self.assertEqual(content["populations"], [1000, 500])
         with self.subTest("delta is held against the largest"):
-            sentence = statement.CAVEATS["delta_not_below_one_over_n"]
+            sentence = caveats.CAVEATS["delta_not_below_one_over_n"]
             self.assertIn(sentence, _text(1 / 700, populations=[1000, 500]))
             self.assertNotIn(sentence, _text(1 / 1500, populations=[1000]))
 

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
-from tfdp_fl.accounting import statement
+from tfdp_fl.accounting import caveats
 from tfdp_fl.mechanisms import Deployment
 from tfdp_fl.mechanisms import tf_privacy as tfp
 
@@ -302,7 +302,7 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(*means)
         self.assertIn("query_noise_from_tf_random", mechanism.caveats())
         for key in mechanism.caveats():
-            self.assertIn(key, statement.CAVEATS)
+            self.assertIn(key, caveats.CAVEATS)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from tfdp_fl.accounting.accountant import PrivacyAccountant, tightest
 from tfdp_fl.accounting.calibration import calibrate
+from tfdp_fl.accounting.caveats import CAVEATS
 from tfdp_fl.accounting.charge import RoundCharge
 from tfdp_fl.accounting.forecast import (
     calibrate_noise_multiplier,
@@ -29,11 +30,7 @@ from tfdp_fl.accounting.ledger_contents import (
     LedgerWriteError,
 )
 from tfdp_fl.accounting.local import LocalAccount, epsilon_of_mu_squared
-from tfdp_fl.accounting.statement import (
-    CAVEATS,
-    StatementFacts,
-    privacy_statement,
-)
+from tfdp_fl.accounting.statement import StatementFacts, privacy_statement
 
 __all__ = [
     "CAVEATS",

@@ -24,7 +24,7 @@ import dp_accounting
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
-from tfdp_fl.accounting import statement
+from tfdp_fl.accounting import caveats as caveats_lib
 from tfdp_fl.mechanisms import clipping, cohort_query, noise, parameters
 from tfdp_fl.mechanisms.contribution import (
     Client,
@@ -103,7 +103,7 @@ class Mechanism(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        statement.add_caveats(cls.own_caveats)
+        caveats_lib.add_caveats(cls.own_caveats)
 
     def __post_init__(self) -> None:
         parameters.check_all(self)
