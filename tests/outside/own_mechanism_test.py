@@ -104,7 +104,7 @@ class OwnMechanismTest(absltest.TestCase):
         self.assertAlmostEqual(history["clip_norm"][0], 0.3, places=6)
         self.assertNotEqual(history["clip_norm"][2], history["clip_norm"][1])
         epsilon = accounting.epsilon(
-            fed.mechanism.noise_multiplier, "poisson", 20, 5, 3, 1e-3
+            fed.mechanism.noise_multiplier, "poisson", 20, 5, 3, 1e-3, "pld"
         )
         self.assertAlmostEqual(fed.epsilon(1e-3), epsilon, places=6)
         self.assertLessEqual(epsilon, 4.0)
