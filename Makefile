@@ -60,13 +60,14 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help stack train test lint types format benchmark notebooks build-files \
+.PHONY: help stack train test newcomer lint types format benchmark notebooks build-files \
   requirements install clean distclean
 
 help:
 	@echo "The stack is $(STACK) (STACK=tff or STACK=current chooses)."
 	@echo "make train         train on digits, epsilon = 2; results in runs/digits"
 	@echo "make test          run every test"
+	@echo "make newcomer      play a first hour from the wheel on (minutes; downloads)"
 	@echo "make lint          check style, format and types"
 	@echo "make format        mend style and format where that is automatic"
 	@echo "make benchmark     time the engine side by side with TFF"
@@ -84,6 +85,10 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+# In an empty environment; on the newest Python for which this one stands.
+newcomer: $(STAMP)
+	$(BIN)/python tests/newcomer/first_hour.py --python="$(or $(PYTHON),$(FOUND))"
 
 lint: $(STAMP) types
 	$(BIN)/ruff check .
