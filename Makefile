@@ -64,7 +64,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help stack train test stress lint types format benchmark jax-privacy \
+.PHONY: help stack train test stress newcomer lint types format benchmark jax-privacy \
   notebooks docs docs-serve build-files \
   requirements install clean distclean
 
@@ -73,6 +73,7 @@ help:
 	@echo "make train         train on digits, epsilon = 2; results in runs/digits"
 	@echo "make test          run every test"
 	@echo "make stress        attack it for an hour (docs/reliability.md)"
+	@echo "make newcomer      play a first hour from the wheel on (minutes; downloads)"
 	@echo "make lint          check style, format and types"
 	@echo "make format        mend style and format where that is automatic"
 	@echo "make benchmark     time the engine side by side with TFF"
@@ -98,6 +99,10 @@ test: $(STAMP)
 stress: $(STAMP)
 	$(RUN) -m pytest -o python_files='*_stress.py' $(STRESS) $(PYTEST_ARGS)
 	@$(BIN)/python -m tests.stress.counts
+
+# In an empty environment; on the newest Python for which this one stands.
+newcomer: $(STAMP)
+	$(BIN)/python tests/newcomer/first_hour.py --python="$(or $(PYTHON),$(FOUND))"
 
 lint: $(STAMP) types
 	$(BIN)/ruff check .

@@ -75,16 +75,27 @@ setuptools.setup(
     install_requires=_requirements(),
     extras_require=_extras(),
     # The programs in scripts/ are installed under a name that cannot meet
-    # another project's "scripts".
+    # another project's "scripts", with the configurations of theirs.
     packages=[
         *setuptools.find_packages(include=["tfdp_fl", "tfdp_fl.*"]),
         "tfdp_fl_scripts",
     ],
     package_dir={"tfdp_fl_scripts": "scripts"},
+    package_data={
+        "tfdp_fl": ["py.typed"],
+        "tfdp_fl_scripts": ["configs/*.json"],
+    },
     entry_points={
         "console_scripts": [
-            "tfdp-fl-train = tfdp_fl_scripts.train:run",
-            "tfdp-fl-accountant = tfdp_fl_scripts.accountant:run",
+            f"tfdp-fl-{name} = tfdp_fl_scripts.{name}:run"
+            for name in (
+                "train",
+                "accountant",
+                "audit",
+                "sweep",
+                "plot",
+                "report",
+            )
         ],
     },
 )

@@ -20,7 +20,13 @@ from tfdp_fl.experiments import run_directory, sweeps, tables
 from tfdp_fl.experiments.run_directory import Run
 
 NON_PRIVATE = "k100_non_private"
-ROWS = ("non_private", "as_published", "private_median", "best_honest")
+ROWS = (
+    "non_private",
+    "as_published",
+    "private_median",
+    "best_honest",
+    "public_features",
+)
 CLIENTS = (100, 1000, 10000)
 
 # (ACC, CR, CC) of the paper's Table 1; None clients: without privacy, K=100.

@@ -28,6 +28,10 @@ import math
 import pathlib
 from collections.abc import Iterable, Sequence
 
+from tfdp_fl import _console
+
+_console.load_tensorflow()
+
 from absl import app, flags
 
 from tfdp_fl import accounting, correlated_noise
@@ -108,6 +112,19 @@ _EXPECTED_HEAD = flags.DEFINE_string(
 _KEY_FILE = flags.DEFINE_string(
     "key_file", None, "With --ledger: file with the key it was written with."
 )
+
+_GROUPS = {
+    "The plan; five of these, and the sixth is solved for": (
+        *("num_clients", "clients_per_round", "rounds", "noise_multiplier"),
+        *("epsilon", "delta"),
+    ),
+    "What is compared": ("sampling", "accountant"),
+    "What is shown besides": (
+        *("plot", "suggest_schedule", "compare_noise", "min_separation"),
+        "server_momentum",
+    ),
+    "A ledger instead of a plan": ("ledger", "expected_head", "key_file"),
+}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -417,7 +434,7 @@ def _print_table(rows: Iterable[Sequence[str]]) -> None:
 
 def run() -> None:
     """Entry point of the installed command."""
-    app.run(main)
+    _console.run(main, __doc__, _GROUPS)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,15 @@ Local mechanisms, and noise of the clients' own, are refused, with the reason.
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
 
-# TensorFlow reports libraries for GPUs that are not there as errors.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+from tfdp_fl import _console
 
-from absl import app, flags
+_console.load_tensorflow()
+
+from absl import flags
 
 from tfdp_fl.mechanisms import registry
 
@@ -34,12 +34,13 @@ registry.load_named_in(sys.argv[1:], "mechanism_module")
 
 from tfdp_fl import auditing
 from tfdp_fl.experiments import Settings, audits, setting_flags, training
+from tfdp_fl.experiments.settings import groups as settings_groups
 from tfdp_fl.runtimes import errors
 
+# An audit is one fit, and saves nothing to go on from.
+_LEFT_OUT = {"checkpoint_every", "validation_freq", "secure_aggregation"}
 setting_flags.define(
-    # An audit is one fit, and saves nothing to go on from.
-    {field.name for field in dataclasses.fields(Settings)}
-    - {"checkpoint_every", "validation_freq", "secure_aggregation"}
+    {field.name for field in dataclasses.fields(Settings)} - _LEFT_OUT
 )
 
 _NUM_CANARIES = flags.DEFINE_integer(
@@ -57,6 +58,13 @@ _OUTPUT_DIR = flags.DEFINE_string(
 _VERBOSE = flags.DEFINE_enum(
     "verbose", "1", ("0", "1", "2"), "0 nothing, 1 a bar, 2 a line a round."
 )
+_GROUPS = {
+    "The audit": ("num_canaries", "iterates", "output_dir", "verbose"),
+    **{
+        title: [name for name in names if name not in _LEFT_OUT]
+        for title, names in settings_groups().items()
+    },
+}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -95,8 +103,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run() -> None:
-    """Entry point of the program."""
-    app.run(main)
+    """Entry point of the installed command."""
+    _console.run(main, __doc__, _GROUPS)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ line. A table, in Markdown, needs no more than the summary.csv of a sweep.
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
 
-# TensorFlow reports libraries for GPUs that are not there as errors.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+from tfdp_fl import _console
 
-from absl import app, flags
+_console.load_tensorflow()
+
+from absl import flags
 
 from tfdp_fl.experiments import Settings, plots, sweeps, tables
 
@@ -59,6 +59,12 @@ _VALUES = flags.DEFINE_list(
 _WHERE = flags.DEFINE_list(
     "where", [], "table: only these, as in mechanism=fixed,rounds=20."
 )
+
+_GROUPS = {
+    "What is made": ("kind", "output"),
+    "A chart": ("against", "group_by"),
+    "A table": ("rows", "columns", "values", "where"),
+}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -107,8 +113,8 @@ def _print_tables(paths: Sequence[str]) -> None:
 
 
 def run() -> None:
-    """Entry point of the program."""
-    app.run(main)
+    """Entry point of the installed command."""
+    _console.run(main, __doc__, _GROUPS)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ summary.csv, accuracy.png and frontier.png.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-# TensorFlow reports libraries for GPUs that are not there as errors.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+from tfdp_fl import _console
 
-from absl import app, flags
+_console.load_tensorflow()
+
+from absl import flags
 
 from tfdp_fl.mechanisms import registry
 
@@ -30,7 +30,12 @@ registry.load_named_in(sys.argv[1:], "mechanism_module")
 
 from tfdp_fl.experiments import sweeps, training
 
-_CONFIG = flags.DEFINE_string("config", None, "The configuration's file.")
+_CONFIG = flags.DEFINE_string(
+    "config",
+    None,
+    "The configuration's file, or the name of one that comes with the program: "
+    "digits_epsilon, digits_mechanisms.",
+)
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", None, "Where the runs go; runs/<config's name> unless given."
 )
@@ -52,6 +57,13 @@ _VERBOSE = flags.DEFINE_integer(
     "verbose", 0, "1 a progress bar, 2 a line a round."
 )
 
+_GROUPS = {
+    "What to run": ("config", "set", "mechanism_module"),
+    "How": ("output_dir", "dry_run", "verbose"),
+}
+# Those that come with the program.
+_SHIPPED = pathlib.Path(__file__).parent / "configs"
+
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
@@ -59,6 +71,8 @@ def main(argv: Sequence[str]) -> None:
     if not _CONFIG.value:
         sys.exit("sweep.py: --config must be given.")
     path = pathlib.Path(_CONFIG.value)
+    if not path.exists() and (_SHIPPED / f"{path.name}.json").exists():
+        path = _SHIPPED / f"{path.name}.json"
     training.use_one_thread_per_operation()
     try:
         config = json.loads(path.read_text("utf-8"))
@@ -94,8 +108,8 @@ def _replaced() -> dict[str, Any]:
 
 
 def run() -> None:
-    """Entry point of the program."""
-    app.run(main)
+    """Entry point of the installed command."""
+    _console.run(main, __doc__, _GROUPS)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# TensorFlow reports libraries for GPUs that are not there as errors.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+from tfdp_fl import _console
 
-from absl import app, flags
+_console.load_tensorflow()
+
+from absl import flags
 
 from tfdp_fl.mechanisms import registry
 
@@ -39,6 +40,7 @@ from tfdp_fl.experiments import (
     setting_flags,
     training,
 )
+from tfdp_fl.experiments.settings import groups as settings_groups
 from tfdp_fl.runtimes import errors
 
 setting_flags.define()
@@ -59,8 +61,6 @@ _RESUME = flags.DEFINE_bool(
     "settings in its config.json; --tff_... may differ. A run that was killed "
     "loses what came after the last --checkpoint_every.",
 )
-_WHERE = ("tff_workers", "tff_hosts", "tff_data")
-
 _VERBOSE = flags.DEFINE_enum(
     "verbose",
     "auto",
@@ -68,6 +68,11 @@ _VERBOSE = flags.DEFINE_enum(
     "0 nothing, 1 a progress bar, 2 a line a round; auto: 1 on a terminal, "
     "otherwise 2.",
 )
+_WHERE = ("tff_workers", "tff_hosts", "tff_data")
+_GROUPS = {
+    **settings_groups(),
+    "Output": ("output_dir", "overwrite", "resume", "verbose"),
+}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -177,7 +182,7 @@ def _up(epsilon: float) -> str:
 
 def run() -> None:
     """Entry point of the installed command."""
-    app.run(main)
+    _console.run(main, __doc__, _GROUPS)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import unittest
+import zipfile
 from unittest import mock
 
 import setuptools
@@ -141,7 +143,13 @@ class SetupTest(absltest.TestCase):
     def test_console_scripts_point_to_functions(self):
         entries = _setup_arguments()["entry_points"]["console_scripts"]
         names = [entry.split(" = ")[0] for entry in entries]
-        self.assertCountEqual(names, ["tfdp-fl-train", "tfdp-fl-accountant"])
+        self.assertCountEqual(
+            names,
+            [
+                f"tfdp-fl-{name}"
+                for name in ("train", "accountant", "sweep", "plot", "report")
+            ],
+        )
         for entry in entries:
             module, function = entry.split(" = ")[1].split(":")
             path = _ROOT / (module.replace("tfdp_fl_scripts.", "scripts/"))
@@ -199,6 +207,92 @@ class SetupTest(absltest.TestCase):
                     if utils.canonicalize_name(distribution) not in declared:
                         undeclared.append(f"{path.name} imports {module}")
         self.assertEqual(undeclared, [])
+
+
+class BuiltTest(absltest.TestCase):
+    """What is in a wheel and in an sdist, built from a copy of the sources."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        temporary = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(temporary.cleanup)
+        folder = pathlib.Path(temporary.name)
+        # The tests' own stand-ins for environments and results stay behind.
+        tracked = subprocess.run(
+            [
+                *("git", "ls-files", "-z", "--cached", "--others"),
+                "--exclude-standard",
+            ],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if tracked.returncode:
+            raise unittest.SkipTest("the sources are in no git repository")
+        cls.sources = [each for each in tracked.stdout.split("\0") if each]
+        for each in cls.sources:
+            if (_ROOT / each).is_file():
+                (folder / "in" / each).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(_ROOT / each, folder / "in" / each)
+        for command in ("sdist", "bdist_wheel"):
+            subprocess.run(
+                [
+                    *(sys.executable, "setup.py", "-q", command),
+                    *("--dist-dir", str(folder / "out")),
+                ],
+                cwd=folder / "in",
+                capture_output=True,
+                check=True,
+            )
+        (cls.sdist,) = (folder / "out").glob("*.tar.gz")
+        (cls.wheel,) = (folder / "out").glob("*.whl")
+        cls.folder = folder
+
+    def test_the_sdist_has_what_is_needed_to_build_and_to_run(self):
+        with tarfile.open(self.sdist) as archive:
+            held = {name.split("/", 1)[-1] for name in archive.getnames()}
+        wanted = [
+            each
+            for each in self.sources
+            if each.startswith(("tfdp_fl/", "scripts/", "requirements", "re"))
+            and (_ROOT / each).is_file()
+            and not each.endswith((".png", ".ipynb"))
+        ]
+        self.assertIn("scripts/configs/digits_epsilon.json", wanted)
+        self.assertEqual(sorted(set(wanted) - held), [])
+
+    def test_the_wheel_runs_from_a_folder_of_its_own(self):
+        there = self.folder / "installed"
+        with zipfile.ZipFile(self.wheel) as archive:
+            archive.extractall(there)
+        held = {path.relative_to(there).as_posix() for path in there.rglob("*")}
+        self.assertIn("tfdp_fl_scripts/configs/digits_epsilon.json", held)
+        self.assertIn("tfdp_fl/py.typed", held)
+        self.assertFalse([each for each in held if each.startswith("tests/")])
+        (entries,) = there.glob("*.dist-info/entry_points.txt")
+        lines = re.findall(
+            r"^(tfdp-fl-\w+) = ([\w.]+):(\w+)$", entries.read_text(), re.M
+        )
+        self.assertLen(lines, 5)
+        for name, module, function in lines:
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-c"),
+                    f"import sys; sys.path.insert(0, {str(there)!r});"
+                    f"sys.argv = [{name!r}, '--help'];"
+                    f"import {module} as m; m.{function}()",
+                ],
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": ""},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(done.stderr, "", name)
+            self.assertRegex(done.stdout, r"\n[A-Z][^\n]*:\n  --")
 
 
 class PinnedRequirementsTest(parameterized.TestCase):

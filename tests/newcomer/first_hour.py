@@ -14,12 +14,18 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+_SOURCES = (
+    *("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"),
+    *("requirements", "scripts", "tfdp_fl"),
+)
 
 _TRAIN = """
 import pathlib
@@ -144,9 +150,13 @@ def main() -> None:
         _run(python, "-m", "venv", there / "venv", cwd=there)
         own = there / "venv" / "bin"
         pip = (own / "python", "-m", "pip", "-q", "--no-input")
+        for name in _SOURCES:  # What a build leaves behind stays in the copy.
+            source, copy = _ROOT / name, there / "sources" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
         _run(
-            *pip,
-            *("wheel", "--no-deps", "--wheel-dir", there / "wheel", _ROOT),
+            *(*pip, "wheel", "--no-deps", "--wheel-dir", there / "wheel"),
+            there / "sources",
             cwd=there,
         )
         (wheel,) = (there / "wheel").glob("*.whl")

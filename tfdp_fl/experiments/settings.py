@@ -608,3 +608,34 @@ _MECHANISM_PARAMETERS = tuple(
         if parameter not in Settings.__annotations__
     )
 )
+
+
+# The fields that begin a group of `train.py --help`, and its heading.
+_FIRST_OF_GROUP = {
+    "dataset": "The data",
+    "model": "The model",
+    "mechanism": "The mechanism",
+    "sampling": "The rounds",
+    "local_epochs": "Local training and the server",
+    "between_client_variance": (
+        "How it runs; nothing here changes the guarantee, except a seed"
+    ),
+}
+
+
+def groups() -> dict[str, list[str]]:
+    """Returns the names of the settings under each heading of the help."""
+    own = {
+        name
+        for mechanism in MECHANISMS
+        for name in mechanism_options.parameters_of(mechanism)
+    }
+    found: dict[str, list[str]] = {}
+    title = ""
+    for field in dataclasses.fields(Settings):
+        if field.name in own:
+            continue
+        title = _FIRST_OF_GROUP.get(field.name, title)
+        found.setdefault(title, []).append(field.name)
+    found["Parameters of mechanisms, which say whose they are"] = sorted(own)
+    return found

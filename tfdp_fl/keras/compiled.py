@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -88,14 +89,14 @@ def check_names(*, loss: Any, metrics: Any, weighted_metrics: Any) -> None:
         for name in tf.nest.flatten(given):
             if not isinstance(name, str) or name in names:
                 continue
-            try:
-                if get(name) == name:  # Keras 2 hands back what it cannot find.
-                    raise ValueError(name)
-            except (TypeError, ValueError) as error:
+            found: Any = None
+            with contextlib.suppress(TypeError, ValueError):
+                found = get(name)
+            if found is None or isinstance(found, str):  # Keras 2 hands back.
                 known = "" if not names else f", or {', '.join(names)}"
                 raise ValueError(
                     f"{argument} must be Keras's own names (such as "
                     "'sparse_categorical_crossentropy' or "
                     f"'mean_squared_error'{known}) or what computes it, got "
                     f"{name!r}."
-                ) from error
+                )

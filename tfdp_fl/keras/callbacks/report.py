@@ -115,9 +115,6 @@ class Report(FederatedCallback):
             for title, unit, names in _CHARTS
         ]
         paragraphs = fed.privacy_statement(self.delta).split("\n\n")
-        settings = resuming.settings(
-            fed.setup, fed.compiled, fed.run.sampler.num_clients, fed.run.plan
-        )
         return "".join(
             [
                 '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -138,11 +135,18 @@ class Report(FederatedCallback):
                 "<h2>Settings</h2>\n<table>",
                 *(
                     f"<tr><td>{_text(name)}</td><td>{_text(value)}</td></tr>\n"
-                    for name, value in settings.items()
+                    for name, value in self.settings().items()
                     if value is not None
                 ),
                 "</table></body></html>\n",
             ]
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what the page says of how the training was set."""
+        fed = self.federated_model
+        return resuming.settings(
+            fed.setup, fed.compiled, fed.run.sampler.num_clients, fed.run.plan
         )
 
     def _headline(self) -> str:
