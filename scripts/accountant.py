@@ -121,7 +121,7 @@ _GROUPS = {
     "What is compared": ("sampling", "accountant"),
     "What is shown besides": (
         *("plot", "suggest_schedule", "compare_noise", "min_separation"),
-        "server_momentum",
+        *("server_momentum", "adaptive_clip"),
     ),
     "A ledger instead of a plan": ("ledger", "expected_head", "key_file"),
 }

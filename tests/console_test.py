@@ -89,7 +89,14 @@ class GroupsTest(absltest.TestCase):
         self.assertNotIn("", settings.groups())
 
     def test_every_flag_of_a_program_is_in_one_group(self):
-        for name in ("train", "accountant", "sweep", "plot", "report"):
+        for name in (
+            "train",
+            "accountant",
+            "audit",
+            "sweep",
+            "plot",
+            "report",
+        ):
             text = (programs.ROOT / "scripts" / f"{name}.py").read_text("utf-8")
             defined = re.findall(r'DEFINE_\w+\(\s*"(\w+)"', text)
             (groups,) = re.findall(

@@ -147,7 +147,14 @@ class SetupTest(absltest.TestCase):
             names,
             [
                 f"tfdp-fl-{name}"
-                for name in ("train", "accountant", "sweep", "plot", "report")
+                for name in (
+                    "train",
+                    "accountant",
+                    "audit",
+                    "sweep",
+                    "plot",
+                    "report",
+                )
             ],
         )
         for entry in entries:
@@ -188,7 +195,13 @@ class SetupTest(absltest.TestCase):
     def test_imported_packages_are_declared(self):
         declared = {
             name
-            for file in ("base.in", "full.in", "test.in", "extras.in")
+            for file in (
+                "base.in",
+                "full.in",
+                "test.in",
+                "extras.in",
+                "jax-privacy.in",
+            )
             for name in _wanted(file)
         }
         undeclared = []
@@ -275,7 +288,7 @@ class BuiltTest(absltest.TestCase):
         lines = re.findall(
             r"^(tfdp-fl-\w+) = ([\w.]+):(\w+)$", entries.read_text(), re.M
         )
-        self.assertLen(lines, 5)
+        self.assertLen(lines, 6)
         for name, module, function in lines:
             done = subprocess.run(
                 [
