@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -22,7 +23,16 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+# research/ is not installed, and a program finds only its own folder.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import tensorflow as tf
 from absl import app, flags
+
+import tfdp_fl
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.experiments import plots
 
 RUNS = ("clients", "parameters", "examples")
 _SETTLED = 3  # Rounds by which everything was traced and allocated once.
@@ -43,11 +53,6 @@ def resident_mb() -> float:
 
 def _training(name: str) -> tuple[Any, Any, float, dict[str, Any]]:
     """Returns a model, clients, m, and arguments of `fit`."""
-    import numpy as np
-    import tensorflow as tf
-
-    from tfdp_fl.datasets import FederatedDataset
-
     layers = tf.keras.layers
     rng = np.random.default_rng(0)
     if name == "clients":
@@ -84,10 +89,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
       name: One of `RUNS`.
       rounds: How many.
     """
-    import tensorflow as tf
-
-    import tfdp_fl
-
     model, clients, m, options = _training(name)
     seen: list[float] = []
 
@@ -96,7 +97,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
             seen.append(resident_mb())
 
     fed = tfdp_fl.DPFederatedModel(
-        model, tfdp_fl.AdaptiveClipping(noise_multiplier=1.0), m
+        model, tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0), m
     )
     fed.compile(
         tf.keras.optimizers.SGD(0.01),
@@ -170,8 +171,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _draw(found: Sequence[dict[str, Any]], path: str) -> None:
-    from tfdp_fl.experiments import plots
-
     figure, axes = plots.pyplot().subplots(figsize=(7, 4))
     for color, each in zip(plots.COLORS, found, strict=False):
         seen = each["resident_mb"]
