@@ -183,7 +183,8 @@ def _draw(found: Sequence[dict[str, Any]], path: str) -> None:
         )
     axes.set_xlabel("round")
     axes.set_ylabel("resident memory, MB")
-    axes.set_ylim(bottom=0)
+    most = max(max(each["resident_mb"]) for each in found)
+    axes.set_ylim(0, 1.35 * most)  # Room for the names.
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     plots.save(figure, path)

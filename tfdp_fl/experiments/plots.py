@@ -286,15 +286,15 @@ def _plot_tradeoff(
 
 
 def plot_audit(
-    observed: Sequence[float],
-    unobserved: Sequence[float] | None,
+    observed: Any,
+    unobserved: Any,
     result: Mapping[str, Any],
     path: str | os.PathLike[str],
 ) -> None:
     """Draws the scores of canaries that took part, and of such that did not.
 
     Args:
-      observed: In standard deviations of the others.
+      observed: Numbers, in standard deviations of the others.
       unobserved: Likewise; None: N(0, 1), drawn as a curve.
       result: What `audits.run` returns.
       path: The file.

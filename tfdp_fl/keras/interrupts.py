@@ -34,11 +34,11 @@ def after_the_block() -> Iterator[None]:
         waiting.append((number, frame))
 
     try:
-        for each in handlers:
-            signal.signal(each, wait)
+        for number in handlers:
+            signal.signal(number, wait)
         yield
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     for number, frame in waiting[:1]:
         handlers[number](number, frame)
