@@ -113,6 +113,8 @@ def main(argv: Sequence[str]) -> None:
             "charged for it."
             + (" --resume goes on." if os.path.isdir(saved) else "")
         )
+    except KeyboardInterrupt:  # While files were written, at the end.
+        sys.exit("train.py: interrupted; --resume goes on.")
     _print_result(result, output_dir)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import numpy as np
@@ -105,6 +106,26 @@ class TrainingTest(tf.test.TestCase):
 
 class InterruptedTest(parameterized.TestCase):
     """Ctrl-C: what ran is saved, and no round is charged twice."""
+
+    def test_also_while_tensorflow_traces(self):
+        settings = Settings(**_SMALL)
+        path = files.directory(self)
+        left = contextlib.ExitStack()
+        self.addCleanup(left.close)
+
+        def broken_off(*_):
+            left.enter_context(tf.__internal__.FuncGraph("traced").as_default())
+            raise KeyboardInterrupt
+
+        with mock.patch.object(engine.CohortEngine, "collect", broken_off):
+            result = training.run(training.prepare(settings), path, verbose=0)
+        self.assertEqual(result["stopped"], "interrupted")
+        self.assertTrue((path / run_directory.MODEL).exists())
+        left.close()
+        result = training.run(
+            training.prepare(settings), path, resume=True, verbose=0
+        )
+        self.assertEqual((result["stopped"], result["rounds"]), (None, 4))
 
     @parameterized.parameters((1, 0), (3, 0), (3, 2))
     def test_is_gone_on_with_where_it_was(self, interrupted, every):

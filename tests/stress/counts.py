@@ -1,6 +1,7 @@
 """What a stress run tried, kept in a file, and the table of it.
 
     python -m tests.stress.counts            # the table, in Markdown
+    python -m tests.stress.counts --write    # into docs/reliability.md
 
 `make stress` appends a line for each promise that held, and for nothing else:
 what was not run, or failed, has no line.
@@ -65,7 +66,7 @@ def table(file: pathlib.Path) -> str:
     """
     rows: dict[Any, list[dict[str, Any]]] = {}
     for line in lines(file):
-        promise = line["promise"].partition(" (")[0]
+        promise = line["promise"].rpartition(" (")[0] or line["promise"]
         test = line["test"].partition("::")[0]
         key = promise, test, line["of_what"], line["python"]
         rows.setdefault(key, []).append(line)
@@ -74,9 +75,7 @@ def table(file: pathlib.Path) -> str:
         "|---|---|---|---|---|",
     ]
     for (promise, test, of_what, python), members in rows.items():
-        kinds = [
-            line["promise"].partition(" (")[2].rstrip(")") for line in members
-        ]
+        kinds = [line["promise"][len(promise) + 2 : -1] for line in members]
         among = ", ".join(dict.fromkeys(kind for kind in kinds if kind))
         tries = sum(line["tries"] for line in members)
         seconds = sum(line["seconds"] for line in members)
@@ -87,5 +86,15 @@ def table(file: pathlib.Path) -> str:
     return "\n".join(text)
 
 
+_PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/reliability.md"
+_BEGIN, _END = "<!-- counts -->", "<!-- /counts -->"
+
+
 if __name__ == "__main__":
-    print(table(path()))
+    if "--write" in sys.argv:
+        page = _PAGE.read_text("utf-8")
+        before, after = page.split(_BEGIN)[0], page.split(_END)[1]
+        made = f"{before}{_BEGIN}\n{table(path())}\n{_END}{after}"
+        _PAGE.write_text(made, "utf-8")
+    else:
+        print(table(path()))

@@ -39,6 +39,7 @@ from tfdp_fl.engine import (
     joint_clip,
     labels,
     layout,
+    memory_need,
     release,
     replicas,
     rounds,
@@ -230,6 +231,16 @@ class CohortEngine:
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""
         labels.check_clients(dataset, self._label_ranges)
+
+    def check_memory(self, clients_per_round: float) -> None:
+        """Raises ValueError if a round of so many clients cannot fit here."""
+        memory_need.check(
+            elements=self.update_spec.size,
+            clients_per_round=clients_per_round,
+            num_replicas=self.num_replicas,
+            collects=self.output != cohort.SUM,
+            mechanism=self.query.mechanism.name,
+        )
 
     # Half one: train and add up. Its steps are public for runtimes that run
     # the functions elsewhere.

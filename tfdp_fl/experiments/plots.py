@@ -359,7 +359,7 @@ def plot_audit(
     """Draws the scores of canaries that took part, and of such that did not.
 
     Args:
-      observed: In standard deviations of the others.
+      observed: Numbers, in standard deviations of the others.
       unobserved: Likewise; None: N(0, 1), drawn as a curve.
       result: What `audits.run` returns.
       path: The file.

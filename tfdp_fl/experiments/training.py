@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import math
@@ -308,9 +309,15 @@ def run(
     if budget is not None and budget.stopped_before_round is not None:
         stopped = "budget"
     seconds = time.perf_counter() - started
+    # An interrupt while TensorFlow traces can leave this thread in the graph,
+    # where no model can be saved or evaluated; another one is in none.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(_leave_files, prepared, path, stopped, seconds)
+        result = leaving.result()
     if stopped != "interrupted" and not settings.checkpoint_every:
+        # Last: what an interrupt broke off before can be gone on with.
         run_directory.keep_ledger_alone(path)
-    return _leave_files(prepared, path, stopped, seconds)
+    return result
 
 
 def _callbacks(

@@ -518,6 +518,12 @@ class DPFederatedModel:
             None if interrupted is None else interrupted.calibration,
         )
         prepared.engine.check_labels(clients)
+        prepared.engine.check_memory(
+            max(
+                run.deployment.cohort_size(t)
+                for t in range(plan.first_round, plan.last_round)
+            )
+        )
         self._prepared = prepared
         prepared.engine.state = run.mechanism_state
         if interrupted is not None:

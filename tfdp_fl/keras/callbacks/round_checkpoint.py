@@ -7,6 +7,8 @@ import pathlib
 import sys
 from typing import Any
 
+import tensorflow as tf
+
 from tfdp_fl import _validate
 from tfdp_fl.keras import checkpoint, resuming
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
@@ -108,10 +110,12 @@ class RoundCheckpoint(FederatedCallback):
         """
         ended_by_error = sys.exc_info()[0] is not None
         try:
-            if self._begun:
-                if ended_by_error and self._is_between_rounds:
+            # An interrupt while TensorFlow traces can leave it in the graph.
+            with tf.init_scope():
+                if self._begun and ended_by_error and self._is_between_rounds:
                     self._save()
-                self._write_statement()
+                if self._begun:
+                    self._write_statement()
         except Exception:
             if not ended_by_error:
                 raise  # Else that error is the one to report.
