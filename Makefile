@@ -86,9 +86,10 @@ train: $(STAMP)
 test: $(STAMP)
 	$(RUN) -m pytest $(PYTEST_ARGS)
 
-# In an empty environment; on the newest Python for which this one stands.
-newcomer: $(STAMP)
-	$(BIN)/python tests/newcomer/first_hour.py --python="$(or $(PYTHON),$(FOUND))"
+# In an empty environment of Python 3.12, or of PYTHON; needs no other.
+newcomer: PLAYER = $(firstword $(PYTHON) $(wildcard $(PYENV)/3.12.*/bin/python) python3.12)
+newcomer:
+	$(PLAYER) tests/newcomer/first_hour.py
 
 lint: $(STAMP) types
 	$(BIN)/ruff check .

@@ -143,7 +143,7 @@ class PrivateMetrics:
                 )
         columns = [np.asarray(values[name], np.float64) for name in self.bounds]
         usable = np.all(np.isfinite(columns), axis=0)
-        parts = [np.ones([len(usable), 1])]
+        parts: list[Any] = [np.ones([len(usable), 1])]
         shares = []
         for column, (low, high) in zip(
             columns, self.bounds.values(), strict=True
