@@ -100,9 +100,10 @@ stress: $(STAMP)
 	$(RUN) -m pytest -o python_files='*_stress.py' $(STRESS) $(PYTEST_ARGS)
 	@$(BIN)/python -m tests.stress.counts
 
-# In an empty environment; on the newest Python for which this one stands.
-newcomer: $(STAMP)
-	$(BIN)/python tests/newcomer/first_hour.py --python="$(or $(PYTHON),$(FOUND))"
+# In an empty environment of Python 3.12, or of PYTHON; needs no other.
+newcomer: PLAYER = $(firstword $(PYTHON) $(wildcard $(PYENV)/3.12.*/bin/python) python3.12)
+newcomer:
+	$(PLAYER) tests/newcomer/first_hour.py
 
 lint: $(STAMP) types
 	$(BIN)/ruff check .

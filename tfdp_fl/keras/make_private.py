@@ -134,16 +134,13 @@ def make_private(
         if accountant is None:
             kinds = charges(1.0 if limit is None else min(1.0, limit))
             accountant = accounting.tightest(charge for charge, _ in kinds)
+        why = "" if limit is None else f" {make(_TINY).noise_limit_reason}"
         try:
             noise = accounting.calibrate(
                 charges, epsilon, delta, accountant, upper=limit
             )
         except ValueError as error:
-            if limit is None:
-                raise
-            raise ValueError(
-                f"{error} {make(_TINY).noise_limit_reason}"
-            ) from error
+            raise ValueError(f"{error}{why}") from error
     accountant = accountant or "rdp"
     made = make(_TINY if noise is None else noise)
     return model_lib.DPFederatedModel(

@@ -448,36 +448,16 @@ class DPFederatedModel:
         keras_names.refuse_arguments(others, _FIT_ARGUMENTS)
         compiled = self._require_compiled("fit").with_class_weight(class_weight)
         clients = datasets.as_federated(clients)
-        validation_data = validation_data_lib.checked(validation_data)
-        held_out = ""
-        if validation_split:
-            if validation_data is not None:
-                raise ValueError(
-                    "validation_split must be 0 where validation_data is "
-                    f"given, got {validation_split!r}."
-                )
-            clients, validation_data = validation_data_lib.held_out(
-                clients, validation_split
-            )
-            held_out = validation_data.client_ids_digest
+        clients, validation_data, held_out = validation_data_lib.split(
+            clients, validation_data, validation_split
+        )
         _validate.positive_integer(rounds=rounds)
         _validate.positive_integer(batch_size=batch_size)
         _validate.positive_integer(local_epochs=local_epochs)
         _validate.positive_integer(validation_freq=validation_freq)
         if seed is not None:
             _validate.non_negative_integer(seed=seed)
-        if runtime is not None and not hasattr(runtime, "collector"):
-            raise TypeError(
-                "runtime must be None, a tfdp_fl.runtimes.TFFWorkers or a "
-                f"tfdp_fl.runtimes.RayWorkers, got {runtime!r}."
-            )
-        if audit is not None:
-            _validate.instance_of(auditing.CanaryAudit, audit=audit)
-            if resume_from is not None:
-                raise ValueError(
-                    "audit must be None with resume_from: the rounds before "
-                    "had no canaries, or others, which no checkpoint keeps."
-                )
+        _check_runtime_and_audit(runtime, audit, resume_from)
         verbose = 1 if verbose == "auto" else verbose
         verbose = _validate.one_of((0, 1, 2), verbose=verbose)
         self._verbose = int(verbose)
@@ -816,6 +796,24 @@ class DPFederatedModel:
                 "yet."
             )
         return self.run, self.engine
+
+
+def _check_runtime_and_audit(
+    runtime: Any, audit: Any, resume_from: Any
+) -> None:
+    if runtime is not None and not hasattr(runtime, "collector"):
+        raise TypeError(
+            "runtime must be None, a tfdp_fl.runtimes.TFFWorkers or a "
+            f"tfdp_fl.runtimes.RayWorkers, got {runtime!r}."
+        )
+    if audit is None:
+        return
+    _validate.instance_of(auditing.CanaryAudit, audit=audit)
+    if resume_from is not None:
+        raise ValueError(
+            "audit must be None with resume_from: the rounds before had no "
+            "canaries, or others, which no checkpoint keeps."
+        )
 
 
 _FIT_ARGUMENTS = [

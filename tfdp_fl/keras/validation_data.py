@@ -33,6 +33,31 @@ def checked(data: Any) -> Any:
     raise TypeError(f"{_ALLOWED}, got a {type(data).__name__}.")
 
 
+def split(
+    clients: FederatedDataset, data: Any, fraction: float
+) -> tuple[FederatedDataset, Any, str]:
+    """Returns who trains, what is validated on, and who is held out (a digest).
+
+    Args:
+      clients: All clients of `fit`.
+      data: Its `validation_data`.
+      fraction: Its `validation_split`.
+
+    Raises:
+      TypeError, ValueError: See `checked` and `held_out`; or both are given.
+    """
+    data = checked(data)
+    if not fraction:
+        return clients, data, ""
+    if data is not None:
+        raise ValueError(
+            "validation_split must be 0 where validation_data is given, got "
+            f"{fraction!r}."
+        )
+    clients, data = held_out(clients, fraction)
+    return clients, data, data.client_ids_digest
+
+
 def held_out(
     clients: FederatedDataset, fraction: float
 ) -> tuple[FederatedDataset, FederatedDataset]:

@@ -7,6 +7,7 @@ trained Keras model. A `FederatedCallback` also gets to know the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -76,10 +77,9 @@ def checked(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
     Raises:
       TypeError: One is none.
     """
-    callbacks = [] if callbacks is None else callbacks
-    given = (
-        list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
-    )
+    given = [callbacks]
+    if callbacks is None or isinstance(callbacks, Iterable):
+        given = list(callbacks or [])
     for each in given:
         if not isinstance(each, tf.keras.callbacks.Callback):
             raise TypeError(
