@@ -1,7 +1,6 @@
 """50 kills at random moments in each mode: nothing released is uncharged.
 
-Planted faults that this finds: a ledger whose `record` does not write before
-it returns (rounds seen, and not charged), and a history written in place.
+A planted fault that this found: a ledger that writes each line one round late.
 """
 
 from __future__ import annotations
