@@ -310,6 +310,27 @@ class LedgerTest(absltest.TestCase):
         self.assertGreater(more, after)
         self.assertEqual(fed.spending.evaluations, 1)
 
+    def test_a_ledger_that_is_begun_later_tells_of_it(self):
+        fed = _federated()
+        fed.fit(toy.clients(), 1, verbose=0)
+        _evaluated(fed, _private())
+        first = tfdp_fl.callbacks.Ledger(self.path / "a.jsonl")
+        second = tfdp_fl.callbacks.Ledger(self.path / "b.jsonl")
+        checkpoint = tfdp_fl.callbacks.RoundCheckpoint(self.path / "run")
+        # One of before every ledger; then one that is in the first one only.
+        for released, callbacks in enumerate(
+            ([first], [first, second], [checkpoint]), 1
+        ):
+            fed.fit(toy.clients(), 1, callbacks=callbacks, verbose=0)
+            self.assertEqual(fed.spending.evaluations, released)
+            for each in callbacks:
+                ledger = getattr(each, "ledger", each)
+                told = accounting.PrivacyLedger.read(ledger.path)
+                self.assertAlmostEqual(
+                    told.epsilon(_DELTA), fed.epsilon(_DELTA), places=9
+                )
+            _evaluated(fed, _private())
+
     def test_what_cannot_be_written_is_not_released(self):
         fed = _federated()
         path = self.path / "a.jsonl"

@@ -168,6 +168,7 @@ class PrivacyLedger:
         cohort_size: int,
         *,
         local: dict[str, float] | None = None,
+        run: str | None = None,
         **details: Any,
     ) -> None:
         """Writes one round's line, and returns when it is on the disk.
@@ -179,6 +180,8 @@ class PrivacyLedger:
           charge: What it costs centrally; None if only locally.
           cohort_size: How many clients were drawn.
           local: See `LedgerEntry`.
+          run: The id of the run that released it, where it is another than
+            that of the rounds.
           **details: The mechanism's parameters of this round and whatever else
             is worth keeping, as JSON values or NumPy numbers.
 
@@ -204,7 +207,7 @@ class PrivacyLedger:
         self._append(
             {
                 "kind": "round",
-                "run": self._run,
+                "run": self._run if run is None else _checked_run(run),
                 "round": _validate.non_negative_integer(
                     round_index=round_index
                 ),
