@@ -10,8 +10,9 @@ the lines are authenticated by a secret `key` (HMAC).
 
 A last line without its end is what a crash in mid-write leaves. Its round's
 result was never shown, as `record` had not returned, so it is not charged. (If
-the line is complete but for its newline, it is counted all the same.) A round
-that is run again after a crash has two lines and is charged twice.
+the line is complete but for its newline, or for what stands in its place, it is
+counted all the same.) A round that is run again after a crash has two lines and
+is charged twice.
 
 Several runs on the same clients may share a ledger, one after the other. Each
 line names its run, so that what one of them spent elsewhere is not taken for
