@@ -223,6 +223,16 @@ class PrivacyLedger:
         )
         self._rounds += 1
 
+    def require(self, expected_head: str) -> None:
+        """Raises LedgerTamperedError unless it contains a `head` seen before.
+
+        Args:
+          expected_head: That head.
+        """
+        PrivacyLedger.read(
+            self._place, key=self._key, expected_head=expected_head
+        )
+
     def contents(self) -> LedgerContents:
         """Returns what the ledger holds now."""
         return PrivacyLedger.read(self._place, key=self._key)
