@@ -389,6 +389,20 @@ class CrashTest(_Folder):
             at_an_end = any(size in (end, end - 1) for end in ends)
             self.assertEqual(contents.truncated, not at_an_end)
 
+    @parameterized.parameters(None, b"key")
+    def test_no_bit_of_the_last_newline_undoes_a_round(self, key):
+        self._write(3, key=key)
+        data = self.path.read_bytes()
+        changed = [data[:-1] + bytes([10 ^ 1 << bit]) for bit in range(8)]
+        changed += [data[:-1] + rest for rest in (b"}", b"\0" * 9, b"\xff")]
+        for each in changed:
+            self.path.write_bytes(each)
+            contents = PrivacyLedger.read(self.path, key=key)
+            self.assertLen(contents.entries, 3)
+            with PrivacyLedger(self.path, "append", key=key) as ledger:
+                self.assertEqual(ledger.rounds, 3)
+            self.assertEqual(self.path.read_bytes(), data)
+
     def test_append_repairs_a_line_cut_short(self):
         self._write(3)
         data = self.path.read_bytes()

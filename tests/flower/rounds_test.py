@@ -280,6 +280,23 @@ class LedgerTest(parameterized.TestCase):
             self.assertRaisesRegex(ValueError, "held 3 rounds"),
         ):
             DPFedAvgFixed.from_state(first.state(), _Strategy(), ledger=third)
+        # Nor with that of another run, even if it holds as many rounds.
+        fourth = self.path.with_name("fourth")
+        others = _fixed(ledger=fourth)
+        _run(others, 3)
+        others.close()
+        with (
+            accounting.PrivacyLedger(fourth, "append") as opened,
+            self.assertRaises(ledger_lib.LedgerTamperedError),
+        ):
+            DPFedAvgFixed.from_state(first.state(), _Strategy(), ledger=opened)
+        with accounting.PrivacyLedger(self.path, "append") as opened:
+            again = DPFedAvgFixed.from_state(
+                first.state(), _Strategy(), ledger=opened
+            )
+            self.assertAlmostEqual(
+                again.privacy_epsilon(delta=1e-5), _epsilon(3)
+            )
 
     def test_a_ledger_that_is_begun_later_holds_all_rounds(self):
         first = _fixed()

@@ -51,6 +51,21 @@ class EvaluateClientsTest(absltest.TestCase):
             np.isnan(values["loss"]), [False, True, True]
         )
 
+    def test_one_that_cannot_be_evaluated_on(self):
+        clients = {k: toy.clients().client(k) for k in range(3)}
+        clients[1] = (np.array(clients[1][0]), np.full(10, 271828, np.int32))
+        fed = toy.federated()
+        others = fed.evaluate_clients({0: clients[0], 2: clients[2]}, verbose=0)
+        with self.assertWarnsRegex(RuntimeWarning, "1 of 3 .* evaluated") as w:
+            values = fed.evaluate_clients(clients, verbose=0)
+        self.assertNotIn("271828", str(w.warning))
+        np.testing.assert_array_equal(
+            values["loss"], [others["loss"][0], np.nan, others["loss"][1]]
+        )
+        with self.assertRaisesRegex(ValueError, "none of 1 has") as error:
+            fed.evaluate_clients({1: clients[1]}, verbose=0)
+        self.assertNotIn("271828", str(error.exception))
+
     def test_compile_comes_first(self):
         fed = tfdp_fl.DPFederatedModel(
             toy.dense(), tfdp_fl.NoPrivacy(), 5, "fixed_size"

@@ -178,6 +178,26 @@ class ResultTest(parameterized.TestCase):
         released = _evaluated(fed, _private(noise_multiplier=0.0), clients)
         self.assertAlmostEqual(released["num_clients"], 2.0)
 
+    @parameterized.parameters(toy.NUM_CLASSES, -1)
+    def test_a_label_that_is_no_class_ends_nothing(self, label):
+        # An error would tell of one client's data, and cost nothing.
+        clients = {k: toy.clients().client(k) for k in range(toy.NUM_CLIENTS)}
+        x, y = (np.array(each) for each in clients[3])
+        fed = _federated()
+        fed.fit(clients, verbose=0)
+        y[2] = label
+        clients[3] = (x, y)
+        result = _evaluated(fed, _private(noise_multiplier=1e-3), clients)
+        # Kernels of a GPU say NaN, those of a CPU raise.
+        self.assertAlmostEqual(
+            result["num_clients"], toy.NUM_CLIENTS - 1, delta=0.1
+        )
+        # Nor do clients of whom not one can be evaluated on.
+        for each in ({3: (x, y)}, {3: (x[:0], y[:0])}):
+            result = _evaluated(fed, _private(noise_multiplier=1e-3), each)
+            self.assertAlmostEqual(result["num_clients"], 0, delta=0.1)
+        self.assertEqual(fed.spending.evaluations, 3)
+
     def test_nobody_is_drawn(self):
         fed = _federated("poisson")
         fed.fit(toy.clients(), verbose=0)
@@ -309,6 +329,27 @@ class LedgerTest(absltest.TestCase):
         self.assertAlmostEqual(more, fed.epsilon(_DELTA), places=9)
         self.assertGreater(more, after)
         self.assertEqual(fed.spending.evaluations, 1)
+
+    def test_a_ledger_that_is_begun_later_tells_of_it(self):
+        fed = _federated()
+        fed.fit(toy.clients(), 1, verbose=0)
+        _evaluated(fed, _private())
+        first = tfdp_fl.callbacks.Ledger(self.path / "a.jsonl")
+        second = tfdp_fl.callbacks.Ledger(self.path / "b.jsonl")
+        checkpoint = tfdp_fl.callbacks.RoundCheckpoint(self.path / "run")
+        # One of before every ledger; then one that is in the first one only.
+        for released, callbacks in enumerate(
+            ([first], [first, second], [checkpoint]), 1
+        ):
+            fed.fit(toy.clients(), 1, callbacks=callbacks, verbose=0)
+            self.assertEqual(fed.spending.evaluations, released)
+            for each in callbacks:
+                ledger = getattr(each, "ledger", each)
+                told = accounting.PrivacyLedger.read(ledger.path)
+                self.assertAlmostEqual(
+                    told.epsilon(_DELTA), fed.epsilon(_DELTA), places=9
+                )
+            _evaluated(fed, _private())
 
     def test_what_cannot_be_written_is_not_released(self):
         fed = _federated()

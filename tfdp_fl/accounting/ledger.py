@@ -10,8 +10,9 @@ the lines are authenticated by a secret `key` (HMAC).
 
 A last line without its end is what a crash in mid-write leaves. Its round's
 result was never shown, as `record` had not returned, so it is not charged. (If
-the line is complete but for its newline, it is counted all the same.) A round
-that is run again after a crash has two lines and is charged twice.
+the line is complete but for its newline, or for what stands in its place, it is
+counted all the same.) A round that is run again after a crash has two lines and
+is charged twice.
 
 Several runs on the same clients may share a ledger, one after the other. Each
 line names its run, so that what one of them spent elsewhere is not taken for
@@ -168,6 +169,7 @@ class PrivacyLedger:
         cohort_size: int,
         *,
         local: dict[str, float] | None = None,
+        run: str | None = None,
         **details: Any,
     ) -> None:
         """Writes one round's line, and returns when it is on the disk.
@@ -179,6 +181,8 @@ class PrivacyLedger:
           charge: What it costs centrally; None if only locally.
           cohort_size: How many clients were drawn.
           local: See `LedgerEntry`.
+          run: The id of the run that released it, where it is another than
+            that of the rounds.
           **details: The mechanism's parameters of this round and whatever else
             is worth keeping, as JSON values or NumPy numbers.
 
@@ -204,7 +208,7 @@ class PrivacyLedger:
         self._append(
             {
                 "kind": "round",
-                "run": self._run,
+                "run": self._run if run is None else _checked_run(run),
                 "round": _validate.non_negative_integer(
                     round_index=round_index
                 ),
@@ -218,6 +222,16 @@ class PrivacyLedger:
             }
         )
         self._rounds += 1
+
+    def require(self, expected_head: str) -> None:
+        """Raises LedgerTamperedError unless it contains a `head` seen before.
+
+        Args:
+          expected_head: That head.
+        """
+        PrivacyLedger.read(
+            self._place, key=self._key, expected_head=expected_head
+        )
 
     def contents(self) -> LedgerContents:
         """Returns what the ledger holds now."""

@@ -54,6 +54,8 @@ def parse(
         unfinished = number == len(lines) + 1
         if unfinished and not line:
             break
+        if unfinished:
+            line = _without_rest(line)
         try:
             body = _verified(line, head, key)
             if (number == 1) != (body["kind"] == "header"):
@@ -79,7 +81,7 @@ def parse(
             ) from error
         head = body["hash"]
         seen.add(head)
-        whole = len(data) if unfinished else whole
+        whole = whole + len(line) if unfinished else whole
     if expected_head is not None and expected_head not in seen:
         raise LedgerTamperedError(
             f"The ledger {name} does not contain the line with the hash "
@@ -95,6 +97,20 @@ def parse(
         identity=identity,
     )
     return contents, whole
+
+
+def _without_rest(line: bytes) -> bytes:
+    """Returns a last line up to the end of its object.
+
+    Where the byte after it is no newline any more, what the line says still
+    holds: a crash leaves less than a line, never more.
+    """
+    text = line.decode("utf-8", "surrogateescape")
+    try:
+        end = json.JSONDecoder().raw_decode(text)[1]
+    except (ValueError, RecursionError):
+        return line
+    return text[:end].encode("utf-8", "surrogateescape")
 
 
 def _check_authentication(

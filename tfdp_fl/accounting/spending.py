@@ -88,7 +88,17 @@ class Spending:
     @property
     def evaluations(self) -> int:
         """Returns how many releases beside the rounds are among `others`."""
-        return sum(name.startswith(_EVALUATION) for name in self.others)
+        return len(self.charges_of_evaluations)
+
+    @property
+    def charges_of_evaluations(self) -> dict[str, charge_lib.RoundCharge]:
+        """Returns what each release beside the rounds cost, by its id."""
+        return {
+            name: charge
+            for name, other in self.others.items()
+            if name.startswith(_EVALUATION)
+            for charge in other.charges
+        }
 
     @property
     def charges(self) -> tuple[tuple[charge_lib.RoundCharge, int], ...]:

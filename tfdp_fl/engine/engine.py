@@ -53,7 +53,7 @@ from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 # What one client's data can make TensorFlow raise, such as an index that no
 # embedding has.
-_CLIENT_ERRORS = (
+CLIENT_ERRORS = (
     tf.errors.DataLossError,
     tf.errors.FailedPreconditionError,
     tf.errors.InvalidArgumentError,
@@ -300,7 +300,7 @@ class CohortEngine:
             for part, call in calls[replica]:
                 try:
                     trained = call()
-                except _CLIENT_ERRORS as error:
+                except CLIENT_ERRORS as error:
                     raised.append((part, error))
                     continue
                 if part.way.optimistic and not side_by_side.is_of_use(trained):
@@ -340,7 +340,7 @@ class CohortEngine:
         for place, member in enumerate(part.clients.members.tolist()):
             try:
                 train([place])
-            except _CLIENT_ERRORS as own:
+            except CLIENT_ERRORS as own:
                 position = int(pending.inputs.positions[member])
                 failures.append(ClientFailure(position, own))
         if len(failures) == part.clients.num_clients:

@@ -133,12 +133,13 @@ class RoundHistory:
           expected_head: the last line that was seen of it, if any.
 
         Raises:
+          LedgerTamperedError: if it does not contain that line.
           ValueError: if it holds rounds of another neighbouring relation, or
             fewer than were known to be in it.
           LedgerError: if it cannot be gone on with.
         """
         if isinstance(ledger, ledger_lib.PrivacyLedger):
-            self._take_over(ledger)
+            self._take_over(ledger, expected_head)
             return
         ours = ledger_lib.PrivacyLedger(
             ledger,
@@ -149,18 +150,22 @@ class RoundHistory:
             expected_head=expected_head,
         )
         try:
-            self._take_over(ours)
+            self._take_over(ours, expected_head)
         except BaseException:
             ours.close()
             raise
 
-    def _take_over(self, ledger: ledger_lib.PrivacyLedger) -> None:
+    def _take_over(
+        self, ledger: ledger_lib.PrivacyLedger, expected_head: str | None
+    ) -> None:
         if ledger.rounds < self._in_ledger:
             raise ValueError(
                 f"ledger must be the one that held {self._in_ledger} rounds "
                 f"when the state was taken, got {ledger.path} with "
                 f"{ledger.rounds}."
             )
+        if expected_head is not None:
+            ledger.require(expected_head)
         begun_later = self._in_ledger == 0
         self._charge_unknown(ledger)
         self._ledger = ledger

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import engine
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 
 # The one column that is no metric.
@@ -20,6 +21,7 @@ def evaluate(
     clients: FederatedDataset,
     batch_size: int,
     verbose: int,
+    in_any_case: Iterable[str] = (),
 ) -> dict[str, np.ndarray]:
     """Returns a compiled model's metrics, client by client.
 
@@ -28,15 +30,21 @@ def evaluate(
       clients: Whose data.
       batch_size: Examples in one batch.
       verbose: 1 shows a bar.
+      in_any_case: Metrics that have a column even if nobody has a value; with
+        them no client's data raises anything, which would tell of it.
 
     Returns:
       "num_examples", int64 [N], and "loss" and each metric by name, float64
       [N], in the order of `clients.client_ids`; NaN for a client without
-      examples or whose data cannot be read.
+      examples, or whose data cannot be read or evaluated on.
+
+    Raises:
+      ValueError: TensorFlow can evaluate the model on nobody's examples.
     """
     counts = np.zeros(clients.num_clients, np.int64)
     columns: dict[str, np.ndarray] = {}
     failed: list[ClientFailure] = []
+    raised = 0
 
     # Keras's own functions take ten times as long for a small batch.
     @tf.function(reduce_retracing=True)
@@ -57,19 +65,34 @@ def evaluate(
             counts[client.position] = size = len(tf.nest.flatten(client.y)[0])
             model.reset_metrics()
             values: dict[str, tf.Tensor] = {}
-            for batch in _batches(client.x, client.y, size, batch_size):
-                values = step(*batch)
+            try:
+                for batch in _batches(client.x, client.y, size, batch_size):
+                    values = step(*batch)
+            except engine.CLIENT_ERRORS as error:
+                failed.append(ClientFailure(client.position, error))
+                raised, values = raised + 1, {}
             for name, value in values.items():
                 if name not in columns:
                     columns[name] = np.full(clients.num_clients, np.nan)
                 columns[name][client.position] = value.numpy()
         if bar is not None:
             bar.update(done)
+    if not columns:
+        columns = {
+            name: np.full(clients.num_clients, np.nan) for name in in_any_case
+        }
+    if raised and not columns:
+        raise ValueError(
+            "clients must have examples that the model can be evaluated on, "
+            f"and none of {clients.num_clients} has: the first error was "
+            f"{failed[0].reason}."
+        )
     if failed:
         warnings.warn(
             f"The data of {len(failed)} of {clients.num_clients} client(s) "
-            "could not be read; their metrics are NaN. The first is client "
-            f"{clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
+            "could not be read, or evaluated on; their metrics are NaN. The "
+            f"first is client {clients.client_ids[failed[0].position]!r}: "
+            f"{failed[0].reason}.",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -299,7 +299,8 @@ class DPFederatedModel:
         Returns:
           "num_examples", int64 [N], and "loss" and each compiled metric by
           name, float64 [N], in the order of the clients; NaN for a client
-          without examples, or whose data cannot be read. With `private`:
+          without examples, or whose data cannot be read or evaluated on (a
+          label that is no class). With `private`:
           "num_clients" (noisy, with "num_clients_stddev"), and for each metric
           of its bounds "mean", "noise_stddev" (of the mean, by the noise alone,
           about) and "quantiles".
@@ -324,7 +325,11 @@ class DPFederatedModel:
         values: dict[str, np.ndarray] = {}
         if len(positions):
             values = client_metrics.evaluate(
-                self.model, dataset.take(positions), batch_size, silent
+                self.model,
+                dataset.take(positions),
+                batch_size,
+                silent,
+                private.bounds,
             )
             private.contributions(values)  # Raises before anything is charged.
         else:

@@ -157,13 +157,14 @@ class Ledger(FederatedCallback):
             )
 
     def _catch_up(self, contents: accounting.LedgerContents) -> None:
-        """Writes the rounds that were charged while no ledger was kept."""
+        """Writes what was charged while this ledger was not kept."""
         run = self.federated_model.run
         spending, next_round = run.spending, run.rounds
+        runs = contents.by_run()
         lost = contents.lost_mu_squared(next_round, run.run_id)
         self._elsewhere = max(0.0, spending.lost_mu_squared - lost)
         written = collections.Counter(
-            entry.charge for entry in contents.by_run().get(run.run_id, ())
+            entry.charge for entry in runs.get(run.run_id, ())
         )
         for charge, count in spending.charges:
             for _ in range(count - written[charge]):
@@ -178,6 +179,16 @@ class Ledger(FederatedCallback):
                     }
                     if spending.by_client
                     else None,
+                    written_later=True,
+                )
+        for name, charge in spending.charges_of_evaluations.items():
+            if name not in runs:
+                self._ledger.record(
+                    max(0, next_round - 1),
+                    charge,
+                    round(charge.clients_per_round),
+                    run=name,
+                    evaluation=True,
                     written_later=True,
                 )
 
