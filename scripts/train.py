@@ -10,14 +10,16 @@ The flags are the fields of `tfdp_fl.experiments.Settings`; a choice that is
 left open is made by the data set and the mechanism, and printed. The output
 directory receives history.csv (a row a round), model.keras (loads without this
 package), privacy.txt and privacy.json (the statement), accuracy.png,
-config.json and result.json.
+report.html (all of it as one page), config.json and result.json.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+import pathlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,6 +39,7 @@ registry.load_named_in(sys.argv[1:], "mechanism_module")
 from tfdp_fl.experiments import (
     Settings,
     run_directory,
+    run_report,
     setting_flags,
     training,
 )
@@ -106,6 +109,7 @@ def main(argv: Sequence[str]) -> None:
             resume=_RESUME.value,
             verbose=_verbosity(),
         )
+        _write_report(result, pathlib.Path(output_dir))
     except errors.WorkerError as error:
         saved = os.path.join(output_dir, run_directory.CHECKPOINT)
         sys.exit(
@@ -116,6 +120,14 @@ def main(argv: Sequence[str]) -> None:
     except KeyboardInterrupt:  # While files were written, at the end.
         sys.exit("train.py: interrupted; --resume goes on.")
     _print_result(result, output_dir)
+
+
+def _write_report(result: dict[str, Any], path: pathlib.Path) -> None:
+    if result["rounds"]:
+        # Without matplotlib everything else is there.
+        with contextlib.suppress(ImportError):
+            report = path / run_directory.REPORT
+            run_report.write(run_directory.Run.read(path), report)
 
 
 def _settings_of(output_dir: str, given: dict[str, Any]) -> Settings:

@@ -219,6 +219,7 @@ class TrainTest(absltest.TestCase):
             "privacy.txt",
             "privacy.json",
             "accuracy.png",
+            "report.html",
             "config.json",
             "result.json",
         ):

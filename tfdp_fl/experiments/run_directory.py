@@ -6,6 +6,7 @@ model.keras   the trained Keras model
 privacy.txt   the privacy statement
 privacy.json  the same, for programs
 accuracy.png  accuracy and epsilon against rounds
+report.html   all of it as one page; written by train.py and report.py
 result.json   the figures that a sweep compares; written last
 """
 
@@ -31,6 +32,7 @@ MODEL = "model.keras"
 STATEMENT = "privacy.txt"
 STATEMENT_JSON = "privacy.json"
 CHART = "accuracy.png"
+REPORT = "report.html"
 RESULT = "result.json"
 LEDGER = "ledger.jsonl"
 CHECKPOINT = "checkpoint"
@@ -42,6 +44,7 @@ _FILES = (
     STATEMENT,
     STATEMENT_JSON,
     CHART,
+    REPORT,
     RESULT,
     LEDGER,
 )
