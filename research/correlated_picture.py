@@ -454,8 +454,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--data_path", help="Keras's mnist.npz.")
     parser.add_argument("--quick", action="store_true", help="Digits, minutes.")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        nargs="+",
+        help="Values of b; by default 32 and 8.",
+    )
     chosen = parser.parse_args(arguments)
     plan = QUICK if chosen.quick else Plan()
+    if chosen.groups:
+        plan = dataclasses.replace(plan, groups=tuple(chosen.groups))
     path = chosen.data_path
     if plan.mnist and path is None:
         path = os.path.join(os.environ.get("TFDP_FL_DATA", "."), "mnist.npz")
