@@ -28,6 +28,7 @@ from tfdp_fl.keras import (
     client_metrics,
     evaluation_charge,
     features,
+    interrupts,
     keras_names,
     private_metrics,
     progress,
@@ -334,8 +335,10 @@ class DPFederatedModel:
             private.contributions(values)  # Raises before anything is charged.
         else:
             values = {name: np.zeros(0) for name in private.bounds}
-        evaluation_charge.pay(self, charge, self._keeping)
-        return private.released(values, generator)
+        with interrupts.after_the_block():
+            # Broken off between, a ledger has a line that the run knows not of.
+            evaluation_charge.pay(self, charge, self._keeping)
+            return private.released(values, generator)
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
