@@ -433,10 +433,10 @@ class DPFederatedModel:
             Weights change what a client trains; its update is clipped as ever,
             so they change no guarantee.
           validation_split: The share of the clients that are held out, whole,
-            as validation data: they are in no cohort. Which ones follows from
-            how many clients there are, so it is the same ones in every `fit`
-            of the same clients and share. The metrics on them are exact, and
-            epsilon does not cover them.
+            as validation data: they are in no cohort. Each client's id says
+            whether it is one of them (so that the share is about that), in
+            every `fit` alike, whoever else is there. The metrics on them are
+            exact, and epsilon does not cover them.
           resume_from: A directory that `RoundCheckpoint` wrote.
           between_client_variance: Whether to report Geyer's V_c and U_s; costs
             a pass over each update.
