@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import shutil
+import signal
 import warnings
 
 import numpy as np
@@ -185,6 +187,22 @@ class LedgerTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.path = files.directory(self) / "ledger.jsonl"
+
+    def test_an_interrupt_at_the_end_of_fit_leaves_none_locked(self):
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.addCleanup(signal.signal, signal.SIGINT, before)
+
+        class Interrupted(tfdp_fl.callbacks.FederatedCallback):
+            def on_fit_end(self):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        fed = toy.federated()
+        ledger = tfdp_fl.callbacks.Ledger(self.path)
+        with self.assertRaises(KeyboardInterrupt):
+            fed.fit(toy.clients(), 1, callbacks=[Interrupted(), ledger])
+        with accounting.PrivacyLedger(self.path, "append") as opened:
+            self.assertEqual(opened.rounds, 1)
+        fed.fit(toy.clients(), 1, callbacks=[ledger], verbose=0)
 
     def test_holds_every_round_of_several_fits(self):
         fed = toy.federated()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
@@ -46,6 +47,48 @@ class InterruptsTest(parameterized.TestCase):
         self.assertIs(
             signal.getsignal(signal.SIGINT), signal.default_int_handler
         )
+
+    @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
+    def test_an_error_in_the_block_loses_no_signal(self, number):
+        with (
+            self.assertRaises(KeyboardInterrupt) as raised,
+            interrupts.after_the_block(),
+        ):
+            os.kill(os.getpid(), number)
+            raise OSError("the disk is full")
+        self.assertIsInstance(raised.exception.__context__, OSError)
+        heard = []
+        signal.signal(number, lambda *_: heard.append(number))
+        with self.assertRaises(OSError), interrupts.after_the_block():
+            os.kill(os.getpid(), number)
+            raise OSError("the disk is full")
+        self.assertEqual(heard, [number])
+
+    def test_a_handler_that_is_set_in_the_block_stays(self):
+        def own(*_):
+            pass
+
+        with interrupts.after_the_block():
+            signal.signal(signal.SIGTERM, own)
+        self.assertIs(signal.getsignal(signal.SIGTERM), own)
+
+    def test_a_signal_while_handlers_are_put_back(self):
+        put = signal.signal
+
+        def interrupted(number, handler):
+            put(number, handler)
+            if handler is signal.default_int_handler:
+                os.kill(os.getpid(), number)
+
+        with (
+            mock.patch.object(signal, "signal", interrupted),
+            self.assertRaises(KeyboardInterrupt),
+            interrupts.after_the_block(),
+        ):
+            pass
+        # The other handler is still there, and lets nothing wait for ever.
+        with self.assertRaises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def test_what_is_not_handled_stays_so(self):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import signal
 import tempfile
 from unittest import mock
 
@@ -368,6 +369,30 @@ class LedgerTest(absltest.TestCase):
         ):
             _evaluated(fed, _private())
         released.assert_not_called()
+
+    def test_an_interrupt_leaves_no_line_that_the_run_knows_not_of(self):
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.addCleanup(signal.signal, signal.SIGINT, before)
+        fed = _federated()
+        callback = tfdp_fl.callbacks.Ledger(self.path / "a.jsonl")
+        fed.fit(toy.clients(), 1, callbacks=[callback], verbose=0)
+        record = accounting.PrivacyLedger.record
+
+        def interrupted(*args, **kwargs):
+            record(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with (
+            mock.patch.object(accounting.PrivacyLedger, "record", interrupted),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            _evaluated(fed, _private())
+        self.assertEqual(fed.spending.evaluations, 1)
+        fed.fit(toy.clients(), 1, callbacks=[callback], verbose=0)
+        told = accounting.PrivacyLedger.read(self.path / "a.jsonl")
+        self.assertAlmostEqual(
+            told.epsilon(_DELTA), fed.epsilon(_DELTA), places=9
+        )
 
     def test_a_resumed_run_knows_of_it(self):
         fed = _federated()

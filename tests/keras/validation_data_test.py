@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.keras import validation_data
 
 _HELD_OUT = "Some clients were held out for validation"
 
@@ -40,7 +41,7 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         fed = toy.federated(clients_per_round=2)
         for _ in range(2):
             fed.fit(clients, 3, validation_split=fraction, verbose=0)
-        held = round(fraction * toy.NUM_CLIENTS)
+        held = validation_data.held_out(clients, fraction)[1].num_clients
         self.assertEqual(
             fed.run.spending.clients.num_clients, toy.NUM_CLIENTS - held
         )
@@ -48,9 +49,40 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         # The very clients, for each `fit` alike.
         self.assertLen(fed.run.populations, 1)
 
+    @parameterized.parameters(0.05, 0.25, 0.9)
+    def test_one_client_more_moves_no_other(self, fraction):
+        # Else one client more would change many of those who train.
+        data = toy.clients().client(0)
+        names = [f"client {k}" for k in range(60)]
+
+        def sides(ids):
+            clients = FederatedDataset.from_client_fn(ids, lambda _: data)
+            return [
+                set(side.client_ids)
+                for side in validation_data.held_out(clients, fraction)
+            ]
+
+        for without in names:
+            others = [name for name in names if name != without]
+            for one, other in zip(sides(names), sides(others), strict=True):
+                self.assertEqual(one - {without}, other)
+
+    def test_the_share_is_about_what_was_asked_for(self):
+        # Of ids, not of chance: 4.4 standard deviations either way.
+        clients = FederatedDataset.from_client_fn(range(2000), lambda _: None)
+        for fraction in (0.1, 0.5, 0.9):
+            _, held = clients.split_by_id(fraction)
+            far = 4.4 * (2000 * fraction * (1 - fraction)) ** 0.5
+            self.assertBetween(
+                held.num_clients, 2000 * fraction - far, 2000 * fraction + far
+            )
+        for fraction in (1e-6, 1 - 1e-6):
+            for side in clients.take([3, 4]).split_by_id(fraction):
+                self.assertEqual(side.num_clients, 1)
+
     def test_by_what_is_read(self):
         watched = Watched(10)
-        _, held = watched.dataset.split_clients(0.3)
+        _, held = validation_data.held_out(watched.dataset, 0.3)
         fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=7)
         fed.fit(
             watched.dataset,
@@ -66,7 +98,7 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_the_metrics_are_those_of_their_examples(self):
         clients = _named()
-        _, held = clients.split_clients(0.25)
+        _, held = validation_data.held_out(clients, 0.25)
         for each in (
             clients,
             FederatedDataset.from_client_fn(clients.client_ids, clients.client),

@@ -602,6 +602,46 @@ class FederatedDataset:
             self.take(np.sort(order[:held_out])),
         )
 
+    def split_by_id(
+        self, fraction: float
+    ) -> tuple[FederatedDataset, FederatedDataset]:
+        """Splits the clients by their ids alone, each for itself.
+
+        On which side a client is does not change when others come or go, as it
+        does with `split_clients`. So neighbouring datasets (one client more)
+        have neighbouring sides, and a guarantee of those who train is one of
+        all clients. About the share of them is held out: each is with that
+        chance, over the hashes of ids.
+
+        Args:
+          fraction: The share of the clients in the second dataset, between 0
+            and 1. Where all of a few would be on one side, the client whose
+            hash is nearest is on the other.
+
+        Returns:
+          The dataset of the other clients, and that of the held-out ones.
+
+        Raises:
+          ValueError: If there are fewer than two clients.
+        """
+        fraction = _validate.inside_unit_interval(fraction=fraction)
+        if self.num_clients < 2:
+            raise ValueError(
+                "split_by_id must have at least two clients, got one."
+            )
+        places = np.array(
+            [_place_of_id(each) for each in self._client_ids], np.float64
+        )
+        held_out = places < fraction
+        if held_out.all():
+            held_out[np.argmax(places)] = False
+        if not held_out.any():
+            held_out[np.argmin(places)] = True
+        return (
+            self.take(np.flatnonzero(~held_out)),
+            self.take(np.flatnonzero(held_out)),
+        )
+
     def map(
         self, fn: Callable[[Nest, Nest], tuple[Nest, ...]]
     ) -> FederatedDataset:
@@ -771,6 +811,12 @@ class FederatedDataset:
             weight = nests.weights_of(y_spec)
             lines.append(f"sample_weight: {nests.describe_spec(weight)}")
         return "FederatedDataset\n" + textwrap.indent("\n".join(lines), "  ")
+
+
+def _place_of_id(client_id: Any) -> float:
+    """Returns a number in [0, 1) that is an id's own."""
+    digest = hashlib.sha256(_id_text(client_id).encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def _id_text(client_id: Any) -> str:

@@ -15,8 +15,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def after_the_block() -> Iterator[None]:
     """Lets SIGINT and SIGTERM, where Python handles them, wait for the end.
 
-    A second one is heard at once: whoever asks twice cannot wait. In other
-    threads than the main one, which hear no signals, nothing changes.
+    A second one is heard at once: whoever asks twice cannot wait. None is lost
+    where the block ends by an error. In other threads than the main one, which
+    hear no signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -27,18 +28,28 @@ def after_the_block() -> Iterator[None]:
         if callable(handler):
             handlers[each] = handler
     waiting: list[tuple[int, Any]] = []
+    is_over = False
 
     def wait(number: int, frame: Any) -> None:
-        if waiting:
-            handlers[number](number, frame)
         waiting.append((number, frame))
+        if is_over or len(waiting) > 1:
+            handlers[number](number, frame)
 
     try:
         for number in handlers:
             signal.signal(number, wait)
         yield
+    except BaseException:
+        if len(waiting) > 1:
+            waiting.clear()  # The second one was heard, and may be this.
+        raise
     finally:
+        heard = waiting[:1]
+        # A signal from here on, with some handlers not yet in their place, is
+        # heard at once by whichever it finds.
+        is_over = True
         for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number, frame in waiting[:1]:
-        handlers[number](number, frame)
+            if signal.getsignal(number) is wait:  # Nobody set another.
+                signal.signal(number, handler)
+        for number, frame in heard:
+            handlers[number](number, frame)

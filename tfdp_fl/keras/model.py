@@ -28,6 +28,7 @@ from tfdp_fl.keras import (
     client_metrics,
     evaluation_charge,
     features,
+    interrupts,
     keras_names,
     private_metrics,
     progress,
@@ -334,8 +335,10 @@ class DPFederatedModel:
             private.contributions(values)  # Raises before anything is charged.
         else:
             values = {name: np.zeros(0) for name in private.bounds}
-        evaluation_charge.pay(self, charge, self._keeping)
-        return private.released(values, generator)
+        with interrupts.after_the_block():
+            # Broken off between, a ledger has a line that the run knows not of.
+            evaluation_charge.pay(self, charge, self._keeping)
+            return private.released(values, generator)
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
@@ -430,10 +433,10 @@ class DPFederatedModel:
             Weights change what a client trains; its update is clipped as ever,
             so they change no guarantee.
           validation_split: The share of the clients that are held out, whole,
-            as validation data: they are in no cohort. Which ones follows from
-            how many clients there are, so it is the same ones in every `fit`
-            of the same clients and share. The metrics on them are exact, and
-            epsilon does not cover them.
+            as validation data: they are in no cohort. Each client's id says
+            whether it is one of them (so that the share is about that), in
+            every `fit` alike, whoever else is there. The metrics on them are
+            exact, and epsilon does not cover them.
           resume_from: A directory that `RoundCheckpoint` wrote.
           between_client_variance: Whether to report Geyer's V_c and U_s; costs
             a pass over each update.

@@ -100,8 +100,10 @@ class RoundLoop:
             for each in self.federated:
                 each.on_train_ended()
         finally:
-            for each in self.federated:
-                each.on_fit_end()
+            # Else a ledger stays open, and locked, as long as the process.
+            with interrupts.after_the_block():
+                for each in self.federated:
+                    each.on_fit_end()
 
     def _round_with_callbacks(self, round_index: int) -> dict[str, float]:
         self.keras_callbacks.on_epoch_begin(round_index)

@@ -12,8 +12,6 @@ import tensorflow as tf
 from tfdp_fl import _validate
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 
-# A fixed order of the clients: the same are held out in every call of `fit`.
-_SEED = 0
 _ALLOWED = (
     "validation_data must be (x, y), (x, y, sample_weight), a tf.data.Dataset "
     "of batches or a FederatedDataset"
@@ -65,8 +63,9 @@ def held_out(
 
     Args:
       clients: All.
-      fraction: The share of those that do not, rounded to at least one client
-        on either side.
+      fraction: The share of those that do not; at least one client is on
+        either side. A client's id says on which it is, whoever the others are:
+        one client more or less is one more or less to train on.
 
     Raises:
       ValueError: It is not between 0 and 1, or there is one client only.
@@ -77,7 +76,7 @@ def held_out(
             "validation_split must be 0 with a single client, whom it would "
             f"hold out, got {fraction!r}."
         )
-    return clients.split_clients(fraction, _SEED)
+    return clients.split_by_id(fraction)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -261,12 +261,23 @@ def _check_participations(
             f"participations must be those of the mechanism, {made_for}, got "
             f"a record of {record.participation}."
         )
-    done = int(state_lib.accountable_state(state).rounds)
+    found = state_lib.accountable_state(state)
+    done = int(found.rounds)
     if record.released != done:
         raise ValueError(
             f"participations must be those of the state's {done} rounds, got "
             f"a record of {record.released}."
         )
+    memory = getattr(found.query_state, "memory", ())
+    if memory != ():
+        # Who was in how many rounds of a segment is checked from its beginning.
+        position = int(memory.position)
+        if (record.position - position) % made_for.rounds:
+            raise ValueError(
+                "participations must begin a segment where the noise does, "
+                f"which has {position % made_for.rounds} rounds of this one, "
+                f"got a record of {record.position}."
+            )
     return ("participations_checked",)
 
 
