@@ -466,5 +466,18 @@ class CoarseTest(parameterized.TestCase):
         self.assertEqual(history.epsilon(1e-5, "pld", coarse=True), exact)
 
 
+class TightestTest(absltest.TestCase):
+    def test_near_full_cohorts_of_a_fixed_size_are_left_to_rdp(self):
+        # N = 40, m = 39, z = 4, three rounds: PLD says 8.01, RDP 4.01.
+        for size, wanted in ((4, "pld"), (20, "rdp"), (39, "rdp")):
+            one = charge_lib.RoundCharge(
+                sampling="fixed_size",
+                num_clients=40,
+                clients_per_round=size,
+                event=dp_accounting.GaussianDpEvent(4.0),
+            )
+            self.assertEqual(accountant_lib.tightest([one]), wanted)
+
+
 if __name__ == "__main__":
     absltest.main()

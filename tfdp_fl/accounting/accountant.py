@@ -314,10 +314,12 @@ class PrivacyAccountant:
 
 
 def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
-    """Returns "pld" where it is exact and quick for a run, "rdp" elsewhere.
+    """Returns "pld" where it is tight and quick for a run, "rdp" elsewhere.
 
     That is where every round amounts to Gaussians, amplified in at most three
-    ways: no schedules of many noises or cohort sizes.
+    ways: no schedules of many noises or cohort sizes. For cohorts of a fixed
+    size PLD bounds the truth from above, as RDP does; it is the tighter of the
+    two unless cohorts are half of the clients or more.
 
     Args:
       charges: The kinds of rounds.
@@ -332,6 +334,7 @@ def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
         return "rdp"
     if any(each.sampling == "fixed_size" for each in amplified) and (
         not charge_lib.has_fixed_size_pld()
+        or any(each.sampling_probability >= 0.5 for each in amplified)
     ):
         return "rdp"
     return "pld"

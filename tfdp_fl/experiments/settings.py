@@ -219,7 +219,7 @@ class Settings(_MechanismParameters):
         None,
         ("rdp", "pld"),
         "Who calibrates and reports: rdp, or pld (tighter). Unless given, pld "
-        "where noise is calibrated and pld is exact and quick, and rdp "
+        "where noise is calibrated and pld is tight and quick, and rdp "
         "elsewhere.",
     )
     # The rounds.

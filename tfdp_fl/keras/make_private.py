@@ -70,7 +70,7 @@ def make_private(
       sampling: "poisson", "fixed_size", "shuffled", "cyclic" or
         "cyclic_poisson".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
-        returned model; None: PLD, which is tighter, wherever it is exact and
+        returned model; None: PLD, the tighter one, wherever it is tight and
         quick (`accounting.tightest`), and RDP elsewhere.
       on_overspend: "stop": a `fit` ends before the round that would pass the
         target, and says so; "warn": it warns once, and goes on.

@@ -268,7 +268,7 @@ def _check_participations(
             f"participations must be those of the state's {done} rounds, got "
             f"a record of {record.released}."
         )
-    memory = getattr(found.query_state, "memory", ())
+    memory: Any = getattr(found.query_state, "memory", ())
     if memory != ():
         # Who was in how many rounds of a segment is checked from its beginning.
         position = int(memory.position)
