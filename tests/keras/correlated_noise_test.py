@@ -73,6 +73,12 @@ def _epsilon(mu_squared):
     return accounting.gaussian_epsilon(mu_squared**-0.5, _DELTA)
 
 
+class _Killed(callbacks.RoundCheckpoint):
+    """Saves nothing at the end, as where the process is killed."""
+
+    _is_between_rounds = False
+
+
 class _Crash(tf.keras.callbacks.Callback):
     """Ends a run as if it was killed after a round was released."""
 
@@ -252,7 +258,7 @@ class AdaptiveClipTest(parameterized.TestCase):
         whole = _federated(self._mechanism())
         _fit(whole, 6, seed=1)
         half = _federated(self._mechanism())
-        save = callbacks.RoundCheckpoint(path, every=1, delta=_DELTA)
+        save = _Killed(path, every=1, delta=_DELTA)
         _fit(half, 3, seed=1, callbacks=[save])
         clip = float(half.run.mechanism_state.clip_norm)
         self.assertNotEqual(clip, 50.0)
@@ -270,7 +276,7 @@ class AdaptiveClipTest(parameterized.TestCase):
 
     def test_lost_rounds_end_the_segment_and_keep_the_clip(self):
         path = files.directory(self) / "run"
-        save = callbacks.RoundCheckpoint(path, every=2, delta=_DELTA)
+        save = _Killed(path, every=2, delta=_DELTA)
         fed = _federated(self._mechanism())
         with self.assertRaises(KeyboardInterrupt):
             _fit(fed, _T, callbacks=[_Crash(4), save])
@@ -289,7 +295,7 @@ class AdaptiveClipTest(parameterized.TestCase):
 
     def test_what_counts_are_charged_by_is_not_changed(self):
         path = files.directory(self) / "run"
-        save = callbacks.RoundCheckpoint(path, every=1, delta=_DELTA)
+        save = _Killed(path, every=1, delta=_DELTA)
         _fit(_federated(self._mechanism()), 2, callbacks=[save])
         for changed in ({"count_noise_stddev": 9.0}, {"target_quantile": 0.4}):
             other = _federated(self._mechanism(**changed))
@@ -408,7 +414,7 @@ class SegmentTest(parameterized.TestCase):
                 ),
                 self.assertRaises(KeyboardInterrupt),
             ):
-                checkpoints = callbacks.RoundCheckpoint(path, delta=_DELTA)
+                checkpoints = _Killed(path, delta=_DELTA)
                 _fit(fed, 1, seed=3, callbacks=[checkpoints])
             fed = quiet()
             _fit(fed, 1, seed=3, resume_from=path)
@@ -503,7 +509,7 @@ class ResumeTest(parameterized.TestCase):
         self.path = files.directory(self) / "run"
 
     def _checkpoint(self, every=1):
-        return callbacks.RoundCheckpoint(self.path, every=every, delta=_DELTA)
+        return _Killed(self.path, every=every, delta=_DELTA)
 
     def test_a_clean_resume_goes_on_with_the_buffers(self):
         fed = _federated(_mechanism("blt:2"))
