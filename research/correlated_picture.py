@@ -460,10 +460,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         help="Values of b; by default 32 and 8.",
     )
+    parser.add_argument(
+        "--epsilons", type=float, nargs="+", help="By default 1 to 16."
+    )
     chosen = parser.parse_args(arguments)
     plan = QUICK if chosen.quick else Plan()
     if chosen.groups:
         plan = dataclasses.replace(plan, groups=tuple(chosen.groups))
+    if chosen.epsilons:
+        plan = dataclasses.replace(plan, epsilons=tuple(chosen.epsilons))
     path = chosen.data_path
     if plan.mnist and path is None:
         path = os.path.join(os.environ.get("TFDP_FL_DATA", "."), "mnist.npz")
