@@ -54,7 +54,7 @@ _ROWS = flags.DEFINE_multi_enum(
 _SEEDS = flags.DEFINE_integer(
     "seeds",
     None,
-    "At most so many seeds a row; by default all (3, 3, 1).",
+    "At most so many seeds a row; by default all.",
     lower_bound=1,
 )
 _CONFIGS = flags.DEFINE_string(
