@@ -260,6 +260,9 @@ class BLTGenerator(_Toeplitz):
         self.weights = _as_float32(weights)
         powers = np.arange(participation.rounds - 1)[:, None]
         tail = (poles**powers) @ self.weights
+        if self.weights.min() >= 0 and 0 <= poles.min() <= poles.max() <= 1:
+            # Then c falls, and what rises is the last bit of a float64.
+            tail = np.minimum.accumulate(tail)
         self.coefficients = toeplitz.checked(np.concatenate([[1.0], tail]))
         self.participation = participation
         self.copies = len(poles)

@@ -178,19 +178,25 @@ def without_pairs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns poles and zeros without those that cancel each other out.
 
-    With several participations the best poles often merge, and a buffer that
-    changes nothing is left over.
+    With several participations the best poles often merge with a zero beside
+    them: a buffer that changes nothing is left over, and once its pole is
+    rounded to float32 its weight could even be negative. What is left still
+    goes pole, zero, pole, ..., further apart than float32 rounds, so every
+    weight is positive and c never rises.
 
     Args:
       theta: Poles, falling; theta[i] > theta_hat[i] > theta[i + 1].
       theta_hat: Zeros.
     """
-    poles, zeros = [theta[0]], []
-    for zero, pole in zip(theta_hat, theta[1:], strict=False):
-        if zero - pole > _SAME:
-            zeros.append(zero)
-            poles.append(pole)
-    return np.array(poles), np.array([*zeros, theta_hat[-1]])
+    left: list[float] = []
+    for value in np.stack([theta, theta_hat], axis=1).ravel():
+        if left and left[-1] - value <= _SAME:
+            left.pop()
+        else:
+            left.append(value)
+    if not left:  # c = 1, 0, 0, ...: independent noise.
+        return np.float32(theta[:1]), np.float32(theta[:1])
+    return np.array(left[::2]), np.array(left[1::2])
 
 
 @dataclasses.dataclass(frozen=True)
