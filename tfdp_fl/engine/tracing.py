@@ -101,25 +101,14 @@ class CohortFunctions:
     ) -> calls.Call:
         """Has a part's function traced, and its arguments made.
 
-        Everything that is Python happens here, in one thread.
+        Everything that is Python happens here, in one thread. A function is
+        traced once, for any cohort size.
         """
-        arguments = (
-            pending.state,
-            *pending.tensors,
-            pending.broadcast,
-            chunk.x,
-            chunk.y,
-            *part.tables,
-        )
-        key = (replica, part.way)
-        if key not in self.traced:
-            self.traced[key] = self._traced(replica, part.way, arguments)
-        return calls.Call(self.traced[key], arguments)
-
-    def _traced(
-        self, replica: int, way: layout.Way, arguments: tuple[Any, ...]
-    ) -> Any:
-        """Returns a compiled function of one replica, for any cohort size."""
+        way, key = part.way, (replica, part.way)
+        fixed = (pending.state, *pending.tensors, pending.broadcast)
+        arguments = (*fixed, chunk.x, chunk.y, *part.tables)
+        if key in self.traced:
+            return calls.Call(self.traced[key], arguments)
         train = self.train(way, replica)
 
         def function(state, numbers, seed, weights, x, y, *tables):
@@ -132,16 +121,16 @@ class CohortFunctions:
                 )
                 return train(received, x, y, *tables)
 
-        fixed, tables = arguments[:4], arguments[6:]
-        return calls.concrete_function(
+        self.traced[key] = calls.concrete_function(
             tf.function(function, jit_compile=way.xla, autograph=False),
             way.optimistic,
             *tf.nest.map_structure(
                 lambda each: tf.TensorSpec(each.shape, each.dtype), fixed
             ),
             *self.example_specs,
-            *table_specs(tables),
+            *table_specs(part.tables),
         )
+        return calls.Call(self.traced[key], arguments)
 
 
 def table_specs(tables: tuple[Any, ...]) -> tuple[Any, ...]:
