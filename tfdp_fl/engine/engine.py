@@ -175,10 +175,10 @@ class CohortEngine:
             self.query, self.server, self._unaggregated, broadcast_hook
         )
         self.functions = tracing.CohortFunctions(
-            trainers,
-            self.query,
-            self._broadcasts,
-            element_spec,
+            trainers=trainers,
+            query=self.query,
+            broadcasts=self._broadcasts,
+            element_spec=element_spec,
             output=self.output,
             moments=moments,
         )
