@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -109,137 +109,50 @@ def create_cohort_process(
       scalars_factory: Sums the other numbers of the records.
     """
     worker_end.at_exit()
-    flatten, pack = values.to_list, values.from_list
-
-    @tff.tensorflow.computation
-    def initial_query_state():
-        return query.initial_global_state()
-
-    query_state_type = initial_query_state.type_signature.result
-
-    @tff.tensorflow.computation(query_state_type, np.int32)
-    def begin_round(query_state, round_index):
-        return query.begin_round(
-            query_state,
-            plan.noise_multiplier.at(round_index),
-            plan.clients_per_round.at(round_index),
-        )
-
-    @tff.tensorflow.computation(query_state_type)
-    def derive_sample_params(query_state):
-        return query.derive_sample_params(query_state)
-
+    client_types = [value_type]
+    if weight_type is not None:
+        client_types.append(weight_type)
+    at_server = _server_phases(query, plan)
+    query_state_type = at_server.initial_state.type_signature.result
     if query.two_phase:
         clip_to_cohort = _create_clip_to_cohort(
             query, query_state_type, value_type
         )
-    client_types = [value_type]
-    if weight_type is not None:
-        client_types.append(weight_type)
-
-    def preprocess(params, value, *weight):
-        client = [query.client_with(number) for number in weight]
-        record = query.preprocess_record(params, flatten(value), *client)
-        fields = collections.OrderedDict(record._asdict())
-        update = fields.pop("update")
-        if isinstance(update, list) and len(update) == len(flatten(value)):
-            # As the inner factory would be handed it without a mechanism.
-            update = pack(update, value_type)
-        fields["sums"] = collections.OrderedDict(fields["sums"])
-        fields["cohort_size"] = tf.ones([])
-        return collections.OrderedDict(update=update, scalars=fields)
-
-    preprocess_record = tff.tensorflow.computation(
-        _without_varargs(preprocess, 1 + len(client_types)),
-        derive_sample_params.type_signature.result,
-        *client_types,
+    preprocess_record = _create_preprocess_record(
+        query, at_server.sample_params.type_signature.result, client_types
     )
     record_type = preprocess_record.type_signature.result
     sum_process = record_sum.create_record_sum(
         record_type, inner_factory, scalars_factory
     )
     total_type = sum_process.next.type_signature.result.result.member
-    packed = record_type.update.is_equivalent_to(value_type)
-
-    @tff.tensorflow.computation(total_type, query_state_type)
-    def get_noised_result(total, query_state):
-        scalars = collections.OrderedDict(total["scalars"])
-        size = size_check.checked(
-            # A secure sum is off by its quantization.
-            tf.round(scalars.pop("cohort_size")),
-            query_state.clients_per_round,
-            scalars["weight"],
-        )
-        update = flatten(total["update"]) if packed else total["update"]
-        with tf.control_dependencies([size]):
-            record = contribution.Contribution(
-                update=tf.nest.map_structure(tf.identity, update), **scalars
-            )
-            mean, new_state, _ = query.get_noised_result(record, query_state)
-        measurements = collections.OrderedDict(
-            query.derive_metrics(query_state),
-            clipped_fraction=tf.math.divide_no_nan(record.clipped, size),
-            mean_update_norm=tf.math.divide_no_nan(record.norm, size),
-            discarded_clients=tf.cast(tf.round(record.discarded), tf.int32),
-            cohort_size=tf.cast(size, tf.int32),
-        )
-        return pack(list(mean), value_type), new_state, measurements
-
-    inner_type = sum_process.next.type_signature.result.measurements.member
+    get_noised_result = _create_noised_result(
+        query,
+        size_check,
+        total_type,
+        query_state_type,
+        value_type,
+        packed=record_type.update.is_equivalent_to(value_type),
+    )
 
     @tff.tensorflow.computation(
-        get_noised_result.type_signature.result[2], inner_type
+        get_noised_result.type_signature.result[2],
+        sum_process.next.type_signature.result.measurements.member,
     )
     def add_inner(measurements, inner):
         return collections.OrderedDict(measurements, inner=inner)
 
-    @tff.tensorflow.computation
-    def no_history():
-        # Of a length that the graph does not know: it grows.
-        return state.RoundHistory(
-            *(
-                tf.compat.v1.placeholder_with_default(
-                    np.zeros([0], dtype), [None]
-                )
-                for dtype in (np.int64, np.float64, np.float64, np.int64)
-            )
-        )
-
-    @tff.tensorflow.computation(np.int32)
-    def event_of(round_index):
-        return plan.event_at(round_index)
-
-    @tff.tensorflow.computation(np.int32, no_history.type_signature.result)
-    def finish_round(round_index, history):
-        return (
-            round_index + 1,
-            plan.event_at(round_index),
-            plan.written_down(history, round_index),
-        )
-
-    @tff.federated_computation
-    def init_fn():
-        first = tff.federated_value(np.int32(0), tff.SERVER)
-        event = tff.federated_map(event_of, first)
-        return tff.federated_zip(
-            state.AggregatorState(
-                query_state=tff.federated_eval(initial_query_state, tff.SERVER),
-                rounds=first,
-                sum_state=sum_process.initialize(),
-                dp_event=event,
-                is_init_state=tff.federated_value(True, tff.SERVER),
-                history=tff.federated_eval(no_history, tff.SERVER),
-            )
-        )
+    init_fn = _create_init_fn(at_server, sum_process)
 
     def one_round(server_state, value, *weight):
         query_state = tff.federated_map(
-            begin_round, (server_state.query_state, server_state.rounds)
+            at_server.begin_round,
+            (server_state.query_state, server_state.rounds),
         )
         if query.two_phase:
             query_state = clip_to_cohort(query_state, value)
         params = tff.federated_broadcast(
-            tff.federated_map(derive_sample_params, query_state)
+            tff.federated_map(at_server.sample_params, query_state)
         )
         record = tff.federated_map(preprocess_record, (params, value, *weight))
         total = sum_process.next(server_state.sum_state, record)
@@ -247,7 +160,7 @@ def create_cohort_process(
             get_noised_result, (total.result, query_state)
         )
         rounds, event, history = tff.federated_map(
-            finish_round, (server_state.rounds, server_state.history)
+            at_server.finish_round, (server_state.rounds, server_state.history)
         )
         new_state = state.AggregatorState(
             query_state=new_query_state,
@@ -273,6 +186,183 @@ def create_cohort_process(
         *(tff.FederatedType(type_, tff.CLIENTS) for type_ in client_types),
     )
     return tff.templates.AggregationProcess(init_fn, next_fn)
+
+
+class _ServerPhases(NamedTuple):
+    """What the server computes of its own state, as TFF computations.
+
+    Attributes:
+      initial_state: () -> the query's state.
+      begin_round: (state, round) -> the state of the round.
+      sample_params: state -> what clients get to know.
+      no_history: () -> a `RoundHistory` of nothing.
+      event_of: round -> its event.
+      finish_round: (round, history) -> the next round, this one's event, and
+        the history with it.
+    """
+
+    initial_state: Any
+    begin_round: Any
+    sample_params: Any
+    no_history: Any
+    event_of: Any
+    finish_round: Any
+
+
+def _server_phases(
+    query: cohort_query.CohortQuery, plan: RoundPlan
+) -> _ServerPhases:
+    """Returns what a query and a plan come to at the server."""
+
+    @tff.tensorflow.computation
+    def initial_query_state():
+        return query.initial_global_state()
+
+    query_state_type = initial_query_state.type_signature.result
+
+    @tff.tensorflow.computation(query_state_type, np.int32)
+    def begin_round(query_state, round_index):
+        return query.begin_round(
+            query_state,
+            plan.noise_multiplier.at(round_index),
+            plan.clients_per_round.at(round_index),
+        )
+
+    @tff.tensorflow.computation(query_state_type)
+    def derive_sample_params(query_state):
+        return query.derive_sample_params(query_state)
+
+    @tff.tensorflow.computation
+    def no_history():
+        # Of a length that the graph does not know: it grows.
+        return state.RoundHistory(
+            *(
+                tf.compat.v1.placeholder_with_default(
+                    np.zeros([0], dtype), [None]
+                )
+                for dtype in (np.int64, np.float64, np.float64, np.int64)
+            )
+        )
+
+    @tff.tensorflow.computation(np.int32)
+    def event_of(round_index):
+        return plan.event_at(round_index)
+
+    @tff.tensorflow.computation(np.int32, no_history.type_signature.result)
+    def finish_round(round_index, history):
+        return (
+            round_index + 1,
+            plan.event_at(round_index),
+            plan.written_down(history, round_index),
+        )
+
+    return _ServerPhases(
+        initial_query_state,
+        begin_round,
+        derive_sample_params,
+        no_history,
+        event_of,
+        finish_round,
+    )
+
+
+def _create_init_fn(
+    at_server: _ServerPhases, sum_process: tff.templates.MeasuredProcess
+) -> tff.Computation:
+    """Returns what makes an `AggregatorState` before the first round."""
+
+    @tff.federated_computation
+    def init_fn():
+        first = tff.federated_value(np.int32(0), tff.SERVER)
+        event = tff.federated_map(at_server.event_of, first)
+        return tff.federated_zip(
+            state.AggregatorState(
+                query_state=tff.federated_eval(
+                    at_server.initial_state, tff.SERVER
+                ),
+                rounds=first,
+                sum_state=sum_process.initialize(),
+                dp_event=event,
+                is_init_state=tff.federated_value(True, tff.SERVER),
+                history=tff.federated_eval(at_server.no_history, tff.SERVER),
+            )
+        )
+
+    return init_fn
+
+
+def _create_preprocess_record(
+    query: cohort_query.CohortQuery,
+    params_type: tff.types.Type,
+    client_types: list[tff.types.Type],
+) -> tff.Computation:
+    """Returns what a client does with its value, and perhaps its weight."""
+    value_type = client_types[0]
+
+    def preprocess(params, value, *weight):
+        client = [query.client_with(number) for number in weight]
+        tensors = values.to_list(value)
+        record = query.preprocess_record(params, tensors, *client)
+        fields = collections.OrderedDict(record._asdict())
+        update = fields.pop("update")
+        if isinstance(update, list) and len(update) == len(tensors):
+            # As the inner factory would be handed it without a mechanism.
+            update = values.from_list(update, value_type)
+        fields["sums"] = collections.OrderedDict(fields["sums"])
+        fields["cohort_size"] = tf.ones([])
+        return collections.OrderedDict(update=update, scalars=fields)
+
+    return tff.tensorflow.computation(
+        _without_varargs(preprocess, 1 + len(client_types)),
+        params_type,
+        *client_types,
+    )
+
+
+def _create_noised_result(
+    query: cohort_query.CohortQuery,
+    size_check: cohort_size.CohortSizeCheck,
+    total_type: tff.types.Type,
+    query_state_type: tff.types.Type,
+    value_type: tff.types.Type,
+    packed: bool,
+) -> tff.Computation:
+    """Returns what the server makes of the sum: mean, state, measurements.
+
+    Args:
+      query: The query.
+      size_check: Which cohort sizes are allowed.
+      total_type: Of the sum of the records.
+      query_state_type: Of the query's state.
+      value_type: Of one client's value, and so of the mean.
+      packed: Whether an update has that type in the sum, or is a list.
+    """
+
+    @tff.tensorflow.computation(total_type, query_state_type)
+    def get_noised_result(total, query_state):
+        scalars = collections.OrderedDict(total["scalars"])
+        size = size_check.checked(
+            # A secure sum is off by its quantization.
+            tf.round(scalars.pop("cohort_size")),
+            query_state.clients_per_round,
+            scalars["weight"],
+        )
+        update = values.to_list(total["update"]) if packed else total["update"]
+        with tf.control_dependencies([size]):
+            record = contribution.Contribution(
+                update=tf.nest.map_structure(tf.identity, update), **scalars
+            )
+            mean, new_state, _ = query.get_noised_result(record, query_state)
+        measurements = collections.OrderedDict(
+            query.derive_metrics(query_state),
+            clipped_fraction=tf.math.divide_no_nan(record.clipped, size),
+            mean_update_norm=tf.math.divide_no_nan(record.norm, size),
+            discarded_clients=tf.cast(tf.round(record.discarded), tf.int32),
+            cohort_size=tf.cast(size, tf.int32),
+        )
+        return values.from_list(list(mean), value_type), new_state, measurements
+
+    return get_noised_result
 
 
 def _without_varargs(function: Callable[..., Any], arity: int) -> Any:

@@ -5,10 +5,10 @@ The way of a client's update, from the dataset to the released model:
     collect                     chunks.read: the cohort's examples
       train_chunk               layout.lay_out: who trains with whom, on what
                                   tables.client_table, tables.split
-        tracing.prepared        the compiled function, its arguments: a Call
+        tracing.prepared        the compiled function and its arguments: a Call
           broadcast.received      what the server sends
           OneByOne              one client after the other (or SideBySide):
-            ClientTrainer         start, step by step, update
+            ClientTrainer         start, step by step, handed_in
             query                 preprocess_record (clip), accumulate (add)
         PendingRound.take       adds up what the functions return
       complete                  a clip that hangs on the whole cohort
@@ -144,16 +144,14 @@ class CohortEngine:
             )
         )
         self.state = self.query.initial_global_state()
-        counterpart = replicas.counterparts(model, first.model)
+        own = replicas.counterparts(model, first.model)
         trainable = len(model.trainable_weights)
         self.server = server_update.ServerUpdate(
             model.trainable_weights,
-            [counterpart[id(each)] for each in first.variables[trainable:]],
+            [own[id(each)] for each in first.variables[trainable:]],
             server_optimizer,
         )
-        self._unaggregated = [
-            counterpart[id(each)] for each in first.unaggregated
-        ]
+        self._unaggregated = [own[id(each)] for each in first.unaggregated]
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
         prefers_xla = compile_choice.prefers_xla(model, batch_size)
         xla = prefers_xla if jit_compile is None else bool(jit_compile)

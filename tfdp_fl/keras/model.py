@@ -467,8 +467,7 @@ class DPFederatedModel:
             _validate.non_negative_integer(seed=seed)
         _check_runtime_and_audit(runtime, audit, resume_from)
         verbose = 1 if verbose == "auto" else verbose
-        verbose = _validate.one_of((0, 1, 2), verbose=verbose)
-        self._verbose = int(verbose)
+        self._verbose = int(_validate.one_of((0, 1, 2), verbose=verbose))
         callbacks = callbacks_lib.checked(callbacks)
         features.check_validation(self.model, validation_data)
         plan = FitPlan(
@@ -504,13 +503,6 @@ class DPFederatedModel:
         ).prepare(
             self._prepared,
             None if interrupted is None else interrupted.calibration,
-        )
-        prepared.engine.check_labels(clients)
-        prepared.engine.check_memory(
-            max(
-                run.deployment.cohort_size(t)
-                for t in range(plan.first_round, plan.last_round)
-            )
         )
         self._prepared = prepared
         prepared.engine.state = run.mechanism_state

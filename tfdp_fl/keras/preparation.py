@@ -92,7 +92,8 @@ class Preparation:
         mechanism = setup.mechanism
         population = self._checked_population()
         sampler = self._sampler()
-        for round_index in range(plan.first_round, plan.last_round):
+        coming = range(plan.first_round, plan.last_round)
+        for round_index in coming:
             mechanism.noise_multiplier_at(round_index)
             sampler.expected_cohort_size(round_index)
         num_records, min_examples = self._records()
@@ -106,6 +107,8 @@ class Preparation:
         )
         mechanism.check(deployment)
         prepared = self._engine(deployment, before)
+        prepared.engine.check_labels(clients)
+        prepared.engine.check_memory(max(map(deployment.cohort_size, coming)))
         run = run_lib.Run(
             plan=plan,
             sampler=sampler,

@@ -119,43 +119,20 @@ def build_dp_fed_avg(
                     f"model and distributes it with its own noise, got "
                     f"{value!r}."
                 )
-        factory = aggregators.NbAFLFactory(
+        return _nbafl_process(
             mechanism,
-            clients_per_round=clients_per_round,
-            min_examples=min_examples,
-            downlink_noise=False,
-            **facts,
-        )
-        if mechanism.mu > 0:
-            client_optimizer_fn = proximal.ProximalOptimizer(
-                client_optimizer_fn, mechanism.mu
-            )
-        work = client_work.hand_in_weights(
-            client_work.build_local_training(
-                model_fn,
-                client_optimizer_fn,
-                tff.learning.ClientWeighting.NUM_EXAMPLES,
-                **training,
-            )
-        )
-        composed = tff.learning.templates.compose_learning_process(
-            initial_weights,
-            nbafl.build_noised_broadcast(
-                weights_type, factory.downlink_noise_stddev
+            aggregators.NbAFLFactory(
+                mechanism,
+                clients_per_round=clients_per_round,
+                min_examples=min_examples,
+                downlink_noise=False,
+                **facts,
             ),
-            work,
-            _aggregator(factory, work),
-            nbafl.build_replace_finalizer(weights_type),
+            initial_weights,
+            model_fn,
+            client_optimizer_fn,
+            training,
         )
-        get_weights, set_weights = nbafl.build_model_access(composed)
-        return process.DPLearningProcess(
-            composed,
-            mechanism,
-            factory.deployment,
-            get_model_weights=get_weights,
-            set_model_weights=set_weights,
-        )
-
     factory = aggregators.from_mechanism(
         mechanism,
         clients_per_round,
@@ -184,6 +161,47 @@ def build_dp_fed_avg(
         ),
     )
     return process.DPLearningProcess(composed, mechanism, factory.deployment)
+
+
+def _nbafl_process(
+    mechanism: NbAFL,
+    factory: aggregators.NbAFLFactory,
+    initial_weights: tff.Computation,
+    model_fn: Any,
+    client_optimizer_fn: tff.learning.optimizers.Optimizer,
+    training: dict[str, Any],
+) -> process.DPLearningProcess:
+    """Returns the process whose clients hand in weights, and not updates."""
+    weights_type = initial_weights.type_signature.result
+    if mechanism.mu > 0:
+        client_optimizer_fn = proximal.ProximalOptimizer(
+            client_optimizer_fn, mechanism.mu
+        )
+    work = client_work.hand_in_weights(
+        client_work.build_local_training(
+            model_fn,
+            client_optimizer_fn,
+            tff.learning.ClientWeighting.NUM_EXAMPLES,
+            **training,
+        )
+    )
+    composed = tff.learning.templates.compose_learning_process(
+        initial_weights,
+        nbafl.build_noised_broadcast(
+            weights_type, factory.downlink_noise_stddev
+        ),
+        work,
+        _aggregator(factory, work),
+        nbafl.build_replace_finalizer(weights_type),
+    )
+    get_weights, set_weights = nbafl.build_model_access(composed)
+    return process.DPLearningProcess(
+        composed,
+        mechanism,
+        factory.deployment,
+        get_model_weights=get_weights,
+        set_model_weights=set_weights,
+    )
 
 
 def _aggregator(
