@@ -1,7 +1,8 @@
 """What one training run is: every choice, its meaning and its default.
 
 `scripts/train.py` makes a flag of each field, and a sweep's configuration
-file sets the same names; nothing is declared twice.
+file sets the same names; nothing is declared twice. The file is long because
+its subject is one: the list of choices, and which of them go together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The server's side of a round, whichever of Flower's APIs asks for it.
 
 A wrapper says what its mechanism is, who clips, and how Flower's messages are
-read and written; what is planned, released, abandoned and charged is here.
+read and written; what is planned, released, abandoned and charged is here. The
+file is long because its subject is one, a class whose state (what was released)
+a round, its report and its checkpoint share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The Keras front: a model that is trained on clients, with a guarantee."""
+"""The Keras front: a model that is trained on clients, with a guarantee.
+
+The file is long because its subject is one, the class that users see, with what
+each argument means. What it does is elsewhere: `preparation` (checks, and makes
+the engine), `round_loop` (the rounds), `run` (what lasts), `statement`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""DP-FTRL at client level: noise that is correlated across rounds."""
+"""DP-FTRL at client level: noise that is correlated across rounds.
+
+A mechanism is one file, so this one holds the proof of an adaptive clip as well;
+how noise is correlated is `tfdp_fl.correlated_noise`.
+"""
 
 from __future__ import annotations
 
