@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -111,7 +110,7 @@ class Remembered:
         return {
             "record": self.record.state(),
             "memory": memory,
-            "made_for": _made_for(self.mechanism),
+            "made_for": self.mechanism.memory_key(),
             "named_by_the_server": self.client_of is not None,
         }
 
@@ -134,7 +133,7 @@ class Remembered:
                 "client_of must be given if and only if the run whose state "
                 f"this is had one, got {self.client_of!r}."
             )
-        if state["made_for"] != _made_for(self.mechanism):
+        if state["made_for"] != self.mechanism.memory_key():
             # Other noise, in a segment of its own; the promise may be another.
             return
         self.record = correlated_noise.ParticipationRecord.from_state(
@@ -172,12 +171,6 @@ def remembered_for(
             f"account with {mechanism.name}, got {client_of!r}."
         )
     return None
-
-
-def _made_for(mechanism: mechanisms.Mechanism) -> str:
-    """Returns what a memory and its charges belong to, as a digest."""
-    text = repr(mechanism.must_not_change())
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def noised(

@@ -7,7 +7,6 @@ the server optimizer's variables, and the arguments of `fit`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import pathlib
 import warnings
@@ -24,7 +23,6 @@ from tfdp_fl.keras import fit_plan
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
-from tfdp_fl.mechanisms import Mechanism
 
 LEDGER = "ledger.jsonl"
 _CLIENT_IDS = "clients' ids (their digest, in order)"
@@ -74,18 +72,12 @@ def capture(
             },
             "learning_rate": compiled.learning_rate,
             "ledger_head": ledger_head,
-            "memory_of": _memory_of(setup.mechanism),
+            "memory_of": setup.mechanism.memory_key(),
             "keras": keras_versions.name(),
             "weight_names": _weight_names(model),
         },
         arrays=arrays,
     )
-
-
-def _memory_of(mechanism: Mechanism) -> str:
-    """Returns what a mechanism's memory belongs to, as a digest."""
-    text = repr(mechanism.must_not_change())
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def settings(
@@ -376,7 +368,7 @@ class InterruptedRun:
             run.run_id = self.ledger.identity or run.run_id
         query = cohort_engine.query
         lost = self._count_ledger(run)
-        if lost or metadata.get("memory_of") != _memory_of(query.mechanism):
+        if lost or metadata.get("memory_of") != query.mechanism.memory_key():
             # What lost rounds released, the memory knows nothing of; nor does
             # it go with coefficients that this machine chose otherwise.
             run.mechanism_state = query.new_segment(run.mechanism_state)

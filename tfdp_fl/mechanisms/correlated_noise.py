@@ -1,6 +1,6 @@
 """DP-FTRL at client level: noise that is correlated across rounds.
 
-A mechanism is one file, so this one holds the proof of an adaptive clip as well;
+A mechanism is one file, so this one holds the proof of its adaptive clip too;
 how noise is correlated is `tfdp_fl.correlated_noise`.
 """
 

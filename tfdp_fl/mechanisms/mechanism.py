@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -424,6 +425,11 @@ class Mechanism(abc.ABC):
         one.
         """
         return ()
+
+    def memory_key(self) -> str:
+        """Returns what a memory belongs to: a digest of `must_not_change`."""
+        text = repr(self.must_not_change())
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def parameters(self) -> dict[str, Any]:
         """Returns the mechanism's parameters by name, for reports."""
