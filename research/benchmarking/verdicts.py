@@ -251,7 +251,10 @@ def of_growth(results: Results) -> list[Verdict]:
         each
         for each in (
             _of_correlated(results),
-            *(_of_stack(results, work) for work in workloads.WORKLOADS.values()),
+            *(
+                _of_stack(results, work)
+                for work in workloads.WORKLOADS.values()
+            ),
             _of_import(results),
             _of_modules(results),
             _of_first_round(results),
