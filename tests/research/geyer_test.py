@@ -176,10 +176,8 @@ class GeyerTest(absltest.TestCase):
 
     def test_quick_runs_are_the_same_but_for_rounds_and_seeds(self):
         names = geyer.names()
-        whole = geyer.read_configs(_CONFIGS, names, "mnist.npz")
-        quick = geyer.read_configs(
-            _CONFIGS, names, "mnist.npz", seeds=1, rounds=3
-        )
+        whole = geyer.read_configs(_CONFIGS, names, __file__)
+        quick = geyer.read_configs(_CONFIGS, names, __file__, seeds=1, rounds=3)
         for name in names:
             self.assertLen(quick[name]["seeds"], 1)
             base = {**whole[name]["base"], "rounds": 3, "validation_freq": 1}
