@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -18,87 +18,63 @@ def _one(checked: dict[str, Any]) -> tuple[str, Any]:
     return name, value
 
 
-def _number(name: str, value: Any, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+def _number(
+    checked: dict[str, Any],
+    allowed: str,
+    is_allowed: Callable[[Any], bool],
+    kind: Any = numbers.Real,
+) -> Any:
+    """Returns a number of a kind of which something holds, or raises."""
+    name, value = _one(checked)
+    if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} must be {allowed}, got {_shown(value)}.")
-    return float(value)
+    number = int(value) if kind is numbers.Integral else float(value)
+    if not is_allowed(number):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
+    return number
 
 
 def positive(**checked: Any) -> float:
     """Returns a finite number greater than zero, or raises."""
-    name, value = _one(checked)
-    number = _number(name, value, "a positive number")
-    if not (number > 0 and math.isfinite(number)):
-        raise ValueError(f"{name} must be a positive number, got {value!r}.")
-    return number
+    return _number(checked, "a positive number", lambda n: 0 < n < math.inf)
 
 
 def non_negative(**checked: Any) -> float:
     """Returns a finite number of at least zero, or raises."""
-    name, value = _one(checked)
-    number = _number(name, value, "a number of at least 0")
-    if not (number >= 0 and math.isfinite(number)):
-        raise ValueError(
-            f"{name} must be a number of at least 0, got {value!r}."
-        )
-    return number
+    return _number(
+        checked, "a number of at least 0", lambda n: 0 <= n < math.inf
+    )
 
 
 def finite(**checked: Any) -> float:
     """Returns a finite number, or raises."""
-    name, value = _one(checked)
-    number = _number(name, value, "a finite number")
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, got {value!r}.")
-    return number
+    return _number(checked, "a finite number", math.isfinite)
 
 
 def inside_unit_interval(**checked: Any) -> float:
     """Returns a number strictly between 0 and 1, or raises."""
-    name, value = _one(checked)
-    number = _number(name, value, "a number strictly between 0 and 1")
-    if not 0 < number < 1:
-        raise ValueError(
-            f"{name} must be a number strictly between 0 and 1, got {value!r}."
-        )
-    return number
+    return _number(
+        checked, "a number strictly between 0 and 1", lambda n: 0 < n < 1
+    )
 
 
 def probability(**checked: Any) -> float:
     """Returns a number from 0 to 1, both included, or raises."""
-    name, value = _one(checked)
-    number = _number(name, value, "a number from 0 to 1")
-    if not 0 <= number <= 1:
-        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}.")
-    return number
-
-
-def _integer(name: str, value: Any, allowed: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be {allowed}, got {_shown(value)}.")
-    return int(value)
+    return _number(checked, "a number from 0 to 1", lambda n: 0 <= n <= 1)
 
 
 def positive_integer(**checked: Any) -> int:
     """Returns an integer of at least 1, or raises."""
-    name, value = _one(checked)
-    number = _integer(name, value, "an integer of at least 1")
-    if number < 1:
-        raise ValueError(
-            f"{name} must be an integer of at least 1, got {value!r}."
-        )
-    return number
+    return _number(
+        checked, "an integer of at least 1", lambda n: n >= 1, numbers.Integral
+    )
 
 
 def non_negative_integer(**checked: Any) -> int:
     """Returns an integer of at least 0, or raises."""
-    name, value = _one(checked)
-    number = _integer(name, value, "an integer of at least 0")
-    if number < 0:
-        raise ValueError(
-            f"{name} must be an integer of at least 0, got {value!r}."
-        )
-    return number
+    return _number(
+        checked, "an integer of at least 0", lambda n: n >= 0, numbers.Integral
+    )
 
 
 def one_of(allowed: Iterable[Any], **checked: Any) -> Any:

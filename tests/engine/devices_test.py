@@ -71,7 +71,7 @@ def train(device, model, mechanism, jit_compile):
         make(self, *args, **kwargs)
         seen.update(
             variable.device
-            for trainer in self.functions._trainers
+            for trainer in self.functions.trainers
             for variable in trainer.variables
         )
         threads = self._pool.map(lambda _: tf.zeros([2]).device, range(2))

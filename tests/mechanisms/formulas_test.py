@@ -45,11 +45,6 @@ class FormulasTest(tf.test.TestCase, parameterized.TestCase):
                 value,
             )
 
-    def test_client_noise_adds_up(self):
-        one = formulas.client_noise_stddev(0.5, 2.0, 16)
-        self.assertEqual(one, 0.25)
-        self.assertEqual(math.sqrt(16) * one, 2.0 * 0.5)
-
 
 if __name__ == "__main__":
     tf.test.main()

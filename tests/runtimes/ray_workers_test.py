@@ -20,6 +20,7 @@ from absl.testing import absltest, parameterized
 
 from tests.runtimes import sharded_cohorts_test as cohorts
 from tfdp_fl import runtimes
+from tfdp_fl.runtimes import program as program_lib
 from tfdp_fl.runtimes import ray_workers
 
 _INSTALLED = importlib.util.find_spec("ray") is not None
@@ -30,7 +31,7 @@ class ProgramTest(parameterized.TestCase):
     """What goes to a worker, run here after a journey through pickle."""
 
     def _sent(self, function, broadcast, shard, assigned=()):
-        program = ray_workers._Program.of(
+        program = program_lib.Program.of(
             tf.function(function, autograph=False), broadcast, shard, assigned
         )
         return ray_workers._runnable(pickle.loads(pickle.dumps(program)))
@@ -180,7 +181,7 @@ class LostWorkerTest(_RayTestCase):
         case = cohorts._CASES["adaptive"]
         workers = self.workers(num_workers=2)
         federated = cohorts._federated(case)
-        of = ray_workers._Program.of
+        of = program_lib.Program.of
 
         def broken(*arguments, **options):
             return dataclasses.replace(

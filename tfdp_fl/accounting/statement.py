@@ -10,40 +10,20 @@ from typing import Any
 import dp_accounting
 
 from tfdp_fl import _json, _validate
-from tfdp_fl.accounting import events
+from tfdp_fl.accounting import events, statement_text
 from tfdp_fl.accounting.caveats import CAVEATS
 
 GUARANTEES = ("central", "local", "record", "none")
 FORMATS = ("text", "dict", "markdown")
 
-_SAMPLING = {
-    "poisson": (
-        "each of the N clients took part in a round with probability m/N, "
-        "independently of the others"
-    ),
-    "fixed_size": (
-        "each round drew exactly m of the N clients without replacement"
-    ),
-    "shuffled": "each pass went once through all N clients in shuffled order",
-    "cyclic": (
-        "the N clients were divided into fixed groups, which took part in "
-        "turn, with m clients a round"
-    ),
-    "separated": (
-        "of the N clients at most m a round took part, as they came, and the "
-        "same one not too soon again"
-    ),
-    "cyclic_poisson": (
-        "the N clients were divided into fixed groups, which took part in "
-        "turn, each client of a group with the same probability, independently "
-        "of the others"
-    ),
-}
-
-_RELATION = {
-    "ADD_OR_REMOVE_ONE": "one {unit} is added or removed",
-    "REPLACE_ONE": "one {unit} is replaced by another",
-    "REPLACE_SPECIAL": "one {unit} is replaced by nothing, in its place",
+# What a sampling has to have said of it, where the guarantee is central.
+_CAVEATS_OF_SAMPLING = {
+    "poisson": ("population_stated",),
+    "fixed_size": ("fixed_size_population_known",),
+    "shuffled": ("shuffled_zero_out",),
+    "cyclic": ("cyclic_zero_out", "cyclic_no_amplification"),
+    "cyclic_poisson": ("cyclic_zero_out", "cyclic_poisson_secrecy"),
+    "separated": ("separated_zero_out",),
 }
 
 Epsilon = float | Callable[[float], float | None] | None
@@ -120,7 +100,7 @@ class StatementFacts:
 
     def __post_init__(self):
         _validate.one_of(GUARANTEES, guarantee=self.guarantee)
-        _validate.one_of(_SAMPLING, sampling=self.sampling)
+        _validate.one_of(statement_text.SAMPLING, sampling=self.sampling)
         _validate.positive_integer(num_clients=self.num_clients)
         _validate.non_negative_integer(rounds=self.rounds)
         _validate.non_negative_integer(rounds_of_others=self.rounds_of_others)
@@ -148,7 +128,7 @@ def privacy_statement(
     if format == "dict":
         return content
     if format == "markdown":
-        return _markdown(content)
+        return statement_text.markdown(content)
     paragraphs = [
         content["summary"],
         content["meaning"],
@@ -193,35 +173,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             else dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
         )
     populations = list(facts.populations) or [facts.num_clients]
-    caveats = dict.fromkeys(facts.caveats)
-    if math.isfinite(best):
-        if facts.sampling == "shuffled" and not local:
-            caveats.setdefault("shuffled_zero_out", None)
-        if facts.sampling in ("cyclic", "cyclic_poisson") and not local:
-            caveats.setdefault("cyclic_zero_out", None)
-            caveats.setdefault(
-                "cyclic_no_amplification"
-                if facts.sampling == "cyclic"
-                else "cyclic_poisson_secrecy",
-                None,
-            )
-        if facts.sampling == "separated" and not local:
-            caveats.setdefault("separated_zero_out", None)
-        if facts.sampling == "fixed_size" and not local:
-            caveats.setdefault("fixed_size_population_known", None)
-        if facts.guarantee == "local":
-            caveats.setdefault("local_not_central", None)
-        if facts.guarantee == "record":
-            caveats.setdefault("per_record", None)
-        if facts.sampling == "poisson" and not local:
-            caveats.setdefault("population_stated", None)
-        if facts.guarantee == "record":
-            if facts.num_records and delta * facts.num_records >= 1:
-                caveats.setdefault("delta_not_below_one_over_records", None)
-        elif delta * max(populations) >= 1:
-            caveats.setdefault("delta_not_below_one_over_n", None)
-        if best > 10:
-            caveats.setdefault("epsilon_large", None)
+    implied = _implied_caveats(facts, delta, best, populations)
     content: dict[str, Any] = {
         "guarantee": facts.guarantee,
         "has_guarantee": math.isfinite(best),
@@ -248,212 +200,42 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             for key, value in facts.mechanism_parameters.items()
         },
         "dp_accounting": events.dp_accounting_version(),
-        "caveats": {key: CAVEATS[key] for key in caveats},
+        "caveats": {
+            key: CAVEATS[key]
+            for key in dict.fromkeys([*facts.caveats, *implied])
+        },
     }
-    content["summary"] = _summary(facts, content, values, best, relation, delta)
-    content["meaning"] = _meaning(facts, best, delta)
-    content["how"] = _how(facts, content)
+    content["summary"] = statement_text.summary(
+        facts, content, values, best, relation, delta
+    )
+    content["meaning"] = statement_text.meaning(facts, best, delta)
+    content["how"] = statement_text.how(facts, content)
     if facts.audit is not None:
         content["caveats"]["audited"] = facts.audit(delta)
     return content
 
 
-def _summary(facts, content, values, best, relation, delta) -> str:
-    after = f"after {_count(facts.rounds, 'round')} of training"
-    if facts.rounds_of_others:
-        after += (
-            f" and {facts.rounds_of_others} of other runs on the same clients"
-        )
+def _implied_caveats(
+    facts: StatementFacts, delta: float, best: float, populations: list[int]
+) -> list[str]:
+    """Returns the caveats that follow from what is stated."""
     if not math.isfinite(best):
-        why = (
-            "the mechanism adds no noise"
-            if facts.guarantee == "none"
-            else "no finite epsilon follows from the noise that was added"
-        )
-        return (
-            "This model was trained with no differential-privacy guarantee: "
-            f"{after}, {why}."
-        )
-    neighbours = _RELATION[relation.name].format(unit=facts.unit)
-    if facts.guarantee == "central":
-        by = _by_accountants(facts, values)
-        return (
-            f"Central differential privacy per {facts.unit}: {after}, "
-            "the sequence of all models published is (epsilon, "
-            f"delta)-differentially private with epsilon = {_up(best)} at "
-            f"delta = {delta:g}{by}, for data sets that are neighbours when "
-            f"{neighbours} (the whole of a {facts.unit}'s data counts as one)."
-        )
-    kind = {
-        "local": "Local differential privacy per client",
-        "record": "Differential privacy per record of a client",
-    }[facts.guarantee]
-    text = (
-        f"{kind}: {after}, everything that the most exposed client sent "
-        + (
-            f"(it took part in {_count(facts.max_participations, 'round')}) "
-            if facts.max_participations is not None
-            else ""
-        )
-        + f"is ({_up(best)}, {delta:g})-differentially private, for data sets "
-        f"that are neighbours when {neighbours}."
-    )
-    central = values["central_epsilon"]
-    if central is not None:
-        text += (
-            " Against those who see only the averages, the same noise gives "
-            + (
-                f"a central epsilon of {_up(central)} at delta = {delta:g}, "
-                "for the same neighbours."
-                if math.isfinite(central)
-                else "no finite central epsilon."
-            )
-        )
-    if facts.implied_delta is not None:
-        text += (
-            " The mechanism's own formula was given "
-            + (
-                f"epsilon = {facts.implied_epsilon:g} and "
-                if facts.implied_epsilon is not None
-                else ""
-            )
-            + f"a constant that implies delta = {facts.implied_delta:.3g}."
-        )
-    return text
-
-
-def _by_accountants(facts, values) -> str:
-    rdp, pld = values["epsilon_rdp"], values["epsilon_pld"]
-    exact = "exact" in facts.pld_computed_by
-    by_pld = (
-        f"exactly, as one Gaussian, {_up(pld)}"
-        if exact and pld is not None
-        else f"by privacy loss distributions {_up(pld)}"
-        if pld is not None
-        else ""
-    )
-    if rdp is not None and pld is not None:
-        return (
-            f" ({by_pld}, by Renyi accounting {_up(rdp)}; each is an upper "
-            "bound)"
-        )
-    if pld is not None:
-        return f" ({by_pld}, an upper bound)"
-    return " (by Renyi accounting, an upper bound)"
-
-
-def _meaning(facts, best, delta) -> str:
-    if not math.isfinite(best):
-        return (
-            f"In plain words: what a single {facts.unit} contributed may be "
-            "recoverable from the model, and nothing here bounds how much."
-        )
-    factor = f"{math.exp(best):.3g}" if best < 700 else f"exp({_up(best)})"
-    seen = (
-        "what a client sent"
-        if facts.guarantee in ("local", "record")
-        else "the models"
-    )
-    return (
-        f"In plain words: whatever anyone concludes from {seen}, with any "
-        "other knowledge, as long as they cannot foretell the noise, the odds "
-        "they give it can differ by a factor of at most exp(epsilon) = "
-        f"{factor} because of one "
-        f"{facts.unit}'s data, except for events of probability about delta = "
-        f"{delta:g}."
-    )
-
-
-def _how(facts, content) -> str:
-    expected, drawn = content["clients_per_round"], content["cohort_sizes"]
-    text = facts.mechanism
-    if facts.mechanism_description:
-        text += f": {facts.mechanism_description.rstrip('.')}"
-    text += ". "
-    if content["mechanism_parameters"]:
-        parameters = ", ".join(
-            f"{key} = {_short(value)}"
-            for key, value in content["mechanism_parameters"].items()
-        )
-        text += f"Parameters: {parameters}. "
-    sizes = (
-        _number(expected["min"])
-        if expected["min"] == expected["max"]
-        else f"{_number(expected['min'])} to {_number(expected['max'])}"
-    )
-    text += (
-        f"Sampling ({facts.sampling}): {_SAMPLING[facts.sampling]}, with N = "
-        + ", then ".join(map(str, content["populations"]))
-        + f" and m = {sizes}"
-    )
-    if drawn["count"]:
-        text += (
-            f"; the {_count(drawn['count'], 'cohort')} really drawn had "
-            f"{_number(drawn['min'])} to {_number(drawn['max'])} clients, "
-            f"{drawn['mean']:.4g} on average"
-        )
-    if not content["has_guarantee"]:
-        return f"{text}."
-    if facts.guarantee == "central":
-        by = [
-            computed_by
-            for name, computed_by in (
-                ("epsilon_pld", facts.pld_computed_by),
-                ("epsilon_rdp", facts.rdp_computed_by),
-            )
-            if content[name] is not None
-        ]
-        return (
-            f"{text}. Epsilon was computed for the sampling that was done, by "
-            f"{'; and by '.join(by)}."
-        )
-    return (
-        f"{text}. Epsilon was computed exactly (analytic Gaussian) from what "
-        "each client itself released; sampling is not counted in its favour."
-    )
-
-
-def _markdown(content: dict[str, Any]) -> str:
-    rows = {
-        "Guarantee": content["guarantee"]
-        if content["has_guarantee"]
-        else "no differential-privacy guarantee",
-        "Unit of privacy": content["unit"],
-        "Neighbouring relation": content["relation"].lower().replace("_", " "),
-        "delta": f"{content['delta']:g}",
-        "epsilon (RDP)": content["epsilon_rdp"],
-        "epsilon (PLD)": content["epsilon_pld"],
-        "epsilon (local)": content["epsilon_local"],
-        "epsilon (central, same noise)": content["central_epsilon"],
-        "Rounds": content["rounds"],
-        "Sampling": content["sampling"],
-        "Clients (N)": ", then ".join(map(str, content["populations"])),
-        "Rounds of other runs": content["rounds_of_others"] or None,
-        "Clients per round, planned (m)": _range_text(
-            content["clients_per_round"]
-        ),
-        "Cohort sizes drawn": _range_text(content["cohort_sizes"]),
-        "Most participations of a client": content["max_participations"],
-        "Mechanism": content["mechanism"],
-        **{
-            f"`{key}`": _short(value)
-            for key, value in content["mechanism_parameters"].items()
-        },
-    }
-    lines = ["# Privacy statement", "", content["summary"], ""]
-    lines += [content["meaning"], "", content["how"], ""]
-    lines += ["| Fact | Value |", "|---|---|"]
-    for name, value in rows.items():
-        if value is None or value == "":
-            continue
-        if name.startswith("epsilon"):
-            value = _up(value)
-        cell = str(value).replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| {name} | {cell} |")
-    if content["caveats"]:
-        lines += ["", "## To be read with it", ""]
-        lines += [f"- {sentence}" for sentence in content["caveats"].values()]
-    return "\n".join(lines) + "\n"
+        return []
+    found = []
+    if facts.guarantee == "local":
+        found.append("local_not_central")
+    elif facts.guarantee == "record":
+        found.append("per_record")
+    else:
+        found += _CAVEATS_OF_SAMPLING[facts.sampling]
+    if facts.guarantee == "record":
+        if facts.num_records and delta * facts.num_records >= 1:
+            found.append("delta_not_below_one_over_records")
+    elif delta * max(populations) >= 1:
+        found.append("delta_not_below_one_over_n")
+    if best > 10:
+        found.append("epsilon_large")
+    return found
 
 
 def _value(epsilon: Epsilon, delta: float) -> float | None:
@@ -471,39 +253,3 @@ def _range(sizes: float | Sequence[float]) -> dict[str, Any]:
         "max": float(max(values)),
         "mean": float(math.fsum(values) / len(values)),
     }
-
-
-def _range_text(sizes: dict[str, Any]) -> str:
-    if not sizes["count"]:
-        return ""
-    if sizes["min"] == sizes["max"]:
-        return _number(sizes["min"])
-    return (
-        f"{_number(sizes['min'])} to {_number(sizes['max'])} "
-        f"(mean {sizes['mean']:.4g})"
-    )
-
-
-def _up(value: float) -> str:
-    """Writes an epsilon with four significant digits, rounded up."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
-    # A hair of tolerance, or 2.5 would become 2.501.
-    rounded = math.ceil(value / unit - 1e-9) * unit
-    return f"{rounded:.4g}" if rounded < 1e4 else f"{rounded:.0f}"
-
-
-def _number(value: float) -> str:
-    return f"{value:g}" if value < 1e6 else f"{value:.0f}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = str(value)
-    return text if len(text) <= 120 else text[:117] + "..."

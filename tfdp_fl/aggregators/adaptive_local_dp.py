@@ -124,7 +124,7 @@ class WindowedQuery(cohort_query.CohortQuery):
 
 
 class WindowedAdaptiveLocalDPFactory(
-    tff.aggregators.WeightedAggregationFactory
+    mechanism_factory.BoundFactory, tff.aggregators.WeightedAggregationFactory
 ):
     """DISCO's local DP with every client's window, by the client's index.
 
@@ -161,7 +161,7 @@ class WindowedAdaptiveLocalDPFactory(
 
         `num_clients` and `rounds` are needed.
         """
-        self._bound = bound_mechanism.BoundMechanism(
+        bound = bound_mechanism.BoundMechanism(
             adaptive_local_dp.AdaptiveLocalDP(
                 epsilon=epsilon,
                 delta=delta,
@@ -175,20 +175,9 @@ class WindowedAdaptiveLocalDPFactory(
             num_clients=num_clients,
             **deployment,
         )
-        mechanism_factory.check_inner_factory(
-            "inner_factory", inner_factory, self._bound
+        super().__init__(
+            bound, inner_factory=inner_factory, scalars_factory=None
         )
-        self._inner_factory = inner_factory
-
-    @property
-    def mechanism(self) -> adaptive_local_dp.AdaptiveLocalDP:
-        """The mechanism."""
-        return self._bound.mechanism
-
-    @property
-    def deployment(self) -> contribution.Deployment:
-        """Where it is used."""
-        return self._bound.deployment
 
     def create(
         self, value_type: tff.types.Type, weight_type: tff.types.Type
@@ -214,6 +203,5 @@ class WindowedAdaptiveLocalDPFactory(
             value_type,
             weight_type,
             wrap=lambda query: WindowedQuery(query.mechanism, query.deployment),
-            inner_factory=self._inner_factory,
-            scalars_factory=None,
+            **self._factories,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeGuard, cast
+from typing import cast
 
 import dp_accounting
 import tensorflow as tf
@@ -98,7 +98,9 @@ class BoundMechanism:
             rounds,
             _validate.non_negative,
         )
-        lengths = [len(each) for each in (clients, noise) if _is_table(each)]
+        lengths = [
+            len(each) for each in (clients, noise) if isinstance(each, tuple)
+        ]
         if period is not None:
             lengths.append(period)
         if rounds is not None and lengths and rounds > min(lengths):
@@ -128,10 +130,6 @@ class BoundMechanism:
         self._is_scheduled = bool(lengths)
         self._check_cohort_sizes()
 
-    @property
-    def _needs_exact_cohort(self) -> bool:
-        return self.mechanism.needs_exact_cohort
-
     def _check_cohort_sizes(self) -> None:
         limit = self.deployment.num_clients
         for value in self._clients.distinct:
@@ -141,7 +139,7 @@ class BoundMechanism:
                     f"got {value:g}."
                 )
             whole = (
-                self._needs_exact_cohort
+                self.mechanism.needs_exact_cohort
                 or self.deployment.sampling in _WHOLE_COHORTS
             )
             if whole and not value.is_integer():
@@ -194,21 +192,16 @@ class BoundMechanism:
         return cohort_process.create_cohort_process(
             query,
             self._plan(num_variables),
-            self._size_check(query),
+            cohort_size.CohortSizeCheck(
+                exact=self.mechanism.needs_exact_cohort,
+                at_most_expected=self.deployment.sampling in _WHOLE_COHORTS,
+                at_most=self.deployment.num_clients,
+                some_weight=self.mechanism.releases_weights,
+            ),
             value_type,
             weight_type,
             inner_factory=inner_factory,
             scalars_factory=scalars_factory,
-        )
-
-    def _size_check(
-        self, query: cohort_query.CohortQuery
-    ) -> cohort_size.CohortSizeCheck:
-        return cohort_size.CohortSizeCheck(
-            exact=self._needs_exact_cohort,
-            at_most_expected=self.deployment.sampling in _WHOLE_COHORTS,
-            at_most=self.deployment.num_clients,
-            some_weight=self.mechanism.releases_weights,
         )
 
     def _plan(self, num_variables: int) -> cohort_process.RoundPlan:
@@ -259,9 +252,3 @@ class BoundMechanism:
             else:
                 return event, 0.0
         return None, tuple(multipliers)
-
-
-def _is_table(
-    value: float | tuple[float, ...],
-) -> TypeGuard[tuple[float, ...]]:
-    return isinstance(value, tuple)

@@ -13,7 +13,36 @@ from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 
-class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
+class BoundFactory:
+    """What the factories of mechanisms have in common."""
+
+    def __init__(self, bound: bound_mechanism.BoundMechanism, **factories: Any):
+        """Checks what sums the parts of a record.
+
+        Args:
+          bound: The mechanism, and where it is used.
+          **factories: `inner_factory` and `scalars_factory`, see
+            `MechanismFactory`.
+        """
+        for name, factory in factories.items():
+            check_inner_factory(name, factory, bound)
+        self._bound = bound
+        self._factories = factories
+
+    @property
+    def mechanism(self) -> Any:
+        """The mechanism."""
+        return self._bound.mechanism
+
+    @property
+    def deployment(self) -> contribution.Deployment:
+        """Where it is used."""
+        return self._bound.deployment
+
+
+class MechanismFactory(
+    BoundFactory, tff.aggregators.UnweightedAggregationFactory
+):
     """Aggregates the updates of a cohort as a mechanism says.
 
     The created process takes any structure of float tensors from each client
@@ -87,26 +116,13 @@ class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
                 "NbAFLFactory (a WeightedAggregationFactory) or "
                 "tfdp_fl.learning.build_dp_fed_avg."
             )
-        self._bound = bound_mechanism.BoundMechanism(
-            mechanism, clients_per_round, **deployment
+        super().__init__(
+            bound_mechanism.BoundMechanism(
+                mechanism, clients_per_round, **deployment
+            ),
+            inner_factory=inner_factory,
+            scalars_factory=scalars_factory,
         )
-        for name, factory in (
-            ("inner_factory", inner_factory),
-            ("scalars_factory", scalars_factory),
-        ):
-            check_inner_factory(name, factory, self._bound)
-        self._inner_factory = inner_factory
-        self._scalars_factory = scalars_factory
-
-    @property
-    def mechanism(self) -> mechanism_lib.Mechanism:
-        """The mechanism."""
-        return self._bound.mechanism
-
-    @property
-    def deployment(self) -> contribution.Deployment:
-        """Where it is used."""
-        return self._bound.deployment
 
     def create(
         self, value_type: tff.types.Type
@@ -119,11 +135,7 @@ class MechanismFactory(tff.aggregators.UnweightedAggregationFactory):
         Raises:
           TypeError: `value_type` has a tensor that is not of a float type.
         """
-        return self._bound.create(
-            value_type,
-            inner_factory=self._inner_factory,
-            scalars_factory=self._scalars_factory,
-        )
+        return self._bound.create(value_type, **self._factories)
 
 
 def from_mechanism(

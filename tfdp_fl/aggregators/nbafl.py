@@ -12,7 +12,9 @@ from tfdp_fl.aggregators import bound_mechanism, mechanism_factory
 from tfdp_fl.mechanisms import contribution, nbafl
 
 
-class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
+class NbAFLFactory(
+    mechanism_factory.BoundFactory, tff.aggregators.WeightedAggregationFactory
+):
     """Aggregates weights with per-client noise (see `NbAFL`).
 
     A client's value is its **weights** after training, not a change of them;
@@ -70,35 +72,20 @@ class NbAFLFactory(tff.aggregators.WeightedAggregationFactory):
                 "weight_clip": weight_clip,
             }
             mechanism = nbafl.NbAFL(**given)
-        self._bound = bound_mechanism.BoundMechanism(
-            mechanism,
-            clients_per_round,
-            num_clients=num_clients,
-            rounds=rounds,
-            min_examples=min_examples,
-            sampling=sampling,
-            max_participations=max_participations,
+        super().__init__(
+            bound_mechanism.BoundMechanism(
+                mechanism,
+                clients_per_round,
+                num_clients=num_clients,
+                rounds=rounds,
+                min_examples=min_examples,
+                sampling=sampling,
+                max_participations=max_participations,
+            ),
+            inner_factory=inner_factory,
+            scalars_factory=scalars_factory,
         )
-        for name, factory in (
-            ("inner_factory", inner_factory),
-            ("scalars_factory", scalars_factory),
-        ):
-            mechanism_factory.check_inner_factory(name, factory, self._bound)
-        self._factories = {
-            "inner_factory": inner_factory,
-            "scalars_factory": scalars_factory,
-        }
         self._downlink_noise = downlink_noise
-
-    @property
-    def mechanism(self) -> nbafl.NbAFL:
-        """The mechanism."""
-        return self._bound.mechanism
-
-    @property
-    def deployment(self) -> contribution.Deployment:
-        """Where it is used."""
-        return self._bound.deployment
 
     @property
     def downlink_noise_stddev(self) -> float:

@@ -195,7 +195,7 @@ def without_pairs(
         else:
             left.append(value)
     if not left:  # c = 1, 0, 0, ...: independent noise.
-        return np.float32(theta[:1]), np.float32(theta[:1])
+        return theta[:1].astype(np.float32), theta[:1].astype(np.float32)
     return np.array(left[::2]), np.array(left[1::2])
 
 

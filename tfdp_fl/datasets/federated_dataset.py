@@ -1,4 +1,9 @@
-"""Data that lies with many clients, the input of federated training."""
+"""Data that lies with many clients, the input of federated training.
+
+The file is long because its subject is one, the class that users see: how it is
+made, what it holds, what is made of it, and how the engine reads it. What it
+rests on is in `sources` (examples), `client_ids`, `indices` and `tf_datasets`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
+from tfdp_fl.datasets import client_ids as ids_lib
 from tfdp_fl.datasets import (
     files,
     frames,
@@ -19,11 +25,11 @@ from tfdp_fl.datasets import (
     nests,
     npz,
     sources,
+    tf_datasets,
 )
+from tfdp_fl.datasets import indices as indices_lib
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
-
-_IDS_AT_ONCE = 4096
 
 
 class FederatedDataset:
@@ -106,7 +112,7 @@ class FederatedDataset:
             not fit the other clients' (naming it), or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        _at_least_one_client(clients=clients)
+        sources.at_least_one_client(clients=clients)
         return cls(sources.pack(list(clients.items())), list(clients))
 
     @classmethod
@@ -150,8 +156,8 @@ class FederatedDataset:
                     f"{client_ids!r}."
                 )
             client_ids, indices = list(indices), list(indices.values())
-        _at_least_one_client(indices=indices)
-        table, lengths = _row_table(indices, num_rows)
+        sources.at_least_one_client(indices=indices)
+        table, lengths = indices_lib.row_table(indices, num_rows)
         source = sources.IndexedSource(
             x,
             y,
@@ -159,7 +165,7 @@ class FederatedDataset:
             lengths=lengths,
             table=table,
         )
-        return cls(source, _distinct(client_ids))
+        return cls(source, ids_lib.distinct(client_ids))
 
     @classmethod
     def from_dataframe(
@@ -214,23 +220,8 @@ class FederatedDataset:
             differ between clients or never end, or if there is no client.
         """
         _validate.instance_of(Mapping, clients=clients)
-        _at_least_one_client(clients=clients)
-        spec = None
-        for client_id, dataset in clients.items():
-            try:
-                _validate.instance_of(tf.data.Dataset, dataset=dataset)
-                client_spec = _example_spec(dataset)
-                spec = spec or client_spec
-                _check_same_spec(client_spec, spec)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"Client {client_id!r}: {error}") from error
-        datasets = dict(clients)
-        source = sources.StreamedSource(
-            list(datasets),
-            lambda client_id: _read_pair(datasets[client_id]),
-            spec,
-        )
-        return cls(source, list(datasets))
+        sources.at_least_one_client(clients=clients)
+        return cls(tf_datasets.source(clients), list(clients))
 
     @classmethod
     def from_client_data(
@@ -254,24 +245,8 @@ class FederatedDataset:
           TypeError, ValueError: If this is no client data, if its first
             client's elements are no such examples, or if it has no client.
         """
-        for attribute in ("client_ids", "create_tf_dataset_for_client"):
-            if not hasattr(client_data, attribute):
-                raise TypeError(
-                    "client_data must be a tff.simulation.datasets.ClientData, "
-                    f"got {type(client_data).__name__}, which has no "
-                    f"{attribute}."
-                )
-        client_ids = list(client_data.client_ids)
-        _at_least_one_client(client_data=client_ids)
-
-        def dataset_of(client_id: Any) -> tf.data.Dataset:
-            dataset = client_data.create_tf_dataset_for_client(client_id)
-            return dataset if preprocess_fn is None else preprocess_fn(dataset)
-
-        source = sources.StreamedSource(
-            client_ids,
-            lambda client_id: _read_pair(dataset_of(client_id)),
-            _example_spec(dataset_of(client_ids[0])),
+        source, client_ids = tf_datasets.source_of_client_data(
+            client_data, preprocess_fn
         )
         return cls(source, client_ids)
 
@@ -312,9 +287,11 @@ class FederatedDataset:
                 f"of tf.TensorSpec, got {element_spec!r}."
             )
         if element_spec is not None:
-            element_spec = _with_float_weights(nests.pair(element_spec))
-        _at_least_one_client(client_ids=client_ids)
-        distinct = _distinct(client_ids) or ()
+            element_spec = tf_datasets.with_float_weights(
+                nests.pair(element_spec)
+            )
+        sources.at_least_one_client(client_ids=client_ids)
+        distinct = ids_lib.distinct(client_ids) or ()
         source = sources.StreamedSource(distinct, fn, element_spec)
         return cls(source, distinct)
 
@@ -447,18 +424,7 @@ class FederatedDataset:
         Python's. It is computed once, in about a second for a million clients.
         """
         if self._ids_digest is None:
-            digest = hashlib.sha256()
-            for start in range(0, self.num_clients, _IDS_AT_ONCE):
-                texts = map(
-                    _id_text, self._client_ids[start : start + _IDS_AT_ONCE]
-                )
-                # With its length before it, no id can pass for two.
-                digest.update(
-                    "".join(f"{len(text)}:{text}" for text in texts).encode(
-                        errors="surrogatepass"
-                    )
-                )
-            self._ids_digest = digest.hexdigest()
+            self._ids_digest = ids_lib.digest(self._client_ids)
         return self._ids_digest
 
     @property
@@ -470,10 +436,7 @@ class FederatedDataset:
         in as well, if it is in memory: of more than 1 GiB, what a sample of
         them does.
         """
-        ids = self._client_ids
-        named = not isinstance(
-            ids._ids if isinstance(ids, _TakenIds) else ids, range
-        )
+        named = ids_lib.are_names(self._client_ids)
         if named or not isinstance(self._source, sources.IndexedSource):
             return self.client_ids_digest
         if self._digest is None:
@@ -556,7 +519,7 @@ class FederatedDataset:
         }
         return FederatedDataset(
             self._source.take(positions),
-            _TakenIds(self._client_ids, positions),
+            ids_lib.TakenIds(self._client_ids, positions),
             config,
         )
 
@@ -630,7 +593,7 @@ class FederatedDataset:
                 "split_by_id must have at least two clients, got one."
             )
         places = np.array(
-            [_place_of_id(each) for each in self._client_ids], np.float64
+            [ids_lib.place_of(each) for each in self._client_ids], np.float64
         )
         held_out = places < fraction
         if held_out.all():
@@ -661,7 +624,7 @@ class FederatedDataset:
     def with_ids(self, client_ids: Sequence[Any]) -> FederatedDataset:
         """Returns the same clients under other ids."""
         return FederatedDataset(
-            self._source, _distinct(client_ids), self._config
+            self._source, ids_lib.distinct(client_ids), self._config
         )
 
     def with_config(self, config: dict[str, Any] | None) -> FederatedDataset:
@@ -811,165 +774,3 @@ class FederatedDataset:
             weight = nests.weights_of(y_spec)
             lines.append(f"sample_weight: {nests.describe_spec(weight)}")
         return "FederatedDataset\n" + textwrap.indent("\n".join(lines), "  ")
-
-
-def _place_of_id(client_id: Any) -> float:
-    """Returns a number in [0, 1) that is an id's own."""
-    digest = hashlib.sha256(_id_text(client_id).encode()).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48
-
-
-def _id_text(client_id: Any) -> str:
-    if isinstance(client_id, np.generic):
-        client_id = client_id.item()
-    return f"{type(client_id).__qualname__} {client_id!r}"
-
-
-class _TakenIds(Sequence):
-    """Some of a sequence's items; nothing is looked up before it is used."""
-
-    def __init__(self, ids: Sequence[Any], positions: np.ndarray):
-        self._ids = ids
-        self._positions = positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return _TakenIds(self._ids, self._positions[place])
-        return self._ids[int(self._positions[place])]
-
-    def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # Like a list's.
-
-    def __repr__(self) -> str:
-        return repr(list(self))
-
-
-def _at_least_one_client(**checked: Any) -> None:
-    ((name, value),) = checked.items()
-    if not len(value):
-        raise ValueError(f"{name} must hold at least one client, got none.")
-
-
-def _distinct(client_ids: Sequence[Any] | None) -> Sequence[Any] | None:
-    if client_ids is None or isinstance(client_ids, range):
-        return client_ids
-    client_ids = list(client_ids)
-    if len(set(client_ids)) < len(client_ids):
-        raise ValueError("client_ids must be distinct, got some repeatedly.")
-    return client_ids
-
-
-def _row_table(
-    indices: Sequence[Any] | np.ndarray, num_rows: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int32[slots], the rows of all clients, and int64[N] lengths."""
-    if num_rows > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"x must have at most 2**31 - 1 examples, got {num_rows}."
-        )
-    if isinstance(indices, np.ndarray) and indices.dtype != object:
-        if indices.ndim != 2:
-            raise ValueError(
-                "indices must be 2-D where it is an array, one line per "
-                f"client, got {indices.ndim} dimensions."
-            )
-        flat = indices.reshape(-1)
-        lengths = np.full(len(indices), indices.shape[1], np.int64)
-    else:
-        rows = [np.asarray(client) for client in indices]
-        for place, client in enumerate(rows):
-            if client.ndim != 1:
-                raise ValueError(
-                    "indices must be one 1-D array per client, got "
-                    f"{client.ndim} dimensions for client number {place}."
-                )
-        lengths = np.array([len(client) for client in rows], np.int64)
-        rows = [client for client in rows if len(client)]
-        flat = np.concatenate(rows) if rows else np.zeros(0, np.int32)
-    if flat.size:
-        if flat.dtype.kind not in "iu":
-            raise TypeError(
-                f"indices must be integers, got dtype {flat.dtype}."
-            )
-        if flat.min() < 0 or flat.max() >= num_rows:
-            raise ValueError(
-                f"indices must be from 0 to {num_rows - 1}, the examples of x, "
-                f"got {flat.min()} to {flat.max()}."
-            )
-    return flat.astype(np.int32, copy=False), lengths
-
-
-def _read_pair(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
-    return sources.element_pair(sources.read_tf_dataset(dataset))
-
-
-def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
-    """Returns the spec of what `_read_pair` makes of one example."""
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "A client's dataset must end, got one that repeats for ever."
-        )
-    spec = sources.element_pair(dataset.element_spec)
-    spec = tf.nest.map_structure(_dense_spec, spec)
-    leaves = tf.nest.flatten(spec)
-    for leaf in leaves:
-        if not isinstance(leaf, tf.TensorSpec):
-            raise TypeError(
-                f"A client's examples must be dense tensors, got {leaf!r}."
-            )
-    if all(leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
-        raise ValueError(
-            "The elements of a client's dataset must be single examples, got "
-            f"what looks like batches, {nests.describe_spec(spec)}; "
-            ".unbatch() makes single examples of them."
-        )
-    spec = tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec(
-            leaf.shape,
-            tf.float32 if leaf.dtype == tf.float64 else leaf.dtype,
-        ),
-        spec,
-    )
-    return _with_float_weights(spec)
-
-
-def _dense_spec(spec: Any) -> Any:
-    """Returns what a sequence is when it was filled up."""
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.TensorSpec(spec.shape, spec.dtype)
-    return spec
-
-
-def _with_float_weights(spec: tuple[Nest, Nest]) -> tuple[Nest, Nest]:
-    x, y = spec
-    if not isinstance(y, nests.Weighted):
-        return spec
-    weight = tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec(leaf.shape, tf.float32), y.sample_weight
-    )
-    return x, nests.Weighted(y.y, weight)
-
-
-def _check_same_spec(spec: Nest, expected: Nest) -> None:
-    try:
-        tf.nest.assert_same_structure(spec, expected)
-        same = all(
-            leaf.is_compatible_with(other)
-            for leaf, other in zip(
-                tf.nest.flatten(spec), tf.nest.flatten(expected), strict=True
-            )
-        )
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        raise ValueError(
-            "Examples must be the same for every client, "
-            f"{nests.describe_spec(expected)}, got {nests.describe_spec(spec)}."
-        )

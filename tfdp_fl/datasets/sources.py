@@ -476,3 +476,10 @@ def read_clients(
             yield ClientFailure(position, error)
         else:
             yield ClientExamples(position, x, y)
+
+
+def at_least_one_client(**checked: Any) -> None:
+    """Raises ValueError, naming the argument, where clients are none."""
+    ((name, value),) = checked.items()
+    if not len(value):
+        raise ValueError(f"{name} must hold at least one client, got none.")

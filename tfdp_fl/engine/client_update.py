@@ -224,7 +224,7 @@ class ClientTrainer:
             # Keras names things in ways that are no names by themselves.
             with tf.name_scope("client"):
                 self.step(x, y, received.weights, received.learning_rate)
-            return self.update(received.weights)
+            return self.handed_in(received.weights)
 
         # Some of it is written while training, and never read.
         reset = [*self.assigned_variables, *self._compiled.noted]
@@ -297,18 +297,12 @@ class ClientTrainer:
         (label,), (output,) = tf.nest.flatten(y), tf.nest.flatten(predicted)
         if weight is not None:
             (weight,) = tf.nest.flatten(weight)
-        loss = self.loss_of_outputs(label, output, weight)
+        loss = keras_versions.call_loss(
+            self._single_loss, label, output, weight
+        )
         for extra in self.model.losses:
             loss += tf.reduce_sum(tf.cast(extra, loss.dtype))
         return loss
-
-    def loss_of_outputs(
-        self, label: tf.Tensor, output: tf.Tensor, weight: Any = None
-    ) -> tf.Tensor:
-        """Returns the loss of a model with one output, without extra terms."""
-        return keras_versions.call_loss(
-            self._single_loss, label, output, weight
-        )
 
     def losses_of_rows(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
         """Returns each row's loss, float32 [n], of which the loss is the mean.
@@ -321,25 +315,21 @@ class ClientTrainer:
         """
         return keras_versions.losses_of_rows(self._single_loss, label, output)
 
-    def update(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns Delta = w - w_received, what the client's training did."""
-        return self._hooked(
-            [
-                cohort.as_handed_in(variable) - cohort.as_handed_in(value)
-                for variable, value in zip(self.variables, weights, strict=True)
+    def handed_in(self, received: list[tf.Tensor] | None) -> list[tf.Tensor]:
+        """Returns what the client hands to the mechanism.
+
+        Args:
+          received: The weights that it started from: it hands in its update,
+            Delta = w - w_received. None: it hands in its weights w.
+        """
+        tensors = [cohort.as_handed_in(each) for each in self.variables]
+        if received is not None:
+            tensors = [
+                weight - cohort.as_handed_in(start)
+                for weight, start in zip(tensors, received, strict=True)
             ]
-        )
-
-    def weights(self) -> list[tf.Tensor]:
-        """Returns the client's weights, for mechanisms that release them."""
-        return self._hooked(
-            [cohort.as_handed_in(each) for each in self.variables]
-        )
-
-    def _hooked(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        if self._training.upload_hook is None:
-            return tensors
-        return list(self._training.upload_hook(tensors))
+        hook = self._training.upload_hook
+        return tensors if hook is None else list(hook(tensors))
 
 
 def _with_numbers_only(tensor: tf.Tensor) -> tf.Tensor:

@@ -175,10 +175,10 @@ class CohortEngine:
             self.query, self.server, self._unaggregated, broadcast_hook
         )
         self.functions = tracing.CohortFunctions(
-            trainers,
-            self.query,
-            self._broadcasts,
-            element_spec,
+            trainers=trainers,
+            query=self.query,
+            broadcasts=self._broadcasts,
+            element_spec=element_spec,
             output=self.output,
             moments=moments,
         )
@@ -267,14 +267,19 @@ class CohortEngine:
     @devices.at_home
     def empty_round(self, inputs: rounds.RoundInputs) -> rounds.PendingRound:
         """Returns a round of which nothing is collected yet."""
-        pending = rounds.PendingRound.of_nobody(
-            inputs, self.state, self.num_replicas
-        )
+        norms = None
         if self.query.keeps_window:
-            pending.window_norms = np.full(
-                [pending.cohort_size, self.num_variables], np.nan, np.float32
-            )
-        return pending
+            shape = [len(inputs.positions), self.num_variables]
+            norms = np.full(shape, np.nan, np.float32)
+        return rounds.PendingRound(
+            inputs=inputs,
+            state=self.state,
+            tensors=inputs.tensors(),
+            sums=[()] * self.num_replicas,
+            metric_states=[()] * self.num_replicas,
+            collected=[[] for _ in range(self.num_replicas)],
+            window_norms=norms,
+        )
 
     @devices.at_home
     def broadcast(self, inputs: rounds.RoundInputs) -> cohort.Received:

@@ -12,6 +12,7 @@ A round runs as a few calls of compiled functions, however many clients it has:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
@@ -20,35 +21,25 @@ from tfdp_fl.engine import client_update, cohort, tables
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 
 
+@dataclasses.dataclass(frozen=True)
 class OneByOne:
-    """Trains clients one after the other, and adds them up or collects them."""
+    """Trains clients one after the other, and adds them up or collects them.
 
-    def __init__(
-        self,
-        trainer: client_update.ClientTrainer,
-        query: cohort_query.CohortQuery,
-        *,
-        output: str = cohort.SUM,
-        full_batches: bool = False,
-        moments: bool = False,
-        xla: bool = False,
-    ):
-        """Prepares the function.
+    Attributes:
+      trainer: Trains a client in its replica.
+      query: The mechanism's query.
+      output: `SUM`, `EACH_UPDATE` or `EACH_CONTRIBUTION`.
+      full_batches: Every batch has exactly B rows, so shapes are fixed.
+      moments: Whether to return `Moments`.
+      xla: Whether XLA compiles the function.
+    """
 
-        Args:
-          trainer: Trains a client in its replica.
-          query: The mechanism's query.
-          output: `SUM`, `EACH_UPDATE` or `EACH_CONTRIBUTION`.
-          full_batches: Every batch has exactly B rows, so shapes are fixed.
-          moments: Whether to return `Moments`.
-          xla: Whether XLA compiles the function.
-        """
-        self._trainer = trainer
-        self._query = query
-        self._output = output
-        self._full_batches = full_batches
-        self._moments = moments
-        self._xla = xla
+    trainer: client_update.ClientTrainer
+    query: cohort_query.CohortQuery
+    output: str = cohort.SUM
+    full_batches: bool = False
+    moments: bool = False
+    xla: bool = False
 
     def __call__(
         self,
@@ -67,28 +58,27 @@ class OneByOne:
           table: A `ClientTable`, at least `num_clients` long.
           num_clients: Int32 scalar.
         """
-        query = self._query
-        self._trainer.start_metrics()
+        query = self.query
+        self.trainer.start_metrics()
 
         def client(
             k: tf.Tensor, total: cohort.CohortSum, collected: Any, windows: Any
         ) -> tuple[tf.Tensor, cohort.CohortSum, Any, Any]:
             seed = noise.fold_in(received.seed, table.members[k])
-            self._trainer.start(received, seed)
+            self.trainer.start(received, seed)
             total = self._local_steps(k, total, received, x, y, table)
-            update = (
-                self._trainer.weights()
-                if query.mechanism.releases_weights
-                else self._trainer.update(received.weights)
+            released = query.mechanism.releases_weights
+            update = self.trainer.handed_in(
+                None if released else received.weights
             )
             window = None
             if query.keeps_window:
                 window = table.windows[k]
                 windows = windows.write(k, query.mechanism.window_norms(update))
-            if self._moments:
+            if self.moments:
                 moments = _add_moments(total.moments, update)
                 total = total._replace(moments=moments)
-            if self._output == cohort.EACH_UPDATE:  # Clipped later.
+            if self.output == cohort.EACH_UPDATE:  # Clipped later.
                 norm = query.record_norm(update)
                 row = cohort.flatten(update, tf.math.is_finite(norm))
                 scalars = query.with_norm_of_scalars(norm)
@@ -100,7 +90,7 @@ class OneByOne:
                     update,
                     contribution.Client(table.num_examples[k], window),
                 )
-            if self._output == cohort.EACH_CONTRIBUTION:
+            if self.output == cohort.EACH_CONTRIBUTION:
                 _check_one_by_one(one.update, received.weights)
                 row, scalars = cohort.flatten(one.update), one.scalars()
                 collected = self._with_row(collected, k, row, tf.stack(scalars))
@@ -125,7 +115,7 @@ class OneByOne:
         norms = tf.zeros([tf.shape(table.members)[0], 0])
         if query.keeps_window:
             norms = windows.stack()
-        metrics = self._trainer.metric_values()
+        metrics = self.trainer.metric_values()
         return cohort.Trained(total, metrics, norms, collected)
 
     def _nobody(
@@ -135,7 +125,7 @@ class OneByOne:
         num_clients: tf.Tensor,
     ) -> tuple[cohort.CohortSum, Any, Any]:
         """Returns the sum, the updates and the norms before any client."""
-        weights, query = received.weights, self._query
+        weights, query = received.weights, self.query
         size = tf.shape(table.members)[0]
 
         def rows_array(width: int) -> tf.TensorArray:
@@ -145,7 +135,7 @@ class OneByOne:
         moments: Any = ()
         collected: Any = ()
         windows: Any = ()
-        if self._output == cohort.SUM:
+        if self.output == cohort.SUM:
             template = [
                 cohort.as_handed_in(tf.zeros(value.shape, value.dtype))
                 for value in weights
@@ -162,7 +152,7 @@ class OneByOne:
                 tf.ensure_shape(tf.fill([size, width], zero), [None, width]),
                 rows_array(query.num_scalars),
             )
-        if self._moments:
+        if self.moments:
             zeros = [tf.zeros(value.shape) for value in weights]
             moments = cohort.made_by_each_run(
                 cohort.Moments(tf.zeros([]), zeros, zeros), num_clients
@@ -179,7 +169,7 @@ class OneByOne:
     ) -> Any:
         """Keeps client k's update; the matrix is not to be used without it."""
         matrix, array = collected
-        if self._xla:  # XLA writes it in place.
+        if self.xla:  # XLA writes it in place.
             matrix = tf.tensor_scatter_nd_update(matrix, [[k]], row[None])
         else:
             matrix = tf.raw_ops.InplaceUpdate(x=matrix, i=k[None], v=row[None])
@@ -199,12 +189,12 @@ class OneByOne:
         def step(s, loss, examples):
             size = table.batch_sizes[s]
             rows = table.rows[s]
-            if not self._full_batches:
+            if not self.full_batches:
                 rows = rows[:size]
             batch_x, batch_y = tf.nest.map_structure(
                 lambda tensor: tf.gather(tensor, rows), (x, y)
             )
-            batch_loss = self._trainer.step(
+            batch_loss = self.trainer.step(
                 batch_x, batch_y, received.weights, received.learning_rate
             )
             # One client's NaN is no reason not to know the others' loss.

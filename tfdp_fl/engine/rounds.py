@@ -82,20 +82,6 @@ class PendingRound:
     failures: list[ClientFailure] = dataclasses.field(default_factory=list)
     training_error: Exception | None = None
 
-    @classmethod
-    def of_nobody(
-        cls, inputs: RoundInputs, state: Any, num_replicas: int
-    ) -> PendingRound:
-        """Returns a round of which nothing is collected yet."""
-        return cls(
-            inputs=inputs,
-            state=state,
-            tensors=inputs.tensors(),
-            sums=[()] * num_replicas,
-            metric_states=[()] * num_replicas,
-            collected=[[] for _ in range(num_replicas)],
-        )
-
     @property
     def cohort_size(self) -> int:
         """Returns how many clients were drawn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,44 +26,38 @@ from tfdp_fl.mechanisms import cohort_query
 Train = Callable[..., cohort.Trained]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CohortFunctions:
     """Makes the functions of an engine's replicas, and keeps them.
 
     Attributes:
-      example_specs: Specs of (x, y), for any number of stored examples.
-      traced: The functions so far, by replica and `layout.Way`.
+      trainers: One for each replica.
+      query: The mechanism's query.
+      broadcasts: Tells what clients receive.
+      element_spec: `(features, labels)` specs of one example.
+      output: What is wanted of a cohort (see `cohort.SUM`).
+      moments: Whether Geyer's `Moments` are wanted as well.
+      traced: The functions so far, by replica and `layout.Way`; one is made
+        when a round needs it.
     """
 
-    def __init__(
-        self,
-        trainers: list[client_update.ClientTrainer],
-        query: cohort_query.CohortQuery,
-        broadcasts: broadcast.Broadcast,
-        element_spec: tuple[Any, Any],
-        *,
-        output: str,
-        moments: bool,
-    ):
-        """Prepares nothing; functions are made when a round needs them.
+    trainers: list[client_update.ClientTrainer]
+    query: cohort_query.CohortQuery
+    broadcasts: broadcast.Broadcast
+    element_spec: tuple[Any, Any]
+    output: str
+    moments: bool
+    traced: dict[tuple[int, layout.Way], Any] = dataclasses.field(
+        default_factory=dict
+    )
 
-        Args:
-          trainers: One for each replica.
-          query: The mechanism's query.
-          broadcasts: Tells what clients receive.
-          element_spec: `(features, labels)` specs of one example.
-          output: What is wanted of a cohort (see `cohort.SUM`).
-          moments: Whether Geyer's `Moments` are wanted as well.
-        """
-        self._trainers = trainers
-        self._query = query
-        self._broadcasts = broadcasts
-        self._output = output
-        self._moments = moments
-        self.example_specs = tf.nest.map_structure(
+    @property
+    def example_specs(self) -> tuple[Any, Any]:
+        """Specs of (x, y), for any number of stored examples."""
+        return tf.nest.map_structure(
             lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
-            element_spec,
+            self.element_spec,
         )
-        self.traced: dict[tuple[int, layout.Way], Any] = {}
 
     def train(self, way: layout.Way, replica: int = 0) -> Train:
         """Returns the function that trains a part's clients, not traced.
@@ -70,27 +65,27 @@ class CohortFunctions:
         It trains in one replica's variables, and assigns all of
         `assigned_variables` before it reads them.
         """
-        trainer = self._trainers[replica]
+        trainer = self.trainers[replica]
         if way.side_by_side:
             return side_by_side.SideBySide(
                 trainer,
-                self._query,
+                self.query,
                 cast(int, way.num_steps),
                 way.full_batches,
                 all_usable=way.optimistic,
             )
         return one_by_one.OneByOne(
             trainer,
-            self._query,
-            output=self._output,
+            self.query,
+            output=self.output,
             full_batches=way.full_batches,
-            moments=self._moments,
+            moments=self.moments,
             xla=way.xla,
         )
 
     def assigned_variables(self, replica: int = 0) -> list[tf.Variable]:
         """Returns what a replica's functions assign before they read it."""
-        return self._trainers[replica].assigned_variables
+        return self.trainers[replica].assigned_variables
 
     def prepared(
         self,
@@ -101,25 +96,14 @@ class CohortFunctions:
     ) -> calls.Call:
         """Has a part's function traced, and its arguments made.
 
-        Everything that is Python happens here, in one thread.
+        Everything that is Python happens here, in one thread. A function is
+        traced once, for any cohort size.
         """
-        arguments = (
-            pending.state,
-            *pending.tensors,
-            pending.broadcast,
-            chunk.x,
-            chunk.y,
-            *part.tables,
-        )
-        key = (replica, part.way)
-        if key not in self.traced:
-            self.traced[key] = self._traced(replica, part.way, arguments)
-        return calls.Call(self.traced[key], arguments)
-
-    def _traced(
-        self, replica: int, way: layout.Way, arguments: tuple[Any, ...]
-    ) -> Any:
-        """Returns a compiled function of one replica, for any cohort size."""
+        way, key = part.way, (replica, part.way)
+        fixed = (pending.state, *pending.tensors, pending.broadcast)
+        arguments = (*fixed, chunk.x, chunk.y, *part.tables)
+        if key in self.traced:
+            return calls.Call(self.traced[key], arguments)
         train = self.train(way, replica)
 
         def function(state, numbers, seed, weights, x, y, *tables):
@@ -127,21 +111,21 @@ class CohortFunctions:
             # by the graph's nodes, in one place for all that runs: replicas
             # must not share names.
             with tf.name_scope(f"replica_{replica}"):
-                received = self._broadcasts.received(
+                received = self.broadcasts.received(
                     state, numbers, seed, weights
                 )
                 return train(received, x, y, *tables)
 
-        fixed, tables = arguments[:4], arguments[6:]
-        return calls.concrete_function(
+        self.traced[key] = calls.concrete_function(
             tf.function(function, jit_compile=way.xla, autograph=False),
             way.optimistic,
             *tf.nest.map_structure(
                 lambda each: tf.TensorSpec(each.shape, each.dtype), fixed
             ),
             *self.example_specs,
-            *table_specs(tables),
+            *table_specs(part.tables),
         )
+        return calls.Call(self.traced[key], arguments)
 
 
 def table_specs(tables: tuple[Any, ...]) -> tuple[Any, ...]:

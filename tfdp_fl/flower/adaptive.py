@@ -6,6 +6,7 @@ from typing import Any
 
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.flower import fixed
+from tfdp_fl.mechanisms import formulas
 
 
 class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
@@ -89,17 +90,18 @@ class DPFedAvgAdaptive(fixed.DPFedAvgFixed):
         if clip_count_stddev is None:
             clip_count_stddev = 0.0
             if self.noise_multiplier > 0:
-                clip_count_stddev = self.num_sampled_clients / 20
+                clip_count_stddev = (
+                    self.num_sampled_clients * formulas.COUNT_NOISE_FRACTION
+                )
         self.clip_count_stddev = _validate.non_negative(
             clip_count_stddev=clip_count_stddev
         )
-        if 0 < self.noise_multiplier >= 2 * self.clip_count_stddev:
-            raise ValueError(
-                "clip_count_stddev must be above noise_multiplier / 2, or the "
-                "count alone costs more than the round may; got "
-                f"{self.clip_count_stddev!r} (by default num_sampled_clients "
-                f"/ 20) and noise_multiplier={self.noise_multiplier!r}."
-            )
+        formulas.check_count_noise(
+            self.noise_multiplier,
+            self.clip_count_stddev,
+            "clip_count_stddev",
+            "num_sampled_clients",
+        )
         self._open(ledger)
 
     def _current_mechanism(self) -> mechanisms.Mechanism:

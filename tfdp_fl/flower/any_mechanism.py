@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tfdp_fl import _validate, mechanisms
-from tfdp_fl.flower import configured as configured_lib
-from tfdp_fl.flower import declared, fixed, keys, replies, server_clipping
+from tfdp_fl.flower import declared, fixed, server_clipping
 
 
 class DPFedAvg(fixed.DPFedAvgFixed):
@@ -20,6 +19,8 @@ class DPFedAvg(fixed.DPFedAvgFixed):
     SecAgg+ has nothing to add up; where it is not to be, `DPFedAvgFixed` and
     `DPFedAvgAdaptive` have the clients clip.
     """
+
+    _sum = staticmethod(server_clipping.release)
 
     def __init__(
         self,
@@ -76,25 +77,6 @@ class DPFedAvg(fixed.DPFedAvgFixed):
 
     def _current_mechanism(self) -> mechanisms.Mechanism:
         return self._declared
-
-    def _release(
-        self,
-        configured: configured_lib.ConfiguredRound,
-        valid: Sequence[replies.Reply],
-    ) -> configured_lib.Outcome:
-        return server_clipping.release(configured, valid)
-
-    def _dp_config(
-        self, configured: configured_lib.ConfiguredRound
-    ) -> dict[str, Any]:
-        del configured
-        return {keys.CLIP_NORM: server_clipping.NO_CLIP}
-
-    def _wants_norm_bit(
-        self, configured: configured_lib.ConfiguredRound
-    ) -> bool:
-        del configured
-        return False
 
     def _arguments(self) -> dict[str, Any]:
         arguments = super()._arguments()

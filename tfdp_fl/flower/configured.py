@@ -11,7 +11,6 @@ import numpy as np
 
 from tfdp_fl import mechanisms
 from tfdp_fl.flower import keys, replies, rounds
-from tfdp_fl.mechanisms import formulas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +52,12 @@ class ConfiguredRound:
 
     @property
     def client_noise_stddev(self) -> float:
-        """A client's share of the noise on the sum: its stddev / sqrt(m)."""
-        return float(
-            formulas.client_noise_stddev(
-                1.0, self.stddevs["update"], self.plan.clients_per_round
-            )
-        )
+        """A client's share of the noise on the sum: its stddev / sqrt(m).
+
+        m independent draws of N(0, (z S)^2 / m) sum to N(0, (z S)^2), the noise
+        of McMahan et al. (2018), Section 2, Eq. (1).
+        """
+        return self.stddevs["update"] / self.plan.clients_per_round**0.5
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,15 +10,14 @@ import numpy as np
 
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.flower import configured as configured_lib
+from tfdp_fl.flower import parameters as parameters_lib
 from tfdp_fl.flower import (
-    client_clipping,
     population,
     private_rounds,
     replies,
     strategies,
 )
-from tfdp_fl.flower import configured as configured_lib
-from tfdp_fl.flower import parameters as parameters_lib
 
 # A client of the last round (a proxy) and what it was sent or returned.
 _Messages = list[tuple[Any, Any]]
@@ -183,7 +182,7 @@ class DPFedAvgFixed(private_rounds.PrivateRounds):
         )
         if configured is None:
             return []
-        dp_config = self._dp_config(configured)
+        dp_config = self._told(configured)
         return [
             (
                 client,
@@ -245,18 +244,6 @@ class DPFedAvgFixed(private_rounds.PrivateRounds):
     @property
     def _noise_site(self) -> str:
         return "server" if self.server_side_noising else "client"
-
-    def _release(
-        self,
-        configured: configured_lib.ConfiguredRound,
-        valid: Sequence[replies.Reply],
-    ) -> configured_lib.Outcome:
-        return client_clipping.release(configured, valid)
-
-    def _dp_config(
-        self, configured: configured_lib.ConfiguredRound
-    ) -> dict[str, Any]:
-        return configured_lib.for_clients(configured)
 
     def _arguments(self) -> dict[str, Any]:
         return {

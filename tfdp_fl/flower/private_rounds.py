@@ -21,17 +21,20 @@ import numpy as np
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.flower import answers as answers_lib
-from tfdp_fl.flower import configured as configured_lib
 from tfdp_fl.flower import (
+    client_clipping,
     errors,
+    keys,
     local_rounds,
     population,
     remembering,
     replies,
     report,
     rounds,
+    server_clipping,
     strategies,
 )
+from tfdp_fl.flower import configured as configured_lib
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +60,8 @@ class PrivateRounds(abc.ABC):
 
     # What a wrapped strategy has to have.
     _api = strategies.LEGACY
+    # What sums, noises and divides; with this one the clients have clipped.
+    _sum: configured_lib.Release = staticmethod(client_clipping.release)
 
     def __init__(
         self,
@@ -111,14 +116,6 @@ class PrivateRounds(abc.ABC):
     @abc.abstractmethod
     def _current_mechanism(self) -> mechanisms.Mechanism:
         """The mechanism of the next round."""
-
-    @abc.abstractmethod
-    def _release(
-        self,
-        configured: configured_lib.ConfiguredRound,
-        valid: Sequence[replies.Reply],
-    ) -> configured_lib.Outcome:
-        """Sums, noises and divides."""
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments that make a wrapper like this one, as JSON values."""
@@ -479,7 +476,9 @@ class PrivateRounds(abc.ABC):
             functools.partial(
                 read,
                 configured=configured,
-                wants_norm_bit=self._wants_norm_bit(configured),
+                # Whether clients say if their norm was within S.
+                wants_norm_bit=self._clients_clip
+                and bool(configured.mechanism.released_sums),
             ),
         )
         self.rejected_replies += len(answers.reasons)
@@ -488,9 +487,7 @@ class PrivateRounds(abc.ABC):
                 server_round, answers.summary(self.num_sampled_clients)
             )
             return None
-        outcome = self._release(
-            configured, [reply for *_, reply in answers.valid]
-        )
+        outcome = self._sum(configured, [reply for *_, reply in answers.valid])
         self.discarded_updates += outcome.discarded
         if configured.mechanism.guarantee != "local":
             # On the disk before anything of the round can be seen; if this
@@ -525,11 +522,17 @@ class PrivateRounds(abc.ABC):
         self._configured = None
         return configured
 
-    def _wants_norm_bit(
+    @property
+    def _clients_clip(self) -> bool:
+        return self._sum is client_clipping.release
+
+    def _told(
         self, configured: configured_lib.ConfiguredRound
-    ) -> bool:
-        """Whether clients say if their norm was within S."""
-        return bool(configured.mechanism.released_sums)
+    ) -> dict[str, Any]:
+        """Returns what clients are told: to clip, or not to."""
+        if self._clients_clip:
+            return configured_lib.for_clients(configured)
+        return {keys.CLIP_NORM: server_clipping.NO_CLIP}
 
     def _bounded(self, clip_norm: float) -> float:
         """Returns a clip norm that the next round can work with."""

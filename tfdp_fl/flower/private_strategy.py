@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from tfdp_fl import _validate, mechanisms
@@ -250,10 +250,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         )
         if configured is None:
             return []
-        told = configured_lib.for_clients(configured)
-        if self._sum is server_clipping.release:
-            told = {keys.CLIP_NORM: server_clipping.NO_CLIP}
-        told = {**told, keys.WEIGHT_KEY: self._weight_key}
+        told = {**self._told(configured), keys.WEIGHT_KEY: self._weight_key}
         self._sent = model, messages.with_config(made, told)
         return self._sent[1]
 
@@ -335,20 +332,6 @@ class PrivateStrategy(private_rounds.PrivateRounds):
 
     def _current_mechanism(self) -> mechanisms.Mechanism:
         return self.mechanism
-
-    def _release(
-        self,
-        configured: configured_lib.ConfiguredRound,
-        valid: Sequence[replies.Reply],
-    ) -> configured_lib.Outcome:
-        return self._sum(configured, valid)
-
-    def _wants_norm_bit(
-        self, configured: configured_lib.ConfiguredRound
-    ) -> bool:
-        return self._sum is client_clipping.release and super()._wants_norm_bit(
-            configured
-        )
 
     def _all_rounds_done(self) -> bool:
         begun = len(self._history.released)

@@ -11,6 +11,8 @@ import numpy as np
 from tfdp_fl import accounting, sampling
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.keras.run import Run
+from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import Deployment, Mechanism
 
 
@@ -35,6 +37,21 @@ class RoundCosts:
     first_round: int
     first_event: int
     accountant: str
+
+    @classmethod
+    def of(cls, setup: TrainingSetup, run: Run) -> RoundCosts:
+        """Returns those of a run that goes on as it was set up."""
+        return cls(
+            mechanism=setup.mechanism,
+            deployment=run.deployment,
+            sampler=run.sampler,
+            spending=run.spending,
+            first_round=run.rounds,
+            first_event=setup.mechanism.event_index(
+                run.rounds, run.mechanism_state.memory
+            ),
+            accountant=setup.accountant,
+        )
 
     def draw(
         self, round_index: int, account: accounting.LocalAccount | None = None

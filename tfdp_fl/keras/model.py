@@ -594,7 +594,6 @@ class DPFederatedModel:
             ),
             federated=federated,
             audit=audit,
-            costs=self._costs,
             say=self.say,
         ).train(bar)
         return history
@@ -705,18 +704,7 @@ class DPFederatedModel:
         return None if self.run is None else self.run.spending
 
     def _costs(self) -> RoundCosts:
-        run, _ = self._require_trained("this")
-        return RoundCosts(
-            mechanism=self.mechanism,
-            deployment=run.deployment,
-            sampler=run.sampler,
-            spending=run.spending,
-            first_round=run.rounds,
-            first_event=self.mechanism.event_index(
-                run.rounds, run.mechanism_state.memory
-            ),
-            accountant=self.accountant,
-        )
+        return RoundCosts.of(self.setup, self._require_trained("this")[0])
 
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon at delta of the rounds that ran.

@@ -279,43 +279,39 @@ class Preparation:
     def _engine(
         self, deployment: Deployment, before: PreparedEngine | None
     ) -> PreparedEngine:
-        bound_to = deployment
+        setup, compiled, bound_to = self.setup, self.compiled, deployment
         if not self._noise_depends_on_rounds:
             bound_to = dataclasses.replace(
                 deployment, rounds=None, max_participations=None
             )
         element_spec = self.clients.element_spec
-        class_weight = self.compiled.training.class_weight
+        class_weight = compiled.training.class_weight
         key = repr((bound_to, element_spec, self.moments, class_weight))
         if before is not None and before.key == key:
             return before
         whose = features.whose(self.clients)
         features.check(self.model, element_spec[0], "clients", whose)
         with features.naming(whose):
-            made = self._made(bound_to=deployment, element_spec=element_spec)
+            made = engine.CohortEngine(
+                model=self.model,
+                training=compiled.training,
+                mechanism=setup.mechanism,
+                deployment=deployment,
+                element_spec=element_spec,
+                server_optimizer=compiled.server_optimizer,
+                broadcast_hook=compiled.broadcast_hook,
+                aggregate_non_trainable=(
+                    setup.non_trainable_state == "aggregate"
+                ),
+                moments=self.moments,
+                collect_records=setup.secure_aggregation is not None,
+                num_replicas=setup.num_replicas,
+                jit_compile=compiled.jit_compile,
+                batch_size=self.plan.batch_size,
+            )
         if self.run is not None:
             made.state = self.run.mechanism_state
         return PreparedEngine(engine=made, key=key)
-
-    def _made(
-        self, bound_to: Deployment, element_spec: Any
-    ) -> engine.CohortEngine:
-        setup, compiled = self.setup, self.compiled
-        return engine.CohortEngine(
-            model=self.model,
-            training=compiled.training,
-            mechanism=setup.mechanism,
-            deployment=bound_to,
-            element_spec=element_spec,
-            server_optimizer=compiled.server_optimizer,
-            broadcast_hook=compiled.broadcast_hook,
-            aggregate_non_trainable=setup.non_trainable_state == "aggregate",
-            moments=self.moments,
-            collect_records=setup.secure_aggregation is not None,
-            num_replicas=setup.num_replicas,
-            jit_compile=compiled.jit_compile,
-            batch_size=self.plan.batch_size,
-        )
 
 
 def _sizes(clients: FederatedDataset) -> np.ndarray:

@@ -51,7 +51,6 @@ class RoundLoop:
       keras_callbacks: Those of `fit`, as Keras calls them.
       federated: Those that hear of rounds before they run.
       audit: Joins canary clients to each round, or None.
-      costs: Returns what the coming rounds cost.
       say: Tells the user something.
     """
 
@@ -67,7 +66,6 @@ class RoundLoop:
     keras_callbacks: tf.keras.callbacks.CallbackList
     federated: list[callbacks_lib.FederatedCallback]
     audit: auditing.CanaryAudit | None
-    costs: Callable[[], costs_lib.RoundCosts]
     say: Callable[[str], None]
 
     def train(self, progress_bar: progress.RoundProgress) -> None:
@@ -104,6 +102,10 @@ class RoundLoop:
             with interrupts.after_the_block():
                 for each in self.federated:
                     each.on_fit_end()
+
+    @property
+    def _costs(self) -> costs_lib.RoundCosts:
+        return costs_lib.RoundCosts.of(self.setup, self.run)
 
     def _round_with_callbacks(self, round_index: int) -> dict[str, float]:
         self.keras_callbacks.on_epoch_begin(round_index)
@@ -143,7 +145,14 @@ class RoundLoop:
           whole: Is closed when the round's callbacks were called.
         """
         inputs = self._draw(round_index)
-        pending, failed = self._collect(inputs)
+        pending = self.collector.collect(self.clients, inputs)
+        failed_groups: tuple[int, ...] = ()
+        if self.setup.secure_aggregation is not None:
+            failed_groups = secure_sum.sum_securely(
+                self.engine, pending, self.setup.secure_aggregation
+            )
+        failed = len(pending.failures) + len(failed_groups)
+        self._report_failures(pending, failed_groups)
         logs = {"cohort_size": float(len(inputs.positions))}
         report = {"failed_clients": float(failed), "abandoned_rounds": 0.0}
         if failed and self.setup.aborts_on_failure:
@@ -153,7 +162,7 @@ class RoundLoop:
             empty = dict.fromkeys(self.run.log_names, math.nan)
             return {**empty, **logs, **report}
         if self.audit is not None:
-            self.audit.join(pending, self.costs().charge(round_index))
+            self.audit.join(pending, self._costs.charge(round_index))
         # Broken off later, a round would be charged and not released, or
         # released and not in the history.
         whole.enter_context(interrupts.after_the_block())
@@ -164,10 +173,10 @@ class RoundLoop:
         return {**released, **logs, **report}
 
     def _draw(self, round_index: int) -> RoundInputs:
-        run, plan = self.run, self.run.plan
+        run, plan, costs = self.run, self.run.plan, self._costs
         # Other noise, other clients: see `Run.repeated_rounds`.
         run.sampler.repeated_rounds = run.repeated_rounds
-        positions = self.costs().draw(round_index)
+        positions = costs.draw(round_index)
         return RoundInputs(
             round_index=round_index,
             positions=positions,
@@ -188,21 +197,9 @@ class RoundLoop:
             windows=None if run.windows is None else run.windows[positions],
         )
 
-    def _collect(self, inputs: RoundInputs) -> tuple[PendingRound, int]:
-        """Returns the cohort's sum, and how many clients failed."""
-        pending = self.collector.collect(self.clients, inputs)
-        failed_groups: tuple[int, ...] = ()
-        if self.setup.secure_aggregation is not None:
-            failed_groups = secure_sum.sum_securely(
-                self.engine, pending, self.setup.secure_aggregation
-            )
-        if pending.failures or failed_groups:
-            self._report_failures(pending, failed_groups)
-        return pending, len(pending.failures) + len(failed_groups)
-
     def _charge(self, inputs: RoundInputs, failed: int) -> None:
         """Pays for a round: first in every ledger, then in memory."""
-        run, costs, positions = self.run, self.costs(), inputs.positions
+        run, costs, positions = self.run, self._costs, inputs.positions
         charge = costs.charge(inputs.round_index, len(positions) - failed)
         mu_squared = costs.mu_squared
         details: dict[str, Any] = {

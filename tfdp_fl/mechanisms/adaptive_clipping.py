@@ -20,8 +20,6 @@ from tfdp_fl.mechanisms import (
     registry,
 )
 
-_DEFAULT_COUNT_NOISE_FRACTION = 1 / 20
-
 # The name of the released sum of bits.
 BELOW = "below_clip"
 
@@ -124,26 +122,15 @@ class AdaptiveClipping(mechanism.Mechanism):
         largest = self.noise_multiplier
         if isinstance(largest, tuple):
             largest = max(largest)
-        self._check_count_noise(cast(float, largest), self.count_noise_stddev)
-
-    @staticmethod
-    def _check_count_noise(
-        noise_multiplier: float, count_noise_stddev: float
-    ) -> None:
-        if noise_multiplier > 0 and noise_multiplier >= 2 * count_noise_stddev:
-            raise ValueError(
-                "noise_multiplier must be less than 2 * count_noise_stddev, "
-                "or the count alone would cost more than the round may, got "
-                f"noise_multiplier={noise_multiplier!r} and "
-                f"count_noise_stddev={count_noise_stddev!r} (which is "
-                "clients_per_round / 20 unless given)."
-            )
+        formulas.check_count_noise(
+            cast(float, largest), self.count_noise_stddev
+        )
 
     def count_noise_stddev_of(self, clients_per_round: Any) -> Any:
         """Returns sigma_b of a round of so many clients (number or tensor)."""
         if self.count_noise_stddev is not None:
             return self.count_noise_stddev
-        return clients_per_round * _DEFAULT_COUNT_NOISE_FRACTION
+        return clients_per_round * formulas.COUNT_NOISE_FRACTION
 
     @classmethod
     def for_target(
@@ -165,7 +152,7 @@ class AdaptiveClipping(mechanism.Mechanism):
             largest: Any = noise_multiplier
             if isinstance(largest, Sequence):
                 largest = max(largest)
-            default = clients_per_round * _DEFAULT_COUNT_NOISE_FRACTION
+            default = clients_per_round * formulas.COUNT_NOISE_FRACTION
             if isinstance(largest, float | int) and largest > default:
                 options["count_noise_stddev"] = largest
         return super().for_target(
@@ -191,7 +178,7 @@ class AdaptiveClipping(mechanism.Mechanism):
     def _check_round(
         self, round_index: int, deployment: contribution.Deployment
     ) -> None:
-        self._check_count_noise(
+        formulas.check_count_noise(
             self.noise_multiplier_at(round_index),
             self.count_noise_stddev_of(deployment.cohort_size(round_index)),
         )

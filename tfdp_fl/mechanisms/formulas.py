@@ -33,6 +33,35 @@ def choose(condition: Any, one: Any, other: Any) -> Any:
     return tf.where(condition, one, other)
 
 
+# sigma_b unless it is given, as a part of m (Andrew et al. 2021).
+COUNT_NOISE_FRACTION = 1 / 20
+
+
+def check_count_noise(
+    noise_multiplier: Any,
+    count_noise_stddev: Any,
+    name: str = "count_noise_stddev",
+    clients: str = "clients_per_round",
+) -> None:
+    """Raises ValueError where a count alone costs all of z or more.
+
+    Args:
+      noise_multiplier: z, what a round's two releases together cost; where it
+        is 0 there is nothing to keep to.
+      count_noise_stddev: sigma_b, in clients.
+      name: What the user calls sigma_b.
+      clients: And m.
+    """
+    if noise_multiplier > 0 and not noise_multiplier < 2 * count_noise_stddev:
+        raise ValueError(
+            f"noise_multiplier must be less than 2 * {name}, or the count "
+            "alone would cost more than the round may, got "
+            f"noise_multiplier={noise_multiplier!r} and "
+            f"{name}={count_noise_stddev!r} (which is {clients} / 20 unless "
+            "given)."
+        )
+
+
 def update_noise_multiplier(
     noise_multiplier: Any, count_noise_stddev: Any
 ) -> Any:
@@ -60,20 +89,13 @@ def update_noise_multiplier(
       condition is not checked, and a violation gives NaN or infinity.
 
     Raises:
-      ValueError: if plain numbers are given and z >= 2 sigma_b > 0: the count
-        alone would cost all of z or more.
+      ValueError: if plain numbers are given and z >= 2 sigma_b > 0.
     """
     z, sigma_b = noise_multiplier, count_noise_stddev
     if isinstance(z, numbers.Real) and isinstance(sigma_b, numbers.Real):
         if z == 0:
             return 0.0
-        if not z < 2 * sigma_b:
-            raise ValueError(
-                "noise_multiplier must be below 2 * count_noise_stddev, or "
-                "the count of unclipped updates alone costs more than the "
-                f"round may; got noise_multiplier={z!r} and "
-                f"count_noise_stddev={sigma_b!r}."
-            )
+        check_count_noise(z, sigma_b)
     return z * (1.0 - (z / (2.0 * sigma_b)) ** 2) ** -0.5
 
 
@@ -109,23 +131,3 @@ def next_clip_norm(
     moved = clip_norm * factor
     moved = choose(moved > SMALLEST_CLIP_NORM, moved, SMALLEST_CLIP_NORM)
     return choose(moved < LARGEST_CLIP_NORM, moved, LARGEST_CLIP_NORM)
-
-
-def client_noise_stddev(
-    clip_norm: Any, noise_multiplier: Any, clients_per_round: Any
-) -> Any:
-    """Returns what each of m clients adds so that the sum carries z S.
-
-    m independent draws of N(0, (z S)^2 / m) sum to N(0, (z S)^2), the noise of
-    McMahan et al. (2018), Section 2, Eq. (1). It is right only if exactly m
-    clients answer.
-
-    Args:
-      clip_norm: S, with which the clients of this round clip.
-      noise_multiplier: z, or z_delta where the clip norm adapts.
-      clients_per_round: m, a plain number (or a float tensor).
-
-    Returns:
-      z S / sqrt(m), a standard deviation per coordinate.
-    """
-    return noise_multiplier * clip_norm / clients_per_round**0.5

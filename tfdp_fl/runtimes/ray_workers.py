@@ -7,22 +7,19 @@ import functools
 import operator
 import os
 import time
-import uuid
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfdp_fl import _optional, _validate
-from tfdp_fl.runtimes import lifting, sharded_cohorts
+from tfdp_fl.runtimes import sharded_cohorts
 from tfdp_fl.runtimes.errors import WorkerError, WorkerLost, WorkerUnavailable
+from tfdp_fl.runtimes.program import Program
 from tfdp_fl.runtimes.shard_workers import REQUEST, ShardWorkers, WorkerRecord
-
-if TYPE_CHECKING:
-    pass
 
 SUM, NONE = sharded_cohorts.SUM, sharded_cohorts.NONE
 
@@ -49,77 +46,6 @@ class RayWorkerRound(WorkerRecord):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """A traced function that another process can run.
-
-    Attributes:
-        name: Its own.
-        graph: The serialized GraphDef.
-        inputs: The names of its arguments, and then of what it captured.
-        captured: What stands for that: a value; or a variable's value, or its
-            shape and dtype where it is assigned before it is read.
-        is_variable: Which of them are variables.
-        outputs: The names of its results.
-        structure: Their nest.
-    """
-
-    name: str
-    graph: bytes = dataclasses.field(repr=False)
-    inputs: tuple[str, ...]
-    captured: tuple[Any, ...]
-    is_variable: tuple[bool, ...]
-    outputs: tuple[str, ...]
-    structure: Any = dataclasses.field(compare=False)
-
-    @classmethod
-    def of(
-        cls,
-        function: Any,
-        broadcast_spec: Any,
-        shard_spec: Any,
-        assigned: Iterable[tf.Variable] = (),
-    ) -> _Program:
-        """Traces `function(broadcast, shard)`; see `computation_from_function`.
-
-        Random operations lose their seeds, and a captured generator is refused,
-        as there.
-        """
-        concrete = function.get_concrete_function(broadcast_spec, shard_spec)
-        graph_def = concrete.graph.as_graph_def()
-        lifting._without_op_seeds(graph_def)
-        captures = list(concrete.graph.captures)
-        generators = {
-            id(variable.handle)
-            for variable in concrete.graph.variables
-            if variable.name.startswith("StateVar")
-        }
-        handles = {id(variable.handle) for variable in assigned}
-        count = len(concrete.inputs) - len(captures)
-        return cls(
-            name=uuid.uuid4().hex,
-            graph=graph_def.SerializeToString(),
-            inputs=tuple(
-                tensor.name
-                for tensor in [
-                    *concrete.inputs[:count],
-                    *(inner for _, inner in captures),
-                ]
-            ),
-            captured=tuple(
-                lifting._captured_value(external, handles, generators)
-                for external, _ in captures
-            ),
-            is_variable=tuple(
-                external.dtype == tf.resource for external, _ in captures
-            ),
-            outputs=tuple(tensor.name for tensor in concrete.outputs),
-            structure=tf.nest.map_structure(
-                lambda _: None, concrete.structured_outputs
-            ),
-        )
-
-
 class _Actor:
     """Runs programs; lives in a process of Ray's."""
 
@@ -130,7 +56,7 @@ class _Actor:
         """Returns the process id, once TensorFlow is there."""
         return os.getpid()
 
-    def make(self, program: _Program) -> None:
+    def make(self, program: Program) -> None:
         """Takes over a program, once."""
         if program.name not in self._made:
             self._made[program.name] = _runnable(program)
@@ -155,7 +81,7 @@ def _added(one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
     return [operator.add(a, b) for a, b in zip(one, other, strict=True)]
 
 
-def _runnable(program: _Program) -> Any:
+def _runnable(program: Program) -> Any:
     """Returns a function of a program's flat arguments, as NumPy arrays.
 
     A graph and a session of TensorFlow 1: a graph's own functions (of loops,
@@ -165,15 +91,11 @@ def _runnable(program: _Program) -> Any:
     count = len(program.inputs) - len(program.captured)
     graph = tf.Graph()
     with graph.as_default():
-        stand_ins = [
-            _stand_in(value, is_variable)
-            for value, is_variable in zip(
-                program.captured, program.is_variable, strict=True
-            )
-        ]
+        stand_ins = program.stand_ins()
+        handles = [getattr(each, "handle", each) for each in stand_ins]
         tf.graph_util.import_graph_def(
             graph_def,
-            input_map=dict(zip(program.inputs[count:], stand_ins, strict=True)),
+            input_map=dict(zip(program.inputs[count:], handles, strict=True)),
             name="cohort",
         )
         begin = tf.compat.v1.global_variables_initializer()
@@ -188,15 +110,6 @@ def _runnable(program: _Program) -> Any:
         return session.run(outputs, dict(zip(arguments, values, strict=True)))
 
     return run
-
-
-def _stand_in(value: np.ndarray | tf.TensorSpec, is_variable: bool) -> Any:
-    """Returns what an imported graph gets in the place of a capture."""
-    if isinstance(value, tf.TensorSpec):
-        value = tf.zeros(value.shape, value.dtype)
-    if not is_variable:
-        return tf.constant(value)
-    return tf.Variable(value, trainable=False).handle
 
 
 def _ray() -> Any:
@@ -274,7 +187,7 @@ class RayWorkers(ShardWorkers):
         last_round: What each worker did in the last round that was completed.
     """
 
-    _lift = staticmethod(_Program.of)
+    _lift = staticmethod(Program.of)
 
     def __init__(
         self,
@@ -397,7 +310,7 @@ class RayWorkers(ShardWorkers):
 
     def _run_sharded(
         self,
-        program: _Program,
+        program: Program,
         shards: Sequence[Any],
         broadcast: Any,
         reduction: str,
@@ -441,7 +354,7 @@ class RayWorkers(ShardWorkers):
 
     def _round(
         self,
-        program: _Program,
+        program: Program,
         broadcast: Any,
         work: Mapping[int, list[Any]],
         by_sum: bool,

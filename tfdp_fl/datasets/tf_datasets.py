@@ -1,0 +1,128 @@
+"""Clients whose examples are a `tf.data.Dataset` each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl import _validate
+from tfdp_fl.datasets import nests, sources
+from tfdp_fl.datasets.nests import Nest
+
+
+def source(clients: Mapping[Any, tf.data.Dataset]) -> sources.StreamedSource:
+    """Returns what reads them; see `FederatedDataset.from_tf_datasets`."""
+    spec = None
+    for client_id, dataset in clients.items():
+        try:
+            _validate.instance_of(tf.data.Dataset, dataset=dataset)
+            client_spec = _example_spec(dataset)
+            spec = spec or client_spec
+            _check_same_spec(client_spec, spec)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"Client {client_id!r}: {error}") from error
+    datasets = dict(clients)
+    return sources.StreamedSource(
+        list(datasets),
+        lambda client_id: _read_pair(datasets[client_id]),
+        spec,
+    )
+
+
+def source_of_client_data(
+    client_data: Any,
+    preprocess_fn: Callable[[tf.data.Dataset], tf.data.Dataset] | None,
+) -> tuple[sources.StreamedSource, list[Any]]:
+    """Returns what reads them, and their ids; see `from_client_data`."""
+    for attribute in ("client_ids", "create_tf_dataset_for_client"):
+        if not hasattr(client_data, attribute):
+            raise TypeError(
+                "client_data must be a tff.simulation.datasets.ClientData, "
+                f"got {type(client_data).__name__}, which has no "
+                f"{attribute}."
+            )
+    client_ids = list(client_data.client_ids)
+    sources.at_least_one_client(client_data=client_ids)
+
+    def dataset_of(client_id: Any) -> tf.data.Dataset:
+        dataset = client_data.create_tf_dataset_for_client(client_id)
+        return dataset if preprocess_fn is None else preprocess_fn(dataset)
+
+    made = sources.StreamedSource(
+        client_ids,
+        lambda client_id: _read_pair(dataset_of(client_id)),
+        _example_spec(dataset_of(client_ids[0])),
+    )
+    return made, client_ids
+
+
+def _read_pair(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
+    return sources.element_pair(sources.read_tf_dataset(dataset))
+
+
+def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
+    """Returns the spec of what `_read_pair` makes of one example."""
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "A client's dataset must end, got one that repeats for ever."
+        )
+    spec = sources.element_pair(dataset.element_spec)
+    spec = tf.nest.map_structure(_dense_spec, spec)
+    leaves = tf.nest.flatten(spec)
+    for leaf in leaves:
+        if not isinstance(leaf, tf.TensorSpec):
+            raise TypeError(
+                f"A client's examples must be dense tensors, got {leaf!r}."
+            )
+    if all(leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
+        raise ValueError(
+            "The elements of a client's dataset must be single examples, got "
+            f"what looks like batches, {nests.describe_spec(spec)}; "
+            ".unbatch() makes single examples of them."
+        )
+    spec = tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec(
+            leaf.shape,
+            tf.float32 if leaf.dtype == tf.float64 else leaf.dtype,
+        ),
+        spec,
+    )
+    return with_float_weights(spec)
+
+
+def _dense_spec(spec: Any) -> Any:
+    """Returns what a sequence is when it was filled up."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.TensorSpec(spec.shape, spec.dtype)
+    return spec
+
+
+def with_float_weights(spec: tuple[Nest, Nest]) -> tuple[Nest, Nest]:
+    """Returns the spec (x, y) of examples whose weights are float32."""
+    x, y = spec
+    if not isinstance(y, nests.Weighted):
+        return spec
+    weight = tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec(leaf.shape, tf.float32), y.sample_weight
+    )
+    return x, nests.Weighted(y.y, weight)
+
+
+def _check_same_spec(spec: Nest, expected: Nest) -> None:
+    try:
+        tf.nest.assert_same_structure(spec, expected)
+        same = all(
+            leaf.is_compatible_with(other)
+            for leaf, other in zip(
+                tf.nest.flatten(spec), tf.nest.flatten(expected), strict=True
+            )
+        )
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(
+            "Examples must be the same for every client, "
+            f"{nests.describe_spec(expected)}, got {nests.describe_spec(spec)}."
+        )
