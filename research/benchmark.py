@@ -78,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         default=_DATA,
         help="The folder of mnist.npz; random images of that size without it.",
     )
+    parser.add_argument(
+        "--current_python",
+        default=str(_ROOT / ".venv-current" / "bin" / "python"),
+        help="The Python of the current stack, for the rows that compare it "
+        "with this one (make STACK=current install makes it).",
+    )
     return parser
 
 
@@ -99,7 +105,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ImportError, ValueError) as error:
         sys.exit(f"benchmark.py: {error}")
     context = rows_lib.Context(
-        quick=arguments.quick, data_folder=arguments.data, say=_say
+        quick=arguments.quick,
+        data_folder=arguments.data,
+        current_python=arguments.current_python,
+        say=_say,
     )
     failed = _measure(selected, store, page, context, arguments.resume)
     _publish(store, page)

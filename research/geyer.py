@@ -73,6 +73,7 @@ def read_configs(
     wanted: Sequence[str],
     data_path: str | os.PathLike[str],
     seeds: int | None = None,
+    rounds: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Returns the sweeps' configurations by name, all of them checked.
 
@@ -81,6 +82,8 @@ def read_configs(
       wanted: The names.
       data_path: MNIST, as Keras stores it.
       seeds: How many seeds at most; None: all that are written there.
+      rounds: How many rounds at most, each of them evaluated; None: as many
+        as are written there.
 
     Raises:
       ValueError: A configuration is refused.
@@ -92,6 +95,8 @@ def read_configs(
         config = json.loads(path.read_text("utf-8"))
         config["base"] = {**config["base"], "data_path": str(data_path)}
         config["seeds"] = config["seeds"][:seeds]
+        if rounds is not None and rounds < config["base"]["rounds"]:
+            config["base"].update(rounds=rounds, validation_freq=1)
         sweeps.expand(config)
         configs[name] = config
     return configs

@@ -57,6 +57,12 @@ _SEEDS = flags.DEFINE_integer(
     "At most so many seeds a row; by default all.",
     lower_bound=1,
 )
+_QUICK = flags.DEFINE_bool(
+    "quick",
+    False,
+    "Three rounds of one seed a row, under ten minutes: to see that everything "
+    "works. Give it an output_dir of its own.",
+)
 _CONFIGS = flags.DEFINE_string(
     "configs",
     str(pathlib.Path(__file__).parent / "configs" / "geyer"),
@@ -79,7 +85,11 @@ def main(argv: Sequence[str]) -> None:
         wanted = geyer.names([int(k) for k in _CLIENTS.value], _ROWS.value)
         failed = geyer.run_all(
             geyer.read_configs(
-                _CONFIGS.value, wanted, _DATA_PATH.value, _SEEDS.value
+                _CONFIGS.value,
+                wanted,
+                _DATA_PATH.value,
+                seeds=1 if _QUICK.value else _SEEDS.value,
+                rounds=3 if _QUICK.value else None,
             ),
             _OUTPUT_DIR.value,
             say=lambda line: print(line, flush=True),

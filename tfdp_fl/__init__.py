@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tfdp_fl.mechanisms import (
         AdaptiveClipping,
         AdaptiveLocalDP,
+        ClientWeighting,
         CorrelatedNoise,
         FixedClipping,
         LocalDP,
@@ -59,6 +60,7 @@ _FROM = {
     "AdaptiveLocalDP": "mechanisms",
     "BLT": "correlated_noise",
     "BandedToeplitz": "correlated_noise",
+    "ClientWeighting": "mechanisms",
     "CorrelatedNoise": "mechanisms",
     "DPFederatedModel": "keras",
     "FixedClipping": "mechanisms",
@@ -79,6 +81,7 @@ __all__ = [
     "AdaptiveClipping",
     "AdaptiveLocalDP",
     "BandedToeplitz",
+    "ClientWeighting",
     "CorrelatedNoise",
     "DPFederatedModel",
     "FixedClipping",

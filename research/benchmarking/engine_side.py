@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import platform
 import tempfile
 import time
 from typing import Any
@@ -265,6 +266,14 @@ class EngineSide:
             )
             made.fit(made.rounds)
         return made.fit(made.rounds)
+
+    def versions(self) -> dict[str, str]:
+        """Returns what runs here."""
+        return {
+            "Python": platform.python_version(),
+            "TensorFlow": tf.__version__,
+            "Keras": getattr(tf.keras, "__version__", tf.keras.__name__),
+        }
 
     def memory(
         self,

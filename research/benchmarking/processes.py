@@ -43,6 +43,7 @@ class Side:
         kind: str,
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ):
         """Starts the process.
 
@@ -50,6 +51,7 @@ class Side:
           kind: Which object, see `child.make`.
           options: JSON values that it is made with.
           environment: Variables set in the child.
+          python: The interpreter that runs it.
         """
         self.kind = kind
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -60,7 +62,7 @@ class Side:
         )
         self._process = subprocess.Popen(
             [
-                sys.executable,
+                python,
                 "-m",
                 "research.benchmarking.child",
                 kind,

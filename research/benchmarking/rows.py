@@ -56,11 +56,13 @@ class Context:
     Attributes:
       quick: Few repetitions and short curves: to see that all of it works.
       data_folder: Where `mnist.npz` may lie.
+      current_python: The interpreter of the current stack.
       say: Prints a line of progress.
     """
 
     quick: bool = False
     data_folder: str | None = None
+    current_python: str = sys.executable
     say: Callable[[str], None] = lambda line: None
 
     @property
@@ -459,6 +461,35 @@ def correlated_noise(context: Context) -> Result:
     return {**both, "ratio": ratio}
 
 
+def stacks(workload: workloads.Workload, context: Context) -> Result:
+    """Compares rounds on the current stack with rounds on TFF's."""
+    pythons = {"tff": sys.executable, "current": context.current_python}
+    with contextlib.ExitStack() as running:
+        sides = {
+            name: running.enter_context(Side("engine", python=python))
+            for name, python in pythons.items()
+        }
+        ways = {
+            name: side.call("add", run="run", workload=workload.name)["way"]
+            for name, side in sides.items()
+        }
+        both = alternate(
+            context.blocks,
+            {
+                name: _measure(side, "run", context.seconds(2.0))
+                for name, side in sides.items()
+            },
+        )
+        versions = {name: side.call("versions") for name, side in sides.items()}
+    ratio = both["current"]["median"] / both["tff"]["median"]
+    context.say(
+        f"{1e3 * both['current']['median']:.1f} ms ({ways['current']}), on "
+        f"TensorFlow 2.14 {1e3 * both['tff']['median']:.1f} ms "
+        f"({ways['tff']}): {ratio:.2f}"
+    )
+    return {**both, "ratio": ratio, "ways": ways, "versions": versions}
+
+
 _IMPORT = """
 import json, sys, time
 start = time.perf_counter()
@@ -582,6 +613,15 @@ def _rows() -> list[Row]:
             correlated_noise,
         ),
         Row("import", "growth", "import time", import_time),
+        *[
+            Row(
+                f"stack_{work.name}",
+                "stacks",
+                f"{work.title}: the current stack",
+                bound(stacks, work),
+            )
+            for work in works
+        ],
         Row("mnist", "growth", "10 000 clients over MNIST", mnist_copies),
         *[
             Row(

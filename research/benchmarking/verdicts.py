@@ -18,6 +18,7 @@ IMPORT_SECONDS = 0.9
 FIRST_ROUND_SECONDS = 3.0
 JIT_FACTOR = 1.1
 CORRELATED_FACTOR = 1.15
+STACK_FACTOR = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +251,10 @@ def of_growth(results: Results) -> list[Verdict]:
         each
         for each in (
             _of_correlated(results),
+            *(
+                _of_stack(results, work)
+                for work in workloads.WORKLOADS.values()
+            ),
             _of_import(results),
             _of_modules(results),
             _of_first_round(results),
@@ -274,6 +279,23 @@ def _of_correlated(results: Results) -> Verdict | None:
         f"at most {CORRELATED_FACTOR}",
         result["ratio"] <= CORRELATED_FACTOR,
         "Three more copies of the model are read and written in a round.",
+    )
+
+
+def _of_stack(results: Results, work: workloads.Workload) -> Verdict | None:
+    result = results.result(f"stack_{work.name}")
+    if result is None:
+        return None
+    times = [milliseconds(result[n]["median"]) for n in ("current", "tff")]
+    versions = [result["versions"][n]["TensorFlow"] for n in ("current", "tff")]
+    return Verdict(
+        f"stack_{work.name}",
+        f"{work.title}: TensorFlow {versions[0]} with Keras 3 over "
+        f"TensorFlow {versions[1]}",
+        f"{result['ratio']:.2f} ({times[0]} against {times[1]})",
+        f"at most {STACK_FACTOR}",
+        result["ratio"] <= STACK_FACTOR,
+        "The operations are the same; what is slower is TensorFlow's.",
     )
 
 

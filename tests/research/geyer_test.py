@@ -174,6 +174,15 @@ class GeyerTest(absltest.TestCase):
         self.assertLen([line for line in said if "there already" in line], 2)
         self.assertLen(geyer.read_rows(self.folder), 2)
 
+    def test_quick_runs_are_the_same_but_for_rounds_and_seeds(self):
+        names = geyer.names()
+        whole = geyer.read_configs(_CONFIGS, names, __file__)
+        quick = geyer.read_configs(_CONFIGS, names, __file__, seeds=1, rounds=3)
+        for name in names:
+            self.assertLen(quick[name]["seeds"], 1)
+            base = {**whole[name]["base"], "rounds": 3, "validation_freq": 1}
+            self.assertEqual(quick[name]["base"], base)
+
     def test_refused(self):
         with self.assertRaisesRegex(ValueError, "rows"):
             geyer.names(rows=["best"])

@@ -106,6 +106,11 @@ CAVEATS: dict[str, str] = {
         "client replaced by another; that the number of clients is N is not "
         "protected."
     ),
+    "client_weighting_given": (
+        "The cap and the expected mean of the clients' weights count as given "
+        "beforehand: where they were chosen by looking at the clients' data, "
+        "that choice is not covered."
+    ),
     "clients_excluded": (
         "Some drawn clients failed and were left out of their round's sum; the "
         "noise and the divisor stayed as planned."

@@ -36,6 +36,7 @@ from tfdp_fl.engine import (
     compile_choice,
     dense_models,
     devices,
+    example_weights,
     joint_clip,
     labels,
     layout,
@@ -135,6 +136,9 @@ class CohortEngine:
             ]
         first = trainers[0]
         first.check_state()
+        example_weights.check_weighting(
+            element_spec[1], deployment.client_weighting
+        )
         self._label_ranges = first.label_ranges
         self.query = mechanism.bind(
             dataclasses.replace(
@@ -168,6 +172,7 @@ class CohortEngine:
             kernels=dense_models.kernels_of(first.model) if beside else None,
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=xla,
+            weighting=deployment.client_weighting,
         )
         self._broadcasts = broadcast.Broadcast(
             self.query, self.server, self._unaggregated, broadcast_hook

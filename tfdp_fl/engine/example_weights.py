@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl.datasets import nests
+from tfdp_fl.mechanisms import ClientWeighting, client_weighting
 
 ClassWeight = Mapping[int, float]
 
@@ -80,6 +81,20 @@ def check(
         raise ValueError(
             "class_weight must name classes of the model, from 0 to "
             f"{max(2, classes) - 1}, got {too_large[0]}."
+        )
+
+
+def check_weighting(label_spec: Any, weighting: ClientWeighting | None) -> None:
+    """Raises ValueError if clients cannot count by their examples' weights."""
+    if weighting is None or weighting.measure != client_weighting.SAMPLE_WEIGHT:
+        return
+    if nests.weights_of(label_spec) is None or not are_numbers_of_rows(
+        label_spec
+    ):
+        raise ValueError(
+            "client_weighting must be ClientWeighting.num_examples(cap), or "
+            "clients must be (x, y, sample_weight) with one number for each "
+            f"example, got {weighting!r} and labels {label_spec}."
         )
 
 

@@ -57,7 +57,11 @@ class JointClip:
             total = self._query.initial_sample_state(self._spec.zeros())
             for members, collected in pending.collected[replica]:
                 one = self._sum(
-                    params, collected.updates, tf.constant(members), seed
+                    params,
+                    collected.updates,
+                    collected.scalars,
+                    tf.constant(members),
+                    seed,
                 )
                 total = cohort.added(total, one)
             return total
@@ -66,7 +70,13 @@ class JointClip:
         for members, collected in [
             part for group in pending.collected for part in group
         ][:1]:
-            self._sum(params, collected.updates[:0], members[:0], seed)
+            self._sum(
+                params,
+                collected.updates[:0],
+                collected.scalars[:0],
+                members[:0],
+                seed,
+            )
         pending.set_contributions(list(pool.map(run, range(len(pending.sums)))))
 
     def clip_each(self, pending: rounds.PendingRound, params: Any) -> None:
@@ -75,7 +85,11 @@ class JointClip:
         for group in pending.collected:
             for place, (members, collected) in enumerate(group):
                 clipped = self._each(
-                    params, collected.updates, tf.constant(members), seed
+                    params,
+                    collected.updates,
+                    collected.scalars,
+                    tf.constant(members),
+                    seed,
                 )
                 group[place] = (members, clipped)
 
@@ -86,28 +100,40 @@ class JointClip:
         return state, self._query.derive_sample_params(state)
 
     def _clipped(
-        self, params: Any, update: tf.Tensor, member: tf.Tensor, seed: tf.Tensor
+        self,
+        params: Any,
+        update: tf.Tensor,
+        scalars: tf.Tensor,
+        member: tf.Tensor,
+        seed: tf.Tensor,
     ) -> contribution.Contribution:
         """Returns a client's contribution.
 
         Args:
           params: The query's sample params, with the clip of this round.
           update: Float32 [D].
+          scalars: What is known of the client beside it: what it counts.
           member: Int32 scalar, the client's place in the cohort.
           seed: Int64 [2], the round's seed.
         """
         client_seed = noise.fold_in(seed, member)
         with noise.seeded(noise.fold_in(client_seed, 0)):
             return self._query.preprocess_record(
-                params, self._spec.unflatten(update)
+                params,
+                self._spec.unflatten(update),
+                contribution.Client(
+                    weight=self._query.weight_of_scalars(scalars)
+                ),
             )
 
-    def _summed(self, params, updates, members, seed):
+    def _summed(self, params, updates, scalars, members, seed):
         """Returns the sum of some clients' contributions."""
         query, count = self._query, tf.shape(updates)[0]
 
         def client(k, total):
-            one = self._clipped(params, updates[k], members[k], seed)
+            one = self._clipped(
+                params, updates[k], scalars[k], members[k], seed
+            )
             return k + 1, query.accumulate_preprocessed_record(total, one)
 
         zeros = query.initial_sample_state(self._spec.zeros())
@@ -119,7 +145,7 @@ class JointClip:
         )
         return total
 
-    def _clipped_each(self, params, updates, members, seed):
+    def _clipped_each(self, params, updates, scalars, members, seed):
         """Returns what `_summed` adds up, one by one: `CollectedUpdates`."""
 
         def client(row):
@@ -128,7 +154,7 @@ class JointClip:
 
         flat, scalars = tf.map_fn(
             client,
-            (updates, members),
+            (updates, scalars, members),
             parallel_iterations=1,
             fn_output_signature=(
                 tf.TensorSpec([self._spec.size], tf.float32),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfdp_fl.engine import chunks, dense_models, rounds, tables
+from tfdp_fl.mechanisms import ClientWeighting
 
 
 class Way(NamedTuple):
@@ -62,11 +63,13 @@ class Layout:
       collected_bytes: What a client's update takes where each is kept; None
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one.
+      weighting: What clients count; None: all the same.
     """
 
     kernels: dense_models.Kernels | None
     collected_bytes: int | None
     xla: bool
+    weighting: ClientWeighting | None = None
 
     def lay_out(
         self,
@@ -102,6 +105,12 @@ class Layout:
         if inputs.windows is not None:
             windows = inputs.windows[clients.members].astype(np.float32)
             clients = clients._replace(windows=windows)
+        if self.weighting is not None:
+            clients = clients._replace(
+                measured=tables.measured(
+                    self.weighting, chunk.lengths, chunk.rows, chunk.y
+                )
+            )
         if self.kernels is None or not dense_models.is_worthwhile(
             self.kernels, chunk.lengths, inputs.batch_size, inputs.local_epochs
         ):

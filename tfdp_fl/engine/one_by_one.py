@@ -80,15 +80,18 @@ class OneByOne:
                 total = total._replace(moments=moments)
             if self.output == cohort.EACH_UPDATE:  # Clipped later.
                 norm = query.record_norm(update)
+                weight = self._weight(table, k)
                 row = cohort.flatten(update, tf.math.is_finite(norm))
-                scalars = query.with_norm_of_scalars(norm)
+                scalars = query.with_norm_of_scalars(norm, weight)
                 collected = self._with_row(collected, k, row, scalars)
                 return k + 1, total, collected, windows
             with noise.seeded(noise.fold_in(seed, 0)):
                 one = query.preprocess_record(
                     received.params,
                     update,
-                    contribution.Client(table.num_examples[k], window),
+                    contribution.Client(
+                        table.num_examples[k], window, self._weight(table, k)
+                    ),
                 )
             if self.output == cohort.EACH_CONTRIBUTION:
                 _check_one_by_one(one.update, received.weights)
@@ -117,6 +120,14 @@ class OneByOne:
             norms = windows.stack()
         metrics = self.trainer.metric_values()
         return cohort.Trained(total, metrics, norms, collected)
+
+    def _weight(
+        self, table: tables.ClientTable, k: tf.Tensor
+    ) -> tf.Tensor | None:
+        """Returns what client k counts; None: 1."""
+        if isinstance(table.measured, tuple):
+            return None
+        return self._query.client_weight(table.measured[k])
 
     def _nobody(
         self,

@@ -167,7 +167,7 @@ class SideBySide:
             )
             loss += summed
             examples += counted
-        clipped = self._clip_and_sum(received, memory)
+        clipped = self._clip_and_sum(received, memory, table.measured)
         return (
             cohort.CohortSum(clipped, loss, examples, ()),
             self._trainer.metric_values(),
@@ -194,9 +194,7 @@ class SideBySide:
 
         def some(start: tf.Tensor) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
             end = start + at_once
-            group = tables.SideBySideTable(
-                table.rows[:, start:end], table.sizes[:, start:end]
-            )
+            group = table.clients(start, end)
             total, metrics = self._cohort(received, x, y, group)
             for each, part in zip(sums, total.contribution.update, strict=True):
                 each.assign_add(part)
@@ -395,9 +393,15 @@ class SideBySide:
         return z
 
     def _clip_and_sum(
-        self, received: cohort.Received, memory: list[_Memory]
+        self, received: cohort.Received, memory: list[_Memory], measured: Any
     ) -> contribution.Contribution:
-        """Scales each client's update as the mechanism says, and adds up."""
+        """Scales each client's update as the mechanism says, and adds up.
+
+        Args:
+          received: What the server sent.
+          memory: What each dense layer remembers.
+          measured: Float32 [K], see `tables.ClientTable`.
+        """
         rate = received.learning_rate
         dense = [layer for layer in self._layers if _is_dense(layer)]
         grams, factors = self._factors(dense, memory)
@@ -421,6 +425,8 @@ class SideBySide:
         each = self._query.mechanism.contribution_of_norm(
             tf.where(usable, norm, 0.0), usable, received.params
         )
+        if not isinstance(measured, tuple):
+            each = each.weighted(self._query.client_weight(measured))
         seen = tf.cast(size * length, tf.float32)
         each = each._replace(norm=tf.where(usable, seen, 0.0))
         # A rate that is no number makes nobody usable, and zero of everybody.

@@ -11,6 +11,10 @@ import heapq
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
+
+from tfdp_fl.datasets import nests
+from tfdp_fl.mechanisms import ClientWeighting, client_weighting
 
 
 class ClientTable(NamedTuple):
@@ -26,6 +30,8 @@ class ClientTable(NamedTuple):
       num_examples: Int32 [K], each client's number of examples.
       windows: Float32 [K, W, L], the norms of each client's last rounds, NaN
         where there are none; [K, 0, 0] if the mechanism keeps none.
+      measured: Float32 [K], what each client's weight follows from (see
+        `measured`); () where all count the same.
     """
 
     rows: Any
@@ -34,6 +40,7 @@ class ClientTable(NamedTuple):
     members: Any
     num_examples: Any
     windows: Any
+    measured: Any = ()
 
     @property
     def num_clients(self) -> int:
@@ -58,10 +65,49 @@ class SideBySideTable(NamedTuple):
       rows: Int32 [S, K, B], the row numbers of each step's batch.
       sizes: Int32 [S, K], how many of the B rows count; 0 for a client that
         has no such step.
+      measured: See `ClientTable`.
     """
 
     rows: Any
     sizes: Any
+    measured: Any = ()
+
+    def clients(self, start: Any, end: Any) -> SideBySideTable:
+        """Returns the table of some clients that follow each other."""
+        measured = self.measured
+        return SideBySideTable(
+            self.rows[:, start:end],
+            self.sizes[:, start:end],
+            () if isinstance(measured, tuple) else measured[start:end],
+        )
+
+
+def measured(
+    weighting: ClientWeighting | None, lengths: np.ndarray, rows: Any, y: Any
+) -> Any:
+    """Returns what clients have of that by which they count.
+
+    Each client's from its own rows alone: a NaN of one is nobody else's.
+
+    Args:
+      weighting: What clients count; None: all the same.
+      lengths: Int [K], how many examples each has.
+      rows: Int [sum of lengths], the rows of these examples.
+      y: Nest of labels, perhaps with weights beside them.
+
+    Returns:
+      Float32 [K]; () where all count the same.
+    """
+    if weighting is None:
+        return ()
+    if weighting.measure == client_weighting.NUM_EXAMPLES:
+        return np.asarray(lengths, np.float32)
+    (weights,) = map(nests.view, tf.nest.flatten(nests.weights_of(y)))
+    weights = weights.reshape(-1)[rows].astype(np.float64)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = np.bincount(owner, weights, minlength=len(lengths))
+        return sums.astype(np.float32)
 
 
 def steps_per_client(
@@ -227,6 +273,9 @@ def select(table: ClientTable, group: np.ndarray) -> ClientTable:
         members=table.members[group],
         num_examples=table.num_examples[group],
         windows=table.windows[group],
+        measured=()
+        if isinstance(table.measured, tuple)
+        else table.measured[group],
     )
 
 
@@ -244,6 +293,7 @@ def side_by_side(table: ClientTable, num_steps: int) -> SideBySideTable:
         return SideBySideTable(
             np.ascontiguousarray(table.rows.reshape(shape).swapaxes(0, 1)),
             np.ascontiguousarray(table.batch_sizes.reshape(shape[:2]).T),
+            table.measured,
         )
     step = np.arange(num_steps)[:, None]
     active = step < steps[None, :]
@@ -253,9 +303,12 @@ def side_by_side(table: ClientTable, num_steps: int) -> SideBySideTable:
         return SideBySideTable(
             np.zeros([*shape, table.rows.shape[1]], np.int32),
             np.zeros(shape, np.int32),
+            table.measured,
         )
     return SideBySideTable(
-        table.rows[index], np.where(active, table.batch_sizes[index], 0)
+        table.rows[index],
+        np.where(active, table.batch_sizes[index], 0),
+        table.measured,
     )
 
 
@@ -289,4 +342,7 @@ def padded(table: ClientTable) -> ClientTable:
         members=pad(table.members, clients),
         num_examples=pad(table.num_examples, clients),
         windows=pad(table.windows, clients, np.nan),
+        measured=()
+        if isinstance(table.measured, tuple)
+        else pad(table.measured, clients),
     )

@@ -50,7 +50,7 @@ from tfdp_fl.keras.fit_plan import FitPlan
 from tfdp_fl.keras.preparation import Preparation, PreparedEngine
 from tfdp_fl.keras.privacy_target import PrivacyTarget, warn_of_large_delta
 from tfdp_fl.keras.run import Run
-from tfdp_fl.mechanisms import Mechanism
+from tfdp_fl.mechanisms import ClientWeighting, Mechanism
 
 
 class NotCompiledError(RuntimeError, ValueError):
@@ -92,6 +92,7 @@ class DPFederatedModel:
         secure_aggregation: Any = None,
         num_replicas: int | None = None,
         target: PrivacyTarget | None = None,
+        client_weighting: ClientWeighting | None = None,
     ):
         """Wraps a model; nothing is copied or traced yet.
 
@@ -122,6 +123,11 @@ class DPFederatedModel:
           num_replicas: How many clients train at once; None: one a core.
           target: What the noise was calibrated for; kept in every `fit`, as
             its `on_overspend` says. `make_private` gives it.
+          client_weighting: What clients count in the mean, such as
+            `tfdp_fl.ClientWeighting.num_examples(cap=100)`; None: 1 each. The
+            noise and its cost are the same. With mechanisms that clip whole
+            updates and protect their sum, and summed without secure
+            aggregation.
 
         Raises:
           ValueError: An argument is not allowed; the message names it.
@@ -140,6 +146,7 @@ class DPFederatedModel:
             secure_aggregation=secure_aggregation,
             num_replicas=num_replicas,
             target=target,
+            client_weighting=client_weighting,
         )
         self._given_mechanism = self.setup.mechanism
         self.run: Run | None = None

@@ -103,6 +103,7 @@ class Preparation:
             num_clients=clients.num_clients,
             sampling=setup.sampling,
             min_examples=min_examples,
+            client_weighting=setup.client_weighting,
             **calibrated,
         )
         mechanism.check(deployment)

@@ -118,6 +118,9 @@ def settings(
         "non_trainable_state": setup.non_trainable_state,
         "on_client_failure": setup.on_client_failure,
         "secure_aggregation": setup.secure_aggregation is not None,
+        "client_weighting": None
+        if setup.client_weighting is None
+        else repr(setup.client_weighting),
         "optimizer": _config(compiled.training.optimizer),
         "server_optimizer": _config(compiled.server_optimizer),
         "grad_clip": compiled.training.grad_clip,

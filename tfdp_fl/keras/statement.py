@@ -36,8 +36,8 @@ def facts(
     return accounting.StatementFacts(
         guarantee=spending.guarantee,
         mechanism=mechanism.name,
-        mechanism_description=mechanism.describe(),
-        mechanism_parameters=_parameters(mechanism, run.rounds),
+        mechanism_description=_description(setup),
+        mechanism_parameters=_parameters(setup, run.rounds),
         unit="record"
         if spending.guarantee == spending_lib.RECORD
         else "client",
@@ -77,8 +77,23 @@ def unit(mechanism: mechanisms.Mechanism) -> str:
     return "record" if mechanism.guarantee == spending_lib.RECORD else "client"
 
 
-def _parameters(mechanism: mechanisms.Mechanism, rounds: int) -> dict[str, Any]:
+def _description(setup: TrainingSetup) -> str:
+    """Returns what is released, and what clients count in it."""
+    sentence = setup.mechanism.describe()
+    weighting = setup.client_weighting
+    if weighting is None:
+        return sentence
+    divisor = (
+        "the sum of the weights"
+        if setup.mechanism.guarantee == spending_lib.NONE
+        else f"m times {weighting.mean_weight:g}, which was given beforehand"
+    )
+    return f"{sentence} {weighting.describe()} The sum is divided by {divisor}."
+
+
+def _parameters(setup: TrainingSetup, rounds: int) -> dict[str, Any]:
     """Returns the mechanism's parameters; of a schedule, its range."""
+    mechanism = setup.mechanism
     charged = range(max(1, rounds))
     parameters = {}
     for name, value in mechanism.parameters().items():
@@ -94,6 +109,8 @@ def _parameters(mechanism: mechanisms.Mechanism, rounds: int) -> dict[str, Any]:
         elif not isinstance(value, (bool, int, float, str)):
             value = type(value).__name__ if name == "query" else repr(value)
         parameters[name] = value
+    if setup.client_weighting is not None:
+        parameters["client_weighting"] = repr(setup.client_weighting)
     return parameters
 
 
@@ -144,6 +161,8 @@ def _caveats(
         "non_trainable_released": private
         and cohort_engine.server.has_non_trainable,
         "non_trainable_kept": cohort_engine.keeps_non_trainable,
+        "client_weighting_given": private
+        and setup.client_weighting is not None,
         "clients_excluded": seen.clients_excluded > 0,
         "rounds_abandoned": seen.rounds_abandoned > 0,
         "rounds_charged_twice": seen.rounds_charged_twice > 0,

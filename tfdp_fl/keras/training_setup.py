@@ -11,7 +11,12 @@ from tfdp_fl import _validate, keras_versions, schedules
 from tfdp_fl.accounting.charge import ACCOUNTANTS, SAMPLINGS
 from tfdp_fl.engine import replicas
 from tfdp_fl.keras.privacy_target import PrivacyTarget
-from tfdp_fl.mechanisms import Deployment, Mechanism
+from tfdp_fl.mechanisms import (
+    ClientWeighting,
+    Deployment,
+    Mechanism,
+    client_weighting,
+)
 
 FAILURE_RULES = ("abort", "exclude")
 NON_TRAINABLE_STATES = ("aggregate", "keep")
@@ -35,6 +40,7 @@ class TrainingSetup:
     secure_aggregation: Any = None
     num_replicas: int | None = None
     target: PrivacyTarget | None = None
+    client_weighting: ClientWeighting | None = None
 
     def __post_init__(self) -> None:
         _validate.instance_of(Mechanism, mechanism=self.mechanism)
@@ -68,6 +74,13 @@ class TrainingSetup:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        client_weighting.check(self.client_weighting, mechanism)
+        if None not in (self.client_weighting, self.secure_aggregation):
+            raise ValueError(
+                "client_weighting must be None with secure_aggregation, whose "
+                "members all count the same, got "
+                f"{self.client_weighting!r}."
+            )
         mechanism.check(
             Deployment(
                 clients_per_round=self.clients_per_round, sampling=self.sampling

@@ -2,6 +2,7 @@
 
 from tfdp_fl.mechanisms.adaptive_clipping import AdaptiveClipping
 from tfdp_fl.mechanisms.adaptive_local_dp import AdaptiveLocalDP
+from tfdp_fl.mechanisms.client_weighting import ClientWeighting
 from tfdp_fl.mechanisms.cohort_query import CohortQuery
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
@@ -29,6 +30,7 @@ __all__ = [
     "AdaptiveClipping",
     "AdaptiveLocalDP",
     "Client",
+    "ClientWeighting",
     "CohortQuery",
     "Contribution",
     "CorrelatedNoise",

@@ -27,7 +27,7 @@ from typing import Any
 import dp_accounting
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import clipping, noise
+from tfdp_fl.mechanisms import client_weighting, clipping, noise
 from tfdp_fl.mechanisms.contribution import (
     NUM_DIAGNOSTICS,
     Client,
@@ -54,6 +54,7 @@ class CohortQuery:
     """
 
     def __init__(self, mechanism: Any, deployment: Deployment):
+        client_weighting.check(deployment.client_weighting, mechanism)
         self.mechanism = mechanism
         self.deployment = deployment
 
@@ -77,10 +78,35 @@ class CohortQuery:
         """Returns the norms, [...], among scalars, [..., num_scalars]."""
         return scalars[..., -NUM_DIAGNOSTICS]
 
-    def with_norm_of_scalars(self, norm: tf.Tensor) -> tf.Tensor:
-        """Returns scalars of which nothing is known yet but the norm."""
+    def with_norm_of_scalars(
+        self, norm: tf.Tensor, weight: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """Returns scalars of which nothing else is known before the clip.
+
+        Args:
+          norm: Float32 scalar.
+          weight: Float32 scalar, what the client counts; None: 1, set later.
+        """
         place = self.num_scalars - NUM_DIAGNOSTICS
-        return norm * tf.one_hot(place, self.num_scalars)
+        scalars = norm * tf.one_hot(place, self.num_scalars)
+        if weight is None:
+            return scalars
+        return scalars + weight * tf.one_hot(place - 1, self.num_scalars)
+
+    def weight_of_scalars(self, scalars: tf.Tensor) -> tf.Tensor | None:
+        """Returns the weights, [...], among scalars; None: 1 each."""
+        if self.deployment.client_weighting is None:
+            return None
+        return scalars[..., -NUM_DIAGNOSTICS - 1]
+
+    def client_weight(self, measured: Any) -> tf.Tensor | None:
+        """Returns what clients count, from what they have; None: 1 each.
+
+        Args:
+          measured: Float32, any shape: see `ClientWeighting.weight`.
+        """
+        weighting = self.deployment.client_weighting
+        return None if weighting is None else weighting.weight(measured)
 
     @property
     def only_scales(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tfdp_fl import schedules
 from tfdp_fl._on_use import tf
+from tfdp_fl.mechanisms.client_weighting import ClientWeighting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class Deployment:
       shapes: Theirs, or None if unknown.
       min_examples: The smallest number of examples that a client holds, or
         None if unknown.
+      client_weighting: What clients count in the mean; None: 1 each.
     """
 
     clients_per_round: schedules.Schedule
@@ -35,6 +37,7 @@ class Deployment:
     num_variables: int | None = None
     shapes: tuple[tuple[int, ...], ...] | None = None
     min_examples: int | None = None
+    client_weighting: ClientWeighting | None = None
 
     def cohort_size(self, round_index: int) -> float:
         """Returns the expected cohort size m_t of one round."""
@@ -91,10 +94,12 @@ class Client(NamedTuple):
       num_examples: Scalar, its number of examples n.
       window: Float32 [W, L], the norms that its last updates had in each of
         the L variables, NaN where there are none; None without such a memory.
+      weight: Float32 scalar in [0, 1], what it counts; None: 1.
     """
 
     num_examples: Any = None
     window: Any = None
+    weight: Any = None
 
 
 class Contribution(NamedTuple):
@@ -130,6 +135,19 @@ class Contribution(NamedTuple):
         count = len(self.sums)
         sums = dict(zip(self.sums, scalars[:count], strict=True))
         return Contribution(update, sums, *scalars[count:])
+
+    def weighted(self, weight: Any) -> Contribution:
+        """Returns contributions that count less, and hand in as much else.
+
+        Args:
+          weight: Float32 in [0, 1], of the shape of `update`, which is the
+            factor of updates of which only the norm is known; None: 1.
+        """
+        if weight is None:
+            return self
+        return self._replace(
+            update=self.update * weight, weight=self.weight * weight
+        )
 
 
 # How many of `Contribution.scalars` are diagnostics, at their end.

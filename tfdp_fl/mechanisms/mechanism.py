@@ -229,8 +229,9 @@ class Mechanism(abc.ABC):
           client: What the client knows of itself.
           deployment: Where it is.
         """
-        del client, deployment
+        del deployment
         one = self.contribution_of_norm(*clipping.usable_norm(update), round)
+        one = one.weighted(client.weight)
         return one._replace(update=clipping.scaled(update, one.update))
 
     def add_noise(
@@ -254,17 +255,22 @@ class Mechanism(abc.ABC):
     ) -> list[tf.Tensor]:
         """Returns the released mean of a noised sum: the sum divided by m.
 
+        Where clients count differently, by m times their expected weight.
+
         Args:
           update: The noised sum.
           weight: Float32 scalar, the sum of the clients' weights.
           round: This round.
           deployment: Where it is.
         """
-        del weight, deployment
-        return [
-            tensor / tf.cast(round.clients_per_round, tensor.dtype)
-            for tensor in update
-        ]
+        del weight
+        expected, weighting = (
+            round.clients_per_round,
+            deployment.client_weighting,
+        )
+        if weighting is not None:
+            expected = expected * weighting.mean_weight
+        return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
 
     def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
         """Returns the clip of the next round.
