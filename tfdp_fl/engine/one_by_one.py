@@ -127,7 +127,7 @@ class OneByOne:
         """Returns what client k counts; None: 1."""
         if isinstance(table.measured, tuple):
             return None
-        return self._query.client_weight(table.measured[k])
+        return self.query.client_weight(table.measured[k])
 
     def _nobody(
         self,
