@@ -30,7 +30,8 @@ class CohortFunctions:
 
     Attributes:
       example_specs: Specs of (x, y), for any number of stored examples.
-      traced: The functions so far, by replica and `layout.Way`.
+      traced: The functions so far, by replica, `layout.Way` and the dtype of
+        the rounds' seeds.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CohortFunctions:
             lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
             element_spec,
         )
-        self.traced: dict[tuple[int, layout.Way], Any] = {}
+        self.traced: dict[tuple[int, layout.Way, tf.DType], Any] = {}
 
     def train(self, way: layout.Way, replica: int = 0) -> Train:
         """Returns the function that trains a part's clients, not traced.
@@ -111,7 +112,7 @@ class CohortFunctions:
             chunk.y,
             *part.tables,
         )
-        key = (replica, part.way)
+        key = (replica, part.way, pending.tensors[1].dtype)
         if key not in self.traced:
             self.traced[key] = self._traced(replica, part.way, arguments)
         return calls.Call(self.traced[key], arguments)

@@ -27,6 +27,7 @@ _MODEL_OPTIONS = (
     "non_trainable_state",
     "secure_aggregation",
     "num_replicas",
+    "noise_generator",
 )
 # Noise multipliers that no run has, to ask a mechanism what it allows.
 _TINY, _HUGE = 1e-6, 1e6

@@ -86,6 +86,7 @@ class DPFederatedModel:
         non_trainable_state: str = "aggregate",
         secure_aggregation: Any = None,
         num_replicas: int | None = None,
+        noise_generator: str = "philox",
         target: PrivacyTarget | None = None,
     ):
         """Wraps a model; nothing is copied or traced yet.
@@ -115,6 +116,10 @@ class DPFederatedModel:
           secure_aggregation: An `AdditiveSecretSharing`, through which the
             clients' records are summed; None sums them in the engine.
           num_replicas: How many clients train at once; None: one a core.
+          noise_generator: What the noise is drawn from: "philox", which is
+            fast, or "cryptographic": ChaCha20, keyed by the operating system
+            in every round. It takes no `seed`, and drawing takes several times
+            as long (see docs/floating_point.md).
           target: What the noise was calibrated for; kept in every `fit`, as
             its `on_overspend` says. `make_private` gives it.
 
@@ -134,6 +139,7 @@ class DPFederatedModel:
             non_trainable_state=non_trainable_state,
             secure_aggregation=secure_aggregation,
             num_replicas=num_replicas,
+            noise_generator=noise_generator,
             target=target,
         )
         self._given_mechanism = self.setup.mechanism
@@ -465,6 +471,7 @@ class DPFederatedModel:
         _validate.positive_integer(validation_freq=validation_freq)
         if seed is not None:
             _validate.non_negative_integer(seed=seed)
+            self.setup.check_seed(seed)
         _check_runtime_and_audit(runtime, audit, resume_from)
         verbose = 1 if verbose == "auto" else verbose
         verbose = _validate.one_of((0, 1, 2), verbose=verbose)
@@ -523,6 +530,7 @@ class DPFederatedModel:
             run.audit = audit
         run.spending.expect(clients.num_clients)
         run.facts.seed_given |= seed is not None
+        run.facts.note_generator(self.setup.noise_generator)
         run.facts.validated |= validation_data is not None
         run.facts.note_held_out(held_out, run.rounds)
         self.run = run

@@ -153,7 +153,8 @@ def _caveats(
         "only_runs_in_ledgers_counted": private and other_runs,
         "evaluations_counted": private and spending.evaluations > 0,
         "floating_point_noise": private,
-        "pseudorandom_noise": private,
+        "pseudorandom_noise": private and seen.philox,
+        "cryptographic_noise": private and seen.cryptographic,
         "seed_given": private and seen.seed_given,
     }
     caveats.update(dict.fromkeys(key for key, true in holds.items() if true))

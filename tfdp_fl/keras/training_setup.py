@@ -11,7 +11,7 @@ from tfdp_fl import _validate, keras_versions, schedules
 from tfdp_fl.accounting.charge import ACCOUNTANTS, SAMPLINGS
 from tfdp_fl.engine import replicas
 from tfdp_fl.keras.privacy_target import PrivacyTarget
-from tfdp_fl.mechanisms import Deployment, Mechanism
+from tfdp_fl.mechanisms import Deployment, Mechanism, noise
 
 FAILURE_RULES = ("abort", "exclude")
 NON_TRAINABLE_STATES = ("aggregate", "keep")
@@ -34,6 +34,7 @@ class TrainingSetup:
     non_trainable_state: str = "aggregate"
     secure_aggregation: Any = None
     num_replicas: int | None = None
+    noise_generator: str = noise.PHILOX
     target: PrivacyTarget | None = None
 
     def __post_init__(self) -> None:
@@ -43,6 +44,7 @@ class TrainingSetup:
         _validate.one_of(
             NON_TRAINABLE_STATES, non_trainable_state=self.non_trainable_state
         )
+        _check_generator(self.noise_generator, self.mechanism)
         if self.num_replicas is not None:
             _validate.positive_integer(num_replicas=self.num_replicas)
         if self.target is not None:
@@ -96,10 +98,29 @@ class TrainingSetup:
             self, mechanism=mechanism.for_server(momentum, rates, charged)
         )
 
+    def check_seed(self, seed: int) -> None:
+        """Raises ValueError if no seed may be given."""
+        if self.noise_generator != noise.PHILOX:
+            raise ValueError(
+                "seed must be None with noise_generator="
+                f"{self.noise_generator!r}, whose keys are the operating "
+                f"system's and nobody else's, got {seed!r}."
+            )
+
     @property
     def aborts_on_failure(self) -> bool:
         """Whether a round in which somebody's data fails is abandoned."""
         return self.on_client_failure == "abort"
+
+
+def _check_generator(generator: str, mechanism: Mechanism) -> None:
+    _validate.one_of(noise.GENERATORS, noise_generator=generator)
+    if generator != noise.PHILOX and mechanism.draws_noise_itself:
+        raise ValueError(
+            f"noise_generator must be {noise.PHILOX!r} with {mechanism.name}, "
+            "whose query draws the noise from TensorFlow's own random numbers, "
+            f"got {generator!r}."
+        )
 
 
 def _failure_rule(rule: str | None, mechanism: Mechanism) -> str:

@@ -66,6 +66,8 @@ class Mechanism(abc.ABC):
       noise_site: Who adds the noise: "server"; "client", each of m clients its
         share, so that exactly m have to answer; or "every client", each for
         itself.
+      draws_noise_itself: Whether its noise is not that of `noise`, so that no
+        seed and no choice of a generator reaches it.
       own_caveats: What the statement may have to say of this mechanism and of
         no other: full sentences by key.
       suggested_run: What `train.py` does unless told otherwise, by flag.
@@ -86,6 +88,7 @@ class Mechanism(abc.ABC):
     epsilon: ClassVar[Any] = None
     implied_delta: ClassVar[Any] = None
     noise_limit_reason: ClassVar[str] = ""
+    draws_noise_itself: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {}
 
     # Optional members: None where a mechanism has no such thing.
