@@ -92,6 +92,7 @@ def _draw(size: int, generator: str) -> Callable[[], object]:
 
 
 def main(_: list[str]) -> None:
+    """Prints the table."""
     clients = _clients()
     print("| parameters | who adds it | philox | cryptographic | ratio |")
     print("|---|---|---|---|---|")

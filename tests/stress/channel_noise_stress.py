@@ -276,8 +276,9 @@ class FactoriesTest(parameterized.TestCase):
         from tfdp_fl import aggregators
 
         mechanism, stddev = _mechanisms()["local"]
-        same = tf.constant([1, 2], tf.int64)
-        with mock.patch.object(noise, "next_seed", lambda: same):
+        with mock.patch.object(
+            noise, "next_seed", lambda: tf.constant([1, 2], tf.int64)
+        ):
             rounds, clips = self._rounds(
                 aggregators.from_mechanism(mechanism, _M), 1
             )
