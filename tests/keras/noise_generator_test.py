@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
@@ -18,7 +19,8 @@ import tfdp_fl
 from tests.keras import hostile, noise_test, toy
 from tfdp_fl import accounting
 from tfdp_fl.keras import callbacks, randomness
-from tfdp_fl.mechanisms import chacha20, noise
+from tfdp_fl.mechanisms import chacha20, exact_gaussian, noise
+from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _STDDEV = noise_test.Z * noise_test.CLIP / noise_test.CLIENTS
 _DELTA = 1e-3
@@ -78,6 +80,84 @@ class NoiseTest(parameterized.TestCase):
         with mock.patch.object(os, "urandom", noted):
             _train(rounds=3)
         self.assertEqual(asked.count(32), 3)
+
+
+class ExactNoiseTest(parameterized.TestCase):
+    @parameterized.parameters(
+        {}, {"jit_compile": True}, {"num_replicas": 2}, {"runtime": True}
+    )
+    def test_of_every_variable_and_round(self, runtime=False, **options):
+        fit = {"runtime": hostile.HereWorkers()} if runtime else {}
+        moves = _train(options={"noise_generator": "exact", **options}, **fit)
+        noise_test.assert_is_noise(moves, [_STDDEV] * 2)
+
+    def test_less_or_the_same_twice_is_noticed(self):
+        rounded = exact_gaussian.rounded
+        bits = np.random.default_rng(0).bytes
+        for planted, words in (
+            (lambda s, n: rounded(s / 1.1, n), "stddev"),
+            (
+                lambda s, n: rounded(
+                    s, n, lambda count: bits(8) * (count // 8)
+                ),
+                "stddev|moment|mean",
+            ),
+        ):
+            with mock.patch.object(exact_gaussian, "rounded", planted):
+                moves = _train(rounds=1, options={"noise_generator": "exact"})
+            with self.assertRaisesRegex(AssertionError, words):
+                noise_test.assert_is_noise(moves, [_STDDEV])
+
+    def test_trains_as_well_as_without_a_grid(self):
+        losses = {}
+        for generator in ("exact", "philox"):
+            fed = toy.federated(
+                tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0),
+                noise_generator=generator,
+                clients_per_round=toy.NUM_CLIENTS,
+            )
+            fed.fit(toy.clients(), 3, verbose=0)
+            losses[generator] = fed.model.get_weights()
+        for one, other in zip(*losses.values(), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+
+    def test_is_said(self):
+        fed = toy.federated(noise_generator="exact")
+        fed.fit(toy.clients(), verbose=0)
+        caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
+        self.assertIn("rounded to that grid", caveats["exact_noise"])
+        self.assertNotIn("floating_point_noise", caveats)
+        self.assertNotIn("pseudorandom_noise", caveats)
+
+    @parameterized.parameters(
+        tfdp_fl.FixedClipping(
+            clip_norm=1.0, noise_multiplier=1.0, noise_site="client"
+        ),
+        tfdp_fl.AdaptiveClipping(noise_multiplier=1.0),
+        tfdp_fl.MedianClipping(noise_multiplier=1.0),
+        tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0),
+        tfdp_fl.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0),
+        tfdp_fl.CorrelatedNoise(
+            clip_norm=1.0, noise_multiplier=1.0, rounds=4, min_separation=2
+        ),
+        tfdp_fl.NoPrivacy(),
+    )
+    def test_other_mechanisms_are_refused(self, mechanism):
+        with self.assertRaisesRegex(ValueError, "'exact' needs FixedClipping"):
+            toy.federated(mechanism, sampling="cyclic", noise_generator="exact")
+
+    def test_what_else_is_refused(self):
+        fed = toy.federated(noise_generator="exact")
+        with self.assertRaisesRegex(ValueError, "seed must be None"):
+            fed.fit(toy.clients(), seed=3, verbose=0)
+        with self.assertRaisesRegex(ValueError, "audit must be None"):
+            audit = tfdp_fl.auditing.CanaryAudit(num_canaries=20)
+            fed.fit(toy.clients(), audit=audit, verbose=0)
+        with self.assertRaisesRegex(ValueError, "secure_aggregation must be"):
+            toy.federated(
+                noise_generator="exact",
+                secure_aggregation=AdditiveSecretSharing(),
+            )
 
 
 class WhereItIsSaidTest(parameterized.TestCase):

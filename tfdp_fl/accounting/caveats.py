@@ -136,6 +136,13 @@ CAVEATS: dict[str, str] = {
         "the guarantee is towards those who cannot tell its output from true "
         "randomness."
     ),
+    "exact_noise": (
+        "Updates were rounded to a grid after the clip, in steps of 2^-20 of "
+        "it, and added as whole numbers; the noise was the ideal Gaussian "
+        "rounded to that grid, drawn from the operating system's random bits "
+        "without a rounding error, so that floating point has no part in the "
+        "guarantee."
+    ),
     "validation_data_not_covered": (
         "Data used for validation, or for choosing a model by it, is not "
         "covered by epsilon unless it is public."

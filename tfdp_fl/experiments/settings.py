@@ -322,9 +322,10 @@ class Settings(_MechanismParameters):
     )
     noise_generator: str = _option(
         noise.PHILOX,
-        noise.GENERATORS,
+        (*noise.GENERATORS, noise.EXACT),
         "What the noise is drawn from. cryptographic: ChaCha20 under the "
-        "operating system's keys; slower, and without a seed.",
+        "operating system's keys. exact: of the operating system's bits, on a "
+        "grid (fixed clipping). Both are slower, and without a seed.",
     )
     validation_freq: Any = _option(
         None, int, "Evaluate every so many rounds, and after the last."

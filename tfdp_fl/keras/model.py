@@ -117,9 +117,12 @@ class DPFederatedModel:
             clients' records are summed; None sums them in the engine.
           num_replicas: How many clients train at once; None: one a core.
           noise_generator: What the noise is drawn from: "philox", which is
-            fast, or "cryptographic": ChaCha20, keyed by the operating system
-            in every round. It takes no `seed`, and drawing takes several times
-            as long (see docs/floating_point.md).
+            fast; "cryptographic": ChaCha20, keyed by the operating system in
+            every round; or "exact", of `FixedClipping` with the server's
+            noise: updates are added on a grid, and the noise is the ideal
+            Gaussian rounded to it, without floating point's errors. The latter
+            two take no `seed`, and drawing takes several times as long (see
+            docs/floating_point.md).
           target: What the noise was calibrated for; kept in every `fit`, as
             its `on_overspend` says. `make_private` gives it.
 

@@ -102,6 +102,7 @@ class Preparation:
             num_clients=clients.num_clients,
             sampling=setup.sampling,
             min_examples=min_examples,
+            noise_generator=setup.noise_generator,
             **calibrated,
         )
         mechanism.check(deployment)

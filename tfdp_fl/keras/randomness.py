@@ -27,10 +27,13 @@ def round_seed(
       round_index: The round, counted from 0.
       interrupted: How many releases were broken off half-way: the round that
         is run again must not have the noise that may be in the model already.
-      generator: One of `noise.GENERATORS`, where there is no seed.
+      generator: What noise is drawn from, where there is no seed: one of
+        `noise.GENERATORS`, or `noise.EXACT`, whose noise is no seed's.
     """
     if seed is None:
-        return noise.fresh_seed(generator)
+        return noise.fresh_seed(
+            noise.PHILOX if generator == noise.EXACT else generator
+        )
     return (
         _sequence(
             seed,

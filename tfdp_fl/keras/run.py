@@ -29,6 +29,7 @@ class Facts:
       seed_given: Whether any `fit` was given a seed.
       philox: Whether Philox drew noise.
       cryptographic: Whether a cryptographic generator did.
+      exact: Whether noise was drawn exactly, on a grid.
       validated: Whether any was given validation data.
       held_out: The digest of the clients that each `fit` so far held out for
         validation; empty if one held out none, or others.
@@ -41,6 +42,7 @@ class Facts:
     seed_given: bool = False
     philox: bool = False
     cryptographic: bool = False
+    exact: bool = False
     validated: bool = False
     rounds_abandoned: int = 0
     clients_excluded: int = 0
@@ -51,6 +53,7 @@ class Facts:
         """Notes what the rounds to come draw their noise from."""
         self.cryptographic |= generator == noise.CRYPTOGRAPHIC
         self.philox |= generator == noise.PHILOX
+        self.exact |= generator == noise.EXACT
 
     def note_held_out(self, clients: str, rounds: int) -> None:
         """Notes whom a call of `fit` holds out, after so many rounds."""

@@ -11,7 +11,7 @@ from tfdp_fl import _validate, keras_versions, schedules
 from tfdp_fl.accounting.charge import ACCOUNTANTS, SAMPLINGS
 from tfdp_fl.engine import replicas
 from tfdp_fl.keras.privacy_target import PrivacyTarget
-from tfdp_fl.mechanisms import Deployment, Mechanism, noise
+from tfdp_fl.mechanisms import Deployment, FixedClipping, Mechanism, noise
 
 FAILURE_RULES = ("abort", "exclude")
 NON_TRAINABLE_STATES = ("aggregate", "keep")
@@ -44,7 +44,9 @@ class TrainingSetup:
         _validate.one_of(
             NON_TRAINABLE_STATES, non_trainable_state=self.non_trainable_state
         )
-        _check_generator(self.noise_generator, self.mechanism)
+        _check_generator(
+            self.noise_generator, self.mechanism, self.secure_aggregation
+        )
         if self.num_replicas is not None:
             _validate.positive_integer(num_replicas=self.num_replicas)
         if self.target is not None:
@@ -113,8 +115,27 @@ class TrainingSetup:
         return self.on_client_failure == "abort"
 
 
-def _check_generator(generator: str, mechanism: Mechanism) -> None:
-    _validate.one_of(noise.GENERATORS, noise_generator=generator)
+def _check_generator(
+    generator: str, mechanism: Mechanism, secure_aggregation: Any
+) -> None:
+    _validate.one_of(
+        (*noise.GENERATORS, noise.EXACT), noise_generator=generator
+    )
+    if generator == noise.EXACT:
+        if (
+            type(mechanism) is not FixedClipping
+            or mechanism.noise_site != "server"
+        ):
+            raise ValueError(
+                "noise_generator='exact' needs FixedClipping with noise_site="
+                f"'server', got {mechanism.name} with noise_site="
+                f"{mechanism.noise_site!r}."
+            )
+        if secure_aggregation is not None:
+            raise ValueError(
+                "secure_aggregation must be None with noise_generator='exact', "
+                f"whose grid is its own, got {secure_aggregation!r}."
+            )
     if generator != noise.PHILOX and mechanism.draws_noise_itself:
         raise ValueError(
             f"noise_generator must be {noise.PHILOX!r} with {mechanism.name}, "

@@ -25,6 +25,8 @@ class Deployment:
       shapes: Theirs, or None if unknown.
       min_examples: The smallest number of examples that a client holds, or
         None if unknown.
+      noise_generator: "exact" for a sum and noise on a grid (`grid`); else what
+        the noise is drawn from does not matter here.
     """
 
     clients_per_round: schedules.Schedule
@@ -35,6 +37,7 @@ class Deployment:
     num_variables: int | None = None
     shapes: tuple[tuple[int, ...], ...] | None = None
     min_examples: int | None = None
+    noise_generator: str = "philox"
 
     def cohort_size(self, round_index: int) -> float:
         """Returns the expected cohort size m_t of one round."""

@@ -25,7 +25,13 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import caveats as caveats_lib
-from tfdp_fl.mechanisms import clipping, cohort_query, noise, parameters
+from tfdp_fl.mechanisms import (
+    clipping,
+    cohort_query,
+    grid,
+    noise,
+    parameters,
+)
 from tfdp_fl.mechanisms.contribution import (
     Client,
     Contribution,
@@ -139,6 +145,8 @@ class Mechanism(abc.ABC):
           ValueError: The mechanism's guarantee does not hold there.
         """
         self.check(deployment)
+        if deployment.noise_generator == noise.EXACT:
+            return grid.GridQuery(self, deployment)
         return cohort_query.CohortQuery(self, deployment)
 
     # The mathematics.

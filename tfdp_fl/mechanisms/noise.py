@@ -33,8 +33,10 @@ from tfdp_fl.mechanisms import chacha20, entropy
 
 _PHILOX = "philox"
 
-# The generators that noise can be drawn from.
+# The generators that noise can be drawn from here; and what draws it elsewhere,
+# exactly (`grid`), where Philox is for the rest.
 PHILOX, CRYPTOGRAPHIC = GENERATORS = ("philox", "cryptographic")
+EXACT = "exact"
 _ENTROPY_DTYPES = {PHILOX: (np.uint64, 2), CRYPTOGRAPHIC: (np.uint32, 8)}
 
 # The number of the child that clients get; `engine` has others from -4 on.
