@@ -229,7 +229,7 @@ class CohortEngine:
     @property
     def has_trained_side_by_side(self) -> bool:
         """Returns whether any clients so far were trained side by side."""
-        return any(way.side_by_side for _, way in self.functions.traced)
+        return any(way.side_by_side for _, way, _ in self.functions.traced)
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""

@@ -38,7 +38,7 @@ class Release:
         self._server = server
         self._metric_results = metric_results
         self._small = update_size <= _SMALL
-        self._traced: dict[int, Any] = {}
+        self._traced: dict[tuple[int, tf.DType], Any] = {}
         self._log_names: list[str] = []
 
     def __call__(
@@ -53,7 +53,7 @@ class Release:
             *pending.tensors,
             tf.convert_to_tensor(np.float32(answered)),
         )
-        key = len(pending.sums)
+        key = (len(pending.sums), pending.tensors[1].dtype)
         if key not in self._traced:
             self._traced[key] = calls.concrete_function(
                 tf.function(self._released, autograph=False),

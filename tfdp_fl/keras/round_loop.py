@@ -32,6 +32,7 @@ from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.keras.validation_data import Validation
+from tfdp_fl.mechanisms import noise
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -189,7 +190,10 @@ class RoundLoop:
             local_epochs=plan.local_epochs,
             learning_rate=self.compiled.learning_rate,
             seed=randomness.round_seed(
-                plan.seed, round_index, run.repeated_rounds
+                plan.seed,
+                round_index,
+                run.repeated_rounds,
+                self.setup.noise_generator,
             ),
             shuffle=randomness.shuffle_generator(plan.seed, round_index)
             if plan.shuffle
@@ -214,6 +218,8 @@ class RoundLoop:
         }
         if self.run.plan.seed is not None:
             details["seeded"] = True
+        if self.setup.noise_generator != noise.PHILOX:
+            details["noise_generator"] = self.setup.noise_generator
         for each in self.federated:
             each.on_round_charged(inputs.round_index, charge, details)
         run.spending.charge(charge, positions, mu_squared)
