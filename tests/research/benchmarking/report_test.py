@@ -219,6 +219,19 @@ class ReportTest(parameterized.TestCase):
         self.assertIn("one after another", verdict.reason)
         self.assertIn("the other 33 % of the round", verdict.reason)
 
+    def test_the_claim_is_what_was_measured(self):
+        changed = {"mlp": _against_tff(5.0, 0.1), "cnn": _against_tff(0.2, 0.1)}
+        self._put(**changed)
+        claim = report.blocks(self.results)["claim"]
+        found = {**self.found, **changed}
+        ratios = [found[name]["ratio"] for name in workloads.WORKLOADS]
+        self.assertIn(f"{min(ratios):.1f} to {max(ratios):.1f} times", claim)
+        bars = verdicts.all_verdicts(self.results)
+        held = sum(each.holds for each in bars)
+        self.assertLess(held, len(bars))
+        self.assertIn(f"Of the {len(bars)} bars", claim)
+        self.assertIn(f"{held} hold", claim)
+
     def test_the_words_around_the_tables_are_kept(self):
         page = (
             "# Title\n\nWords.\n<!-- begin tff -->\nstale\n<!-- end tff -->"
