@@ -3,8 +3,9 @@
     python research/noise_generator.py
 
 Models that differ in `noise_generator=` alone train in turn, a round each,
-so that whatever else the machine does slows all of them. For each size it prints the
-median time of a round, its ratio to Philox's, and what drawing alone takes.
+so that whatever else the machine does slows all of them. For each size it
+prints the median time of a round, its ratio to Philox's, and what drawing alone
+takes.
 """
 
 from __future__ import annotations
