@@ -1,10 +1,11 @@
-"""What noise from a cryptographic generator costs: times of whole rounds.
+"""What each `noise_generator` costs: times of whole rounds.
 
     python research/noise_generator.py
 
-Two models that differ in `noise_generator=` alone train in turn, a round each,
-so that whatever else the machine does slows both. For each size it prints the
-median seconds of a round, the ratio, and what drawing alone takes.
+Models that differ in `noise_generator=` alone train in turn, a round each,
+so that whatever else the machine does slows all of them. For each size it
+prints the median time of a round, its ratio to Philox's, and what drawing alone
+takes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import tfdp_fl
-from tfdp_fl.mechanisms import noise
+from tfdp_fl.mechanisms import exact_gaussian, noise
 
 _WIDTHS = flags.DEFINE_list(
     "widths", ["128", "1200", "12000", "120000"], "Units of the hidden layer."
@@ -94,29 +95,36 @@ def _draw(size: int, generator: str) -> Callable[[], object]:
 def main(_: list[str]) -> None:
     """Prints the table."""
     clients = _clients()
-    print("| parameters | who adds it | philox | cryptographic | ratio |")
-    print("|---|---|---|---|---|")
+    print("| parameters | | philox | cryptographic | ratio | exact | ratio |")
+    print("|---|---|---|---|---|---|---|")
     for width in map(int, _WIDTHS.value):
         size = 64 * width + width + 10 * width + 10
         rows = {
             "drawing alone": {
-                name: _draw(size, name) for name in noise.GENERATORS
+                **{name: _draw(size, name) for name in noise.GENERATORS},
+                noise.EXACT: lambda size=size: exact_gaussian.rounded(
+                    2.0**20, size
+                ),
             }
         }
-        for site in ("server", "client"):
-            models = {
-                name: _model(width, name, site) for name in noise.GENERATORS
-            }
+        for site in ("server", "client") if size < 10**6 else ("server",):
+            names = list(noise.GENERATORS)
+            if site == "server":
+                names.append(noise.EXACT)
+            models = {name: _model(width, name, site) for name in names}
             rows[f"a round, {site}"] = {
                 name: lambda fed=fed: fed.fit(clients, verbose=0)
                 for name, fed in models.items()
             }
         for what, calls in rows.items():
             took = _medians(calls)
-            fast, slow = (took[name] for name in noise.GENERATORS)
+            fast = took.pop(noise.PHILOX)
+            others = " | ".join(
+                f"{1e3 * slow:.3g} ms | {slow / fast:.2g}"
+                for slow in took.values()
+            )
             print(
-                f"| {size} | {what} | {1e3 * fast:.3g} ms | "
-                f"{1e3 * slow:.3g} ms | {slow / fast:.2g} |",
+                f"| {size} | {what} | {1e3 * fast:.3g} ms | {others} |",
                 flush=True,
             )
 

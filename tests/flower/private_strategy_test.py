@@ -793,6 +793,20 @@ class OwnMechanismTest(absltest.TestCase):
 
 class ArgumentTest(parameterized.TestCase):
     @parameterized.parameters(
+        {},
+        {"name": "fixed"},
+        {"name": "fixed", "parameters": 3},
+        {"name": "nobody", "parameters": {}},
+        {"name": ["fixed"], "parameters": {}},
+        {"name": "fixed", "parameters": {}, "more": 1},
+    )
+    def test_a_mapping_that_is_no_mechanism(self, **mechanism):
+        with self.assertRaisesRegex((ValueError, TypeError), "mechanism"):
+            PrivateStrategy(
+                fm.Strategy(3), mechanism, num_clients=9, clients_per_round=3
+            )
+
+    @parameterized.parameters(
         ({"num_clients": 0}, "num_clients"),
         ({"clients_per_round": 0}, "clients_per_round"),
         ({"clients_per_round": 1.5}, "clients_per_round"),

@@ -27,7 +27,13 @@ import tfdp_fl
 from tests.flower import flower_messages as fm
 from tests.keras import files, toy
 from tests.stress import counts
-from tfdp_fl import accounting, auditing, sampling, secure_aggregation
+from tfdp_fl import (
+    accounting,
+    auditing,
+    correlated_noise,
+    sampling,
+    secure_aggregation,
+)
 from tfdp_fl.experiments import Settings
 from tfdp_fl.keras import checkpoint
 
@@ -352,6 +358,46 @@ def _targets() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             auditing.CanaryAudit,
             {"num_canaries": 10, "iterates": "final"},
         ),
+        "PrivateMetrics": (
+            tfdp_fl.PrivateMetrics,
+            {
+                "bounds": {"loss": (0.0, 1.0)},
+                "noise_multiplier": 1.0,
+                "quantiles": (0.5,),
+                "cells": 20,
+                "clients_per_round": 3.0,
+            },
+        ),
+        "OrientedGradients": (
+            tfdp_fl.features.OrientedGradients,
+            {"cell": 4, "directions": 8, "name": "gradients"},
+        ),
+        "Participation": (
+            correlated_noise.Participation,
+            {"rounds": 6, "min_separation": 2, "max_participations": 2},
+        ),
+        "ParticipationRecord": (
+            lambda participation, clients: correlated_noise.ParticipationRecord(
+                participation
+            ).add(clients),
+            {
+                "participation": correlated_noise.Participation(
+                    rounds=6, min_separation=2
+                ),
+                "clients": ["a", 3],
+            },
+        ),
+        "PrivateStrategy": (
+            tfdp_fl.flower.PrivateStrategy,
+            {
+                "strategy": fm.Strategy(3),
+                "mechanism": tfdp_fl.FixedClipping(
+                    clip_norm=1.0, noise_multiplier=1.0
+                ),
+                "num_clients": 10,
+                "clients_per_round": 3,
+            },
+        ),
         "BLT": (tfdp_fl.BLT, {"num_buffers": 2}),
         "Tree": (tfdp_fl.Tree, {"restart_every": 4}),
         "BandedToeplitz": (tfdp_fl.BandedToeplitz, {"bands": 3}),
@@ -379,6 +425,7 @@ def _targets() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "on_client_failure": "abort",
                 "non_trainable_state": "keep",
                 "num_replicas": 1,
+                "noise_generator": "philox",
             },
         ),
         "PrivacyBudget": (
@@ -413,6 +460,13 @@ def _targets() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 },
             },
         )
+    kind, usual = found["CorrelatedNoise"]
+    adapts = {
+        "target_quantile": 0.5,
+        "clip_learning_rate": 0.2,
+        "count_noise_stddev": 2.0,
+    }
+    found["CorrelatedNoise with target_quantile"] = kind, {**usual, **adapts}
     for function in (
         accounting.epsilon,
         accounting.delta,

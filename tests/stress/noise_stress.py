@@ -143,6 +143,23 @@ class NoiseTest(parameterized.TestCase):
             time.time() - started,
         )
 
+    @parameterized.parameters("one_replica", "two_replicas", "xla", "shards")
+    def test_on_a_grid(self, way):
+        started = time.time()
+        options = {
+            **_WAYS[way].get("options", {}),
+            "noise_generator": noise.EXACT,
+        }
+        tries = self._check("fixed", way, {**_WAYS[way], "options": options})
+        counts.held(
+            "Exact noise on a grid has the formula's scale in every variable, "
+            "is Gaussian, and is independent between variables and rounds "
+            f"({way})",
+            tries,
+            "variables",
+            time.time() - started,
+        )
+
     @unittest.skipIf(_TFF is None, "TensorFlow Federated is not installed.")
     @parameterized.parameters("fixed", "fixed_client", "local")
     def test_on_tff_workers(self, name):

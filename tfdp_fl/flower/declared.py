@@ -21,8 +21,16 @@ def mechanism_of(
       TypeError, ValueError: if it is neither.
     """
     if isinstance(mechanism, Mapping):
+        parameters = mechanism.get("parameters")
+        if set(mechanism) != {"name", "parameters"} or not isinstance(
+            parameters, Mapping
+        ):
+            raise ValueError(
+                "mechanism must be a mechanism, or the mapping of its name and "
+                f"parameters that a state holds, got {mechanism!r}."
+            )
         kind = registry.by_name(mechanism["name"])
-        mechanism = kind(**mechanism["parameters"])
+        mechanism = kind(**parameters)
     _validate.instance_of(mechanisms.Mechanism, mechanism=mechanism)
     if callable(mechanism.noise_multiplier):
         return mechanism.with_noise_multiplier(
