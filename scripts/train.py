@@ -44,6 +44,7 @@ from tfdp_fl.experiments import (
     training,
 )
 from tfdp_fl.experiments.settings import groups as settings_groups
+from tfdp_fl.keras.callbacks import report
 from tfdp_fl.runtimes import errors
 
 setting_flags.define()
@@ -64,6 +65,11 @@ _RESUME = flags.DEFINE_bool(
     "settings in its config.json; --tff_... may differ. A run that was killed "
     "loses what came after the last --checkpoint_every.",
 )
+_TENSORBOARD_DIR = flags.DEFINE_string(
+    "tensorboard_dir",
+    None,
+    "A folder that receives the values of report.html as TensorBoard scalars.",
+)
 _VERBOSE = flags.DEFINE_enum(
     "verbose",
     "auto",
@@ -74,7 +80,13 @@ _VERBOSE = flags.DEFINE_enum(
 _WHERE = ("tff_workers", "tff_hosts", "tff_data")
 _GROUPS = {
     **settings_groups(),
-    "Output": ("output_dir", "overwrite", "resume", "verbose"),
+    "Output": (
+        "output_dir",
+        "overwrite",
+        "resume",
+        "tensorboard_dir",
+        "verbose",
+    ),
 }
 
 
@@ -95,6 +107,8 @@ def main(argv: Sequence[str]) -> None:
         run_directory.check(output_dir, _OVERWRITE.value, _RESUME.value)
         if _RESUME.value:
             settings = _settings_of(output_dir, given)
+        if _TENSORBOARD_DIR.value is not None:
+            report.check_log_dir(_TENSORBOARD_DIR.value)
         prepared = training.prepare(settings)
     except (ImportError, OSError, TypeError, ValueError) as error:
         sys.exit(f"train.py: {error}")
@@ -123,11 +137,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _write_report(result: dict[str, Any], path: pathlib.Path) -> None:
-    if result["rounds"]:
-        # Without matplotlib everything else is there.
-        with contextlib.suppress(ImportError):
-            report = path / run_directory.REPORT
-            run_report.write(run_directory.Run.read(path), report)
+    if not result["rounds"]:
+        return
+    run = run_directory.Run.read(path)
+    # Without matplotlib everything else is there.
+    with contextlib.suppress(ImportError):
+        run_report.write(run, path / run_directory.REPORT)
+    if _TENSORBOARD_DIR.value is not None:
+        run_report.write_scalars(run, _TENSORBOARD_DIR.value)
 
 
 def _settings_of(output_dir: str, given: dict[str, Any]) -> Settings:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import secrets
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import dp_accounting
 import numpy as np
@@ -72,12 +72,15 @@ class CohortSampler(abc.ABC):
 
     Attributes:
       sampling: The name that the accounting knows the sampling by.
+      goes_by_releases: Whether a cohort depends on which rounds before it were
+        released; if not, it can be drawn while they train.
       repeated_rounds: How many releases there may be of rounds that are drawn
         again (`Run.repeated_rounds`). With a seed, the same clients with other
         noise would be one draw seen twice, and two draws are what is charged.
     """
 
     sampling: str
+    goes_by_releases: ClassVar[bool] = False
     repeated_rounds: int = 0
     _fractional_sizes = False
 
@@ -350,6 +353,7 @@ class CyclicSampler(CohortSampler):
     """
 
     sampling = "cyclic"
+    goes_by_releases = True
 
     def __init__(
         self,

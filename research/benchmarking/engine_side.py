@@ -123,6 +123,30 @@ def evenly(sizes: np.ndarray, batch_size: int) -> np.ndarray:
     )
 
 
+def streamed(
+    clients: datasets.FederatedDataset, how: str, folder: str | None
+) -> datasets.FederatedDataset:
+    """Returns the same clients, read when they take part.
+
+    Args:
+      clients: In memory.
+      how: "files", one `.npz` for each client; or "tf_data", a
+        `tf.data.Dataset` for each.
+      folder: Where the files are written.
+    """
+    if how == "tf_data":
+        return datasets.FederatedDataset.from_tf_datasets(
+            {
+                each: clients.create_tf_dataset_for_client(each)
+                for each in clients.client_ids
+            }
+        )
+    for each in clients.client_ids:
+        x, y = clients.client(each)
+        np.savez(pathlib.Path(str(folder)) / f"{each:06}.npz", x=x, y=y)
+    return datasets.FederatedDataset.from_directory(str(folder))
+
+
 def _workers(
     clients: datasets.FederatedDataset, count: int, folder: str | None
 ) -> Any:
@@ -165,6 +189,8 @@ class EngineSide:
         workers: int = 0,
         worker_data: str | None = None,
         mechanism: str = "fixed",
+        stream: str | None = None,
+        stream_folder: str | None = None,
         warm_up: int = 3,
     ) -> dict[str, Any]:
         """Makes a run, and runs its first rounds.
@@ -183,6 +209,8 @@ class EngineSide:
           workers: TFF workers that train and read the data; 0: this process.
           worker_data: A folder that they read it from; it is written here.
           mechanism: A key of `MECHANISMS`.
+          stream: "files" or "tf_data", see `streamed`; None: in memory.
+          stream_folder: Where files are written.
           warm_up: Rounds after the first.
 
         Returns:
@@ -192,6 +220,8 @@ class EngineSide:
         work = workloads.by_name(workload)
         cohort = cohort or work.clients
         clients = self._clients(work, cohort, population, sizes, even)
+        if stream is not None:
+            clients = streamed(clients, stream, stream_folder)
         made = _Run(
             work,
             clients,

@@ -435,6 +435,47 @@ def uneven_clients(context: Context) -> Result:
     return result
 
 
+def streaming(context: Context) -> Result:
+    """Compares clients that are read when they take part with memory.
+
+    The files were just written, so they are in the system's cache: what is
+    timed is opening, parsing and packing them.
+    """
+    result: Result = {}
+    for name in ("mlp", "mlp_batch60"):
+        with tempfile.TemporaryDirectory() as folder, Side("engine") as side:
+            ways: dict[str, Result] = {
+                "memory": {},
+                "files": {"stream": "files", "stream_folder": folder},
+                "tf_data": {"stream": "tf_data"},
+            }
+            for way, more in ways.items():
+                side.call(
+                    "add",
+                    run=way,
+                    workload=name,
+                    population=2 * workloads.CLIENTS_PER_ROUND,
+                    **more,
+                )
+            seconds = context.seconds(1.5)
+            times = alternate(
+                context.blocks,
+                {way: _measure(side, way, seconds) for way in ways},
+            )
+        rates = {
+            way: times["memory"]["median"] / times[way]["median"]
+            for way in ways
+            if way != "memory"
+        }
+        context.say(
+            f"{name}: "
+            + ", ".join(f"{way} {rate:.2f}" for way, rate in rates.items())
+            + " of the rate in memory"
+        )
+        result[name] = {**times, "rates": rates}
+    return result
+
+
 def correlated_noise(context: Context) -> Result:
     """Compares noise that goes by three buffers with independent noise."""
     with Side("engine") as side:
@@ -606,6 +647,12 @@ def _rows() -> list[Row]:
         Row("model_size", "growth", "time by model size", model_size_curve),
         Row("memory", "growth", "memory by cohort", memory_curve),
         Row("uneven", "growth", "uneven clients", uneven_clients),
+        Row(
+            "streaming",
+            "growth",
+            "clients read when they take part",
+            streaming,
+        ),
         Row(
             "correlated",
             "growth",

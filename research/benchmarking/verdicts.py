@@ -17,6 +17,7 @@ UNEVEN_WASTE = 0.25
 IMPORT_SECONDS = 0.9
 FIRST_ROUND_SECONDS = 3.0
 JIT_FACTOR = 1.1
+STREAMED_RATE = 0.8
 CORRELATED_FACTOR = 1.15
 STACK_FACTOR = 1.1
 
@@ -250,6 +251,7 @@ def of_growth(results: Results) -> list[Verdict]:
     verdicts += [
         each
         for each in (
+            *_of_streaming(results),
             _of_correlated(results),
             *(
                 _of_stack(results, work)
@@ -263,6 +265,30 @@ def of_growth(results: Results) -> list[Verdict]:
         if each is not None
     ]
     return verdicts
+
+
+_STREAMS = {
+    "files": "a file for each client",
+    "tf_data": "a `tf.data.Dataset` for each client",
+}
+
+
+def _of_streaming(results: Results) -> list[Verdict]:
+    return [
+        Verdict(
+            "streaming",
+            f"{workloads.WORKLOADS[name].title}, cohort of "
+            f"{workloads.CLIENTS_PER_ROUND}: streamed from {_STREAMS[way]}, "
+            "over in memory",
+            f"{rate:.2f} of the rate ({milliseconds(each[way]['median'])} "
+            f"against {milliseconds(each['memory']['median'])})",
+            f"at least {STREAMED_RATE}",
+            rate >= STREAMED_RATE,
+            "Reading takes a core from training where every core trains.",
+        )
+        for name, each in (results.result("streaming") or {}).items()
+        for way, rate in each["rates"].items()
+    ]
 
 
 def _of_correlated(results: Results) -> Verdict | None:

@@ -215,7 +215,7 @@ class WordingTest(parameterized.TestCase):
         text = _text(caveats=("pseudorandom_noise",))
         self.assertNotIn("computing power", text)
         self.assertIn("as long as they cannot foretell the noise", text)
-        self.assertRegex(text, "Philox4x32-10.*no longer than 64 bits")
+        self.assertRegex(text, "Philox4x32-10.*no longer than 128 bits")
 
     def test_a_seed_that_is_used_again_is_pointed_out(self):
         self.assertIn("must not be used again", caveats.CAVEATS["seed_given"])

@@ -1,10 +1,13 @@
 """Tests of a directory with one file for each client."""
 
+import importlib.util
 import pathlib
 import tempfile
+from unittest import mock
 
 import numpy as np
 import pandas as pd
+import pytest
 from absl.testing import absltest, parameterized
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
@@ -42,6 +45,40 @@ class FromDirectoryTest(parameterized.TestCase):
         np.testing.assert_array_equal(weight, [1, 2, 3])
         self.assertFalse(dataset.is_indexed)
         self.assertEqual(dataset.in_memory().client_sizes().tolist(), [1, 3])
+
+    def test_parquet(self):
+        pytest.importorskip("pyarrow")
+        for name, n in (("b", 3), ("a", 1)):
+            _frame(n).to_parquet(self.path / f"{name}.parquet")
+        dataset = FederatedDataset.from_directory(
+            self.path, features=["age", "height"], sample_weight="w"
+        )
+        self.assertEqual(list(dataset.client_ids), ["a", "b"])
+        x, y, weight = dataset.client("b")
+        np.testing.assert_array_equal(x, [[0.5, 0], [1.5, 2], [2.5, 4]])
+        np.testing.assert_array_equal(y, [0, 1, 0])
+        np.testing.assert_array_equal(weight, [1, 2, 3])
+
+    def test_parquet_without_what_reads_it(self):
+        (self.path / "a.parquet").write_bytes(b"PAR1")
+        missing = {"pyarrow": None, "fastparquet": None}
+        with (
+            mock.patch.object(importlib.util, "find_spec", lambda _: None),
+            mock.patch.dict("sys.modules", missing),
+            self.assertRaisesRegex(
+                ImportError,
+                "Reading .parquet files needs pyarrow, .*pip install pyarrow",
+            ),
+        ):
+            FederatedDataset.from_directory(self.path)
+
+    def test_tables_without_pandas(self):
+        _frame(2).to_csv(self.path / "a.csv", index=False)
+        with (
+            mock.patch.dict("sys.modules", {"pandas": None}),
+            self.assertRaisesRegex(ImportError, "needs pandas"),
+        ):
+            FederatedDataset.from_directory(self.path)
 
     def test_features_are_what_is_left(self):
         _frame(2).to_csv(self.path / "a.csv", index=False)

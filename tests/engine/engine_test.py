@@ -428,7 +428,7 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(
             {
                 (way.side_by_side, way.in_groups)
-                for _, way in engine.functions.traced
+                for _, way, _ in engine.functions.traced
             },
             {(True, True)},
         )
@@ -584,7 +584,7 @@ class ReplicaNamesTest(tf.test.TestCase, parameterized.TestCase):
             )
             engine.collect(dataset, cohorts.inputs(dataset))
         names = {}
-        for (replica, _), function in engine.functions.traced.items():
+        for (replica, *_), function in engine.functions.traced.items():
             names[replica] = {
                 operation.name
                 for operation in function.graph.get_operations()

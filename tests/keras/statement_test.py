@@ -251,15 +251,18 @@ class WhatItRestsOnTest(parameterized.TestCase):
         self.assertNotIn("privacy loss distributions", facts["how"])
         self.assertIn("exactly, as one Gaussian", facts["summary"])
 
-    def test_noise_has_no_more_than_64_secret_bits(self):
-        # What "pseudorandom_noise" says: of a seed of 128 bits, `fold_in`
-        # keeps 64, next to a number that anybody can count.
-        seed = tf.constant(randomness.round_seed(None, 0))
+    def test_how_many_bits_of_the_noise_are_secret(self):
+        # What "pseudorandom_noise" says: of a user's seed `fold_in` keeps 64
+        # bits, next to a number that anybody can count.
+        seed = tf.constant(randomness.round_seed(7, 0))
         self.assertEqual(int(noise.fold_in(seed, -1)[1]), -1)
+        secret = tf.constant(randomness.round_seed(None, 0))
+        self.assertNotIn(2**64 - 1, noise.fold_in(secret, -1).numpy())
         caveats = _trained(rounds=1).privacy_statement(_DELTA, "dict")[
             "caveats"
         ]
-        self.assertIn("64 bits", caveats["pseudorandom_noise"])
+        self.assertIn("128 bits", caveats["pseudorandom_noise"])
+        self.assertNotIn("cryptographic_noise", caveats)
 
     def test_a_large_delta_is_warned_of_once_the_clients_are_known(self):
         fed = toy.federated(delta=0.03)

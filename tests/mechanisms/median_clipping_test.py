@@ -151,12 +151,13 @@ class PrivateMedianTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch.object(
             noise,
             "next_seed",
-            lambda: seeds.append(original().numpy().tolist()) or seeds[-1],
+            lambda: seeds.append(original()) or seeds[-1],
         ):
             for _ in range(2):
                 median_clipping.private_median(tf.ones([3]), 1.0)
         self.assertLen(
-            {tuple(seed) for seed in seeds}, 2 * median_clipping.SEARCH_STEPS
+            {tuple(seed.numpy()) for seed in seeds},
+            2 * median_clipping.SEARCH_STEPS,
         )
 
     def test_stays_on_its_grid_even_for_an_empty_cohort(self):

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
+from scipy import stats
 
 from tests.mechanisms import rounds, statistics
-from tfdp_fl.mechanisms import noise
+from tfdp_fl.mechanisms import chacha20, noise
 
 _SEED = tf.constant([17, 4], tf.int64)
+# One of each kind.
+_KINDS = {
+    "of_a_user": _SEED,
+    "philox": tf.constant([2**63 + 17, 4], tf.uint64),
+    "cryptographic": tf.constant(range(8), tf.uint32),
+}
 
 
 def _noise(stddev=1.0, shapes=((150, 100), (150, 100), (100,))):
@@ -212,6 +222,129 @@ class SeededTest(tf.test.TestCase):
             for number in (*range(-5, 100), 2**31, 2**40)
         }
         self.assertLen(seeds, 107)
+
+
+class KindsOfSeedTest(parameterized.TestCase, tf.test.TestCase):
+    # Longer than one chunk, of shapes that end inside of blocks and chunks.
+    _SHAPES = ((300,), (700, 300), (13,), (40000,))
+
+    def _drawn(self, seed, stddev=1.0):
+        with noise.seeded(seed):
+            return [
+                noise.normal([], 1.0)[None],
+                *noise.add_normal([tf.zeros(s) for s in self._SHAPES], stddev),
+                *noise.standard_normals([tf.zeros([20011])], noise.next_seed()),
+            ]
+
+    @parameterized.product(kind=list(_KINDS), xla=[None, False, True])
+    def test_is_gaussian_and_repeats(self, kind, xla):
+        def drawn(seed):
+            return tf.concat(
+                [tf.reshape(v, [-1]) for v in self._drawn(seed)], 0
+            )
+
+        if xla is not None:
+            drawn = tf.function(drawn, jit_compile=xla)
+        seed = _KINDS[kind]
+        values = drawn(seed)
+        self.assertAllEqual(values, drawn(seed))
+        statistics.assert_gaussian(values, 1.0)
+        # Wrongly refused once in 1e9.
+        self.assertGreater(stats.kstest(values, "norm").pvalue, 1e-9)
+        for lag in (1, 8, noise._SMALLEST_CHUNK):
+            statistics.assert_uncorrelated(values[lag:], values[:-lag])
+        for other in range(3):
+            statistics.assert_uncorrelated(
+                values, drawn(noise.fold_in(seed, other))
+            )
+
+    def test_a_users_seed_draws_what_it_always_did(self):
+        with noise.seeded(_SEED):
+            first, _ = noise.normal([2], 1.0), noise.next_seed()
+            added = noise.add_normal([tf.zeros([3])], 2.0)[0]
+        self.assertAllClose(first, [-0.113940895, -1.255936], 1e-5)
+        self.assertAllClose(added, [-1.730042, 0.09592744, -0.38477606], 1e-5)
+        self.assertAllEqual(
+            noise.fold_in(_SEED, -3), [-5325777890577690760, -3]
+        )
+
+    @parameterized.parameters(*_KINDS)
+    def test_a_child_is_a_seed_of_its_kind_and_hangs_on_both(self, kind):
+        seed = _KINDS[kind]
+        other = tf.bitwise.bitwise_xor(seed, tf.ones_like(seed))
+        numbers = [0, 1, -1, 2**31, 2**32, 2**33 + 1, -(2**40), 2**62]
+        children = [noise.fold_in(seed, each) for each in numbers]
+        children += [noise.fold_in(other, each) for each in numbers]
+        for each in children:
+            self.assertEqual((each.dtype, each.shape), (seed.dtype, seed.shape))
+        words = np.array([each.numpy() for each in children])
+        self.assertLen({tuple(row) for row in words}, 2 * len(numbers))
+        if kind != "of_a_user":  # Whose last word is the number.
+            # Every word is secret: none comes twice (once in 2e7).
+            self.assertLen(np.unique(words), words.size)
+        integers = [int(noise.integer(seed, k)) for k in range(50)]
+        self.assertLen(set(integers), 50)
+
+    @parameterized.parameters(*_KINDS)
+    def test_is_handed_on_as_integers(self, kind):
+        integers = noise.as_integers(_KINDS[kind])
+        self.assertEqual((integers.dtype, integers.shape), (tf.int64, (2,)))
+
+    def test_a_draw_shares_nothing_with_children(self):
+        # Else who saw noise would know seeds: the words of a key stream.
+        seen = []
+        stream = chacha20.key_stream
+
+        def noted(key, nonce, count, first=0):
+            seen.append((tuple(key.numpy()), tuple(map(int, nonce))))
+            return stream(key, nonce, count, first)
+
+        key = _KINDS["cryptographic"]
+        with mock.patch.object(chacha20, "key_stream", noted):
+            noise.fold_in(key, 0)
+            noise.fold_in(key, 1)
+            noise.standard_normals([tf.zeros([10**5])], key)
+        self.assertLen(set(seen), len(seen))
+        self.assertLen(seen, 4)  # Two chunks.
+
+    @parameterized.parameters(0, 2**31 - 1, 2**31, 2**32 - 1)
+    def test_the_largest_and_the_smallest_word(self, word):
+        # 64 bits: one for the sign, 63 for a probability in (0, 1/2).
+        def words(key, nonce, count, first=0):
+            del key, nonce, first
+            low = tf.fill([8, count], tf.constant(word % 2**31, tf.uint32) * 2)
+            return tf.concat(
+                [low, tf.fill([8, count], tf.constant(word, tf.uint32))], 0
+            )
+
+        with mock.patch.object(chacha20, "key_stream", words):
+            draw = noise._normals_of_key(16, _KINDS["cryptographic"], 0)
+        high, low = word, word % 2**31 * 2
+        p = ((high % 2**31) * 2.0**32 + low + 0.5) * 2.0**-64
+        sign = 1 if high >= 2**31 else -1
+        self.assertAllClose(draw, [sign * stats.norm.ppf(p)] * 16, 1e-12)
+        self.assertAllLess(tf.abs(draw), 9.3)
+
+    def test_one_key_stream_twice_is_noticed(self):
+        stream = chacha20.key_stream
+
+        def same(key, nonce, count, first=0):
+            return stream(key, (nonce[0], 0, 0), count, first)
+
+        with mock.patch.object(chacha20, "key_stream", same):
+            draw = noise.standard_normals(
+                [tf.zeros([2**17])], _KINDS["cryptographic"]
+            )[0]
+        half = noise._SMALLEST_CHUNK
+        with self.assertRaisesRegex(AssertionError, "correlation"):
+            statistics.assert_uncorrelated(draw[half:], draw[:half])
+
+    def test_fresh_seeds(self):
+        for generator in noise.GENERATORS:
+            seeds = [noise.fresh_seed(generator) for _ in range(20)]
+            self.assertLen({each.tobytes() for each in seeds}, 20)
+            self.assertEqual(seeds[0].dtype, _KINDS[generator].dtype)
+            self.assertEqual(seeds[0].shape, _KINDS[generator].shape)
 
 
 if __name__ == "__main__":

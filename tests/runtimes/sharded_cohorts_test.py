@@ -324,7 +324,7 @@ class SameResultTest(_WorkersTestCase):
             )
             self.assertTrue(np.isfinite(there.run.windows).any())
         (made,) = workers._computations.values()
-        for way, _ in made:
+        for way, *_ in made:
             self.assertEqual(way.side_by_side, case.side_by_side)
         return workers, there
 
@@ -392,7 +392,7 @@ class SameResultTest(_WorkersTestCase):
             norms.append(np.sqrt(sum(np.sum(part**2) for part in moved)))
             if runtime is not None:
                 (made,) = runtime._computations.values()
-                self.assertTrue(all(way.side_by_side for way, _ in made))
+                self.assertTrue(all(way.side_by_side for way, *_ in made))
         # Up to how a weight of 0.1 is rounded.
         for norm in norms:
             self.assertBetween(norm, 0.01 * clip, clip * 1.001)

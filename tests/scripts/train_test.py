@@ -97,6 +97,7 @@ class TrainTest(absltest.TestCase):
             ]
             for mechanism, short in _SHORT.items()
         }
+        lines["adaptive"].append(f"--tensorboard_dir={cls.folder / 'logs'}")
         small = ["--model=linear", "--num_clients=20", "--rounds=4"]
         lines["budget"] = [
             *small,
@@ -225,6 +226,15 @@ class TrainTest(absltest.TestCase):
         ):
             self.assertIn(name, out)
             self.assertGreater((path / name).stat().st_size, 0, msg=name)
+        (events,) = (self.folder / "logs").glob("events*")
+        tags = [
+            each.tag
+            for event in tf.compat.v1.train.summary_iterator(str(events))
+            for each in event.summary.value
+        ]
+        self.assertEqual(tags.count("Epsilon spent/epsilon"), 12)
+        self.assertEqual(tags.count("Accuracy/val_accuracy"), 6)
+        self.assertEqual(tags[-1], "Privacy statement")
         run = Run.read(path)
         self.assertIn(f"Accuracy: {run.result['accuracy']:.4f}", out)
         self.assertIn("Epsilon:  ", out)

@@ -123,14 +123,21 @@ class NoiseTest(parameterized.TestCase):
         noise_test.assert_is_noise(rounds, stddevs)
         return sum(len(each) for each in rounds)
 
-    @parameterized.product(way=list(_WAYS), name=list(_CASES))
-    def test_is_that_of_the_formula(self, way, name):
+    @parameterized.product(
+        generator=noise.GENERATORS, way=list(_WAYS), name=list(_CASES)
+    )
+    def test_is_that_of_the_formula(self, generator, way, name):
         started = time.time()
-        tries = self._check(name, way, _WAYS[way])
+        options = {
+            **_WAYS[way].get("options", {}),
+            "noise_generator": generator,
+        }
+        tries = self._check(name, way, {**_WAYS[way], "options": options})
+        by = "" if generator == noise.PHILOX else ", from ChaCha20"
         counts.held(
             "Noise has the formula's scale in every variable (a factor 1.02 is "
             "noticed), is Gaussian, and is independent between variables and "
-            f"rounds ({name} {way})",
+            f"rounds{by} ({name} {way})",
             tries,
             "variables",
             time.time() - started,

@@ -130,9 +130,23 @@ CAVEATS: dict[str, str] = {
     ),
     "pseudorandom_noise": (
         "The noise came from the pseudo-random generator Philox4x32-10, whose "
-        "secret is no longer than 64 bits and which is not made for "
-        "cryptography; the guarantee is towards those who cannot guess that "
-        "secret or tell the generator's output from true randomness."
+        "secret is no longer than 128 bits (64 where a seed was given) and "
+        "which is not made for cryptography; the guarantee is towards those "
+        "who cannot guess that secret or tell the generator's output from true "
+        "randomness."
+    ),
+    "cryptographic_noise": (
+        "The noise came from the cryptographic generator ChaCha20, under a key "
+        "of 256 bits that was drawn from the operating system for each round; "
+        "the guarantee is towards those who cannot tell its output from true "
+        "randomness."
+    ),
+    "exact_noise": (
+        "Updates were rounded to a grid after the clip, in steps of 2^-20 of "
+        "it, and added as whole numbers; the noise was the ideal Gaussian "
+        "rounded to that grid, drawn from the operating system's random bits "
+        "without a rounding error, so that floating point has no part in the "
+        "guarantee."
     ),
     "validation_data_not_covered": (
         "Data used for validation, or for choosing a model by it, is not "

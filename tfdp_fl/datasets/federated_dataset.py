@@ -314,15 +314,16 @@ class FederatedDataset:
           directory: Where the files are.
           pattern: Which files, as for `pathlib.Path.glob`: "*.csv", or
             "**/*.npz" for those in directories below. None: all files there
-            with a suffix that is known. They are tables (".csv", ".parquet";
-            pandas reads them) or NumPy's ".npz" with the arrays `x` and `y`
-            and perhaps `sample_weight`; where there are several features,
-            `x_<name>` of each, and x is a dict.
+            with a suffix that is known. They are tables (".csv"; ".parquet",
+            with pyarrow; pandas reads them) or NumPy's ".npz" with the arrays
+            `x` and `y` and perhaps `sample_weight`; where there are several
+            features, `x_<name>` of each, and x is a dict.
           features: Of tables: as in `from_dataframe`.
           label: Likewise.
           sample_weight: Likewise.
 
         Raises:
+          ImportError: If pandas, or pyarrow, is not installed to read them.
           ValueError: If there is no such directory, no such file, or a file
             of another kind.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import pathlib
 from collections.abc import Callable
@@ -10,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from tfdp_fl import _optional
 from tfdp_fl.datasets import frames, nests
 
 _TABLES = {".csv": "read_csv", ".parquet": "read_parquet"}
-_ARRAYS = ".npz"
+_ARRAYS, _PARQUET = ".npz", ".parquet"
 _KNOWN = (*_TABLES, _ARRAYS)
 _FEATURE = "x_"
 
@@ -69,6 +71,8 @@ def readers(
             )
         paths[client_id] = path
 
+    _check_readable({path.suffix for path in found})
+
     def read(client_id: str) -> tuple[Any, ...]:
         path = paths[client_id]
         if path.suffix == _ARRAYS:
@@ -78,6 +82,16 @@ def readers(
         return frames.of_one_client(frame, features, label, sample_weight)
 
     return list(paths), read
+
+
+def _check_readable(suffixes: set[str]) -> None:
+    """Raises ImportError, before any client is read, if no package can."""
+    if suffixes & _TABLES.keys():
+        with _optional.needed("pandas", "Reading tables"):
+            importlib.import_module("pandas")
+    if _PARQUET in suffixes and importlib.util.find_spec("fastparquet") is None:
+        with _optional.needed("pyarrow", f"Reading {_PARQUET} files"):
+            importlib.import_module("pyarrow")
 
 
 def _arrays(path: pathlib.Path) -> tuple[Any, ...]:

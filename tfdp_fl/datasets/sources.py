@@ -21,6 +21,10 @@ from tfdp_fl.datasets import nests
 
 # How many clients say what an example looks like, if nobody else does.
 _ASKED_FOR_SPEC = 5
+# A dataset that is run once is run as it is.
+_UNCHANGED = tf.data.Options()
+_UNCHANGED.autotune.enabled = False
+_UNCHANGED.experimental_optimization.apply_default_optimizations = False
 # Of how much a digest is taken: all of it up to 1 GiB, else a sample.
 _DIGESTED_BYTES = 2**30
 _DIGESTED_CLIENTS = 4096
@@ -436,7 +440,13 @@ def read_tf_dataset(dataset: tf.data.Dataset) -> nests.Nest:
             ),
             *batches,
         )
-    chunks = list(dataset.batch(1024).as_numpy_iterator())
+    # An iterator, and optimising its graph, would cost milliseconds.
+    if dataset.cardinality() > 0:
+        batch = dataset.batch(tf.int64.max).get_single_element()
+        return tf.nest.map_structure(lambda each: each.numpy(), batch)
+    chunks = list(
+        dataset.batch(1024).with_options(_UNCHANGED).as_numpy_iterator()
+    )
     if not chunks:
         return nests.no_examples(dataset.element_spec)
     return nests.concatenate(chunks) if len(chunks) > 1 else chunks[0]

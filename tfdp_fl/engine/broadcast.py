@@ -57,7 +57,7 @@ class Broadcast:
         Args:
           state: The query's state.
           numbers: Float32 [z, m, learning rate].
-          seed: Int64 [2], the round's seed.
+          seed: The round's seed (see `mechanisms.noise`).
           weights: What `changed_weights` returned.
         """
         state = self._query.begin_round(state, numbers[0], numbers[1])
@@ -65,8 +65,9 @@ class Broadcast:
         if not weights:
             weights = [each.read_value() for each in self._server.variables]
             if self._hook is not None:
+                own = noise.as_integers(noise.fold_in(seed, -3))
                 with noise.seeded(noise.fold_in(seed, -2)):
-                    weights = list(self._hook(weights, noise.fold_in(seed, -3)))
+                    weights = list(self._hook(weights, own))
         # Where the clip is not known before all updates are, nobody gets it.
         params: Any = ()
         if not self._query.two_phase:
@@ -76,5 +77,5 @@ class Broadcast:
             unaggregated=[each.read_value() for each in self._unaggregated],
             params=tf.nest.map_structure(tf.convert_to_tensor, params),
             learning_rate=numbers[2],
-            seed=seed,
+            seed=noise.for_clients(seed),
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,44 +40,169 @@ class CohortChunk:
     members: np.ndarray
 
 
-def read(
-    dataset: FederatedDataset,
-    pending: rounds.PendingRound,
-    *,
-    element_spec: tuple[Any, Any],
-    label_ranges: list[labels.LabelRange],
-    rows_for: Callable[[int], int],
-) -> Iterator[CohortChunk]:
-    """Yields the cohort's data, at least one chunk, in bounded pieces.
+class Reader:
+    """Reads cohorts, in pieces of bounded size.
 
-    A streamed chunk is read while the one before it trains. A client that
-    cannot be read, or with labels that are not allowed, failed.
-
-    Args:
-      dataset: Where the examples come from.
-      pending: The round; clients that failed are added to its failures.
-      element_spec: `(features, labels)` specs of one example.
-      label_ranges: What class labels may be.
-      rows_for: A streamed chunk of n examples has so many rows, the rest of
-        them zeros.
+    A streamed chunk is read while the one before it trains; the first of a
+    round, where `expect` was told of it, while the round before trains. A
+    client that cannot be read, or with labels that are not allowed, failed.
     """
-    positions = pending.inputs.positions
-    if dataset.is_indexed:
-        x, y = tf.nest.map_structure(_with_a_row, dataset.flat())
-        rows, lengths = dataset.client_rows(positions)
-        yield CohortChunk(x, y, rows, lengths, np.arange(len(positions)))
-        return
-    clients = _clients(dataset, positions, pending.failures, label_ranges)
-    pack = functools.partial(
-        _packed, element_spec=element_spec, rows_for=rows_for
-    )
-    # Not a generator expression, which would hold clients for too long.
-    chunks = map(pack, _grouped(clients))
-    with concurrent.futures.ThreadPoolExecutor(1) as reader:
-        ahead = reader.submit(next, chunks, None)
-        while (chunk := ahead.result()) is not None:
-            ahead = reader.submit(next, chunks, None)
-            yield chunk
+
+    def __init__(
+        self,
+        *,
+        element_spec: tuple[Any, Any],
+        label_ranges: list[labels.LabelRange],
+        rows_for: Callable[[int], int],
+    ):
+        """Starts nothing.
+
+        Args:
+          element_spec: `(features, labels)` specs of one example.
+          label_ranges: What class labels may be.
+          rows_for: A streamed chunk of n examples has so many rows, the rest
+            of them zeros.
+        """
+        self._label_ranges = label_ranges
+        self._pack = functools.partial(
+            _packed, element_spec=element_spec, rows_for=rows_for
+        )
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._expected: np.ndarray | None = None
+        # What is being asked for, and what comes after it.
+        self._current: _Reading | None = None
+        self._begun: _Reading | None = None
+
+    def __call__(
+        self, dataset: FederatedDataset, pending: rounds.PendingRound
+    ) -> Iterator[CohortChunk]:
+        """Yields the data of a round's cohort, at least one chunk.
+
+        Args:
+          dataset: Where the examples come from.
+          pending: The round; clients that failed are added to its failures.
+        """
+        positions = pending.inputs.positions
+        if dataset.is_indexed:
+            x, y = tf.nest.map_structure(_with_a_row, dataset.flat())
+            rows, lengths = dataset.client_rows(positions)
+            yield CohortChunk(x, y, rows, lengths, np.arange(len(positions)))
+            return
+        reading, self._begun = self._begun, None
+        if reading is not None and not reading.is_of(dataset, positions):
+            reading.stopped.set()
+            reading = None
+        if self._pool is None:
+            self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        if reading is None:
+            reading = self._begin(dataset, positions, self._pool)
+        self._current = reading
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            reading.then = functools.partial(
+                self._begin_next, dataset, expected, self._pool
+            )
+        try:
+            while True:
+                chunk, failures = reading.ahead.result()
+                pending.failures += failures
+                if chunk is None:
+                    return
+                reading.go_on()
+                yield chunk
+        finally:
+            reading.stopped.set()
+            self._current = None
+
+    def expect(self, positions: np.ndarray) -> None:
+        """Is told of the cohort of the round after the coming one.
+
+        Args:
+          positions: Int64 [K].
+        """
+        self._expected = positions
+
+    def close(self) -> None:
+        """Forgets what was expected; nothing is read any more."""
+        self._expected = None
+        for reading in (self._current, self._begun):
+            if reading is not None:
+                reading.stopped.set()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._current = self._begun = None
+
+    def _begin(
+        self,
+        dataset: FederatedDataset,
+        positions: np.ndarray,
+        pool: concurrent.futures.Executor,
+    ) -> _Reading:
+        """Begins to read a cohort, once what is being read is there."""
+        reading = _Reading(dataset, positions, pool)
+        clients = _clients(reading, self._label_ranges)
+        # Not a generator expression, which would hold clients for too long.
+        reading.chunks = map(self._pack, _grouped(clients))
+        reading.go_on()
+        return reading
+
+    def _begin_next(
+        self,
+        dataset: FederatedDataset,
+        positions: np.ndarray,
+        pool: concurrent.futures.Executor,
+    ) -> None:
+        with contextlib.suppress(RuntimeError):  # It was closed just now.
+            self._begun = self._begin(dataset, positions, pool)
+
+
+class _Reading:
+    """A cohort that is being read, one chunk ahead of who asks for them.
+
+    Attributes:
+      chunks: Yields them; used by one thread only.
+      failures: The clients that failed since the last chunk; likewise.
+      stopped: Whether nobody wants the rest.
+      then: Called by that thread when all was read, unless stopped.
+      ahead: The next chunk (None at the end), and who failed before it.
+    """
+
+    def __init__(
+        self,
+        dataset: FederatedDataset,
+        positions: np.ndarray,
+        pool: concurrent.futures.Executor,
+    ):
+        self.dataset = dataset
+        self.positions = positions
+        self._pool = pool
+        self.chunks: Iterator[CohortChunk] = iter(())
+        self.failures: list[ClientFailure] = []
+        self.stopped = threading.Event()
+        self.then: Callable[[], None] | None = None
+        self.ahead: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def is_of(self, dataset: FederatedDataset, positions: np.ndarray) -> bool:
+        """Returns whether it is these clients', in this order."""
+        return self.dataset is dataset and np.array_equal(
+            self.positions, positions
+        )
+
+    def go_on(self) -> None:
+        """Has the next chunk read, in the background."""
+        self.ahead = self._pool.submit(self._next)
+
+    def _next(self) -> tuple[CohortChunk | None, list[ClientFailure]]:
+        chunk = next(self.chunks, None)
+        failures, self.failures = self.failures, []
+        if (
+            chunk is None
+            and self.then is not None
+            and not self.stopped.is_set()
+        ):
+            self.then()
+        return chunk, failures
 
 
 def _with_a_row(array: Any) -> Any:
@@ -93,19 +220,21 @@ _Client = tuple[int, Any, Any]
 
 
 def _clients(
-    dataset: FederatedDataset,
-    positions: np.ndarray,
-    failures: list[ClientFailure],
-    label_ranges: list[labels.LabelRange],
+    reading: _Reading, label_ranges: list[labels.LabelRange]
 ) -> Iterator[_Client]:
     """Reads clients one after the other, but for those that failed."""
-    for member, client in enumerate(dataset.read_clients(positions)):
+    positions = reading.positions
+    for member, client in enumerate(reading.dataset.read_clients(positions)):
+        if reading.stopped.is_set():
+            return
         if isinstance(client, ClientFailure):
-            failures.append(client)
+            reading.failures.append(client)
             continue
         problem = labels.problem_of_client(client.y, label_ranges)
         if problem is not None:
-            failures.append(ClientFailure(int(positions[member]), problem))
+            reading.failures.append(
+                ClientFailure(int(positions[member]), problem)
+            )
             continue
         yield member, client.x, client.y
 

@@ -235,7 +235,8 @@ class ClientTrainer:
 
         Args:
           received: What the server sends.
-          seed: Int64 [2], new for every client of every round.
+          seed: Of a kind of `mechanisms.noise`, new for every client of every
+            round.
         """
         for variable, value in zip(
             self.variables, received.weights, strict=True
@@ -247,8 +248,7 @@ class ClientTrainer:
             variable.assign(value)
         self._optimizer.start(received.learning_rate)
         for number, state in enumerate(self._random_state):
-            # A fold_in mixes its data in with the next one only.
-            key = noise.fold_in(noise.fold_in(seed, 1 + number), 0)[0]
+            key = noise.integer(seed, 1 + number)
             state.assign(keras_versions.random_state(key))
 
     def step(

@@ -23,7 +23,7 @@ class Received(NamedTuple):
       unaggregated: Values of the other variables of the model.
       params: The query's sample params.
       learning_rate: Float32 scalar.
-      seed: Int64 [2], new for every round.
+      seed: Of a kind of `mechanisms.noise`, new for every round.
     """
 
     weights: list[tf.Tensor]

@@ -2,7 +2,7 @@
 
 The way of a client's update, from the dataset to the released model:
 
-    collect                     chunks.read: the cohort's examples
+    collect                     chunks.Reader: the cohort's examples
       train_chunk               layout.lay_out: who trains with whom, on what
                                   tables.client_table, tables.split
         tracing.prepared        the compiled function and its arguments: a Call
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -78,7 +77,8 @@ class CohortEngine:
       query: The mechanism's query.
       state: The query's state, before the coming round.
       update_spec: What one client hands in.
-      read_chunks: Yields the examples of `(dataset, pending)`; `chunks.read`.
+      read_chunks: Yields the examples of `(dataset, pending)`; a
+        `chunks.Reader`, who may be told whose come next.
       layout: How cohorts are laid out.
       functions: The compiled functions that train clients.
     """
@@ -185,8 +185,7 @@ class CohortEngine:
             output=self.output,
             moments=moments,
         )
-        self.read_chunks = functools.partial(
-            chunks.read,
+        self.read_chunks = chunks.Reader(
             element_spec=element_spec,
             label_ranges=first.label_ranges,
             # XLA compiles for every number of rows that it meets.
@@ -226,7 +225,7 @@ class CohortEngine:
     @property
     def has_trained_side_by_side(self) -> bool:
         """Returns whether any clients so far were trained side by side."""
-        return any(way.side_by_side for _, way in self.functions.traced)
+        return any(way.side_by_side for _, way, _ in self.functions.traced)
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""

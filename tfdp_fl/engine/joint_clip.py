@@ -48,7 +48,7 @@ class JointClip:
         self, pending: rounds.PendingRound, params: Any, pool: futures.Executor
     ) -> None:
         """Clips and adds up each update, the replicas' side by side."""
-        seed = tf.constant(pending.inputs.seed)
+        _, seed = pending.tensors
 
         def run(replica: int) -> Any:
             total = self._query.initial_sample_state(self._spec.zeros())
@@ -78,7 +78,7 @@ class JointClip:
 
     def clip_each(self, pending: rounds.PendingRound, params: Any) -> None:
         """Clips each update, for a sum that is formed elsewhere."""
-        seed = tf.constant(pending.inputs.seed)
+        _, seed = pending.tensors
         for group in pending.collected:
             for place, (members, collected) in enumerate(group):
                 clipped = self._each(
@@ -111,7 +111,7 @@ class JointClip:
           update: Float32 [D].
           scalars: What is known of the client beside it: what it counts.
           member: Int32 scalar, the client's place in the cohort.
-          seed: Int64 [2], the round's seed.
+          seed: The round's seed (see `mechanisms.noise`).
         """
         client_seed = noise.fold_in(seed, member)
         with noise.seeded(noise.fold_in(client_seed, 0)):

@@ -26,7 +26,8 @@ class Release:
       server: Holds the model's weights.
       metric_results: What metrics say of the sums of their values.
       update_size: The number of elements of an update.
-      traced: The function so far, by how many sums there are.
+      traced: The function so far, by how many sums there are and the
+        kind of seed.
       log_names: What it returns the values of.
     """
 
@@ -34,7 +35,9 @@ class Release:
     server: server_update.ServerUpdate
     metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]
     update_size: int
-    traced: dict[int, Any] = dataclasses.field(default_factory=dict)
+    traced: dict[tuple[int, tf.DType], Any] = dataclasses.field(
+        default_factory=dict
+    )
     log_names: list[str] = dataclasses.field(default_factory=list)
 
     def __call__(
@@ -49,7 +52,7 @@ class Release:
             *pending.tensors,
             tf.convert_to_tensor(np.float32(answered)),
         )
-        key = len(pending.sums)
+        key = (len(pending.sums), pending.tensors[1].dtype)
         if key not in self.traced:
             self.traced[key] = calls.concrete_function(
                 tf.function(self._released, autograph=False),

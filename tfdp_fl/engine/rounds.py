@@ -25,7 +25,8 @@ class RoundInputs:
       batch_size: Examples in one local batch.
       local_epochs: Passes over a client's examples.
       learning_rate: The client optimizer's rate.
-      seed: Int64 [2], new for every round: noise and dropout follow from it.
+      seed: Of a kind of `mechanisms.noise`, new for every round: noise and
+        dropout follow from it.
       shuffle: Generator that shuffles the examples of each client, or None.
       windows: Float32 [K, W, L], for mechanisms that keep norms per client.
     """
@@ -47,8 +48,7 @@ class RoundInputs:
             [self.noise_multiplier, self.clients_per_round, self.learning_rate],
             np.float32,
         )
-        seed = np.asarray(self.seed, np.int64)
-        return tf.convert_to_tensor(numbers), tf.convert_to_tensor(seed)
+        return tf.convert_to_tensor(numbers), tf.convert_to_tensor(self.seed)
 
 
 @dataclasses.dataclass

@@ -37,8 +37,8 @@ class CohortFunctions:
       element_spec: `(features, labels)` specs of one example.
       output: What is wanted of a cohort (see `cohort.SUM`).
       moments: Whether Geyer's `Moments` are wanted as well.
-      traced: The functions so far, by replica and `layout.Way`; one is made
-        when a round needs it.
+      traced: The functions so far, by replica, `layout.Way` and the dtype of
+        the rounds' seeds; one is made when a round needs it.
     """
 
     trainers: list[client_update.ClientTrainer]
@@ -47,7 +47,7 @@ class CohortFunctions:
     element_spec: tuple[Any, Any]
     output: str
     moments: bool
-    traced: dict[tuple[int, layout.Way], Any] = dataclasses.field(
+    traced: dict[tuple[int, layout.Way, tf.DType], Any] = dataclasses.field(
         default_factory=dict
     )
 
@@ -99,7 +99,8 @@ class CohortFunctions:
         Everything that is Python happens here, in one thread. A function is
         traced once, for any cohort size.
         """
-        way, key = part.way, (replica, part.way)
+        way = part.way
+        key = (replica, way, pending.tensors[1].dtype)
         fixed = (pending.state, *pending.tensors, pending.broadcast)
         arguments = (*fixed, chunk.x, chunk.y, *part.tables)
         if key in self.traced:

@@ -12,6 +12,7 @@ from tfdp_fl import _files
 from tfdp_fl.experiments import run_directory
 from tfdp_fl.experiments.run_directory import Run
 from tfdp_fl.keras import callbacks
+from tfdp_fl.keras.callbacks import report as report_lib
 
 
 def write(run: Run, path: str | os.PathLike[str]) -> None:
@@ -30,6 +31,33 @@ def write(run: Run, path: str | os.PathLike[str]) -> None:
         ended_early=run.result.get("stopped") == "interrupted"
     )
     _files.write_text(place, page)
+
+
+def write_scalars(run: Run, log_dir: str | os.PathLike[str]) -> None:
+    """Writes what the page's charts show, for TensorBoard.
+
+    Args:
+      run: A run that has ended, perhaps early.
+      log_dir: The folder; it is made.
+
+    Raises:
+      ImportError: tensorboard is not installed.
+      ValueError: There is a file in the folder's place.
+    """
+    report_lib.check_log_dir(log_dir)
+    scalars = report_lib.Scalars(log_dir)
+    for number, logs in _rounds(run):
+        scalars.write(number, logs)
+    scalars.close((run.path / run_directory.STATEMENT).read_text("utf-8"))
+
+
+def _rounds(run: Run) -> list[tuple[int, dict[str, float]]]:
+    """Returns each round's values, the rounds counted from 1."""
+    rows: dict[int, dict[str, float]] = {}
+    for name, (rounds, values) in run.history.items():
+        for place, value in zip(rounds, values, strict=True):
+            rows.setdefault(place, {})[name] = value
+    return sorted(rows.items())
 
 
 class _OfDirectory(callbacks.Report):
@@ -55,11 +83,7 @@ class _OfDirectory(callbacks.Report):
                 ),
             )
         )
-        rows: dict[int, dict[str, float]] = {}
-        for name, (rounds, values) in run.history.items():
-            for place, value in zip(rounds, values, strict=True):
-                rows.setdefault(place, {})[name] = value
-        self._rounds = sorted(rows.items())
+        self._rounds = _rounds(run)
 
     def settings(self) -> dict[str, Any]:
         """See base class."""

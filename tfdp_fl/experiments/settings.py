@@ -22,6 +22,7 @@ from tfdp_fl.experiments.mechanism_options import (
     MECHANISMS,
     parameters_of,
 )
+from tfdp_fl.mechanisms import noise
 
 DATASETS = ("digits", "mnist", "shakespeare", "emnist", "npz")
 FEATURES = ("oriented_gradients",)
@@ -319,6 +320,13 @@ class Settings(_MechanismParameters):
         int,
         "Makes everything repeat bit for bit. Whoever knows it can undo the "
         "noise, and privacy.txt says so; without it, fresh secret entropy.",
+    )
+    noise_generator: str = _option(
+        noise.PHILOX,
+        (*noise.GENERATORS, noise.EXACT),
+        "What the noise is drawn from. cryptographic: ChaCha20 under the "
+        "operating system's keys. exact: of the operating system's bits, on a "
+        "grid (fixed clipping). Both are slower, and without a seed.",
     )
     validation_freq: Any = _option(
         None, int, "Evaluate every so many rounds, and after the last."

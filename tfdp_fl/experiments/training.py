@@ -141,6 +141,7 @@ def _federated_model(
         "sampling": settings.sampling,
         "on_client_failure": settings.on_client_failure,
         "num_replicas": settings.num_replicas,
+        "noise_generator": settings.noise_generator,
         "secure_aggregation": None
         if settings.secure_aggregation is None
         else AdditiveSecretSharing(mode=settings.secure_aggregation),

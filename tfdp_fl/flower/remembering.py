@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -190,8 +189,7 @@ def noised(
       memory: before this round.
     """
     zeros = [tf.zeros(np.shape(array)) for array in total]
-    seed = tf.constant(np.frombuffer(os.urandom(16), np.int64))
-    with noise.seeded(seed):
+    with noise.seeded(tf.constant(noise.fresh_seed())):
         made, memory = mechanism.add_noise(
             zeros, tf.constant(stddev, tf.float32), memory
         )

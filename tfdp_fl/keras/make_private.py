@@ -28,6 +28,7 @@ _MODEL_OPTIONS = (
     "secure_aggregation",
     "num_replicas",
     "client_weighting",
+    "noise_generator",
 )
 # Noise multipliers that no run has, to ask a mechanism what it allows.
 _TINY, _HUGE = 1e-6, 1e6

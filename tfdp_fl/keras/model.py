@@ -91,6 +91,7 @@ class DPFederatedModel:
         non_trainable_state: str = "aggregate",
         secure_aggregation: Any = None,
         num_replicas: int | None = None,
+        noise_generator: str = "philox",
         target: PrivacyTarget | None = None,
         client_weighting: ClientWeighting | None = None,
     ):
@@ -121,6 +122,13 @@ class DPFederatedModel:
           secure_aggregation: An `AdditiveSecretSharing`, through which the
             clients' records are summed; None sums them in the engine.
           num_replicas: How many clients train at once; None: one a core.
+          noise_generator: What the noise is drawn from: "philox", which is
+            fast; "cryptographic": ChaCha20, keyed by the operating system in
+            every round; or "exact", of `FixedClipping` with the server's
+            noise: updates are added on a grid, and the noise is the ideal
+            Gaussian rounded to it, without floating point's errors. The latter
+            two take no `seed`, and drawing takes several times as long (see
+            docs/floating_point.md).
           target: What the noise was calibrated for; kept in every `fit`, as
             its `on_overspend` says. `make_private` gives it.
           client_weighting: What clients count in the mean, such as
@@ -145,6 +153,7 @@ class DPFederatedModel:
             non_trainable_state=non_trainable_state,
             secure_aggregation=secure_aggregation,
             num_replicas=num_replicas,
+            noise_generator=noise_generator,
             target=target,
             client_weighting=client_weighting,
         )
@@ -477,6 +486,7 @@ class DPFederatedModel:
         _validate.positive_integer(validation_freq=validation_freq)
         if seed is not None:
             _validate.non_negative_integer(seed=seed)
+            self.setup.check_seed(seed)
         _check_runtime_and_audit(runtime, audit, resume_from)
         verbose = 1 if verbose == "auto" else verbose
         self._verbose = int(_validate.one_of((0, 1, 2), verbose=verbose))
@@ -527,6 +537,7 @@ class DPFederatedModel:
             run.audit = audit
         run.spending.expect(clients.num_clients)
         run.facts.seed_given |= seed is not None
+        run.facts.note_generator(self.setup.noise_generator)
         run.facts.validated |= validation_data is not None
         run.facts.note_held_out(held_out, run.rounds)
         self.run = run

@@ -102,6 +102,7 @@ class Preparation:
             sampling=setup.sampling,
             min_examples=min_examples,
             client_weighting=setup.client_weighting,
+            noise_generator=setup.noise_generator,
             **calibrated,
         )
         mechanism.check(deployment)

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
+
+from tfdp_fl.mechanisms import noise
 
 # What each stream of random numbers is for; cohorts have their own (sampling).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
 
 
 def round_seed(
-    seed: int | None, round_index: int, interrupted: int = 0
+    seed: int | None,
+    round_index: int,
+    interrupted: int = 0,
+    generator: str = noise.PHILOX,
 ) -> np.ndarray:
-    """Returns the seed (int64, shape [2]) of a round's noise and dropout.
+    """Returns the seed of a round's noise and dropout.
 
     Without a seed it is fresh entropy from the operating system; with one it
-    depends on the seed and the round alone.
+    depends on the seed and the round alone. Its dtype tells what draws from it
+    (see `mechanisms.noise`): int64 [2] is a user's.
 
     Args:
       seed: The user's seed, or None.
       round_index: The round, counted from 0.
       interrupted: How many releases were broken off half-way: the round that
         is run again must not have the noise that may be in the model already.
+      generator: What noise is drawn from, where there is no seed: one of
+        `noise.GENERATORS`, or `noise.EXACT`, whose noise is no seed's.
     """
     if seed is None:
-        return np.frombuffer(os.urandom(16), np.int64)
+        return noise.fresh_seed(
+            noise.PHILOX if generator == noise.EXACT else generator
+        )
     return (
         _sequence(
             seed,

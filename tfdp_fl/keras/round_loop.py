@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import auditing
@@ -27,6 +28,7 @@ from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.keras.validation_data import Validation
+from tfdp_fl.mechanisms import noise
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,6 +64,9 @@ class RoundLoop:
     federated: list[callbacks_lib.FederatedCallback]
     audit: auditing.CanaryAudit | None
     say: Callable[[str], None]
+    # The round that was drawn ahead: its index, `Run.repeated_rounds` and
+    # positions.
+    _ahead: tuple[int, int, np.ndarray] | None = None
 
     def train(self, progress_bar: progress.RoundProgress) -> None:
         """Runs the rounds, with everything that callbacks hear of them."""
@@ -95,6 +100,7 @@ class RoundLoop:
         finally:
             # Else a ledger stays open, and locked, as long as the process.
             with interrupts.after_the_block():
+                self.engine.read_chunks.close()
                 for each in self.federated:
                     each.on_fit_end()
 
@@ -168,10 +174,8 @@ class RoundLoop:
         return {**released, **logs, **report}
 
     def _draw(self, round_index: int) -> RoundInputs:
-        run, plan, costs = self.run, self.run.plan, self._costs
-        # Other noise, other clients: see `Run.repeated_rounds`.
-        run.sampler.repeated_rounds = run.repeated_rounds
-        positions = costs.draw(round_index)
+        run, plan = self.run, self.run.plan
+        positions = self._positions(round_index)
         return RoundInputs(
             round_index=round_index,
             positions=positions,
@@ -184,13 +188,41 @@ class RoundLoop:
             local_epochs=plan.local_epochs,
             learning_rate=self.compiled.learning_rate,
             seed=randomness.round_seed(
-                plan.seed, round_index, run.repeated_rounds
+                plan.seed,
+                round_index,
+                run.repeated_rounds,
+                self.setup.noise_generator,
             ),
             shuffle=randomness.shuffle_generator(plan.seed, round_index)
             if plan.shuffle
             else None,
             windows=None if run.windows is None else run.windows[positions],
         )
+
+    def _positions(self, round_index: int) -> np.ndarray:
+        """Returns a round's cohort, and draws the next if it is read ahead."""
+        run = self.run
+        # Other noise, other clients: see `Run.repeated_rounds`.
+        run.sampler.repeated_rounds = run.repeated_rounds
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[:2] == (
+            round_index,
+            run.repeated_rounds,
+        ):
+            positions = ahead[2]
+        else:
+            positions = self._costs.draw(round_index)
+        following = round_index + 1
+        if (
+            not self.clients.is_indexed
+            and following < run.plan.last_round
+            and not run.sampler.goes_by_releases
+            and self.setup.mechanism.max_participations is None
+        ):
+            drawn = self._costs.draw(following)
+            self._ahead = following, run.repeated_rounds, drawn
+            self.engine.read_chunks.expect(drawn)
+        return positions
 
     def _charge(self, inputs: RoundInputs, failed: int) -> None:
         """Pays for a round: first in every ledger, then in memory."""
@@ -209,6 +241,8 @@ class RoundLoop:
         }
         if self.run.plan.seed is not None:
             details["seeded"] = True
+        if self.setup.noise_generator != noise.PHILOX:
+            details["noise_generator"] = self.setup.noise_generator
         for each in self.federated:
             each.on_round_charged(inputs.round_index, charge, details)
         run.spending.charge(charge, positions, mu_squared)

@@ -13,7 +13,7 @@ from tfdp_fl import sampling
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.keras.fit_plan import FitPlan
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import Deployment, noise
 
 # How many clients there are, and a digest of who they are in which order.
 Population = tuple[int, str]
@@ -27,6 +27,9 @@ class Facts:
 
     Attributes:
       seed_given: Whether any `fit` was given a seed.
+      philox: Whether Philox drew noise.
+      cryptographic: Whether a cryptographic generator did.
+      exact: Whether noise was drawn exactly, on a grid.
       validated: Whether any was given validation data.
       held_out: The digest of the clients that each `fit` so far held out for
         validation; empty if one held out none, or others.
@@ -37,11 +40,20 @@ class Facts:
     """
 
     seed_given: bool = False
+    philox: bool = False
+    cryptographic: bool = False
+    exact: bool = False
     validated: bool = False
     rounds_abandoned: int = 0
     clients_excluded: int = 0
     rounds_charged_twice: int = 0
     held_out: str | None = None
+
+    def note_generator(self, generator: str) -> None:
+        """Notes what the rounds to come draw their noise from."""
+        self.cryptographic |= generator == noise.CRYPTOGRAPHIC
+        self.philox |= generator == noise.PHILOX
+        self.exact |= generator == noise.EXACT
 
     def note_held_out(self, clients: str, rounds: int) -> None:
         """Notes whom a call of `fit` holds out, after so many rounds."""
@@ -228,7 +240,8 @@ class Run:
             else prepared.windows,
             cohort_sizes=arrays["cohort_sizes"].tolist(),
             log_names=list(metadata["log_names"]),
-            facts=Facts(**metadata["facts"]),
+            # An earlier version knew of no other generator.
+            facts=Facts(**{"philox": True, **metadata["facts"]}),
             # With a seed, as many noises of the coming round are used up.
             interrupted_releases=max(
                 prepared.interrupted_releases,

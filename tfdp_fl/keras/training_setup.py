@@ -14,8 +14,10 @@ from tfdp_fl.keras.privacy_target import PrivacyTarget
 from tfdp_fl.mechanisms import (
     ClientWeighting,
     Deployment,
+    FixedClipping,
     Mechanism,
     client_weighting,
+    noise,
 )
 
 FAILURE_RULES = ("abort", "exclude")
@@ -39,6 +41,7 @@ class TrainingSetup:
     non_trainable_state: str = "aggregate"
     secure_aggregation: Any = None
     num_replicas: int | None = None
+    noise_generator: str = noise.PHILOX
     target: PrivacyTarget | None = None
     client_weighting: ClientWeighting | None = None
 
@@ -48,6 +51,9 @@ class TrainingSetup:
         _validate.one_of(ACCOUNTANTS, accountant=self.accountant)
         _validate.one_of(
             NON_TRAINABLE_STATES, non_trainable_state=self.non_trainable_state
+        )
+        _check_generator(
+            self.noise_generator, self.mechanism, self.secure_aggregation
         )
         if self.num_replicas is not None:
             _validate.positive_integer(num_replicas=self.num_replicas)
@@ -109,10 +115,48 @@ class TrainingSetup:
             self, mechanism=mechanism.for_server(momentum, rates, charged)
         )
 
+    def check_seed(self, seed: int) -> None:
+        """Raises ValueError if no seed may be given."""
+        if self.noise_generator != noise.PHILOX:
+            raise ValueError(
+                "seed must be None with noise_generator="
+                f"{self.noise_generator!r}, whose keys are the operating "
+                f"system's and nobody else's, got {seed!r}."
+            )
+
     @property
     def aborts_on_failure(self) -> bool:
         """Whether a round in which somebody's data fails is abandoned."""
         return self.on_client_failure == "abort"
+
+
+def _check_generator(
+    generator: str, mechanism: Mechanism, secure_aggregation: Any
+) -> None:
+    _validate.one_of(
+        (*noise.GENERATORS, noise.EXACT), noise_generator=generator
+    )
+    if generator == noise.EXACT:
+        if (
+            type(mechanism) is not FixedClipping
+            or mechanism.noise_site != "server"
+        ):
+            raise ValueError(
+                "noise_generator='exact' needs FixedClipping with noise_site="
+                f"'server', got {mechanism.name} with noise_site="
+                f"{mechanism.noise_site!r}."
+            )
+        if secure_aggregation is not None:
+            raise ValueError(
+                "secure_aggregation must be None with noise_generator='exact', "
+                f"whose grid is its own, got {secure_aggregation!r}."
+            )
+    if generator != noise.PHILOX and mechanism.draws_noise_itself:
+        raise ValueError(
+            f"noise_generator must be {noise.PHILOX!r} with {mechanism.name}, "
+            "whose query draws the noise from TensorFlow's own random numbers, "
+            f"got {generator!r}."
+        )
 
 
 def _failure_rule(rule: str | None, mechanism: Mechanism) -> str:

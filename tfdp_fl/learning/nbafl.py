@@ -19,7 +19,7 @@ class DownlinkState(NamedTuple):
     """The noise with which the weights of a state are to be seen.
 
     Attributes:
-      seed: Int64 [2], of the noise. It is drawn when the weights are made, so
+      seed: Uint64 [2], of the noise. It is drawn when the weights are made, so
         that everybody who sees them (the clients of the next round, also if
         it is repeated, and whoever reads the model) sees one and the same
         noise: two draws would average out.

@@ -449,4 +449,5 @@ def _caveats(mechanism: mechanism_lib.Mechanism) -> tuple[str, ...]:
         "unnoised_metrics",
         "hyperparameter_search_not_counted",
         "floating_point_noise",
+        "pseudorandom_noise",
     )

@@ -27,6 +27,8 @@ class Deployment:
       min_examples: The smallest number of examples that a client holds, or
         None if unknown.
       client_weighting: What clients count in the mean; None: 1 each.
+      noise_generator: "exact" for a sum and noise on a grid (`grid`); else what
+        the noise is drawn from does not matter here.
     """
 
     clients_per_round: schedules.Schedule
@@ -38,6 +40,7 @@ class Deployment:
     shapes: tuple[tuple[int, ...], ...] | None = None
     min_examples: int | None = None
     client_weighting: ClientWeighting | None = None
+    noise_generator: str = "philox"
 
     def cohort_size(self, round_index: int) -> float:
         """Returns the expected cohort size m_t of one round."""

@@ -26,7 +26,13 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import caveats as caveats_lib
-from tfdp_fl.mechanisms import clipping, cohort_query, noise, parameters
+from tfdp_fl.mechanisms import (
+    clipping,
+    cohort_query,
+    grid,
+    noise,
+    parameters,
+)
 from tfdp_fl.mechanisms.contribution import (
     Client,
     Contribution,
@@ -67,6 +73,8 @@ class Mechanism(abc.ABC):
       noise_site: Who adds the noise: "server"; "client", each of m clients its
         share, so that exactly m have to answer; or "every client", each for
         itself.
+      draws_noise_itself: Whether its noise is not that of `noise`, so that no
+        seed and no choice of a generator reaches it.
       own_caveats: What the statement may have to say of this mechanism and of
         no other: full sentences by key.
       suggested_run: What `train.py` does unless told otherwise, by flag.
@@ -87,6 +95,7 @@ class Mechanism(abc.ABC):
     epsilon: ClassVar[Any] = None
     implied_delta: ClassVar[Any] = None
     noise_limit_reason: ClassVar[str] = ""
+    draws_noise_itself: ClassVar[bool] = False
     own_caveats: ClassVar[Mapping[str, str]] = {}
 
     # Optional members: None where a mechanism has no such thing.
@@ -137,6 +146,8 @@ class Mechanism(abc.ABC):
           ValueError: The mechanism's guarantee does not hold there.
         """
         self.check(deployment)
+        if deployment.noise_generator == noise.EXACT:
+            return grid.GridQuery(self, deployment)
         return cohort_query.CohortQuery(self, deployment)
 
     # The mathematics.

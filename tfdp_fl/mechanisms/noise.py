@@ -1,21 +1,48 @@
 """Gaussian noise that is never the same twice.
 
-By default every call draws from a fresh, non-deterministic seed, also inside a
-`tf.function` or a TFF computation that is traced once and run many times, on
-every client. A runtime that has to repeat itself bit for bit (or that brings
-entropy from the operating system) wraps the calls in `seeded` with a seed
-tensor that is new for every client of every round.
+By default every call draws from a fresh seed of the operating system's entropy
+(`entropy`), also inside a `tf.function` or a TFF computation that is traced
+once and run many times, on every client. A runtime that has to repeat itself
+bit for bit (or that brings the entropy) wraps the calls in `seeded` with a
+seed tensor that is new for every client of every round.
+
+A seed is of one of three kinds, told apart by its dtype, which `fold_in` and
+the draws keep to:
+
+    int64  [2]  A user's. Philox4x32-10, derived as it always was, so that what
+                was run with a seed runs again bit for bit: each `fold_in`
+                hands on 64 bits.
+    uint64 [2]  128 bits of entropy. Philox4x32-10; `fold_in` hands on all.
+    uint32 [8]  A key of 256 bits. ChaCha20 (`chacha20`), a cryptographic
+                generator: whoever knows all noise but one draw, and not the
+                key, cannot tell that draw from a uniform one by anything that
+                is known.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
+import numpy as np
+
 from tfdp_fl._on_use import tf
+from tfdp_fl.mechanisms import chacha20, entropy
 
 _PHILOX = "philox"
+
+# The generators that noise can be drawn from here; and what draws it elsewhere,
+# exactly (`grid`), where Philox is for the rest.
+PHILOX, CRYPTOGRAPHIC = GENERATORS = ("philox", "cryptographic")
+EXACT = "exact"
+_ENTROPY_DTYPES = {PHILOX: (np.uint64, 2), CRYPTOGRAPHIC: (np.uint32, 8)}
+
+# The number of the child that clients get; `engine` has others from -4 on.
+_CLIENTS = -5
+# First words of a nonce, or of a seed: what is made of it.
+_CHILD, _DRAW = 1, 2
 
 # How a long draw is cut up: no chunk shorter than this, no more of them than
 # that, so that a graph stays small and no chunk is over before it has begun.
@@ -42,7 +69,7 @@ def seeded(seed: tf.Tensor) -> Iterator[None]:
     so one traced function uses it for every later run.
 
     Args:
-      seed: An int64 tensor of shape [2]; a value may be used only once.
+      seed: A seed of any kind; a value may be used only once.
     """
     outer = getattr(_active, "source", None)
     _active.source = _Source(seed)
@@ -52,49 +79,173 @@ def seeded(seed: tf.Tensor) -> Iterator[None]:
         _active.source = outer
 
 
+def fresh_seed(generator: str = PHILOX) -> np.ndarray:
+    """Returns a seed of the operating system's entropy, now.
+
+    Args:
+      generator: One of `GENERATORS`.
+
+    Returns:
+      Uint64 [2] or uint32 [8].
+    """
+    dtype, size = _ENTROPY_DTYPES[generator]
+    return np.frombuffer(os.urandom(np.dtype(dtype).itemsize * size), dtype)
+
+
 def next_seed() -> tf.Tensor:
-    """Returns a seed (int64, shape [2]) that no other draw uses."""
+    """Returns a seed that no other draw uses.
+
+    It is of the kind of the seed that is in force, and uint64 [2] without.
+    """
     source = getattr(_active, "source", None)
     if source is None:
-        return tf.raw_ops.NonDeterministicInts(shape=[2], dtype=tf.int64)
+        return tf.bitcast(tf.reshape(entropy.words(4), [2, 2]), tf.uint64)
     source.draws += 1
     return fold_in(source.seed, source.draws)
 
 
 def fold_in(seed: tf.Tensor, data: tf.Tensor | int) -> tf.Tensor:
-    """Returns a new seed (int64, shape [2]) from a seed and an integer."""
-    return tf.random.experimental.stateless_fold_in(
-        seed, tf.cast(data, tf.int64), alg=_PHILOX
+    """Returns a new seed from a seed and an integer.
+
+    Args:
+      seed: Of any kind.
+      data: An integer of 64 bits, with a sign.
+
+    Returns:
+      A seed of the same kind.
+    """
+    data = tf.cast(data, tf.int64)
+    if seed.dtype == tf.uint32:
+        low, high = tf.unstack(tf.bitcast(data, tf.uint32))
+        block = chacha20.key_stream(seed, (_CHILD, low, high), 1)
+        return block[: chacha20.KEY_WORDS, 0]
+    if seed.dtype == tf.uint64:
+        # TensorFlow's own fold_in puts the data beside 64 fresh bits. Philox
+        # is one-to-one for each key, so other data are another block.
+        words = tf.bitwise.bitwise_xor(
+            tf.bitcast(seed, tf.int64),
+            tf.stack([tf.constant(_CHILD, tf.int64), data]),
+        )
+        mixed = tf.random.stateless_uniform(
+            [2], words, minval=None, maxval=None, dtype=tf.int64, alg=_PHILOX
+        )
+        return tf.bitcast(mixed, tf.uint64)
+    return tf.random.experimental.stateless_fold_in(seed, data, alg=_PHILOX)
+
+
+def for_clients(seed: tf.Tensor) -> tf.Tensor:
+    """Returns what clients, and workers, may know of a round's seed.
+
+    From a key no way leads back, so they cannot tell the server's noise. (From
+    a seed of Philox one might; a user's stays as it is.)
+    """
+    return seed if seed.dtype == tf.int64 else fold_in(seed, _CLIENTS)
+
+
+def as_integers(seed: tf.Tensor) -> tf.Tensor:
+    """Returns a seed of any kind as int64 [2], for draws of one's own."""
+    if seed.dtype == tf.uint32:
+        return tf.bitcast(tf.reshape(seed[:4], [2, 2]), tf.int64)
+    return seed if seed.dtype == tf.int64 else tf.bitcast(seed, tf.int64)
+
+
+def integer(seed: tf.Tensor, data: int) -> tf.Tensor:
+    """Returns an int64 scalar of 64 bits, uniform; from a seed and an integer.
+
+    For random numbers that are no noise, such as those of a dropout.
+    """
+    child = fold_in(seed, data)
+    if child.dtype == tf.int64:
+        # A fold_in mixes its data in with the next one only.
+        return fold_in(child, 0)[0]
+    return as_integers(child)[0]
+
+
+def _of_philox(seed: tf.Tensor) -> tf.Tensor:
+    """Returns what TensorFlow's Philox draws noise with: int64 [2]."""
+    if seed.dtype == tf.int64:
+        return seed
+    # Not what `fold_in` makes other seeds of.
+    return tf.bitwise.bitwise_xor(
+        tf.bitcast(seed, tf.int64), tf.constant([_DRAW, 0], tf.int64)
     )
 
 
 def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
     """Draws float32 N(0, stddev^2) of the given shape."""
-    draw = tf.random.stateless_normal(shape, next_seed(), alg=_PHILOX)
+    seed = next_seed()
+    if seed.dtype == tf.uint32:
+        size = tf.reduce_prod(tf.cast(shape, tf.int64))
+        draw = tf.reshape(_normals_of_key(size, seed, 0), shape)
+        return tf.cast(draw * tf.cast(stddev, tf.float64), tf.float32)
+    draw = tf.random.stateless_normal(shape, _of_philox(seed), alg=_PHILOX)
     return draw * tf.cast(stddev, tf.float32)
 
 
 def _normals(
     size: int | tf.Tensor, seed: tf.Tensor | None = None
 ) -> list[tf.Tensor]:
-    """Draws `size` float32 N(0, 1) as some vectors, to be read as one.
+    """Draws `size` N(0, 1) as some vectors, to be read as one.
 
     A drawing operation runs on one thread; several can run side by side. The
     vectors' lengths, and so what is drawn, do not depend on the machine.
+
+    Returns:
+      Float32 vectors; float64 ones from a key, to be rounded at the end.
     """
     seed = next_seed() if seed is None else seed
     if not isinstance(size, int) or size <= _SMALLEST_CHUNK:
-        return [tf.random.stateless_normal([size], seed, alg=_PHILOX)]
+        return _side_by_side([size], seed)
     # A multiple of 16, so that slicing at the boundaries copies nothing.
     chunk = max(_SMALLEST_CHUNK, -(-size // (16 * _MOST_CHUNKS)) * 16)
-    lengths = [min(chunk, size - start) for start in range(0, size, chunk)]
-    seeds = tf.random.experimental.stateless_split(
-        seed, len(lengths), alg=_PHILOX
+    return _side_by_side(
+        [min(chunk, size - start) for start in range(0, size, chunk)], seed
     )
+
+
+def _side_by_side(
+    lengths: list[int | tf.Tensor], seed: tf.Tensor
+) -> list[tf.Tensor]:
+    """Draws vectors of N(0, 1) of some lengths, from a seed of any kind."""
+    if seed.dtype == tf.uint32:
+        return [
+            _normals_of_key(length, seed, number)
+            for number, length in enumerate(lengths)
+        ]
+    seed = _of_philox(seed)
+    seeds = [seed]
+    if len(lengths) > 1:
+        split = tf.random.experimental.stateless_split(
+            seed, len(lengths), alg=_PHILOX
+        )
+        seeds = tf.unstack(split)
     return [
         tf.random.stateless_normal([length], seed, alg=_PHILOX)
-        for length, seed in zip(lengths, tf.unstack(seeds), strict=True)
+        for length, seed in zip(lengths, seeds, strict=True)
     ]
+
+
+def _normals_of_key(
+    length: int | tf.Tensor, key: tf.Tensor, number: int
+) -> tf.Tensor:
+    """Draws float64 N(0, 1) [length] from a part of a key's stream.
+
+    By inversion: of 64 bits, one is the sign, and 63 are r in a probability
+    p = (r + 1/2) / 2^64 below 1/2, of which the normal quantile is taken in
+    float64. All that is drawn is within 9.3 of zero; of a Gaussian, 2^-64 lies
+    beyond.
+    """
+    per_block = chacha20.BLOCK_WORDS // 2
+    blocks = -(-length // per_block)
+    stream = chacha20.key_stream(key, (_DRAW, number, 0), blocks)
+    low, high = stream[:per_block], stream[per_block:]
+    half = tf.constant(2**31, tf.uint32)
+    negative = tf.cast(tf.bitwise.bitwise_and(high, half), tf.float64)
+    rest = tf.cast(tf.bitwise.bitwise_and(high, half - 1), tf.float64)
+    steps = rest * 2.0**32 + tf.cast(low, tf.float64) + 0.5
+    quantiles = tf.math.ndtri(steps * 2.0**-64)  # All of them negative.
+    sign = negative * 2.0**-30 - 1.0
+    return tf.reshape(quantiles * sign, [-1])[:length]
 
 
 def standard_normals(
@@ -106,14 +257,17 @@ def standard_normals(
 
     Args:
       tensors: Of any dtype; their shapes must be known.
-      seed: Int64, shape [2], that no other draw uses.
+      seed: Of any kind; no other draw uses it.
     """
     sizes = [_size(tensor) for tensor in tensors]
     draws = _normals(sum(sizes), seed)
     result, start = [], 0
     for tensor, size in zip(tensors, sizes, strict=True):
         zeros = tf.zeros([size])
-        parts = [part for _, part in _pieces(zeros, size, draws, start)]
+        parts = [
+            tf.cast(part, tf.float32)
+            for _, part in _pieces(zeros, size, draws, start)
+        ]
         flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
         result.append(tf.reshape(flat, tf.shape(tensor)))
         start += size
@@ -144,10 +298,13 @@ def add_normal(
     draws = _normals(sum(sizes))
     noised, start = [], 0
     for tensor, size, scale in zip(tensors, sizes, stddevs, strict=True):
-        scale = tf.cast(scale, tf.float32)
         flat = tf.reshape(tensor, [-1])
         parts = [
-            part + tf.cast(draw * scale, tensor.dtype)
+            part
+            + tf.cast(
+                draw * tf.cast(tf.cast(scale, tf.float32), draw.dtype),
+                tensor.dtype,
+            )
             for part, draw in _pieces(flat, size, draws, start)
         ]
         start += size
@@ -177,4 +334,4 @@ def _pieces(
                 )
             )
         first = end
-    return pieces or [(flat, tf.zeros([0]))]
+    return pieces or [(flat, tf.zeros([0], draws[0].dtype))]

@@ -160,8 +160,10 @@ class QueryMechanism(mechanism.Mechanism):
     divided by the expected cohort size m.
 
     The noise comes from the query, which draws it from TensorFlow's own random
-    numbers: a run with `seed=` repeats its cohorts and batches, not this noise;
-    `tf.random.set_seed` repeats the noise, for whoever knows that seed.
+    numbers: they follow from 32 secret bits (tsl/platform/random.cc), too few
+    against anybody who tries them all. A run with `seed=` repeats its cohorts
+    and batches, not this noise; `tf.random.set_seed` repeats the noise, for
+    whoever knows that seed.
 
     Of TF-Privacy's queries these are allowed: `GaussianSumQuery`,
     `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery`
@@ -176,6 +178,7 @@ class QueryMechanism(mechanism.Mechanism):
         `dp_accounting.GaussianDpEvent(noise_multiplier)`.
     """
 
+    draws_noise_itself: ClassVar[bool] = True
     own_caveats: ClassVar[Mapping[str, str]] = {
         "custom_query_event": (
             "The mechanism is a query given by the user together with its "
@@ -183,9 +186,10 @@ class QueryMechanism(mechanism.Mechanism):
         ),
         "query_noise_from_tf_random": (
             "The noise was drawn by the TF-Privacy query from TensorFlow's own "
-            "random numbers: if tf.random.set_seed was called, whoever knows "
-            "that seed can repeat the noise, and towards them there is no "
-            "guarantee."
+            "random numbers, which follow from 32 secret bits in each process: "
+            "towards those who try them all there is no guarantee, and if "
+            "tf.random.set_seed was called, towards those who know that seed "
+            "there is none either."
         ),
     }
 

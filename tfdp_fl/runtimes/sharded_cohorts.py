@@ -188,7 +188,7 @@ class ShardedCohorts:
         And how what it is sent is packed, and the sum that it returns, if it is
         one.
         """
-        key = (part.way, self._data)
+        key = (part.way, self._data, received.seed.dtype)
         if key not in self._computations:
             self._computations[key] = self._lifted(part, received)
         return self._computations[key]

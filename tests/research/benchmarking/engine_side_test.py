@@ -37,6 +37,20 @@ class EngineSideTest(tf.test.TestCase):
         self.assertAllEqual(clients.client_sizes(), np.full(1000, 20))
         self.assertLess(len(clients.flat()[1]), 1000 * 20)
 
+    def test_clients_are_the_same_when_they_are_streamed(self):
+        side = self._side()
+        clients = side._clients(_TINY, 4, 6, None, False)
+        for how in ("files", "tf_data"):
+            streamed = engine_side.streamed(clients, how, self.get_temp_dir())
+            self.assertFalse(streamed.is_indexed)
+            for one, other in zip(
+                clients.client_ids, streamed.client_ids, strict=True
+            ):
+                for own, read in zip(
+                    clients.client(one), streamed.client(other), strict=True
+                ):
+                    self.assertAllEqual(own, read)
+
     def test_correlated_noise_has_three_buffers(self):
         side = self._side()
         side.add(

@@ -38,6 +38,14 @@ def _against_tff(tff, engine):
     }
 
 
+def _streamed(seconds):
+    return {
+        "memory": _times(0.1),
+        "files": _times(seconds),
+        "rates": {"files": 0.1 / seconds},
+    }
+
+
 def _complete():
     """Returns a result for every row, by name."""
     rate = {"beside": _times(4e11), "split": _times(3e11), "best": 4e11}
@@ -56,6 +64,7 @@ def _complete():
                 }
             },
         },
+        "streaming": {"mlp": _streamed(0.11)},
         "correlated": {
             "fixed": _times(0.1),
             "correlated": _times(0.11),
@@ -179,6 +188,7 @@ class ReportTest(parameterized.TestCase):
         ("mlp_small", _against_tff(0.5, 0.01)),
         ("mlp", _against_tff(1.1, 0.1)),
         ("cnn", _against_tff(0.2, 0.1)),
+        ("streaming", {"mlp": _streamed(0.13)}),
         (
             "correlated",
             {"fixed": _times(1.0), "correlated": _times(1.2), "ratio": 1.2},
@@ -255,7 +265,7 @@ class ReportTest(parameterized.TestCase):
 
 class RowsTest(parameterized.TestCase):
     @parameterized.parameters(
-        (["all"], 26),
+        (["all"], 27),
         (["tff"], 5),
         (["mlp", "machine"], 2),
         (["jit_mlp", "jit"], 5),

@@ -8,8 +8,10 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import tensorflow as tf
 
 from tfdp_fl import _files, _optional
 from tfdp_fl.keras import resuming
@@ -54,23 +56,35 @@ class Report(FederatedCallback):
     a whole. Most of what is drawn was computed from clients' data without
     noise, and the page says so; publish it only where that may be seen.
 
+    With a `log_dir` TensorBoard has the same values, while they come: a scalar
+    for each line of a chart ("Clip and norms/clip_norm"), at the rounds counted
+    from 1, and the statement as text when `fit` ends.
+
     Attributes:
       path: The file; its folder is made when training begins.
       delta: At which the statement is made; None: what the model knows.
+      log_dir: Where TensorBoard looks; None: nothing is written for it.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], delta: float | None = None
+        self,
+        path: str | os.PathLike[str],
+        delta: float | None = None,
+        *,
+        log_dir: str | os.PathLike[str] | None = None,
     ):
         """Nothing is written yet.
 
         Args:
           path: The file.
           delta: See above.
+          log_dir: See above.
 
         Raises:
-          ImportError: matplotlib is not installed.
-          ValueError: There is a folder in the file's place.
+          ImportError: matplotlib is not installed; or, with a `log_dir`,
+            tensorboard.
+          ValueError: There is a folder in the file's place, or a file in that
+            of the folder `log_dir`.
         """
         super().__init__()
         with _optional.needed("matplotlib", "A report"):
@@ -82,22 +96,35 @@ class Report(FederatedCallback):
                 f"{os.fspath(path)!r}."
             )
         self.delta = delta
+        self.log_dir = None if log_dir is None else pathlib.Path(log_dir)
+        if self.log_dir is not None:
+            check_log_dir(self.log_dir)
+        self._scalars: Scalars | None = None
         self._rounds: list[tuple[int, dict[str, float]]] = []
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Makes the folder: better an error now than after the training."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.log_dir is not None:
+            self._scalars = Scalars(self.log_dir)
 
     def on_round_released(
         self, round_index: int, logs: dict[str, float]
     ) -> None:
         """Keeps a round's values."""
         self._rounds.append((round_index + 1, dict(logs)))
+        if self._scalars is not None:
+            self._scalars.write(round_index + 1, logs)
 
     def on_fit_end(self) -> None:
         """Writes the page."""
         ended_by_error = sys.exc_info()[0] is not None
+        scalars, self._scalars = self._scalars, None
         try:
+            if scalars is not None:
+                scalars.close(
+                    self.federated_model.privacy_statement(self.delta)
+                )
             _files.write_text(self.path, self.page(ended_by_error))
         except Exception:
             if not ended_by_error:
@@ -237,6 +264,55 @@ class Report(FederatedCallback):
         drawn.savefig(stream, format="svg", metadata={"Date": None})
         svg = stream.getvalue()
         return f"<div>{svg[svg.index('<svg') :]}</div>"
+
+
+def check_log_dir(log_dir: str | os.PathLike[str]) -> None:
+    """Raises unless scalars for TensorBoard can be written to a folder.
+
+    Raises:
+      ImportError: tensorboard is not installed.
+      ValueError: There is a file in the folder's place.
+    """
+    with _optional.needed("tensorboard", "A log for TensorBoard"):
+        import tensorboard  # noqa: F401
+    if pathlib.Path(log_dir).is_file():
+        raise ValueError(
+            f"log_dir must name a folder, got the file {os.fspath(log_dir)!r}."
+        )
+
+
+class Scalars:
+    """What a page's charts show, as scalars for TensorBoard."""
+
+    def __init__(self, log_dir: str | os.PathLike[str]):
+        """Makes the folder, and a file of events in it.
+
+        Args:
+          log_dir: The folder.
+        """
+        self._writer = tf.summary.create_file_writer(os.fspath(log_dir))
+        self._last = 0
+
+    def write(self, number: int, logs: Mapping[str, float]) -> None:
+        """Writes a round's values, those that are numbers.
+
+        Args:
+          number: The round, from 1.
+          logs: Its values by name.
+        """
+        self._last = number
+        with self._writer.as_default(step=number):
+            for title, _, names in _CHARTS:
+                for name in names:
+                    if name in logs and math.isfinite(logs[name]):
+                        tf.summary.scalar(f"{title}/{name}", logs[name])
+        self._writer.flush()
+
+    def close(self, statement: str) -> None:
+        """Writes the privacy statement, and ends the file."""
+        with self._writer.as_default(step=self._last):
+            tf.summary.text("Privacy statement", statement)
+        self._writer.close()
 
 
 def _text(value: Any) -> str:

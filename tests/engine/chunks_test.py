@@ -1,0 +1,196 @@
+"""Cohorts are read ahead, and what comes out is the same."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tfdp_fl
+from tests.engine import cohorts
+from tests.keras import toy
+from tfdp_fl import sampling
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import chunks
+
+
+class _Files:
+    """Clients that say when they are read, and by whom."""
+
+    def __init__(self, num_clients=12, failing=()):
+        self.arrays = {
+            k: toy.arrays(4 + k % 2, seed=k) for k in range(num_clients)
+        }
+        self.failing = failing
+        self.read = []
+        self.threads = set()
+        self.each = threading.Condition()
+
+    def __call__(self, client):
+        with self.each:
+            self.read.append(client)
+            self.threads.add(threading.current_thread())
+            self.each.notify_all()
+        if client in self.failing:
+            raise OSError("gone")
+        return self.arrays[client]
+
+    def dataset(self):
+        x, y = toy.arrays(1)
+        spec = (tf.TensorSpec(x.shape[1:]), tf.TensorSpec([], y.dtype))
+        return FederatedDataset.from_client_fn(list(self.arrays), self, spec)
+
+    def wait_for(self, count):
+        with self.each:
+            assert self.each.wait_for(lambda: len(self.read) >= count, 60)
+
+
+def _reader(dataset):
+    return chunks.Reader(
+        element_spec=dataset.element_spec, label_ranges=[], rows_for=int
+    )
+
+
+def _pending(dataset, positions):
+    inputs = cohorts.inputs(dataset, positions=np.asarray(positions))
+    return chunks.rounds.PendingRound.of_nobody(inputs, (), 1)
+
+
+class ReaderTest(tf.test.TestCase):
+    def test_the_next_round_is_read_while_this_one_trains(self):
+        files = _Files(failing=(4,))
+        dataset = files.dataset()
+        reader = _reader(dataset)
+        reader.expect(np.array([3, 4, 5]))
+        first = _pending(dataset, [0, 1])
+        for chunk in reader(dataset, first):
+            self.assertAllEqual(chunk.members, [0, 1])
+            files.wait_for(5)  # Before the first round's chunk is done with.
+        self.assertEqual(first.failures, [])
+        second = _pending(dataset, [3, 4, 5])
+        (chunk,) = reader(dataset, second)
+        self.assertEqual(files.read, [0, 1, 3, 4, 5])  # And not again.
+        self.assertAllEqual(chunk.members, [0, 2])
+        self.assertAllEqual(
+            chunk.x, np.concatenate([files.arrays[k][0] for k in (3, 5)])
+        )
+        self.assertEqual([each.position for each in second.failures], [4])
+        self.assertNotIn(threading.main_thread(), files.threads)
+        reader.close()
+
+    def test_another_cohort_than_expected(self):
+        files = _Files()
+        dataset = files.dataset()
+        reader = _reader(dataset)
+        reader.expect(np.array([3, 4]))
+        list(reader(dataset, _pending(dataset, [0, 1])))
+        (chunk,) = reader(dataset, _pending(dataset, [6, 7]))
+        self.assertAllEqual(
+            chunk.x, np.concatenate([files.arrays[k][0] for k in (6, 7)])
+        )
+        other = _Files()
+        reader.expect(np.array([3, 4]))
+        list(reader(dataset, _pending(dataset, [0, 1])))
+        list(reader(other.dataset(), _pending(dataset, [3, 4])))
+        self.assertEqual(other.read, [3, 4])
+        reader.close()
+
+    def test_closed_in_the_middle(self):
+        files = _Files()
+        dataset = files.dataset()
+        reader = _reader(dataset)
+        reader.expect(np.arange(3, 12))
+        reading = reader(dataset, _pending(dataset, [0, 1]))
+        next(reading)
+        reader.close()
+        count = len(files.read)
+        self.assertFalse(any(each.is_alive() for each in files.threads))
+        self.assertEqual(len(files.read), count)
+        # And used again.
+        (chunk,) = reader(dataset, _pending(dataset, [3, 4]))
+        self.assertAllEqual(chunk.lengths, [5, 4])
+        reader.close()
+
+    def test_chunks_of_bounded_size(self):
+        files = _Files()
+        dataset = files.dataset()
+        reader = _reader(dataset)
+        with mock.patch.object(chunks, "CHUNK_BYTES", 1):
+            for _ in range(2):
+                pending = _pending(dataset, np.arange(12))
+                reader.expect(np.arange(12))
+                members = [
+                    int(m)
+                    for chunk in reader(dataset, pending)
+                    for m in chunk.members
+                ]
+                self.assertEqual(members, list(range(12)))
+        reader.close()
+
+
+class FitTest(tf.test.TestCase, parameterized.TestCase):
+    def _trained(self, clients, kind, seed=3, rounds=4):
+        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
+        if kind == "cyclic":
+            mechanism = tfdp_fl.CorrelatedNoise(
+                clip_norm=0.5,
+                noise_multiplier=1.0,
+                strategy=tfdp_fl.BandedToeplitz(bands=2),
+                rounds=4,
+                min_separation=3,
+            )
+        fed = toy.federated(mechanism, sampling=kind, clients_per_round=4)
+        history = fed.fit(clients, rounds=rounds, verbose=0, seed=seed)
+        return fed.get_weights(), history.history
+
+    @parameterized.parameters("poisson", "fixed_size", "shuffled", "cyclic")
+    def test_it_is_what_memory_gives(self, kind):
+        files = _Files()
+        dataset = files.dataset()
+        weights, history = self._trained(dataset, kind)
+        own, wanted = self._trained(dataset.in_memory(), kind)
+        for one, other in zip(weights, own, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        self.assertEqual(history["cohort_size"], wanted["cohort_size"])
+
+    def test_nobody_is_read_who_takes_no_part(self):
+        # Of whom the last round draws, nobody comes after.
+        files = _Files()
+        _, history = self._trained(files.dataset(), "fixed_size", seed=None)
+        self.assertLen(files.read, int(sum(history["cohort_size"])))
+        self.assertFalse(any(each.is_alive() for each in files.threads))
+
+    def test_a_training_that_stops_early(self):
+        class Stop(tf.keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                self.model.stop_training = True
+
+        files = _Files()
+        fed = toy.federated(clients_per_round=4)
+        fed.fit(
+            files.dataset(), rounds=9, verbose=0, seed=1, callbacks=[Stop()]
+        )
+        self.assertFalse(any(each.is_alive() for each in files.threads))
+        self.assertLessEqual(len(files.read), 8)
+        # What was drawn for nothing changes nothing of what comes.
+        one = fed.fit(files.dataset(), rounds=2, verbose=0, seed=1)
+        other = toy.federated(clients_per_round=4)
+        whole = other.fit(files.dataset(), rounds=3, verbose=0, seed=1)
+        self.assertAllClose(
+            one.history["loss"], whole.history["loss"][1:], rtol=1e-5
+        )
+
+    def test_who_goes_by_releases_is_not_drawn_ahead(self):
+        for name in ("poisson", "fixed_size", "shuffled"):
+            self.assertFalse(
+                sampling.make_sampler(name, 12, 4).goes_by_releases
+            )
+        for name in ("cyclic", "cyclic_poisson"):
+            self.assertTrue(sampling.make_sampler(name, 12, 4).goes_by_releases)
+
+
+if __name__ == "__main__":
+    tf.test.main()

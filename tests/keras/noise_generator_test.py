@@ -1,0 +1,252 @@
+"""Noise from a cryptographic generator: as it is in `noise_test`, by ChaCha20.
+
+Every mechanism and runtime is in `tests/stress/noise_stress.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import tempfile
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.keras import hostile, noise_test, toy
+from tfdp_fl import accounting
+from tfdp_fl.keras import callbacks, randomness
+from tfdp_fl.mechanisms import chacha20, exact_gaussian, noise
+from tfdp_fl.secure_aggregation import AdditiveSecretSharing
+
+_STDDEV = noise_test.Z * noise_test.CLIP / noise_test.CLIENTS
+_DELTA = 1e-3
+
+
+def _train(mechanism=None, rounds=2, options=None, **fit):
+    options = {"noise_generator": "cryptographic", **(options or {})}
+    mechanism = mechanism or noise_test.fixed()
+    moves, _ = noise_test.train(mechanism, rounds, options=options, **fit)
+    return moves
+
+
+class NoiseTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("server", {}),
+        ("client", {}),
+        ("client", {"jit_compile": True}),
+        ("client", {"num_replicas": 2}),
+    )
+    def test_of_every_variable_and_round(self, site, options):
+        moves = _train(noise_test.fixed(site), options=options)
+        noise_test.assert_is_noise(moves, [_STDDEV] * 2)
+        self.assertLen(moves[0], 6)
+
+    def test_on_workers(self):
+        moves = _train(
+            noise_test.fixed("client"), runtime=hostile.HereWorkers()
+        )
+        noise_test.assert_is_noise(moves, [_STDDEV] * 2)
+
+    def test_is_drawn_from_the_key_stream_and_from_nothing_else(self):
+        # A key stream of zeros stands for the quantile of 1 - 2^-65.
+        def zeros(key, nonce, count, first=0):
+            del key, nonce, first
+            return tf.zeros([chacha20.BLOCK_WORDS, count], tf.uint32)
+
+        with mock.patch.object(chacha20, "key_stream", zeros):
+            ((first, *_),) = _train(rounds=1)
+        self.assertAlmostEqual(first.min() / _STDDEV, 9.15, 1)
+        self.assertAlmostEqual(first.max() / _STDDEV, 9.15, 1)
+
+    def test_one_key_in_two_rounds_is_noticed(self):
+        key = noise.fresh_seed("cryptographic")
+        with mock.patch.object(randomness.noise, "fresh_seed", lambda _: key):
+            moves = _train()
+        with self.assertRaisesRegex(AssertionError, "correlation"):
+            noise_test.assert_is_noise(moves, [_STDDEV] * 2)
+
+    def test_every_round_has_a_key_of_the_operating_systems(self):
+        asked = []
+        urandom = os.urandom
+
+        def noted(count):
+            asked.append(count)
+            return urandom(count)
+
+        with mock.patch.object(os, "urandom", noted):
+            _train(rounds=3)
+        self.assertEqual(asked.count(32), 3)
+
+
+class ExactNoiseTest(parameterized.TestCase):
+    @parameterized.parameters(
+        {}, {"jit_compile": True}, {"num_replicas": 2}, {"runtime": True}
+    )
+    def test_of_every_variable_and_round(self, runtime=False, **options):
+        fit = {"runtime": hostile.HereWorkers()} if runtime else {}
+        moves = _train(options={"noise_generator": "exact", **options}, **fit)
+        noise_test.assert_is_noise(moves, [_STDDEV] * 2)
+
+    def test_less_or_the_same_twice_is_noticed(self):
+        rounded = exact_gaussian.rounded
+        bits = np.random.default_rng(0).bytes
+        for planted, words in (
+            (lambda s, n: rounded(s / 1.1, n), "stddev"),
+            (
+                lambda s, n: rounded(
+                    s, n, lambda count: bits(8) * (count // 8)
+                ),
+                "stddev|moment|mean",
+            ),
+        ):
+            with mock.patch.object(exact_gaussian, "rounded", planted):
+                moves = _train(rounds=1, options={"noise_generator": "exact"})
+            with self.assertRaisesRegex(AssertionError, words):
+                noise_test.assert_is_noise(moves, [_STDDEV])
+
+    def test_trains_as_well_as_without_a_grid(self):
+        losses = {}
+        for generator in ("exact", "philox"):
+            fed = toy.federated(
+                tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0),
+                noise_generator=generator,
+                clients_per_round=toy.NUM_CLIENTS,
+            )
+            fed.fit(toy.clients(), 3, verbose=0)
+            losses[generator] = fed.model.get_weights()
+        for one, other in zip(*losses.values(), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+
+    def test_is_said(self):
+        fed = toy.federated(noise_generator="exact")
+        fed.fit(toy.clients(), verbose=0)
+        caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
+        self.assertIn("rounded to that grid", caveats["exact_noise"])
+        self.assertNotIn("floating_point_noise", caveats)
+        self.assertNotIn("pseudorandom_noise", caveats)
+
+    @parameterized.parameters(
+        tfdp_fl.FixedClipping(
+            clip_norm=1.0, noise_multiplier=1.0, noise_site="client"
+        ),
+        tfdp_fl.AdaptiveClipping(noise_multiplier=1.0),
+        tfdp_fl.MedianClipping(noise_multiplier=1.0),
+        tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0),
+        tfdp_fl.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0),
+        tfdp_fl.CorrelatedNoise(
+            clip_norm=1.0, noise_multiplier=1.0, rounds=4, min_separation=2
+        ),
+        tfdp_fl.NoPrivacy(),
+    )
+    def test_other_mechanisms_are_refused(self, mechanism):
+        with self.assertRaisesRegex(ValueError, "'exact' needs FixedClipping"):
+            toy.federated(mechanism, sampling="cyclic", noise_generator="exact")
+
+    def test_what_else_is_refused(self):
+        fed = toy.federated(noise_generator="exact")
+        with self.assertRaisesRegex(ValueError, "seed must be None"):
+            fed.fit(toy.clients(), seed=3, verbose=0)
+        with self.assertRaisesRegex(ValueError, "audit must be None"):
+            audit = tfdp_fl.auditing.CanaryAudit(num_canaries=20)
+            fed.fit(toy.clients(), audit=audit, verbose=0)
+        with self.assertRaisesRegex(ValueError, "secure_aggregation must be"):
+            toy.federated(
+                noise_generator="exact",
+                secure_aggregation=AdditiveSecretSharing(),
+            )
+
+
+class WhereItIsSaidTest(parameterized.TestCase):
+    def _trained(self, **options):
+        fed = toy.federated(**options)
+        path = pathlib.Path(tempfile.mkdtemp()) / "ledger.jsonl"
+        self.addCleanup(shutil.rmtree, path.parent)
+        fed.fit(toy.clients(), verbose=0, callbacks=[callbacks.Ledger(path)])
+        (entry,) = accounting.PrivacyLedger.read(path).entries
+        return fed, entry.details
+
+    def test_in_the_statement_and_the_ledger(self):
+        fed, details = self._trained(noise_generator="cryptographic")
+        caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
+        self.assertIn("ChaCha20", caveats["cryptographic_noise"])
+        self.assertNotIn("pseudorandom_noise", caveats)
+        self.assertEqual(details["noise_generator"], "cryptographic")
+
+    def test_that_it_was_not(self):
+        fed, details = self._trained()
+        caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
+        self.assertNotIn("cryptographic_noise", caveats)
+        self.assertIn("pseudorandom_noise", caveats)
+        self.assertNotIn("noise_generator", details)
+
+    def test_both_where_a_run_goes_on_with_the_other(self):
+        directory = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, directory)
+        stop = tf.keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda *_: fed.model.__setattr__("stop_training", True)
+        )
+        for generator, resume in (
+            ("philox", None),
+            ("cryptographic", directory),
+        ):
+            fed = toy.federated(noise_generator=generator)
+            fed.fit(
+                toy.clients(),
+                2,
+                verbose=0,
+                callbacks=[callbacks.RoundCheckpoint(directory), stop],
+                resume_from=resume,
+            )
+        self.assertEqual(fed.rounds, 2)
+        caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
+        self.assertContainsSubset(
+            ["cryptographic_noise", "pseudorandom_noise"], caveats
+        )
+
+
+class RefusedTest(parameterized.TestCase):
+    def test_a_seed(self):
+        fed = toy.federated(noise_generator="cryptographic")
+        with self.assertRaisesRegex(ValueError, "seed must be None.*got 3"):
+            fed.fit(toy.clients(), seed=3, verbose=0)
+        self.assertIsNone(fed.run)
+
+    @parameterized.parameters("chacha", "", None, 3)
+    def test_another_generator(self, name):
+        with self.assertRaisesRegex((ValueError, TypeError), "noise_generator"):
+            toy.federated(noise_generator=name)
+
+    def test_a_query_that_draws_by_itself(self):
+        with self.assertRaisesRegex(ValueError, "noise_generator.*QueryMech"):
+            toy.federated(_query(), noise_generator="cryptographic")
+
+    def test_make_private_hands_it_on(self):
+        fed = tfdp_fl.make_private(
+            noise_test.model(200),
+            8.0,
+            _DELTA,
+            num_clients=100,
+            clients_per_round=10,
+            rounds=3,
+            noise_generator="cryptographic",
+        )
+        self.assertEqual(fed.setup.noise_generator, "cryptographic")
+
+
+def _query():
+    import dp_accounting
+
+    from tfdp_fl.mechanisms import tf_privacy as tfp
+
+    return tfdp_fl.QueryMechanism(
+        query=tfp.GaussianSumQuery(1.0, 1.0),
+        dp_event=dp_accounting.GaussianDpEvent(1.0),
+    )
+
+
+if __name__ == "__main__":
+    absltest.main()
