@@ -248,10 +248,7 @@ def _max_shuffled_rounds(z, n, m, target, delta, accountant, orders):
         history = accountant_lib.PrivacyAccountant(orders)
         # Outside a known pass, a round is charged to every client.
         one_pass = charge_lib.RoundCharge(
-            sampling="shuffled",
-            num_clients=n,
-            clients_per_round=m,
-            event=event,
+            sampling="shuffled", num_clients=n, clients_per_round=m, event=event
         )
         history.add(one_pass, passes)
         return history

@@ -193,9 +193,7 @@ def _log_a_by_grid(alpha, z, step, log_q, log_1mq):
 
 
 def fixed_size_gaussian_rdp(
-    sampling_fraction: float,
-    noise_multiplier: float,
-    orders: tuple[float, ...],
+    sampling_fraction: float, noise_multiplier: float, orders: tuple[float, ...]
 ) -> np.ndarray:
     """Returns the divergences under sampling without replacement.
 

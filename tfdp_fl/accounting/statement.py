@@ -129,11 +129,7 @@ def privacy_statement(
         return content
     if format == "markdown":
         return statement_text.markdown(content)
-    paragraphs = [
-        content["summary"],
-        content["meaning"],
-        content["how"],
-    ]
+    paragraphs = [content["summary"], content["meaning"], content["how"]]
     if content["caveats"]:
         paragraphs.append(
             "To be read with it: " + " ".join(content["caveats"].values())

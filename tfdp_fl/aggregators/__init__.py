@@ -1,8 +1,6 @@
 """TFF aggregation factories of the mechanisms."""
 
-from tfdp_fl.aggregators.adaptive_local_dp import (
-    WindowedAdaptiveLocalDPFactory,
-)
+from tfdp_fl.aggregators.adaptive_local_dp import WindowedAdaptiveLocalDPFactory
 from tfdp_fl.aggregators.mechanism_factory import (
     MechanismFactory,
     from_mechanism,

@@ -39,11 +39,7 @@ def delta_of(
 
 
 def epsilon_of(
-    mean: float,
-    std: float,
-    other_mean: float,
-    other_std: float,
-    delta: float,
+    mean: float, std: float, other_mean: float, other_std: float, delta: float
 ) -> float:
     """Returns the least epsilon at which both directions are below delta.
 

@@ -418,8 +418,7 @@ def no_examples(spec: Nest) -> Nest:
     """Returns arrays of zero examples of the given spec."""
     return tf.nest.map_structure(
         lambda leaf: np.zeros(
-            [0, *(size or 0 for size in leaf.shape)],
-            leaf.dtype.as_numpy_dtype,
+            [0, *(size or 0 for size in leaf.shape)], leaf.dtype.as_numpy_dtype
         ),
         spec,
     )

@@ -113,9 +113,7 @@ def _encode(nest: nests.Nest, arrays: list[np.ndarray]) -> Any:
             "dict": {key: _encode(part, arrays) for key, part in nest.items()}
         }
     if type(nest) in (tuple, list):
-        return {
-            type(nest).__name__: [_encode(part, arrays) for part in nest],
-        }
+        return {type(nest).__name__: [_encode(part, arrays) for part in nest]}
     raise TypeError(
         "save_npz must be given nests of dicts, tuples and lists, got a "
         f"{type(nest).__name__}."

@@ -124,10 +124,7 @@ def load_shakespeare(
         ids = encode_text(text)
         end = len(ids) - int(test_fraction * len(ids))
         x, y = _examples(ids[:end], length, partial_sequences)
-        clients[role] = (
-            x[:max_sequences_per_role],
-            y[:max_sequences_per_role],
-        )
+        clients[role] = (x[:max_sequences_per_role], y[:max_sequences_per_role])
         test.append(_examples(ids[end:], length, partial_sequences))
     x_test, y_test = (
         np.concatenate(arrays) for arrays in zip(*test, strict=True)

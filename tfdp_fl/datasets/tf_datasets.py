@@ -25,9 +25,7 @@ def source(clients: Mapping[Any, tf.data.Dataset]) -> sources.StreamedSource:
             raise type(error)(f"Client {client_id!r}: {error}") from error
     datasets = dict(clients)
     return sources.StreamedSource(
-        list(datasets),
-        lambda client_id: _read_pair(datasets[client_id]),
-        spec,
+        list(datasets), lambda client_id: _read_pair(datasets[client_id]), spec
     )
 
 
@@ -84,8 +82,7 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
         )
     spec = tf.nest.map_structure(
         lambda leaf: tf.TensorSpec(
-            leaf.shape,
-            tf.float32 if leaf.dtype == tf.float64 else leaf.dtype,
+            leaf.shape, tf.float32 if leaf.dtype == tf.float64 else leaf.dtype
         ),
         spec,
     )

@@ -38,9 +38,7 @@ class ClientOptimizer:
     """
 
     def __init__(
-        self,
-        optimizer: tf.keras.optimizers.Optimizer,
-        variables: list[Any],
+        self, optimizer: tf.keras.optimizers.Optimizer, variables: list[Any]
     ):
         """Makes the slots.
 

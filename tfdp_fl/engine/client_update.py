@@ -252,11 +252,7 @@ class ClientTrainer:
             state.assign(keras_versions.random_state(key))
 
     def step(
-        self,
-        x: Any,
-        y: Any,
-        weights: list[tf.Tensor],
-        learning_rate: tf.Tensor,
+        self, x: Any, y: Any, weights: list[tf.Tensor], learning_rate: tf.Tensor
     ) -> tf.Tensor:
         """Takes one step on one batch; returns its loss (float32 scalar)."""
         training = self._training
@@ -268,18 +264,14 @@ class ClientTrainer:
         gradients = tape.gradient(loss, self._trainable)
         if training.proximal_weight:
             gradients = [
-                _plus(
-                    gradient,
-                    training.proximal_weight * (variable - start),
-                )
+                _plus(gradient, training.proximal_weight * (variable - start))
                 for gradient, variable, start in zip(
                     gradients, self._trainable, weights, strict=False
                 )
             ]
         if training.grad_clip > 0:
             gradients, _ = tf.clip_by_global_norm(
-                [_dense(gradient) for gradient in gradients],
-                training.grad_clip,
+                [_dense(gradient) for gradient in gradients], training.grad_clip
             )
         self._optimizer.apply(gradients, learning_rate)
         self.update_metrics(y, predicted, weight)

@@ -161,10 +161,7 @@ def kernels_of(model: tf.keras.Model) -> Kernels:
 
 
 def is_worthwhile(
-    kernels: Kernels,
-    lengths: np.ndarray,
-    batch_size: int,
-    local_epochs: int,
+    kernels: Kernels, lengths: np.ndarray, batch_size: int, local_epochs: int
 ) -> bool:
     """Returns True if these clients' examples are few and their steps alike.
 

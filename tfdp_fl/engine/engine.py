@@ -193,10 +193,7 @@ class CohortEngine:
         )
         self._joint_clip = joint_clip.JointClip(self.query, self.update_spec)
         self._release = release.Release(
-            self.query,
-            self.server,
-            first.metric_results,
-            self.update_spec.size,
+            self.query, self.server, first.metric_results, self.update_spec.size
         )
         self._pool = concurrent.futures.ThreadPoolExecutor(
             count, initializer=devices.enter, initargs=(self.device,)

@@ -45,10 +45,7 @@ class JointClip:
         return params
 
     def clip_and_sum(
-        self,
-        pending: rounds.PendingRound,
-        params: Any,
-        pool: futures.Executor,
+        self, pending: rounds.PendingRound, params: Any, pool: futures.Executor
     ) -> None:
         """Clips and adds up each update, the replicas' side by side."""
         _, seed = pending.tensors

@@ -21,7 +21,7 @@ from tfdp_fl.engine import client_update, cohort, tables
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class OneByOne:
     """Trains clients one after the other, and adds them up or collects them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,30 +17,28 @@ from tfdp_fl.mechanisms import cohort_query, noise
 _SMALL = 2**16
 
 
+@dataclasses.dataclass(eq=False)
 class Release:
-    """Adds a round's noise, divides, and updates the model."""
+    """Adds a round's noise, divides, and updates the model.
 
-    def __init__(
-        self,
-        query: cohort_query.CohortQuery,
-        server: server_update.ServerUpdate,
-        metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]],
-        update_size: int,
-    ):
-        """Prepares the function; nothing is traced yet.
+    Attributes:
+      query: The mechanism's query.
+      server: Holds the model's weights.
+      metric_results: What metrics say of the sums of their values.
+      update_size: The number of elements of an update.
+      traced: The function so far, by how many sums there are and the
+        kind of seed.
+      log_names: What it returns the values of.
+    """
 
-        Args:
-          query: The mechanism's query.
-          server: Holds the model's weights.
-          metric_results: What metrics say of the sums of their values.
-          update_size: The number of elements of an update.
-        """
-        self._query = query
-        self._server = server
-        self._metric_results = metric_results
-        self._small = update_size <= _SMALL
-        self._traced: dict[tuple[int, tf.DType], Any] = {}
-        self._log_names: list[str] = []
+    query: cohort_query.CohortQuery
+    server: server_update.ServerUpdate
+    metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]
+    update_size: int
+    traced: dict[tuple[int, tf.DType], Any] = dataclasses.field(
+        default_factory=dict
+    )
+    log_names: list[str] = dataclasses.field(default_factory=list)
 
     def __call__(
         self, pending: rounds.PendingRound
@@ -54,37 +53,37 @@ class Release:
             tf.convert_to_tensor(np.float32(answered)),
         )
         key = (len(pending.sums), pending.tensors[1].dtype)
-        if key not in self._traced:
-            self._traced[key] = calls.concrete_function(
+        if key not in self.traced:
+            self.traced[key] = calls.concrete_function(
                 tf.function(self._released, autograph=False),
-                self._small,
+                self.update_size <= _SMALL,
                 *arguments,
             )
-        state, values = calls.Call(self._traced[key], arguments)()
+        state, values = calls.Call(self.traced[key], arguments)()
         return state, dict(
-            zip(self._log_names, values.numpy().tolist(), strict=True)
+            zip(self.log_names, values.numpy().tolist(), strict=True)
         )
 
     def _released(self, sums, metric_states, state, numbers, seed, answered):
-        state = self._query.begin_round(state, numbers[0], numbers[1])
+        state = self.query.begin_round(state, numbers[0], numbers[1])
         total = functools.reduce(cohort.added, sums)
         with noise.seeded(noise.fold_in(seed, -1)):
-            mean, new_state, _ = self._query.get_noised_result(
+            mean, new_state, _ = self.query.get_noised_result(
                 total.contribution, state
             )
-        if self._query.mechanism.releases_weights:  # If there are any.
+        if self.query.mechanism.releases_weights:  # If there are any.
             tf.cond(
                 total.contribution.weight > 0,
-                lambda: self._server.replace(mean),
+                lambda: self.server.replace(mean),
                 lambda: True,
             )
         else:
-            self._server.apply(mean)
+            self.server.apply(mean)
         metrics = [
             tf.add_n(list(each)) for each in zip(*metric_states, strict=True)
         ]
         logs = self._logs(total, metrics, state, answered)
-        self._log_names = list(logs)
+        self.log_names = list(logs)
         values = [tf.cast(value, tf.float32) for value in logs.values()]
         return new_state, tf.stack(values)
 
@@ -99,8 +98,8 @@ class Release:
         summed = total.contribution
         logs = {
             "loss": tf.math.divide_no_nan(total.loss, total.examples),
-            **self._metric_results(metrics),
-            **self._query.derive_metrics(state),
+            **self.metric_results(metrics),
+            **self.query.derive_metrics(state),
             "clipped_fraction": tf.math.divide_no_nan(summed.clipped, answered),
             "mean_update_norm": tf.math.divide_no_nan(summed.norm, answered),
             "discarded_clients": summed.discarded,

@@ -26,7 +26,7 @@ from tfdp_fl.mechanisms import cohort_query
 Train = Callable[..., cohort.Trained]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CohortFunctions:
     """Makes the functions of an engine's replicas, and keeps them.
 

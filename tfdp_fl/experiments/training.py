@@ -348,10 +348,7 @@ def _callbacks(
 
 
 def _leave_files(
-    prepared: Prepared,
-    path: pathlib.Path,
-    stopped: str | None,
-    seconds: float,
+    prepared: Prepared, path: pathlib.Path, stopped: str | None, seconds: float
 ) -> dict[str, Any]:
     settings, federated_model = prepared.settings, prepared.federated_model
     model = federated_model.model

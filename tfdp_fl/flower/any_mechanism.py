@@ -82,7 +82,4 @@ class DPFedAvg(fixed.DPFedAvgFixed):
         arguments = super()._arguments()
         for name in ("noise_multiplier", "server_side_noising"):
             del arguments[name]
-        return {
-            **arguments,
-            "mechanism": declared.as_json(self.mechanism),
-        }
+        return {**arguments, "mechanism": declared.as_json(self.mechanism)}

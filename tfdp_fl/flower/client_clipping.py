@@ -71,8 +71,7 @@ def _changes(kind: type, base: type) -> set[str]:
 
 
 def release(
-    configured: configured_lib.ConfiguredRound,
-    answers: Sequence[replies.Reply],
+    configured: configured_lib.ConfiguredRound, answers: Sequence[replies.Reply]
 ) -> configured_lib.Outcome:
     """Returns w + (sum_k clip(Delta_k) + N(0, (z S)^2)) / m, and the next S.
 

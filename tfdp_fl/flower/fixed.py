@@ -12,12 +12,7 @@ from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.flower import configured as configured_lib
 from tfdp_fl.flower import parameters as parameters_lib
-from tfdp_fl.flower import (
-    population,
-    private_rounds,
-    replies,
-    strategies,
-)
+from tfdp_fl.flower import population, private_rounds, replies, strategies
 
 # A client of the last round (a proxy) and what it was sent or returned.
 _Messages = list[tuple[Any, Any]]

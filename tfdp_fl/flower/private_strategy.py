@@ -405,9 +405,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
 
 
 def _read(
-    message: Any,
-    configured: configured_lib.ConfiguredRound,
-    **options: Any,
+    message: Any, configured: configured_lib.ConfiguredRound, **options: Any
 ) -> replies.Reply:
     del configured  # The model of the messages is the same, with its names.
     return messages.read(message, **options)

@@ -41,8 +41,7 @@ def server_can_remember(mechanism: mechanisms.Mechanism) -> bool:
 
 
 def release(
-    configured: configured_lib.ConfiguredRound,
-    answers: Sequence[replies.Reply],
+    configured: configured_lib.ConfiguredRound, answers: Sequence[replies.Reply]
 ) -> configured_lib.Outcome:
     """Returns w + (sum_k c_k Delta_k + noise) / m, as the mechanism says."""
     mechanism, this = configured.mechanism, configured.this
@@ -76,8 +75,7 @@ def release(
         total, memory = remembering.noised(mechanism, total, stddev, memory)
     sums = {
         name: updates.noised_number(
-            float(np.sum(value.numpy(), dtype=np.float64)),
-            float(stddevs[name]),
+            float(np.sum(value.numpy(), dtype=np.float64)), float(stddevs[name])
         )
         for name, value in each.sums.items()
     }

@@ -72,9 +72,7 @@ class Preparation:
     moments: bool
 
     def prepare(
-        self,
-        before: PreparedEngine | None,
-        calibration: dict[str, int] | None,
+        self, before: PreparedEngine | None, calibration: dict[str, int] | None
     ) -> tuple[run_lib.Run, PreparedEngine]:
         """Checks the clients against everything else, and makes the engine.
 

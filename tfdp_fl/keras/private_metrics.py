@@ -110,9 +110,7 @@ class PrivateMetrics:
         )
 
     def draw(
-        self,
-        charge: charge_lib.RoundCharge,
-        generator: np.random.Generator,
+        self, charge: charge_lib.RoundCharge, generator: np.random.Generator
     ) -> np.ndarray:
         """Returns the positions (int64 [K]) of the clients that are asked."""
         n = charge.num_clients

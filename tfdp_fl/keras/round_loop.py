@@ -20,12 +20,7 @@ import tensorflow as tf
 
 from tfdp_fl import auditing
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import (
-    CohortEngine,
-    PendingRound,
-    RoundInputs,
-    secure_sum,
-)
+from tfdp_fl.engine import CohortEngine, PendingRound, RoundInputs, secure_sum
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import costs as costs_lib
 from tfdp_fl.keras import interrupts, progress, randomness

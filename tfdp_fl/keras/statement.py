@@ -15,9 +15,7 @@ _MOST_KINDS_FOR_PLD = 5
 
 
 def facts(
-    setup: TrainingSetup,
-    run: run_lib.Run,
-    cohort_engine: engine.CohortEngine,
+    setup: TrainingSetup, run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> accounting.StatementFacts:
     """Returns what ran.
 
@@ -136,9 +134,7 @@ def _epsilon(
 
 
 def _caveats(
-    setup: TrainingSetup,
-    run: run_lib.Run,
-    cohort_engine: engine.CohortEngine,
+    setup: TrainingSetup, run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> tuple[str, ...]:
     mechanism, spending, seen = setup.mechanism, run.spending, run.facts
     caveats = dict.fromkeys(mechanism.caveats())

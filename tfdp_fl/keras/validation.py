@@ -13,11 +13,7 @@ from tfdp_fl.mechanisms import Deployment, NoPrivacy
 
 
 def validate(
-    model: Any,
-    *,
-    clients: Any = None,
-    loss: Any = None,
-    strict: bool = False,
+    model: Any, *, clients: Any = None, loss: Any = None, strict: bool = False
 ) -> list[str]:
     """Returns why a model cannot be trained or protected, if it cannot.
 

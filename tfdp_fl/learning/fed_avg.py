@@ -134,10 +134,7 @@ def build_dp_fed_avg(
             training,
         )
     factory = aggregators.from_mechanism(
-        mechanism,
-        clients_per_round,
-        min_examples=min_examples,
-        **facts,
+        mechanism, clients_per_round, min_examples=min_examples, **facts
     )
     if server_optimizer_fn is None:
         server_optimizer_fn = tff.learning.optimizers.build_sgdm(1.0)

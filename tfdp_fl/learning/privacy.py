@@ -114,10 +114,7 @@ def privacy_charges(
             place = in_passes.place(index)
         charges.append(
             accounting.RoundCharge(
-                sampling=sampling,
-                num_clients=num_clients,
-                event=event,
-                **place,
+                sampling=sampling, num_clients=num_clients, event=event, **place
             )
         )
     return charges

@@ -11,12 +11,7 @@ import dp_accounting
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import (
-    clipping,
-    local_dp,
-    parameters,
-    registry,
-)
+from tfdp_fl.mechanisms import clipping, local_dp, parameters, registry
 from tfdp_fl.mechanisms.contribution import (
     Client,
     Contribution,
@@ -81,9 +76,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         _validate.inside_unit_interval, "its delta."
     )
     clipping_radius: float = parameters.parameter(
-        parameters.clip,
-        "the most that a layer's radius may be.",
-        default=1.0,
+        parameters.clip, "the most that a layer's radius may be.", default=1.0
     )
     window: int = parameters.parameter(
         _validate.positive_integer,
@@ -170,10 +163,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         )
 
     def client_noise(
-        self,
-        round: Round,
-        client: Client,
-        deployment: Deployment,
+        self, round: Round, client: Client, deployment: Deployment
     ) -> list[tf.Tensor]:
         """Implements `Mechanism.client_noise`: sigma_l of every layer."""
         del round

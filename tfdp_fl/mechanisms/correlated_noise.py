@@ -215,9 +215,7 @@ class CorrelatedNoise(mechanism.Mechanism):
     }
 
     clip_norm: float = parameters.parameter(
-        parameters.clip,
-        "the clip S, L2 over the whole update.",
-        start=0.5,
+        parameters.clip, "the clip S, L2 over the whole update.", start=0.5
     )
     noise_multiplier: float = parameters.parameter(
         _validate.non_negative,
@@ -231,8 +229,7 @@ class CorrelatedNoise(mechanism.Mechanism):
         default="blt",
     )
     rounds: int = parameters.parameter(
-        _validate.positive_integer,
-        "T, for which the noise is made.",
+        _validate.positive_integer, "T, for which the noise is made."
     )
     min_separation: int = parameters.parameter(
         _validate.positive_integer,

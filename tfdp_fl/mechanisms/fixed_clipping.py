@@ -53,9 +53,7 @@ class FixedClipping(mechanism.Mechanism):
     """
 
     clip_norm: float = parameters.parameter(
-        parameters.clip,
-        "the clip S, L2 over the whole update.",
-        start=0.5,
+        parameters.clip, "the clip S, L2 over the whole update.", start=0.5
     )
     noise_multiplier: schedules.Schedule = noise_multiplier_parameter()
     noise_site: str = noise_site_parameter()

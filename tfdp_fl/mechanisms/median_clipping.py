@@ -154,7 +154,7 @@ class MedianClipping(mechanism.Mechanism):
             "The clip norm of each round was the exact median of that round's "
             "update norms, as published; that median is not private, so "
             "strictly epsilon holds only for what the models reveal beyond it."
-        ),
+        )
     }
 
     noise_multiplier: schedules.Schedule = (

@@ -115,7 +115,7 @@ class NbAFL(mechanism.Mechanism):
             "clip C and a client of n records; that holds for a mean over "
             "records, and is neither proven nor enforced for weights that were "
             "trained by SGD."
-        ),
+        )
     }
     releases_weights: ClassVar[bool] = True
     suggested_run: ClassVar[Mapping[str, Any]] = {
@@ -217,10 +217,7 @@ class NbAFL(mechanism.Mechanism):
         )
 
     def client_noise(
-        self,
-        round: Round,
-        client: Client,
-        deployment: Deployment,
+        self, round: Round, client: Client, deployment: Deployment
     ) -> tf.Tensor:
         """Implements `Mechanism.client_noise`: n sigma_U, on n times weights.
 

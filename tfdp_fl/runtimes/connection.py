@@ -13,11 +13,7 @@ from typing import Any, cast
 
 import grpc
 
-from tfdp_fl.runtimes.errors import (
-    WorkerError,
-    WorkerLost,
-    WorkerUnavailable,
-)
+from tfdp_fl.runtimes.errors import WorkerError, WorkerLost, WorkerUnavailable
 
 # A gRPC server answers this with "unimplemented" when it is alive. HTTP/2
 # keepalive pings would not do: the worker's server tolerates one in five
@@ -266,8 +262,7 @@ class Connection:
         parameter = compiled.type_signature.parameter
         argument = self._run(
             executor.create_value(
-                tff.structure.Struct.unnamed(broadcast, list(shards)),
-                parameter,
+                tff.structure.Struct.unnamed(broadcast, list(shards)), parameter
             )
         )
         result = self._run(executor.create_call(remote, argument))

@@ -93,8 +93,6 @@ class MappedArray:
         )
         with tf.control_dependencies([] if same is None else [same]):
             everything = tf.raw_ops.ImmutableConst(
-                dtype=dtype,
-                shape=[start + size],
-                memory_region_name=self.path,
+                dtype=dtype, shape=[start + size], memory_region_name=self.path
             )
         return tf.reshape(everything[start:], self.shape)

@@ -146,8 +146,7 @@ class RoundCheckpoint(FederatedCallback):
 
     def _save(self) -> None:
         self._files.write(
-            self.federated_model.checkpoint(self._ledger.head),
-            self.keep,
+            self.federated_model.checkpoint(self._ledger.head), self.keep
         )
 
     def _write_statement(self) -> None:
