@@ -187,9 +187,11 @@ class SetupTest(absltest.TestCase):
             name: [requirements.Requirement(line).name for line in lines]
             for name, lines in _setup_arguments()["extras_require"].items()
         }
+        self.assertEqual(extras["parquet"], ["pandas", "pyarrow"])
         self.assertEqual(extras["plots"], ["matplotlib"])
         self.assertEqual(extras["ray"], ["ray"])
         self.assertEqual(extras["secure-aggregation"], ["cryptography"])
+        self.assertEqual(extras["tensorboard"], ["tensorboard"])
         self.assertIn("tensorflow-privacy", extras["tf-privacy"])
 
     def test_imported_packages_are_declared(self):

@@ -56,7 +56,14 @@ def _reader(dataset):
 
 def _pending(dataset, positions):
     inputs = cohorts.inputs(dataset, positions=np.asarray(positions))
-    return chunks.rounds.PendingRound.of_nobody(inputs, (), 1)
+    return chunks.rounds.PendingRound(
+        inputs=inputs,
+        state=(),
+        tensors=inputs.tensors(),
+        sums=[()],
+        metric_states=[()],
+        collected=[[]],
+    )
 
 
 class ReaderTest(tf.test.TestCase):

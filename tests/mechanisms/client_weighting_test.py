@@ -2,12 +2,14 @@
 
 import math
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tfdp_fl
 from tfdp_fl import mechanisms
+from tfdp_fl.mechanisms import tf_privacy as tfp
 
 _NUM_EXAMPLES = tfdp_fl.ClientWeighting.num_examples
 
@@ -74,9 +76,6 @@ class ClientWeightingTest(tf.test.TestCase, parameterized.TestCase):
             mechanism.bind(deployment)
 
     def test_a_query_of_somebodys_own(self):
-        tfp = __import__("pytest").importorskip("tensorflow_privacy")
-        import dp_accounting
-
         mechanism = tfdp_fl.QueryMechanism(
             query=tfp.GaussianSumQuery(1.0, 1.0),
             dp_event=dp_accounting.GaussianDpEvent(1.0),

@@ -9,6 +9,8 @@ XLA, on workers, inside a TFF computation, and in constant time.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 
 from tfdp_fl._on_use import tf
@@ -20,7 +22,7 @@ _CONSTANTS = np.frombuffer(b"expand 32-byte k", "<u4").astype(np.uint32)
 _DOUBLE_ROUNDS = 10
 
 # The four rows of a state: uint32 [4, n] each, or all of them, [16, n].
-_Rows = tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]
+_Rows: TypeAlias = "tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]"
 
 
 def key_stream(

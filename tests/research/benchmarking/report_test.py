@@ -133,6 +133,15 @@ def _complete():
             "chosen": "plain",
             "ratio": 1.05,
         }
+        found[f"stack_{work.name}"] = {
+            "tff": _times(0.1),
+            "current": _times(0.105),
+            "ratio": 1.05,
+            "versions": {
+                "tff": {"TensorFlow": "2.14.1"},
+                "current": {"TensorFlow": "2.21.0"},
+            },
+        }
         found[f"profile_{work.name}"] = {
             "seconds": 0.9,
             "profiled_seconds": 1.0,
@@ -278,7 +287,7 @@ class ReportTest(parameterized.TestCase):
 
 class RowsTest(parameterized.TestCase):
     @parameterized.parameters(
-        (["all"], 27),
+        (["all"], 32),
         (["tff"], 5),
         (["mlp", "machine"], 2),
         (["jit_mlp", "jit"], 5),
