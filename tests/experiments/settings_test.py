@@ -52,6 +52,27 @@ class SettingsTest(parameterized.TestCase):
             Settings(dataset="mnist").resolved().units(), (600, 100)
         )
 
+    @parameterized.parameters(
+        ({}, "sgd", 0.9),
+        ({"server_optimizer": "none"}, "none", 0.0),
+        ({"mechanism": "fixed"}, "none", 0.0),
+        ({"model": "linear"}, "none", 0.0),
+        ({"dataset": "digits"}, "none", 0.0),
+    )
+    def test_the_server_of_what_was_tuned(self, values, optimizer, momentum):
+        resolved = Settings(**{"dataset": "mnist", **values}).resolved()
+        self.assertEqual(resolved.server_optimizer, optimizer)
+        self.assertEqual(resolved.server_momentum, momentum)
+
+    @parameterized.parameters(
+        ({"server_schedule": "linear"}, "--server_schedule needs"),
+        ({"server_learning_rate": 0.1}, "--server_learning_rate needs"),
+        ({"server_momentum": 0.9}, "--server_momentum is for"),
+    )
+    def test_a_servers_settings_without_its_optimizer(self, values, words):
+        with self.assertRaisesRegex(ValueError, words):
+            Settings(dataset="mnist", **values).resolved()
+
     def test_given_noise_is_not_calibrated(self):
         resolved = Settings(noise_multiplier="1.5").resolved()
         self.assertIsNone(resolved.target_epsilon)

@@ -89,6 +89,17 @@ _BY_DATASET: dict[str, dict[str, Any]] = {
 
 _ALWAYS: dict[str, Any] = {"sampling": "poisson", "local_epochs": 1}
 
+# What the server does where --server_optimizer is left open. Chosen on 5000
+# held-out training images: 0.921, without 0.903 (CHOSEN BELOW).
+_SERVER: dict[tuple[str, str], dict[str, Any]] = {
+    ("mnist", "adaptive"): {
+        "server_optimizer": "sgd",
+        "server_learning_rate": 0.5,
+        "server_momentum": 0.9,
+        "server_schedule": "linear",
+    },
+}
+
 
 def _option(default: Any, kind: Any, help_: str) -> Any:
     """Returns a field; `kind` is a type, or a tuple of the words allowed."""
@@ -289,11 +300,13 @@ class Settings(_MechanismParameters):
         float,
         "Each local gradient is scaled down to this L2 norm; off if <= 0.",
     )
-    server_optimizer: str = _option(
-        "none",
+    server_optimizer: Any = _option(
+        None,
         ("none", "sgd", "adam"),
         "What the server does with the mean update: add it (none), or take "
-        "its negative for a gradient (sgd: FedAvgM, adam: FedAdam).",
+        "its negative for a gradient (sgd: FedAvgM, adam: FedAdam). none, but "
+        "for --dataset=mnist with --mechanism=adaptive and the usual model: "
+        "there sgd with momentum 0.9 and a rate that goes from 0.5 to 0.",
     )
     server_learning_rate: float | None = _option(
         None, float, "The server optimizer's learning rate (1; adam: 0.01)."
@@ -403,6 +416,13 @@ class Settings(_MechanismParameters):
         if (self.model or defaults["model"]) != usual_model:
             defaults.pop("hidden_units")
         filled = self._with_defaults(defaults)
+        if self.server_optimizer is None:
+            usual = {}
+            if self.model is None and not self.input_features:
+                usual = _SERVER.get((self.dataset, self.mechanism), {})
+            filled = dataclasses.replace(
+                filled, **{"server_optimizer": "none", **usual}
+            )
         if filled.input_pooling and filled.model not in ("linear", "mlp"):
             raise ValueError(
                 "--input_pooling is for --model=linear|mlp, got "
@@ -594,12 +614,13 @@ class Settings(_MechanismParameters):
             raise ValueError("--server_momentum is for --server_optimizer=sgd.")
         if self.prior_smoothing is not None and self.client_loss != "balanced":
             raise ValueError("--prior_smoothing needs --client_loss=balanced.")
-        if self.server_schedule != "constant" and (
-            self.server_optimizer == "none"
-        ):
-            raise ValueError("--server_schedule needs --server_optimizer.")
-        if self.server_learning_rate and self.server_optimizer == "none":
-            raise ValueError("--server_learning_rate needs --server_optimizer.")
+        if self.server_optimizer in (None, "none"):
+            if self.server_schedule != "constant":
+                raise ValueError("--server_schedule needs --server_optimizer.")
+            if self.server_learning_rate:
+                raise ValueError(
+                    "--server_learning_rate needs --server_optimizer."
+                )
         if self.tff_workers and self.tff_hosts:
             raise ValueError(
                 "--tff_workers and --tff_hosts exclude each other."
