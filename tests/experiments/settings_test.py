@@ -59,8 +59,10 @@ class SettingsTest(parameterized.TestCase):
         ({"model": "linear"}, "none", 0.0),
         ({"dataset": "digits"}, "none", 0.0),
     )
-    def test_the_server_of_what_was_tuned(self, values, optimizer, momentum):
+    def test_what_was_tuned_together(self, values, optimizer, momentum):
         resolved = Settings(**{"dataset": "mnist", **values}).resolved()
+        tuned_alike = values in ({}, {"server_optimizer": "none"})
+        self.assertEqual(resolved.rounds, 100 if tuned_alike else 60)
         self.assertEqual(resolved.server_optimizer, optimizer)
         self.assertEqual(resolved.server_momentum, momentum)
 
