@@ -223,8 +223,10 @@ class MeanTest(tf.test.TestCase, parameterized.TestCase):
     def test_on_workers(self):
         if importlib.util.find_spec("ray") is not None:
             runtime = runtimes.RayWorkers(num_workers=1)
-        else:
+        elif importlib.util.find_spec("tensorflow_federated") is not None:
             runtime = runtimes.TFFWorkers(num_workers=1)
+        else:
+            self.skipTest("Workers need Ray or TensorFlow Federated.")
         clients = _clients()
         with runtime as workers:
             moved, _ = _moved(clients, _NUM_EXAMPLES(cap=6), runtime=workers)
