@@ -49,9 +49,7 @@ class _Files:
 
 
 def _reader(dataset):
-    return chunks.Reader(
-        element_spec=dataset.element_spec, label_ranges=[], rows_for=int
-    )
+    return chunks.Reader(element_spec=dataset.element_spec, label_ranges=[])
 
 
 def _pending(dataset, positions):

@@ -55,9 +55,10 @@ def make_engine(
     num_replicas: int = 1,
     jit_compile: bool | None = False,
     training: dict[str, Any] | None = None,
+    sampling: str = "fixed_size",
     **options: Any,
 ) -> engine.CohortEngine:
-    """Returns an engine for cohorts of a fixed size."""
+    """Returns an engine, for cohorts of a fixed size unless told."""
     return engine.CohortEngine(
         model=model,
         training=engine.LocalTraining(
@@ -69,7 +70,7 @@ def make_engine(
         deployment=Deployment(
             clients_per_round=dataset.num_clients,
             num_clients=dataset.num_clients,
-            sampling="fixed_size",
+            sampling=sampling,
             rounds=3,
             min_examples=1,
         ),

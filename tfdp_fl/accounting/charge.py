@@ -21,7 +21,7 @@ SEPARATED = "separated"
 # event says itself which sampling makes it cheaper.)
 _AMPLIFIED = ("poisson", "fixed_size")
 # Those whose cohorts have no fixed size.
-_RANDOM_SIZE = ("poisson", "cyclic_poisson")
+RANDOM_SIZE = ("poisson", "cyclic_poisson")
 ACCOUNTANTS = ("rdp", "pld")
 
 
@@ -68,7 +68,7 @@ class RoundCharge:
         _validate.one_of((*SAMPLINGS, SEPARATED), sampling=self.sampling)
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
-        if self.sampling not in _RANDOM_SIZE:
+        if self.sampling not in RANDOM_SIZE:
             if not m.is_integer():
                 raise ValueError(
                     "clients_per_round must be a whole number under "

@@ -6,19 +6,22 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
-from tfdp_fl.engine import labels, rounds
+from tfdp_fl.engine import fixed_sizes, labels, rounds
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
 CHUNK_BYTES = 64 * 2**20
+# Where an array has to begin for TensorFlow to take it as it lies.
+_ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,8 @@ class CohortChunk:
       rows: Int [sum of lengths], the clients' rows of them.
       lengths: Int64 [K].
       members: Int64 [K], the clients' places in the cohort.
+      all_lengths: Returns the examples of all clients of the dataset, int [N];
+        None where nobody knows before they are read.
     """
 
     x: Any
@@ -38,6 +43,12 @@ class CohortChunk:
     rows: np.ndarray
     lengths: np.ndarray
     members: np.ndarray
+    all_lengths: Callable[[], np.ndarray] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Returns how many examples are stored, those of nobody included."""
+        return int(tf.nest.flatten(self.y)[0].shape[0])
 
 
 class Reader:
@@ -53,19 +64,19 @@ class Reader:
         *,
         element_spec: tuple[Any, Any],
         label_ranges: list[labels.LabelRange],
-        rows_for: Callable[[int], int],
+        sizes: fixed_sizes.FixedSizes | None = None,
     ):
         """Starts nothing.
 
         Args:
           element_spec: `(features, labels)` specs of one example.
           label_ranges: What class labels may be.
-          rows_for: A streamed chunk of n examples has so many rows, the rest
-            of them zeros.
+          sizes: Say how many rows a streamed chunk has, those after its
+            examples being zeros; None: just its examples'.
         """
         self._label_ranges = label_ranges
         self._pack = functools.partial(
-            _packed, element_spec=element_spec, rows_for=rows_for
+            _packed, element_spec=element_spec, sizes=sizes
         )
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._expected: np.ndarray | None = None
@@ -86,7 +97,10 @@ class Reader:
         if dataset.is_indexed:
             x, y = tf.nest.map_structure(_with_a_row, dataset.flat())
             rows, lengths = dataset.client_rows(positions)
-            yield CohortChunk(x, y, rows, lengths, np.arange(len(positions)))
+            members = np.arange(len(positions))
+            yield CohortChunk(
+                x, y, rows, lengths, members, dataset.client_sizes
+            )
             return
         reading, self._begun = self._begun, None
         if reading is not None and not reading.is_of(dataset, positions):
@@ -267,23 +281,30 @@ def _shapes(client: _Client) -> list[tuple[int, ...]]:
 def _packed(
     clients: list[_Client],
     element_spec: tuple[Any, Any],
-    rows_for: Callable[[int], int],
+    sizes: fixed_sizes.FixedSizes | None,
 ) -> CohortChunk:
     """Puts some clients' examples into one tensor for each feature."""
     lengths = np.asarray(
         [len(tf.nest.flatten(y)[0]) for _, _, y in clients], np.int64
     )
     total = int(lengths.sum())
-    padding = rows_for(total) - total
+    num_rows = total
+    if sizes is not None:
+        specs = tf.nest.flatten(element_spec)
+        shapes = [tuple(dim or 1 for dim in spec.shape) for spec in specs]
+        if clients:
+            shapes = _shapes(clients[0])
+        row_bytes = sum(
+            math.prod(shape) * spec.dtype.size
+            for shape, spec in zip(shapes, specs, strict=True)
+        )
+        num_rows = sizes.rows(lengths, tuple(shapes), row_bytes, CHUNK_BYTES)
 
     def pack(spec: tf.TensorSpec, *arrays: np.ndarray) -> tf.Tensor:
         if not total:  # A gather needs a tensor to read nothing from.
-            shape = [max(1, padding), *[dim or 1 for dim in spec.shape]]
+            shape = [max(1, num_rows), *[dim or 1 for dim in spec.shape]]
             return tf.zeros(shape, spec.dtype)
-        if padding:
-            none = np.zeros([padding, *arrays[0].shape[1:]], arrays[0].dtype)
-            arrays = (*arrays, none)
-        return tf.constant(np.concatenate(arrays), spec.dtype)
+        return _joined(arrays, num_rows, spec.dtype)
 
     x = tf.nest.map_structure(
         pack, element_spec[0], *[x for _, x, _ in clients]
@@ -298,3 +319,26 @@ def _packed(
         lengths,
         np.asarray([member for member, _, _ in clients], np.int64),
     )
+
+
+def _joined(
+    arrays: Sequence[np.ndarray], num_rows: int, dtype: tf.DType
+) -> tf.Tensor:
+    """Returns arrays one after another in one tensor, and zeros after them.
+
+    They are copied once, and the zeros cost next to nothing: the system makes
+    their memory when somebody reads them.
+    """
+    used = sum(map(len, arrays))
+    shape = [num_rows, *arrays[0].shape[1:]]
+    kind = np.dtype(dtype.as_numpy_dtype)
+    if kind.kind not in "iuf":  # Of those, DLPack knows all.
+        rest = np.zeros([num_rows - used, *shape[1:]], kind)
+        return tf.constant(np.concatenate([*arrays, rest]), dtype)
+    size = math.prod(shape) * kind.itemsize
+    held = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -held.ctypes.data % _ALIGNMENT
+    joined = held[start : start + size].view(kind).reshape(shape)
+    np.concatenate(arrays, out=joined[:used])
+    # It keeps the array, and is the only one who does.
+    return tf.experimental.dlpack.from_dlpack(joined.__dlpack__())

@@ -36,6 +36,7 @@ from tfdp_fl.engine import (
     dense_models,
     devices,
     example_weights,
+    fixed_sizes,
     joint_clip,
     labels,
     layout,
@@ -173,6 +174,9 @@ class CohortEngine:
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=xla,
             weighting=deployment.client_weighting,
+            sizes=fixed_sizes.FixedSizes(
+                deployment.sampling, deployment.num_clients
+            ),
         )
         self._broadcasts = broadcast.Broadcast(
             self.query, self.server, self._unaggregated, broadcast_hook
@@ -188,8 +192,7 @@ class CohortEngine:
         self.read_chunks = chunks.Reader(
             element_spec=element_spec,
             label_ranges=first.label_ranges,
-            # XLA compiles for every number of rows that it meets.
-            rows_for=tables.padded_length if xla else int,
+            sizes=self.layout.sizes if xla else None,
         )
         self._joint_clip = joint_clip.JointClip(self.query, self.update_spec)
         self._release = release.Release(
@@ -231,8 +234,13 @@ class CohortEngine:
         """Raises ValueError if a client's labels cannot be the model's."""
         labels.check_clients(dataset, self._label_ranges)
 
-    def check_memory(self, clients_per_round: float) -> None:
-        """Raises ValueError if a round of so many clients cannot fit here."""
+    def expect(self, clients_per_round: float) -> None:
+        """Is told, before rounds, of the largest expected cohort among them.
+
+        Raises:
+          ValueError: A round of so many clients cannot fit here.
+        """
+        self.layout.sizes.clients_per_round = clients_per_round
         memory_need.check(
             elements=self.update_spec.size,
             clients_per_round=clients_per_round,

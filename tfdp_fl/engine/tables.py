@@ -312,29 +312,19 @@ def side_by_side(table: ClientTable, num_steps: int) -> SideBySideTable:
     )
 
 
-def padded_length(length: int) -> int:
-    """Returns the next length of a short ladder: 2^k or 3 * 2^(k-1).
+def padded(table: ClientTable, clients: int, steps: int) -> ClientTable:
+    """Pads a table; `first_step` ends the loops.
 
-    Code that is compiled for fixed shapes sees only the rungs, so that cohorts
-    of changing size do not compile again and again.
+    Args:
+      table: The clients.
+      clients: For how many clients it has room then, at least its own.
+      steps: For how many steps, at least its own.
     """
-    rung = 4
-    while rung < length:
-        if rung + rung // 2 >= length:
-            return rung + rung // 2
-        rung *= 2
-    return rung
-
-
-def padded(table: ClientTable) -> ClientTable:
-    """Pads a table to ladder lengths; `first_step` ends the loops."""
 
     def pad(array: np.ndarray, length: int, value: Any = 0) -> np.ndarray:
         width = [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1)
         return np.pad(array, width, constant_values=value)
 
-    steps = padded_length(len(table.rows))
-    clients = padded_length(table.num_clients)
     return ClientTable(
         rows=pad(table.rows, steps),
         batch_sizes=pad(table.batch_sizes, steps),

@@ -108,7 +108,7 @@ class Preparation:
         mechanism.check(deployment)
         prepared = self._engine(deployment, before)
         prepared.engine.check_labels(clients)
-        prepared.engine.check_memory(max(map(deployment.cohort_size, coming)))
+        prepared.engine.expect(max(map(deployment.cohort_size, coming)))
         run = run_lib.Run(
             plan=plan,
             sampler=sampler,
