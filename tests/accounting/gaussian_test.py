@@ -43,6 +43,28 @@ class GaussianTest(parameterized.TestCase):
             delta = gaussian.gaussian_delta(z, epsilon)
             self.assertAlmostEqual(delta / expected, 1, delta=1e-8)
 
+    @parameterized.product(
+        z=[0.05, 3.0, 900.0, 7.1e8, 2.5e14, 6.8e15, 2.2e17],
+        epsilon_z=[0.0, 0.3, 12.0],
+    )
+    def test_delta_is_never_less_than_it_is(self, z, epsilon_z):
+        # Much noise leaves last digits of nearly equal numbers: it was 0.
+        epsilon = epsilon_z / z
+        delta = gaussian.gaussian_delta(z, epsilon)
+        self.assertGreaterEqual(delta, _mp_delta(z, epsilon))
+        self.assertLessEqual(delta, _mp_delta(z, epsilon) * (1 + 1e-9) + 1e-14)
+
+    def test_what_is_too_small_for_a_float_is_rounded_up(self):
+        for z in (0.0, 1e-320, 1e-200, 1e-155):
+            self.assertEqual(gaussian.gaussian_epsilon(z, 1e-3), math.inf)
+            self.assertEqual(gaussian.gaussian_delta(z, 1.0), 1.0)
+        # By the delta of epsilon = 0, 2 Phi(1 / 2z) - 1; it never came back.
+        z = gaussian.analytic_noise_multiplier(1e-320, 1e-3)
+        self.assertAlmostEqual(1e-3 * z * math.sqrt(2 * math.pi), 1, delta=1e-5)
+        self.assertGreater(gaussian.analytic_noise_multiplier(1e308, 0.1), 0)
+        with self.assertRaisesRegex(ValueError, "epsilon and delta must"):
+            gaussian.analytic_noise_multiplier(1e-320, 1e-320)
+
     @settings(max_examples=150, deadline=None)
     @given(_Z, _LOG_DELTA)
     def test_epsilon_inverts_delta(self, z, log_delta):

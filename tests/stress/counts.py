@@ -4,7 +4,9 @@
     python -m tests.stress.counts --write    # into docs/reliability.md
 
 `make stress` appends a line for each promise that held, and for nothing else:
-what was not run, or failed, has no line.
+what was not run, or failed, has no line. Pieces are run at different times and
+on different stacks: a row of the page stays until the same promise is counted
+again on the same Python.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+# Before any test goes to another directory.
+_FILE = pathlib.Path(
+    os.environ.get("TFDP_FL_STRESS", "runs/stress.jsonl")
+).absolute()
+
 
 def path() -> pathlib.Path:
     """Returns the file: TFDP_FL_STRESS, or runs/stress.jsonl."""
-    return pathlib.Path(os.environ.get("TFDP_FL_STRESS", "runs/stress.jsonl"))
+    return _FILE
 
 
 def held(promise: str, tries: int, of_what: str, seconds: float) -> None:
@@ -87,14 +94,37 @@ def table(file: pathlib.Path) -> str:
 
 
 _PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/reliability.md"
-_BEGIN, _END = "<!-- counts -->", "<!-- /counts -->"
+_BEGIN, _END = "<!-- counts -->\n", "<!-- /counts -->"
+
+
+def _key(row: str) -> tuple[str, str, str]:
+    """Returns the promise, the test and the Python of a row."""
+    promise, test, _, python, _ = row.strip("| ").split(" | ")
+    return promise.rpartition(" (")[0] or promise, test, python
+
+
+def merged(old: str, new: str) -> str:
+    """Returns a table with the rows of another: in their place, or beside.
+
+    Args:
+      old: The page's.
+      new: What was counted; its rows replace those of the same promise, test
+        and Python, and stand below those of another Python.
+    """
+    *head, rows = old.split("\n", 2)
+    found = {_key(row): row for row in rows.splitlines()}
+    for row in new.splitlines()[2:]:
+        found[_key(row)] = row
+    promises = list(dict.fromkeys(key[:2] for key in found))
+    ordered = sorted(found, key=lambda key: (promises.index(key[:2]), key[2]))
+    return "\n".join([*head, *(found[key] for key in ordered)]) + "\n"
 
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        page = _PAGE.read_text("utf-8")
-        before, after = page.split(_BEGIN)[0], page.split(_END)[1]
-        made = f"{before}{_BEGIN}\n{table(path())}\n{_END}{after}"
+        before, rest = _PAGE.read_text("utf-8").split(_BEGIN)
+        old, after = rest.split(_END)
+        made = f"{before}{_BEGIN}{merged(old, table(path()))}{_END}{after}"
         _PAGE.write_text(made, "utf-8")
     else:
         print(table(path()))

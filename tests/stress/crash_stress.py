@@ -34,16 +34,6 @@ _DOCUMENTED = (
 )
 
 
-def _processor_seconds(pid: int) -> float:
-    """Returns what a process has used of processors; 0 if it is gone."""
-    try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0.0
-    user, system = stat.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 class SignalTest(absltest.TestCase):
     def _seen(self, directory):
         name = f"{directory.name}-{killed_run.WITNESS}"
@@ -75,10 +65,10 @@ class SignalTest(absltest.TestCase):
             ):
                 time.sleep(0.002)
             time.sleep(rng.random() * 0.3)
-            before = after = _processor_seconds(process.pid)
+            before = after = killed_run.processor_seconds(process.pid)
             os.kill(process.pid, rng.choice([signal.SIGINT, signal.SIGTERM]))
             while process.is_alive():
-                after = max(after, _processor_seconds(process.pid))
+                after = max(after, killed_run.processor_seconds(process.pid))
                 process.join(0.02)
             slowest = max(slowest, after - before)
             self.assertEqual(process.exitcode, 0)
@@ -87,7 +77,7 @@ class SignalTest(absltest.TestCase):
                 continue  # It was faster.
             in_the_first += result["rounds"] == 0
             process = self._start(directory)
-            process.join(300)
+            killed_run.join(process)
             self.assertEqual(process.exitcode, 0)
             run = run_directory.Run.read(directory)
             self.assertEqual(run.result["rounds"], killed_run.ROUNDS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pathlib
 import signal
+import time
 from typing import Any
 
 import tfdp_fl
@@ -13,11 +15,43 @@ from tfdp_fl.experiments import Settings, run_directory, training
 from tfdp_fl.keras import callbacks
 
 ROUNDS = 40
+# A run that is let go on ends in a minute of a core. On a machine that is busy
+# with more important things that is many minutes.
+LONGEST_CORE_SECONDS, LONGEST_SECONDS = 300, 3600
 DELTA = 1e-3
 WITNESS, LEDGER, CHECKPOINTS = "witness.txt", "own.jsonl", "saved"
 # What runs: train.py's own way, a ledger, checkpoints, both, checkpoints of a
 # run on workers, and of one whose noise is correlated.
 MODES = ("plain", "ledger", "checkpoint", "both", "workers", "correlated")
+
+
+def processor_seconds(pid: int) -> float:
+    """Returns what a process has used of processors; 0 if it is gone."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0.0
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def join(process: Any) -> None:
+    """Waits for a process; one that does not end says where it is.
+
+    Raises:
+      AssertionError: It takes longer than any run does.
+    """
+    until = time.monotonic() + LONGEST_SECONDS
+    while process.is_alive():
+        used = processor_seconds(process.pid)
+        if used > LONGEST_CORE_SECONDS or time.monotonic() > until:
+            os.kill(process.pid, signal.SIGUSR1)
+            process.join(5)
+            process.kill()
+            raise AssertionError(
+                f"a run does not end; it has used {used:.0f} s of processors"
+            )
+        process.join(0.5)
 
 
 class _Witness(callbacks.FederatedCallback):
@@ -52,6 +86,7 @@ def resumes(mode: str) -> bool:
 
 def run(directory: str, mode: str) -> None:
     """Trains to the end, from where an earlier process was killed."""
+    faulthandler.register(signal.SIGUSR1)
     path = pathlib.Path(directory)
     if mode == "plain":
         _train_as_the_script(path)
@@ -118,6 +153,7 @@ def _train_as_the_script(path: pathlib.Path) -> None:
 
 def run_as_the_script(directory: str) -> None:
     """Trains as `train.py` does, which takes SIGTERM for Ctrl-C."""
+    faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _train_as_the_script(pathlib.Path(directory))

@@ -326,6 +326,7 @@ def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
     """
     amplified = set()
     for charge in charges:
+        _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         if charge.noise_multiplier is None:
             return "rdp"
         if charge.is_amplified:

@@ -145,8 +145,8 @@ CAVEATS: dict[str, str] = {
         "Updates were rounded to a grid after the clip, in steps of 2^-20 of "
         "it, and added as whole numbers; the noise was the ideal Gaussian "
         "rounded to that grid, drawn from the operating system's random bits "
-        "without a rounding error, so that floating point has no part in the "
-        "guarantee."
+        "without a rounding error, so that floating point has no part in what "
+        "is guaranteed of the rounds."
     ),
     "validation_data_not_covered": (
         "Data used for validation, or for choosing a model by it, is not "
@@ -159,7 +159,9 @@ CAVEATS: dict[str, str] = {
     ),
     "evaluations_counted": (
         "What evaluate_clients released of clients' metrics with noise is "
-        "counted in epsilon, as rounds of other runs."
+        "counted in epsilon, as rounds of other runs. That noise was drawn in "
+        "floating point, by numpy's pseudo-random Philox4x64-10 under 128 "
+        "secret bits, whatever drew the noise of the rounds."
     ),
     "delta_not_below_one_over_n": (
         "Delta is not below one divided by the number of clients, which is "

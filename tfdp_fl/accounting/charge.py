@@ -204,8 +204,14 @@ class RoundCharge:
 
     @classmethod
     def from_json(cls, text: str | dict[str, Any]) -> RoundCharge:
-        """Returns the charge that `to_json` wrote (text, or already parsed)."""
+        """Returns the charge that `to_json` wrote (text, or already parsed).
+
+        Raises:
+          TypeError, ValueError: It is not what `to_json` writes.
+        """
         fields = dict(json.loads(text) if isinstance(text, str) else text)
+        if "event" not in fields:
+            raise ValueError("text must have an event, got none.")
         fields["event"] = events.event_from_dict(fields["event"])
         return cls(**fields)
 

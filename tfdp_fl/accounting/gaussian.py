@@ -13,6 +13,8 @@ from scipy import optimize, special
 from tfdp_fl import _validate
 
 _SQRT2 = math.sqrt(2.0)
+# More than the roundings of a few operations, and of SciPy's functions.
+_ROUNDING = 2.0**-48
 
 
 def gaussian_delta(noise_multiplier: float, epsilon: float) -> float:
@@ -54,6 +56,8 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     mu = 1 / z
     # The tail bound of the privacy loss N(mu^2/2, mu^2) is always enough.
     upper = mu * mu / 2 + mu * math.sqrt(-2 * log_delta)
+    if upper == math.inf:  # z below 1e-154.
+        return math.inf
     return _root(lambda eps: _log_delta(z, eps) - log_delta, 0.0, upper)
 
 
@@ -69,14 +73,27 @@ def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
 
     Returns:
       z = sigma / sensitivity, rounded up.
+
+    Raises:
+      ValueError: If an argument is not allowed, or no finite noise is enough.
     """
     epsilon = _validate.positive(epsilon=epsilon)
-    log_delta = math.log(_validate.inside_unit_interval(delta=delta))
+    delta = _validate.inside_unit_interval(delta=delta)
+    log_delta = math.log(delta)
     # With s = -log delta, mu = sqrt(2s + 2eps) - sqrt(2s) makes the tail bound
     # of the privacy loss meet epsilon, so this much noise always suffices.
     tail = math.sqrt(-2 * log_delta)
     # (sqrt(a^2 + b) - a) = b / (sqrt(a^2 + b) + a), which does not cancel.
-    upper = (math.sqrt(tail * tail + 2 * epsilon) + tail) / (2 * epsilon)
+    upper = math.hypot(tail, _SQRT2 * math.sqrt(epsilon)) / 2 + tail / 2
+    # At epsilon = 0, delta = 2 Phi(mu / 2) - 1 <= mu / sqrt(2 pi): enough, too.
+    upper = min(upper / epsilon, 1 / delta)
+    while upper < math.inf and _log_delta(upper, epsilon) > log_delta:
+        upper *= 2  # By what is rounded up.
+    if upper == math.inf:
+        raise ValueError(
+            "epsilon and delta must leave the noise multiplier below 1.8e308, "
+            f"got {epsilon!r} and {delta!r}."
+        )
     lower = upper / 2
     while _log_delta(lower, epsilon) <= log_delta:
         upper, lower = lower, lower / 2
@@ -126,23 +143,32 @@ def _noise(noise_multiplier: float) -> float:
 
 
 def _log_delta(z: float, epsilon: float) -> float:
-    """Returns log delta; -inf where it underflows even as a logarithm."""
-    if z == 0:
-        return 0.0
+    """Returns log delta, rounded up; -inf where it underflows even so.
+
+    delta = Phi(a) - exp(eps) Phi(b), a = mu / 2 - eps / mu, b = a - mu. Much
+    noise leaves of it the last digits of two numbers that are nearly equal:
+    what their roundings may amount to is added.
+    """
     if z == math.inf:
         return -math.inf
-    mu = 1 / z
+    mu = 1 / z if z else math.inf
+    if mu == math.inf:
+        return 0.0
     a = mu / 2 - epsilon * z
+    if a == -math.inf:
+        return -math.inf
     b = -mu / 2 - epsilon * z
     # exp(eps) Phi(b) = exp(-a^2/2) erfcx(-b/sqrt 2) / 2, as b^2 = a^2 + 2 eps.
     second = 0.5 * special.erfcx(-b / _SQRT2)
+    # In units of exp(-a^2/2): a is off by |b| 2^-52 at most. This moves Phi(a)
+    # by 0.4 of it, and exp(-a^2/2) `second`, at most 0.4 / |b| of it, by less.
+    rounding = _ROUNDING * (1 + abs(b)) / 2
     if a > 0:
-        delta = special.ndtr(a) - math.exp(-a * a / 2) * second
-        return math.log(delta) if delta > 0 else -math.inf
-    difference = 0.5 * special.erfcx(-a / _SQRT2) - second
-    if difference <= 0:
-        return -math.inf
-    return -a * a / 2 + math.log(difference)
+        density = math.exp(-a * a / 2)
+        delta = special.ndtr(a) - density * (second - rounding) + _ROUNDING
+        return math.log(min(delta, 1.0))
+    difference = 0.5 * special.erfcx(-a / _SQRT2) - second + rounding
+    return min(0.0, -a * a / 2 * (1 - _ROUNDING) + math.log(difference))
 
 
 def _root(function, low: float, high: float) -> float:

@@ -89,6 +89,7 @@ class PrivacyLedger:
           LedgerWriteError: It cannot be created or written.
         """
         _validate.one_of(("create", "append"), mode=mode)
+        ledger_lines.check_secrets(key, expected_head)
         self._path = pathlib.Path(path)
         # Where it is, wherever the process goes.
         self._place = os.path.abspath(self._path)
@@ -269,7 +270,9 @@ class PrivacyLedger:
         Raises:
           FileNotFoundError: There is no such file.
           LedgerTamperedError: A line does not verify; the error names it.
+          TypeError, ValueError: `key` or `expected_head` can be none.
         """
+        ledger_lines.check_secrets(key, expected_head)
         return ledger_lines.parse(
             pathlib.Path(path).read_bytes(), str(path), key, expected_head
         )[0]

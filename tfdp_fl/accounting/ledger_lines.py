@@ -198,6 +198,23 @@ def digest_of(body: dict[str, Any], key: bytes | None) -> str:
     return hmac.new(key, data, hashlib.sha256).hexdigest()
 
 
+def check_secrets(key: Any, expected_head: Any) -> None:
+    """Raises, without telling it, of a key that is none; and of a head."""
+    if key is not None and not isinstance(key, bytes):
+        raise TypeError(f"key must be bytes or None, got a {_kind(key)}.")
+    if key == b"":
+        raise ValueError("key must have at least one byte, got none.")
+    if expected_head is not None and not isinstance(expected_head, str):
+        raise TypeError(
+            "expected_head must be a str or None, got a "
+            f"{_kind(expected_head)}."
+        )
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
 def scheme(key: bytes | None) -> str:
     """Returns the name by which a header says how lines are authenticated."""
     return "sha256" if key is None else "hmac-sha256"

@@ -122,6 +122,7 @@ def privacy_statement(
         table of facts) or "dict" (the facts and sentences as JSON values;
         an infinite epsilon is None, with "has_guarantee" False).
     """
+    _validate.instance_of(StatementFacts, facts=facts)
     delta = _validate.inside_unit_interval(delta=delta)
     _validate.one_of(FORMATS, format=format)
     content = _content(facts, delta)

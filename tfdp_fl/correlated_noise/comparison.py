@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from tfdp_fl import _validate
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.correlated_noise import strategies
 from tfdp_fl.correlated_noise.participation import Participation
@@ -73,7 +74,17 @@ def compare(
       workload: What is made of the sums; None for prefix sums.
       adaptive_clip: Whether the counts that move a clip are paid for as well.
       candidates: Strategies by name.
+
+    Raises:
+      TypeError, ValueError: An argument is not allowed; the message names it.
     """
+    _validate.instance_of(Participation, participation=participation)
+    clients_per_round = _validate.positive(clients_per_round=clients_per_round)
+    if workload is not None:
+        _validate.instance_of(Workload, workload=workload)
+    _validate.instance_of(Mapping, candidates=candidates)
+    for strategy in candidates.values():
+        _validate.instance_of(strategies.Strategy, candidates=strategy)
     made = workload or Workload()
     one = gaussian.analytic_noise_multiplier(target_epsilon, target_delta)
     if adaptive_clip:

@@ -46,6 +46,8 @@ def readers(
             f"dataset must be a datasets.Dataset, got {type(dataset).__name__}."
         )
     names = list(dataset.column_names)
+    if client is None:
+        raise TypeError("client must name a column, got None.")
     all_others = features is None
     features = frames.chosen(names, client, features, label, sample_weight)
     if all_others and len(features) == 1:

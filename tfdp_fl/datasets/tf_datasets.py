@@ -62,6 +62,7 @@ def _read_pair(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
 
 def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
     """Returns the spec of what `_read_pair` makes of one example."""
+    _validate.instance_of(tf.data.Dataset, dataset=dataset)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             "A client's dataset must end, got one that repeats for ever."

@@ -67,8 +67,9 @@ def optimizer(argument: str, value: Any) -> tf.keras.optimizers.Optimizer:
     """
     try:
         return tf.keras.optimizers.get(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(
+    except (TypeError, ValueError, KeyError) as error:
+        kind = ValueError if isinstance(error, KeyError) else type(error)
+        raise kind(
             f"{argument} must be a tf.keras.optimizers.Optimizer or the name "
             f"of one, such as 'sgd' or 'adam', got {value!r}."
         ) from error

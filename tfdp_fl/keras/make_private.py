@@ -101,6 +101,7 @@ def make_private(
         schedules.value_at(clients_per_round, t, "clients_per_round")
         for t in range(rounds)
     )
+    _validate.positive(clients_per_round=smallest)
     if isinstance(mechanism, str) and mechanism in mechanisms.names():
         kind = mechanisms.by_name(mechanism)
         known = known_facts(kind, rounds, num_clients, smallest)
@@ -183,7 +184,9 @@ def known_facts(
     known = {
         "rounds": rounds,
         # As many groups as there are with m clients in each.
-        "min_separation": max(1, int(num_clients // clients_per_round)),
+        "min_separation": max(
+            1, int(min(num_clients, num_clients // clients_per_round))
+        ),
     }
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: known[name] for name in known.keys() & names}

@@ -334,7 +334,8 @@ class DPFederatedModel:
         self._require_compiled("evaluate_clients")
         _validate.positive_integer(batch_size=batch_size)
         dataset = datasets.as_federated(clients)
-        silent = 1 if verbose == "auto" else int(verbose)
+        verbose = 1 if verbose == "auto" else verbose
+        silent = int(_validate.one_of((0, 1, 2), verbose=verbose))
         if private is None:
             return client_metrics.evaluate(
                 self.model, dataset, batch_size, silent

@@ -31,8 +31,12 @@ class Coordinator:
             `protocol.min_participants`.
 
         Raises:
+          TypeError: if the protocol is none.
           ValueError: if the protocol does not allow groups of that size.
         """
+        _validate.instance_of(
+            additive_sharing.AdditiveSecretSharing, protocol=protocol
+        )
         if group_size is None:
             group_size = protocol.min_participants
         _validate.positive_integer(group_size=group_size)

@@ -63,6 +63,9 @@ def split_into_groups(
         number of groups keeps every one of them within the limits.
     """
     _validate.non_negative_integer(num_members=num_members)
+    _validate.instance_of(
+        additive_sharing.AdditiveSecretSharing, protocol=protocol
+    )
     if group_size is None:
         group_size = protocol.min_participants
     _validate.positive_integer(group_size=group_size)
@@ -118,7 +121,8 @@ def sum_in_groups(
       whole.
 
     Raises:
-      TypeError: if `num_members` is given or missing where it should not be.
+      TypeError: if `num_members` is given or missing where it should not be,
+        or an argument is of another type.
       ValueError: if an update can not be shared (the member, the value and
         its index are named), or the cohort can not be split.
     """
@@ -131,8 +135,9 @@ def sum_in_groups(
     if callable(updates):
         update_of, count = updates, num_members or 0
     else:
+        _validate.instance_of((Sequence, np.ndarray), updates=updates)
         update_of, count = updates.__getitem__, len(updates)
-    faults = tuple(faults or ())
+    faults = in_memory.checked_faults(faults or ())
     groups = []
     total = None
     failed: list[int] = []

@@ -59,6 +59,15 @@ class Fault:
         )
 
 
+def checked_faults(faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    """Returns the faults.
+
+    Raises:
+      TypeError: one of them is none.
+    """
+    return tuple(_validate.instance_of(Fault, faults=each) for each in faults)
+
+
 class InMemoryNetwork:
     """Delivers messages between members and a coordinator, in virtual time.
 
@@ -85,7 +94,7 @@ class InMemoryNetwork:
         self.now = 0.0
         self.delivered: list[messages.Message] = []
         self.rejected: list[tuple[messages.Message, str]] = []
-        self._faults = tuple(faults)
+        self._faults = checked_faults(faults)
         self._latency = _validate.non_negative(latency_seconds=latency_seconds)
         self._keep_messages = keep_messages
         self._crashed: set[messages.MemberId] = set()
@@ -171,8 +180,14 @@ def aggregate_in_memory(
       Each member's outcome. A member that crashed has its own update.
 
     Raises:
+      TypeError: if an argument is of another type.
       ValueError: if the group is not allowed, or a value can not be shared.
     """
+    _validate.instance_of(
+        additive_sharing.AdditiveSecretSharing, protocol=protocol
+    )
+    if network is not None:
+        _validate.instance_of(InMemoryNetwork, network=network)
     protocol.check_group_size(len(updates))
     if network is None:
         network = InMemoryNetwork(faults, latency_seconds)

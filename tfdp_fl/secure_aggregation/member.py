@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tfdp_fl import _validate
 from tfdp_fl.secure_aggregation import additive_sharing, messages
 
 
@@ -93,6 +94,9 @@ class Member:
           ValueError: if a value is not finite or too large to share (the
             tensor and the value are named), or the group is not allowed.
         """
+        _validate.instance_of(
+            additive_sharing.AdditiveSecretSharing, protocol=protocol
+        )
         if member_id == messages.COORDINATOR:
             raise ValueError(
                 f"member_id must not be {member_id!r}: it is the "

@@ -90,6 +90,7 @@ class KeepTarget(PrivacyBudget):
     _name = "make_private"
 
     def __init__(self, target: PrivacyTarget):
+        _validate.instance_of(PrivacyTarget, target=target)
         # Calibration may be off by rounding; that is no reason to stop.
         super().__init__(
             target.epsilon * (1 + 1e-9), target.delta, target.accountant
