@@ -117,7 +117,7 @@ def _clips(sweep: str, title: str) -> list[Panel]:
     axes: dict[str, Any] = {"y": "val_accuracy", "y_label": "test accuracy"}
     return [
         Panel(
-            f"{title}: fixed, and where adaptive begins",
+            f"{title}: fixed, or where adaptive begins",
             x_label="clip norm (L2, of a client's update)",
             lines=(
                 Line("fixed at this clip", "clip_norm", fixed, (sweep,)),
@@ -133,7 +133,7 @@ def _clips(sweep: str, title: str) -> list[Panel]:
             **axes,
         ),
         Panel(
-            f"{title}: which quantile is followed",
+            f"{title}: other quantiles, y enlarged",
             x_label="target quantile of clients' norms",
             lines=(
                 Line("best fixed clip", LEVEL, fixed, (sweep,), "clip_norm"),
@@ -205,7 +205,7 @@ def _nbafl() -> list[Panel]:
             x_label="T, rounds",
             lines=_by_epsilon("rounds", (*whole, "nbafl_rounds"), (50, 100)),
             log=True,
-            ticks=(5, 10, 25, 50, 100),
+            ticks=(5, 10, 25, 50),
             **loss,
         ),
     ]
@@ -256,7 +256,6 @@ def read_config(
         grid = config.get("grid", {})
         if "rounds" in grid:
             grid["rounds"] = [_QUICK_ROUNDS, 2 * _QUICK_ROUNDS]
-            config["runs"] = []  # Longer ones.
     sweeps.expand(config)
     return config
 
@@ -298,7 +297,7 @@ def draw(
     image, all_axes = plots.pyplot().subplots(
         rows,
         figure.columns,
-        figsize=(4.2 * figure.columns, 3.7 * rows),
+        figsize=(4.2 * figure.columns, 4.1 * rows),
         sharey=figure.sharey,
         squeeze=False,
     )
@@ -321,7 +320,10 @@ def draw(
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        # Below, where no curve is.
+        axes.legend(
+            fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16)
+        )
         if figure.sharey:
             axes.label_outer()
     plots.save(image, path)
