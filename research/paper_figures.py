@@ -5,16 +5,18 @@ r"""Draws figures of NbAFL's paper and of the adaptive clip's from runs.
 
 nbafl (Wei et al. 2020, https://arxiv.org/abs/1911.00222): loss over rounds for
 three epsilons, over K of the 50 clients a round, and over T. clipping (Andrew
-et al. 2021, https://arxiv.org/abs/1905.03871): the accuracy of fixed clips, and
-of clips that follow a quantile. Runs the sweeps in research/configs/figures;
-those that have a result are skipped, so the same command goes on after an
-interrupt. --quick runs three rounds of one seed, to see that all of it works.
+et al. 2021, https://arxiv.org/abs/1905.03871): the accuracy of fixed clips, of
+clips that follow the median from the same beginnings, and of other quantiles.
+Runs the sweeps in research/configs/figures; those that have a result are
+skipped, so the same command goes on after an interrupt. --quick runs three
+rounds of one seed, to see that all of it works.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -36,68 +38,189 @@ CONFIGS = pathlib.Path(__file__).parent / "configs" / "figures"
 _QUICK_ROUNDS = 3
 
 
+# What a line may be drawn over, besides a setting.
+ROUND, LEVEL = "round", "level"
+
+
 @dataclasses.dataclass(frozen=True)
-class Panel:
-    """Axes, and which runs of which sweep are drawn on them.
+class Line:
+    """Points on a panel: which runs, and what of them goes where.
 
     Attributes:
-      sweep: The name of its configuration.
-      title: Above it.
-      x: The setting on the x axis; None: rounds.
-      lines: The setting that sets the lines apart; None: one line.
-      y: The column of the history on the y axis, its last value unless x is
-        None.
-      log: Whether x is drawn in decades.
+      label: In the legend.
+      x: The setting on the x axis, against the last value of a run; ROUND: all
+        values of a run over its rounds; LEVEL: the last value, straight across.
+      where: Settings that the runs must have.
+      sweeps: The names of their configurations.
+      best_of: With LEVEL: the setting of whose values the one with the highest
+        mean is drawn; None: all the runs are alike.
     """
 
-    sweep: str
+    label: str
+    x: str
+    where: Mapping[str, Any]
+    sweeps: tuple[str, ...]
+    best_of: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Axes, and what is drawn on them.
+
+    Attributes:
+      title: Above it.
+      x_label: Under it.
+      y_label: Left of it.
+      lines: What is drawn.
+      y: The column of the history on the y axis.
+      log: Whether x is drawn in decades.
+      ticks: Where on the x axis; (): matplotlib decides.
+      guessing: What guessing has, a gray line; None: none is drawn.
+    """
+
     title: str
-    x: str | None = None
-    lines: str | None = None
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
     y: str = "val_loss"
     log: bool = False
+    ticks: Sequence[float] = ()
+    guessing: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """Panels, row by row.
+
+    Attributes:
+      panels: They.
+      columns: How many are in a row.
+      sharey: As in matplotlib's `subplots`: "row", or False.
+    """
+
+    panels: Sequence[Panel]
+    columns: int
+    sharey: Any
+
+    @property
+    def sweeps(self) -> list[str]:
+        """The names of the configurations that are drawn, each once."""
+        lines = [line for panel in self.panels for line in panel.lines]
+        return list(dict.fromkeys(name for x in lines for name in x.sweeps))
 
 
 def _clips(sweep: str, title: str) -> list[Panel]:
-    accuracy: dict[str, Any] = {"y": "val_accuracy"}
+    adaptive = {"mechanism": "adaptive", "target_quantile": 0.5}
+    started = {"mechanism": "adaptive", "initial_clip_norm": 0.5}
+    fixed = {"mechanism": "fixed"}
+    none = Line("without DP", LEVEL, {"mechanism": "none"}, (sweep,))
+    axes: dict[str, Any] = {"y": "val_accuracy", "y_label": "test accuracy"}
     return [
-        Panel(sweep, f"{title}: fixed clip", "clip_norm", log=True, **accuracy),
-        Panel(sweep, f"{title}: adaptive", "target_quantile", **accuracy),
+        Panel(
+            f"{title}: fixed, or where adaptive begins",
+            x_label="clip norm (L2, of a client's update)",
+            lines=(
+                Line("fixed at this clip", "clip_norm", fixed, (sweep,)),
+                Line(
+                    "median, begun at this clip",
+                    "initial_clip_norm",
+                    adaptive,
+                    (sweep,),
+                ),
+                none,
+            ),
+            log=True,
+            **axes,
+        ),
+        Panel(
+            f"{title}: other quantiles, y enlarged",
+            x_label="target quantile of clients' norms",
+            lines=(
+                Line("best fixed clip", LEVEL, fixed, (sweep,), "clip_norm"),
+                Line(
+                    "adaptive, begun at 0.5",
+                    "target_quantile",
+                    started,
+                    (sweep,),
+                ),
+                none,
+            ),
+            ticks=(0.1, 0.3, 0.5, 0.7, 0.9),
+            **axes,
+        ),
     ]
 
 
-FIGURES: dict[str, list[Panel]] = {
-    "nbafl": [
+def _by_epsilon(
+    x: str, sweeps: tuple[str, ...], epsilons: Sequence[float]
+) -> list[Line]:
+    return [
+        Line(
+            f"ε = {epsilon:g}",
+            x,
+            {"mechanism": "nbafl", "target_epsilon": epsilon},
+            sweeps,
+        )
+        for epsilon in epsilons
+    ]
+
+
+_NO_NOISE = 1e9  # An epsilon at which the noise is nothing: the clip is left.
+
+
+def _nbafl() -> list[Panel]:
+    loss: dict[str, Any] = {
+        "y_label": "test loss (cross-entropy, nats)",
+        "guessing": math.log(10),
+    }
+    whole = ("nbafl_loss",)
+    clip_alone = {"mechanism": "nbafl", "target_epsilon": _NO_NOISE}
+    return [
         Panel(
-            "nbafl_loss", "25 rounds, all 50 clients", None, "target_epsilon"
+            "all 50 clients in each of 25 rounds",
+            x_label="round",
+            lines=(
+                *_by_epsilon(ROUND, whole, (50, 60, 100)),
+                Line("no noise, clip only", ROUND, clip_alone, whole),
+                Line("neither", ROUND, {"mechanism": "none"}, whole),
+            ),
+            **loss,
         ),
         Panel(
-            "nbafl_scheduling",
-            "25 rounds, K clients each",
-            "clients_per_round",
-            "target_epsilon",
+            "K of 50 clients in each of 25 rounds",
+            x_label="K, clients a round",
+            lines=(
+                *_by_epsilon(
+                    "clients_per_round",
+                    (*whole, "nbafl_scheduling"),
+                    (50, 100),
+                ),
+                Line("all 50, no noise", LEVEL, clip_alone, whole),
+            ),
+            ticks=(10, 20, 30, 40, 50),
+            **loss,
         ),
         Panel(
-            "nbafl_rounds",
-            "one budget over T rounds",
-            "rounds",
-            "target_epsilon",
+            "one budget over T rounds of all 50",
+            x_label="T, rounds",
+            lines=_by_epsilon("rounds", (*whole, "nbafl_rounds"), (50, 100)),
             log=True,
+            ticks=(5, 10, 25, 50),
+            **loss,
         ),
-    ],
-    "clipping": [
-        *_clips("clipping_digits", "digits"),
-        *_clips("clipping_mnist", "MNIST"),
-    ],
-}
-_LABELS = {
-    "clients_per_round": "K",
-    "rounds": "T",
-    "clip_norm": "clip norm",
-    "target_quantile": "target quantile",
-    "target_epsilon": "epsilon",
-    "val_loss": "test loss",
-    "val_accuracy": "test accuracy",
+    ]
+
+
+FIGURES = {
+    "nbafl": Figure(_nbafl(), columns=3, sharey="row"),
+    "clipping": Figure(
+        [
+            *_clips("clipping_digits", "digits"),
+            *_clips("clipping_mnist", "MNIST"),
+        ],
+        columns=2,
+        sharey=False,
+    ),
 }
 
 _FIGURE = flags.DEFINE_enum("figure", None, list(FIGURES), "Which one.")
@@ -137,65 +260,100 @@ def read_config(
     return config
 
 
-def points(panel: Panel, runs: Sequence[Run]) -> dict[Any, dict[Any, list]]:
-    """Returns the values to draw: by line, by x, one a seed.
-
-    Without an x the last value is replaced by the round's.
-    """
-    found: dict[Any, dict[Any, list]] = {}
+def points(line: Line, runs: Sequence[Run], y: str) -> dict[Any, list[float]]:
+    """Returns the values to draw: by x, one a run (seed)."""
+    found: dict[Any, list[float]] = {}
     for run in runs:
-        rounds, values = run.history.get(panel.y, ([], []))
-        line = panel.lines and getattr(run.settings, panel.lines)
-        at = found.setdefault(line, {})
-        if panel.x is None:
+        settings = run.settings
+        rounds, values = run.history.get(y, ([], []))
+        if not values or any(
+            getattr(settings, name) != value
+            for name, value in line.where.items()
+        ):
+            continue
+        if line.x == ROUND:
             for place, value in zip(rounds, values, strict=True):
-                at.setdefault(place, []).append(value)
-        elif getattr(run.settings, panel.x) is not None and values:
-            at.setdefault(getattr(run.settings, panel.x), []).append(values[-1])
-    return {line: at for line, at in found.items() if at}
+                found.setdefault(place, []).append(value)
+        else:
+            name = line.best_of if line.x == LEVEL else line.x
+            place = getattr(settings, name) if name else None
+            found.setdefault(place, []).append(values[-1])
+    return found
 
 
 def draw(
-    panels: Sequence[Panel],
+    figure: Figure,
     runs: Mapping[str, Sequence[Run]],
     path: str | os.PathLike[str],
 ) -> None:
-    """Draws means over seeds, with their standard deviations."""
-    figure, all_axes = plots.pyplot().subplots(
-        1, len(panels), figsize=(4 * len(panels), 3.6), sharey=True
+    """Draws means over seeds, with their standard deviations.
+
+    Args:
+      figure: What is drawn.
+      runs: By the name of their sweep.
+      path: The image file.
+    """
+    rows = -(-len(figure.panels) // figure.columns)
+    image, all_axes = plots.pyplot().subplots(
+        rows,
+        figure.columns,
+        figsize=(4.2 * figure.columns, 4.1 * rows),
+        sharey=figure.sharey,
+        squeeze=False,
     )
-    for panel, axes in zip(panels, all_axes, strict=True):
-        for number, (line, at) in enumerate(
-            sorted(points(panel, runs[panel.sweep]).items(), key=str)
-        ):
-            x = sorted(at)
-            axes.errorbar(
-                x,
-                [statistics.fmean(at[each]) for each in x],
-                [
-                    statistics.stdev(at[each]) if len(at[each]) > 1 else 0
-                    for each in x
-                ],
-                marker=None if panel.x is None else "o",
-                capsize=2,
-                color=plots.COLORS[number],
-                label=None
-                if line is None
-                else f"{_LABELS[panel.lines or '']} {line:g}",
+    colors: dict[str, str] = {}  # A label has one in all the panels.
+    for panel, axes in zip(figure.panels, all_axes.flat, strict=True):
+        for line in panel.lines:
+            there = [run for name in line.sweeps for run in runs[name]]
+            color = colors.setdefault(line.label, plots.COLORS[len(colors)])
+            _draw_line(axes, line, points(line, there, panel.y), color)
+        if panel.guessing is not None:
+            axes.axhline(
+                panel.guessing, color="gray", linestyle="--", label="guessing"
             )
         if panel.log:
             axes.set_xscale("log")
+        if panel.ticks:
+            axes.set_xticks(panel.ticks, [f"{each:g}" for each in panel.ticks])
+            axes.minorticks_off()
         axes.set_title(panel.title, fontsize=10)
-        axes.set_xlabel("round" if panel.x is None else _LABELS[panel.x])
+        axes.set_xlabel(panel.x_label)
+        axes.set_ylabel(panel.y_label)
         axes.grid(alpha=0.3)
-        if panel.lines:
-            axes.legend(fontsize=8)
-    all_axes[0].set_ylabel(_LABELS[panels[0].y])
-    plots.save(figure, path)
+        # Below, where no curve is.
+        axes.legend(
+            fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16)
+        )
+        if figure.sharey:
+            axes.label_outer()
+    plots.save(image, path)
+
+
+def _draw_line(
+    axes: Any, line: Line, at: Mapping[Any, list[float]], color: str
+) -> None:
+    look = {"color": color, "label": line.label}
+    x = sorted(at)
+    if not x:
+        return
+    means = [statistics.fmean(at[each]) for each in x]
+    if line.x == LEVEL:
+        axes.axhline(max(means), linestyle=":", **look)
+        return
+    spread = [
+        statistics.stdev(at[each]) if len(at[each]) > 1 else 0.0 for each in x
+    ]
+    if line.x == ROUND:
+        axes.plot(x, means, **look)
+        low = [m - s for m, s in zip(means, spread, strict=True)]
+        high = [m + s for m, s in zip(means, spread, strict=True)]
+        axes.fill_between(x, low, high, color=color, alpha=0.2)
+    else:
+        axes.errorbar(x, means, spread, marker="o", capsize=2, **look)
 
 
 def reproduce(
-    panels: Sequence[Panel],
+    figure: Figure,
     configs: Mapping[str, Mapping[str, Any]],
     output_dir: str | os.PathLike[str],
 ) -> tuple[pathlib.Path, list[str]]:
@@ -211,7 +369,7 @@ def reproduce(
         failed += sweeps.run_sweep(config, root / name)
     runs = {name: sweeps.read_runs([root / name]) for name in configs}
     path = root / "figure.png"
-    draw(panels, runs, path)
+    draw(figure, runs, path)
     return path, failed
 
 
@@ -224,15 +382,13 @@ def main(argv: Sequence[str]) -> None:
     training.use_one_thread_per_operation()
     try:
         plots.pyplot()  # Missed before hours have passed.
-        panels = FIGURES[_FIGURE.value]
+        figure = FIGURES[_FIGURE.value]
         configs = {
-            panel.sweep: read_config(
-                panel.sweep, _DATA_PATH.value, _QUICK.value
-            )
-            for panel in panels
+            name: read_config(name, _DATA_PATH.value, _QUICK.value)
+            for name in figure.sweeps
         }
         path, failed = reproduce(
-            panels, configs, pathlib.Path(_OUTPUT_DIR.value) / _FIGURE.value
+            figure, configs, pathlib.Path(_OUTPUT_DIR.value) / _FIGURE.value
         )
     except (ImportError, OSError, ValueError) as error:
         sys.exit(f"paper_figures.py: {error}")
