@@ -4,11 +4,16 @@ import contextlib
 import gc
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import signal
 import sys
 
 import pytest
+
+# In CI two suites share the cores. Threads of OpenBLAS wait for each other
+# without letting go of the core: 5 s of work took 200 s so. NumPy comes later.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _ROOT = pathlib.Path(__file__).resolve().parent
 # What only the TFF stack can run: whole folders, and files.
