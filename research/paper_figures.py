@@ -193,9 +193,9 @@ def _nbafl() -> list[Panel]:
                 *_by_epsilon(
                     "clients_per_round",
                     (*whole, "nbafl_scheduling"),
-                    (50, 100),
+                    (50,),
                 ),
-                Line("all 50, no noise", LEVEL, clip_alone, whole),
+                Line("no noise, clip only", LEVEL, clip_alone, whole),
             ),
             ticks=(10, 20, 30, 40, 50),
             **loss,
@@ -203,7 +203,7 @@ def _nbafl() -> list[Panel]:
         Panel(
             "one budget over T rounds of all 50",
             x_label="T, rounds",
-            lines=_by_epsilon("rounds", (*whole, "nbafl_rounds"), (50, 100)),
+            lines=_by_epsilon("rounds", (*whole, "nbafl_rounds"), (50,)),
             log=True,
             ticks=(5, 10, 25, 50),
             **loss,

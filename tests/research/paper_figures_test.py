@@ -62,8 +62,12 @@ class PointsTest(absltest.TestCase):
 
 class FiguresTest(parameterized.TestCase):
     @parameterized.parameters(*paper_figures.FIGURES)
-    def test_every_line_has_several_runs(self, name):
+    def test_every_line_has_its_runs_and_no_others(self, name):
         figure = paper_figures.FIGURES[name]
+        configs = {
+            sweep: paper_figures.read_config(sweep, __file__, quick=False)
+            for sweep in figure.sweeps
+        }
         runs = {
             sweep: [
                 Run(
@@ -72,11 +76,9 @@ class FiguresTest(parameterized.TestCase):
                     {"val_loss": ([1], [1.0]), "val_accuracy": ([1], [1.0])},
                     {},
                 )
-                for trial in sweeps.expand(
-                    paper_figures.read_config(sweep, __file__, quick=False)
-                )
+                for trial in sweeps.expand(config)
             ]
-            for sweep in figure.sweeps
+            for sweep, config in configs.items()
         }
         for panel in figure.panels:
             for line in panel.lines:
@@ -84,8 +86,9 @@ class FiguresTest(parameterized.TestCase):
                     there = [run for each in line.sweeps for run in runs[each]]
                     found = paper_figures.points(line, there, panel.y)
                     self.assertNotEmpty(found)
-                    for seeds in found.values():
-                        self.assertLen(seeds, 3)
+                    seeds = configs[line.sweeps[0]]["seeds"]
+                    for values in found.values():
+                        self.assertLen(values, len(seeds))
                     if line.x not in (paper_figures.ROUND, paper_figures.LEVEL):
                         self.assertGreaterEqual(len(found), 4)
 
