@@ -50,6 +50,15 @@ class _Folder(parameterized.TestCase):
 
 
 class LedgerTest(_Folder):
+    def test_a_key_that_is_none_writes_nothing_and_is_not_told(self):
+        for key, error in ((b"", ValueError), ("s3cret", TypeError)):
+            with self.assertRaisesRegex(error, "^key must") as caught:
+                PrivacyLedger(self.path, key=key)
+            self.assertNotIn("s3cret", str(caught.exception))
+        with self.assertRaisesRegex(TypeError, "^expected_head must"):
+            PrivacyLedger(self.path, "append", expected_head=3)
+        self.assertEmpty(list(self.folder.iterdir()))
+
     def test_what_is_written_is_read(self):
         with PrivacyLedger(
             self.path,

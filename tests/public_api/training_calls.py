@@ -216,7 +216,8 @@ def _tff() -> calling.Calls:
 
     a, learning = tfdp_fl.aggregators, tfdp_fl.learning
     mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
-    budget = {"epsilon": 5.0, "delta": 1e-3, "clients_per_round": 3}
+    budget = {"epsilon": 5.0, "delta": 1e-3, "rounds": 4}
+    budget["clients_per_round"] = 3
     correlated = {"rounds": 4, "min_separation": 2, "clip_norm": 1.0}
     nbafl = {"constant": 3.0, "weight_clip": 1.0, "num_clients": 9, "rounds": 2}
     gaussian = {
@@ -224,27 +225,27 @@ def _tff() -> calling.Calls:
         "dp_event": dp_accounting.GaussianDpEvent(1.0),
     }
     noise = {"noise_multiplier": 1.0, "clients_per_round": 3}
-    for kind, given in (
-        (a.AdaptiveClippingFactory, noise),
-        (a.AdaptiveLocalDPFactory, budget),
-        (a.CorrelatedNoiseFactory, {**noise, **correlated}),
-        (a.FixedClippingFactory, {**noise, "clip_norm": 1.0}),
-        (a.LocalDPFactory, {**budget, "clip_norm": 1.0}),
-        (a.MedianClippingFactory, noise),
-        (a.NoPrivacyFactory, {"clients_per_round": 3}),
-        (a.QueryFactory, {**gaussian, "clients_per_round": 3}),
+    for name, given in (
+        ("AdaptiveClippingFactory", {**noise, "count_noise_stddev": 3.0}),
+        ("AdaptiveLocalDPFactory", budget),
+        ("CorrelatedNoiseFactory", {**noise, **correlated}),
+        ("FixedClippingFactory", {**noise, "clip_norm": 1.0}),
+        ("LocalDPFactory", {**budget, "clip_norm": 1.0}),
+        ("MedianClippingFactory", noise),
+        ("NoPrivacyFactory", {"clients_per_round": 3}),
+        ("QueryFactory", {**gaussian, "clients_per_round": 3}),
         (
-            a.NbAFLFactory,
+            "NbAFLFactory",
             {"epsilon": 5.0, "clients_per_round": 3, **nbafl},
         ),
-        (a.WindowedAdaptiveLocalDPFactory, {**budget, "num_clients": 9}),
-        (a.MechanismFactory, {"mechanism": mechanism, "clients_per_round": 3}),
-        (a.from_mechanism, {"mechanism": mechanism, "clients_per_round": 3}),
-        (a.factory_of, {"mechanism_class": tfdp_fl.FixedClipping}),
+        ("WindowedAdaptiveLocalDPFactory", {**budget, "num_clients": 9}),
+        ("MechanismFactory", {"mechanism": mechanism, "clients_per_round": 3}),
+        ("from_mechanism", {"mechanism": mechanism, "clients_per_round": 3}),
+        ("factory_of", {"mechanism_class": tfdp_fl.FixedClipping}),
     ):
         yield (
-            f"aggregators.{kind.__name__}",
-            lambda k=kind, g=given: calling.usual(k, **g),
+            f"aggregators.{name}",
+            lambda n=name, g=given: calling.usual(getattr(a, n), **g),
         )
     for read in (a.accountable_state, a.extract_dp_event):
         yield (

@@ -87,9 +87,13 @@ class PrivacyLedger:
           LedgerTamperedError: The existing lines do not verify.
           LedgerError: It has a format that is not known here.
           LedgerWriteError: It cannot be created or written.
+          TypeError, ValueError: An argument is not allowed; or mode "create"
+            with a key of no bytes.
         """
         _validate.one_of(("create", "append"), mode=mode)
         ledger_lines.check_secrets(key, expected_head)
+        if mode == "create" and key == b"":
+            raise ValueError("key must have at least one byte, got none.")
         self._path = pathlib.Path(path)
         # Where it is, wherever the process goes.
         self._place = os.path.abspath(self._path)
@@ -270,7 +274,7 @@ class PrivacyLedger:
         Raises:
           FileNotFoundError: There is no such file.
           LedgerTamperedError: A line does not verify; the error names it.
-          TypeError, ValueError: `key` or `expected_head` can be none.
+          TypeError: `key` or `expected_head` is of another type.
         """
         ledger_lines.check_secrets(key, expected_head)
         return ledger_lines.parse(

@@ -202,8 +202,6 @@ def check_secrets(key: Any, expected_head: Any) -> None:
     """Raises, without telling it, of a key that is none; and of a head."""
     if key is not None and not isinstance(key, bytes):
         raise TypeError(f"key must be bytes or None, got a {_kind(key)}.")
-    if key == b"":
-        raise ValueError("key must have at least one byte, got none.")
     if expected_head is not None and not isinstance(expected_head, str):
         raise TypeError(
             "expected_head must be a str or None, got a "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
@@ -23,10 +25,18 @@ def checked(data: Any) -> Any:
 
     Raises:
       TypeError: It is nothing that is evaluated on.
+      ValueError: Features, labels or weights are a single number.
     """
     if data is None or isinstance(data, tf.data.Dataset | FederatedDataset):
         return data
     if isinstance(data, tuple | list) and len(data) in (2, 3):
+        for part in data:
+            is_one = isinstance(part, numbers.Number | np.ndarray | tf.Tensor)
+            if is_one and not np.ndim(part):
+                raise ValueError(
+                    "validation_data must hold arrays of examples, got a "
+                    f"single {type(part).__name__}."
+                )
         return tuple(data)
     raise TypeError(f"{_ALLOWED}, got a {type(data).__name__}.")
 
