@@ -59,8 +59,7 @@ class BalancedSoftmaxCrossentropy(tf.keras.losses.Loss):
           TypeError: An argument is of another type.
           ValueError: `smoothing` is not positive and finite.
         """
-        # Keras 2 compares it with names, which a tensor cannot be.
-        _validate.instance_of((str, type(None)), reduction=reduction)
+        _validate.instance_of((str, type(None)), name=name)
         if reduction == "auto":
             reduction = "sum_over_batch_size"
         super().__init__(reduction=reduction, name=name)
