@@ -41,6 +41,9 @@ GROUPS = 8
 
 # Clients of a large population share so many stored examples.
 _SHARED_EXAMPLES = 5000
+# Clients whose examples are repeated in a file of a large population.
+_WRITTEN_AT_ONCE = 1000
+_FILE_BYTES = 4 * 10**9
 
 UNEVEN = {
     # 1 to 1000 examples in one cohort of 50: many small ones, and evenly.
@@ -147,6 +150,41 @@ def streamed(
     return datasets.FederatedDataset.from_directory(str(folder))
 
 
+def streamed_population(
+    work: workloads.Workload, population: int, folder: str
+) -> datasets.FederatedDataset:
+    """Returns clients who each have a place in one large file on disk.
+
+    A file of 4 GB at most: where that is too little, some share a place.
+
+    Args:
+      work: Says what their examples are like; features are float32.
+      population: How many they are.
+      folder: Where the file is written, for all alike.
+    """
+    path = pathlib.Path(folder) / "clients.bin"
+    shape = (work.examples, *work.feature_shape)
+    size = int(np.prod(shape))
+    places = min(population, _FILE_BYTES // (4 * size))
+    at_once = min(places, _WRITTEN_AT_ONCE)
+    x, y = work.data(at_once * work.examples)
+    labels = y.reshape(at_once, work.examples)
+    if not path.exists():
+        with path.open("wb") as file:
+            for start in range(0, places, at_once):
+                count = min(at_once, places - start)
+                x[: count * work.examples].tofile(file)
+
+    def read(client: int) -> tuple[np.ndarray, np.ndarray]:
+        place = client % places
+        own = np.fromfile(path, np.float32, size, offset=4 * size * place)
+        return own.reshape(shape), labels[place % at_once]
+
+    return datasets.FederatedDataset.from_client_fn(
+        list(range(population)), read
+    )
+
+
 def _workers(
     clients: datasets.FederatedDataset, count: int, folder: str | None
 ) -> Any:
@@ -209,7 +247,8 @@ class EngineSide:
           workers: TFF workers that train and read the data; 0: this process.
           worker_data: A folder that they read it from; it is written here.
           mechanism: A key of `MECHANISMS`.
-          stream: "files" or "tf_data", see `streamed`; None: in memory.
+          stream: "files" or "tf_data", see `streamed`; "population", see
+            `streamed_population`; None: in memory.
           stream_folder: Where files are written.
           warm_up: Rounds after the first.
 
@@ -219,9 +258,16 @@ class EngineSide:
         """
         work = workloads.by_name(workload)
         cohort = cohort or work.clients
-        clients = self._clients(work, cohort, population, sizes, even)
-        if stream is not None:
-            clients = streamed(clients, stream, stream_folder)
+        started = time.perf_counter()
+        if stream == "population":
+            clients = streamed_population(
+                work, int(population or work.clients), str(stream_folder)
+            )
+        else:
+            clients = self._clients(work, cohort, population, sizes, even)
+            if stream is not None:
+                clients = streamed(clients, stream, stream_folder)
+        constructed = time.perf_counter() - started
         made = _Run(
             work,
             clients,
@@ -244,6 +290,7 @@ class EngineSide:
         engine = made.federated_model.engine
         return {
             "first_seconds": first,
+            "constructed_seconds": constructed,
             "seconds": made.estimate,
             "jit_compile": getattr(engine, "jit_compile", None),
             "way": _way_of(made.federated_model),

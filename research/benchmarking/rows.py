@@ -473,7 +473,51 @@ def streaming(context: Context) -> Result:
             + " of the rate in memory"
         )
         result[name] = {**times, "rates": rates}
+    result["population"] = _streamed_population(context)
     return result
+
+
+def _streamed_population(context: Context) -> Result:
+    """Compares a million clients on disk (4 GB) with as many in memory.
+
+    The file is written by the first `add`; the second says how long a start
+    takes: the dataset, the engine, and one round.
+    """
+    population = POPULATIONS[1] if context.quick else POPULATIONS[-1]
+    with tempfile.TemporaryDirectory() as folder, Side("engine") as side:
+        ways = {
+            "written": {"stream": "population", "stream_folder": folder},
+            "disk": {"stream": "population", "stream_folder": folder},
+            "memory": {},
+        }
+        made = {
+            way: side.call(
+                "add",
+                timeout=600.0,
+                run=way,
+                workload="mlp_small",
+                population=population,
+                **more,
+            )
+            for way, more in ways.items()
+        }
+        seconds = context.seconds(1.0)
+        times = alternate(
+            context.blocks,
+            {way: _measure(side, way, seconds) for way in ("disk", "memory")},
+        )
+    start = made["disk"]["constructed_seconds"] + made["disk"]["first_seconds"]
+    ratio = times["disk"]["median"] / times["memory"]["median"]
+    context.say(
+        f"{population} clients on disk: {ratio:.2f} times the round in "
+        f"memory, ready and through the first round in {start:.1f} s"
+    )
+    return {
+        **times,
+        "population": population,
+        "ratio": ratio,
+        "start_seconds": start,
+    }
 
 
 def correlated_noise(context: Context) -> Result:

@@ -274,7 +274,9 @@ _STREAMS = {
 
 
 def _of_streaming(results: Results) -> list[Verdict]:
-    return [
+    measured = dict(results.result("streaming") or {})
+    large = measured.pop("population", None)
+    verdicts = [
         Verdict(
             "streaming",
             f"{workloads.WORKLOADS[name].title}, cohort of "
@@ -286,9 +288,27 @@ def _of_streaming(results: Results) -> list[Verdict]:
             rate >= STREAMED_RATE,
             "Reading takes a core from training where every core trains.",
         )
-        for name, each in (results.result("streaming") or {}).items()
+        for name, each in measured.items()
         for way, rate in each["rates"].items()
     ]
+    if large is not None:
+        verdicts.append(
+            Verdict(
+                "streaming",
+                f"{large['population']} clients on disk, small MLP, cohort of "
+                f"{workloads.CLIENTS_PER_ROUND}: a round over in memory, and "
+                "the start with its first round",
+                f"{large['ratio']:.2f} times "
+                f"({milliseconds(large['disk']['median'])} against "
+                f"{milliseconds(large['memory']['median'])}), "
+                f"{large['start_seconds']:.1f} s",
+                f"at most {1 / STREAMED_RATE:.2f} times and 5 s",
+                large["ratio"] <= 1 / STREAMED_RATE
+                and large["start_seconds"] <= 5,
+                "Reading takes a core from training where every core trains.",
+            )
+        )
+    return verdicts
 
 
 def _of_correlated(results: Results) -> Verdict | None:

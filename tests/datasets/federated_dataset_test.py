@@ -597,6 +597,43 @@ class StreamedTest(parameterized.TestCase):
         )
         self.assertIs(dataset.in_memory(), dataset)
 
+    @parameterized.parameters(
+        lambda x, y: (x.astype(np.float64), y),
+        lambda x, y: (x.astype(">f4"), y),
+        lambda x, y: (x.tolist(), y),
+        lambda x, y: (tf.constant(x), y),
+        lambda x, y: (np.ma.masked_array(x), y),
+        lambda x, y: (x, y, None),
+        lambda x, y: (x, y),
+    )
+    def test_examples_are_the_same_however_they_come(self, given):
+        spec = (tf.TensorSpec([3]), tf.TensorSpec([], tf.int64))
+        made = FederatedDataset.from_client_fn(
+            ["a"], lambda _: given(*_examples(4)), spec
+        )
+        for array, expected in zip(made.client("a"), _examples(4), strict=True):
+            self.assertIs(type(array), np.ndarray)
+            self.assertEqual(array.dtype.newbyteorder("="), expected.dtype)
+            np.testing.assert_array_equal(array, expected)
+
+    @parameterized.parameters(
+        lambda x, y: (x, y[1:]),
+        lambda x, y: (x[:, :2], y),
+        lambda x, y: (x[..., None], y),
+        lambda x, y: (x, y.astype(np.int32)),
+        lambda x, y: (x, y, y),
+        lambda x, y: [x, y],
+        lambda x, y: (x,),
+        lambda x, y: (x[0, 0], y[0]),
+    )
+    def test_what_is_not_of_the_spec_fails(self, given):
+        spec = (tf.TensorSpec([3]), tf.TensorSpec([], tf.int64))
+        made = FederatedDataset.from_client_fn(
+            ["a"], lambda _: given(*_examples(4)), spec
+        )
+        (read,) = made.read_clients(np.array([0]))
+        self.assertIsInstance(read, ClientFailure)
+
 
 class _ClientData:
     """As a `tff.simulation.datasets.ClientData` looks from outside."""

@@ -123,6 +123,22 @@ class FromDirectoryTest(parameterized.TestCase):
             self.assertNotIn("secret", each.reason)
         self.assertIn("got 'features'", failed[-1].reason)
 
+    @parameterized.parameters(None, "*", "*.npz", "[ab]*.npz", ".*", "a?*")
+    def test_clients_are_those_that_pathlib_finds(self, pattern):
+        for name in ("b", "a", "a-b", "A", ".hidden", "a.b", "ab"):
+            np.savez(self.path / f"{name}.npz", x=np.ones(1), y=np.ones(1))
+        (self.path / "c.npz").mkdir()  # No file, whatever its name.
+        (self.path / "d.npz").symlink_to(self.path / "a.npz")
+        (self.path / "e.npz").symlink_to(self.path / "gone.npz")
+        dataset = FederatedDataset.from_directory(self.path, pattern)
+        expected = [
+            path.name.removesuffix(".npz")
+            for path in sorted(self.path.glob(pattern or "*"))
+            if path.is_file()
+        ]
+        self.assertEqual(list(dataset.client_ids), expected)
+        self.assertEqual(dataset.client(expected[0])[0].shape, (1,))
+
     def test_what_is_refused(self):
         make = FederatedDataset.from_directory
         with self.assertRaisesRegex(ValueError, "directory must be .* 'gone'"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import importlib.util
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -45,43 +47,65 @@ def readers(
             "directory must be one that is there, got "
             f"{os.fspath(directory)!r}."
         )
-    found = sorted(
-        path
-        for path in root.glob("*" if pattern is None else pattern)
-        if path.is_file() and (pattern is not None or path.suffix in _KNOWN)
-    )
+    found = _names(root, pattern)
     if not found:
         raise ValueError(
             f"directory must hold files of clients ({', '.join(_KNOWN)}), got "
             f"{os.fspath(directory)!r} with none that pattern={pattern!r} "
             "names."
         )
-    paths: dict[str, pathlib.Path] = {}
-    for path in found:
-        if path.suffix not in _KNOWN:
+    suffixes: dict[str, str] = {}
+    for name in found:
+        client_id, suffix = os.path.splitext(name)
+        if suffix not in _KNOWN:
             raise ValueError(
                 f"pattern must name files of {', '.join(_KNOWN)}, got "
-                f"{path.name!r}."
+                f"{os.path.basename(name)!r}."
             )
-        client_id = path.relative_to(root).with_suffix("").as_posix()
-        if client_id in paths:
+        before = suffixes.setdefault(client_id, suffix)
+        if before != suffix:
+            client = os.path.basename(client_id)
             raise ValueError(
                 "directory must hold one file for each client, got "
-                f"{paths[client_id].name!r} and {path.name!r}."
+                f"{client + before!r} and {client + suffix!r}."
             )
-        paths[client_id] = path
-
-    _check_readable({path.suffix for path in found})
+    _check_readable(set(suffixes.values()))
 
     def read(client_id: str) -> tuple[Any, ...]:
-        path = paths[client_id]
-        if path.suffix == _ARRAYS:
+        suffix = suffixes[client_id]
+        path = root / (client_id + suffix)
+        if suffix == _ARRAYS:
             return _arrays(path)
         pandas = importlib.import_module("pandas")
-        frame = getattr(pandas, _TABLES[path.suffix])(path)
+        frame = getattr(pandas, _TABLES[suffix])(path)
         return frames.of_one_client(frame, features, label, sample_weight)
 
-    return list(paths), read
+    return list(suffixes), read
+
+
+def _names(root: pathlib.Path, pattern: str | None) -> list[str]:
+    """Returns the files, in order, by their paths in the directory.
+
+    A directory with a million of them is listed in a second: the system says
+    what is a file where it lists names, and no `pathlib.Path` is made of each.
+    """
+    if pattern and ("/" in pattern or os.sep in pattern or "**" in pattern):
+        paths = sorted(path for path in root.glob(pattern) if path.is_file())
+        return [path.relative_to(root).as_posix() for path in paths]
+    if pattern == "":
+        raise ValueError("pattern must name files, got ''.")
+    matches = re.compile(fnmatch.translate(pattern or "*")).match
+    with os.scandir(root) as entries:
+        return sorted(
+            each.name
+            for each in entries
+            if (
+                os.path.splitext(each.name)[1] in _KNOWN
+                if pattern is None
+                else matches(each.name)
+            )
+            and each.is_file()
+        )
 
 
 def _check_readable(suffixes: set[str]) -> None:

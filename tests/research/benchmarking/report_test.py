@@ -46,6 +46,16 @@ def _streamed(seconds):
     }
 
 
+def _on_disk(ratio, start_seconds):
+    return {
+        "population": 10**6,
+        "memory": _times(0.1),
+        "disk": _times(0.1 * ratio),
+        "ratio": ratio,
+        "start_seconds": start_seconds,
+    }
+
+
 def _complete():
     """Returns a result for every row, by name."""
     rate = {"beside": _times(4e11), "split": _times(3e11), "best": 4e11}
@@ -64,7 +74,10 @@ def _complete():
                 }
             },
         },
-        "streaming": {"mlp": _streamed(0.11)},
+        "streaming": {
+            "mlp": _streamed(0.11),
+            "population": _on_disk(1.2, 4.0),
+        },
         "correlated": {
             "fixed": _times(0.1),
             "correlated": _times(0.11),
@@ -198,6 +211,8 @@ class ReportTest(parameterized.TestCase):
         ("mlp", _against_tff(1.1, 0.1)),
         ("cnn", _against_tff(0.2, 0.1)),
         ("streaming", {"mlp": _streamed(0.13)}),
+        ("streaming", {"population": _on_disk(1.3, 4.0)}),
+        ("streaming", {"population": _on_disk(1.2, 6.0)}),
         (
             "correlated",
             {"fixed": _times(1.0), "correlated": _times(1.2), "ratio": 1.2},
