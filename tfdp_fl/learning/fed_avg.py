@@ -92,6 +92,14 @@ def build_dp_fed_avg(
         tff.learning.optimizers.Optimizer,
         client_optimizer_fn=client_optimizer_fn,
     )
+    _validate.instance_of(
+        tff.learning.LoopImplementation, loop_implementation=loop_implementation
+    )
+    if server_optimizer_fn is not None:
+        _validate.instance_of(
+            tff.learning.optimizers.Optimizer,
+            server_optimizer_fn=server_optimizer_fn,
+        )
     local_epochs = _validate.positive_integer(local_epochs=local_epochs)
     facts: dict[str, Any] = {
         "inner_factory": inner_factory,

@@ -13,7 +13,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import accounting, schedules
+from tfdp_fl import _validate, accounting, schedules
 from tfdp_fl.accounting import pass_cohorts
 from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.local import epsilon_of_mu_squared
@@ -82,9 +82,11 @@ def privacy_charges(
       A charge for each round, in order.
 
     Raises:
+      TypeError: `mechanism` is none.
       ValueError: The state tells of another mechanism, sampling, N or m, or
         it may hold releases that are not the mechanism's.
     """
+    _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     found = state_lib.accountable_state(state)
     deployment = contribution.Deployment(
         clients_per_round=clients_per_round,
@@ -165,10 +167,12 @@ def epsilon(
         statement says "checked"; None: it says "declared, and not checked".
 
     Raises:
+      TypeError: `mechanism` is none.
       ValueError: The state tells of another mechanism, sampling, N or m, or
         it may hold releases that are not the mechanism's, or the record is
         not that of its rounds.
     """
+    _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     checked = _check_participations(state, mechanism, sampling, participations)
     how: dict[str, Any]
     costs: Any = ()
