@@ -13,7 +13,8 @@ from typing import Any
 # Names that are the Keras model's own.
 HANDED_ON = frozenset(
     [
-        *("activity_regularizer", "autocast", "built"),
+        *("activity_regularizer", "autocast", "autotune_steps_per_execution"),
+        "built",
         *("call_signature_parameters", "compiled_loss", "compiled_metrics"),
         *("compute_dtype", "compute_mask", "compute_output_shape"),
         *("compute_output_signature", "compute_output_spec", "count_params"),
