@@ -55,7 +55,7 @@ def split(
       TypeError, ValueError: See `checked` and `held_out`; or both are given.
     """
     data = checked(data)
-    fraction = _validate.probability(validation_split=fraction)
+    _validate.finite(validation_split=fraction)
     if not fraction:
         return clients, data, ""
     if data is not None:
