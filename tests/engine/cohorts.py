@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.mechanisms import Deployment, NoPrivacy
+from tfdp_fl.mechanisms import ClientWeighting, Deployment, NoPrivacy
 
 SIZES = (7, 0, 3, 5)
 FEATURES, CLASSES = 4, 3
@@ -56,6 +56,7 @@ def make_engine(
     jit_compile: bool | None = False,
     training: dict[str, Any] | None = None,
     sampling: str = "fixed_size",
+    client_weighting: ClientWeighting | None = None,
     **options: Any,
 ) -> engine.CohortEngine:
     """Returns an engine, for cohorts of a fixed size unless told."""
@@ -73,6 +74,7 @@ def make_engine(
             sampling=sampling,
             rounds=3,
             min_examples=1,
+            client_weighting=client_weighting,
         ),
         element_spec=dataset.element_spec,
         num_replicas=num_replicas,

@@ -136,7 +136,8 @@ class EngineTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(shapes, 2)
 
     @parameterized.parameters(
-        ("adaptive", False), ("median", True), ("local", True), ("nbafl", False)
+        *(("adaptive", False), ("median", True), ("local", True)),
+        *(("nbafl", False), ("weighted", True), ("weighted", False)),
     )
     def test_what_is_padded_does_nothing(self, name, streamed):
         """Whatever the first client, whose rows a table is padded with, has."""
@@ -146,6 +147,9 @@ class EngineTest(tf.test.TestCase, parameterized.TestCase):
             ),
             "median": tfdp_fl.MedianClipping(noise_multiplier=1.0),
             "local": tfdp_fl.LocalDP(clip_norm=0.1, noise_multiplier=0.5),
+            "weighted": tfdp_fl.FixedClipping(
+                clip_norm=0.1, noise_multiplier=0.1
+            ),
             "nbafl": tfdp_fl.NbAFL(epsilon=50.0, constant=1.0, weight_clip=1.0),
         }[name]
         dataset = _dataset(_arrays((5, 10, 5, 0, 15), bad=(0, 4)), streamed)
@@ -163,6 +167,9 @@ class EngineTest(tf.test.TestCase, parameterized.TestCase):
                     mechanism=mechanism,
                     jit_compile=True,
                     moments=name == "adaptive",
+                    client_weighting=tfdp_fl.ClientWeighting.num_examples(20)
+                    if name == "weighted"
+                    else None,
                 )
                 logs = cohorts.run_round(engine, dataset, batch_size=_BATCH)
             ((_, way, _),) = engine.functions.traced

@@ -146,6 +146,16 @@ class ExactNoiseTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "'exact' needs FixedClipping"):
             toy.federated(mechanism, sampling="cyclic", noise_generator="exact")
 
+    @parameterized.parameters(1e6, 1e-7, ((1.0, 2.0**19),), lambda t: 1e6**t)
+    def test_noise_that_the_grid_has_no_room_for(self, noise_multiplier):
+        mechanism = tfdp_fl.FixedClipping(
+            clip_norm=1.0, noise_multiplier=noise_multiplier
+        )
+        fed = toy.federated(mechanism, noise_generator="exact")
+        with self.assertRaisesRegex(ValueError, "noise_multiplier must be 0"):
+            fed.fit(toy.clients(), rounds=2, verbose=0)
+        self.assertIsNone(fed.run)  # Nothing began.
+
     def test_what_else_is_refused(self):
         fed = toy.federated(noise_generator="exact")
         with self.assertRaisesRegex(ValueError, "seed must be None"):

@@ -21,7 +21,7 @@ from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.fit_plan import FitPlan
 from tfdp_fl.keras.training_setup import TrainingSetup
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import Deployment, grid, noise
 
 # What a run takes from each call of `fit`; the rest it goes on with.
 _OF_THIS_FIT = (
@@ -92,7 +92,9 @@ class Preparation:
         sampler = self._sampler()
         coming = range(plan.first_round, plan.last_round)
         for round_index in coming:
-            mechanism.noise_multiplier_at(round_index)
+            noise_multiplier = mechanism.noise_multiplier_at(round_index)
+            if setup.noise_generator == noise.EXACT:
+                grid.check_noise_multiplier(noise_multiplier)
             sampler.expected_cohort_size(round_index)
         num_records, min_examples = self._records()
         calibrated: dict[str, Any] = self._calibrated_for(sampler, calibration)

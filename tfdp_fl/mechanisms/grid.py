@@ -36,6 +36,15 @@ _CLIP_ERROR = 2e-5
 _Z_ERROR = 2.0**-22
 
 
+def check_noise_multiplier(noise_multiplier: float) -> None:
+    """Raises ValueError unless the grid is fine, and wide, enough for a z."""
+    if noise_multiplier and not 1 / STEPS <= noise_multiplier < STEPS / 2:
+        raise ValueError(
+            "noise_multiplier must be 0, or from 2^-20 to 2^19, with "
+            f"noise_generator='exact', got {noise_multiplier!r}."
+        )
+
+
 class GridQuery(cohort_query.CohortQuery):
     """A mechanism with a clip and the server's noise, on a grid."""
 
