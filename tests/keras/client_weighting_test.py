@@ -35,17 +35,6 @@ _PATHS = {
 }
 
 
-def _model() -> tf.keras.Model:
-    tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            tf.keras.layers.Input((8,)),
-            tf.keras.layers.Dense(5, activation="tanh"),
-            tf.keras.layers.Dense(toy.NUM_CLASSES),
-        ]
-    )
-
-
 def _clients(sizes=_SIZES):
     return {k: toy.arrays(size, seed=k) for k, size in enumerate(sizes)}
 
@@ -72,7 +61,7 @@ def _moved(
         )
     else:
         dataset = FederatedDataset.from_client_arrays(clients)
-    model = _model()
+    model = toy.two_layers()
     before = model.get_weights()
     fed = toy.federated(
         mechanism,
@@ -109,7 +98,7 @@ def _updates(clients, batch_size=2):
         [
             each.astype(np.float64)
             for each in cohorts.reference_update(
-                _model(),
+                toy.two_layers(),
                 client[:2],
                 tf.keras.optimizers.SGD(0.1),
                 toy.loss(),
@@ -335,7 +324,7 @@ class FrontTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_make_private_takes_it(self):
         fed = tfdp_fl.make_private(
-            _model(),
+            toy.two_layers(),
             target_epsilon=8.0,
             target_delta=1e-3,
             num_clients=100,
@@ -352,7 +341,9 @@ class FrontTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(weighting, **options):
             fed = toy.federated(
-                model=_model(), client_weighting=weighting, clients_per_round=9
+                model=toy.two_layers(),
+                client_weighting=weighting,
+                clients_per_round=9,
             )
             fed.fit(toy.clients(), rounds=1, verbose=0, seed=1, **options)
 

@@ -22,20 +22,9 @@ def _weighted(count: int, seed: int = 3):
     return x, y, weight
 
 
-def _two_layers() -> tf.keras.Model:
-    tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            tf.keras.layers.Input((8,)),
-            tf.keras.layers.Dense(5, activation="tanh"),
-            tf.keras.layers.Dense(toy.NUM_CLASSES),
-        ]
-    )
-
-
 def _model(kind: str) -> tf.keras.Model:
     if kind != "functional":
-        return _two_layers()
+        return toy.two_layers()
     tf.keras.utils.set_random_seed(1)
     inputs = tf.keras.Input((8,))
     hidden = tf.keras.layers.Dense(5, activation="tanh")(inputs)
@@ -49,7 +38,7 @@ def _dataset(client, streamed: bool) -> FederatedDataset:
 
 
 def _by_keras(client, class_weight, batch_size, epochs, options=None):
-    model = _two_layers()
+    model = toy.two_layers()
     model.compile(tf.keras.optimizers.SGD(0.1), toy.loss(), **(options or {}))
     x, y, *weight = client
     if class_weight is not None:
@@ -87,7 +76,7 @@ def _trained(
 ):
     fed = toy.federated(
         mechanism or tfdp_fl.NoPrivacy(),
-        model or _two_layers(),
+        model or toy.two_layers(),
         clients.num_clients,
         compile_options={
             "jit_compile": None if beside else jit_compile,
@@ -267,7 +256,7 @@ class AttackTest(tf.test.TestCase, parameterized.TestCase):
             )
         else:
             dataset = FederatedDataset.from_client_arrays(clients)
-        model = _two_layers()
+        model = toy.two_layers()
         before = model.get_weights()
         mechanism = tfdp_fl.FixedClipping(clip_norm=clip, noise_multiplier=0)
         fed, history = _trained(
