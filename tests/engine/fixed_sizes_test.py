@@ -179,17 +179,29 @@ class EngineTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(*found)  # To the last bit.
 
 
-class JoinedTest(parameterized.TestCase):
-    @parameterized.parameters("float32", "float16", "int64", "uint8", "bool")
-    def test_examples_stand_as_they_were_before_zeros(self, dtype):
+class ColumnTest(parameterized.TestCase):
+    @parameterized.product(
+        dtype=["float32", "float16", "int64", "uint8", "bool"],
+        room=[0, 3, 7, 11, 10**6],
+    )
+    def test_examples_stand_as_they_were_before_zeros(self, dtype, room):
         rng = np.random.default_rng(0)
         parts = [rng.integers(0, 2, (n, 3)).astype(dtype) for n in (2, 0, 5)]
-        tensor = chunks._joined(parts, 11, tf.as_dtype(dtype))
+        column = chunks._Column(tf.as_dtype(dtype), (3,), room)
+        for part in parts:
+            column.append(part)
+        tensor = column.tensor(11)
         self.assertEqual(tensor.dtype, dtype)
+        self.assertEqual(tensor.shape, [11, 3])
         np.testing.assert_array_equal(tensor[:7], np.concatenate(parts))
         self.assertFalse(np.any(tensor[7:]))
         parts[0][:] = 1 - parts[0]  # Nobody else's memory.
         self.assertTrue((tensor[:2].numpy() != parts[0]).all())
+
+    def test_strings(self):
+        column = chunks._Column(tf.string, (), 0)
+        column.append(np.array([b"a", b"bc"], object))
+        self.assertEqual(column.tensor(3).numpy().tolist(), [b"a", b"bc", b""])
 
 
 if __name__ == "__main__":

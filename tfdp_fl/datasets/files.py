@@ -11,10 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from tfdp_fl import _optional
-from tfdp_fl.datasets import frames, nests
+from tfdp_fl.datasets import frames, nests, stored_npz
 
 _TABLES = {".csv": "read_csv", ".parquet": "read_parquet"}
 _ARRAYS, _PARQUET = ".npz", ".parquet"
@@ -71,9 +69,11 @@ def readers(
             )
     _check_readable(set(suffixes.values()))
 
+    root_path = os.fspath(root)
+
     def read(client_id: str) -> tuple[Any, ...]:
         suffix = suffixes[client_id]
-        path = root / (client_id + suffix)
+        path = os.path.join(root_path, client_id + suffix)
         if suffix == _ARRAYS:
             return _arrays(path)
         pandas = importlib.import_module("pandas")
@@ -118,10 +118,9 @@ def _check_readable(suffixes: set[str]) -> None:
             importlib.import_module("pyarrow")
 
 
-def _arrays(path: pathlib.Path) -> tuple[Any, ...]:
-    with np.load(path, allow_pickle=False) as file:
-        arrays = dict(file)
-    x = arrays.pop("x", None)
+def _arrays(path: str) -> tuple[Any, ...]:
+    arrays = stored_npz.load(path)
+    x: Any = arrays.pop("x", None)
     if x is None:
         x = {
             name.removeprefix(_FEATURE): arrays.pop(name)

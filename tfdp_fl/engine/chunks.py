@@ -75,9 +75,8 @@ class Reader:
             examples being zeros; None: just its examples'.
         """
         self._label_ranges = label_ranges
-        self._pack = functools.partial(
-            _packed, element_spec=element_spec, sizes=sizes
-        )
+        self._element_spec = element_spec
+        self._sizes = sizes
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._expected: np.ndarray | None = None
         # What is being asked for, and what comes after it.
@@ -156,8 +155,9 @@ class Reader:
         """Begins to read a cohort, once what is being read is there."""
         reading = _Reading(dataset, positions, pool)
         clients = _clients(reading, self._label_ranges)
-        # Not a generator expression, which would hold clients for too long.
-        reading.chunks = map(self._pack, _grouped(clients))
+        reading.chunks = _chunks(
+            clients, len(positions), self._element_spec, self._sizes
+        )
         reading.go_on()
         return reading
 
@@ -229,8 +229,8 @@ def _with_a_row(array: Any) -> Any:
     return tf.zeros([1, *array.shape[1:]], array.dtype)
 
 
-# A client's place in the cohort, its features and its labels.
-_Client = tuple[int, Any, Any]
+# A client's place in the cohort, and its features and labels, flattened.
+_Client = tuple[int, list[np.ndarray]]
 
 
 def _clients(
@@ -244,101 +244,172 @@ def _clients(
         if isinstance(client, ClientFailure):
             reading.failures.append(client)
             continue
-        problem = labels.problem_of_client(client.y, label_ranges)
+        x, y = tf.nest.flatten(client.x), tf.nest.flatten(client.y)
+        problem = labels.problem_of_client(y, label_ranges)
         if problem is not None:
             reading.failures.append(
                 ClientFailure(int(positions[member]), problem)
             )
             continue
-        yield member, client.x, client.y
+        yield member, [*x, *y]
 
 
-def _grouped(clients: Iterator[_Client]) -> Iterator[list[_Client]]:
-    """Yields clients whose examples fit into one chunk; at least one list."""
-    held: list[_Client] = []
-    size = 0
-    sent = False
-    for client in clients:
-        if held and _shapes(held[-1]) != _shapes(client):
-            # Of another length, where the spec leaves it open.
-            yield held
-            held, size, sent = [], 0, True
-        held.append(client)
-        size += sum(array.nbytes for array in tf.nest.flatten(client[1:]))
-        if size >= CHUNK_BYTES:
-            yield held
-            held, size, sent = [], 0, True
-    if held or not sent:
-        yield held
-
-
-def _shapes(client: _Client) -> list[tuple[int, ...]]:
-    """Returns the shapes of one example of a client, tensor by tensor."""
-    _, x, y = client
-    return [np.shape(each)[1:] for each in tf.nest.flatten((x, y))]
-
-
-def _packed(
-    clients: list[_Client],
+def _chunks(
+    clients: Iterator[_Client],
+    expected: int,
     element_spec: tuple[Any, Any],
     sizes: fixed_sizes.FixedSizes | None,
-) -> CohortChunk:
-    """Puts some clients' examples into one tensor for each feature."""
-    lengths = np.asarray(
-        [len(tf.nest.flatten(y)[0]) for _, _, y in clients], np.int64
-    )
-    total = int(lengths.sum())
-    num_rows = total
-    if sizes is not None:
-        specs = tf.nest.flatten(element_spec)
-        shapes = [tuple(dim or 1 for dim in spec.shape) for spec in specs]
-        if clients:
-            shapes = _shapes(clients[0])
-        row_bytes = sum(
-            math.prod(shape) * spec.dtype.size
-            for shape, spec in zip(shapes, specs, strict=True)
-        )
-        num_rows = sizes.rows(lengths, tuple(shapes), row_bytes, CHUNK_BYTES)
+) -> Iterator[CohortChunk]:
+    """Yields clients whose examples fit into one chunk; at least one chunk.
 
-    def pack(spec: tf.TensorSpec, *arrays: np.ndarray) -> tf.Tensor:
-        if not total:  # A gather needs a tensor to read nothing from.
-            shape = [max(1, num_rows), *[dim or 1 for dim in spec.shape]]
-            return tf.zeros(shape, spec.dtype)
-        return _joined(arrays, num_rows, spec.dtype)
+    A client is copied to where the engine reads it before the next one is
+    read, so that their memory is used again.
 
-    x = tf.nest.map_structure(
-        pack, element_spec[0], *[x for _, x, _ in clients]
-    )
-    y = tf.nest.map_structure(
-        pack, element_spec[1], *[y for _, _, y in clients]
-    )
-    return CohortChunk(
-        x,
-        y,
-        np.arange(total),
-        lengths,
-        np.asarray([member for member, _, _ in clients], np.int64),
-    )
-
-
-def _joined(
-    arrays: Sequence[np.ndarray], num_rows: int, dtype: tf.DType
-) -> tf.Tensor:
-    """Returns arrays one after another in one tensor, and zeros after them.
-
-    They are copied once, and the zeros cost next to nothing: the system makes
-    their memory when somebody reads them.
+    Args:
+      clients: Whom to read.
+      expected: How many they are.
+      element_spec: `(features, labels)` specs of one example.
+      sizes: See `Reader`.
     """
-    used = sum(map(len, arrays))
-    shape = [num_rows, *arrays[0].shape[1:]]
-    kind = np.dtype(dtype.as_numpy_dtype)
-    if kind.kind not in "iuf":  # Of those, DLPack knows all.
-        rest = np.zeros([num_rows - used, *shape[1:]], kind)
-        return tf.constant(np.concatenate([*arrays, rest]), dtype)
-    size = math.prod(shape) * kind.itemsize
-    held = np.zeros(size + _ALIGNMENT, np.uint8)
-    start = -held.ctypes.data % _ALIGNMENT
-    joined = held[start : start + size].view(kind).reshape(shape)
-    np.concatenate(arrays, out=joined[:used])
-    # It keeps the array, and is the only one who does.
-    return tf.experimental.dlpack.from_dlpack(joined.__dlpack__())
+    held: _Held | None = None
+    sent = False
+    for member, arrays in clients:
+        if held is not None and held.shapes != _shapes(arrays):
+            # Of another length, where the spec leaves it open.
+            yield held.chunk(element_spec, sizes)
+            held, sent = None, True
+        if held is None:
+            held = _Held(arrays, expected, element_spec)
+        held.add(member, arrays)
+        if held.num_bytes >= CHUNK_BYTES:
+            yield held.chunk(element_spec, sizes)
+            held, sent = None, True
+    if held is None and not sent:
+        none = [
+            np.empty([0, *[dim or 1 for dim in spec.shape]])
+            for spec in tf.nest.flatten(element_spec)
+        ]
+        held = _Held(none, 0, element_spec)
+    if held is not None:
+        yield held.chunk(element_spec, sizes)
+
+
+def _shapes(arrays: Sequence[np.ndarray]) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of one example of a client, tensor by tensor."""
+    return tuple([array.shape[1:] for array in arrays])
+
+
+class _Held:
+    """Clients of a chunk, as far as they were read.
+
+    Attributes:
+      shapes: Of one example, tensor by tensor.
+      num_bytes: Of the examples.
+    """
+
+    def __init__(
+        self, first: list[np.ndarray], expected: int, element_spec: Any
+    ):
+        """Holds nobody.
+
+        Args:
+          first: The arrays of the client who comes first.
+          expected: How many clients will come at most.
+          element_spec: See `_chunks`.
+        """
+        self.shapes = _shapes(first)
+        self.num_bytes = 0
+        self._members: list[int] = []
+        self._lengths: list[int] = []
+        bytes_of_one = max(1, sum(array.nbytes for array in first))
+        most = min(expected, 1 + CHUNK_BYTES // bytes_of_one)
+        self._columns = [
+            _Column(spec.dtype, shape, most * len(array))
+            for spec, shape, array in zip(
+                tf.nest.flatten(element_spec), self.shapes, first, strict=True
+            )
+        ]
+
+    def add(self, member: int, arrays: list[np.ndarray]) -> None:
+        """Copies the examples of a client."""
+        for column, array in zip(self._columns, arrays, strict=True):
+            column.append(array)
+            self.num_bytes += array.nbytes
+        self._members.append(member)
+        self._lengths.append(len(arrays[-1]))
+
+    def chunk(
+        self, element_spec: Any, sizes: fixed_sizes.FixedSizes | None
+    ) -> CohortChunk:
+        """Returns the clients, who are not held any more."""
+        lengths = np.asarray(self._lengths, np.int64)
+        total = int(lengths.sum())
+        num_rows = total
+        if sizes is not None:
+            row_bytes = sum(column.row_bytes for column in self._columns)
+            num_rows = sizes.rows(lengths, self.shapes, row_bytes, CHUNK_BYTES)
+        # A gather needs a tensor to read nothing from.
+        tensors = [column.tensor(max(1, num_rows)) for column in self._columns]
+        x, y = tf.nest.pack_sequence_as(element_spec, tensors)
+        members = np.asarray(self._members, np.int64)
+        return CohortChunk(x, y, np.arange(total), lengths, members)
+
+
+class _Column:
+    """Clients' arrays of one kind, one after another.
+
+    Attributes:
+      row_bytes: Of one example.
+    """
+
+    def __init__(self, dtype: tf.DType, shape: tuple[int, ...], num_rows: int):
+        """Has room for so many rows, of one shape, and takes more as well."""
+        self._dtype = dtype
+        self._shape = shape
+        self._kind = np.dtype(dtype.as_numpy_dtype)
+        self.row_bytes = math.prod(shape) * self._kind.itemsize
+        self._used = 0
+        self._rows = self._room(num_rows)
+
+    def append(self, array: np.ndarray) -> None:
+        """Copies a client's rows."""
+        end = self._used + len(array)
+        if end > len(self._rows):
+            self._grow(max(end, 2 * len(self._rows)))
+        self._rows[self._used : end] = array
+        self._used = end
+
+    def tensor(self, num_rows: int) -> tf.Tensor:
+        """Returns the rows, and zeros after them; appends no more.
+
+        Args:
+          num_rows: How many there are with the zeros.
+        """
+        if num_rows > len(self._rows):
+            self._grow(num_rows)
+        rows = self._rows[:num_rows]
+        rows[self._used :] = tf.zeros([], self._dtype).numpy()
+        if not _is_shared(self._kind):
+            return tf.constant(rows, self._dtype)
+        # It keeps the array, and is the only one who does.
+        return tf.experimental.dlpack.from_dlpack(rows.__dlpack__())
+
+    def _grow(self, num_rows: int) -> None:
+        rows = self._room(num_rows)
+        rows[: self._used] = self._rows[: self._used]
+        self._rows = rows
+
+    def _room(self, num_rows: int) -> np.ndarray:
+        """Returns memory that is the system's until somebody writes to it."""
+        shape = [num_rows, *self._shape]
+        if not _is_shared(self._kind):
+            return np.empty(shape, self._kind)
+        size = num_rows * self.row_bytes
+        held = np.empty(size + _ALIGNMENT, np.uint8)
+        start = -held.ctypes.data % _ALIGNMENT
+        return held[start : start + size].view(self._kind).reshape(shape)
+
+
+def _is_shared(kind: np.dtype) -> bool:
+    """Returns whether TensorFlow takes such arrays as they lie, by DLPack."""
+    return kind.kind in "iuf"
