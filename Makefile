@@ -13,7 +13,8 @@ TRAIN_FLAGS ?= --dataset=digits --num_clients=500 --mechanism=adaptive \
   --output_dir=runs/digits --overwrite
 BENCHMARK_FLAGS ?=
 PYTEST_ARGS ?=
-STRESS ?= tests/stress
+# One piece of `make stress`, a file or a test; all of it in two processes if empty.
+STRESS ?=
 # `make requirements UPGRADE=--upgrade` takes newer versions where it may.
 UPGRADE ?=
 UV_VERSION = 0.13.8
@@ -64,7 +65,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help stack train test stress newcomer lint types format benchmark jax-privacy \
+.PHONY: help stack train test stress stress-crashes stress-others newcomer lint types format benchmark jax-privacy \
   notebooks docs docs-serve build-files \
   requirements install clean distclean
 
@@ -96,9 +97,21 @@ test: $(STAMP)
 	$(RUN) -m pytest $(PYTEST_ARGS)
 
 # One of them: make stress STRESS=tests/stress/kill_stress.py
+STRESS_PYTEST = $(RUN) -m pytest -o python_files='*_stress.py' $(PYTEST_ARGS)
 stress: $(STAMP)
-	$(RUN) -m pytest -o python_files='*_stress.py' $(STRESS) $(PYTEST_ARGS)
+ifeq ($(STRESS),)
+	$(MAKE) --jobs=2 --keep-going stress-crashes stress-others
+else
+	$(STRESS_PYTEST) $(STRESS)
+endif
 	@$(BIN)/python -m tests.stress.counts
+
+CRASHES = $(addprefix tests/stress/,kill_stress.py crash_stress.py)
+stress-crashes: $(STAMP)
+	$(STRESS_PYTEST) $(CRASHES)
+
+stress-others: $(STAMP)
+	$(STRESS_PYTEST) tests/stress $(addprefix --ignore=,$(CRASHES))
 
 # In an empty environment of Python 3.12, or of PYTHON; needs no other.
 newcomer: PLAYER = $(firstword $(PYTHON) $(wildcard $(PYENV)/3.12.*/bin/python) python3.12)

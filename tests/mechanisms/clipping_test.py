@@ -23,6 +23,25 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(float(result.discarded), 0)
         self.assertLessEqual(references.l2_norm(result.update), 1 + 1e-6)
 
+    @parameterized.product(
+        size=[2**20, 2**20 + 1, 3 * 2**20 - 5, 70 * 2**20 + 3],
+        place=[0, -1],
+        compiled=[False, True],
+    )
+    def test_norm_of_a_large_layer(self, size, place, compiled):
+        """Each part counts, once; seen to fail without the last part.
+
+        All elements but one are below what a float32 sum of so many would
+        still notice.
+        """
+        layer = np.full(size, 2**-12, np.float32)
+        layer[place] = 4.0
+        norm = tf.function(
+            lambda x: clipping.global_norm([x]), jit_compile=compiled
+        )(tf.constant(layer))
+        expected = np.sqrt((size - 1) * 2.0**-24 + 16)
+        self.assertAllClose(norm, expected, rtol=8e-6, atol=0)
+
     def test_says_whether_the_update_was_scaled_down(self):
         for norm, expected in ((0.5, 0.0), (2.0, 1.0)):
             (update,) = rounds.updates_with_norms([norm])

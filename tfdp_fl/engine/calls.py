@@ -20,6 +20,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tfdp_fl import _interrupts
 from tfdp_fl.engine import devices
 
 _ONE_THREAD = "SINGLE_THREADED_EXECUTOR"
@@ -30,6 +31,24 @@ OnCall = Callable[[float, float], None]
 
 _in_use = True
 _on_call: OnCall | None = None
+
+
+def traced(function: Any, *arguments: Any) -> Any:
+    """Traces a function; an interrupt waits until that is done.
+
+    Raised inside of it, it would leave this thread in the function's graph, or
+    come out of TensorFlow as a RuntimeError: it asks operations for attributes
+    by catching errors.
+
+    Args:
+      function: A `tf.function` that was not traced yet.
+      *arguments: Its arguments, or their specs.
+
+    Returns:
+      A `ConcreteFunction`.
+    """
+    with _interrupts.after_the_block():
+        return function.get_concrete_function(*arguments)
 
 
 def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
@@ -43,14 +62,14 @@ def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
     Returns:
       A `ConcreteFunction`.
     """
-    traced = function.get_concrete_function(*arguments)
+    concrete = traced(function, *arguments)
     if (
         one_thread
         and devices.are_all_cpus()
-        and not _calls_functions(traced.graph)
+        and not _calls_functions(concrete.graph)
     ):
-        setattr(traced, _MARK, True)
-    return traced
+        setattr(concrete, _MARK, True)
+    return concrete
 
 
 class Call:

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.engine import calls
 
 
 def check_train_step(model: tf.keras.Model) -> None:
@@ -149,7 +150,7 @@ def check_state(
       client_step: All that a client does: start, train on a batch, hand in.
       reset: What is assigned for every client before it is read.
     """
-    traced = tf.function(client_step, autograph=False).get_concrete_function()
+    traced = calls.traced(tf.function(client_step, autograph=False))
     assigned = _assigned_resources(traced)
     allowed = {
         id(variable.handle)
@@ -198,7 +199,7 @@ def _traced_forward_pass(model: tf.keras.Model, element_spec: Any) -> Any:
         with tf.name_scope("forward_pass"):
             return model(zeros_like_batch(element_spec, 2), training=True)
 
-    return tf.function(forward_pass, autograph=False).get_concrete_function()
+    return calls.traced(tf.function(forward_pass, autograph=False))
 
 
 def _assigned_resources(function: Any) -> set[int]:

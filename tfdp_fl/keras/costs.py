@@ -15,6 +15,9 @@ from tfdp_fl.keras.run import Run
 from tfdp_fl.keras.training_setup import TrainingSetup
 from tfdp_fl.mechanisms import Deployment, Mechanism
 
+# Rounds that a budget is first asked about: as many as most runs have.
+_TRIED_FIRST = 2**12
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundCosts:
@@ -149,19 +152,19 @@ class RoundCosts:
                 if spending_lib.epsilon_of_mu_squared(spent, delta) > epsilon:
                     return done
             return rounds
-        charges = [
-            self.charge(self.first_round + ahead) for ahead in range(rounds)
-        ]
 
         def cost(count: int) -> float:
             trial = self.spending.central.copy()
-            for charge in charges[:count]:
-                trial.add(charge)
+            for ahead in range(count):
+                trial.add(self.charge(self.first_round + ahead))
             return trial.epsilon(delta, accountant or self.accountant)
 
-        if cost(rounds) <= epsilon:
-            return rounds
-        low, high = 0, rounds
+        # So many are affordable, and so many are perhaps not.
+        low, high = 0, min(rounds, _TRIED_FIRST)
+        while cost(high) <= epsilon:
+            if high == rounds:
+                return rounds
+            low, high = high, min(2 * high, rounds)
         while high - low > 1:
             middle = (low + high) // 2
             if cost(middle) <= epsilon:

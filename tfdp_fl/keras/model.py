@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import (
+    _interrupts,
     _validate,
     accounting,
     auditing,
@@ -33,7 +34,6 @@ from tfdp_fl.keras import (
     client_metrics,
     evaluation_charge,
     features,
-    interrupts,
     keras_names,
     private_metrics,
     progress,
@@ -357,7 +357,7 @@ class DPFederatedModel:
             private.contributions(values)  # Raises before anything is charged.
         else:
             values = {name: np.zeros(0) for name in private.bounds}
-        with interrupts.after_the_block():
+        with _interrupts.after_the_block():
             # Broken off between, a ledger has a line that the run knows not of.
             evaluation_charge.pay(self, charge, self._keeping)
             return private.released(values, generator)
@@ -757,7 +757,13 @@ class DPFederatedModel:
     def epsilon_after_round(
         self, round_index: int, delta: float, accountant: str | None = None
     ) -> float:
-        """Returns what epsilon would be after the coming round."""
+        """Returns what epsilon would be after the coming round.
+
+        Raises:
+          ValueError: An argument is not allowed; the message names it.
+        """
+        round_index = _validate.non_negative_integer(round_index=round_index)
+        delta = _validate.inside_unit_interval(delta=delta)
         return self._costs().epsilon_after_round(round_index, delta, accountant)
 
     def affordable_rounds(
@@ -767,7 +773,14 @@ class DPFederatedModel:
         rounds: int,
         accountant: str | None = None,
     ) -> int:
-        """Returns how many of the next rounds a budget allows."""
+        """Returns how many of the next rounds a budget allows.
+
+        Raises:
+          ValueError: An argument is not allowed; the message names it.
+        """
+        epsilon = _validate.non_negative(epsilon=epsilon)
+        delta = _validate.inside_unit_interval(delta=delta)
+        rounds = _validate.non_negative_integer(rounds=rounds)
         return self._costs().affordable_rounds(
             epsilon, delta, rounds, accountant
         )

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import auditing
+from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine, PendingRound, RoundInputs, secure_sum
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import costs as costs_lib
-from tfdp_fl.keras import interrupts, progress, randomness
+from tfdp_fl.keras import progress, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
@@ -99,7 +99,7 @@ class RoundLoop:
                 each.on_train_ended()
         finally:
             # Else a ledger stays open, and locked, as long as the process.
-            with interrupts.after_the_block():
+            with _interrupts.after_the_block():
                 self.engine.read_chunks.close()
                 for each in self.federated:
                     each.on_fit_end()
@@ -166,7 +166,7 @@ class RoundLoop:
             self.audit.join(pending, self._costs.charge(round_index))
         # Broken off later, a round would be charged and not released, or
         # released and not in the history.
-        whole.enter_context(interrupts.after_the_block())
+        whole.enter_context(_interrupts.after_the_block())
         self._charge(inputs, failed)
         released = self._release(pending)
         self.run.facts.clients_excluded += failed

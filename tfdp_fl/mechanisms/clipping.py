@@ -7,6 +7,7 @@ always clipped as a whole: one L2 norm over all its variables (McMahan et al.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from tfdp_fl._on_use import tf
@@ -14,6 +15,9 @@ from tfdp_fl._on_use import tf
 # Terms of one float32 sum of squares: no more than these, and not fewer than
 # those without need, as each sum costs a float64 number.
 _TERMS, _FEWEST_TERMS = 128, 32
+# A larger tensor is squared in parts, one after the other and no more than so
+# many: all squares at once would be another copy of it.
+_COPIED, _PARTS = 2**20, 64
 
 
 class Clipped(NamedTuple):
@@ -45,6 +49,20 @@ def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype == tf.float64:
         return tf.reduce_sum(tf.square(tensor))
     flat = tf.reshape(tf.cast(tensor, tf.float32), [-1])
+    size = flat.shape[0]
+    if not size or size <= _COPIED:
+        return _sum_of_rows(flat)
+    at_once = max(_COPIED, math.ceil(size / _PARTS / _TERMS) * _TERMS)
+    sums: list[tf.Tensor] = []
+    for start in range(0, size, at_once):
+        with tf.control_dependencies(sums[-1:]):
+            part = tf.identity(flat)[start : start + at_once]
+        sums.append(_sum_of_rows(part))
+    return tf.add_n(sums)
+
+
+def _sum_of_rows(flat: tf.Tensor) -> tf.Tensor:
+    """Returns a float64 sum of float32 sums of squares of a few elements."""
     size = flat.shape[0]
     width = _TERMS
     if size:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     pass
 
 _REMEMBERED_COMPUTATIONS = 16
+_MOST_WORKERS = 2**16 - 1
 
 SUM, NONE = sharded_cohorts.SUM, sharded_cohorts.NONE
 
@@ -183,6 +184,11 @@ class TFFWorkers(ShardWorkers):
                 if threads_per_worker is None
                 else threads_per_worker
             )
+            if count > _MOST_WORKERS:
+                raise ValueError(
+                    f"num_workers must be at most {_MOST_WORKERS}, as each "
+                    f"listens on a port of its own, got {count}."
+                )
             cores = len(os.sched_getaffinity(0))
             default_shards = max(1, cores // (count * threads))
             start = {

@@ -188,6 +188,7 @@ def aggregate_in_memory(
     )
     if network is not None:
         _validate.instance_of(InMemoryNetwork, network=network)
+    _validate.instance_of(Mapping, updates=updates)
     protocol.check_group_size(len(updates))
     if network is None:
         network = InMemoryNetwork(faults, latency_seconds)

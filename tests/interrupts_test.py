@@ -7,9 +7,11 @@ import signal
 import threading
 from unittest import mock
 
+import tensorflow as tf
 from absl.testing import absltest, parameterized
 
-from tfdp_fl.keras import interrupts
+from tfdp_fl import _interrupts
+from tfdp_fl.engine import calls
 
 
 class InterruptsTest(parameterized.TestCase):
@@ -23,7 +25,7 @@ class InterruptsTest(parameterized.TestCase):
     def test_waits_for_the_end(self, number):
         done = []
         with self.assertRaises(KeyboardInterrupt):
-            with interrupts.after_the_block():
+            with _interrupts.after_the_block():
                 os.kill(os.getpid(), number)
                 done.append("to the end")
             done.append("and not on")
@@ -32,7 +34,10 @@ class InterruptsTest(parameterized.TestCase):
 
     def test_a_second_one_is_heard_at_once(self):
         done = []
-        with self.assertRaises(KeyboardInterrupt), interrupts.after_the_block():
+        with (
+            self.assertRaises(KeyboardInterrupt),
+            _interrupts.after_the_block(),
+        ):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             done.append("never")
@@ -42,7 +47,7 @@ class InterruptsTest(parameterized.TestCase):
         )
 
     def test_an_error_in_the_block_is_what_is_raised(self):
-        with self.assertRaises(ValueError), interrupts.after_the_block():
+        with self.assertRaises(ValueError), _interrupts.after_the_block():
             raise ValueError
         self.assertIs(
             signal.getsignal(signal.SIGINT), signal.default_int_handler
@@ -52,14 +57,14 @@ class InterruptsTest(parameterized.TestCase):
     def test_an_error_in_the_block_loses_no_signal(self, number):
         with (
             self.assertRaises(KeyboardInterrupt) as raised,
-            interrupts.after_the_block(),
+            _interrupts.after_the_block(),
         ):
             os.kill(os.getpid(), number)
             raise OSError("the disk is full")
         self.assertIsInstance(raised.exception.__context__, OSError)
         heard = []
         signal.signal(number, lambda *_: heard.append(number))
-        with self.assertRaises(OSError), interrupts.after_the_block():
+        with self.assertRaises(OSError), _interrupts.after_the_block():
             os.kill(os.getpid(), number)
             raise OSError("the disk is full")
         self.assertEqual(heard, [number])
@@ -68,7 +73,7 @@ class InterruptsTest(parameterized.TestCase):
         def own(*_):
             pass
 
-        with interrupts.after_the_block():
+        with _interrupts.after_the_block():
             signal.signal(signal.SIGTERM, own)
         self.assertIs(signal.getsignal(signal.SIGTERM), own)
 
@@ -83,7 +88,7 @@ class InterruptsTest(parameterized.TestCase):
         with (
             mock.patch.object(signal, "signal", interrupted),
             self.assertRaises(KeyboardInterrupt),
-            interrupts.after_the_block(),
+            _interrupts.after_the_block(),
         ):
             pass
         # The other handler is still there, and lets nothing wait for ever.
@@ -92,15 +97,34 @@ class InterruptsTest(parameterized.TestCase):
 
     def test_what_is_not_handled_stays_so(self):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with interrupts.after_the_block():
+        with _interrupts.after_the_block():
             self.assertIs(signal.getsignal(signal.SIGTERM), signal.SIG_IGN)
         self.assertIs(signal.getsignal(signal.SIGTERM), signal.SIG_IGN)
+
+    @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
+    def test_tensorflow_traces_to_the_end(self, number):
+        """Without the block it was left in the graph, with a KeyboardInterrupt
+        or a RuntimeError (seen: 1 of 17 signals, `crash_stress.py`)."""
+        ends = []
+
+        def function(x):
+            os.kill(os.getpid(), number)
+            x = x + 1
+            ends.append(tf.inside_function())
+            return x
+
+        with self.assertRaises(KeyboardInterrupt):
+            calls.concrete_function(
+                tf.function(function), False, tf.TensorSpec([], tf.float32)
+            )
+        self.assertEqual(ends, [True])
+        self.assertFalse(tf.inside_function())
 
     def test_another_thread_may(self):
         done = []
 
         def work():
-            with interrupts.after_the_block():
+            with _interrupts.after_the_block():
                 done.append(1)
 
         thread = threading.Thread(target=work)
