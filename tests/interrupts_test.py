@@ -10,6 +10,8 @@ from unittest import mock
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
+import tfdp_fl
+from tests.keras import toy
 from tfdp_fl import _interrupts
 from tfdp_fl.engine import calls
 
@@ -119,6 +121,42 @@ class InterruptsTest(parameterized.TestCase):
             )
         self.assertEqual(ends, [True])
         self.assertFalse(tf.inside_function())
+
+    @parameterized.parameters(RuntimeError, SystemError)
+    def test_one_that_c_code_made_another_error_of(self, kind):
+        """As TensorFlow does (seen: 2 of 57 signals, `crash_stress.py`)."""
+
+        def broken_off():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except KeyboardInterrupt:
+                raise kind("returned a result with an exception set") from None
+
+        with self.assertRaises(KeyboardInterrupt), _interrupts.recognised():
+            broken_off()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.assertIs(signal.getsignal(number), signal.default_int_handler)
+        with self.assertRaises(kind), _interrupts.recognised():
+            raise kind("of its own")
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        with self.assertRaises(kind), _interrupts.recognised():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise kind("after a signal that interrupts nothing")
+
+    def test_fit_recognises_one(self):
+        fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0))
+
+        class Interrupted(tf.keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                try:
+                    os.kill(os.getpid(), signal.SIGINT)
+                except KeyboardInterrupt:
+                    raise SystemError("a result with an exception") from None
+
+        with self.assertRaises(KeyboardInterrupt):
+            fed.fit(
+                toy.clients(), rounds=2, verbose=0, callbacks=[Interrupted()]
+            )
 
     def test_another_thread_may(self):
         done = []

@@ -1,4 +1,4 @@
-"""Interrupts that wait for the end of what must not be broken off."""
+"""Interrupts: that wait for the end of a block, or come as another error."""
 
 from __future__ import annotations
 
@@ -19,14 +19,7 @@ def after_the_block() -> Iterator[None]:
     where the block ends by an error. In other threads than the main one, which
     hear no signals, nothing changes.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers: dict[int, Callable[..., Any]] = {}
-    for each in _SIGNALS:
-        handler = signal.getsignal(each)
-        if callable(handler):
-            handlers[each] = handler
+    handlers = _handlers()
     waiting: list[tuple[int, Any]] = []
     is_over = False
 
@@ -53,3 +46,44 @@ def after_the_block() -> Iterator[None]:
                 signal.signal(number, handler)
         for number, frame in heard:
             handlers[number](number, frame)
+
+
+@contextlib.contextmanager
+def recognised() -> Iterator[None]:
+    """Raises KeyboardInterrupt where C code made another error of it.
+
+    Python raises it in whatever runs, and an extension that meets it while it
+    handles an error of its own, or converts an array, reports a RuntimeError
+    or a SystemError in its place. In other threads than the main one, which
+    hear no signals, nothing changes.
+    """
+    handlers = _handlers()
+    raised: list[int] = []
+
+    def noting(number: int, frame: Any) -> None:
+        try:
+            handlers[number](number, frame)
+        except KeyboardInterrupt:
+            raised.append(number)
+            raise
+
+    try:
+        for number in handlers:
+            signal.signal(number, noting)
+        yield
+    except (RuntimeError, SystemError) as error:
+        if raised:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is noting:  # Nobody set another.
+                signal.signal(number, handler)
+
+
+def _handlers() -> dict[int, Callable[..., Any]]:
+    """Returns Python's handlers of signals that this thread hears."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    found = {each: signal.getsignal(each) for each in _SIGNALS}
+    return {each: own for each, own in found.items() if callable(own)}

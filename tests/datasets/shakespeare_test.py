@@ -128,6 +128,32 @@ class LoadShakespeareTest(parameterized.TestCase):
         )
         self.assertEqual(clients.client_sizes().max(), 2)
 
+    def test_a_role_may_be_several_clients(self):
+        whole, test = datasets.load_shakespeare(self.path, sequence_length=10)
+        parts, other_test = datasets.load_shakespeare(
+            self.path, sequence_length=10, clients_per_role=3
+        )
+        np.testing.assert_array_equal(test[0], other_test[0])
+        found = {}
+        for name in parts.client_ids:
+            role, number = name.rsplit("/", 1)
+            found.setdefault(role, []).append((number, parts.client(name)))
+        self.assertEqual(list(found), list(whole.client_ids))
+        counts = []
+        for role, some in found.items():
+            x, y = whole.client(role)
+            counts.append(len(some))
+            self.assertLen(some, min(3, max(1, len(x))))
+            self.assertEqual(
+                [number for number, _ in some],
+                [str(1 + each) for each in range(len(some))],
+            )
+            for place, array in enumerate((x, y)):
+                np.testing.assert_array_equal(
+                    array, np.concatenate([own[place] for _, own in some])
+                )
+        self.assertIn(3, counts)  # Not all roles are as short.
+
     def test_config_loads_the_same_clients(self):
         clients, _ = datasets.load_shakespeare(self.path, sequence_length=7)
         again = datasets.load_from_config(clients.config)
@@ -141,6 +167,7 @@ class LoadShakespeareTest(parameterized.TestCase):
         ({"test_fraction": 1}, "test_fraction must be less than 1"),
         ({"partial_sequences": "keep"}, "partial_sequences must be one of"),
         ({"max_sequences_per_role": 0}, "max_sequences_per_role must be"),
+        ({"clients_per_role": 0}, "clients_per_role must be"),
     )
     def test_refuses(self, wrong, message):
         with self.assertRaisesRegex(ValueError, message):

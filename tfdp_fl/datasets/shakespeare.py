@@ -68,6 +68,7 @@ def load_shakespeare(
     test_fraction: float = 0.1,
     partial_sequences: str = "pad",
     max_sequences_per_role: int | None = None,
+    clients_per_role: int = 1,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     r"""Loads plays for next-character prediction, a client per speaking role.
 
@@ -91,8 +92,12 @@ def load_shakespeare(
         that is not given to it and makes the test set; 0 to 1, 1 excluded.
       partial_sequences: `"pad"` or `"drop"` what is less than an example. A
         client may be left without examples.
-      max_sequences_per_role: A client keeps its first so many examples; None:
+      max_sequences_per_role: A role keeps its first so many examples; None:
         all.
+      clients_per_role: How many clients a role is at most, each with the same
+        share of its examples, one after another. What is protected is then no
+        role any more, but such a part of one. A client's id is the role's
+        with "/1", "/2", ... after it; a role of fewer examples is fewer.
 
     Returns:
       The clients, and `(x_test, y_test)`: x and y int32[n, L], ids in
@@ -119,12 +124,17 @@ def load_shakespeare(
         _validate.positive_integer(
             max_sequences_per_role=max_sequences_per_role
         )
+    _validate.positive_integer(clients_per_role=clients_per_role)
     clients, test = {}, []
     for role, text in _speeches(path).items():
         ids = encode_text(text)
         end = len(ids) - int(test_fraction * len(ids))
         x, y = _examples(ids[:end], length, partial_sequences)
-        clients[role] = (x[:max_sequences_per_role], y[:max_sequences_per_role])
+        x, y = x[:max_sequences_per_role], y[:max_sequences_per_role]
+        parts = min(clients_per_role, max(1, len(x)))
+        for part, kept in enumerate(np.array_split(np.arange(len(x)), parts)):
+            name = role if clients_per_role == 1 else f"{role}/{part + 1}"
+            clients[name] = x[kept], y[kept]
         test.append(_examples(ids[end:], length, partial_sequences))
     x_test, y_test = (
         np.concatenate(arrays) for arrays in zip(*test, strict=True)

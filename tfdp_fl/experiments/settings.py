@@ -173,6 +173,12 @@ class Settings(_MechanismParameters):
     sequence_length: int | None = _option(
         None, int, "shakespeare: characters in an example (80)."
     )
+    clients_per_role: int | None = _option(
+        None,
+        int,
+        "shakespeare: how many clients a role is at most (1). With more, a "
+        "part of a role is what is protected.",
+    )
     data_seed: int = _option(
         0, int, "digits, mnist, npz: which client gets what, or is held out."
     )
@@ -556,6 +562,7 @@ class Settings(_MechanismParameters):
             "validation_examples": ("digits", "mnist"),
             "test_fraction": ("shakespeare", "npz"),
             "sequence_length": ("shakespeare",),
+            "clients_per_role": ("shakespeare",),
             "data_path": ("mnist", "shakespeare", "emnist", "npz"),
         }
         for name, datasets in allowed.items():

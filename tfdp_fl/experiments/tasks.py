@@ -58,6 +58,7 @@ def load_task(settings: settings_lib.Settings) -> Task:
             "validation_examples",
             "test_fraction",
             "sequence_length",
+            "clients_per_role",
             "data_seed",
             "input_features",
         )

@@ -394,6 +394,7 @@ class DPFederatedModel:
 
     # Training.
 
+    @_interrupts.recognised()
     def fit(
         self,
         clients: Any,
