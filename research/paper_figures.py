@@ -2,11 +2,15 @@ r"""Draws figures of NbAFL's paper and of the adaptive clip's from runs.
 
     python research/paper_figures.py --figure=nbafl --data_path=mnist.npz
     python research/paper_figures.py --figure=clipping --data_path=mnist.npz
+    python research/paper_figures.py --figure=shakespeare \
+        --data_path=shakespeare.txt
 
 nbafl (Wei et al. 2020, https://arxiv.org/abs/1911.00222): loss over rounds for
 three epsilons, over K of the 50 clients a round, and over T. clipping (Andrew
 et al. 2021, https://arxiv.org/abs/1905.03871): the accuracy of fixed clips, of
 clips that follow the median from the same beginnings, and of other quantiles.
+shakespeare: how well the next character is foretold, over rounds and over how
+many clients each role is.
 Runs the sweeps in research/configs/figures; those that have a result are
 skipped, so the same command goes on after an interrupt. --quick runs three
 rounds of one seed, to see that all of it works.
@@ -36,7 +40,8 @@ from tfdp_fl.experiments.run_directory import Run
 
 CONFIGS = pathlib.Path(__file__).parent / "configs" / "figures"
 _QUICK_ROUNDS = 3
-
+# What --data_path is of.
+_FILES = {"mnist": "mnist.npz", "shakespeare": "shakespeare.txt"}
 
 # What a line may be drawn over, besides a setting.
 ROUND, LEVEL = "round", "level"
@@ -211,8 +216,53 @@ def _nbafl() -> list[Panel]:
     ]
 
 
+# The accuracy of always saying the most frequent character, a space.
+_SPACES = 0.16
+
+
+def _shakespeare() -> list[Panel]:
+    accuracy: dict[str, Any] = {
+        "y": "val_accuracy",
+        "y_label": "accuracy of the next character",
+        "guessing": _SPACES,
+    }
+    none = ("shakespeare_none",)
+    roles = ("shakespeare_roles",)
+    return [
+        Panel(
+            "a client for each of 299 roles",
+            x_label="round",
+            lines=(
+                Line("without DP", ROUND, {"mechanism": "none"}, none),
+                Line("ε = 8", ROUND, {"target_epsilon": 8.0}, roles),
+                Line("ε = 4", ROUND, {"target_epsilon": 4.0}, roles),
+            ),
+            log=True,
+            ticks=(10, 20, 50, 100, 300),
+            **accuracy,
+        ),
+        Panel(
+            "roles as several clients each, 50 rounds",
+            x_label="clients of a role, at most",
+            lines=(
+                Line("without DP", LEVEL, {"mechanism": "none"}, none),
+                Line(
+                    "ε = 8",
+                    "clients_per_role",
+                    {"target_epsilon": 8.0},
+                    (*roles, "shakespeare_parts"),
+                ),
+            ),
+            log=True,
+            ticks=(1, 4, 16),
+            **accuracy,
+        ),
+    ]
+
+
 FIGURES = {
     "nbafl": Figure(_nbafl(), columns=3, sharey="row"),
+    "shakespeare": Figure(_shakespeare(), columns=2, sharey="row"),
     "clipping": Figure(
         [
             *_clips("clipping_digits", "digits"),
@@ -225,7 +275,9 @@ FIGURES = {
 
 _FIGURE = flags.DEFINE_enum("figure", None, list(FIGURES), "Which one.")
 _DATA_PATH = flags.DEFINE_string(
-    "data_path", None, "MNIST as Keras stores it, mnist.npz."
+    "data_path",
+    None,
+    "MNIST as Keras stores it, mnist.npz; or the Shakespeare corpus, a text.",
 )
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "runs/figures", "Receives the runs and the figure."
@@ -244,9 +296,10 @@ def read_config(
       ValueError: It is refused, or needs a data_path.
     """
     config = json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
-    if config["base"]["dataset"] == "mnist":
+    dataset = config["base"]["dataset"]
+    if dataset in _FILES:
         if not data_path:
-            raise ValueError("data_path must be given: mnist.npz.")
+            raise ValueError(f"data_path must be given: {_FILES[dataset]}.")
         config["base"]["data_path"] = data_path
     if quick:
         config["seeds"] = config["seeds"][:1]

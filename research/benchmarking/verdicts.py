@@ -13,6 +13,8 @@ FLOPS_SHARE = 0.85
 SHARDED_FACTOR = 1.5
 POPULATION_FACTOR = 1.1
 COPIES_PER_REPLICA = 4.0
+# Of a model that is so large that what a process takes is little beside it.
+LARGE_MODEL, COPIES_OF_A_LARGE_ONE = 2**26, 3.5
 UNEVEN_WASTE = 0.25
 IMPORT_SECONDS = 0.9
 FIRST_ROUND_SECONDS = 3.0
@@ -212,28 +214,9 @@ def of_growth(results: Results) -> list[Verdict]:
     memory = results.result("memory")
     if memory is not None:
         fixed = [p for p in memory["points"] if p["mechanism"] == "fixed"]
-        cohorts = [point["cohort"] for point in fixed]
-        worst = max(fixed, key=lambda p: p["copies_per_replica"])
-        verdicts.append(
-            Verdict(
-                "memory",
-                "memory above the data, cohorts of "
-                f"{min(cohorts)} to {max(cohorts)}",
-                f"{worst['copies_per_replica']:.2f} model copies per replica, "
-                f"the most (cohort {worst['cohort']}, {worst['way']}, model of "
-                f"{worst['model_bytes'] / 2**20:.0f} MiB)",
-                f"at most {COPIES_PER_REPLICA:g}",
-                worst["copies_per_replica"] <= COPIES_PER_REPLICA,
-                "It is bounded. By the code a replica holds its weights, its "
-                "sum and a client's update; or its sum, a group's sum and the "
-                "clients' factors (up to a copy); later its sum and half of "
-                "what the release takes (the total and the noise): about "
-                "three copies. The rest is what a process takes whatever the "
-                "model (graphs, code that runs for the first time) and what "
-                "TensorFlow's allocator loses between blocks, which differs "
-                "from run to run.",
-            )
-        )
+        for size in sorted({point["model_bytes"] for point in fixed}):
+            points = [p for p in fixed if p["model_bytes"] == size]
+            verdicts.append(_of_memory(points, size >= LARGE_MODEL))
     uneven = results.result("uneven")
     if uneven is not None:
         worst_kind = max(uneven, key=lambda kind: uneven[kind]["waste"])
@@ -271,6 +254,29 @@ _STREAMS = {
     "files": "a file for each client",
     "tf_data": "a `tf.data.Dataset` for each client",
 }
+
+
+def _of_memory(points: list[dict[str, Any]], large: bool) -> Verdict:
+    """Returns the verdict on one model's memory, over cohorts."""
+    most = COPIES_OF_A_LARGE_ONE if large else COPIES_PER_REPLICA
+    cohorts = [point["cohort"] for point in points]
+    worst = max(points, key=lambda p: p["copies_per_replica"])
+    return Verdict(
+        "memory",
+        f"memory above the data, cohorts of {min(cohorts)} to {max(cohorts)}, "
+        f"model of {worst['model_bytes'] / 2**20:.0f} MiB",
+        f"{worst['copies_per_replica']:.2f} model copies per replica, the most "
+        f"(cohort {worst['cohort']}, {worst['way']})",
+        f"at most {most:g}",
+        worst["copies_per_replica"] <= most,
+        "It is bounded. By the code a replica holds its weights, its sum and a "
+        "client's update; or its sum, a group's sum and the clients' factors "
+        "(up to a copy); later its sum and half of what the release takes (the "
+        "total and the noise): about three copies. The rest is what a process "
+        "takes whatever the model (graphs, code that runs for the first time) "
+        "and what TensorFlow's allocator loses between blocks, which differs "
+        "from run to run.",
+    )
 
 
 def _of_streaming(results: Results) -> list[Verdict]:

@@ -86,11 +86,11 @@ class FiguresTest(parameterized.TestCase):
                     there = [run for each in line.sweeps for run in runs[each]]
                     found = paper_figures.points(line, there, panel.y)
                     self.assertNotEmpty(found)
-                    seeds = configs[line.sweeps[0]]["seeds"]
+                    seeds = {len(configs[x]["seeds"]) for x in line.sweeps}
                     for values in found.values():
-                        self.assertLen(values, len(seeds))
+                        self.assertIn(len(values), seeds)
                     if line.x not in (paper_figures.ROUND, paper_figures.LEVEL):
-                        self.assertGreaterEqual(len(found), 4)
+                        self.assertGreaterEqual(len(found), 3)
 
 
 class QuickTest(absltest.TestCase):

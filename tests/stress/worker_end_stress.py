@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 import time
+import unittest
 
 from absl.testing import absltest
 
 from tests.stress import counts
 
+_TFF = importlib.util.find_spec("tensorflow_federated")
 _PROGRAM = """
 import os, subprocess, sys
 import numpy as np, tensorflow_federated as tff
@@ -35,6 +38,7 @@ for name in os.listdir("/proc"):
 """
 
 
+@unittest.skipIf(_TFF is None, "TensorFlow Federated is not installed.")
 class WorkerEndTest(absltest.TestCase):
     def test_it_ends_with_the_program(self):
         started = time.time()
