@@ -24,8 +24,8 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLessEqual(references.l2_norm(result.update), 1 + 1e-6)
 
     @parameterized.product(
-        size=[2**20, 2**20 + 1, 3 * 2**20 - 5, 70 * 2**20 + 3],
-        place=[0, -1],
+        size=[2**20, 3 * 2**20 - 5, 70 * 2**20 + 3],
+        place=[-1],
         compiled=[False, True],
     )
     def test_norm_of_a_large_layer(self, size, place, compiled):
