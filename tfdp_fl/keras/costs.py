@@ -152,11 +152,14 @@ class RoundCosts:
                 if spending_lib.epsilon_of_mu_squared(spent, delta) > epsilon:
                     return done
             return rounds
+        charges: list[charge_lib.RoundCharge] = []
 
         def cost(count: int) -> float:
+            for ahead in range(len(charges), count):
+                charges.append(self.charge(self.first_round + ahead))
             trial = self.spending.central.copy()
-            for ahead in range(count):
-                trial.add(self.charge(self.first_round + ahead))
+            for charge in charges[:count]:
+                trial.add(charge)
             return trial.epsilon(delta, accountant or self.accountant)
 
         # So many are affordable, and so many are perhaps not.
