@@ -65,6 +65,23 @@ def _pending(dataset, positions):
 
 
 class ReaderTest(tf.test.TestCase):
+    def test_nothing_is_read_from_a_row_of_open_length_1(self):
+        spec = (
+            tf.TensorSpec([None], tf.int32),
+            tf.TensorSpec([None], tf.float32),
+        )
+        empty = np.zeros([0, 0], np.int32), np.zeros([0, 0], np.float32)
+        dataset = FederatedDataset.from_client_fn([0], lambda _: empty, spec)
+        for name, count in {"nobody": 0, "an empty one": 1}.items():
+            with self.subTest(name):
+                pending = _pending(dataset, range(count))
+                (chunk,) = _reader(dataset)(dataset, pending)
+                self.assertEqual(pending.failures, [])
+                self.assertAllEqual(chunk.lengths, [0] * count)
+                self.assertEqual(chunk.x.shape, [1, 1])
+                self.assertEqual(chunk.y.shape, [1, 1])
+                self.assertEqual(chunk.y.dtype, tf.float32)
+
     def test_the_next_round_is_read_while_this_one_trains(self):
         files = _Files(failing=(4,))
         dataset = files.dataset()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.datasets import ClientFailure, FederatedDataset
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import fixed_sizes, labels, rounds
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
@@ -276,27 +276,29 @@ def _chunks(
     for member, arrays in clients:
         if held is not None and held.shapes != _shapes(arrays):
             # Of another length, where the spec leaves it open.
-            yield held.chunk(element_spec, sizes)
+            yield held.chunk(sizes)
             held, sent = None, True
         if held is None:
             held = _Held(arrays, expected, element_spec)
         held.add(member, arrays)
         if held.num_bytes >= CHUNK_BYTES:
-            yield held.chunk(element_spec, sizes)
+            yield held.chunk(sizes)
             held, sent = None, True
     if held is None and not sent:
-        none = [
-            np.empty([0, *[dim or 1 for dim in spec.shape]])
-            for spec in tf.nest.flatten(element_spec)
-        ]
-        held = _Held(none, 0, element_spec)
+        nobody = tf.nest.flatten(nests.no_examples(element_spec))
+        held = _Held(nobody, 0, element_spec)
     if held is not None:
-        yield held.chunk(element_spec, sizes)
+        yield held.chunk(sizes)
 
 
 def _shapes(arrays: Sequence[np.ndarray]) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of one example of a client, tensor by tensor."""
     return tuple([array.shape[1:] for array in arrays])
+
+
+def _known(shape: tf.TensorShape) -> list[int]:
+    """Returns a shape, with 1 for what it leaves open."""
+    return [dim or 1 for dim in shape]
 
 
 class _Held:
@@ -319,6 +321,7 @@ class _Held:
         """
         self.shapes = _shapes(first)
         self.num_bytes = 0
+        self._element_spec = element_spec
         self._members: list[int] = []
         self._lengths: list[int] = []
         bytes_of_one = max(1, sum(array.nbytes for array in first))
@@ -338,9 +341,7 @@ class _Held:
         self._members.append(member)
         self._lengths.append(len(arrays[-1]))
 
-    def chunk(
-        self, element_spec: Any, sizes: fixed_sizes.FixedSizes | None
-    ) -> CohortChunk:
+    def chunk(self, sizes: fixed_sizes.FixedSizes | None) -> CohortChunk:
         """Returns the clients, who are not held any more."""
         lengths = np.asarray(self._lengths, np.int64)
         total = int(lengths.sum())
@@ -348,9 +349,14 @@ class _Held:
         if sizes is not None:
             row_bytes = sum(column.row_bytes for column in self._columns)
             num_rows = sizes.rows(lengths, self.shapes, row_bytes, CHUNK_BYTES)
-        # A gather needs a tensor to read nothing from.
-        tensors = [column.tensor(max(1, num_rows)) for column in self._columns]
-        x, y = tf.nest.pack_sequence_as(element_spec, tensors)
+        if total:
+            tensors = [column.tensor(num_rows) for column in self._columns]
+        else:  # A gather needs a tensor to read nothing from.
+            tensors = [
+                tf.zeros([max(1, num_rows), *_known(spec.shape)], spec.dtype)
+                for spec in tf.nest.flatten(self._element_spec)
+            ]
+        x, y = tf.nest.pack_sequence_as(self._element_spec, tensors)
         members = np.asarray(self._members, np.int64)
         return CohortChunk(x, y, np.arange(total), lengths, members)
 
