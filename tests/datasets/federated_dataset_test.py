@@ -761,6 +761,18 @@ class DerivedTest(parameterized.TestCase):
         np.testing.assert_array_equal(mapped_y, y + 1)
         self.assertEqual(dataset.element_spec[0]["half"], tf.TensorSpec([3]))
 
+    def test_a_streamed_clients_arrays_may_be_changed_in_place(self):
+        def halved(x, y):
+            x["whole"] /= 2
+            return x["whole"], y
+
+        x, y = _uneven()["many"]
+        dataset = FederatedDataset.from_tf_datasets(
+            {0: tf.data.Dataset.from_tensor_slices(({"whole": x}, y))}
+        ).map(halved)
+        for _ in range(2):  # Nothing of it stays.
+            np.testing.assert_array_equal(dataset.client(0)[0], x / 2)
+
     def test_map_refuses(self):
         dataset = FederatedDataset.from_client_arrays(_uneven())
         with self.assertRaisesRegex(ValueError, "fn must return as many"):

@@ -277,11 +277,16 @@ class StreamedSource:
         return StreamedSource(keys, self._read_fn, self._element_spec)
 
     def map(self, fn: Callable[..., Any]) -> StreamedSource:
-        """Returns the source with `fn(x, y)` applied to what a client reads."""
+        """Returns the source with `fn(x, y)` applied to what a client reads.
+
+        It may change the arrays: they are the client's own.
+        """
         read_fn = self._read_fn
-        return StreamedSource(
-            self._keys, lambda key: _mapped(fn, *_pair(read_fn(key))), None
-        )
+
+        def read(key: Any) -> Any:
+            return _mapped(fn, *_pair(nests.writable(read_fn(key))))
+
+        return StreamedSource(self._keys, read, None)
 
 
 def _pair(examples: Any) -> tuple[nests.Nest, nests.Nest]:
