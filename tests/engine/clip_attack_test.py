@@ -18,6 +18,7 @@ from tests.engine import cohorts
 from tests.mechanisms import references
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import dense_models
+from tfdp_fl.mechanisms import clipping
 
 _S = 0.01
 _ALLOWED = _S * (1 + 1e-5)
@@ -119,6 +120,23 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
                 rate=rate,
             )
             self.assertLessEqual(norm, _ALLOWED)
+
+    @parameterized.product(
+        path=("one by one", "xla"), exponent=[-44, -30, 1, 4, 9, 18, 30]
+    )
+    def test_whatever_the_scale_of_layers_in_parts(self, path, exponent):
+        # As if they were large: norms add up parts of 128 elements.
+        with mock.patch.object(clipping, "_COPIED", 100):
+            norm, discarded = _added(
+                _network(784, (16,)),
+                *_cancelling(784, 8, 10.0**exponent),
+                path,
+                batch_size=4,
+            )
+        self.assertLessEqual(norm, _ALLOWED)
+        if exponent in (1, 4):
+            self.assertEqual(discarded, 0)
+            self.assertGreater(norm, 0.01 * _S)
 
     @parameterized.parameters(-0.1, -50.0, 0.0)
     def test_any_learning_rate(self, rate):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -41,6 +43,22 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         )(tf.constant(layer))
         expected = np.sqrt((size - 1) * 2.0**-24 + 16)
         self.assertAllClose(norm, expected, rtol=8e-6, atol=0)
+
+    @parameterized.product(
+        place=[0, 150, 299, 300, -1],
+        bad=[np.nan, np.inf, -np.inf, 3e38],
+        compiled=[False, True],
+    )
+    def test_a_bad_element_in_any_part_of_a_layer(self, place, bad, compiled):
+        update = np.full(1001, 0.1, np.float32)
+        update[place] = bad
+        with mock.patch.object(clipping, "_COPIED", 100):
+            result = tf.function(
+                lambda x: clipping.clip_by_norm([x], tf.constant(1.0)),
+                jit_compile=compiled,
+            )(tf.constant(update))
+        self.assertEqual(float(result.discarded), 1)
+        self.assertAllEqual(result.update[0], np.zeros(1001))
 
     def test_says_whether_the_update_was_scaled_down(self):
         for norm, expected in ((0.5, 0.0), (2.0, 1.0)):
