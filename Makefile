@@ -65,8 +65,8 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help stack train test stress stress-crashes stress-others newcomer lint types format benchmark jax-privacy \
-  notebooks docs docs-serve build-files \
+.PHONY: help stack train test stress stress-crashes stress-others newcomer \
+  lint types format benchmark jax-privacy notebooks docs docs-serve build-files \
   requirements install clean distclean
 
 help:
