@@ -21,7 +21,7 @@ class NumbersTest(parameterized.TestCase):
             result = check(clip_norm=value)
             self.assertIs(type(result), float)
             self.assertEqual(result, value)
-        for value in (*bad, math.nan):
+        for value in (*bad, math.nan, -(10**400)):
             with self.assertRaisesRegex(
                 ValueError, f"^clip_norm must be .* got {value!r}"
             ):
@@ -31,8 +31,8 @@ class NumbersTest(parameterized.TestCase):
                 check(clip_norm=value)
 
     @parameterized.parameters(
-        (_validate.positive_integer, (1, 7, np.int64(3)), (0, -1)),
-        (_validate.non_negative_integer, (0, 7, np.uint8(3)), (-1,)),
+        (_validate.positive_integer, (1, 2**63 - 1, np.int64(3)), (0, -1)),
+        (_validate.non_negative_integer, (0, 2**127, np.uint8(3)), (-1,)),
     )
     def test_integers(self, check, good, bad):
         for value in good:
@@ -45,6 +45,12 @@ class NumbersTest(parameterized.TestCase):
         for value in (1.0, "1", None, True):
             with self.assertRaisesRegex(TypeError, "^rounds must be .* got"):
                 check(rounds=value)
+
+    def test_a_number_of_things_fits_into_64_bits(self):
+        with self.assertRaisesRegex(
+            ValueError, r"^rounds must be below 2\*\*63"
+        ):
+            _validate.positive_integer(rounds=2**63)
 
     def test_numpy_numbers_become_pythons(self):
         self.assertIs(type(_validate.positive(x=np.float32(0.5))), float)

@@ -28,10 +28,13 @@ def _number(
     name, value = _one(checked)
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} must be {allowed}, got {_shown(value)}.")
-    number = int(value) if kind is numbers.Integral else float(value)
-    if not is_allowed(number):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
-    return number
+    try:
+        number = int(value) if kind is numbers.Integral else float(value)
+        if is_allowed(number):
+            return number
+    except OverflowError:  # An integer that no float is as large as.
+        pass
+    raise ValueError(f"{name} must be {allowed}, got {value!r}.")
 
 
 def positive(**checked: Any) -> float:
@@ -64,10 +67,13 @@ def probability(**checked: Any) -> float:
 
 
 def positive_integer(**checked: Any) -> int:
-    """Returns an integer of at least 1, or raises."""
-    return _number(
+    """Returns an integer of at least 1 that TensorFlow can hold, or raises."""
+    number = _number(
         checked, "an integer of at least 1", lambda n: n >= 1, numbers.Integral
     )
+    if number >= 2**63:
+        raise ValueError(f"{_one(checked)[0]} must be below 2**63.")
+    return number
 
 
 def non_negative_integer(**checked: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import dp_accounting
@@ -152,14 +153,22 @@ class RoundCosts:
                 if spending_lib.epsilon_of_mu_squared(spent, delta) > epsilon:
                     return done
             return rounds
-        charges: list[charge_lib.RoundCharge] = []
+        # What the rounds ahead are charged, those alike in one.
+        charges: list[tuple[charge_lib.RoundCharge, int]] = []
+        ahead = itertools.count(self.first_round)
 
         def cost(count: int) -> float:
-            for ahead in range(len(charges), count):
-                charges.append(self.charge(self.first_round + ahead))
+            known = sum(alike for _, alike in charges)
+            for round_index in itertools.islice(ahead, max(0, count - known)):
+                charge, before = self.charge(round_index), 0
+                if charges and charges[-1][0] == charge:
+                    _, before = charges.pop()
+                charges.append((charge, before + 1))
             trial = self.spending.central.copy()
-            for charge in charges[:count]:
-                trial.add(charge)
+            for charge, alike in charges:
+                if count:
+                    trial.add(charge, min(alike, count))
+                count -= min(alike, count)
             return trial.epsilon(delta, accountant or self.accountant)
 
         # So many are affordable, and so many are perhaps not.
