@@ -5,6 +5,7 @@ The norm is measured in float64, of what the engine added to the sum.
 
 from __future__ import annotations
 
+import os
 from unittest import mock
 
 import hypothesis
@@ -25,14 +26,16 @@ _ALLOWED = _S * (1 + 1e-5)
 _PATHS = ("side by side", "a few at a time", "one by one", "xla", "streamed")
 
 
-def _network(features, widths, activation="linear", twins=True, seed=0):
+def _network(
+    features, widths, activation="linear", twins=True, seed=0, output=None
+):
     """Returns a dense binary classifier in which two features cancel out."""
     tf.keras.utils.set_random_seed(seed)
     model = tf.keras.Sequential(
         [
             tf.keras.Input([features]),
             *[tf.keras.layers.Dense(n, activation) for n in widths],
-            tf.keras.layers.Dense(1),
+            tf.keras.layers.Dense(1, dtype=output),
         ]
     )
     if twins:
@@ -43,8 +46,31 @@ def _network(features, widths, activation="linear", twins=True, seed=0):
     return model
 
 
-def _added(model, x, y, path, *, batch_size, rate=50.0, loss=None, epochs=1):
-    """Returns the norm of what one client adds, and how many were discarded."""
+def _added(
+    model,
+    x,
+    y,
+    path,
+    *,
+    batch_size,
+    rate=50.0,
+    loss=None,
+    epochs=1,
+    refused=False,
+):
+    """Returns the norm of what one client adds, and how many were discarded.
+
+    Args:
+      model: Of which it is a client.
+      x: Its features.
+      y: Its labels.
+      path: One of `_PATHS`.
+      batch_size: Of its training.
+      rate: Its learning rate.
+      loss: None: for a binary classifier.
+      epochs: Passes over its examples.
+      refused: Whether it is trained one by one, whatever the path says.
+    """
     if path == "streamed":
         dataset = FederatedDataset.from_tf_datasets(
             {0: tf.data.Dataset.from_tensor_slices((x, y))}
@@ -72,7 +98,7 @@ def _added(model, x, y, path, *, batch_size, rate=50.0, loss=None, epochs=1):
         is_small=lambda *_: path == "a few at a time",
     ):
         pending = engine.collect(dataset, inputs)
-    assert beside == engine.has_trained_side_by_side
+    assert (beside and not refused) == engine.has_trained_side_by_side
     (total,) = pending.sums
     record = total.contribution
     norm = references.l2_norm([v.numpy() for v in record.update])
@@ -120,6 +146,58 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
                 rate=rate,
             )
             self.assertLessEqual(norm, _ALLOWED)
+
+    @parameterized.parameters(
+        {"options": {"auto_mixed_precision_onednn_bfloat16": True}},
+        {"options": {"auto_mixed_precision_mkl": True}},
+        {"environment": {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}},
+        {"environment": {"TF_SET_ONEDNN_FPMATH_MODE": "BF16"}},
+    )
+    def test_products_of_fewer_bits_are_not_trusted(
+        self, options=(), environment=()
+    ):
+        # Honest clients, who exceeded S by 0.2 % with the first.
+        optimizer = tf.config.optimizer
+        optimizer.set_experimental_options(dict(options))
+        self.addCleanup(
+            optimizer.set_experimental_options, dict.fromkeys(options, False)
+        )
+        self.enter_context(mock.patch.dict(os.environ, environment))
+        rng = np.random.default_rng(0)
+        for seed in range(3):
+            norm, discarded = _added(
+                _network(784, (128,), "relu", twins=False, seed=seed),
+                rng.random((10, 784)).astype(np.float32),
+                (rng.random(10) < 0.5).astype(np.float32),
+                "side by side",
+                batch_size=5,
+                rate=1.0,
+                refused=True,
+            )
+            self.assertEqual(discarded, 0)
+            self.assertBetween(norm, 0.999 * _S, _ALLOWED)
+
+    @parameterized.product(
+        path=_PATHS, policy=("mixed_bfloat16", "output in float32")
+    )
+    def test_in_bfloat16(self, path, policy):
+        tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
+        self.addCleanup(tf.keras.mixed_precision.set_global_policy, "float32")
+        output = None if policy == "mixed_bfloat16" else "float32"
+        for exponent, activation in (
+            *[(-44, "linear"), (-3, "relu"), (1, "linear"), (4, "linear")],
+            *[(18, "relu"), (38.5, "linear")],
+        ):
+            norm, discarded = _added(
+                _network(50, (64,), activation, output=output),
+                *_cancelling(50, 8, 10.0**exponent),
+                path,
+                batch_size=4,
+            )
+            self.assertLessEqual(norm, _ALLOWED)
+            if exponent in (1, 4):
+                self.assertEqual(discarded, 0)
+                self.assertGreater(norm, 0.01 * _S)
 
     @parameterized.product(
         path=("one by one", "xla"), exponent=[-44, -30, 1, 4, 9, 18, 30]

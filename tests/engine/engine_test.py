@@ -342,6 +342,22 @@ def _mixes(x):
     return x - tf.reduce_mean(x, axis=0)
 
 
+def _wide_clients(examples, count=3):
+    rng = np.random.default_rng(0)
+    return {
+        k: (
+            rng.normal(size=(examples, 40)).astype(np.float32),
+            rng.integers(0, 3, examples),
+        )
+        for k in range(count)
+    }
+
+
+def _linear():
+    tf.keras.utils.set_random_seed(1)
+    return tf.keras.Sequential([tf.keras.layers.Dense(3, input_shape=(40,))])
+
+
 class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
     """Dense models, all clients side by side: the same local SGD."""
 
@@ -388,6 +404,67 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
         for one, other in zip(fast, slow, strict=True):
             self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
         self.assertAllClose(fast_logs, slow_logs, rtol=1e-4)
+
+    def _use_bfloat16(self):
+        tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
+        self.addCleanup(tf.keras.mixed_precision.set_global_policy, "float32")
+
+    def test_a_step_in_bfloat16_is_kerass_before_it_rounds_the_update(self):
+        self._use_bfloat16()
+        arrays = _wide_clients(4)
+        fast, slow = (
+            self._moved(
+                arrays,
+                jit_compile,
+                _mechanisms()["none"],
+                model=_linear,
+                batch_size=4,
+                local_epochs=1,
+            )[0]
+            for jit_compile in (None, False)
+        )
+        for one, other in zip(fast, slow, strict=True):
+            # Keras rounds each client's, here 3, and adds up its examples.
+            largest = np.abs(other).max()
+            self.assertAllClose(one, other, rtol=0, atol=2**-8 * largest)
+            self.assertNotAllClose(one, other, rtol=0, atol=2**-14 * largest)
+
+    def test_an_update_in_bfloat16_is_a_product_in_float32(self):
+        # Of one example as bfloat16 has it: rows are multiples of each other.
+        self._use_bfloat16()
+        arrays = _wide_clients(1, count=1)
+        (kernel, _), _ = self._moved(
+            arrays,
+            None,
+            _mechanisms()["none"],
+            model=_linear,
+            batch_size=1,
+            local_epochs=1,
+            learning_rate=10.0,
+            clients_per_round=1.0,
+        )
+        (x,) = arrays[0][0]
+        rounded = tf.cast(tf.cast(x, tf.bfloat16), tf.float64).numpy()
+        self.assertNotAllClose(x, rounded, rtol=1e-4)
+        for column in kernel.T:
+            self.assertGreater(abs(column[0]), 1e-3)
+            self.assertAllClose(
+                column / column[0], rounded / rounded[0], rtol=1e-4
+            )
+
+    @parameterized.parameters("none", "fixed")
+    def test_in_bfloat16_it_is_near_the_general_engine(self, mechanism):
+        arrays = cohorts.client_arrays((7, 0, 3, 5))
+        mechanism = _mechanisms()[mechanism]
+        exact, _ = self._moved(arrays, None, mechanism)
+        self._use_bfloat16()
+        for jit_compile in (None, False):
+            moved, logs = self._moved(arrays, jit_compile, mechanism)
+            for one, other in zip(moved, exact, strict=True):
+                self.assertAllClose(
+                    one, other, rtol=0, atol=0.05 * np.abs(other).max()
+                )
+            self.assertEqual(logs["discarded_clients"], 0)
 
     def _rounds(self, jit_compile, count=3):
         """Returns the weights and logs after some rounds of seven clients."""

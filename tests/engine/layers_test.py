@@ -52,7 +52,7 @@ def _output_and_gradients(model, x, shape=None):
                 tf.range(tf.cast(tf.size(output), tf.float32)),
                 tf.shape(output),
             )
-            loss = tf.reduce_sum(output * tf.sin(factors))
+            loss = tf.reduce_sum(tf.cast(output, tf.float32) * tf.sin(factors))
         return output, tape.gradient(loss, [x, *variables])
 
     output, gradients = compute(x)
@@ -92,6 +92,30 @@ class LstmTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_same(_output_and_gradients(fast, x), expected)
         unknown = [None, length, 5] if static else [None, None, 5]
         self.assert_same(_output_and_gradients(fast, x, unknown), expected)
+
+    @parameterized.parameters(True, False)
+    def test_in_bfloat16_it_is_keras_with_less_rounding(self, sequences):
+        def model():
+            return _model(_LSTM(6, return_sequences=sequences), length=16)
+
+        x = _normal(3, 16, 5)
+        exact = _output_and_gradients(_pair(model())[0], x)
+        tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
+        self.addCleanup(tf.keras.mixed_precision.set_global_policy, "float32")
+        keras, fast, changed = _pair(model())
+        self.assertLen(changed, 1)
+        expected = _output_and_gradients(keras, x)
+        found = _output_and_gradients(fast, x)
+        self.assertEqual(
+            [each.dtype for each in found], [each.dtype for each in expected]
+        )
+        self.assertEqual(found[0].dtype, tf.bfloat16)
+        found, expected = (
+            [tf.cast(each, tf.float32) for each in some]
+            for some in (found, expected)
+        )
+        self.assert_same(found, exact, 0.02)
+        self.assert_same(found, expected, 0.06)
 
     def test_saturated_gates(self):
         keras, fast, _ = _pair(_model(_LSTM(4, return_sequences=True)))

@@ -103,7 +103,6 @@ class EitherKerasTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(part.dtype, tf.float32)
         for variable in engine.server.variables:
             self.assertEqual(variable.dtype, tf.float32)
-        self.assertFalse(engine.has_trained_side_by_side)
         logs = engine.release(pending)
         self.assertTrue(np.isfinite(logs["loss"]))
         for weight in model.get_weights():

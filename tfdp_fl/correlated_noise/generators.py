@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfdp_fl import _products
 from tfdp_fl._on_use import tf
 from tfdp_fl.correlated_noise import toeplitz, tree
 from tfdp_fl.correlated_noise.participation import Participation
@@ -209,7 +210,7 @@ class BandedGenerator(_Toeplitz):
         backwards = tf.constant(self.coefficients[:0:-1], tf.float32)
         weights = tf.roll(backwards, row, 0)
         noise = [
-            z - tf.tensordot(weights, buffer, 1)
+            z - _weighted_sum(weights, buffer)
             for z, buffer in zip(fresh, buffers, strict=True)
         ]
         kept = [
@@ -217,6 +218,18 @@ class BandedGenerator(_Toeplitz):
             for n, buffer in zip(noise, buffers, strict=True)
         ]
         return noise, Memory(position + 1, kept)
+
+
+def _column(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
+    """Returns weights, one for each row of a buffer, as they multiply it."""
+    return tf.reshape(weights, [-1] + [1] * (len(buffer.shape) - 1))
+
+
+def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of a buffer, weighted and added up in float32."""
+    if _products.are_float32():
+        return tf.tensordot(weights, buffer, 1)
+    return tf.reduce_sum(_column(weights, buffer) * buffer, 0)
 
 
 class BLTGenerator(_Toeplitz):
@@ -281,10 +294,9 @@ class BLTGenerator(_Toeplitz):
         theta = tf.constant(self.theta, tf.float32)
         noise, kept = [], []
         for z, buffer in zip(draw(0), buffers, strict=True):
-            n = z - tf.tensordot(weights, buffer, 1)
-            column = tf.reshape(theta, [-1] + [1] * len(z.shape))
+            n = z - _weighted_sum(weights, buffer)
             noise.append(n)
-            kept.append(column * buffer + n[None])
+            kept.append(_column(theta, buffer) * buffer + n[None])
         return noise, Memory(position + 1, kept)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,23 +58,7 @@ def _is_plain_dense(layer: Any) -> bool:
         and separable.is_activation(layer.activation)
         and layer.trainable
         and tf.as_dtype(layer.kernel.dtype) == tf.float32
-        and layer.compute_dtype == "float32"
-    )
-
-
-def _products_are_float32() -> bool:
-    """Returns True if a float32 product is computed as one.
-
-    The bound of an update's norm rests on it. oneDNN and GPUs can be told to
-    round the factors to fewer bits.
-    """
-    modes = ("ONEDNN_DEFAULT_FPMATH_MODE", "TF_SET_ONEDNN_FPMATH_MODE")
-    if any(
-        os.environ.get(name, "STRICT") not in ("", "STRICT") for name in modes
-    ):
-        return False
-    return not tf.config.list_logical_devices("GPU") or not (
-        tf.config.experimental.tensor_float_32_execution_enabled()
+        and layer.compute_dtype in ("float32", "bfloat16")
     )
 
 
@@ -99,7 +82,6 @@ def supports(
         or not separable.are_sums_over_rows(training.metrics)
         or not separable.are_sums_over_rows(training.weighted_metrics)
         or not example_weights.are_numbers_of_rows(label_spec)
-        or not _products_are_float32()
         or model.losses
         or not query.only_scales
         or query.two_phase

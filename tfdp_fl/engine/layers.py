@@ -24,10 +24,10 @@ _UNROLL = 8
 def use_fast_layers(model: tf.keras.Model) -> list[tf.keras.layers.Layer]:
     """Makes a replica's eligible layers compute by this module's functions.
 
-    Eligible is an LSTM with Keras's default activations and a bias, in
-    float32, without dropout, state between batches, or a time axis that is
-    reversed, unrolled or in front. A call with a mask, an initial state or
-    ragged input goes Keras's way. Variables stay what they are.
+    Eligible is an LSTM with Keras's default activations and a bias, in float32
+    or mixed_bfloat16, without dropout, state between batches, or a time axis
+    that is reversed, unrolled or in front. A call with a mask, an initial state
+    or ragged input goes Keras's way. Variables stay what they are.
 
     Args:
       model: A replica, never the user's own model.
@@ -60,7 +60,8 @@ def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
         and layer.use_bias
         and layer.activation is tf.keras.activations.tanh
         and layer.recurrent_activation is tf.keras.activations.sigmoid
-        and layer.compute_dtype == layer.variable_dtype == "float32"
+        and layer.variable_dtype == "float32"
+        and layer.compute_dtype in ("float32", "bfloat16")
     )
 
 
@@ -81,7 +82,7 @@ def _lstm_call(
             or initial_state is not None
             or not tf.is_tensor(inputs)
             or isinstance(inputs, tf.RaggedTensor)
-            or inputs.dtype != tf.float32
+            or inputs.dtype != layer.compute_dtype
             or inputs.shape[2:].num_elements() is None
         ):
             return keras_call(
@@ -90,13 +91,17 @@ def _lstm_call(
                 training=training,
                 initial_state=initial_state,
             )
+        # What is rounded to bfloat16 goes through time in float32: its steps
+        # are too small for products in bfloat16 to be faster.
         cell = layer.cell
         outputs = lstm(
-            tf.transpose(inputs, [1, 0, 2]),
-            tf.convert_to_tensor(cell.kernel),
-            tf.convert_to_tensor(cell.recurrent_kernel),
-            tf.convert_to_tensor(cell.bias),
+            tf.cast(tf.transpose(inputs, [1, 0, 2]), tf.float32),
+            *[
+                tf.cast(tf.convert_to_tensor(weight), tf.float32)
+                for weight in (cell.kernel, cell.recurrent_kernel, cell.bias)
+            ],
         )
+        outputs = tf.cast(outputs, inputs.dtype)
         if layer.return_sequences:
             return tf.transpose(outputs, [1, 0, 2])
         return outputs[-1]

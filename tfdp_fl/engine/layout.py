@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfdp_fl import _products
 from tfdp_fl.engine import chunks, dense_models, fixed_sizes, rounds, tables
 from tfdp_fl.mechanisms import ClientWeighting
 
@@ -118,8 +119,15 @@ class Layout:
                     self.weighting, chunk.lengths, chunk.rows, chunk.y
                 )
             )
-        if self.kernels is None or not dense_models.is_worthwhile(
-            self.kernels, chunk.lengths, inputs.batch_size, inputs.local_epochs
+        if not (
+            self.kernels is not None
+            and _products.are_float32()
+            and dense_models.is_worthwhile(
+                self.kernels,
+                chunk.lengths,
+                inputs.batch_size,
+                inputs.local_epochs,
+            )
         ):
             at_most = None
             if self.collected_bytes is not None:

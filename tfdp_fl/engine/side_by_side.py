@@ -13,6 +13,11 @@ each weighted by its client's factor.
 
 It is the same local SGD, step by step, as `one_by_one`, and faster where
 clients hold few examples for the size of the kernels (`dense_models`).
+
+Where Keras's policy is mixed_bfloat16, the products with the server's weights,
+and those of the way back, are in bfloat16. All that an update is made of, X_k
+and D_k, is held in float32: corrections, Gram matrices, norms and the sum are
+what they are without that policy.
 """
 
 from __future__ import annotations
@@ -41,13 +46,19 @@ class _DenseLayer(NamedTuple):
     kernel: int
     bias: int | None
 
+    @property
+    def dtype(self) -> str:
+        """What it computes with: "float32" or "bfloat16"."""
+        return self.layer.compute_dtype
+
 
 class _Memory:
     """What one dense layer remembers of its clients' steps.
 
     Attributes:
-      inputs: Its inputs at each step, [K, B, in].
-      gradients: The loss's gradients at its pre-activations, [K, B, out].
+      inputs: Its inputs at each step, float32 [K, B, in].
+      gradients: The loss's gradients at its pre-activations, float32
+        [K, B, out].
       known: The inputs of all steps, [K, S B, in], where they are known before
         training (the first layer's); else None.
       gram: Then also their Gram matrices, [K, S B, S B].
@@ -140,7 +151,7 @@ class SideBySide:
         table: tables.SideBySideTable,
     ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
         """Runs K clients: all steps of theirs, then clips and adds up."""
-        weights = received.weights
+        weights = self._as_computed_with(received.weights)
         self._trainer.start_metrics()
         shape = tf.shape(table.rows)
         clients, batch = shape[1], shape[2]
@@ -172,6 +183,15 @@ class SideBySide:
             cohort.CohortSum(clipped, loss, examples, ()),
             self._trainer.metric_values(),
         )
+
+    def _as_computed_with(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the server's weights in what their layers compute with."""
+        found = list(weights)
+        for layer in filter(_is_dense, self._layers):
+            for place in (layer.kernel, layer.bias):
+                if place is not None:
+                    found[place] = tf.cast(weights[place], layer.dtype)
+        return found
 
     def _groups(
         self,
@@ -246,8 +266,10 @@ class SideBySide:
                 continue
             kernel = weights[layer.kernel]
             first = memory[0]
+            h = tf.cast(h, layer.dtype)
             products = self._server_product(layer, weights, h)
-            first.known = tf.reshape(h, [clients, -1, kernel.shape[0]])
+            known = tf.reshape(h, [clients, -1, kernel.shape[0]])
+            first.known = tf.cast(known, tf.float32)
             first.gram = self._gram(layer, first.known, first.known)
             first.products = tf.split(
                 tf.reshape(products, [clients, -1, kernel.shape[1]]),
@@ -335,15 +357,15 @@ class SideBySide:
                 outputs.append(z)
                 h = layer.layer.activation(z)
             losses = self._trainer.losses_of_rows(y, h)
+            losses = tf.cast(losses, tf.float32)
             if weight is not None:
                 losses *= weight
             loss = tf.reduce_sum(losses * mean_weights)
         for own, gradient in zip(
             memory, tape.gradient(loss, outputs), strict=True
         ):
-            own.gradients.append(
-                tf.reshape(gradient, [*shape, gradient.shape[-1]])
-            )
+            gradient = tf.reshape(gradient, [*shape, gradient.shape[-1]])
+            own.gradients.append(tf.cast(gradient, tf.float32))
         if valid is not None:
             y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
             if weight is not None:
@@ -381,15 +403,17 @@ class SideBySide:
                 gram: tf.Tensor = own.gram  # The first layer has one.
                 products = gram[:, until : until + shape[1], :until]
         else:
+            h = tf.cast(h, layer.dtype)
             z = self._server_product(layer, weights, h)
-            here = tf.reshape(h, [*shape, h.shape[-1]])
+            here = tf.cast(tf.reshape(h, [*shape, h.shape[-1]]), tf.float32)
             if step:
                 earlier = tf.concat(own.inputs, axis=1)
                 products = self._gram(layer, here, earlier)
             own.inputs.append(here)
         if step:
             change = tf.matmul(products, tf.concat(own.gradients, axis=1))
-            z -= learning_rate * _rows(change)
+            change = learning_rate * _rows(change)
+            z = tf.cast(tf.cast(z, tf.float32) - change, layer.dtype)
         return z
 
     def _clip_and_sum(
