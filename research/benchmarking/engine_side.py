@@ -229,6 +229,7 @@ class EngineSide:
         mechanism: str = "fixed",
         stream: str | None = None,
         stream_folder: str | None = None,
+        policy: str = "float32",
         warm_up: int = 3,
     ) -> dict[str, Any]:
         """Makes a run, and runs its first rounds.
@@ -250,6 +251,7 @@ class EngineSide:
           stream: "files" or "tf_data", see `streamed`; "population", see
             `streamed_population`; None: in memory.
           stream_folder: Where files are written.
+          policy: Keras's dtype policy.
           warm_up: Rounds after the first.
 
         Returns:
@@ -268,6 +270,7 @@ class EngineSide:
             if stream is not None:
                 clients = streamed(clients, stream, stream_folder)
         constructed = time.perf_counter() - started
+        tf.keras.mixed_precision.set_global_policy(policy)
         made = _Run(
             work,
             clients,
@@ -417,6 +420,43 @@ class EngineSide:
             "index_bytes": indices,
             "test_bytes": test,
         }
+
+    def mnist_accuracy(
+        self, path: str, policy: str, seed: int, rounds: int
+    ) -> float:
+        """Returns the test accuracy of the MLP, with noise, after training.
+
+        On MNIST among 100 clients, of whom 50 train in a round.
+
+        Args:
+          path: The file of MNIST.
+          policy: Keras's dtype policy.
+          seed: Of the model, and of cohorts and noise.
+          rounds: How many.
+        """
+        clients, test = datasets.load_mnist(num_clients=100, path=path)
+        tf.keras.mixed_precision.set_global_policy(policy)
+        tf.keras.utils.set_random_seed(seed)
+        model = tf.keras.Sequential(
+            [
+                tf.keras.layers.Input(clients.element_spec[0].shape),
+                tf.keras.layers.Flatten(),
+                *workloads.WORKLOADS["mlp_batch60"].make_model().layers,
+            ]
+        )
+        federated_model = keras.DPFederatedModel(
+            model,
+            MECHANISMS["fixed"](),
+            clients_per_round=workloads.CLIENTS_PER_ROUND,
+            seed=seed,
+        )
+        federated_model.compile(
+            optimizer=tf.keras.optimizers.SGD(workloads.LEARNING_RATE),
+            loss=workloads.loss(),
+            metrics=workloads.metrics(),
+        )
+        federated_model.fit(clients, rounds=rounds, batch_size=60, verbose=0)
+        return float(federated_model.evaluate(*test, verbose=0)[1])
 
     def profile(self, run: str) -> dict[str, Any]:
         """Returns where the time of rounds goes, see `profiling`.

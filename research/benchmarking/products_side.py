@@ -16,7 +16,9 @@ from research.benchmarking.workloads import Convolution, Operation, Product
 LARGE = (Product(2048, 2048, 2048),)
 
 
-def _operands(operation: Operation) -> tuple[tf.Tensor, tf.Tensor]:
+def _operands(
+    operation: Operation, dtype: str = "float32"
+) -> tuple[tf.Tensor, tf.Tensor]:
     if isinstance(operation, Product):
         shapes = (
             (operation.rows, operation.inner),
@@ -37,7 +39,9 @@ def _operands(operation: Operation) -> tuple[tf.Tensor, tf.Tensor]:
             "filter_gradient": (images, out),
             "input_gradient": (filters, out),
         }[operation.part]
-    return tuple(tf.random.uniform(shape, -0.1, 0.1) for shape in shapes)
+    return tuple(
+        tf.cast(tf.random.uniform(shape, -0.1, 0.1), dtype) for shape in shapes
+    )
 
 
 def _compute(operation: Operation, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
@@ -115,13 +119,15 @@ def steps_function(operations: tuple[Operation, ...]) -> Any:
 class ProductsSide:
     """Computes the steps' products on all cores, and nothing else."""
 
-    def __init__(self, split: bool = False):
+    def __init__(self, split: bool = False, dtype: str = "float32"):
         """Sets TensorFlow's threads.
 
         Args:
           split: Whether each operation is split over all cores; otherwise
             every core does operations of its own.
+          dtype: Of the operands, and of the results.
         """
+        self._dtype = dtype
         cores = machine.cores()
         self._streams = 1 if split else cores
         threading = tf.config.threading
@@ -139,7 +145,7 @@ class ProductsSide:
         """Prepares a workload's step, or "large" for 2048 x 2048 x 2048."""
         operations = LARGE if name == "large" else workloads.by_name(name).step
         operands = [
-            [_operands(operation) for operation in operations]
+            [_operands(operation, self._dtype) for operation in operations]
             for _ in range(self._streams)
         ]
         function = steps_function(operations).get_concrete_function(

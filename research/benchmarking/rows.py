@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -12,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from research.benchmarking import machine, workloads
+from research.benchmarking import machine, verdicts, workloads
 from research.benchmarking.processes import Side, SideError
 
 Result = dict[str, Any]
@@ -546,6 +548,74 @@ def correlated_noise(context: Context) -> Result:
     return {**both, "ratio": ratio}
 
 
+def bfloat16(workload: workloads.Workload, context: Context) -> Result:
+    """Compares mixed_bfloat16 with float32: rounds, and bare products."""
+    policies = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
+    seconds = context.seconds(1.5)
+    with contextlib.ExitStack() as running:
+        engine = running.enter_context(Side("engine"))
+        sides, ways = {}, {}
+        for name, policy in policies.items():
+            ways[name] = engine.call(
+                "add", run=name, workload=workload.name, policy=policy
+            )["way"]
+            sides[name] = _measure(engine, name, seconds)
+        for name, split in itertools.product(policies, (False, True)):
+            products = running.enter_context(
+                Side("products", {"dtype": name, "split": split})
+            )
+            products.call("add", name=workload.name)
+            sides[f"{name} {'split' if split else 'beside'}"] = partial(
+                products.call, "measure", name=workload.name, seconds=seconds
+            )
+        measured = alternate(context.blocks, sides)
+    bare = {
+        name: max(
+            measured[f"{name} {how}"]["median"] for how in ("beside", "split")
+        )
+        for name in policies
+    }
+    ratio, most = (
+        measured["float32"]["median"] / measured["bfloat16"]["median"],
+        bare["bfloat16"] / bare["float32"],
+    )
+    context.say(
+        f"{ratio:.2f} times as fast as in float32, bare products {most:.2f}"
+    )
+    return {
+        **{name: measured[name] for name in policies},
+        "ways": ways,
+        "ratio": ratio,
+        "bare": bare,
+        "bare_ratio": most,
+    }
+
+
+def bfloat16_accuracy(context: Context) -> Result:
+    """Trains on MNIST in float32 and in mixed_bfloat16, three seeds each."""
+    policies = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
+    accuracies: dict[str, list[float]] = {name: [] for name in policies}
+    rounds = 2 if context.quick else 30
+    with _mnist(context) as (path, real), Side("engine") as side:
+        for seed, (name, policy) in itertools.product(
+            range(3), policies.items()
+        ):
+            accuracies[name].append(
+                side.call(
+                    "mnist_accuracy",
+                    path=path,
+                    policy=policy,
+                    seed=seed,
+                    rounds=rounds,
+                )
+            )
+    means = {name: statistics.mean(each) for name, each in accuracies.items()}
+    context.say(
+        f"accuracy {means['bfloat16']:.4f}, in float32 {means['float32']:.4f}"
+    )
+    return {**accuracies, "means": means, "rounds": rounds, "real": real}
+
+
 def stacks(workload: workloads.Workload, context: Context) -> Result:
     """Compares rounds on the current stack with rounds on TFF's."""
     pythons = {"tff": sys.executable, "current": context.current_python}
@@ -702,6 +772,21 @@ def _rows() -> list[Row]:
             "growth",
             "correlated noise, three buffers",
             correlated_noise,
+        ),
+        *[
+            Row(
+                f"bfloat16_{name}",
+                "bfloat16",
+                f"{workloads.WORKLOADS[name].title}: mixed_bfloat16",
+                bound(bfloat16, workloads.WORKLOADS[name]),
+            )
+            for name in verdicts.BFLOAT16_TIMES
+        ],
+        Row(
+            "bfloat16_accuracy",
+            "bfloat16",
+            "mixed_bfloat16: accuracy on MNIST",
+            bfloat16_accuracy,
         ),
         Row("import", "growth", "import time", import_time),
         *[

@@ -22,6 +22,9 @@ JIT_FACTOR = 1.1
 STREAMED_RATE = 0.8
 CORRELATED_FACTOR = 1.15
 STACK_FACTOR = 1.1
+# Times as fast as in float32, where the processor has bfloat16.
+BFLOAT16_TIMES = {"mlp": 1.0, "mlp_batch60": 1.8, "cnn": 1.8}
+BFLOAT16_LOSS = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +243,8 @@ def of_growth(results: Results) -> list[Verdict]:
                 _of_stack(results, work)
                 for work in workloads.WORKLOADS.values()
             ),
+            *(_of_bfloat16(results, name) for name in BFLOAT16_TIMES),
+            _of_bfloat16_accuracy(results),
             _of_import(results),
             _of_modules(results),
             _of_first_round(results),
@@ -332,6 +337,51 @@ def _of_correlated(results: Results) -> Verdict | None:
         result["ratio"] <= CORRELATED_FACTOR,
         "Three more copies of the model are read and written in a round.",
     )
+
+
+def _of_bfloat16(results: Results, name: str) -> Verdict | None:
+    result = results.result(f"bfloat16_{name}")
+    if result is None:
+        return None
+    times = [milliseconds(result[n]["median"]) for n in ("bfloat16", "float32")]
+    bare = [result["bare"][n] / 1e9 for n in ("bfloat16", "float32")]
+    wanted = BFLOAT16_TIMES[name]
+    return Verdict(
+        f"bfloat16_{name}",
+        f"{workloads.WORKLOADS[name].title}: mixed_bfloat16 against float32",
+        f"{result['ratio']:.2f} times as fast ({times[0]} against {times[1]}, "
+        f"{result['ways']['bfloat16']})",
+        f"at least {wanted:g} times",
+        result["ratio"] >= wanted,
+        f"The bare products of its shapes are {result['bare_ratio']:.2f} times "
+        f"as fast ({bare[0]:.0f} against {bare[1]:.0f} GFLOP/s); what else a "
+        "step does is in float32 in both, and the weights and gradients are "
+        "converted in each.",
+    )
+
+
+def _of_bfloat16_accuracy(results: Results) -> Verdict | None:
+    result = results.result("bfloat16_accuracy")
+    if result is None:
+        return None
+    means = result["means"]
+    lost = means["float32"] - means["bfloat16"]
+    what = "MNIST" if result["real"] else "random images"
+    return Verdict(
+        "bfloat16_accuracy",
+        f"{workloads.WORKLOADS['mlp_batch60'].title}: accuracy on {what} after "
+        f"{result['rounds']} rounds, mixed_bfloat16 and float32 "
+        f"({len(result['float32'])} seeds)",
+        f"{means['bfloat16']:.4f} and {means['float32']:.4f}",
+        f"within {BFLOAT16_LOSS}",
+        lost <= BFLOAT16_LOSS,
+        f"By seed: {_accuracies(result['bfloat16'])} and "
+        f"{_accuracies(result['float32'])}.",
+    )
+
+
+def _accuracies(values: list[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in values)
 
 
 def _of_stack(results: Results, work: workloads.Workload) -> Verdict | None:

@@ -51,6 +51,19 @@ class EngineSideTest(tf.test.TestCase):
                 ):
                     self.assertAllEqual(own, read)
 
+    def test_a_policy_is_what_the_model_computes_with(self):
+        side = self._side()
+        self.addCleanup(tf.keras.mixed_precision.set_global_policy, "float32")
+        for policy in ("mixed_bfloat16", "float32"):
+            made = side.add(policy, "mlp_small", policy=policy, warm_up=0)
+            self.assertEqual(made["way"], "side by side")
+        for policy, dtype in {
+            "mixed_bfloat16": "bfloat16",
+            "float32": "float32",
+        }.items():
+            model = side._runs[policy].federated_model.model
+            self.assertEqual(model.layers[0].compute_dtype, dtype)
+
     def test_correlated_noise_has_three_buffers(self):
         side = self._side()
         side.add(

@@ -56,6 +56,27 @@ def _on_disk(ratio, start_seconds):
     }
 
 
+def _in_bfloat16(ratio):
+    return {
+        "float32": _times(0.1),
+        "bfloat16": _times(0.1 / ratio),
+        "ways": {"float32": "plain", "bfloat16": "plain"},
+        "ratio": ratio,
+        "bare": {"float32": 2e11, "bfloat16": 4e11},
+        "bare_ratio": 2.0,
+    }
+
+
+def _accuracies(float32, bfloat16):
+    return {
+        "float32": [float32] * 3,
+        "bfloat16": [bfloat16] * 3,
+        "means": {"float32": float32, "bfloat16": bfloat16},
+        "rounds": 30,
+        "real": True,
+    }
+
+
 def _complete():
     """Returns a result for every row, by name."""
     rate = {"beside": _times(4e11), "split": _times(3e11), "best": 4e11}
@@ -83,6 +104,11 @@ def _complete():
             "correlated": _times(0.11),
             "ratio": 1.1,
         },
+        **{
+            f"bfloat16_{name}": _in_bfloat16(2.0)
+            for name in verdicts.BFLOAT16_TIMES
+        },
+        "bfloat16_accuracy": _accuracies(0.9, 0.897),
         "cohort": {
             "cohorts": [10, 1000],
             "times": {"10": _times(0.01), "1000": _times(1.0)},
@@ -218,6 +244,8 @@ class ReportTest(parameterized.TestCase):
             {"fixed": _times(1.0), "correlated": _times(1.2), "ratio": 1.2},
         ),
         ("uneven", {"geometric": {"waste": 0.0}, "linear": {"waste": 0.26}}),
+        ("bfloat16_cnn", _in_bfloat16(1.7)),
+        ("bfloat16_accuracy", _accuracies(0.9, 0.894)),
     )
     def test_a_miss_is_reported_with_its_figure_and_reason(self, name, result):
         self._put(**{name: result})
@@ -302,7 +330,7 @@ class ReportTest(parameterized.TestCase):
 
 class RowsTest(parameterized.TestCase):
     @parameterized.parameters(
-        (["all"], 32),
+        (["all"], 36),
         (["tff"], 5),
         (["mlp", "machine"], 2),
         (["jit_mlp", "jit"], 5),
