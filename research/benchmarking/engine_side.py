@@ -448,14 +448,15 @@ class EngineSide:
             model,
             MECHANISMS["fixed"](),
             clients_per_round=workloads.CLIENTS_PER_ROUND,
-            seed=seed,
         )
         federated_model.compile(
             optimizer=tf.keras.optimizers.SGD(workloads.LEARNING_RATE),
             loss=workloads.loss(),
             metrics=workloads.metrics(),
         )
-        federated_model.fit(clients, rounds=rounds, batch_size=60, verbose=0)
+        federated_model.fit(
+            clients, rounds=rounds, batch_size=60, verbose=0, seed=seed
+        )
         return float(federated_model.evaluate(*test, verbose=0)[1])
 
     def profile(self, run: str) -> dict[str, Any]:
