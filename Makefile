@@ -222,4 +222,4 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-current .venv-uv .venv-mypy .venv-docs .venv-jax-privacy site runs
+	rm -rf .venv .venv-* site runs

@@ -1,7 +1,7 @@
 r"""Draws figures of NbAFL's paper and of the adaptive clip's from runs.
 
     python research/paper_figures.py --figure=nbafl --data_path=mnist.npz
-    python research/paper_figures.py --figure=clipping --data_path=mnist.npz
+    python research/paper_figures.py --figure=clipping --data_path=folder
     python research/paper_figures.py --figure=shakespeare \
         --data_path=shakespeare.txt
 
@@ -267,6 +267,7 @@ FIGURES = {
         [
             *_clips("clipping_digits", "digits"),
             *_clips("clipping_mnist", "MNIST"),
+            *_clips("clipping_shakespeare", "Shakespeare"),
         ],
         columns=2,
         sharey=False,
@@ -277,7 +278,8 @@ _FIGURE = flags.DEFINE_enum("figure", None, list(FIGURES), "Which one.")
 _DATA_PATH = flags.DEFINE_string(
     "data_path",
     None,
-    "MNIST as Keras stores it, mnist.npz; or the Shakespeare corpus, a text.",
+    "MNIST as Keras stores it, mnist.npz; or the Shakespeare corpus, a text; "
+    "or the folder of both.",
 )
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "runs/figures", "Receives the runs and the figure."
@@ -300,6 +302,8 @@ def read_config(
     if dataset in _FILES:
         if not data_path:
             raise ValueError(f"data_path must be given: {_FILES[dataset]}.")
+        if os.path.isdir(data_path):
+            data_path = os.path.join(data_path, _FILES[dataset])
         config["base"]["data_path"] = data_path
     if quick:
         config["seeds"] = config["seeds"][:1]

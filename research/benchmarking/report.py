@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ HEADINGS = {
     "claim": "In a sentence",
     "run": "The run",
     "tff": "Against TensorFlow Federated",
+    "rivals": "Other frameworks",
     "bars": "The other bars",
     "misses": "What does not hold, and why",
     "jit": "XLA",
@@ -135,6 +137,48 @@ def _tff(results: Results) -> str:
             "floor",
             "peak memory, TFF / tfdp_fl",
         ),
+        rows,
+    )
+
+
+def _rivals(results: Results) -> str:
+    result = results.result("rivals")
+    if result is None:
+        return ""
+    rows = [
+        (
+            "tfdp_fl",
+            "–",
+            milliseconds(statistics.median(result["ours"])),
+            "1",
+            "–",
+        )
+    ]
+    for each in result["rivals"].values():
+        versions = ", ".join(
+            f"{name} {version}"
+            for name, version in each.get("versions", {}).items()
+        )
+        if "ratios" not in each:
+            rows.append((each["title"], versions, "not measured", "–", "–"))
+            continue
+        low, *_, high = sorted(each["ratios"])
+        rows.append(
+            (
+                f"{each['title']} ({versions})",
+                ", ".join(
+                    f"{'**' * (setting == each['setting'])}{setting}: "
+                    f"{milliseconds(seconds)}"
+                    f"{'**' * (setting == each['setting'])}"
+                    for setting, seconds in each["tried"].items()
+                ),
+                milliseconds(statistics.median(each["runs"])),
+                f"**{statistics.median(each['ratios']):.1f}**",
+                f"{low:.1f} to {high:.1f}",
+            )
+        )
+    return table(
+        ("framework", "settings tried", "a round", "times ours", "three runs"),
         rows,
     )
 
@@ -423,6 +467,7 @@ _NEEDED = {
     "claim": list(workloads.WORKLOADS),
     "tff": list(workloads.WORKLOADS),
     "machine": ["machine"],
+    "rivals": ["rivals"],
     "settings": list(workloads.WORKLOADS),
     "jit": [f"jit_{name}" for name in workloads.WORKLOADS],
 }
@@ -434,6 +479,7 @@ def blocks(results: Results) -> dict[str, str]:
         "claim": _claim,
         "run": _run,
         "tff": _tff,
+        "rivals": _rivals,
         "bars": _bars,
         "misses": _misses,
         "jit": _jit,

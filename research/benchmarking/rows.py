@@ -20,6 +20,7 @@ import numpy as np
 
 from research.benchmarking import machine, verdicts, workloads
 from research.benchmarking.processes import Side, SideError
+from research.rivals import programs
 
 Result = dict[str, Any]
 
@@ -616,6 +617,73 @@ def bfloat16_accuracy(context: Context) -> Result:
     return {**accuracies, "means": means, "rounds": rounds, "real": real}
 
 
+def rivals(context: Context) -> Result:
+    """Compares the MLP's rounds with other frameworks', in turns.
+
+    Every program is started anew each time it is its turn; settings are tried
+    first, and the fastest one is measured.
+    """
+    work = workloads.WORKLOADS["mlp"]
+    asked = {
+        "units": [784, 600, 100, 10],
+        "clients": work.clients,
+        "examples": work.examples,
+        "batch_size": work.batch_size,
+        "learning_rate": workloads.LEARNING_RATE,
+        "clip_norm": workloads.CLIP_NORM,
+        "noise_multiplier": workloads.NOISE_MULTIPLIER,
+    }
+    found: Result = {}
+    for name, rival in programs.RIVALS.items():
+        try:
+            python = programs.python(name, context.say)
+            tried = {
+                setting: statistics.median(
+                    programs.seconds(name, python, setting, rounds=3, **asked)
+                )
+                for setting in rival.settings
+            }
+        except programs.RivalError as error:
+            found[name] = {"title": rival.title, "unavailable": str(error)}
+            context.say(f"{rival.title}: {error}")
+            continue
+        found[name] = {
+            "title": rival.title,
+            "python": python,
+            "versions": programs.versions(name, python),
+            "tried": tried,
+            "setting": min(tried, key=lambda setting: tried[setting]),
+            "runs": [],
+        }
+    here = {name: each for name, each in found.items() if "runs" in each}
+    ours: list[float] = []
+    with Side("engine") as side:
+        side.call("add", run="run", workload=work.name)
+        for _ in range(1 if context.quick else 3):
+            ours.append(
+                statistics.median(_measure(side, "run", context.seconds(3))())
+            )
+            for name, each in here.items():
+                setting = each["setting"]
+                rounds = max(
+                    3, int(context.seconds(8) / each["tried"][setting])
+                )
+                times = programs.seconds(
+                    name, each["python"], setting, rounds=rounds, **asked
+                )
+                each["runs"].append(statistics.median(times))
+    for each in here.values():
+        del each["python"]
+        each["ratios"] = [
+            rival / own for rival, own in zip(each["runs"], ours, strict=True)
+        ]
+        context.say(
+            f"{each['title']}: {1e3 * statistics.median(each['runs']):.0f} ms, "
+            f"{statistics.median(each['ratios']):.1f} times ours"
+        )
+    return {"ours": ours, "rivals": found}
+
+
 def stacks(workload: workloads.Workload, context: Context) -> Result:
     """Compares rounds on the current stack with rounds on TFF's."""
     pythons = {"tff": sys.executable, "current": context.current_python}
@@ -788,6 +856,7 @@ def _rows() -> list[Row]:
             "mixed_bfloat16: accuracy on MNIST",
             bfloat16_accuracy,
         ),
+        Row("rivals", "rivals", "other frameworks", rivals),
         Row("import", "growth", "import time", import_time),
         *[
             Row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import Any
 
 from research.benchmarking import workloads
@@ -25,6 +26,7 @@ STACK_FACTOR = 1.1
 # Times as fast as in float32, where the processor has bfloat16.
 BFLOAT16_TIMES = {"mlp": 1.0, "mlp_batch60": 1.8, "cnn": 1.8}
 BFLOAT16_LOSS = 0.005
+RIVAL_TIMES = {"fedjax": 3.0, "pfl": 10.0, "flower": 30.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +247,7 @@ def of_growth(results: Results) -> list[Verdict]:
             ),
             *(_of_bfloat16(results, name) for name in BFLOAT16_TIMES),
             _of_bfloat16_accuracy(results),
+            *_of_rivals(results),
             _of_import(results),
             _of_modules(results),
             _of_first_round(results),
@@ -382,6 +385,33 @@ def _of_bfloat16_accuracy(results: Results) -> Verdict | None:
 
 def _accuracies(values: list[float]) -> str:
     return ", ".join(f"{value:.4f}" for value in values)
+
+
+def _of_rivals(results: Results) -> list[Verdict]:
+    result = results.result("rivals") or {"rivals": {}}
+    verdicts = []
+    for name, each in result["rivals"].items():
+        figure, holds = "not measured", False
+        if "ratios" in each:
+            ratio = statistics.median(each["ratios"])
+            figure = (
+                f"{ratio:.1f} times "
+                f"({milliseconds(statistics.median(each['runs']))} against "
+                f"{milliseconds(statistics.median(result['ours']))})"
+            )
+            holds = ratio >= RIVAL_TIMES[name]
+        verdicts.append(
+            Verdict(
+                "rivals",
+                f"{workloads.WORKLOADS['mlp'].title}: {each['title']}'s round "
+                "over ours",
+                figure,
+                f"at least {RIVAL_TIMES[name]:g} times",
+                holds,
+                each.get("unavailable", "It is as fast as that."),
+            )
+        )
+    return verdicts
 
 
 def _of_stack(results: Results, work: workloads.Workload) -> Verdict | None:

@@ -77,6 +77,22 @@ def _accuracies(float32, bfloat16):
     }
 
 
+def _rivals(ratio):
+    return {
+        "ours": [0.1, 0.11, 0.09],
+        "rivals": {
+            "fedjax": {
+                "title": "FedJAX",
+                "versions": {"fedjax": "0.0.17"},
+                "tried": {"jit": 0.1 * ratio, "pmap": ratio},
+                "setting": "jit",
+                "runs": [0.1 * ratio, 0.11 * ratio, 0.09 * ratio],
+                "ratios": [ratio] * 3,
+            }
+        },
+    }
+
+
 def _complete():
     """Returns a result for every row, by name."""
     rate = {"beside": _times(4e11), "split": _times(3e11), "best": 4e11}
@@ -109,6 +125,7 @@ def _complete():
             for name in verdicts.BFLOAT16_TIMES
         },
         "bfloat16_accuracy": _accuracies(0.9, 0.897),
+        "rivals": _rivals(3.5),
         "cohort": {
             "cohorts": [10, 1000],
             "times": {"10": _times(0.01), "1000": _times(1.0)},
@@ -246,6 +263,16 @@ class ReportTest(parameterized.TestCase):
         ("uneven", {"geometric": {"waste": 0.0}, "linear": {"waste": 0.26}}),
         ("bfloat16_cnn", _in_bfloat16(1.7)),
         ("bfloat16_accuracy", _accuracies(0.9, 0.894)),
+        ("rivals", _rivals(2.5)),
+        (
+            "rivals",
+            {
+                "ours": [0.1],
+                "rivals": {
+                    "pfl": {"title": "pfl-research", "unavailable": "No disk."}
+                },
+            },
+        ),
     )
     def test_a_miss_is_reported_with_its_figure_and_reason(self, name, result):
         self._put(**{name: result})
@@ -330,7 +357,7 @@ class ReportTest(parameterized.TestCase):
 
 class RowsTest(parameterized.TestCase):
     @parameterized.parameters(
-        (["all"], 36),
+        (["all"], 37),
         (["tff"], 5),
         (["mlp", "machine"], 2),
         (["jit_mlp", "jit"], 5),
