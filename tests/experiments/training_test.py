@@ -24,7 +24,7 @@ _SMALL = {
 }
 
 
-class TrainingTest(tf.test.TestCase):
+class TrainingTest(tf.test.TestCase, parameterized.TestCase):
     def test_server_schedules_end_at_zero(self):
         for schedule, halfway in (("linear", 1.0), ("cosine", 1.0)):
             prepared = training.prepare(
@@ -83,8 +83,60 @@ class TrainingTest(tf.test.TestCase):
         right = np.argmax(saved.predict(images, verbose=0), -1) == labels
         self.assertAlmostEqual(np.mean(right), result["accuracy"], places=6)
 
+    @parameterized.parameters(None, "oriented_gradients")
+    def test_shifted_images_are_the_clients_own(self, input_features):
+        original = training.prepare(Settings(**_SMALL)).task
+        task = training.prepare(
+            Settings(**_SMALL, input_shifts=1, input_features=input_features)
+        ).task
+        layer = features.OrientedGradients()
+
+        def computed(images):
+            return images if input_features is None else layer(images).numpy()
+
+        counts = np.zeros(5)
+        for name in original.clients.client_ids:
+            images, labels = original.clients.client(name)
+            x, y = task.clients.client(name)
+            self.assertAllEqual(y, labels)
+            grid = np.pad(
+                np.reshape(images, [-1, 8, 8]), ((0, 0), (1, 1), (1, 1))
+            )
+            versions = [
+                computed(grid[:, 1 + down : 9 + down, 1 + right : 9 + right])
+                for down, right in ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
+            ]
+            x = np.reshape(x, versions[0].shape)
+            same = [
+                np.abs(x - each).reshape(len(x), -1).max(1) < 1e-5
+                for each in versions
+            ]
+            self.assertTrue(np.any(same, 0).all())
+            counts += np.sum(same, 1)
+        # Of 400 images each is drawn 80 times; 9 standard deviations.
+        self.assertAllInRange(counts, 10, 150)
+        self.assertAllClose(task.test[1], original.test[1])
+        self.assertAllClose(
+            np.reshape(task.test[0], [len(task.test[0]), -1]),
+            np.reshape(
+                computed(np.reshape(original.test[0], [-1, 8, 8])),
+                [len(task.test[0]), -1],
+            ),
+            atol=1e-6,
+        )
+
     def test_refused(self):
         for options, flag in (
+            ({"input_shifts": 8}, "input_shifts"),
+            (
+                {
+                    "dataset": "shakespeare",
+                    "num_clients": None,
+                    "model": None,
+                    "input_shifts": 1,
+                },
+                "--input_shifts",
+            ),
             ({"prior_smoothing": 0.1}, "--client_loss=balanced"),
             ({"server_schedule": "linear"}, "--server_optimizer"),
             (
@@ -101,7 +153,7 @@ class TrainingTest(tf.test.TestCase):
             ),
         ):
             with self.assertRaisesRegex(ValueError, flag):
-                Settings(**{**_SMALL, **options}).resolved()
+                training.prepare(Settings(**{**_SMALL, **options}))
 
 
 class InterruptedTest(parameterized.TestCase):

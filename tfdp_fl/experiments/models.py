@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate, features
@@ -73,6 +74,42 @@ def oriented_gradients(input_shape: Sequence[int]) -> tf.keras.Model:
         raise _no_images(input_shape, "input_features")
     layers.append(features.OrientedGradients())
     return tf.keras.Sequential(layers)
+
+
+def shifted(images: np.ndarray, pixels: int) -> list[np.ndarray]:
+    """Returns images as they are, and moved up, down, left and right.
+
+    Args:
+      images: [n, height, width, channels], or [n, m] of square grey images of
+        m pixels.
+      pixels: By how many; what comes in at the other side is 0.
+
+    Raises:
+      ValueError: The examples are no images, or not that large.
+    """
+    shape = images.shape[1:]
+    grid = images
+    if len(shape) == 1:
+        side = math.isqrt(shape[0])
+        if side**2 != shape[0]:
+            raise _no_images(shape, "input_shifts")
+        grid = images.reshape(-1, side, side)
+    elif len(shape) != 3:
+        raise _no_images(shape, "input_shifts")
+    if pixels >= min(grid.shape[1:3]):
+        raise ValueError(
+            "input_shifts must be less than the images' sides, got "
+            f"{pixels} for {list(shape)}."
+        )
+    found = [images]
+    for axis in (1, 2):
+        before, after = [slice(None)] * 3, [slice(None)] * 3
+        before[axis], after[axis] = slice(None, -pixels), slice(pixels, None)
+        for source, target in ((before, after), (after, before)):
+            moved = np.zeros_like(grid)
+            moved[tuple(target)] = grid[tuple(source)]
+            found.append(moved.reshape(images.shape))
+    return found
 
 
 def cnn(

@@ -209,6 +209,14 @@ class Settings(_MechanismParameters):
         "pixels themselves (by default).",
     )
 
+    input_shifts: int = _option(
+        0,
+        int,
+        "digits, mnist, emnist: each image that a client holds is moved at "
+        "random, once: by so many pixels to one of four sides, or not at all. "
+        "Inside the client, so that it changes no guarantee.",
+    )
+
     # The mechanism.
     mechanism: str = _option(
         "adaptive",
@@ -558,6 +566,7 @@ class Settings(_MechanismParameters):
             "num_clients": ("digits", "mnist", "emnist"),
             "iid": ("digits", "mnist"),
             "shards_per_client": ("digits", "mnist"),
+            "input_shifts": ("digits", "mnist", "emnist"),
             "examples_per_client": ("digits", "mnist"),
             "validation_examples": ("digits", "mnist"),
             "test_fraction": ("shakespeare", "npz"),

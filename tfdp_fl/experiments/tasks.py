@@ -61,6 +61,7 @@ def load_task(settings: settings_lib.Settings) -> Task:
             "clients_per_role",
             "data_seed",
             "input_features",
+            "input_shifts",
         )
     }
     return _load(json.dumps(chosen))
@@ -87,32 +88,50 @@ def whole_model(task: Task, model: tf.keras.Model) -> tf.keras.Model:
 @functools.lru_cache(maxsize=1)
 def _load(chosen: str) -> Task:
     options = {k: v for k, v in json.loads(chosen).items() if v is not None}
-    if options.pop("input_features", None):
-        return _of_features(_load_original(options))
-    return _load_original(options)
+    features = options.pop("input_features", None) is not None
+    pixels = options.pop("input_shifts")
+    task = _load_original(dict(options))
+    if not features and not pixels:
+        return task
+    return _prepared(task, features, pixels, options["data_seed"])
 
 
-def _of_features(task: Task) -> Task:
-    """Returns the same task, of oriented gradients: computed here, once."""
+def _prepared(task: Task, features: bool, pixels: int, seed: int) -> Task:
+    """Returns the same task, of examples that are computed here, once.
+
+    Args:
+      task: Of images.
+      features: Whether of their oriented gradients.
+      pixels: By how many each image that a client holds is moved, to a side
+        that is drawn for it, or not at all; 0: none is.
+      seed: Of what is drawn.
+    """
     spec = task.clients.element_spec[0]
     if not isinstance(spec, tf.TensorSpec):
+        name = "input_features" if features else "input_shifts"
         raise ValueError(
-            "input_features must be given one array of images, got examples "
-            f"of {spec}."
+            f"{name} must be given one array of images, got examples of {spec}."
         )
-    layer = models.oriented_gradients(spec.shape)
+    layer = models.oriented_gradients(spec.shape) if features else None
 
-    def computed(x: tf.Tensor) -> np.ndarray:
+    def computed(x: Any) -> np.ndarray:
+        if layer is None:
+            return np.asarray(x)
         return layer.predict(x, batch_size=1000, verbose=0)
 
-    x, y = task.clients.flat()
+    x, y = map(np.asarray, task.clients.flat())
     rows, lengths = task.clients.client_rows(
         np.arange(task.clients.num_clients)
     )
+    versions = [x]
+    if pixels:
+        versions = models.shifted(x, pixels)
+        drawn = np.random.default_rng([seed, pixels])
+        rows = rows + len(x) * drawn.integers(len(versions), size=len(rows))
     by_client = np.split(rows, np.cumsum(lengths)[:-1])
     clients = datasets.FederatedDataset.from_indices(
-        computed(x),
-        y,
+        np.concatenate([computed(each) for each in versions]),
+        np.tile(y, len(versions)),
         dict(zip(task.clients.client_ids, by_client, strict=True)),
     )
     test_x, test_y = task.test
