@@ -41,6 +41,33 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAlmostEqual(float(rate(2)), halfway, places=6)
             self.assertAlmostEqual(float(rate(4)), 0.0, places=6)
 
+    def test_the_model_is_an_average_of_those_of_all_rounds(self):
+        def weights(rounds, ema):
+            prepared = training.prepare(
+                Settings(
+                    **{**_SMALL, "rounds": rounds},
+                    noise_multiplier="0.5",
+                    server_optimizer="sgd",
+                    server_ema=ema,
+                )
+            )
+            model = prepared.federated_model.model
+            initial = model.get_weights()
+            path = files.directory(self) / "run"
+            training.run(prepared, path, verbose=0)
+            return initial, model.get_weights()
+
+        initial, found = weights(3, 0.75)
+        average = initial
+        for rounds in (1, 2, 3):
+            _, after = weights(rounds, 0.0)
+            average = [
+                0.75 * old + 0.25 * new
+                for old, new in zip(average, after, strict=True)
+            ]
+        self.assertAllClose(found, average, atol=1e-5)
+        self.assertNotAllClose(found, after, atol=1e-2)
+
     def test_a_run_with_balanced_clients_and_geyers_figures(self):
         prepared = training.prepare(
             Settings(

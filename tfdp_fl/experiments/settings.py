@@ -338,6 +338,13 @@ class Settings(_MechanismParameters):
         "How the server optimizer's learning rate goes, over --rounds: to 0 "
         "at the end unless constant.",
     )
+    server_ema: float = _option(
+        0.0,
+        float,
+        "If not 0, the trained model is an average of those of all rounds, "
+        "each counting for so much less than the next (0.95, say). It is made "
+        "of what was released, and costs no privacy.",
+    )
 
     # How it runs; nothing here changes the guarantee, except a seed.
     between_client_variance: bool = _option(
@@ -632,11 +639,18 @@ class Settings(_MechanismParameters):
             raise ValueError("--client_momentum is for --client_optimizer=sgd.")
         if self.server_momentum and self.server_optimizer != "sgd":
             raise ValueError("--server_momentum is for --server_optimizer=sgd.")
+        if not 0 <= self.server_ema < 1:
+            raise ValueError(
+                "--server_ema must be at least 0 and less than 1, got "
+                f"{self.server_ema!r}."
+            )
         if self.prior_smoothing is not None and self.client_loss != "balanced":
             raise ValueError("--prior_smoothing needs --client_loss=balanced.")
         if self.server_optimizer in (None, "none"):
             if self.server_schedule != "constant":
                 raise ValueError("--server_schedule needs --server_optimizer.")
+            if self.server_ema:
+                raise ValueError("--server_ema needs --server_optimizer.")
             if self.server_learning_rate:
                 raise ValueError(
                     "--server_learning_rate needs --server_optimizer."

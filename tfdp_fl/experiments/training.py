@@ -216,12 +216,16 @@ def _loss(settings: settings_lib.Settings) -> tf.keras.losses.Loss:
 
 def _server_optimizer(settings: settings_lib.Settings) -> Any:
     rate = settings.server_learning_rate
+    average: dict[str, Any] = {}
+    if settings.server_ema:
+        average = {"use_ema": True, "ema_momentum": settings.server_ema}
     if settings.server_optimizer == "adam":
         rate = _scheduled(settings, float(rate or _SERVER_ADAM_RATE))
-        return tf.keras.optimizers.Adam(rate)
+        return tf.keras.optimizers.Adam(rate, **average)
     if settings.server_optimizer == "sgd":
         rate = _scheduled(settings, float(rate or 1))
-        return tf.keras.optimizers.SGD(rate, settings.server_momentum)
+        momentum = settings.server_momentum
+        return tf.keras.optimizers.SGD(rate, momentum, **average)
     return None
 
 
