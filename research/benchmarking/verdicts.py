@@ -408,10 +408,26 @@ def _of_rivals(results: Results) -> list[Verdict]:
                 figure,
                 f"at least {RIVAL_TIMES[name]:g} times",
                 holds,
-                each.get("unavailable", "It is as fast as that."),
+                each.get("unavailable") or _why_no_faster(results, name),
             )
         )
     return verdicts
+
+
+def _why_no_faster(results: Results, rival: str) -> str:
+    """Returns what stands between our round and the bar of a rival's."""
+    result = results.result("rivals")
+    taken = statistics.median(result["rivals"][rival]["runs"])
+    allowed = milliseconds(taken / RIVAL_TIMES[rival])
+    least = floors(results, workloads.WORKLOADS["mlp"])
+    start = f"{milliseconds(taken)} leave {allowed} for our round."
+    if least is None:
+        return start
+    return (
+        f"{start} The bare products of its shapes take "
+        f"{milliseconds(least[1])}, and {milliseconds(least[0])} at the rate "
+        "of a large product."
+    )
 
 
 def _of_stack(results: Results, work: workloads.Workload) -> Verdict | None:
