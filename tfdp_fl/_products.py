@@ -24,3 +24,12 @@ def are_float32() -> bool:
     return not tf.config.list_logical_devices("GPU") or not (
         tf.config.experimental.tensor_float_32_execution_enabled()
     )
+
+
+def are_float32_in_processes_started_here() -> bool:
+    """Returns True if that holds in other processes of this machine, too.
+
+    They have this one's environment, and not what it told TensorFlow: on GPUs
+    TensorFloat-32 is on unless a process turns it off.
+    """
+    return are_float32() and not tf.config.list_physical_devices("GPU")

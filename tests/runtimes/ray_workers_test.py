@@ -95,7 +95,37 @@ class _RayTestCase(parameterized.TestCase):
         cls.addClassCleanup(ray.shutdown)
 
     def workers(self, **arguments):
+        arguments = {"float32_products": True, **arguments}
         return self.enter_context(runtimes.RayWorkers(**arguments))
+
+
+class ProductsTest(_RayTestCase):
+    def test_of_a_ray_that_was_there_are_not_trusted(self):
+        case = cohorts._CASES["side_by_side"]
+        for said in (None, False, True):
+            workers = self.workers(num_workers=1, float32_products=said)
+            federated = cohorts._federated(case)
+            cohorts._fit(federated, case, case.clients(), runtime=workers)
+            (made,) = workers._computations.values()
+            for way, *_ in made:
+                self.assertEqual(way.side_by_side, said is True)
+        with self.assertRaisesRegex(TypeError, "float32_products"):
+            self.workers(float32_products="yes")
+
+    def test_of_one_that_is_started_here_they_are_known(self):
+        for address, variable, started, here in (
+            (None, None, True, True),
+            (None, None, False, False),
+            ("auto", None, True, False),
+            (None, "10.0.0.1:6379", True, False),
+        ):
+            cluster = ray_workers._Cluster(address, {})
+            cluster._started = started
+            changed = {} if variable is None else {"RAY_ADDRESS": variable}
+            with mock.patch.dict(os.environ, changed):
+                if variable is None:
+                    os.environ.pop("RAY_ADDRESS", None)
+                self.assertEqual(cluster.is_here, here)
 
 
 class SameResultTest(_RayTestCase):
@@ -103,7 +133,9 @@ class SameResultTest(_RayTestCase):
     def setUpClass(cls):
         super().setUpClass()
         if _INSTALLED:
-            cls.shared = runtimes.RayWorkers(num_workers=2)
+            cls.shared = runtimes.RayWorkers(
+                num_workers=2, float32_products=True
+            )
             cls.addClassCleanup(cls.shared.close)
 
     def _compare(self, case, clients, **arguments):

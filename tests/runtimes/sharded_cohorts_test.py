@@ -291,7 +291,7 @@ class _WorkersTestCase(parameterized.TestCase):
         return self.enter_context(
             runtimes.TFFWorkers(
                 hosts=[process.address for process in self.processes],
-                **arguments,
+                **{"float32_products": True, **arguments},
             )
         )
 
@@ -327,6 +327,16 @@ class SameResultTest(_WorkersTestCase):
         for way, *_ in made:
             self.assertEqual(way.side_by_side, case.side_by_side)
         return workers, there
+
+    def test_products_of_workers_elsewhere_are_not_trusted(self):
+        case = _CASES["side_by_side"]
+        self._compare(
+            dataclasses.replace(
+                case, side_by_side=False, compiled={"jit_compile": None}
+            ),
+            case.clients(),
+            float32_products=None,
+        )
 
     @parameterized.named_parameters(
         (name, case) for name, case in _CASES.items()

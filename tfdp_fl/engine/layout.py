@@ -87,6 +87,7 @@ class Layout:
         *,
         groups_if_small: int = 1,
         for_workers: bool = False,
+        float32_products: bool = True,
     ) -> list[list[Part]]:
         """Shares a chunk's clients out and lays out their training.
 
@@ -98,6 +99,8 @@ class Layout:
             more than it saves.
           for_workers: Whether one function, without XLA, has to serve all
             groups, and a group's training is one message.
+          float32_products: Whether those who train compute products of float32
+            numbers as such; this process is asked as well.
 
         Returns:
           At most so many groups, at least one. The parts of a group come one
@@ -121,6 +124,7 @@ class Layout:
             )
         if not (
             self.kernels is not None
+            and float32_products
             and _products.are_float32()
             and dense_models.is_worthwhile(
                 self.kernels,

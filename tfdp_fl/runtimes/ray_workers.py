@@ -126,6 +126,12 @@ class _Cluster:
         self._started = False
         self.actors: dict[int, Any] = {}
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all of Ray was started here."""
+        elsewhere = self._address or os.environ.get("RAY_ADDRESS")
+        return self._started and not elsewhere
+
     def connect(self) -> None:
         ray = _ray()
         if ray.is_initialized():
@@ -200,6 +206,7 @@ class RayWorkers(ShardWorkers):
         connect_timeout_seconds: float = 300.0,
         round_timeout_seconds: float | None = None,
         max_repeats: int = 2,
+        float32_products: bool | None = None,
     ):
         """Describes the workers; `open`, or the first round, starts them.
 
@@ -223,6 +230,12 @@ class RayWorkers(ShardWorkers):
             round_timeout_seconds: How long a round may take before its
                 unfinished workers count as lost; None for no limit.
             max_repeats: How often in one round lost workers are replaced.
+            float32_products: Whether the workers compute products of float32
+                numbers as such: not in bfloat16 (oneDNN can be told to), nor in
+                TensorFloat-32 (a GPU's default). Dense models train side by
+                side only then, as the bound of their norms rests on it. None:
+                known of a Ray that is started here; not of others, whose
+                clients train one after the other.
 
         Raises:
             TypeError, ValueError: If an argument is not what it should be.
@@ -237,6 +250,7 @@ class RayWorkers(ShardWorkers):
         super().__init__(
             _validate.positive_integer(shards_per_worker=shards_per_worker),
             os.fspath(data),
+            float32_products,
         )
         self._connect_timeout = _validate.positive(
             connect_timeout_seconds=connect_timeout_seconds
@@ -257,6 +271,10 @@ class RayWorkers(ShardWorkers):
     def num_workers(self) -> int:
         """How many workers there are."""
         return self._num_workers
+
+    @property
+    def _are_started_here(self) -> bool:
+        return self._cluster.is_here
 
     def open(self) -> RayWorkers:
         """Connects, and starts every worker that is not there. Returns self.

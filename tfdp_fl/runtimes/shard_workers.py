@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tfdp_fl import engine
+from tfdp_fl import _products, _validate, engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.runtimes import lifting, sharded_cohorts
 from tfdp_fl.runtimes.worker_data import WorkerData
@@ -57,13 +57,22 @@ class ShardWorkers(abc.ABC):
     # Makes of a function what `_run_sharded` takes.
     _lift: Callable[..., Any] = staticmethod(lifting.computation_from_function)
 
-    def __init__(self, shards_per_worker: int, data: str):
+    def __init__(
+        self,
+        shards_per_worker: int,
+        data: str,
+        float32_products: bool | None = None,
+    ):
         """Keeps what is the same for every round.
 
         Args:
             shards_per_worker: How many shards each worker is given.
             data: REQUEST, or the directory where workers read the examples.
+            float32_products: What the user says of the workers' products.
         """
+        if float32_products is not None:
+            _validate.instance_of(bool, float32_products=float32_products)
+        self._float32_products = float32_products
         self._shards_per_worker = shards_per_worker
         self._data = data
         # What was made of an engine, and found of a dataset, before.
@@ -74,6 +83,11 @@ class ShardWorkers(abc.ABC):
     @abc.abstractmethod
     def num_workers(self) -> int:
         """How many workers there are."""
+
+    @property
+    @abc.abstractmethod
+    def _are_started_here(self) -> bool:
+        """Whether the workers are this machine's, with its environment."""
 
     @abc.abstractmethod
     def open(self: _Self) -> _Self:
@@ -119,6 +133,12 @@ class ShardWorkers(abc.ABC):
                 data = WorkerData.of(clients, self._data)
                 self._worker_data[clients] = data
         self.open()
+        float32_products = self._float32_products
+        if float32_products is None:
+            float32_products = (
+                self._are_started_here
+                and _products.are_float32_in_processes_started_here()
+            )
         return sharded_cohorts.ShardedCohorts(
             cohort_engine,
             run_sharded=self._run_sharded,
@@ -127,6 +147,7 @@ class ShardWorkers(abc.ABC):
             shards_per_worker=self._shards_per_worker,
             data=data,
             computations=self._computations.setdefault(cohort_engine, {}),
+            float32_products=float32_products,
             lift=self._lift,
         )
 

@@ -48,6 +48,7 @@ class ShardedCohorts:
         shards_per_worker: int,
         data: WorkerData | None,
         computations: dict[Any, Any],
+        float32_products: bool = True,
         lift: Callable[..., Any] = computation_from_function,
     ):
         """Prepares nothing; computations are made when a round needs them.
@@ -61,6 +62,8 @@ class ShardedCohorts:
             shards_per_worker: How many shards each works on at the same time.
             data: Where workers read the examples; None: they are sent.
             computations: The computations made of this engine before.
+            float32_products: Whether the workers compute products of float32
+                numbers as such, on which training side by side rests.
             lift: Makes of a function what `run_sharded` takes.
         """
         self._engine = cohort_engine
@@ -70,6 +73,7 @@ class ShardedCohorts:
         self._num_shards = num_workers * shards_per_worker
         self._data = data
         self._computations = computations
+        self._float32_products = float32_products
         self._lift = lift
         only_sum = cohort_engine.output == cohort.SUM
         by_sum = only_sum and not cohort_engine.query.keeps_window
@@ -137,6 +141,7 @@ class ShardedCohorts:
             self._num_shards,
             groups_if_small=self._num_workers,
             for_workers=True,
+            float32_products=self._float32_products,
         )
         for place in range(max(map(len, groups))):
             parts = [group[place] for group in groups if place < len(group)]

@@ -131,6 +131,7 @@ class TFFWorkers(ShardWorkers):
         max_concurrent_computation_calls: int | None = None,
         shards_per_worker: int | None = None,
         data: str | os.PathLike[str] = REQUEST,
+        float32_products: bool | None = None,
     ):
         """Describes the workers; `open`, or the first round, starts them.
 
@@ -153,6 +154,12 @@ class TFFWorkers(ShardWorkers):
                 with every round, those of its cohort; or the directory that
                 `export_for_workers` wrote, which every worker sees under this
                 path.
+            float32_products: Whether the workers compute products of float32
+                numbers as such: not in bfloat16 (oneDNN can be told to), nor in
+                TensorFloat-32 (a GPU's default). Dense models train side by
+                side only then, as the bound of their norms rests on it. None:
+                known of workers that are started here; not of others, whose
+                clients train one after the other.
 
         Raises:
             ValueError: If an argument is out of range, or does not go with
@@ -224,7 +231,9 @@ class TFFWorkers(ShardWorkers):
                 else shards_per_worker
             ),
             os.fspath(data),
+            float32_products,
         )
+        self._are_started = hosts is None
         # Also run at exit, and when this object is no longer used.
         self._close = weakref.finalize(
             self, _close_all, self._workers, os.getpid()
@@ -237,6 +246,10 @@ class TFFWorkers(ShardWorkers):
     def num_workers(self) -> int:
         """How many workers there are."""
         return len(self._workers)
+
+    @property
+    def _are_started_here(self) -> bool:
+        return self._are_started
 
     @property
     def addresses(self) -> tuple[str | None, ...]:
