@@ -203,6 +203,7 @@ class SetupTest(absltest.TestCase):
                 "test.in",
                 "extras.in",
                 "jax-privacy.in",
+                *(f"rival-{name}.in" for name in ("fedjax", "flower", "pfl")),
             )
             for name in _wanted(file)
         }
