@@ -72,7 +72,8 @@ def positive_integer(**checked: Any) -> int:
         checked, "an integer of at least 1", lambda n: n >= 1, numbers.Integral
     )
     if number >= 2**63:
-        raise ValueError(f"{_one(checked)[0]} must be below 2**63.")
+        name, _ = _one(checked)
+        raise ValueError(f"{name} must be below 2**63, got {number!r}.")
     return number
 
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdp_fl import _products
 from tfdp_fl._on_use import tf
 from tfdp_fl.correlated_noise import toeplitz, tree
 from tfdp_fl.correlated_noise.participation import Participation
@@ -220,16 +219,19 @@ class BandedGenerator(_Toeplitz):
         return noise, Memory(position + 1, kept)
 
 
-def _column(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
-    """Returns weights, one for each row of a buffer, as they multiply it."""
-    return tf.reshape(weights, [-1] + [1] * (len(buffer.shape) - 1))
-
-
 def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of a buffer, weighted and added up in float32."""
-    if _products.are_float32():
-        return tf.tensordot(weights, buffer, 1)
-    return tf.reduce_sum(_column(weights, buffer) * buffer, 0)
+    """Returns the rows of a buffer, weighted and added up in float32.
+
+    By a sparse product, row after row: a dense one is in fewer bits where
+    TensorFlow or oneDNN was told so, and on GPUs by default.
+    """
+    rows = buffer.shape[0]
+    places = [[0, row] for row in range(rows)]
+    sparse = tf.SparseTensor(places, weights, [1, rows])
+    flat = tf.reshape(buffer, [rows, -1])
+    return tf.reshape(
+        tf.sparse.sparse_dense_matmul(sparse, flat), buffer.shape[1:]
+    )
 
 
 class BLTGenerator(_Toeplitz):
@@ -295,8 +297,9 @@ class BLTGenerator(_Toeplitz):
         noise, kept = [], []
         for z, buffer in zip(draw(0), buffers, strict=True):
             n = z - _weighted_sum(weights, buffer)
+            column = tf.reshape(theta, [-1] + [1] * len(z.shape))
             noise.append(n)
-            kept.append(_column(theta, buffer) * buffer + n[None])
+            kept.append(column * buffer + n[None])
         return noise, Memory(position + 1, kept)
 
 

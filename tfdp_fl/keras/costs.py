@@ -166,9 +166,10 @@ class RoundCosts:
                 charges.append((charge, before + 1))
             trial = self.spending.central.copy()
             for charge, alike in charges:
-                if count:
-                    trial.add(charge, min(alike, count))
-                count -= min(alike, count)
+                trial.add(charge, min(alike, count))
+                count -= alike
+                if count <= 0:
+                    break
             return trial.epsilon(delta, accountant or self.accountant)
 
         # So many are affordable, and so many are perhaps not.
