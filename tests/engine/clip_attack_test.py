@@ -120,6 +120,20 @@ def _cancelling(features, examples, size):
 
 
 class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
+    def _is_clipped(self, model, path, exponent):
+        """Fails if features that cancel move the sum too far, or not at all."""
+        features = model.input_shape[1]
+        norm, discarded = _added(
+            model,
+            *_cancelling(features, 8, 10.0**exponent),
+            path,
+            batch_size=4,
+        )
+        self.assertLessEqual(norm, _ALLOWED)
+        if exponent in (1, 4):
+            self.assertEqual(discarded, 0)
+            self.assertGreater(norm, 0.01 * _S)
+
     @parameterized.product(
         path=_PATHS, widths=[(128,), (512,)], size=[30.0, 3000.0]
     )
@@ -188,16 +202,8 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
             *[(-44, "linear"), (-3, "relu"), (1, "linear"), (4, "linear")],
             *[(18, "relu"), (38.5, "linear")],
         ):
-            norm, discarded = _added(
-                _network(50, (64,), activation, output=output),
-                *_cancelling(50, 8, 10.0**exponent),
-                path,
-                batch_size=4,
-            )
-            self.assertLessEqual(norm, _ALLOWED)
-            if exponent in (1, 4):
-                self.assertEqual(discarded, 0)
-                self.assertGreater(norm, 0.01 * _S)
+            model = _network(50, (64,), activation, output=output)
+            self._is_clipped(model, path, exponent)
 
     @parameterized.product(
         path=("one by one", "xla"), exponent=[-44, -30, 1, 4, 9, 18, 30]
@@ -205,16 +211,7 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
     def test_whatever_the_scale_of_layers_in_parts(self, path, exponent):
         # As if they were large: norms add up parts of 128 elements.
         with mock.patch.object(clipping, "_COPIED", 100):
-            norm, discarded = _added(
-                _network(784, (16,)),
-                *_cancelling(784, 8, 10.0**exponent),
-                path,
-                batch_size=4,
-            )
-        self.assertLessEqual(norm, _ALLOWED)
-        if exponent in (1, 4):
-            self.assertEqual(discarded, 0)
-            self.assertGreater(norm, 0.01 * _S)
+            self._is_clipped(_network(784, (16,)), path, exponent)
 
     @parameterized.parameters(-0.1, -50.0, 0.0)
     def test_any_learning_rate(self, rate):

@@ -364,7 +364,13 @@ class SameResultTest(_WorkersTestCase):
         runtimes.export_for_workers(clients, directory)
         self._compare(case, clients, data=directory, shards_per_worker=2)
 
-    def test_the_clip_holds_for_data_that_an_adversary_would_choose(self):
+    @parameterized.parameters("float32", "mixed_bfloat16")
+    def test_the_clip_holds_for_data_that_an_adversary_would_choose(
+        self, policy
+    ):
+        mixed_precision = tf.keras.mixed_precision
+        mixed_precision.set_global_policy(policy)
+        self.addCleanup(mixed_precision.set_global_policy, "float32")
         # Large features that cancel in the logits, small ones that add up.
         size, clip = 3000.0, 0.01
         sign = np.where(np.arange(10) % 2, 1.0, -1.0)
