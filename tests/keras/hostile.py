@@ -232,6 +232,7 @@ class HereWorkers(shard_workers.ShardWorkers):
     """Workers that are this very process: shards without a network."""
 
     num_workers = 2
+    _are_started_here = True
 
     @staticmethod
     def _lift(run, *specs, assigned):
