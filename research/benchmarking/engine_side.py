@@ -6,6 +6,7 @@ import pathlib
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -150,10 +151,13 @@ def streamed(
     return datasets.FederatedDataset.from_directory(str(folder))
 
 
-def streamed_population(
+ReadClient = Callable[[int], tuple[np.ndarray, np.ndarray]]
+
+
+def population_on_disk(
     work: workloads.Workload, population: int, folder: str
-) -> datasets.FederatedDataset:
-    """Returns clients who each have a place in one large file on disk.
+) -> ReadClient:
+    """Returns what reads a client, who has a place in one large file on disk.
 
     A file of 4 GB at most: where that is too little, some share a place.
 
@@ -180,21 +184,23 @@ def streamed_population(
         own = np.fromfile(path, np.float32, size, offset=4 * size * place)
         return own.reshape(shape), labels[place % at_once]
 
-    return datasets.FederatedDataset.from_client_fn(
-        list(range(population)), read
-    )
+    return read
 
 
 def _workers(
-    clients: datasets.FederatedDataset, count: int, folder: str | None
+    clients: datasets.FederatedDataset,
+    count: int,
+    folder: str | None,
+    runtime: str,
 ) -> Any:
-    """Returns TFF workers that read the examples in a folder, or None."""
+    """Returns workers that read the examples in a folder, or None."""
     if not count:
         return None
     from tfdp_fl import runtimes
 
     runtimes.export_for_workers(clients, folder)
-    return runtimes.TFFWorkers(num_workers=count, data=folder)
+    kind = getattr(runtimes, runtime)
+    return kind(num_workers=count, data=folder)
 
 
 def _way_of(federated_model: keras.DPFederatedModel) -> str:
@@ -226,6 +232,7 @@ class EngineSide:
         even: bool = False,
         workers: int = 0,
         worker_data: str | None = None,
+        runtime: str = "TFFWorkers",
         mechanism: str = "fixed",
         stream: str | None = None,
         stream_folder: str | None = None,
@@ -245,11 +252,12 @@ class EngineSide:
           sizes: A key of `UNEVEN`; None: all clients are as large as the
             workload says.
           even: Whether to share the batches of `sizes` out evenly.
-          workers: TFF workers that train and read the data; 0: this process.
+          workers: Workers that train and read the data; 0: this process.
           worker_data: A folder that they read it from; it is written here.
+          runtime: Whose workers they are, a name in `tfdp_fl.runtimes`.
           mechanism: A key of `MECHANISMS`.
           stream: "files" or "tf_data", see `streamed`; "population", see
-            `streamed_population`; None: in memory.
+            `population_on_disk`; None: in memory.
           stream_folder: Where files are written.
           policy: Keras's dtype policy.
           warm_up: Rounds after the first.
@@ -262,8 +270,10 @@ class EngineSide:
         cohort = cohort or work.clients
         started = time.perf_counter()
         if stream == "population":
-            clients = streamed_population(
-                work, int(population or work.clients), str(stream_folder)
+            count = int(population or work.clients)
+            clients = datasets.FederatedDataset.from_client_fn(
+                list(range(count)),
+                population_on_disk(work, count, str(stream_folder)),
             )
         else:
             clients = self._clients(work, cohort, population, sizes, even)
@@ -278,7 +288,7 @@ class EngineSide:
             sampling,
             mechanism,
             jit_compile,
-            _workers(clients, workers, worker_data),
+            _workers(clients, workers, worker_data, runtime),
         )
         before = machine.memory_bytes()
         machine.reset_peak()
@@ -346,6 +356,55 @@ class EngineSide:
             )
             made.fit(made.rounds)
         return made.fit(made.rounds)
+
+    def reading(
+        self, workload: str, population: int, folder: str
+    ) -> list[float]:
+        """Returns what reading a cohort takes by itself, in seconds.
+
+        Args:
+          workload: A workload's name.
+          population: How many clients there are, see `population_on_disk`.
+          folder: Where their file is.
+        """
+        work = workloads.by_name(workload)
+        read = population_on_disk(work, population, folder)
+        rng = np.random.default_rng(0)
+        seconds = []
+        for _ in range(100):
+            cohort = rng.integers(population, size=work.clients).tolist()
+            start = time.perf_counter()
+            for client in cohort:
+                read(client)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def messages(self, workload: str, workers: int) -> list[float]:
+        """Returns what TFF takes for a round's messages alone, in seconds.
+
+        A vector of the model's size goes to each worker, which does nothing
+        with it, and their sum comes back.
+
+        Args:
+          workload: A workload's name.
+          workers: How many TFF workers.
+        """
+        from tfdp_fl.runtimes import TFFWorkers, lifting
+
+        size = workloads.by_name(workload).make_model().count_params()
+        computation = lifting.computation_from_function(
+            lambda vector, place: vector + place,
+            tf.TensorSpec([size]),
+            tf.TensorSpec([]),
+        )
+        arguments = computation, [np.float32(0)] * workers, np.zeros(size, "f4")
+        seconds = []
+        with TFFWorkers(num_workers=workers) as here:
+            for _ in range(50):
+                start = time.perf_counter()
+                here.run_sharded(*arguments)
+                seconds.append(time.perf_counter() - start)
+        return seconds[10:]
 
     def versions(self) -> dict[str, str]:
         """Returns what runs here."""

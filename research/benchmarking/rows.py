@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -284,15 +285,24 @@ def jit_choice(workload: workloads.Workload, context: Context) -> Result:
     return result
 
 
-def sharded(context: Context) -> Result:
-    """Compares a cohort on TFF workers, which read the data, with one here."""
+def sharded(runtime: str, context: Context) -> Result:
+    """Compares a cohort on workers, which read the data, with one here.
+
+    Args:
+      runtime: "TFFWorkers", or "RayWorkers": those on the current stack, as Ray
+        is there for it.
+      context: What a row is measured in.
+    """
     result: Result = {}
     workers = max(2, machine.cores())
+    python = (
+        context.current_python if runtime == "RayWorkers" else sys.executable
+    )
     for name in ("mlp_small", "mlp", "mlp_batch60"):
         with (
             tempfile.TemporaryDirectory() as folder,
-            Side("engine") as here,
-            Side("engine") as there,
+            Side("engine", python=python) as here,
+            Side("engine", python=python) as there,
         ):
             try:
                 there.call(
@@ -301,6 +311,7 @@ def sharded(context: Context) -> Result:
                     workload=name,
                     workers=workers,
                     worker_data=folder,
+                    runtime=runtime,
                 )
             except SideError as error:
                 reason = str(error).strip().splitlines()[-1]
@@ -314,6 +325,9 @@ def sharded(context: Context) -> Result:
                     "there": _measure(there, "run", seconds),
                 },
             )
+            if runtime == "TFFWorkers":
+                messages = here.call("messages", workload=name, workers=workers)
+                both["messages"] = summary(messages)
             both["ratio"] = both["there"]["median"] / both["here"]["median"]
             context.say(f"{name}: {both['ratio']:.2f} times the round here")
             result[name] = both
@@ -386,33 +400,56 @@ def model_size_curve(context: Context) -> Result:
 
 
 def memory_curve(context: Context) -> Result:
-    """Measures the peak memory above the data, for growing cohorts."""
+    """Measures the peak memory above the data, for growing cohorts.
+
+    The last cohort of the large model that is trained one by one also without
+    oneDNN, whose allocator gives nothing back.
+    """
     cohorts = (10, 30) if context.quick else (10, 30, 100, 300, 1000)
     result: Result = {"points": []}
     for way, mechanism, model, count in MEMORY_CURVES:
         for cohort in cohorts[:count]:
-            with Side("engine") as side:
-                point = side.call(
-                    "memory",
-                    workload=model,
-                    cohort=cohort,
-                    mechanism=mechanism,
-                    side_by_side=way == "side by side",
-                )
-            copies = point["bytes"] / point["model_bytes"]
-            point.update(
-                cohort=cohort,
-                mechanism=mechanism,
-                way=way,
-                copies=copies,
-                copies_per_replica=copies / point["replicas"],
-            )
+            point = _memory_point(way, mechanism, model, cohort)
             context.say(
                 f"{model}, {mechanism}, {way}, cohort {cohort}: "
                 f"{point['copies_per_replica']:.2f} model copies per replica"
             )
             result["points"].append(point)
+        if (way, mechanism) == ("one by one", "fixed"):
+            result["without_onednn"] = _memory_point(
+                way,
+                mechanism,
+                model,
+                cohorts[:count][-1],
+                {"TF_ENABLE_ONEDNN_OPTS": "0"},
+            )
     return result
+
+
+def _memory_point(
+    way: str,
+    mechanism: str,
+    model: str,
+    cohort: int,
+    environment: Mapping[str, str] | None = None,
+) -> Result:
+    with Side("engine", environment=environment) as side:
+        point = side.call(
+            "memory",
+            workload=model,
+            cohort=cohort,
+            mechanism=mechanism,
+            side_by_side=way == "side by side",
+        )
+    copies = point["bytes"] / point["model_bytes"]
+    return {
+        **point,
+        "cohort": cohort,
+        "mechanism": mechanism,
+        "way": way,
+        "copies": copies,
+        "copies_per_replica": copies / point["replicas"],
+    }
 
 
 def uneven_clients(context: Context) -> Result:
@@ -509,6 +546,12 @@ def _streamed_population(context: Context) -> Result:
             context.blocks,
             {way: _measure(side, way, seconds) for way in ("disk", "memory")},
         )
+        reading = side.call(
+            "reading",
+            workload="mlp_small",
+            population=population,
+            folder=folder,
+        )
     start = made["disk"]["constructed_seconds"] + made["disk"]["first_seconds"]
     ratio = times["disk"]["median"] / times["memory"]["median"]
     context.say(
@@ -517,6 +560,7 @@ def _streamed_population(context: Context) -> Result:
     )
     return {
         **times,
+        "reading": summary(reading),
         "population": population,
         "ratio": ratio,
         "start_seconds": start,
@@ -823,7 +867,15 @@ def _rows() -> list[Row]:
             for work in works
         ],
         Row("flops", "rate", "floating-point rate", floating_point_rate),
-        Row("sharded", "sharded", "on TFF workers", sharded),
+        *[
+            Row(
+                name,
+                "sharded",
+                f"on {of_whom} workers",
+                functools.partial(sharded, f"{of_whom}Workers"),
+            )
+            for name, of_whom in verdicts.SHARDED.items()
+        ],
         Row("cohort", "growth", "time by cohort", cohort_curve),
         Row("population", "growth", "time by population", population_curve),
         Row("model_size", "growth", "time by model size", model_size_curve),

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl.engine import cohort, rounds, server_update
+from tfdp_fl.engine import calls, cohort, rounds, server_update
 from tfdp_fl.mechanisms import cohort_query, noise
 
 BroadcastHook = Callable[[list[tf.Tensor], tf.Tensor], list[tf.Tensor]]
@@ -35,15 +35,20 @@ class Broadcast:
         self._server = server
         self._unaggregated = unaggregated
         self._hook = hook
-        self._compiled = tf.function(
-            self.received, reduce_retracing=True, autograph=False
-        )
+        # By the kind of seed, which is all that differs between rounds.
+        self._traced: dict[tf.DType, Any] = {}
 
     def __call__(
         self, state: Any, inputs: rounds.RoundInputs
     ) -> cohort.Received:
         """Returns what clients receive, in the state before the round."""
-        return self._compiled(state, *inputs.tensors())
+        numbers, seed = inputs.tensors()
+        arguments = (state, numbers, seed)
+        if seed.dtype not in self._traced:
+            self._traced[seed.dtype] = calls.concrete_function(
+                tf.function(self.received, autograph=False), False, *arguments
+            )
+        return calls.Call(self._traced[seed.dtype], arguments)()
 
     def changed_weights(self, state: Any, inputs: rounds.RoundInputs) -> Any:
         """Returns one set of weights for all replicas; () without a hook."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import os
 import time
@@ -16,10 +17,13 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp_fl import _optional, _validate
-from tfdp_fl.runtimes import sharded_cohorts
+from tfdp_fl.runtimes import memory, sharded_cohorts
 from tfdp_fl.runtimes.errors import WorkerError, WorkerLost, WorkerUnavailable
 from tfdp_fl.runtimes.program import Program
 from tfdp_fl.runtimes.shard_workers import REQUEST, ShardWorkers, WorkerRecord
+
+# What Ray sends with a call, rather than by its store of objects.
+_INLINE_BYTES = 64 * 2**10
 
 SUM, NONE = sharded_cohorts.SUM, sharded_cohorts.NONE
 
@@ -49,7 +53,9 @@ class RayWorkerRound(WorkerRecord):
 class _Actor:
     """Runs programs; lives in a process of Ray's."""
 
-    def __init__(self):
+    def __init__(self, threads: int):
+        memory.keep_freed_memory()
+        self._threads = threads
         self._made: dict[str, Any] = {}
 
     def ready(self) -> int:
@@ -59,7 +65,7 @@ class _Actor:
     def make(self, program: Program) -> None:
         """Takes over a program, once."""
         if program.name not in self._made:
-            self._made[program.name] = _runnable(program)
+            self._made[program.name] = _runnable(program, self._threads)
 
     def run(
         self, name: str, broadcast: list[Any], shards: list[Any], by_sum: bool
@@ -81,11 +87,15 @@ def _added(one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
     return [operator.add(a, b) for a, b in zip(one, other, strict=True)]
 
 
-def _runnable(program: Program) -> Any:
+def _runnable(program: Program, threads: int = 1) -> Any:
     """Returns a function of a program's flat arguments, as NumPy arrays.
 
     A graph and a session of TensorFlow 1: a graph's own functions (of loops,
     of branches) come with it there, and are not looked for in this process.
+
+    Args:
+        program: The program.
+        threads: How many compute.
     """
     graph_def = tf.compat.v1.GraphDef.FromString(program.graph)
     count = len(program.inputs) - len(program.captured)
@@ -103,11 +113,20 @@ def _runnable(program: Program) -> Any:
         [graph.get_tensor_by_name(f"cohort/{name}") for name in names]
         for names in (program.inputs[:count], program.outputs)
     )
-    session = tf.compat.v1.Session(graph=graph)
+    session = tf.compat.v1.Session(
+        graph=graph,
+        config=tf.compat.v1.ConfigProto(
+            intra_op_parallelism_threads=threads,
+            inter_op_parallelism_threads=threads,
+        ),
+    )
+    # What `Session.run` finds out of its arguments each time is known.
+    begun = session.make_callable(begin)
+    made = session.make_callable(outputs, feed_list=arguments)
 
     def run(values: list[Any]) -> list[np.ndarray]:
-        session.run(begin)  # What an earlier call assigned is gone with it.
-        return session.run(outputs, dict(zip(arguments, values, strict=True)))
+        begun()  # What an earlier call assigned is gone with it.
+        return made(*values)
 
     return run
 
@@ -153,7 +172,8 @@ class _Cluster:
         """Returns the actor of a place, a new one where there is none."""
         if place not in self.actors:
             remote = _ray().remote(_Actor).options(**self._options)
-            self.actors[place] = remote.remote()
+            threads = max(1, math.ceil(self._options.get("num_cpus", 1)))
+            self.actors[place] = remote.remote(threads)
         return self.actors[place]
 
     def drop(self, place: int) -> None:
@@ -224,7 +244,8 @@ class RayWorkers(ShardWorkers):
                 `export_for_workers` wrote, which every worker sees under this
                 path.
             resources: What each worker asks of Ray, as the options of an actor:
-                `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default.
+                `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default; a
+                worker computes with as many threads.
             connect_timeout_seconds: How long Ray may take to place and start
                 the workers.
             round_timeout_seconds: How long a round may take before its
@@ -340,7 +361,9 @@ class RayWorkers(ShardWorkers):
         """
         self.open()
         ray = _ray()
-        sent = ray.put([each.numpy() for each in tf.nest.flatten(broadcast)])
+        sent: Any = [each.numpy() for each in tf.nest.flatten(broadcast)]
+        if sum(each.nbytes for each in sent) > _INLINE_BYTES:
+            sent = ray.put(sent)
         flat = [
             [np.asarray(leaf) for leaf in tf.nest.flatten(shard)]
             for shard in shards

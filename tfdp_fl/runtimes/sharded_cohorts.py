@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.engine import chunks, cohort, layout, tracing
+from tfdp_fl.engine import calls, chunks, cohort, layout, tracing
 from tfdp_fl.runtimes.lifting import computation_from_function
 from tfdp_fl.runtimes.worker_data import WorkerData
 
@@ -247,8 +247,6 @@ class _Packing:
 
     Attributes:
         specs: Of the vectors.
-        packed: Does what `pack` does, compiled.
-        unpacked: Does what `unpack` does, compiled.
     """
 
     def __init__(self, nest: Any):
@@ -267,10 +265,23 @@ class _Packing:
             tf.TensorSpec([sum(self._sizes[place] for place in places)], dtype)
             for dtype, places in self._vectors.items()
         ]
-        self.packed = tf.function(self.pack, autograph=False)
-        self.unpacked = tf.function(
-            self.unpack, input_signature=[self.specs], autograph=False
+        self._packed, self._unpacked = (
+            calls.concrete_function(
+                tf.function(function, autograph=False), False, spec
+            )
+            for function, spec in (
+                (self.pack, tf.nest.map_structure(_spec, nest)),
+                (self.unpack, self.specs),
+            )
         )
+
+    def packed(self, nest: Any) -> list[tf.Tensor]:
+        """Does what `pack` does, compiled."""
+        return calls.Call(self._packed, nest)()
+
+    def unpacked(self, vectors: Sequence[Any]) -> Any:
+        """Does what `unpack` does, compiled."""
+        return calls.Call(self._unpacked, list(vectors))()
 
     def pack(self, nest: Any) -> list[tf.Tensor]:
         """Returns the vectors of a nest of tensors."""
@@ -288,6 +299,10 @@ class _Packing:
             for place, part in zip(places, parts, strict=True):
                 leaves[place] = tf.reshape(part, self._shapes[place])
         return tf.nest.pack_sequence_as(self._structure, leaves)
+
+
+def _spec(tensor: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def _taken(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:

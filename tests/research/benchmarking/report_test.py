@@ -52,6 +52,7 @@ def _on_disk(ratio, start_seconds):
         "memory": _times(0.1),
         "disk": _times(0.1 * ratio),
         "ratio": ratio,
+        "reading": _times(0.01),
         "start_seconds": start_seconds,
     }
 
@@ -93,6 +94,14 @@ def _rivals(ratio):
     }
 
 
+def _on_workers(name, seconds):
+    """Returns a round of that many seconds on workers, and of 0.1 here."""
+    here, there = _times(0.1), _times(seconds)
+    both = {"here": here, "there": there, "ratio": 10 * seconds}
+    both["messages"] = _times(0.01)
+    return {"workers": 2, "workloads": {name: both}}
+
+
 def _complete():
     """Returns a result for every row, by name."""
     rate = {"beside": _times(4e11), "split": _times(3e11), "best": 4e11}
@@ -101,16 +110,8 @@ def _complete():
     found = {
         "machine": {"rates": {"large": rate, **dict.fromkeys(names, half)}},
         "flops": {"rate": 1.8e11, "bare": 2e11, "ratio": 0.9},
-        "sharded": {
-            "workers": 2,
-            "workloads": {
-                "mlp": {
-                    "here": _times(0.1),
-                    "there": _times(0.12),
-                    "ratio": 1.2,
-                }
-            },
-        },
+        "sharded": _on_workers("mlp", 0.12),
+        "sharded_ray": _on_workers("mlp_small", 0.2025),
         "streaming": {
             "mlp": _streamed(0.11),
             "population": _on_disk(1.2, 4.0),
@@ -250,6 +251,8 @@ class ReportTest(parameterized.TestCase):
     @parameterized.parameters(
         ("flops", {"rate": 1.6e11, "bare": 2e11, "ratio": 0.8}),
         ("sharded", {"unavailable": "fit(runtime=TFFWorkers(...))"}),
+        ("sharded", _on_workers("mlp", 0.16)),
+        ("sharded_ray", _on_workers("mlp_small", 0.204)),
         ("mlp_small", _against_tff(0.5, 0.01)),
         ("mlp", _against_tff(1.1, 0.1)),
         ("cnn", _against_tff(0.2, 0.1)),
@@ -357,7 +360,7 @@ class ReportTest(parameterized.TestCase):
 
 class RowsTest(parameterized.TestCase):
     @parameterized.parameters(
-        (["all"], 37),
+        (["all"], 38),
         (["tff"], 5),
         (["mlp", "machine"], 2),
         (["jit_mlp", "jit"], 5),
