@@ -355,12 +355,20 @@ def _of_streaming(results: Results) -> list[Verdict]:
                 f"at most {1 / STREAMED_RATE:.2f} times and 5 s",
                 large["ratio"] <= 1 / STREAMED_RATE
                 and large["start_seconds"] <= 5,
-                f"{milliseconds(large['reading']['median'])} is what the "
-                "user's own function takes to read a cohort where nothing else "
-                "runs; the rest is packing what it returns.",
+                _of_reading(large),
             )
         )
     return verdicts
+
+
+def _of_reading(measured: Any) -> str:
+    if "reading" not in measured:  # A result of before that was measured.
+        return ""
+    alone = milliseconds(measured["reading"]["median"])
+    return (
+        f"{alone} is what the user's own function takes to read a cohort where "
+        "nothing else runs; the rest is packing what it returns."
+    )
 
 
 def _of_correlated(results: Results) -> Verdict | None:
