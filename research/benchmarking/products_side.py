@@ -180,5 +180,44 @@ class ProductsSide:
         self._rates[name] = float(np.median(rates))
         return rates
 
+    def gram(self, rows: int, columns: int, steps: int) -> dict[str, float]:
+        """Returns the seconds of X X^T, all of it and only a half.
+
+        By one thread, for as many clients as a core trains side by side.
+
+        Args:
+          rows: Of X, for each client.
+          columns: Of X.
+          steps: In how many blocks the rows come, which is how finely the
+            half is cut out.
+        """
+        clients = workloads.CLIENTS_PER_ROUND // 2
+        x = tf.random.normal([clients, rows, columns])
+
+        def blocks(count: int) -> Any:
+            def product(x: tf.Tensor) -> list[tf.Tensor]:
+                size = rows // count
+                return [
+                    tf.matmul(
+                        x[:, start : start + size],
+                        x[:, : start + size],
+                        transpose_b=True,
+                    )
+                    for start in range(0, rows, size)
+                ]
+
+            return product
+
+        seconds = {}
+        for name, count in (("whole", 1), ("halves", 2), ("steps", steps)):
+            function = tf.function(blocks(count)).get_concrete_function(x)
+            times = []
+            for _ in range(100):
+                start = time.perf_counter()
+                function(x)
+                times.append(time.perf_counter() - start)
+            seconds[name] = float(np.median(times[20:]))
+        return seconds
+
 
 __all__ = ["LARGE", "Convolution", "ProductsSide", "steps_function"]

@@ -220,6 +220,17 @@ def machine_rates(context: Context) -> Result:
     return {"rates": rates, **machine.description()}
 
 
+def symmetric_products(context: Context) -> Result:
+    """Compares all of a Gram matrix with its half, in blocks of rows."""
+    shape = {"rows": 60, "columns": 784, "steps": 6}
+    with Side("products") as side:
+        found = side.call("gram", **shape)
+    context.say(
+        ", ".join(f"{name} {1e3 * each:.2f} ms" for name, each in found.items())
+    )
+    return {**shape, "seconds": found}
+
+
 def floating_point_rate(context: Context) -> Result:
     """Compares rounds with the bare products of their shapes, in turns."""
     work = workloads.WORKLOADS["mlp_batch60"]
@@ -857,6 +868,7 @@ def _rows() -> list[Row]:
 
     return [
         Row("machine", "machine", "bare products", machine_rates),
+        Row("gram", "machine", "symmetric products", symmetric_products),
         *[
             Row(
                 work.name,

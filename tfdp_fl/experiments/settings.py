@@ -195,6 +195,12 @@ class Settings(_MechanismParameters):
         str,
         "Units of the dense (mlp, cnn) or LSTM layers, as in 600,100.",
     )
+    normalization_groups: int | None = _option(
+        None,
+        int,
+        "mlp: each hidden layer's units are normalised within an example, in "
+        "so many groups (group normalisation).",
+    )
     input_pooling: int | None = _option(
         None,
         int,
@@ -448,6 +454,11 @@ class Settings(_MechanismParameters):
         filled = self._with_defaults(defaults)
         if self.server_optimizer is None:
             filled = dataclasses.replace(filled, **server)
+        if filled.normalization_groups and filled.model != "mlp":
+            raise ValueError(
+                "--normalization_groups is for --model=mlp, got "
+                f"--model={filled.model}."
+            )
         if filled.input_pooling and filled.model not in ("linear", "mlp"):
             raise ValueError(
                 "--input_pooling is for --model=linear|mlp, got "

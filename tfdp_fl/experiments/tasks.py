@@ -191,6 +191,8 @@ def build_model(settings: settings_lib.Settings, task: Task) -> tf.keras.Model:
         return models.lstm(task.num_classes, **widths)
     if settings.input_pooling:
         widths["pooling"] = settings.input_pooling
+    if settings.normalization_groups:
+        widths["groups"] = settings.normalization_groups
     build: dict[Any, Callable[..., tf.keras.Model]] = {
         "linear": models.linear,
         "mlp": models.mlp,

@@ -110,6 +110,12 @@ def _complete():
     found = {
         "machine": {"rates": {"large": rate, **dict.fromkeys(names, half)}},
         "flops": {"rate": 1.8e11, "bare": 2e11, "ratio": 0.9},
+        "gram": {
+            "rows": 60,
+            "columns": 784,
+            "steps": 6,
+            "seconds": {"whole": 1e-3, "halves": 9e-4, "steps": 2e-3},
+        },
         "sharded": _on_workers("mlp", 0.12),
         "sharded_ray": _on_workers("mlp_small", 0.2025),
         "streaming": {
@@ -360,9 +366,9 @@ class ReportTest(parameterized.TestCase):
 
 class RowsTest(parameterized.TestCase):
     @parameterized.parameters(
-        (["all"], 38),
+        (["all"], 39),
         (["tff"], 5),
-        (["mlp", "machine"], 2),
+        (["mlp", "machine"], 3),
         (["jit_mlp", "jit"], 5),
         ([""], 0),
     )
