@@ -86,6 +86,7 @@ class _Run:
         mechanism: str,
         jit_compile: bool | None,
         runtime: Any,
+        num_replicas: int | None = None,
     ):
         self._workload = workload
         self._clients = clients
@@ -95,6 +96,7 @@ class _Run:
             MECHANISMS[mechanism](),
             clients_per_round=cohort,
             sampling=sampling,
+            num_replicas=num_replicas,
         )
         self.federated_model.compile(
             optimizer=tf.keras.optimizers.SGD(workloads.LEARNING_RATE),
@@ -237,6 +239,7 @@ class EngineSide:
         stream: str | None = None,
         stream_folder: str | None = None,
         policy: str = "float32",
+        num_replicas: int | None = None,
         warm_up: int = 3,
     ) -> dict[str, Any]:
         """Makes a run, and runs its first rounds.
@@ -260,6 +263,7 @@ class EngineSide:
             `population_on_disk`; None: in memory.
           stream_folder: Where files are written.
           policy: Keras's dtype policy.
+          num_replicas: How many clients train at once; None: one a core.
           warm_up: Rounds after the first.
 
         Returns:
@@ -289,6 +293,7 @@ class EngineSide:
             mechanism,
             jit_compile,
             _workers(clients, workers, worker_data, runtime),
+            num_replicas,
         )
         before = machine.memory_bytes()
         machine.reset_peak()

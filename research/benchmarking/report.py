@@ -186,6 +186,7 @@ def _rivals(results: Results) -> str:
 def _bars(results: Results) -> str:
     shown = [
         verdicts.of_rate(results),
+        *verdicts.of_replicas(results),
         *verdicts.of_sharded(results),
         *verdicts.of_growth(results),
     ]

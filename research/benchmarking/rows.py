@@ -296,6 +296,28 @@ def jit_choice(workload: workloads.Workload, context: Context) -> Result:
     return result
 
 
+def replicas(context: Context) -> Result:
+    """Compares a client on each core with one whose operations are split."""
+    result: Result = {}
+    options = {"one_thread_per_operation": False}
+    for name in workloads.WORKLOADS:
+        with Side("engine") as beside, Side("engine", options) as split:
+            beside.call("add", run="run", workload=name)
+            split.call("add", run="run", workload=name, num_replicas=1)
+            seconds = context.seconds(1.5)
+            both = alternate(
+                min(context.blocks, 3),
+                {
+                    "beside": _measure(beside, "run", seconds),
+                    "split": _measure(split, "run", seconds),
+                },
+            )
+        both["ratio"] = both["beside"]["median"] / both["split"]["median"]
+        context.say(f"{name}: {both['ratio']:.2f} times the round of one")
+        result[name] = both
+    return {"cores": machine.cores(), "workloads": result}
+
+
 def sharded(runtime: str, context: Context) -> Result:
     """Compares a cohort on workers, which read the data, with one here.
 
@@ -888,6 +910,7 @@ def _rows() -> list[Row]:
             )
             for name, of_whom in verdicts.SHARDED.items()
         ],
+        Row("replicas", "replicas", "a client on each core", replicas),
         Row("cohort", "growth", "time by cohort", cohort_curve),
         Row("population", "growth", "time by population", population_curve),
         Row("model_size", "growth", "time by model size", model_size_curve),

@@ -17,6 +17,7 @@ SHARDED_FACTOR = 1.5
 SHARDED_SMALLEST = {"mlp_small": (2.0, 3e-3)}
 SHARDED = {"sharded": "TFF", "sharded_ray": "Ray"}
 POPULATION_FACTOR = 1.1
+REPLICAS_FACTOR = 1.1
 COPIES_PER_REPLICA = 4.0
 # Of a model that is so large that what a process takes is little beside it.
 LARGE_MODEL, COPIES_OF_A_LARGE_ONE = 2**26, 3.5
@@ -206,6 +207,28 @@ def _of_workers(row: str, of_whom: str, result: Any) -> list[Verdict]:
             )
         )
     return verdicts
+
+
+def of_replicas(results: Results) -> list[Verdict]:
+    """Returns whether a client on each core is what is fastest."""
+    result = results.result("replicas")
+    if result is None:
+        return []
+    return [
+        Verdict(
+            "replicas",
+            f"{workloads.WORKLOADS[name].title}: a client on each of "
+            f"{result['cores']} cores over one client at a time, whose "
+            "operations are split over them",
+            f"{each['ratio']:.2f} times "
+            f"({milliseconds(each['beside']['median'])} against "
+            f"{milliseconds(each['split']['median'])})",
+            f"at most {REPLICAS_FACTOR:g} times",
+            each["ratio"] <= REPLICAS_FACTOR,
+            "`num_replicas=1` is faster on this machine.",
+        )
+        for name, each in result["workloads"].items()
+    ]
 
 
 def _of_messages(measured: Any) -> str:
@@ -584,6 +607,7 @@ def all_verdicts(results: Results) -> list[Verdict]:
     found = [
         *[of_tff(results, work) for work in works],
         of_rate(results),
+        *of_replicas(results),
         *of_sharded(results),
         *of_growth(results),
         *[of_jit(results, work) for work in works],

@@ -102,6 +102,12 @@ def _on_workers(name, seconds):
     return {"workers": 2, "workloads": {name: both}}
 
 
+def _with_replicas(ratio):
+    """Returns rounds of a client on each core over those of one, split."""
+    both = {"beside": _times(0.1 * ratio), "split": _times(0.1), "ratio": ratio}
+    return {"cores": 2, "workloads": {"cnn": both}}
+
+
 def _complete():
     """Returns a result for every row, by name."""
     rate = {"beside": _times(4e11), "split": _times(3e11), "best": 4e11}
@@ -116,6 +122,7 @@ def _complete():
             "steps": 6,
             "seconds": {"whole": 1e-3, "halves": 9e-4, "steps": 2e-3},
         },
+        "replicas": _with_replicas(0.8),
         "sharded": _on_workers("mlp", 0.12),
         "sharded_ray": _on_workers("mlp_small", 0.2025),
         "streaming": {
@@ -257,6 +264,7 @@ class ReportTest(parameterized.TestCase):
     @parameterized.parameters(
         ("flops", {"rate": 1.6e11, "bare": 2e11, "ratio": 0.8}),
         ("sharded", {"unavailable": "fit(runtime=TFFWorkers(...))"}),
+        ("replicas", _with_replicas(1.2)),
         ("sharded", _on_workers("mlp", 0.16)),
         ("sharded_ray", _on_workers("mlp_small", 0.204)),
         ("mlp_small", _against_tff(0.5, 0.01)),
@@ -366,7 +374,7 @@ class ReportTest(parameterized.TestCase):
 
 class RowsTest(parameterized.TestCase):
     @parameterized.parameters(
-        (["all"], 39),
+        (["all"], 40),
         (["tff"], 5),
         (["mlp", "machine"], 3),
         (["jit_mlp", "jit"], 5),
