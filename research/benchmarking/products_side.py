@@ -197,14 +197,17 @@ class ProductsSide:
         def blocks(count: int) -> Any:
             def product(x: tf.Tensor) -> list[tf.Tensor]:
                 size = rows // count
-                return [
-                    tf.matmul(
-                        x[:, start : start + size],
-                        x[:, : start + size],
-                        transpose_b=True,
-                    )
-                    for start in range(0, rows, size)
-                ]
+                products: list[tf.Tensor] = []
+                for start in range(0, rows, size):
+                    with tf.control_dependencies(products[-1:]):
+                        products.append(
+                            tf.matmul(
+                                x[:, start : start + size],
+                                x[:, : start + size],
+                                transpose_b=True,
+                            )
+                        )
+                return products
 
             return product
 

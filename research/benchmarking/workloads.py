@@ -254,9 +254,9 @@ WORKLOADS: dict[str, Workload] = {
             examples=20,
             batch_size=10,
             step=dense_products(10, 64, 128, 10),
-            target=60,
+            target=75,
         ),
-        _mnist_mlp("mlp", 60, 10, 12),
+        _mnist_mlp("mlp", 60, 10, 13),
         _mnist_mlp("mlp_batch60", 600, 60, 7.5),
         Workload(
             name="cnn",
@@ -278,7 +278,7 @@ WORKLOADS: dict[str, Workload] = {
             examples=40,
             batch_size=20,
             step=_lstm_step(20),
-            target=2,
+            target=3,
             sequence=True,
         ),
     )
