@@ -2,7 +2,8 @@
 
 `IndexedSource` holds every example once, in flat tensors, and says for each
 client which rows are its own. `StreamedSource` reads a client when it is asked
-to. Both know clients by position, 0 to N - 1, and nothing about their ids.
+to. Both know clients by position, 0 to N - 1, and nothing about their ids. The
+file is long because its subject is one: two answers to the same questions.
 """
 
 from __future__ import annotations

@@ -126,14 +126,11 @@ class CohortEngine:
         self.device = devices.home_of(model)
         count = num_replicas or devices.default_num_replicas(self.device)
         with tf.device(self.device):
-            copies = [
-                replicas.clone(model, element_spec[0]) for _ in range(count)
-            ]
             trainers = [
                 client_update.ClientTrainer(
-                    each, training, element_spec, aggregate_non_trainable
+                    copied, training, element_spec, aggregate_non_trainable
                 )
-                for each in copies
+                for copied in replicas.clones(model, element_spec[0], count)
             ]
         first = trainers[0]
         first.check_state()

@@ -18,6 +18,9 @@ Where Keras's policy is mixed_bfloat16, the products with the server's weights,
 and those of the way back, are in bfloat16. All that an update is made of, X_k
 and D_k, is held in float32: corrections, Gram matrices, norms and the sum are
 what they are without that policy.
+
+The file is long because its subject is one: the steps of such clients, and the
+sum that they come to.
 """
 
 from __future__ import annotations

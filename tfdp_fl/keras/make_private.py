@@ -104,8 +104,7 @@ def make_private(
     _validate.positive(clients_per_round=smallest)
     if isinstance(mechanism, str) and mechanism in mechanisms.names():
         kind = mechanisms.by_name(mechanism)
-        known = known_facts(kind, rounds, num_clients, smallest)
-        options = {**known, **options}
+        options = known_facts(kind, rounds, num_clients, smallest) | options
     make = _maker(mechanism, options, epsilon, delta, smallest)
     sampler = sampling_lib.make_sampler(
         sampling,

@@ -528,14 +528,12 @@ class DPFederatedModel:
             self._prepared,
             None if interrupted is None else interrupted.calibration,
         )
-        self._prepared = prepared
-        prepared.engine.state = run.mechanism_state
+        self._prepared, engine = prepared, prepared.engine
+        engine.state = run.mechanism_state
         if interrupted is not None:
-            run = interrupted.restore(
-                self.model, compiled, prepared.engine, run
-            )
+            run = interrupted.restore(self.model, compiled, engine, run)
         if audit is not None:
-            audit.begin(prepared.engine)
+            audit.begin(engine)
             run.audit = audit
         run.spending.expect(clients.num_clients)
         run.facts.seed_given |= seed is not None
@@ -545,7 +543,7 @@ class DPFederatedModel:
         self.run = run
         return self._train(
             run,
-            prepared.engine,
+            engine,
             compiled,
             clients,
             callbacks,
