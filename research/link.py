@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import os
 import select
+import shutil
 import struct
 import subprocess
 import threading
@@ -32,8 +33,22 @@ _VIRTUAL_HEADER = 10  # Of the kernel's, in front of each packet.
 
 
 def is_possible() -> bool:
-    """Returns whether this process may make a namespace and a link to it."""
-    return os.geteuid() == 0 and os.access(_TUN, os.W_OK)
+    """Returns whether this process may make a namespace and a link to it.
+
+    By making a namespace: root is not enough where a container is no machine.
+    """
+    if not os.access(_TUN, os.W_OK) or shutil.which("ip") is None:
+        return False
+    name = f"tfdp{os.getpid()}p"
+    tried = [
+        subprocess.run(["ip", "netns", *command], capture_output=True)
+        for command in (
+            ("add", name),
+            ("exec", name, "ip", "link", "set", "lo", "up"),
+            ("delete", name),
+        )
+    ]
+    return not any(each.returncode for each in tried)
 
 
 def wire_bytes(packet_bytes: int) -> int:
@@ -110,7 +125,10 @@ class Link:
             latency: Seconds, in each direction.
         """
         self._name = f"tfdp{os.getpid()}"
-        self.address = "10.213.77.2"
+        # Four addresses of its own, for links of several processes.
+        third, fourth = divmod(os.getpid() % 2**14, 2**6)
+        self._near = f"10.213.{third}.{4 * fourth + 1}"
+        self.address = f"10.213.{third}.{4 * fourth + 2}"
         self.inside = ("ip", "netns", "exec", self._name)
         self._directions = [Direction(rate, latency) for _ in range(2)]
         self._ended = threading.Event()
@@ -126,10 +144,10 @@ class Link:
                 devices.append(_device(name))
                 stack.callback(os.close, devices[-1])
             _run("ip", "link", "set", far, "netns", self._name)
-            _run("ip", "address", "add", "10.213.77.1/30", "dev", near)
+            _run("ip", "address", "add", f"{self._near}/30", "dev", near)
             _run("ip", "link", "set", near, "up")
             for command in (
-                ("address", "add", "10.213.77.2/30", "dev", far),
+                ("address", "add", f"{self.address}/30", "dev", far),
                 ("link", "set", far, "up"),
                 ("link", "set", "lo", "up"),
             ):

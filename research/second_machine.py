@@ -124,8 +124,8 @@ def _cores() -> list[int]:
         sys.exit("research/network.py: two cores are needed, for two machines.")
     if not link.is_possible():
         sys.exit(
-            "research/network.py: root and /dev/net/tun are needed, for the "
-            "link between two machines."
+            "research/network.py: root, `ip` and /dev/net/tun are needed, for "
+            "the link between two machines."
         )
     return cores
 
@@ -148,17 +148,13 @@ def _started(
         process.wait()
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
-
-
 @contextlib.contextmanager
 def _worker(core: int, before: Sequence[str] = ()) -> Iterator[int]:
     """Starts a TFF worker on a core; gives its port."""
     from tfdp_fl.runtimes import local_worker, memory
 
-    port = _free_port()
+    with local_worker.reserve_port() as reserved:
+        port = reserved.getsockname()[1]
     environment = {
         **os.environ,
         **memory.ENVIRONMENT,

@@ -176,6 +176,12 @@ class SameResultTest(_RayTestCase):
             runtimes.export_for_workers(clients, directory)
             self._compare(case, clients, data=directory)
 
+    @parameterized.parameters("float32", "mixed_bfloat16")
+    def test_the_clip_holds_for_data_that_an_adversary_would_choose(
+        self, policy
+    ):
+        cohorts.assert_clip_holds(self, self.shared, policy)
+
     def test_several_shards_for_each_worker(self):
         self._compare(
             cohorts._CASES["adaptive"], cohorts._alike(), shards_per_worker=2

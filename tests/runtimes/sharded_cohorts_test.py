@@ -272,6 +272,57 @@ def _fit(federated, case, clients, **arguments):
     )
 
 
+def assert_clip_holds(test, runtime, policy):
+    """Fails if a client moves a model by more than its clip, on workers.
+
+    Args:
+      test: The test case.
+      runtime: Workers, or None: here.
+      policy: Keras's dtype policy.
+    """
+    mixed_precision = tf.keras.mixed_precision
+    mixed_precision.set_global_policy(policy)
+    test.addCleanup(mixed_precision.set_global_policy, "float32")
+    # Large features that cancel in the logits, small ones that add up.
+    size, clip = 3000.0, 0.01
+    sign = np.where(np.arange(10) % 2, 1.0, -1.0)
+    x = np.full([10, 400], size * 2.0**-12 * 0.99) * sign[:, None]
+    x[:, :2] = size
+    clients = FederatedDataset.from_client_arrays(
+        {0: (x.astype(np.float32), (sign > 0).astype(np.float32))}
+    )
+    tf.keras.utils.set_random_seed(1)
+    model = tf.keras.Sequential(
+        [_layers.Input([400]), _layers.Dense(128), _layers.Dense(1)]
+    )
+    rows = model.layers[0].kernel.numpy()
+    rows[1] = -rows[0]
+    model.layers[0].kernel.assign(rows)
+    federated = tfdp_fl.DPFederatedModel(
+        model,
+        _fixed(clip_norm=clip),
+        clients_per_round=1,
+        sampling="fixed_size",
+        num_replicas=1,
+    )
+    federated.compile(
+        tf.keras.optimizers.SGD(50.0),
+        tf.keras.losses.BinaryCrossentropy(from_logits=True),
+    )
+    before = [w.astype(np.float64) for w in model.get_weights()]
+    federated.fit(clients, batch_size=10, verbose=0, runtime=runtime)
+    moved = [
+        new - old for old, new in zip(before, model.get_weights(), strict=True)
+    ]
+    if runtime is not None:
+        made = runtime._computations[federated.engine]
+        test.assertNotEmpty(made)
+        test.assertTrue(all(way.side_by_side for way, *_ in made))
+    # Up to how a weight of 0.1 is rounded.
+    norm = np.sqrt(sum(np.sum(part**2) for part in moved))
+    test.assertBetween(norm, 0.01 * clip, clip * 1.001)
+
+
 class _WorkersTestCase(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -368,50 +419,8 @@ class SameResultTest(_WorkersTestCase):
     def test_the_clip_holds_for_data_that_an_adversary_would_choose(
         self, policy
     ):
-        mixed_precision = tf.keras.mixed_precision
-        mixed_precision.set_global_policy(policy)
-        self.addCleanup(mixed_precision.set_global_policy, "float32")
-        # Large features that cancel in the logits, small ones that add up.
-        size, clip = 3000.0, 0.01
-        sign = np.where(np.arange(10) % 2, 1.0, -1.0)
-        x = np.full([10, 400], size * 2.0**-12 * 0.99) * sign[:, None]
-        x[:, :2] = size
-        clients = FederatedDataset.from_client_arrays(
-            {0: (x.astype(np.float32), (sign > 0).astype(np.float32))}
-        )
-        norms = []
         for runtime in (None, self.workers()):
-            tf.keras.utils.set_random_seed(1)
-            model = tf.keras.Sequential(
-                [_layers.Input([400]), _layers.Dense(128), _layers.Dense(1)]
-            )
-            rows = model.layers[0].kernel.numpy()
-            rows[1] = -rows[0]
-            model.layers[0].kernel.assign(rows)
-            federated = tfdp_fl.DPFederatedModel(
-                model,
-                _fixed(clip_norm=clip),
-                clients_per_round=1,
-                sampling="fixed_size",
-                num_replicas=1,
-            )
-            federated.compile(
-                tf.keras.optimizers.SGD(50.0),
-                tf.keras.losses.BinaryCrossentropy(from_logits=True),
-            )
-            before = [w.astype(np.float64) for w in model.get_weights()]
-            federated.fit(clients, batch_size=10, verbose=0, runtime=runtime)
-            moved = [
-                new - old
-                for old, new in zip(before, model.get_weights(), strict=True)
-            ]
-            norms.append(np.sqrt(sum(np.sum(part**2) for part in moved)))
-            if runtime is not None:
-                (made,) = runtime._computations.values()
-                self.assertTrue(all(way.side_by_side for way, *_ in made))
-        # Up to how a weight of 0.1 is rounded.
-        for norm in norms:
-            self.assertBetween(norm, 0.01 * clip, clip * 1.001)
+            assert_clip_holds(self, runtime, policy)
 
     def test_cohorts_of_any_size_are_one_computation(self):
         case = _Case(sampling="poisson")

@@ -35,20 +35,14 @@ class Broadcast:
         self._server = server
         self._unaggregated = unaggregated
         self._hook = hook
-        # By the kind of seed, which is all that differs between rounds.
-        self._traced: dict[tf.DType, Any] = {}
+        self._compiled = calls.Compiled(self.received)
 
     def __call__(
         self, state: Any, inputs: rounds.RoundInputs
     ) -> cohort.Received:
         """Returns what clients receive, in the state before the round."""
         numbers, seed = inputs.tensors()
-        arguments = (state, numbers, seed)
-        if seed.dtype not in self._traced:
-            self._traced[seed.dtype] = calls.concrete_function(
-                tf.function(self.received, autograph=False), False, *arguments
-            )
-        return calls.Call(self._traced[seed.dtype], arguments)()
+        return self._compiled(state, numbers, seed, kind=seed.dtype)
 
     def changed_weights(self, state: Any, inputs: rounds.RoundInputs) -> Any:
         """Returns one set of weights for all replicas; () without a hook."""

@@ -101,6 +101,40 @@ class Call:
             )
 
 
+class Compiled:
+    """A function of nests of tensors, traced once for each kind of call."""
+
+    def __init__(self, function: Callable[..., Any], one_thread: bool = False):
+        """Prepares the function; nothing is traced yet.
+
+        Args:
+          function: A Python function of tensors.
+          one_thread: See `concrete_function`.
+        """
+        self._function = function
+        self._one_thread = one_thread
+        self._traced: dict[Any, Any] = {}
+
+    def __call__(self, *arguments: Any, kind: Any = None) -> Any:
+        """Calls it.
+
+        Args:
+          *arguments: Nests of tensors and NumPy arrays, of the shapes and
+            dtypes of every call of this kind.
+          kind: What the shapes, dtypes or structure hang on; None: nothing.
+        """
+        if kind not in self._traced:
+            specs = tf.nest.map_structure(
+                lambda each: tf.TensorSpec(each.shape, each.dtype), arguments
+            )
+            self._traced[kind] = concrete_function(
+                tf.function(self._function, autograph=False),
+                self._one_thread,
+                *specs,
+            )
+        return Call(self._traced[kind], arguments)()
+
+
 def executor(function: Any) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which a traced function runs as it was meant to.
 

@@ -26,8 +26,6 @@ class Release:
       server: Holds the model's weights.
       metric_results: What metrics say of the sums of their values.
       update_size: The number of elements of an update.
-      traced: The function so far, by how many sums there are and the
-        kind of seed.
       log_names: What it returns the values of.
     """
 
@@ -35,31 +33,26 @@ class Release:
     server: server_update.ServerUpdate
     metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]
     update_size: int
-    traced: dict[tuple[int, tf.DType], Any] = dataclasses.field(
-        default_factory=dict
-    )
     log_names: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._compiled = calls.Compiled(
+            self._released, one_thread=self.update_size <= _SMALL
+        )
 
     def __call__(
         self, pending: rounds.PendingRound
     ) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
         answered = pending.cohort_size - len(pending.failures)
-        arguments = (
+        state, values = self._compiled(
             pending.sums,
             pending.metric_states,
             pending.state,
             *pending.tensors,
-            tf.convert_to_tensor(np.float32(answered)),
+            np.float32(answered),
+            kind=(len(pending.sums), pending.tensors[1].dtype),
         )
-        key = (len(pending.sums), pending.tensors[1].dtype)
-        if key not in self.traced:
-            self.traced[key] = calls.concrete_function(
-                tf.function(self._released, autograph=False),
-                self.update_size <= _SMALL,
-                *arguments,
-            )
-        state, values = calls.Call(self.traced[key], arguments)()
         return state, dict(
             zip(self.log_names, values.numpy().tolist(), strict=True)
         )

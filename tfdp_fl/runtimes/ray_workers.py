@@ -172,7 +172,7 @@ class _Cluster:
         """Returns the actor of a place, a new one where there is none."""
         if place not in self.actors:
             remote = _ray().remote(_Actor).options(**self._options)
-            threads = max(1, math.ceil(self._options.get("num_cpus", 1)))
+            threads = max(1, math.ceil(self._options["num_cpus"] or 1))
             self.actors[place] = remote.remote(threads)
         return self.actors[place]
 

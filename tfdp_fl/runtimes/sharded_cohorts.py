@@ -247,6 +247,8 @@ class _Packing:
 
     Attributes:
         specs: Of the vectors.
+        packed: Does what `pack` does, compiled.
+        unpacked: Does what `unpack` does, compiled.
     """
 
     def __init__(self, nest: Any):
@@ -265,23 +267,8 @@ class _Packing:
             tf.TensorSpec([sum(self._sizes[place] for place in places)], dtype)
             for dtype, places in self._vectors.items()
         ]
-        self._packed, self._unpacked = (
-            calls.concrete_function(
-                tf.function(function, autograph=False), False, spec
-            )
-            for function, spec in (
-                (self.pack, tf.nest.map_structure(_spec, nest)),
-                (self.unpack, self.specs),
-            )
-        )
-
-    def packed(self, nest: Any) -> list[tf.Tensor]:
-        """Does what `pack` does, compiled."""
-        return calls.Call(self._packed, nest)()
-
-    def unpacked(self, vectors: Sequence[Any]) -> Any:
-        """Does what `unpack` does, compiled."""
-        return calls.Call(self._unpacked, list(vectors))()
+        self.packed = calls.Compiled(self.pack)
+        self.unpacked = calls.Compiled(self.unpack)
 
     def pack(self, nest: Any) -> list[tf.Tensor]:
         """Returns the vectors of a nest of tensors."""
@@ -299,10 +286,6 @@ class _Packing:
             for place, part in zip(places, parts, strict=True):
                 leaves[place] = tf.reshape(part, self._shapes[place])
         return tf.nest.pack_sequence_as(self._structure, leaves)
-
-
-def _spec(tensor: Any) -> tf.TensorSpec:
-    return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def _taken(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
