@@ -268,10 +268,7 @@ def of_growth(results: Results) -> list[Verdict]:
         fixed = [p for p in memory["points"] if p["mechanism"] == "fixed"]
         for size in sorted({point["model_bytes"] for point in fixed}):
             points = [p for p in fixed if p["model_bytes"] == size]
-            without = memory.get("without_onednn", {})
-            if without.get("model_bytes") != size:
-                without = {}
-            verdicts.append(_of_memory(points, size >= LARGE_MODEL, without))
+            verdicts.append(_of_memory(points, size >= LARGE_MODEL))
     uneven = results.result("uneven")
     if uneven is not None:
         worst_kind = max(uneven, key=lambda kind: uneven[kind]["waste"])
@@ -314,17 +311,8 @@ _STREAMS = {
 }
 
 
-def _of_memory(
-    points: list[dict[str, Any]], large: bool, without_onednn: dict[str, Any]
-) -> Verdict:
+def _of_memory(points: list[dict[str, Any]], large: bool) -> Verdict:
     """Returns the verdict on one model's memory, over cohorts."""
-    allocated = ""
-    if without_onednn:
-        allocated = (
-            f" Without oneDNN, whose allocator gives nothing back, a cohort of "
-            f"{without_onednn['cohort']} trained {without_onednn['way']} takes "
-            f"{without_onednn['copies_per_replica']:.2f}."
-        )
     most = COPIES_OF_A_LARGE_ONE if large else COPIES_PER_REPLICA
     cohorts = [point["cohort"] for point in points]
     worst = max(points, key=lambda p: p["copies_per_replica"])
@@ -342,7 +330,7 @@ def _of_memory(
         "total and the noise): about three copies. The rest is what a process "
         "takes whatever the model (graphs, code that runs for the first time) "
         "and what TensorFlow's allocator loses between blocks, which differs "
-        f"from run to run.{allocated}",
+        "from run to run.",
     )
 
 

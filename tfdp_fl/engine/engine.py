@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
+    allocation,
     broadcast,
     chunks,
     client_update,
@@ -123,6 +124,7 @@ class CohortEngine:
         self._collect_records = collect_records
         self._has_trained = False
         replicas.check_layers(model)
+        allocation.reserve_small_regions()
         self.device = devices.home_of(model)
         count = num_replicas or devices.default_num_replicas(self.device)
         with tf.device(self.device):
