@@ -14,7 +14,7 @@ from tests.engine import cohorts
 from tests.keras import toy
 from tfdp_fl import sampling
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import chunks
+from tfdp_fl.engine import chunks, labels
 
 
 class _Files:
@@ -48,8 +48,10 @@ class _Files:
             assert self.each.wait_for(lambda: len(self.read) >= count, 60)
 
 
-def _reader(dataset):
-    return chunks.Reader(element_spec=dataset.element_spec, label_ranges=[])
+def _reader(dataset, label_ranges=()):
+    return chunks.Reader(
+        element_spec=dataset.element_spec, label_ranges=list(label_ranges)
+    )
 
 
 def _pending(dataset, positions):
@@ -135,6 +137,39 @@ class ReaderTest(tf.test.TestCase):
         (chunk,) = reader(dataset, _pending(dataset, [3, 4]))
         self.assertAllEqual(chunk.lengths, [5, 4])
         reader.close()
+
+    def test_wrong_labels_are_left_out_of_a_chunk_and_nothing_else(self):
+        files = _Files(failing=(5,))
+        wrong = {0: -1, 4: 3, 7: 10**6, 11: 3}
+        for client, label in wrong.items():
+            x, y = files.arrays[client]
+            files.arrays[client] = x, np.where(np.arange(len(y)) == 2, label, y)
+        dataset = files.dataset()
+        good = [k for k in range(12) if k not in wrong and k != 5]
+        for chunk_bytes in (1, 200, chunks.CHUNK_BYTES):
+            reader = _reader(dataset, [labels.LabelRange(0, 3, None)])
+            pending = _pending(dataset, np.arange(12))
+            with mock.patch.object(chunks, "CHUNK_BYTES", chunk_bytes):
+                read = list(reader(dataset, pending))
+            reader.close()
+            members = np.concatenate([chunk.members for chunk in read])
+            self.assertEqual(members.tolist(), good)
+            failed = [each.position for each in pending.failures]
+            self.assertEqual(failed, sorted([*wrong, 5]))
+            for column, side in enumerate("xy"):
+                # And zeros after them, nothing of who was left out.
+                self.assertAllEqual(
+                    np.concatenate(
+                        [
+                            np.asarray(getattr(chunk, side))[chunk.rows]
+                            for chunk in read
+                        ]
+                    ),
+                    np.concatenate([files.arrays[k][column] for k in good]),
+                )
+            for chunk in read:
+                after = np.asarray(chunk.x)[len(chunk.rows) :]
+                self.assertAllEqual(after, np.zeros_like(after))
 
     def test_chunks_of_bounded_size(self):
         files = _Files()

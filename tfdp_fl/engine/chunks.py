@@ -154,9 +154,8 @@ class Reader:
     ) -> _Reading:
         """Begins to read a cohort, once what is being read is there."""
         reading = _Reading(dataset, positions, pool)
-        clients = _clients(reading, self._label_ranges)
         reading.chunks = _chunks(
-            clients, len(positions), self._element_spec, self._sizes
+            reading, self._element_spec, self._label_ranges, self._sizes
         )
         reading.go_on()
         return reading
@@ -210,6 +209,8 @@ class _Reading:
     def _next(self) -> tuple[CohortChunk | None, list[ClientFailure]]:
         chunk = next(self.chunks, None)
         failures, self.failures = self.failures, []
+        # Labels are looked at when the clients after them were read.
+        failures.sort(key=lambda failure: failure.position)
         if (
             chunk is None
             and self.then is not None
@@ -233,62 +234,66 @@ def _with_a_row(array: Any) -> Any:
 _Client = tuple[int, list[np.ndarray]]
 
 
-def _clients(
-    reading: _Reading, label_ranges: list[labels.LabelRange]
-) -> Iterator[_Client]:
+def _clients(reading: _Reading) -> Iterator[_Client]:
     """Reads clients one after the other, but for those that failed."""
-    positions = reading.positions
-    for member, client in enumerate(reading.dataset.read_clients(positions)):
+    read = reading.dataset.read_clients(reading.positions)
+    for member, client in enumerate(read):
         if reading.stopped.is_set():
             return
         if isinstance(client, ClientFailure):
             reading.failures.append(client)
-            continue
-        x, y = tf.nest.flatten(client.x), tf.nest.flatten(client.y)
-        problem = labels.problem_of_client(y, label_ranges)
-        if problem is not None:
-            reading.failures.append(
-                ClientFailure(int(positions[member]), problem)
-            )
-            continue
-        yield member, [*x, *y]
+        else:
+            yield member, [*_leaves(client.x), *_leaves(client.y)]
+
+
+def _leaves(nest: Any) -> list[np.ndarray]:
+    """Returns a nest's arrays."""
+    return [nest] if type(nest) is np.ndarray else tf.nest.flatten(nest)
 
 
 def _chunks(
-    clients: Iterator[_Client],
-    expected: int,
+    reading: _Reading,
     element_spec: tuple[Any, Any],
+    label_ranges: list[labels.LabelRange],
     sizes: fixed_sizes.FixedSizes | None,
 ) -> Iterator[CohortChunk]:
     """Yields clients whose examples fit into one chunk; at least one chunk.
 
     A client is copied to where the engine reads it before the next one is
-    read, so that their memory is used again.
+    read, so that their memory is used again. Labels are looked at once for all
+    of a chunk.
 
     Args:
-      clients: Whom to read.
-      expected: How many they are.
+      reading: Whom to read.
       element_spec: `(features, labels)` specs of one example.
+      label_ranges: What class labels may be.
       sizes: See `Reader`.
     """
     held: _Held | None = None
     sent = False
-    for member, arrays in clients:
+
+    def checked(held: _Held) -> CohortChunk:
+        for member, problem in held.leave_out_wrong_labels(label_ranges):
+            position = int(reading.positions[member])
+            reading.failures.append(ClientFailure(position, problem))
+        return held.chunk(sizes)
+
+    for member, arrays in _clients(reading):
         if held is not None and held.shapes != _shapes(arrays):
             # Of another length, where the spec leaves it open.
-            yield held.chunk(sizes)
+            yield checked(held)
             held, sent = None, True
         if held is None:
-            held = _Held(arrays, expected, element_spec)
+            held = _Held(arrays, len(reading.positions), element_spec)
         held.add(member, arrays)
         if held.num_bytes >= CHUNK_BYTES:
-            yield held.chunk(sizes)
+            yield checked(held)
             held, sent = None, True
     if held is None and not sent:
         nobody = tf.nest.flatten(nests.no_examples(element_spec))
         held = _Held(nobody, 0, element_spec)
     if held is not None:
-        yield held.chunk(sizes)
+        yield checked(held)
 
 
 def _shapes(arrays: Sequence[np.ndarray]) -> tuple[tuple[int, ...], ...]:
@@ -341,6 +346,42 @@ class _Held:
         self._members.append(member)
         self._lengths.append(len(arrays[-1]))
 
+    def leave_out_wrong_labels(
+        self, allowed: list[labels.LabelRange]
+    ) -> list[tuple[int, ValueError]]:
+        """Lets go of clients whose labels are not allowed.
+
+        Args:
+          allowed: What class labels may be.
+
+        Returns:
+          Their places in the cohort, and what is wrong.
+        """
+        first = len(tf.nest.flatten(self._element_spec[0]))
+        leaves = [column.rows for column in self._columns[first:]]
+        if labels.problem_of_client(leaves, allowed) is None:
+            return []
+        wrong = []
+        members, lengths, rows = [], [], []
+        ends = np.cumsum(self._lengths).tolist()
+        for member, length, end in zip(
+            self._members, self._lengths, ends, strict=True
+        ):
+            own = slice(end - length, end)
+            problem = labels.problem_of_client(
+                [leaf[own] for leaf in leaves], allowed
+            )
+            if problem is not None:
+                wrong.append((member, problem))
+                continue
+            members.append(member)
+            lengths.append(length)
+            rows.append(np.arange(own.start, own.stop))
+        for column in self._columns:
+            column.keep(np.concatenate([np.zeros(0, np.int64), *rows]))
+        self._members, self._lengths = members, lengths
+        return wrong
+
     def chunk(self, sizes: fixed_sizes.FixedSizes | None) -> CohortChunk:
         """Returns the clients, who are not held any more."""
         lengths = np.asarray(self._lengths, np.int64)
@@ -385,6 +426,16 @@ class _Column:
         self._rows[self._used : end] = array
         self._used = end
 
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows so far."""
+        return self._rows[: self._used]
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Lets go of all rows but some, int64 [n], in ascending order."""
+        self._rows[: len(rows)] = self._rows[rows]
+        self._used = len(rows)
+
     def tensor(self, num_rows: int) -> tf.Tensor:
         """Returns the rows, and zeros after them; appends no more.
 
@@ -394,7 +445,7 @@ class _Column:
         if num_rows > len(self._rows):
             self._grow(num_rows)
         rows = self._rows[:num_rows]
-        rows[self._used :] = tf.zeros([], self._dtype).numpy()
+        rows[self._used :] = b"" if self._dtype == tf.string else 0
         if not _is_shared(self._kind):
             return tf.constant(rows, self._dtype)
         # It keeps the array, and is the only one who does.
