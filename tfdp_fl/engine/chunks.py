@@ -94,7 +94,9 @@ class Reader:
         """
         positions = pending.inputs.positions
         if dataset.is_indexed:
-            x, y = tf.nest.map_structure(_with_a_row, dataset.flat())
+            x, y = dataset.flat()
+            if not len(tf.nest.flatten(y)[0]):
+                x, y = tf.nest.map_structure(_with_a_row, (x, y))
             rows, lengths = dataset.client_rows(positions)
             members = np.arange(len(positions))
             yield CohortChunk(
@@ -220,13 +222,11 @@ class _Reading:
         return chunk, failures
 
 
-def _with_a_row(array: Any) -> Any:
-    """Returns an array of examples; a row of zeros if there are none.
+def _with_a_row(array: Any) -> tf.Tensor:
+    """Returns a row of zeros for an array of no examples.
 
     A gather of nothing needs a row to read it from, too, for XLA.
     """
-    if array.shape[0] != 0:
-        return array
     return tf.zeros([1, *array.shape[1:]], array.dtype)
 
 
