@@ -1,14 +1,16 @@
 """Keeps small tensors out of the room that a model's large ones need.
 
-On a CPU with oneDNN, TensorFlow allocates tensors of 256 KiB and more from
-regions that each are twice as large as the one before, and that it never gives
-back. The first large weight makes the first region large. A batch's activations
-then take the beginning of a freed weight's place, the next weight no longer
-fits there, and another place is touched, for good: which one, the order in
-which two replicas happen to ask decides. A round of a model of 76 MiB, two
-replicas, a hundred clients, took 3.1 to 4.6 copies of it for each of them, and
-takes 2.9 where there are smaller regions before: a request takes the smallest
-place that is large enough.
+On a CPU with oneDNN, TensorFlow takes tensors of 256 KiB and more from regions
+of memory, each twice as large as the one before, and never gives one back. A
+large first weight makes a large first region. A batch's activations then take
+the beginning of a place where a weight was, so that the next weight goes
+elsewhere and touches memory that nothing had touched. How often depends on the
+order in which the replicas ask: for two of a model of 76 MiB and a hundred
+clients a round took 3.1 to 4.6 copies of the model for each replica.
+
+Where there are smaller regions, the small tensors go there, as a request is
+given the smallest place that is large enough: 2.9 copies, in every run (`make
+benchmark BENCHMARK_FLAGS=--rows=memory`).
 """
 
 from __future__ import annotations
