@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -362,24 +363,19 @@ class _Held:
         if labels.problem_of_client(leaves, allowed) is None:
             return []
         wrong = []
-        members, lengths, rows = [], [], []
         ends = np.cumsum(self._lengths).tolist()
         for member, length, end in zip(
             self._members, self._lengths, ends, strict=True
         ):
-            own = slice(end - length, end)
-            problem = labels.problem_of_client(
-                [leaf[own] for leaf in leaves], allowed
-            )
+            own = [leaf[end - length : end] for leaf in leaves]
+            problem = labels.problem_of_client(own, allowed)
             if problem is not None:
                 wrong.append((member, problem))
-                continue
-            members.append(member)
-            lengths.append(length)
-            rows.append(np.arange(own.start, own.stop))
+        kept = ~np.isin(self._members, [member for member, _ in wrong])
         for column in self._columns:
-            column.keep(np.concatenate([np.zeros(0, np.int64), *rows]))
-        self._members, self._lengths = members, lengths
+            column.keep(np.repeat(kept, self._lengths))
+        self._members = list(itertools.compress(self._members, kept))
+        self._lengths = list(itertools.compress(self._lengths, kept))
         return wrong
 
     def chunk(self, sizes: fixed_sizes.FixedSizes | None) -> CohortChunk:
@@ -431,10 +427,11 @@ class _Column:
         """The rows so far."""
         return self._rows[: self._used]
 
-    def keep(self, rows: np.ndarray) -> None:
-        """Lets go of all rows but some, int64 [n], in ascending order."""
-        self._rows[: len(rows)] = self._rows[rows]
-        self._used = len(rows)
+    def keep(self, wanted: np.ndarray) -> None:
+        """Lets go of all rows but those that are wanted, bool [n]."""
+        kept = self.rows[wanted]
+        self._used = len(kept)
+        self._rows[: self._used] = kept
 
     def tensor(self, num_rows: int) -> tf.Tensor:
         """Returns the rows, and zeros after them; appends no more.
