@@ -103,6 +103,17 @@ class SettingsTest(parameterized.TestCase):
                 "clients_per_round"
             )
 
+    @parameterized.parameters(
+        (None, None), ("measured", "measured"), ("3", 3), (3, 3)
+    )
+    def test_replicas(self, text, expected):
+        self.assertEqual(Settings(num_replicas=text).replicas(), expected)
+
+    @parameterized.parameters("0", "fastest", "1.5", -1)
+    def test_bad_number_of_replicas_is_named(self, text):
+        with self.assertRaisesRegex(ValueError, "--num_replicas must be"):
+            Settings(num_replicas=text).resolved()
+
     def test_all_is_the_population(self):
         resolved = Settings(clients_per_round="all").resolved()
         self.assertEqual(resolved.for_population(37).clients_per_round, 37)

@@ -83,6 +83,8 @@ class CohortEngine:
         `chunks.Reader`, who may be told whose come next.
       layout: How cohorts are laid out.
       functions: The compiled functions that train clients.
+      num_replicas: How many clients train at once.
+      has_trained: Whether anybody's training has ever succeeded.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class CohortEngine:
           batch_size: The usual batch size, for that decision.
         """
         self._collect_records = collect_records
-        self._has_trained = False
+        self.has_trained = False
         replicas.check_layers(model)
         allocation.reserve_small_regions()
         self.device = devices.home_of(model)
@@ -248,6 +250,15 @@ class CohortEngine:
             mechanism=self.query.mechanism.name,
         )
 
+    def use_replicas(self, count: int) -> None:
+        """Trains at most so many clients at once from now on.
+
+        Args:
+          count: At most `num_replicas`; the others are given up.
+        """
+        self.functions.keep_replicas(count)
+        self.num_replicas = count
+
     # Half one: train and add up. Its steps are public for runtimes that run
     # the functions elsewhere.
 
@@ -320,7 +331,7 @@ class CohortEngine:
                         replica, pending, chunk, part._replace(way=way)
                     )()
                 pending.take(part.clients.members, trained, replica)
-                self._has_trained |= part.clients.num_clients > 0
+                self.has_trained |= part.clients.num_clients > 0
 
         if len(calls) == 1:
             run(0)
@@ -356,7 +367,7 @@ class CohortEngine:
                 failures.append(ClientFailure(position, own))
         if len(failures) == part.clients.num_clients:
             train([])  # Nothing is a sum as well.
-        self._has_trained |= len(failures) < part.clients.num_clients
+        self.has_trained |= len(failures) < part.clients.num_clients
         pending.failures += failures
         pending.training_error = error
 
@@ -370,7 +381,7 @@ class CohortEngine:
         """
         if (
             pending.training_error is not None
-            and not self._has_trained
+            and not self.has_trained
             and len(pending.failures) == pending.cohort_size > 1
         ):
             raise _without_examples(pending.training_error) from None

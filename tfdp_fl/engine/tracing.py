@@ -83,6 +83,12 @@ class CohortFunctions:
             xla=way.xla,
         )
 
+    def keep_replicas(self, count: int) -> None:
+        """Gives up all replicas but the first ones, and their functions."""
+        del self.trainers[count:]
+        for key in [key for key in self.traced if key[0] >= count]:
+            del self.traced[key]
+
     def assigned_variables(self, replica: int = 0) -> list[tf.Variable]:
         """Returns what a replica's functions assign before they read it."""
         return self.trainers[replica].assigned_variables

@@ -380,8 +380,11 @@ class Settings(_MechanismParameters):
         ("auto", "true", "false"),
         "Whether XLA compiles local training; auto decides by the model.",
     )
-    num_replicas: int | None = _option(
-        None, int, "How many clients train at once (one for each core)."
+    num_replicas: Any = _option(
+        None,
+        str,
+        "How many clients train at once (one for each core); measured: as many "
+        "as is fastest on this machine, timed before the first round.",
     )
     tff_workers: int | None = _option(
         None, int, "Train cohorts on so many TFF workers, started here."
@@ -478,6 +481,7 @@ class Settings(_MechanismParameters):
         filled.schedule("clients_per_round")
         filled.schedule("noise_multiplier")
         filled.units()
+        filled.replicas()
         return filled
 
     def for_population(self, num_clients: int) -> Settings:
@@ -537,6 +541,19 @@ class Settings(_MechanismParameters):
                 f"{self.hidden_units!r}."
             ) from error
         return units
+
+    def replicas(self) -> int | str | None:
+        """Returns `num_replicas` as `DPFederatedModel` takes it."""
+        text = self.num_replicas
+        if text in (None, "measured"):
+            return text
+        try:
+            return _validate.positive_integer(num_replicas=int(text))
+        except ValueError as error:
+            raise ValueError(
+                "--num_replicas must be a positive integer or measured, got "
+                f"{text!r}."
+            ) from error
 
     def delta(self, num_clients: int) -> float:
         """Returns the delta at which epsilon is reported."""

@@ -102,10 +102,20 @@ def _on_workers(name, seconds):
     return {"workers": 2, "workloads": {name: both}}
 
 
-def _with_replicas(ratio):
-    """Returns rounds of a client on each core over those of one, split."""
-    both = {"beside": _times(0.1 * ratio), "split": _times(0.1), "ratio": ratio}
-    return {"cores": 2, "workloads": {"cnn": both}}
+def _with_replicas(ratio, found=2, all_replicas=0.1):
+    """Returns rounds of a client on each core over those of one, split.
+
+    And, where TensorFlow's threads are its own, those of all replicas, and the
+    number that was found.
+    """
+    each = {
+        "beside": _times(0.1 * ratio),
+        "split": _times(0.1),
+        "all": _times(all_replicas),
+        "ratio": ratio,
+        "found": found,
+    }
+    return {"cores": 2, "workloads": {"cnn": each}}
 
 
 def _complete():
@@ -265,6 +275,8 @@ class ReportTest(parameterized.TestCase):
         ("flops", {"rate": 1.6e11, "bare": 2e11, "ratio": 0.8}),
         ("sharded", {"unavailable": "fit(runtime=TFFWorkers(...))"}),
         ("replicas", _with_replicas(1.2)),
+        ("replicas", _with_replicas(0.8, found=1, all_replicas=0.08)),
+        ("replicas", _with_replicas(0.8, found=2, all_replicas=0.12)),
         ("sharded", _on_workers("mlp", 0.16)),
         ("sharded_ray", _on_workers("mlp_small", 0.204)),
         ("mlp_small", _against_tff(0.5, 0.01)),
