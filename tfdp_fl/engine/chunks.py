@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import fixed_sizes, labels, rounds
+from tfdp_fl.engine import devices, fixed_sizes, labels, rounds
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
@@ -58,7 +58,12 @@ class Reader:
     A streamed chunk is read while the one before it trains; the first of a
     round, where `expect` was told of it, while the round before trains. A
     client that cannot be read, or with labels that are not allowed, failed.
+
+    Attributes:
+      cores_are_idle: Whether training leaves cores to the reading.
     """
+
+    cores_are_idle = False
 
     def __init__(
         self,
@@ -79,6 +84,7 @@ class Reader:
         self._element_spec = element_spec
         self._sizes = sizes
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._cores = devices.ThreadCores()  # The pool's thread's.
         self._expected: np.ndarray | None = None
         # What is being asked for, and what comes after it.
         self._current: _Reading | None = None
@@ -110,6 +116,7 @@ class Reader:
             reading = None
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1)
+            self._cores = devices.ThreadCores()
         if reading is None:
             reading = self._begin(dataset, positions, self._pool)
         self._current = reading
@@ -156,7 +163,8 @@ class Reader:
         pool: concurrent.futures.Executor,
     ) -> _Reading:
         """Begins to read a cohort, once what is being read is there."""
-        reading = _Reading(dataset, positions, pool)
+        use_cores = functools.partial(self._cores.use, self.cores_are_idle)
+        reading = _Reading(dataset, positions, pool, use_cores)
         reading.chunks = _chunks(
             reading, self._element_spec, self._label_ranges, self._sizes
         )
@@ -189,7 +197,9 @@ class _Reading:
         dataset: FederatedDataset,
         positions: np.ndarray,
         pool: concurrent.futures.Executor,
+        use_cores: Callable[[], None],
     ):
+        self._use_cores = use_cores
         self.dataset = dataset
         self.positions = positions
         self._pool = pool
@@ -210,6 +220,7 @@ class _Reading:
         self.ahead = self._pool.submit(self._next)
 
     def _next(self) -> tuple[CohortChunk | None, list[ClientFailure]]:
+        self._use_cores()
         chunk = next(self.chunks, None)
         failures, self.failures = self.failures, []
         # Labels are looked at when the clients after them were read.

@@ -309,6 +309,7 @@ class CohortEngine:
     ) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
         groups = self.layout.lay_out(chunk, pending.inputs, self.num_replicas)
+        self.read_chunks.cores_are_idle = len(groups) < self.num_replicas
         calls = [
             [
                 (part, self.functions.prepared(replica, pending, chunk, part))
