@@ -263,7 +263,9 @@ class FederatedDataset:
           client_ids: The clients' ids.
           fn: Takes a client's id and returns its `(x, y)` or `(x, y,
             sample_weight)`, nests of arrays. It may raise: the client fails,
-            the others do not.
+            the others do not. In `fit` it is called by a thread of its own,
+            which keeps to half of the cores while a cohort of small clients
+            trains on one; so do threads and processes that it starts then.
           element_spec: A tuple of such nests of `tf.TensorSpec` of one example,
             without a leading dimension; None: that of the first client that
             can be read, found out by reading when it is needed.
