@@ -117,6 +117,23 @@ class ReplicaChoiceTest(parameterized.TestCase):
         self.assertEqual(seen, {5: 4, 2: 2, 1: 1})
         self.assertEqual(engine.num_replicas, 5)
 
+    def test_a_huge_cohort_is_timed_in_part(self):
+        engine = self._engine()
+        seen = []
+
+        def timed(engine, run, numbers):
+            seen.append(run().cohort_size)
+            return {number: [1.0] for number in numbers}
+
+        with mock.patch.object(replica_choice, "_alternate", timed):
+            replica_choice.choose(
+                engine,
+                _round(self.dataset, clients_per_round=1e6),
+                np.zeros(7, np.int64),  # And nobody has any examples.
+                self.dataset.element_spec,
+            )
+        self.assertEqual(seen, [replica_choice._MOST_CLIENTS])
+
     def test_rounds_are_timed_in_turns(self):
         engine = self._engine()
         clock = itertools.accumulate(itertools.repeat(0.001))
@@ -163,6 +180,16 @@ class ReplicaChoiceTest(parameterized.TestCase):
             results.append([each.numpy() for each in engine.server.variables])
         for one, other in zip(*results, strict=True):
             np.testing.assert_array_equal(one, other)
+
+    def test_xla_compiles_for_the_clients_and_not_for_the_zeros(self):
+        engine = self._engine(jit_compile=True)
+        sizes = engine.layout.sizes
+        with mock.patch.object(sizes, "forget", wraps=sizes.forget) as forget:
+            self._choose(engine, {2: 1.0, 1: 0.1}, batch_size=1)
+        forget.assert_called_once_with()
+        self.assertEmpty(sizes._known)
+        cohorts.run_round(engine, self.dataset, batch_size=1)
+        self.assertNotEmpty(sizes._known)
 
     def test_what_it_hangs_on_is_in_the_key(self):
         self._choose(self._engine(), {2: 1.0, 1: 0.1})

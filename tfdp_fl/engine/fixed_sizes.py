@@ -77,6 +77,10 @@ class FixedSizes:
         self._num_clients = math.inf if num_clients is None else num_clients
         self._known: dict[Any, int] = {}
 
+    def forget(self) -> None:
+        """Forgets the sizes so far, for cohorts of another kind."""
+        self._known.clear()
+
     def cohort(self, expected: float) -> int:
         """Returns how many clients a cohort has at most.
 

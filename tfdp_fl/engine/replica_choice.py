@@ -2,8 +2,8 @@
 
 One client on each core, or fewer whose operations are split over the cores:
 what is faster hangs on the model, its batches, the cohort, TensorFlow's threads
-and the machine. What is timed are rounds of clients who hold zeros, as many and
-as large as the data's; nothing of them is released, and the model stays.
+and the machine. What is timed are rounds of clients who hold zeros, as large as
+the data's; nothing of them is released, and the model stays.
 
 Another number of replicas adds updates up in another order, so that a sum's
 last bits are others. The noise is the same.
@@ -38,6 +38,8 @@ MEASURED = "measured"
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 15
 _SECONDS = 0.5
+# Larger cohorts are timed in part: each client takes as long.
+_MOST_CLIENTS = 1000
 # Fewer replicas than cores only if their round is so many times as long.
 _CLEARLY = 0.95
 
@@ -93,7 +95,8 @@ def choose(
     numbers = _candidates(engine.num_replicas)
     if len(numbers) < 2:
         return None
-    sizes = _typical(client_sizes, max(1, round(inputs.clients_per_round)))
+    clients = max(1, min(round(inputs.clients_per_round), _MOST_CLIENTS))
+    sizes = _typical(client_sizes, clients)
     path, key = _kept_in(), _key(engine, inputs, sizes, element_spec)
     known = _kept(path).get(key)
     if known is not None and known["num_replicas"] in numbers:
@@ -167,6 +170,7 @@ def _measured(
     finally:
         engine.num_replicas = before
         engine.has_trained = has_trained
+        engine.layout.sizes.forget()  # Those of the clients with zeros.
     return {
         number: statistics.median(seconds) for number, seconds in taken.items()
     }
@@ -198,7 +202,7 @@ def _rounds_of_zeros(
     element_spec: Any,
 ) -> Callable[[], rounds.PendingRound]:
     """Returns what trains a cohort of clients who hold zeros."""
-    rows = int(sizes.max())  # The same ones serve all clients.
+    rows = max(1, int(sizes.max()))  # The same ones serve all clients.
     x, y = (replicas.zeros_like_batch(spec, rows) for spec in element_spec)
     dataset = FederatedDataset.from_indices(
         x, y, [np.arange(size) for size in sizes]
