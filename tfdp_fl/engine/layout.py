@@ -253,11 +253,12 @@ def _side_by_side(
     optimistic: bool,
 ) -> Part:
     """Lays clients out for a function that serves others as well."""
-    num_steps = int(serving.steps.max())
+    steps = serving.steps
+    num_steps = int(steps.max())
     way = Way(
         side_by_side=True,
         full_batches=bool(
-            not serving.has_short_batches and (serving.steps == num_steps).all()
+            not serving.has_short_batches and (steps == num_steps).all()
         ),
         num_steps=num_steps,
         in_groups=at_once is not None,

@@ -245,6 +245,8 @@ def split(
     Returns:
       For each group the tables that come one after the other, at least one.
     """
+    if num_groups == 1 and at_most is None:
+        return [[table]]
     groups = share_out(table.steps, num_groups)
     found = []
     for group in [each for each in groups if len(each)] or groups[:1]:
