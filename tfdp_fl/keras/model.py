@@ -62,19 +62,6 @@ class NotCompiledError(RuntimeError, ValueError):
     """`fit` was called before `compile`."""
 
 
-class _History(tf.keras.callbacks.History):
-    """Keras's, which is the model's once, and not anew in every round.
-
-    Setting an attribute of a Keras model takes as long as drawing a cohort.
-    """
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Appends a round's values."""
-        self.epoch.append(epoch)
-        for name, value in (logs or {}).items():
-            self.history.setdefault(name, []).append(value)
-
-
 class DPFederatedModel:
     """Trains a Keras model on the data of many clients.
 
@@ -610,7 +597,7 @@ class DPFederatedModel:
                 each, callbacks_lib.Ledger | callbacks_lib.RoundCheckpoint
             )
         ]
-        history = self.model.history = _History()
+        history = self.model.history = tf.keras.callbacks.History()
         bar = progress.RoundProgress(
             self._verbose, run.rounds, run.plan.last_round
         )
