@@ -20,6 +20,10 @@ from tfdp_fl.mechanisms import noise
 
 _DELTA = 1e-5
 _CANARIES = 2000
+# By how much an audit's lower end may pass the claim. It is 0.89 of it in the
+# mean where it spreads most (server momentum: standard deviation 0.047 in 38
+# runs): this is more than six of these away, a chance below 1e-9.
+_MARGIN = 1.2
 
 
 def _model() -> tf.keras.Model:
@@ -171,7 +175,7 @@ class TrainingTest(parameterized.TestCase):
         audit = CanaryAudit(num_canaries=_CANARIES)
         fed = _audited(mechanism, audit, rounds, sampling, **options)
         self.assertLess(
-            audit.estimate(_DELTA).low, fed.epsilon(_DELTA, "pld") * 1.05
+            audit.estimate(_DELTA).low, fed.epsilon(_DELTA, "pld") * _MARGIN
         )
 
     def test_one_release_is_found_in_training(self):
@@ -279,7 +283,7 @@ class PlantedFaultsTest(parameterized.TestCase):
         audit = CanaryAudit(num_canaries=6000, iterates="all")
         fed = _audited(_fixed(), audit, **options)
         self.assertLess(
-            audit.estimate(_DELTA).low, fed.epsilon(_DELTA, "pld") * 1.05
+            audit.estimate(_DELTA).low, fed.epsilon(_DELTA, "pld") * _MARGIN
         )
 
 
