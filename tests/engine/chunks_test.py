@@ -139,7 +139,7 @@ class ReaderTest(tf.test.TestCase):
             mock.patch.object(devices.os, "sched_setaffinity", use),
         ):
             for idle in (False, True, True, False, False):
-                reader.cores_are_idle = idle
+                reader.thread.cores_are_idle = idle
                 (chunk,) = reader(dataset, _pending(dataset, [0, 1]))
                 self.assertAllEqual(chunk.lengths, [4, 5])
             self.assertEqual(
@@ -150,7 +150,7 @@ class ReaderTest(tf.test.TestCase):
             )
             reader.close()
             # Another thread begins on all of them.
-            reader.cores_are_idle = True
+            reader.thread.cores_are_idle = True
             list(reader(dataset, _pending(dataset, [0, 1])))
             self.assertEqual(asked[-1][1], [4, 7])
             reader.close()
@@ -269,7 +269,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             fed.fit(dataset, rounds=1, batch_size=5, verbose=0)
             # Small, side by side on one thread; or one by one on two.
             self.assertEqual(
-                fed.engine.read_chunks.cores_are_idle, jit_compile is None
+                fed.engine.background.cores_are_idle, jit_compile is None
             )
 
     def test_nobody_is_read_who_takes_no_part(self):

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import devices, fixed_sizes, labels, rounds
+from tfdp_fl.engine import background, fixed_sizes, labels, rounds
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
@@ -60,10 +60,8 @@ class Reader:
     client that cannot be read, or with labels that are not allowed, failed.
 
     Attributes:
-      cores_are_idle: Whether training leaves cores to the reading.
+      thread: Reads.
     """
-
-    cores_are_idle = False
 
     def __init__(
         self,
@@ -83,8 +81,7 @@ class Reader:
         self._label_ranges = label_ranges
         self._element_spec = element_spec
         self._sizes = sizes
-        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._cores = devices.ThreadCores()  # The pool's thread's.
+        self.thread = background.BackgroundThread()
         self._expected: np.ndarray | None = None
         # What is being asked for, and what comes after it.
         self._current: _Reading | None = None
@@ -101,29 +98,20 @@ class Reader:
         """
         positions = pending.inputs.positions
         if dataset.is_indexed:
-            x, y = dataset.flat()
-            if not len(tf.nest.flatten(y)[0]):
-                x, y = tf.nest.map_structure(_with_a_row, (x, y))
-            rows, lengths = dataset.client_rows(positions)
-            members = np.arange(len(positions))
-            yield CohortChunk(
-                x, y, rows, lengths, members, dataset.client_sizes
-            )
+            yield indexed(dataset, positions)
             return
         reading, self._begun = self._begun, None
         if reading is not None and not reading.is_of(dataset, positions):
             reading.stopped.set()
             reading = None
-        if self._pool is None:
-            self._pool = concurrent.futures.ThreadPoolExecutor(1)
-            self._cores = devices.ThreadCores()
+        self.thread.start()
         if reading is None:
-            reading = self._begin(dataset, positions, self._pool)
+            reading = self._begin(dataset, positions)
         self._current = reading
         expected, self._expected = self._expected, None
         if expected is not None:
             reading.then = functools.partial(
-                self._begin_next, dataset, expected, self._pool
+                self._begin_next, dataset, expected
             )
         try:
             while True:
@@ -151,20 +139,14 @@ class Reader:
         for reading in (self._current, self._begun):
             if reading is not None:
                 reading.stopped.set()
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True, cancel_futures=True)
+        self.thread.close()
         self._current = self._begun = None
 
     def _begin(
-        self,
-        dataset: FederatedDataset,
-        positions: np.ndarray,
-        pool: concurrent.futures.Executor,
+        self, dataset: FederatedDataset, positions: np.ndarray
     ) -> _Reading:
         """Begins to read a cohort, once what is being read is there."""
-        use_cores = functools.partial(self._cores.use, self.cores_are_idle)
-        reading = _Reading(dataset, positions, pool, use_cores)
+        reading = _Reading(dataset, positions, self.thread)
         reading.chunks = _chunks(
             reading, self._element_spec, self._label_ranges, self._sizes
         )
@@ -172,13 +154,25 @@ class Reader:
         return reading
 
     def _begin_next(
-        self,
-        dataset: FederatedDataset,
-        positions: np.ndarray,
-        pool: concurrent.futures.Executor,
+        self, dataset: FederatedDataset, positions: np.ndarray
     ) -> None:
         with contextlib.suppress(RuntimeError):  # It was closed just now.
-            self._begun = self._begin(dataset, positions, pool)
+            self._begun = self._begin(dataset, positions)
+
+
+def indexed(dataset: FederatedDataset, positions: np.ndarray) -> CohortChunk:
+    """Returns a cohort's data, of a dataset that is in memory.
+
+    Args:
+      dataset: The clients.
+      positions: Int64 [K], the cohort.
+    """
+    x, y = dataset.flat()
+    if not len(tf.nest.flatten(y)[0]):
+        x, y = tf.nest.map_structure(_with_a_row, (x, y))
+    rows, lengths = dataset.client_rows(positions)
+    members = np.arange(len(positions))
+    return CohortChunk(x, y, rows, lengths, members, dataset.client_sizes)
 
 
 class _Reading:
@@ -196,13 +190,11 @@ class _Reading:
         self,
         dataset: FederatedDataset,
         positions: np.ndarray,
-        pool: concurrent.futures.Executor,
-        use_cores: Callable[[], None],
+        thread: background.BackgroundThread,
     ):
-        self._use_cores = use_cores
         self.dataset = dataset
         self.positions = positions
-        self._pool = pool
+        self._thread = thread
         self.chunks: Iterator[CohortChunk] = iter(())
         self.failures: list[ClientFailure] = []
         self.stopped = threading.Event()
@@ -217,10 +209,9 @@ class _Reading:
 
     def go_on(self) -> None:
         """Has the next chunk read, in the background."""
-        self.ahead = self._pool.submit(self._next)
+        self.ahead = self._thread.submit(self._next)
 
     def _next(self) -> tuple[CohortChunk | None, list[ClientFailure]]:
-        self._use_cores()
         chunk = next(self.chunks, None)
         failures, self.failures = self.failures, []
         # Labels are looked at when the clients after them were read.

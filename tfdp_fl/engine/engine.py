@@ -29,6 +29,7 @@ import tensorflow as tf
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
     allocation,
+    background,
     broadcast,
     chunks,
     client_update,
@@ -205,6 +206,11 @@ class CohortEngine:
         self.num_replicas = count
 
     @property
+    def background(self) -> background.BackgroundThread:
+        """Returns what works while clients train."""
+        return self.read_chunks.thread
+
+    @property
     def jit_compile(self) -> bool:
         """Returns whether local training is compiled by XLA."""
         return self.layout.xla
@@ -276,8 +282,11 @@ class CohortEngine:
         """
         pending = self.empty_round(inputs)
         pending.broadcast = self._broadcasts.changed_weights(self.state, inputs)
-        for chunk in self.read_chunks(dataset, pending):
-            self.train_chunk(pending, chunk)
+        if inputs.laid_out is not None:
+            self._train(pending, *inputs.laid_out)
+        else:
+            for chunk in self.read_chunks(dataset, pending):
+                self.train_chunk(pending, chunk)
         self.complete(pending)
         return pending
 
@@ -304,12 +313,37 @@ class CohortEngine:
         return self._broadcasts(self.state, inputs)
 
     @devices.at_home
+    def laid_out(
+        self, dataset: FederatedDataset, inputs: rounds.RoundInputs
+    ) -> tuple[chunks.CohortChunk, list[list[layout.Part]]]:
+        """Returns who of a cohort trains where, and on what.
+
+        Args:
+          dataset: Where the cohort's examples come from, all in memory.
+          inputs: The round; without windows, as these are of the rounds before.
+        """
+        chunk = chunks.indexed(dataset, inputs.positions)
+        groups = self.layout.lay_out(chunk, inputs, self.num_replicas)
+        return chunk, [
+            [part.as_tensors() for part in group] for group in groups
+        ]
+
     def train_chunk(
         self, pending: rounds.PendingRound, chunk: chunks.CohortChunk
     ) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
         groups = self.layout.lay_out(chunk, pending.inputs, self.num_replicas)
-        self.read_chunks.cores_are_idle = len(groups) < self.num_replicas
+        self._train(pending, chunk, groups)
+
+    @devices.at_home
+    def _train(
+        self,
+        pending: rounds.PendingRound,
+        chunk: chunks.CohortChunk,
+        groups: list[list[layout.Part]],
+    ) -> None:
+        """Trains a chunk's clients as they are laid out."""
+        self.background.cores_are_idle = len(groups) < self.num_replicas
         calls = [
             [
                 (part, self.functions.prepared(replica, pending, chunk, part))
@@ -334,10 +368,11 @@ class CohortEngine:
                 pending.take(part.clients.members, trained, replica)
                 self.has_trained |= part.clients.num_clients > 0
 
-        if len(calls) == 1:
-            run(0)
-        else:
-            list(self._pool.map(run, range(len(calls))))
+        with self.background.computing():
+            if len(calls) == 1:
+                run(0)
+            else:
+                list(self._pool.map(run, range(len(calls))))
         for part, error in raised:
             self._train_each_alone(pending, chunk, part, error)
 

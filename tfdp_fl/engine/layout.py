@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp_fl import _products
 from tfdp_fl.engine import chunks, dense_models, fixed_sizes, rounds, tables
@@ -55,6 +56,12 @@ class Part(NamedTuple):
     way: Way
     tables: tuple[Any, ...]
     clients: tables.ClientTable
+
+    def as_tensors(self) -> Part:
+        """Returns the part with TensorFlow's tensors as arguments."""
+        return self._replace(
+            tables=tf.nest.map_structure(tf.convert_to_tensor, self.tables)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

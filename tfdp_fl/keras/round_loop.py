@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _interrupts, auditing
@@ -64,9 +63,8 @@ class RoundLoop:
     federated: list[callbacks_lib.FederatedCallback]
     audit: auditing.CanaryAudit | None
     say: Callable[[str], None]
-    # The round that was drawn ahead: its index, `Run.repeated_rounds` and
-    # positions.
-    _ahead: tuple[int, int, np.ndarray] | None = None
+    # A round that was drawn ahead, with its index and `Run.repeated_rounds`.
+    _ahead: tuple[tuple[int, int], RoundInputs] | None = None
 
     def train(self, progress_bar: progress.RoundProgress) -> None:
         """Runs the rounds, with everything that callbacks hear of them."""
@@ -174,11 +172,56 @@ class RoundLoop:
         return {**released, **logs, **report}
 
     def _draw(self, round_index: int) -> RoundInputs:
+        """Returns what is decided about a round before anybody trains."""
+        run = self.run
+        # Other noise, other clients: see `Run.repeated_rounds`.
+        run.sampler.repeated_rounds = run.repeated_rounds
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == (
+            round_index,
+            run.repeated_rounds,
+        ):
+            inputs = ahead[1]
+        else:
+            inputs = self._drawn(round_index)
+        following = round_index + 1
+        if (
+            following < run.plan.last_round
+            and not run.sampler.goes_by_releases
+            and self.setup.mechanism.max_participations is None
+        ):
+            self._draw_following(following)
+        return dataclasses.replace(
+            inputs,
+            learning_rate=self.compiled.learning_rate,
+            windows=None
+            if run.windows is None
+            else run.windows[inputs.positions],
+        )
+
+    def _draw_following(self, following: int) -> None:
+        """Draws the round after this one as soon as that can be of use."""
+        run, engine = self.run, self.engine
+        known = following, run.repeated_rounds
+        if not self.clients.is_indexed:
+            self._ahead = known, self._drawn(following)
+            engine.read_chunks.expect(self._ahead[1].positions)
+        elif self.collector is engine and run.windows is None:
+
+            def draw() -> None:
+                inputs = self._drawn(following)
+                laid_out = engine.laid_out(self.clients, inputs)
+                inputs = dataclasses.replace(inputs, laid_out=laid_out)
+                self._ahead = known, inputs
+
+            engine.background.expect(draw)
+
+    def _drawn(self, round_index: int) -> RoundInputs:
+        """Returns a round's inputs but for what only the last one decides."""
         run, plan = self.run, self.run.plan
-        positions = self._positions(round_index)
         return RoundInputs(
             round_index=round_index,
-            positions=positions,
+            positions=self._costs.draw(round_index),
             # The fixed m, also for the last, smaller cohort of a pass.
             clients_per_round=run.deployment.cohort_size(round_index),
             noise_multiplier=self.setup.mechanism.noise_multiplier_at(
@@ -186,7 +229,7 @@ class RoundLoop:
             ),
             batch_size=plan.batch_size,
             local_epochs=plan.local_epochs,
-            learning_rate=self.compiled.learning_rate,
+            learning_rate=math.nan,
             seed=randomness.round_seed(
                 plan.seed,
                 round_index,
@@ -196,33 +239,7 @@ class RoundLoop:
             shuffle=randomness.shuffle_generator(plan.seed, round_index)
             if plan.shuffle
             else None,
-            windows=None if run.windows is None else run.windows[positions],
         )
-
-    def _positions(self, round_index: int) -> np.ndarray:
-        """Returns a round's cohort, and draws the next if it is read ahead."""
-        run = self.run
-        # Other noise, other clients: see `Run.repeated_rounds`.
-        run.sampler.repeated_rounds = run.repeated_rounds
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[:2] == (
-            round_index,
-            run.repeated_rounds,
-        ):
-            positions = ahead[2]
-        else:
-            positions = self._costs.draw(round_index)
-        following = round_index + 1
-        if (
-            not self.clients.is_indexed
-            and following < run.plan.last_round
-            and not run.sampler.goes_by_releases
-            and self.setup.mechanism.max_participations is None
-        ):
-            drawn = self._costs.draw(following)
-            self._ahead = following, run.repeated_rounds, drawn
-            self.engine.read_chunks.expect(drawn)
-        return positions
 
     def _charge(self, inputs: RoundInputs, failed: int) -> None:
         """Pays for a round: first in every ledger, then in memory."""

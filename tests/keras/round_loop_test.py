@@ -1,0 +1,293 @@
+"""The next round is drawn while one trains, and nothing else comes of it."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tfdp_fl
+from tests.keras import toy
+from tfdp_fl import sampling
+from tfdp_fl.engine import background
+from tfdp_fl.engine import engine as engine_lib
+
+_WEIGHTING = tfdp_fl.ClientWeighting(measure="num_examples", cap=12)
+
+
+def _in_turn():
+    """Has nothing be drawn before it is needed."""
+    return mock.patch.object(
+        background.BackgroundThread, "expect", lambda self, function: None
+    )
+
+
+class _Watch(tf.keras.callbacks.Callback):
+    """Calls something after each round."""
+
+    def __init__(self, after_round):
+        super().__init__()
+        self._after_round = after_round
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._after_round(self.model, epoch)
+
+
+class _Cohorts:
+    """Who is drawn, and on which thread; who trains; who is paid for."""
+
+    def __init__(self):
+        self.drawn, self.trained, self.threads = [], [], set()
+        draw = sampling.FixedSizeSampler.cohort
+        complete = engine_lib.CohortEngine.complete
+
+        def cohort(sampler, round_index):
+            positions = draw(sampler, round_index)
+            self.threads.add(threading.current_thread())
+            self.drawn.append((round_index, positions.tolist()))
+            return positions
+
+        def completed(engine, pending):
+            self.trained.append(pending.inputs.positions.tolist())
+            return complete(engine, pending)
+
+        self._patches = [
+            mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+            mock.patch.object(engine_lib.CohortEngine, "complete", completed),
+        ]
+
+    def __enter__(self):
+        for each in self._patches:
+            each.start()
+        return self
+
+    def __exit__(self, *_):
+        for each in self._patches:
+            each.stop()
+
+
+def _uneven():
+    x, y = toy.arrays(400)
+    ends = np.cumsum(np.random.default_rng(3).integers(0, 20, 39))
+    return tfdp_fl.datasets.FederatedDataset.from_indices(
+        x, y, np.split(np.arange(ends[-1]), ends[:-1])
+    )
+
+
+def _mechanism(name):
+    if name == "median":
+        return tfdp_fl.MedianClipping(noise_multiplier=1.0)
+    if name == "adaptive":
+        return tfdp_fl.AdaptiveClipping(
+            noise_multiplier=0.5, initial_clip_norm=0.3
+        )
+    if name == "adaptive_local":
+        return tfdp_fl.AdaptiveLocalDP(
+            epsilon=100.0, delta=1e-3, clipping_radius=0.3
+        )
+    return tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
+
+
+class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ("poisson", {}, False),
+        ("shuffled", {"num_replicas": 2}, False),
+        ("fixed_size", {"num_replicas": 2}, True),
+        ("poisson", {"client_weighting": _WEIGHTING}, True),
+    )
+    def test_a_seeded_run_is_the_same_bit_by_bit(self, kind, options, shuffle):
+        self._compare(kind, options, shuffle=shuffle)
+
+    @parameterized.parameters("median", "adaptive", "adaptive_local")
+    def test_so_is_any_mechanism(self, name):
+        self._compare("fixed_size", {"mechanism": _mechanism(name)})
+
+    @parameterized.parameters(None, True)
+    def test_so_is_one_that_is_compiled_otherwise(self, jit_compile):
+        self._compare(
+            "poisson",
+            {
+                "model": toy.two_layers,
+                "compile_options": {"jit_compile": jit_compile},
+            },
+        )
+
+    def _compare(self, kind, options, shuffle=True):
+        clients = _uneven()
+
+        def trained():
+            given = dict(options)
+            if "model" in given:
+                given["model"] = given["model"]()
+            fed = toy.federated(clients_per_round=7, sampling=kind, **given)
+            history = fed.fit(
+                clients,
+                rounds=7,
+                batch_size=4,
+                local_epochs=2,
+                seed=5,
+                shuffle=shuffle,
+                verbose=0,
+            )
+            return [*fed.get_weights(), *history.history.values()]
+
+        found = trained()
+        with _in_turn():
+            wanted = trained()
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_who_is_drawn_trains_once(self):
+        fed = toy.federated(clients_per_round=5)
+        with _Cohorts() as cohorts:
+            fed.fit(toy.clients(), rounds=6, verbose=0)
+        self.assertEqual([t for t, _ in cohorts.drawn], list(range(6)))
+        self.assertEqual([each for _, each in cohorts.drawn], cohorts.trained)
+        # All but the first while others trained, on a thread that is gone.
+        (other,) = cohorts.threads - {threading.main_thread()}
+        self.assertFalse(other.is_alive())
+        counts = np.bincount(np.concatenate(cohorts.trained), minlength=40)
+        self.assertAllEqual(fed.run.spending.clients.participations, counts)
+
+    def test_the_learning_rate_is_that_of_its_round(self):
+        def weights(rate_of):
+            fed = toy.federated(
+                tfdp_fl.FixedClipping(clip_norm=9.0, noise_multiplier=0.0)
+            )
+            fed.fit(
+                toy.clients(),
+                rounds=3,
+                seed=1,
+                verbose=0,
+                callbacks=[tf.keras.callbacks.LearningRateScheduler(rate_of)],
+            )
+            return fed.get_weights()
+
+        def falling(t):
+            return 0.1 / (1 + t)
+
+        wanted = weights(falling)
+        with _in_turn():
+            for one, other in zip(wanted, weights(falling), strict=True):
+                np.testing.assert_array_equal(one, other)
+        self.assertNotAllClose(wanted[0], weights(lambda t: 0.1)[0])
+
+    def test_a_training_that_stops_draws_others_afterwards(self):
+        fed = toy.federated(clients_per_round=5)
+
+        def stop(model, epoch):
+            model.stop_training = epoch == 1
+
+        with _Cohorts() as cohorts:
+            fed.fit(
+                toy.clients(), rounds=9, verbose=0, callbacks=[_Watch(stop)]
+            )
+            drawn_for_nothing = cohorts.drawn[-1]
+            fed.fit(toy.clients(), rounds=1, verbose=0)
+        self.assertEqual([t for t, _ in cohorts.drawn], [0, 1, 2, 2])
+        self.assertNotIn(drawn_for_nothing[1], cohorts.trained)
+        self.assertLen(cohorts.trained, 3)
+
+    def test_a_release_that_was_broken_off_is_not_run_again_as_it_was(self):
+        def seeds(break_off):
+            found = []
+            release = engine_lib.CohortEngine.release
+
+            def noted(engine, pending):
+                inputs = pending.inputs
+                found.append(
+                    (
+                        inputs.round_index,
+                        tuple(inputs.seed.tolist()),
+                        tuple(inputs.positions.tolist()),
+                    )
+                )
+                if break_off and len(found) == 3:
+                    raise KeyboardInterrupt
+                return release(engine, pending)
+
+            fed = toy.federated(clients_per_round=5)
+            with mock.patch.object(engine_lib.CohortEngine, "release", noted):
+                try:
+                    fed.fit(toy.clients(), rounds=4, seed=3, verbose=0)
+                except KeyboardInterrupt:
+                    fed.fit(toy.clients(), rounds=2, seed=3, verbose=0)
+            return found
+
+        plain, broken = seeds(False), seeds(True)
+        self.assertEqual(plain[:3], broken[:3])
+        self.assertEqual([t for t, _, _ in broken], [0, 1, 2, 2, 3])
+        self.assertNotEqual(broken[3][1:], broken[2][1:])
+        self.assertNotEqual(broken[4][1:], plain[3][1:])
+
+    def test_nor_with_what_was_drawn_before_it_was_known(self):
+        def seeds(repeated):
+            found, fed = [], toy.federated(clients_per_round=5)
+            release = engine_lib.CohortEngine.release
+
+            def noted(engine, pending):
+                found.append(pending.inputs.seed.tolist())
+                return release(engine, pending)
+
+            def tell(model, epoch):
+                fed.run.interrupted_releases += repeated and epoch == 1
+
+            with mock.patch.object(engine_lib.CohortEngine, "release", noted):
+                fed.fit(
+                    toy.clients(),
+                    rounds=4,
+                    seed=3,
+                    verbose=0,
+                    callbacks=[_Watch(tell)],
+                )
+            return found
+
+        plain, repeated = seeds(False), seeds(True)
+        self.assertEqual(plain[:2], repeated[:2])
+        self.assertNotEqual(plain[2], repeated[2])
+        self.assertNotEqual(plain[3], repeated[3])
+
+    def test_an_error_of_drawing_is_the_rounds_own(self):
+        draw = sampling.FixedSizeSampler.cohort
+
+        def cohort(sampler, round_index):
+            if round_index == 2:
+                raise RuntimeError("the sampler is damaged")
+            return draw(sampler, round_index)
+
+        fed = toy.federated(clients_per_round=5)
+        with (
+            mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+            self.assertRaisesRegex(RuntimeError, "is damaged"),
+        ):
+            fed.fit(toy.clients(), rounds=4, verbose=0)
+        # What was released is there, and paid for.
+        self.assertEqual(fed.run.rounds, 2)
+
+    def test_one_that_goes_by_releases_or_by_those_before_is_not(self):
+        for options in (
+            {"sampling": "cyclic"},
+            {"mechanism": _mechanism("adaptive_local")},
+        ):
+            options.setdefault("sampling", "fixed_size")
+            if options["sampling"] == "cyclic":
+                options["mechanism"] = tfdp_fl.CorrelatedNoise(
+                    clip_norm=0.5,
+                    noise_multiplier=1.0,
+                    strategy=tfdp_fl.BandedToeplitz(bands=2),
+                    rounds=4,
+                    min_separation=3,
+                )
+            fed = toy.federated(clients_per_round=4, **options)
+            with mock.patch.object(
+                background.BackgroundThread, "expect"
+            ) as expect:
+                fed.fit(toy.clients(), rounds=3, verbose=0)
+            expect.assert_not_called()
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,78 @@
+"""The thread that reads and draws for the coming rounds while one trains."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tfdp_fl.engine import devices
+
+
+class BackgroundThread:
+    """One thread, which works while others compute.
+
+    Attributes:
+      cores_are_idle: Whether these leave cores to it.
+    """
+
+    cores_are_idle = False
+
+    def __init__(self) -> None:
+        """Starts nothing."""
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._cores = devices.ThreadCores()
+        self._expected: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Takes work from now on."""
+        if self._pool is None:
+            self._pool = concurrent.futures.ThreadPoolExecutor(1)
+            self._cores = devices.ThreadCores()
+
+    def submit(self, function: Callable[[], Any]) -> concurrent.futures.Future:
+        """Has a function called, after all that was asked for before.
+
+        Raises:
+          RuntimeError: It was closed, or never started.
+        """
+        if self._pool is None:
+            raise RuntimeError("The thread takes no work.")
+        return self._pool.submit(self._run, self.cores_are_idle, function)
+
+    def expect(self, function: Callable[[], None]) -> None:
+        """Has a function called beside the next `computing`.
+
+        Args:
+          function: Leaves nothing half done if it raises: nobody is told.
+        """
+        self._expected = function
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Calls what is expected while the block computes.
+
+        Whatever runs after the block runs after it, too.
+        """
+        function, self._expected = self._expected, None
+        if function is None:
+            yield
+            return
+        self.start()
+        future = self.submit(function)
+        try:
+            yield
+        finally:
+            concurrent.futures.wait([future])
+
+    def close(self) -> None:
+        """Ends the thread, and forgets what was expected."""
+        self._expected = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, cores_are_idle: bool, function: Callable[[], Any]) -> Any:
+        self._cores.use(cores_are_idle)
+        return function()
