@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import gc
 import time
+from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
+from tensorflow.python.eager import context
 
 from tfdp_fl.engine import calls
+
+_Pair = collections.namedtuple("_Pair", ["nested", "number"])
 
 
 def _flat(x):
@@ -33,19 +40,86 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
     def test_is_for_functions_that_call_none(self, function, asked, taken):
         x = tf.constant([1.0, 2.0, 3.0, 4.0])
         traced = calls.concrete_function(tf.function(function), asked, x)
-        on_one_thread = calls.executor(traced)
-        self.assertEqual(
-            type(on_one_thread) is not type(calls.executor(_flat)),
-            taken,
-        )
 
         def call(_):  # Many at once would wait for each other for ever.
-            with calls.executor(traced):
-                return traced(x).numpy()
+            return calls.Call(traced, [x])().numpy()
 
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        with (
+            mock.patch.object(
+                tf.raw_ops,
+                "StatefulPartitionedCall",
+                wraps=tf.raw_ops.StatefulPartitionedCall,
+            ) as operation,
+            concurrent.futures.ThreadPoolExecutor(8) as pool,
+        ):
             results = list(pool.map(call, range(64)))
         self.assertAllClose(results, [function(x).numpy()] * 64)
+        self.assertEqual(operation.call_count, 64 * taken)
+        if taken:
+            executors = {
+                each.kwargs["executor_type"] for each in operation.mock_calls
+            }
+            self.assertEqual(executors, {"SINGLE_THREADED_EXECUTOR"})
+
+    def test_it_is_what_the_function_returns(self):
+        variable, other = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
+
+        @tf.function
+        def function(x, rows):
+            variable.assign_add(x * other)
+            read = variable.read_value()
+            nested = {"b": (read, ()), "a": [tf.gather(read, rows), rows]}
+            return _Pair(nested, read.shape.rank + x[0])
+
+        def called(call):
+            variable.assign([1.0, 2.0])
+            return tf.nest.map_structure(lambda each: each.numpy(), call())
+
+        x, rows = tf.constant([5.0, 7.0]), np.array([1, 0, 1], np.int32)
+        specs = tf.TensorSpec([2]), tf.TensorSpec([None], tf.int32)
+        traced = calls.concrete_function(function, True, *specs)
+        wanted = called(lambda: traced(x, tf.constant(rows)))
+        call = calls.Call(traced, (x, rows))
+        found = called(call)
+        self.assertIsInstance(found, _Pair)
+        tf.nest.assert_same_structure(found, wanted)
+        tf.nest.map_structure(np.testing.assert_array_equal, found, wanted)
+        with calls.by_default_executor():
+            by_default = called(call)
+        tf.nest.map_structure(np.testing.assert_array_equal, by_default, wanted)
+
+    def test_what_is_no_tensor_is_left_to_tensorflow(self):
+        x = tf.constant([1.0, 2.0])
+        traced = calls.concrete_function(
+            tf.function(lambda x: (None, 2 * x)), True, x
+        )
+        nothing, found = calls.Call(traced, [x])()
+        self.assertIsNone(nothing)
+        self.assertAllEqual(found, [2.0, 4.0])
+
+    def test_errors_are_those_of_the_function(self):
+        x = tf.constant([1.0, 2.0])
+        function = tf.function(lambda x, row: tf.gather(x, row))
+        for asked in (True, False):
+            traced = calls.concrete_function(function, asked, x, tf.constant(0))
+            with self.assertRaisesRegex(
+                tf.errors.InvalidArgumentError, r"7 is not in \[0, 2\)"
+            ):
+                calls.Call(traced, (x, tf.constant(7)))()
+
+    def test_tensorflow_keeps_nothing_of_a_function_that_is_gone(self):
+        x = tf.constant([1.0, 2.0])
+        gc.collect()  # Others' functions.
+        with mock.patch.object(
+            context.Context, "clear_kernel_cache", autospec=True
+        ) as clear:
+            traced = calls.concrete_function(tf.function(_flat), True, x)
+            calls.Call(traced, [x])()
+            gc.collect()
+            clear.assert_not_called()
+            del traced
+            gc.collect()
+            clear.assert_called_once()
 
     def test_calls_are_told_by_start_and_end(self):
         x = tf.constant([1.0, 2.0])
@@ -54,11 +128,9 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             traced = calls.concrete_function(tf.function(_flat), asked, x)
             with calls.timed(lambda *span: spans.append(span)):
                 begin = time.perf_counter()
-                with calls.executor(traced):
-                    traced(x)
+                calls.Call(traced, [x])()
                 end = time.perf_counter()
-            with calls.executor(traced):  # Nobody is told.
-                traced(x)
+            calls.Call(traced, [x])()  # Nobody is told.
             start, stop = spans[-1]
             self.assertTrue(begin <= start <= stop <= end)
         self.assertLen(spans, 2)

@@ -3,7 +3,8 @@
 Small operations one after the other cost more to hand from thread to thread
 than to compute: what one core has just written, the other has to fetch, and
 a thread that waits has to be woken up. TensorFlow's single-threaded executor
-runs a function's operations on the thread that it starts on.
+runs a function's operations on the thread that it starts on. Such a function is
+called as one operation, which costs TensorFlow less than a function does.
 
 It runs a conditional or a loop as a call that waits for another thread, so
 functions that have any are left to the default executor: all threads could
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,7 +54,7 @@ def traced(function: Any, *arguments: Any) -> Any:
 
 
 def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
-    """Traces a function, to be called inside `executor`.
+    """Traces a function, to be called by `Call`.
 
     Args:
       function: A `tf.function` that was not traced yet.
@@ -67,9 +69,48 @@ def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
         one_thread
         and devices.are_all_cpus()
         and not _calls_functions(concrete.graph)
+        and all(map(tf.is_tensor, tf.nest.flatten(concrete.structured_outputs)))
     ):
-        setattr(concrete, _MARK, True)
+        setattr(concrete, _MARK, _Operation(concrete))
     return concrete
+
+
+class _Operation:
+    """Calls a function as an operation, on the calling thread.
+
+    TensorFlow keeps what it has made of an operation, and does not know that
+    this one is its function's: it is told to forget when the function goes.
+    """
+
+    def __init__(self, concrete: Any):
+        """Prepares it.
+
+        Args:
+          concrete: A `ConcreteFunction`.
+        """
+        self._captured = list(concrete.captured_inputs)
+        self._outputs = concrete.structured_outputs
+        self._dtypes = [each.dtype for each in concrete.outputs]
+        end = weakref.finalize(concrete, _forget_operations)
+        end.atexit = False  # TensorFlow may be gone before.
+
+    def __call__(self, concrete: Any, arguments: list[tf.Tensor]) -> Any:
+        """Calls the function; returns its structured result."""
+        options = context.context().function_call_options
+        results = tf.raw_ops.StatefulPartitionedCall(
+            args=arguments + self._captured,
+            Tout=self._dtypes,
+            f=concrete,
+            config_proto=options.config_proto_serialized,
+            executor_type=_ONE_THREAD,
+        )
+        return tf.nest.pack_sequence_as(
+            self._outputs, results, expand_composites=True
+        )
+
+
+def _forget_operations() -> None:
+    context.context().clear_kernel_cache()
 
 
 class Call:
@@ -95,7 +136,10 @@ class Call:
         check that `function(...)` makes of each, which takes longer than a
         small round, is left out.
         """
-        with executor(self._function):
+        with contextlib.nullcontext() if _on_call is None else _timed(_on_call):
+            operation = getattr(self._function, _MARK, None)
+            if operation is not None and _in_use:
+                return operation(self._function, self._arguments)
             return self._function._call_flat(
                 self._arguments, self._function.captured_inputs
             )
@@ -135,26 +179,11 @@ class Compiled:
         return Call(self._traced[kind], arguments)()
 
 
-def executor(function: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which a traced function runs as it was meant to.
-
-    Every call of a compiled function is made in one.
-    """
-    if _in_use and getattr(function, _MARK, False):
-        executor_ = context.function_executor_type(_ONE_THREAD)
-    else:
-        executor_ = contextlib.nullcontext()
-    return executor_ if _on_call is None else _timed(executor_, _on_call)
-
-
 @contextlib.contextmanager
-def _timed(
-    executor_: contextlib.AbstractContextManager[None], on_call: OnCall
-) -> Iterator[None]:
+def _timed(on_call: OnCall) -> Iterator[None]:
     start = time.perf_counter()
     try:
-        with executor_:
-            yield
+        yield
     finally:
         on_call(start, time.perf_counter())
 

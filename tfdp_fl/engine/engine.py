@@ -399,6 +399,7 @@ class CohortEngine:
             try:
                 train([place])
             except CLIENT_ERRORS as own:
+                error = own  # Names the operation, too.
                 position = int(pending.inputs.positions[member])
                 failures.append(ClientFailure(position, own))
         if len(failures) == part.clients.num_clients:
