@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from unittest import mock
 
@@ -12,17 +13,20 @@ from absl.testing import parameterized
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import sampling
-from tfdp_fl.engine import background
+from tfdp_fl.engine import background, chunks
 from tfdp_fl.engine import engine as engine_lib
 
 _WEIGHTING = tfdp_fl.ClientWeighting(measure="num_examples", cap=12)
 
 
+@contextlib.contextmanager
 def _in_turn():
-    """Has nothing be drawn before it is needed."""
-    return mock.patch.object(
-        background.BackgroundThread, "expect", lambda self, function: None
-    )
+    """Has nothing be drawn, read or laid out before it is needed."""
+    with (
+        mock.patch.object(background.BackgroundThread, "expect"),
+        mock.patch.object(chunks.Reader, "expect"),
+    ):
+        yield
 
 
 class _Watch(tf.keras.callbacks.Callback):
@@ -77,6 +81,12 @@ def _uneven():
     )
 
 
+def _streamed(clients):
+    return tfdp_fl.datasets.FederatedDataset.from_client_fn(
+        clients.client_ids, clients.client, clients.element_spec
+    )
+
+
 def _mechanism(name):
     if name == "median":
         return tfdp_fl.MedianClipping(noise_multiplier=1.0)
@@ -97,26 +107,39 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
         ("shuffled", {"num_replicas": 2}, False),
         ("fixed_size", {"num_replicas": 2}, True),
         ("poisson", {"client_weighting": _WEIGHTING}, True),
+        ("poisson", {"client_weighting": _WEIGHTING}, True, True),
+        ("shuffled", {"num_replicas": 2}, True, True),
     )
-    def test_a_seeded_run_is_the_same_bit_by_bit(self, kind, options, shuffle):
-        self._compare(kind, options, shuffle=shuffle)
+    def test_a_seeded_run_is_the_same_bit_by_bit(
+        self, kind, options, shuffle, streamed=False
+    ):
+        self._compare(kind, options, shuffle, streamed)
 
-    @parameterized.parameters("median", "adaptive", "adaptive_local")
-    def test_so_is_any_mechanism(self, name):
-        self._compare("fixed_size", {"mechanism": _mechanism(name)})
+    @parameterized.parameters(
+        ("median",),
+        ("adaptive",),
+        ("adaptive_local",),
+        ("adaptive_local", True),
+    )
+    def test_so_is_any_mechanism(self, name, streamed=False):
+        options = {"mechanism": _mechanism(name)}
+        self._compare("fixed_size", options, streamed=streamed)
 
-    @parameterized.parameters(None, True)
-    def test_so_is_one_that_is_compiled_otherwise(self, jit_compile):
+    @parameterized.parameters((None,), (True,), (True, True))
+    def test_so_is_one_that_is_compiled_otherwise(
+        self, jit_compile, streamed=False
+    ):
         self._compare(
             "poisson",
             {
                 "model": toy.two_layers,
                 "compile_options": {"jit_compile": jit_compile},
             },
+            streamed=streamed,
         )
 
-    def _compare(self, kind, options, shuffle=True):
-        clients = _uneven()
+    def _compare(self, kind, options, shuffle=True, streamed=False):
+        clients = _streamed(_uneven()) if streamed else _uneven()
 
         def trained():
             given = dict(options)
@@ -140,10 +163,14 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(one, other)
 
-    def test_who_is_drawn_trains_once(self):
+    @parameterized.parameters(False, True)
+    def test_who_is_drawn_trains_once(self, streamed):
         fed = toy.federated(clients_per_round=5)
+        clients = toy.clients()
+        if streamed:
+            clients = _streamed(clients)
         with _Cohorts() as cohorts:
-            fed.fit(toy.clients(), rounds=6, verbose=0)
+            fed.fit(clients, rounds=6, verbose=0)
         self.assertEqual([t for t, _ in cohorts.drawn], list(range(6)))
         self.assertEqual([each for _, each in cohorts.drawn], cohorts.trained)
         # All but the first while others trained, on a thread that is gone.
@@ -258,14 +285,15 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
                 raise RuntimeError("the sampler is damaged")
             return draw(sampler, round_index)
 
-        fed = toy.federated(clients_per_round=5)
-        with (
-            mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
-            self.assertRaisesRegex(RuntimeError, "is damaged"),
-        ):
-            fed.fit(toy.clients(), rounds=4, verbose=0)
-        # What was released is there, and paid for.
-        self.assertEqual(fed.run.rounds, 2)
+        for clients in (toy.clients(), _streamed(toy.clients())):
+            fed = toy.federated(clients_per_round=5)
+            with (
+                mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+                self.assertRaisesRegex(RuntimeError, "is damaged"),
+            ):
+                fed.fit(clients, rounds=4, verbose=0)
+            # What was released is there, and paid for.
+            self.assertEqual(fed.run.rounds, 2)
 
     def test_one_that_goes_by_releases_or_by_those_before_is_not(self):
         for options in (

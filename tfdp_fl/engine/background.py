@@ -23,7 +23,7 @@ class BackgroundThread:
         """Starts nothing."""
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._cores = devices.ThreadCores()
-        self._expected: Callable[[], None] | None = None
+        self._expected: Callable[[], Any] | None = None
 
     def start(self) -> None:
         """Takes work from now on."""
@@ -41,7 +41,7 @@ class BackgroundThread:
             raise RuntimeError("The thread takes no work.")
         return self._pool.submit(self._run, self.cores_are_idle, function)
 
-    def expect(self, function: Callable[[], None]) -> None:
+    def expect(self, function: Callable[[], Any]) -> None:
         """Has a function called beside the next `computing`.
 
         Args:

@@ -37,6 +37,8 @@ class CohortChunk:
       members: Int64 [K], the clients' places in the cohort.
       all_lengths: Returns the examples of all clients of the dataset, int [N];
         None where nobody knows before they are read.
+      groups: Who of them trains where (see `layout.Layout.lay_out`); None
+        where that is not known yet.
     """
 
     x: Any
@@ -45,11 +47,16 @@ class CohortChunk:
     lengths: np.ndarray
     members: np.ndarray
     all_lengths: Callable[[], np.ndarray] | None = None
+    groups: Any = None
 
     @property
     def num_rows(self) -> int:
         """Returns how many examples are stored, those of nobody included."""
         return int(tf.nest.flatten(self.y)[0].shape[0])
+
+
+# Returns a chunk with its `groups`; called by the thread that has read it.
+LayOut = Callable[[CohortChunk, rounds.RoundInputs], CohortChunk]
 
 
 class Reader:
@@ -82,36 +89,41 @@ class Reader:
         self._element_spec = element_spec
         self._sizes = sizes
         self.thread = background.BackgroundThread()
-        self._expected: np.ndarray | None = None
+        self._expected: Callable[[], rounds.RoundInputs] | None = None
         # What is being asked for, and what comes after it.
         self._current: _Reading | None = None
         self._begun: _Reading | None = None
 
     def __call__(
-        self, dataset: FederatedDataset, pending: rounds.PendingRound
+        self,
+        dataset: FederatedDataset,
+        pending: rounds.PendingRound,
+        lay_out: LayOut | None = None,
     ) -> Iterator[CohortChunk]:
         """Yields the data of a round's cohort, at least one chunk.
 
         Args:
           dataset: Where the examples come from.
           pending: The round; clients that failed are added to its failures.
+          lay_out: Lays out what is streamed, of this round and of the expected
+            one; None: nobody does.
         """
-        positions = pending.inputs.positions
+        inputs = pending.inputs
         if dataset.is_indexed:
-            yield indexed(dataset, positions)
+            yield indexed(dataset, inputs.positions)
             return
         reading, self._begun = self._begun, None
-        if reading is not None and not reading.is_of(dataset, positions):
+        if reading is not None and not reading.is_of(dataset, inputs.positions):
             reading.stopped.set()
             reading = None
         self.thread.start()
         if reading is None:
-            reading = self._begin(dataset, positions)
+            reading = self._begin(dataset, inputs, lay_out)
         self._current = reading
         expected, self._expected = self._expected, None
         if expected is not None:
             reading.then = functools.partial(
-                self._begin_next, dataset, expected
+                self._begin_next, dataset, expected, lay_out
             )
         try:
             while True:
@@ -125,13 +137,14 @@ class Reader:
             reading.stopped.set()
             self._current = None
 
-    def expect(self, positions: np.ndarray) -> None:
-        """Is told of the cohort of the round after the coming one.
+    def expect(self, draw: Callable[[], rounds.RoundInputs]) -> None:
+        """Is told of the round after the coming one.
 
         Args:
-          positions: Int64 [K].
+          draw: Returns its inputs. It is called by the thread that reads, once
+            the coming cohort was read, and has returned before `__call__` ends.
         """
-        self._expected = positions
+        self._expected = draw
 
     def close(self) -> None:
         """Forgets what was expected; nothing is read any more."""
@@ -143,21 +156,33 @@ class Reader:
         self._current = self._begun = None
 
     def _begin(
-        self, dataset: FederatedDataset, positions: np.ndarray
+        self,
+        dataset: FederatedDataset,
+        inputs: rounds.RoundInputs,
+        lay_out: LayOut | None,
     ) -> _Reading:
         """Begins to read a cohort, once what is being read is there."""
-        reading = _Reading(dataset, positions, self.thread)
+        reading = _Reading(dataset, inputs.positions, self.thread)
         reading.chunks = _chunks(
             reading, self._element_spec, self._label_ranges, self._sizes
         )
+        if lay_out is not None:
+            reading.chunks = (
+                lay_out(chunk, inputs) for chunk in reading.chunks
+            )
         reading.go_on()
         return reading
 
     def _begin_next(
-        self, dataset: FederatedDataset, positions: np.ndarray
+        self,
+        dataset: FederatedDataset,
+        draw: Callable[[], rounds.RoundInputs],
+        lay_out: LayOut | None,
     ) -> None:
-        with contextlib.suppress(RuntimeError):  # It was closed just now.
-            self._begun = self._begin(dataset, positions)
+        # It was closed just now; or what is wrong with the coming round is
+        # raised again where it begins, and does this one no harm.
+        with contextlib.suppress(Exception):
+            self._begun = self._begin(dataset, draw(), lay_out)
 
 
 def indexed(dataset: FederatedDataset, positions: np.ndarray) -> CohortChunk:

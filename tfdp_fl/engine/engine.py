@@ -282,11 +282,13 @@ class CohortEngine:
         """
         pending = self.empty_round(inputs)
         pending.broadcast = self._broadcasts.changed_weights(self.state, inputs)
-        if inputs.laid_out is not None:
-            self._train(pending, *inputs.laid_out)
-        else:
-            for chunk in self.read_chunks(dataset, pending):
-                self.train_chunk(pending, chunk)
+        ahead = None if self.query.keeps_window else self.lay_out
+        for chunk in (
+            self.read_chunks(dataset, pending, ahead)
+            if inputs.chunk is None
+            else [inputs.chunk]
+        ):
+            self.train_chunk(pending, chunk)
         self.complete(pending)
         return pending
 
@@ -313,36 +315,27 @@ class CohortEngine:
         return self._broadcasts(self.state, inputs)
 
     @devices.at_home
-    def laid_out(
-        self, dataset: FederatedDataset, inputs: rounds.RoundInputs
-    ) -> tuple[chunks.CohortChunk, list[list[layout.Part]]]:
-        """Returns who of a cohort trains where, and on what.
+    def lay_out(
+        self, chunk: chunks.CohortChunk, inputs: rounds.RoundInputs
+    ) -> chunks.CohortChunk:
+        """Returns a chunk with who trains where, for training here.
 
         Args:
-          dataset: Where the cohort's examples come from, all in memory.
-          inputs: The round; without windows, as these are of the rounds before.
+          chunk: Some clients of a cohort.
+          inputs: The round, of which the windows matter as well.
         """
-        chunk = chunks.indexed(dataset, inputs.positions)
         groups = self.layout.lay_out(chunk, inputs, self.num_replicas)
-        return chunk, [
-            [part.as_tensors() for part in group] for group in groups
-        ]
+        groups = [[part.as_tensors() for part in group] for group in groups]
+        return dataclasses.replace(chunk, groups=groups)
 
+    @devices.at_home
     def train_chunk(
         self, pending: rounds.PendingRound, chunk: chunks.CohortChunk
     ) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
-        groups = self.layout.lay_out(chunk, pending.inputs, self.num_replicas)
-        self._train(pending, chunk, groups)
-
-    @devices.at_home
-    def _train(
-        self,
-        pending: rounds.PendingRound,
-        chunk: chunks.CohortChunk,
-        groups: list[list[layout.Part]],
-    ) -> None:
-        """Trains a chunk's clients as they are laid out."""
+        if chunk.groups is None:
+            chunk = self.lay_out(chunk, pending.inputs)
+        groups: list[list[layout.Part]] = chunk.groups
         self.background.cores_are_idle = len(groups) < self.num_replicas
         calls = [
             [

@@ -29,8 +29,7 @@ class RoundInputs:
         dropout follow from it.
       shuffle: Generator that shuffles the examples of each client, or None.
       windows: Float32 [K, W, L], for mechanisms that keep norms per client.
-      laid_out: What `CohortEngine.laid_out` returned for these clients; None:
-        it is not known yet.
+      chunk: The cohort's data, laid out, where that was done ahead.
     """
 
     round_index: int
@@ -43,7 +42,7 @@ class RoundInputs:
     seed: np.ndarray
     shuffle: np.random.Generator | None = None
     windows: np.ndarray | None = None
-    laid_out: Any = None
+    chunk: Any = None
 
     def tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns float32 [z, m, learning rate], and the seed."""

@@ -19,7 +19,13 @@ import tensorflow as tf
 
 from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import CohortEngine, PendingRound, RoundInputs, secure_sum
+from tfdp_fl.engine import (
+    CohortEngine,
+    PendingRound,
+    RoundInputs,
+    chunks,
+    secure_sum,
+)
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import costs as costs_lib
 from tfdp_fl.keras import progress, randomness
@@ -200,20 +206,28 @@ class RoundLoop:
         )
 
     def _draw_following(self, following: int) -> None:
-        """Draws the round after this one as soon as that can be of use."""
+        """Has the round after this one drawn while this one trains.
+
+        On another thread, which is done with it before this round's cohort is
+        collected, so that nothing else uses the sampler meanwhile.
+        """
         run, engine = self.run, self.engine
         known = following, run.repeated_rounds
-        if not self.clients.is_indexed:
-            self._ahead = known, self._drawn(following)
-            engine.read_chunks.expect(self._ahead[1].positions)
+
+        def draw() -> RoundInputs:
+            inputs = self._drawn(following)
+            if in_memory:
+                chunk = chunks.indexed(self.clients, inputs.positions)
+                inputs = dataclasses.replace(
+                    inputs, chunk=engine.lay_out(chunk, inputs)
+                )
+            self._ahead = known, inputs
+            return inputs
+
+        in_memory = self.clients.is_indexed
+        if not in_memory:
+            engine.read_chunks.expect(draw)
         elif self.collector is engine and run.windows is None:
-
-            def draw() -> None:
-                inputs = self._drawn(following)
-                laid_out = engine.laid_out(self.clients, inputs)
-                inputs = dataclasses.replace(inputs, laid_out=laid_out)
-                self._ahead = known, inputs
-
             engine.background.expect(draw)
 
     def _drawn(self, round_index: int) -> RoundInputs:
