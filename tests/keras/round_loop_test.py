@@ -45,6 +45,7 @@ class _Cohorts:
 
     def __init__(self):
         self.drawn, self.trained, self.threads = [], [], set()
+        self.seeds = []
         draw = sampling.FixedSizeSampler.cohort
         complete = engine_lib.CohortEngine.complete
 
@@ -56,6 +57,7 @@ class _Cohorts:
 
         def completed(engine, pending):
             self.trained.append(pending.inputs.positions.tolist())
+            self.seeds.append(tuple(pending.inputs.seed.tolist()))
             return complete(engine, pending)
 
         self._patches = [
@@ -173,6 +175,7 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
             fed.fit(clients, rounds=6, verbose=0)
         self.assertEqual([t for t, _ in cohorts.drawn], list(range(6)))
         self.assertEqual([each for _, each in cohorts.drawn], cohorts.trained)
+        self.assertLen(set(cohorts.seeds), 6)
         # All but the first while others trained, on a thread that is gone.
         (other,) = cohorts.threads - {threading.main_thread()}
         self.assertFalse(other.is_alive())

@@ -35,7 +35,13 @@ class Broadcast:
         self._server = server
         self._unaggregated = unaggregated
         self._hook = hook
-        self._compiled = calls.Compiled(self.received)
+        numbers = sum(
+            each.shape.num_elements()
+            for each in (*server.variables, *unaggregated)
+        )
+        self._compiled = calls.Compiled(
+            self.received, one_thread=numbers <= calls.FEW_NUMBERS
+        )
 
     def __call__(
         self, state: Any, inputs: rounds.RoundInputs

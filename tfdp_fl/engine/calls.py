@@ -25,6 +25,9 @@ from tensorflow.python.eager import context
 from tfdp_fl import _interrupts
 from tfdp_fl.engine import devices
 
+# Numbers at most in what one thread computes with where it is one pass over it.
+FEW_NUMBERS = 2**16
+
 _ONE_THREAD = "SINGLE_THREADED_EXECUTOR"
 _MARK = "_tfdp_fl_one_thread"
 

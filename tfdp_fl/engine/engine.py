@@ -14,6 +14,9 @@ The way of a client's update, from the dataset to the released model:
       complete                  a clip that hangs on the whole cohort
     release                     Release: get_noised_result (noise, mean),
                                   ServerUpdate.apply (the model moves)
+
+The cohort of the round after it is read and laid out while this one trains, by
+a `background.BackgroundThread`: `RoundInputs.chunk`, `chunks.Reader.expect`.
 """
 
 from __future__ import annotations

@@ -13,9 +13,6 @@ import tensorflow as tf
 from tfdp_fl.engine import calls, cohort, rounds, server_update
 from tfdp_fl.mechanisms import cohort_query, noise
 
-# Parameters of a model that is released on one thread: its noise is one draw.
-_SMALL = 2**16
-
 
 @dataclasses.dataclass(eq=False)
 class Release:
@@ -37,7 +34,7 @@ class Release:
 
     def __post_init__(self) -> None:
         self._compiled = calls.Compiled(
-            self._released, one_thread=self.update_size <= _SMALL
+            self._released, one_thread=self.update_size <= calls.FEW_NUMBERS
         )
 
     def __call__(

@@ -219,7 +219,7 @@ class RoundLoop:
             if in_memory:
                 chunk = chunks.indexed(self.clients, inputs.positions)
                 inputs = dataclasses.replace(
-                    inputs, chunk=engine.lay_out(chunk, inputs)
+                    inputs, chunk=self.collector.lay_out(chunk, inputs)
                 )
             self._ahead = known, inputs
             return inputs
@@ -227,7 +227,7 @@ class RoundLoop:
         in_memory = self.clients.is_indexed
         if not in_memory:
             engine.read_chunks.expect(draw)
-        elif self.collector is engine and run.windows is None:
+        elif run.windows is None:
             engine.background.expect(draw)
 
     def _drawn(self, round_index: int) -> RoundInputs:

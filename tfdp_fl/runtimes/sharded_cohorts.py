@@ -91,7 +91,11 @@ class ShardedCohorts:
         pending = self._engine.empty_round(inputs)
         received = self._engine.broadcast(inputs)
         records: list[Any] = []
-        for chunk in self._engine.read_chunks(dataset, pending):
+        for chunk in (
+            self._engine.read_chunks(dataset, pending)
+            if inputs.chunk is None
+            else [inputs.chunk]
+        ):
             if not len(chunk.lengths):  # Nothing to send to anybody.
                 self._engine.train_chunk(pending, chunk)
                 continue
@@ -100,6 +104,31 @@ class ShardedCohorts:
         self._engine.complete(pending)
         self._report(records)
         return pending
+
+    def lay_out(
+        self, chunk: chunks.CohortChunk, inputs: engine.RoundInputs
+    ) -> chunks.CohortChunk:
+        """Returns a chunk with who trains where; see `CohortEngine.lay_out`.
+
+        As it is where examples are sent, as it is cut into messages first; and
+        where there is nobody, who is not sent.
+        """
+        if self._data is None or not len(chunk.lengths):
+            return chunk
+        return self._laid_out(chunk, inputs)
+
+    def _laid_out(
+        self, chunk: chunks.CohortChunk, inputs: engine.RoundInputs
+    ) -> chunks.CohortChunk:
+        groups = self._engine.layout.lay_out(
+            chunk,
+            inputs,
+            self._num_shards,
+            groups_if_small=self._num_workers,
+            for_workers=True,
+            float32_products=self._float32_products,
+        )
+        return dataclasses.replace(chunk, groups=groups)
 
     def _sendable(
         self, chunk: chunks.CohortChunk
@@ -135,23 +164,18 @@ class ShardedCohorts:
         """Trains a chunk's clients; returns what each worker did."""
         inputs = pending.inputs
         records = []
-        groups = self._engine.layout.lay_out(
-            chunk,
-            inputs,
-            self._num_shards,
-            groups_if_small=self._num_workers,
-            for_workers=True,
-            float32_products=self._float32_products,
-        )
+        if chunk.groups is None:
+            chunk = self._laid_out(chunk, inputs)
+        groups = chunk.groups
         for place in range(max(map(len, groups))):
             parts = [group[place] for group in groups if place < len(group)]
             computation, packing, summed = self._computation(parts[0], received)
-            results, done = self._run_sharded(
-                computation,
-                [self._shard(chunk, part) for part in parts],
-                packing.packed(received),
-                self._reduction,
-            )
+            shards = [self._shard(chunk, part) for part in parts]
+            packed = packing.packed(received)
+            with self._engine.background.computing():
+                results, done = self._run_sharded(
+                    computation, shards, packed, self._reduction
+                )
             for record in done:
                 members = np.concatenate(
                     [parts[shard].clients.members for shard in record.shards]
@@ -267,8 +291,9 @@ class _Packing:
             tf.TensorSpec([sum(self._sizes[place] for place in places)], dtype)
             for dtype, places in self._vectors.items()
         ]
-        self.packed = calls.Compiled(self.pack)
-        self.unpacked = calls.Compiled(self.unpack)
+        few = sum(self._sizes) <= calls.FEW_NUMBERS
+        self.packed = calls.Compiled(self.pack, one_thread=few)
+        self.unpacked = calls.Compiled(self.unpack, one_thread=few)
 
     def pack(self, nest: Any) -> list[tf.Tensor]:
         """Returns the vectors of a nest of tensors."""
