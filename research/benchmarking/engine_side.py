@@ -170,7 +170,10 @@ ReadClient = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 def population_on_disk(
-    work: workloads.Workload, population: int, folder: str
+    work: workloads.Workload,
+    population: int,
+    folder: str,
+    mapped: bool = False,
 ) -> ReadClient:
     """Returns what reads a client, who has a place in one large file on disk.
 
@@ -180,6 +183,8 @@ def population_on_disk(
       work: Says what their examples are like; features are float32.
       population: How many they are.
       folder: Where the file is written, for all alike.
+      mapped: Whether the file is mapped into memory once; if not, it is opened
+        for each client.
     """
     path = pathlib.Path(folder) / "clients.bin"
     shape = (work.examples, *work.feature_shape)
@@ -199,7 +204,17 @@ def population_on_disk(
         own = np.fromfile(path, np.float32, size, offset=4 * size * place)
         return own.reshape(shape), labels[place % at_once]
 
-    return read
+    if not mapped:
+        return read
+    file_in_memory = np.asarray(
+        np.memmap(path, np.float32, "r", shape=(places, *shape))
+    )
+
+    def read_mapped(client: int) -> tuple[np.ndarray, np.ndarray]:
+        place = client % places
+        return file_in_memory[place], labels[place % at_once]
+
+    return read_mapped
 
 
 def _workers(
@@ -272,8 +287,8 @@ class EngineSide:
           worker_data: A folder that they read it from; it is written here.
           runtime: Whose workers they are, a name in `tfdp_fl.runtimes`.
           mechanism: A key of `MECHANISMS`.
-          stream: "files" or "tf_data", see `streamed`; "population", see
-            `population_on_disk`; None: in memory.
+          stream: "files" or "tf_data", see `streamed`; "population" or
+            "population_mapped", see `population_on_disk`; None: in memory.
           stream_folder: Where files are written.
           policy: Keras's dtype policy.
           num_replicas: How many clients train at once; None: one a core;
@@ -287,11 +302,12 @@ class EngineSide:
         work = workloads.by_name(workload)
         cohort = cohort or work.clients
         started = time.perf_counter()
-        if stream == "population":
+        if stream in ("population", "population_mapped"):
             count = int(population or work.clients)
+            mapped = stream == "population_mapped"
             clients = datasets.FederatedDataset.from_client_fn(
                 list(range(count)),
-                population_on_disk(work, count, str(stream_folder)),
+                population_on_disk(work, count, str(stream_folder), mapped),
             )
         else:
             clients = self._clients(work, cohort, population, sizes, even)

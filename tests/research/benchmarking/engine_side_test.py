@@ -64,6 +64,19 @@ class EngineSideTest(tf.test.TestCase):
             model = side._runs[policy].federated_model.model
             self.assertEqual(model.layers[0].compute_dtype, dtype)
 
+    def test_a_file_that_is_mapped_holds_what_is_read_from_it(self):
+        folder = self.get_temp_dir()
+        read, mapped = (
+            engine_side.population_on_disk(_TINY, 30, folder, how)
+            for how in (False, True)
+        )
+        shape = (_TINY.examples, *_TINY.feature_shape)
+        for client in (0, 7, 29):
+            for one, other in zip(read(client), mapped(client), strict=True):
+                self.assertAllEqual(one, other)
+            self.assertEqual(mapped(client)[0].shape, shape)
+        self.assertNotAllEqual(mapped(0)[0], mapped(7)[0])
+
     def test_correlated_noise_has_three_buffers(self):
         side = self._side()
         side.add(

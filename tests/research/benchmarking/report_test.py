@@ -138,6 +138,7 @@ def _complete():
         "streaming": {
             "mlp": _streamed(0.11),
             "population": _on_disk(1.2, 4.0),
+            "population_mapped": _on_disk(1.1, 4.0),
         },
         "correlated": {
             "fixed": _times(0.1),
@@ -285,6 +286,7 @@ class ReportTest(parameterized.TestCase):
         ("streaming", {"mlp": _streamed(0.13)}),
         ("streaming", {"population": _on_disk(1.3, 4.0)}),
         ("streaming", {"population": _on_disk(1.2, 6.0)}),
+        ("streaming", {"population_mapped": _on_disk(1.3, 4.0)}),
         (
             "correlated",
             {"fixed": _times(1.0), "correlated": _times(1.2), "ratio": 1.2},
