@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import gc
+import threading
 import time
 from unittest import mock
 
@@ -120,6 +121,29 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             del traced
             gc.collect()
             clear.assert_called_once()
+
+    def test_functions_that_go_do_others_no_harm(self):
+        x = tf.constant([1.0, 2.0])
+        kept = calls.concrete_function(tf.function(_flat), True, x)
+        ended = threading.Event()
+
+        def call(_):
+            found = set()
+            while not ended.is_set():
+                found.add(float(calls.Call(kept, [x])()))
+            return found
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            found = pool.map(call, range(2))
+            try:
+                for _ in range(30):
+                    other = calls.concrete_function(tf.function(_flat), True, x)
+                    self.assertEqual(float(calls.Call(other, [x])()), 5.0)
+                    del other
+                    gc.collect()
+            finally:
+                ended.set()
+            self.assertEqual(list(found), [{5.0}] * 2)
 
     def test_calls_are_told_by_start_and_end(self):
         x = tf.constant([1.0, 2.0])

@@ -110,7 +110,7 @@ class Reader:
         """
         inputs = pending.inputs
         if dataset.is_indexed:
-            yield indexed(dataset, inputs.positions)
+            yield inputs.chunk or indexed(dataset, inputs.positions)
             return
         reading, self._begun = self._begun, None
         if reading is not None and not reading.is_of(dataset, inputs.positions):

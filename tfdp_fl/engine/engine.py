@@ -286,11 +286,7 @@ class CohortEngine:
         pending = self.empty_round(inputs)
         pending.broadcast = self._broadcasts.changed_weights(self.state, inputs)
         ahead = None if self.query.keeps_window else self.lay_out
-        for chunk in (
-            self.read_chunks(dataset, pending, ahead)
-            if inputs.chunk is None
-            else [inputs.chunk]
-        ):
+        for chunk in self.read_chunks(dataset, pending, ahead):
             self.train_chunk(pending, chunk)
         self.complete(pending)
         return pending

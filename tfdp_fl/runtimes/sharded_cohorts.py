@@ -91,11 +91,7 @@ class ShardedCohorts:
         pending = self._engine.empty_round(inputs)
         received = self._engine.broadcast(inputs)
         records: list[Any] = []
-        for chunk in (
-            self._engine.read_chunks(dataset, pending)
-            if inputs.chunk is None
-            else [inputs.chunk]
-        ):
+        for chunk in self._engine.read_chunks(dataset, pending):
             if not len(chunk.lengths):  # Nothing to send to anybody.
                 self._engine.train_chunk(pending, chunk)
                 continue
