@@ -89,6 +89,22 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             by_default = called(call)
         tf.nest.map_structure(np.testing.assert_array_equal, by_default, wanted)
 
+    def test_tensors_of_several_parts_are_made_of_theirs(self):
+        x = tf.constant([1.0, 2.0, 3.0])
+
+        def function(x):
+            ragged = tf.RaggedTensor.from_row_splits(
+                2 * x, tf.constant([0, 1, 3]), validate=False
+            )
+            return [-x, (ragged, {"sum": tf.reduce_sum(x)}), x]
+
+        traced = calls.concrete_function(tf.function(function), True, x)
+        first, (ragged, named), last = calls.Call(traced, [x])()
+        self.assertAllEqual(first, [-1.0, -2.0, -3.0])
+        self.assertEqual(ragged.to_list(), [[2.0], [4.0, 6.0]])
+        self.assertEqual(named["sum"].numpy(), 6.0)
+        self.assertAllEqual(last, [1.0, 2.0, 3.0])
+
     def test_what_is_no_tensor_is_left_to_tensorflow(self):
         x = tf.constant([1.0, 2.0])
         traced = calls.concrete_function(
