@@ -260,13 +260,14 @@ class Connection:
         executor = self._executor(num_clients)
         remote = self._remote(executor, num_clients, compiled)
         parameter = compiled.type_signature.parameter
-        argument = self._run(
-            executor.create_value(
-                tff.structure.Struct.unnamed(broadcast, list(shards)), parameter
-            )
-        )
-        result = self._run(executor.create_call(remote, argument))
-        return self._run(result.compute())
+        value = tff.structure.Struct.unnamed(broadcast, list(shards))
+
+        async def called() -> Any:
+            argument = await executor.create_value(value, parameter)
+            result = await executor.create_call(remote, argument)
+            return await result.compute()
+
+        return self._run(called())
 
     def ping(self, timeout_seconds: float) -> grpc.Future:
         """Asks the worker for a sign of life; see `answered`."""

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from typing import IO, cast
 
 from tfdp_fl.runtimes import memory, supervisor
@@ -163,13 +164,11 @@ class LocalWorker:
 
     def cpu_seconds(self) -> float | None:
         """Returns the processor time the worker has used, in seconds."""
-        try:
-            stat = pathlib.Path("/proc", str(self.pid), "stat").read_text()
-        except OSError:
-            return None
-        fields = stat.rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        # Of the clock that clock_getcpuclockid(3) makes of a process id, in
+        # less time than reading /proc takes, twice for each worker and round.
+        with contextlib.suppress(OSError):
+            return time.clock_gettime(~self.pid << 3 | 2)
+        return None
 
     def log_tail(self) -> str:
         """Returns how the process ended, and the end of its output."""

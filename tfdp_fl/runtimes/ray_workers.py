@@ -361,13 +361,10 @@ class RayWorkers(ShardWorkers):
         """
         self.open()
         ray = _ray()
-        sent: Any = [each.numpy() for each in tf.nest.flatten(broadcast)]
+        sent: Any = tf.nest.flatten(broadcast)
         if sum(each.nbytes for each in sent) > _INLINE_BYTES:
             sent = ray.put(sent)
-        flat = [
-            [np.asarray(leaf) for leaf in tf.nest.flatten(shard)]
-            for shard in shards
-        ]
+        flat = [tf.nest.flatten(shard) for shard in shards]
         parts = np.array_split(np.arange(len(shards)), self.num_workers)
         work = {
             place: [int(index) for index in part]

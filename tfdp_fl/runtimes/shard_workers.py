@@ -105,7 +105,10 @@ class ShardWorkers(abc.ABC):
         broadcast: Any,
         reduction: str,
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Runs a computation on every shard; also returns who did what."""
+        """Runs a computation on every shard; also returns who did what.
+
+        The shards and the broadcast are nests of NumPy arrays.
+        """
 
     def __enter__(self: _Self) -> _Self:
         return self.open()

@@ -167,7 +167,7 @@ class ShardedCohorts:
             parts = [group[place] for group in groups if place < len(group)]
             computation, packing, summed = self._computation(parts[0], received)
             shards = [self._shard(chunk, part) for part in parts]
-            packed = packing.packed(received)
+            packed = [each.numpy() for each in packing.packed(received)]
             with self._engine.background.computing():
                 results, done = self._run_sharded(
                     computation, shards, packed, self._reduction

@@ -376,8 +376,13 @@ class TFFWorkers(ShardWorkers):
             WorkerLost: If a worker goes away during the round.
             WorkerError: If the computation fails on a worker.
         """
+        import tensorflow_federated as tff
+
         result, self.last_round = self._run_sharded(
-            computation, shards, broadcast, reduction
+            computation,
+            [tff.tensorflow.transform_args(each) for each in shards],
+            tff.tensorflow.transform_args(broadcast),
+            reduction,
         )
         return result
 
@@ -397,9 +402,6 @@ class TFFWorkers(ShardWorkers):
             )
         _validate.one_of((SUM, NONE), reduction=reduction)
         compiled = self._compile(computation, reduction)
-        broadcast, shards = tff.tensorflow.transform_args(
-            [broadcast, list(shards)]
-        )
         parameter = computation.type_signature.parameter
         broadcast = _in_order(broadcast, parameter[0])
         shards = [_in_order(shard, parameter[1]) for shard in shards]

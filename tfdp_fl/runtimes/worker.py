@@ -38,8 +38,8 @@ class WorkerRound(WorkerRecord):
         seconds: See `WorkerRecord`.
         clients: See `WorkerRecord`.
         pid: Its process id where it was started here, else None.
-        cpu_seconds: Processor time that it used meanwhile, in steps of 0.01,
-            where it was started here, else None.
+        cpu_seconds: Processor time that it used meanwhile, where it was started
+            here, else None.
     """
 
     pid: int | None
