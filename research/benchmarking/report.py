@@ -49,6 +49,10 @@ def _spread(times: Mapping[str, Any]) -> str:
     return milliseconds(times["median"])
 
 
+def _of_runs(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+
 def _claim(results: Results) -> str:
     """Returns what a reader wants to know first, in two sentences."""
     ratios = [
@@ -119,6 +123,7 @@ def _tff(results: Results) -> str:
                 _spread(result["tff"]),
                 _spread(result["engine"]),
                 f"**{result['ratio']:.1f}**",
+                _of_runs(result["ratios"]),
                 f"{work.target:g}",
                 _yes(verdict.holds),
                 " / ".join(map(milliseconds, least)) if least else "–",
@@ -132,6 +137,7 @@ def _tff(results: Results) -> str:
             "TFF 0.87 at its best",
             "tfdp_fl",
             "times faster",
+            "three runs",
             "at least",
             "holds",
             "floor",
@@ -162,7 +168,6 @@ def _rivals(results: Results) -> str:
         if "ratios" not in each:
             rows.append((each["title"], versions, "not measured", "–", "–"))
             continue
-        low, *_, high = sorted(each["ratios"])
         rows.append(
             (
                 f"{each['title']} ({versions})",
@@ -174,7 +179,7 @@ def _rivals(results: Results) -> str:
                 ),
                 milliseconds(statistics.median(each["runs"])),
                 f"**{statistics.median(each['ratios']):.1f}**",
-                f"{low:.1f} to {high:.1f}",
+                _of_runs(each["ratios"]),
             )
         )
     return table(
@@ -185,7 +190,8 @@ def _rivals(results: Results) -> str:
 
 def _bars(results: Results) -> str:
     shown = [
-        verdicts.of_rate(results),
+        *verdicts.of_products(results),
+        verdicts.of_python(results),
         *verdicts.of_replicas(results),
         *verdicts.of_sharded(results),
         *verdicts.of_growth(results),

@@ -24,6 +24,7 @@ def _against_tff(tff, engine):
         "tff": _times(tff),
         "engine": _times(engine),
         "ratio": tff / engine,
+        "ratios": [tff / engine, 1.1 * tff / engine, 0.9 * tff / engine],
         "tried": [
             {"loop": "DATASET_ITERATOR", "concurrent_calls": 1, "seconds": tff},
             {
@@ -118,6 +119,36 @@ def _with_replicas(ratio, found=2, all_replicas=0.1):
     return {"cores": 2, "workloads": {"cnn": each}}
 
 
+def _over_products(name="cnn", ratio=1.05):
+    """Returns rounds as long as their products, but one."""
+    each = {"engine": _times(0.1), "rate": 2e11, "bare": 2e11, "ratio": 1.0}
+    found = dict.fromkeys(verdicts.OVER_PRODUCTS, each)
+    return {
+        "workloads": {
+            **found,
+            name: {**each, "bare": ratio * each["rate"], "ratio": ratio},
+        }
+    }
+
+
+def _profile(inside_functions, one_thread=False):
+    return {
+        "seconds": 0.9,
+        "profiled_seconds": 1.0,
+        "inside_functions": inside_functions,
+        "one_thread": one_thread,
+        "cores": 2,
+        "operations": [
+            {
+                "name": "MatMul",
+                "category": "matrix products and convolutions",
+                "count": 100.0,
+                "seconds": 1.5,
+            }
+        ],
+    }
+
+
 def _complete():
     """Returns a result for every row, by name."""
     rate = {"beside": _times(4e11), "split": _times(3e11), "best": 4e11}
@@ -125,7 +156,7 @@ def _complete():
     names = list(workloads.WORKLOADS)
     found = {
         "machine": {"rates": {"large": rate, **dict.fromkeys(names, half)}},
-        "flops": {"rate": 1.8e11, "bare": 2e11, "ratio": 0.9},
+        "products": _over_products(),
         "gram": {
             "rows": 60,
             "columns": 784,
@@ -223,21 +254,10 @@ def _complete():
                 "current": {"TensorFlow": "2.21.0"},
             },
         }
-        found[f"profile_{work.name}"] = {
-            "seconds": 0.9,
-            "profiled_seconds": 1.0,
-            "inside_functions": 0.75,
-            "one_thread": work.name == "mlp_small",
-            "cores": 2,
-            "operations": [
-                {
-                    "name": "MatMul",
-                    "category": "matrix products and convolutions",
-                    "count": 100.0,
-                    "seconds": 1.5,
-                }
-            ],
-        }
+        is_small = work.name == "mlp_small"
+        found[f"profile_{work.name}"] = _profile(
+            0.86 if is_small else 0.75, is_small
+        )
     return found
 
 
@@ -264,8 +284,11 @@ class ReportTest(parameterized.TestCase):
             {
                 row.name
                 for row in rows.ROWS
-                if row.group not in ("machine", "profile")
-                and row.name not in ("cohort", "model_size")
+                if (
+                    row.group not in ("machine", "profile")
+                    and row.name not in ("cohort", "model_size")
+                )
+                or row.name == "profile_mlp_small"
             },
         )
         text = report.blocks(self.results)
@@ -273,7 +296,9 @@ class ReportTest(parameterized.TestCase):
         self.assertNotIn("Not measured", "".join(text.values()))
 
     @parameterized.parameters(
-        ("flops", {"rate": 1.6e11, "bare": 2e11, "ratio": 0.8}),
+        ("products", _over_products("cnn", 1.11)),
+        ("products", _over_products("lstm", 1.11)),
+        ("profile_mlp_small", _profile(0.84, True)),
         ("sharded", {"unavailable": "fit(runtime=TFFWorkers(...))"}),
         ("replicas", _with_replicas(1.2)),
         ("replicas", _with_replicas(0.8, found=1, all_replicas=0.08)),
@@ -316,6 +341,23 @@ class ReportTest(parameterized.TestCase):
         listed = report.blocks(self.results)["misses"]
         self.assertIn(missed.figure, listed)
         self.assertIn(missed.reason, listed)
+
+    def test_a_rate_is_judged_by_the_share_and_by_the_time(self):
+        for ratio, missed in ((1.09, 0), (1.15, 1), (1.19, 2)):
+            self._put(products=_over_products("mlp_batch60", ratio))
+            judged = verdicts.of_products(self.results)
+            self.assertLen(
+                [each for each in judged if not each.holds], missed, ratio
+            )
+
+    def test_ratios_have_their_spread_over_the_runs(self):
+        self._put(mlp=_against_tff(20.0, 1.0))
+        (line,) = [
+            line
+            for line in report.blocks(self.results)["tff"].splitlines()
+            if workloads.WORKLOADS["mlp"].title in line
+        ]
+        self.assertIn("| **20.0** | 18.0 to 22.0 |", line)
 
     def test_the_reason_names_the_floor_that_is_in_the_way(self):
         work = workloads.WORKLOADS["mlp_batch60"]
@@ -366,7 +408,7 @@ class ReportTest(parameterized.TestCase):
     def test_profile_tells_python_from_functions(self):
         self._put()
         text = report.blocks(self.results)["profile"]
-        self.assertIn("between compiled functions | 25 % |", text)
+        self.assertIn("between compiled functions | 14 % | 25 % |", text)
         self.assertIn("| mlp_small (see below) | mlp |", text)
 
     def test_profile_shares_add_up(self):
