@@ -50,7 +50,7 @@ def _spread(times: Mapping[str, Any]) -> str:
 
 
 def _of_runs(ratios: Sequence[float]) -> str:
-    return f"{min(ratios):.1f} to {max(ratios):.1f}"
+    return f"{min(ratios):.1f} to {max(ratios):.1f}" if ratios else "–"
 
 
 def _claim(results: Results) -> str:
@@ -123,7 +123,8 @@ def _tff(results: Results) -> str:
                 _spread(result["tff"]),
                 _spread(result["engine"]),
                 f"**{result['ratio']:.1f}**",
-                _of_runs(result["ratios"]),
+                # Not in figures of before there were three.
+                _of_runs(result.get("ratios", [])),
                 f"{work.target:g}",
                 _yes(verdict.holds),
                 " / ".join(map(milliseconds, least)) if least else "–",
