@@ -1,6 +1,6 @@
 r"""Times the engine side by side with TensorFlow Federated.
 
-    python research/benchmark.py                     # everything, half an hour
+    python research/benchmark.py                     # everything, an hour
     python research/benchmark.py --rows=tff,machine  # some rows, others kept
     python research/benchmark.py --profile=cnn       # where a round's time goes
     python research/benchmark.py --resume            # go on after a break

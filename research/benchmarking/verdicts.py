@@ -136,9 +136,10 @@ def _why_not(
     if by_own > taken:
         return (
             f"{start} The bare products of its own shapes, one after another "
-            f"on all cores, take {milliseconds(by_own)}: the round is faster "
-            "than they are, because it shares products between clients, and "
-            f"the {milliseconds(by_large)} that a large product's rate would "
+            f"on all cores, took {milliseconds(by_own)}, no less than the "
+            "round (clients that train side by side share some of them, and "
+            "the two were not timed in turns); the "
+            f"{milliseconds(by_large)} that a large product's rate would "
             "allow are what smaller products do not reach. See the profile."
         )
     rest = 100 * (1 - by_own / taken)
@@ -350,6 +351,8 @@ def of_growth(results: Results) -> list[Verdict]:
                 f"{100 * waste:+.0f} % ({worst_kind} sizes)",
                 f"less than {100 * UNEVEN_WASTE:.0f} %",
                 waste < UNEVEN_WASTE,
+                "A client who has no more steps leaves room in the products of "
+                "those that train beside it.",
             )
         )
     verdicts += [
@@ -580,7 +583,7 @@ def _of_stack(results: Results, work: workloads.Workload) -> Verdict | None:
         f"{result['ratio']:.2f} ({times[0]} against {times[1]})",
         f"at most {STACK_FACTOR}",
         result["ratio"] <= STACK_FACTOR,
-        "The operations are the same; what is slower is TensorFlow's.",
+        "The operations are the same, of another version of TensorFlow.",
     )
 
 
@@ -630,6 +633,8 @@ def _of_first_round(results: Results) -> Verdict | None:
         ", ".join(f"{seconds:.2f} s" for seconds in found.values()),
         f"less than {FIRST_ROUND_SECONDS:g} s",
         max(found.values()) < FIRST_ROUND_SECONDS,
+        "Nearly all of it is tracing, in Python on one core, and TensorFlow's "
+        "preparing of what was traced: it goes by the speed of one core.",
     )
 
 

@@ -307,6 +307,7 @@ class ReportTest(parameterized.TestCase):
         ("sharded_ray", _on_workers("mlp_small", 0.204)),
         ("mlp_small", _against_tff(0.5, 0.01)),
         ("mlp", _against_tff(1.1, 0.1)),
+        ("mlp", {**_against_tff(20.0, 1.0), "engine_first_seconds": 3.1}),
         ("cnn", _against_tff(0.2, 0.1)),
         ("streaming", {"mlp": _streamed(0.13)}),
         ("streaming", {"population": _on_disk(1.3, 4.0)}),
@@ -338,6 +339,7 @@ class ReportTest(parameterized.TestCase):
             if not each.holds
         ]
         self.assertEqual(missed.row, name)
+        self.assertNotEmpty(missed.reason)
         listed = report.blocks(self.results)["misses"]
         self.assertIn(missed.figure, listed)
         self.assertIn(missed.reason, listed)
