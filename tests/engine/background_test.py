@@ -37,6 +37,23 @@ class BackgroundThreadTest(tf.test.TestCase):
         self.thread.close()
         self.assertFalse(seen[0].is_alive())
 
+    def test_begins_when_it_is_told_to(self):
+        calls = []
+        self.thread.expect(lambda: calls.append(threading.current_thread()))
+        with self.thread.computing(at_once=False) as begin:
+            self.thread.start()
+            self.thread.submit(lambda: None).result(60)
+            self.assertEqual(calls, [])  # It would have been before that.
+            begin()
+            begin()
+        self.assertLen(calls, 1)
+        self.thread.expect(lambda: calls.append(None))
+        with self.thread.computing(at_once=False):
+            pass  # Nobody said so.
+        with self.thread.computing():
+            pass
+        self.assertLen(calls, 1)
+
     def test_done_also_where_the_block_raises(self):
         began, done = threading.Event(), []
 

@@ -62,6 +62,41 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             }
             self.assertEqual(executors, {"SINGLE_THREADED_EXECUTOR"})
 
+    @parameterized.parameters(
+        (_flat, True), (_conditional, False), (_loop, False)
+    )
+    def test_a_part_of_a_function_is_too(self, function, taken):
+        variable = tf.Variable(3.0)
+
+        def part(x, nested):
+            variable.assign_add(1.0)
+            return {"a": (function(x) * variable, nested["rows"] + 1)}
+
+        @tf.function
+        def whole(x):
+            return calls.called_on_one_thread(part, x, {"rows": x[:2]})
+
+        x = tf.constant([1.0, 2.0, 3.0, 4.0])
+        for count in (4.0, 5.0):
+            found, rows = whole(x)["a"]
+            self.assertAllClose(found, function(x) * count)
+            self.assertAllEqual(rows, [2.0, 3.0])
+        called = [
+            (node.attr["executor_type"].s, node.attr["f"].func.name)
+            for node in whole.get_concrete_function(x).graph.as_graph_def().node
+            if node.op == "StatefulPartitionedCall"
+        ]
+        self.assertLen(called, taken)
+        for executor, name in called:
+            self.assertEqual(executor, b"SINGLE_THREADED_EXECUTOR")
+            library = (
+                whole.get_concrete_function(x).graph.as_graph_def().library
+            )
+            (own,) = [
+                each for each in library.function if each.signature.name == name
+            ]
+            self.assertTrue(own.attr["_noinline"].b)
+
     def test_it_is_what_the_function_returns(self):
         variable, other = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
 

@@ -108,7 +108,28 @@ class LayOutTest(parameterized.TestCase):
         (way,) = {part.way for group in groups for part in group}
         self.assertFalse(way.xla)
         self.assertEqual(way.full_batches, lengths == [8] * 6)
-        self.assertEqual(way.in_groups, worthwhile)
+        self.assertEqual(way.side_by_side, worthwhile)
+        self.assertEqual(way.optimistic, worthwhile)
+
+    def test_workers_train_no_more_at_once_than_fit_either(self):
+        made = dataclasses.replace(_PLAIN, kernels=_KERNELS)
+        with mock.patch.object(dense_models, "clients_at_once", lambda *_: 3):
+            groups = _lay_out(
+                made,
+                [8] * 7,
+                2,
+                worthwhile=True,
+                groups_if_small=2,
+                for_workers=True,
+            )
+        # One of three would do without, and is served by the same function.
+        self.assertEqual(
+            [part.clients.num_clients for (part,) in groups], [4, 3]
+        )
+        for (part,) in groups:
+            self.assertTrue(part.way.in_groups)
+            self.assertFalse(part.way.optimistic)
+            self.assertEqual(part.tables[1], 3)
 
     def test_updates_that_wait_are_bounded_in_memory(self):
         three = chunks.CHUNK_BYTES // 3

@@ -250,7 +250,8 @@ class HereWorkers(shard_workers.ShardWorkers):
     def close(self):
         pass
 
-    def _run_sharded(self, computation, shards, broadcast, reduction):
+    def _run_sharded(self, computation, shards, broadcast, reduction, sent):
+        sent()
         results = [computation(broadcast, shard) for shard in shards]
         records = tuple(
             shard_workers.WorkerRecord(
@@ -273,6 +274,7 @@ WAYS = (
     "streamed",
     "streamed_xla",
     "sharded",
+    "sharded_side_by_side",
     "streamed_sharded",
     "secure_aggregation",
     "secure_aggregation_float",
@@ -330,9 +332,13 @@ class Trainer:
             tf.keras.optimizers.SGD(0.5),
             tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             ["accuracy"],
-            jit_compile=None if way == "side_by_side" else way.endswith("xla"),
+            jit_compile=None if self._is_beside else way.endswith("xla"),
         )
         self._start = self._fed.get_weights()
+
+    @property
+    def _is_beside(self) -> bool:
+        return self.way.endswith("side_by_side")
 
     @property
     def run(self) -> Any:
@@ -363,7 +369,7 @@ class Trainer:
         if self._fed.engine is not None:
             query = self._fed.engine.query
             self._fed.engine.state = query.initial_global_state()
-        beside = self.way == "side_by_side"
+        beside = self._is_beside
         with mock.patch.multiple(
             dense_models,
             is_worthwhile=lambda *_: beside,

@@ -62,7 +62,9 @@ class HostileClientTest(parameterized.TestCase):
         for failure in hostile.FAILURES:
             check_failure(self, trainer, without, failure)
 
-    @parameterized.parameters("side_by_side", "xla", "secure_aggregation")
+    @parameterized.parameters(
+        "side_by_side", "xla", "sharded_side_by_side", "secure_aggregation"
+    )
     def test_other_ways(self, way):
         trainer = hostile.Trainer(hostile.CASES["fixed"], way)
         without = trainer.without()

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +16,7 @@ from absl.testing import parameterized
 import tfdp_fl
 from tfdp_fl import runtimes, secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import calls
 from tfdp_fl.runtimes import local_worker, sharded_cohorts
 
 try:
@@ -414,6 +416,39 @@ class SameResultTest(_WorkersTestCase):
         directory = self.directory()
         runtimes.export_for_workers(clients, directory)
         self._compare(case, clients, data=directory, shards_per_worker=2)
+
+    def test_who_has_a_nan_takes_nobody_with_it(self):
+        # Who trains a small cohort takes for granted that nobody has, and has
+        # to find out.
+        x, y = _arrays(8 * _NUM_CLIENTS)
+        x[8 * 3, 0] = np.nan
+        rows = np.arange(len(x)).reshape(_NUM_CLIENTS, 8)
+        clients = FederatedDataset.from_indices(x, y, rows)
+        case = dataclasses.replace(
+            _CASES["side_by_side"], sampling="poisson", fit={"rounds": 6}
+        )
+        workers, there = self._compare(case, clients)
+        self.assertTrue(np.isfinite(there.get_weights()[0]).all())
+        (made,) = workers._computations.values()
+        self.assertEqual({way.optimistic for way, *_ in made}, {True, False})
+
+    @parameterized.parameters(True, False)
+    def test_small_cohorts_train_on_one_thread_of_workers_of_ours(self, ours):
+        case = _CASES["side_by_side"]
+        here, there = _federated(case), _federated(case)
+        clients = case.clients()
+        _fit(here, case, clients)
+        workers = (
+            self.enter_context(runtimes.TFFWorkers(num_workers=2))
+            if ours
+            else self.workers()  # Nobody knows what devices they have.
+        )
+        with mock.patch.object(
+            calls, "called_on_one_thread", wraps=calls.called_on_one_thread
+        ) as called:
+            _fit(there, case, clients, runtime=workers)
+        self.assertEqual(called.call_count, ours)
+        self.assert_same_model(here, there)
 
     @parameterized.parameters("float32", "mixed_bfloat16")
     def test_the_clip_holds_for_data_that_an_adversary_would_choose(

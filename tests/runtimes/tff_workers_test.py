@@ -246,6 +246,21 @@ class LocalWorkersTest(_WorkersTestCase):
         arrays = self.workers.run_sharded(self.training, [(x, y)], weights)
         np.testing.assert_array_equal(tensors["sums"][0], arrays["sums"][0])
 
+    @parameterized.parameters(2, 3)  # One of a worker's own, and several.
+    def test_nobody_adds_what_is_no_number(self, num_shards):
+        @tff.tensorflow.computation(np.float32, np.str_)
+        def named(_, shard):
+            return shard
+
+        shards = [np.array("a")] * num_shards
+        for _ in range(2):
+            with self.assertRaisesRegex(TypeError, "sum operator"):
+                self.workers.run_sharded(named, shards, np.float32(0))
+        found = self.workers.run_sharded(
+            named, shards, np.float32(0), reduction="none"
+        )
+        self.assertEqual(found, [b"a"] * num_shards)
+
     def test_the_computation_is_sent_once(self):
         training = _training()
         weights, x, y = _cohort()
@@ -331,6 +346,26 @@ class LostLocalWorkerTest(_WorkersTestCase):
             workers.restart()
             self.assert_trains(workers)
             self.assertEmpty({*workers.pids} & {*pids})
+
+    @parameterized.parameters(2, 3)  # Of the second there are two on one.
+    def test_says_when_all_is_sent_and_they_compute(self, num_shards):
+        with runtimes.TFFWorkers(
+            num_workers=2, round_timeout_seconds=60.0
+        ) as workers:
+            shards = [np.float32(1)] * num_shards
+            workers.run_sharded(self.spinning, shards, 0.0)
+            pids, said = workers.pids, []
+
+            def sent():
+                said.append(True)
+                for pid in pids:  # None of them would ever end by itself.
+                    os.kill(pid, signal.SIGKILL)
+
+            with self.assertRaisesRegex(runtimes.WorkerLost, "by signal 9"):
+                workers._run_sharded(
+                    self.spinning, shards, np.float64(1e30), "sum", sent
+                )
+            self.assertEqual(said, [True])
 
     def test_a_round_that_takes_too_long(self):
         with runtimes.TFFWorkers(

@@ -50,21 +50,33 @@ class BackgroundThread:
         self._expected = function
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, at_once: bool = True) -> Iterator[Callable[[], None]]:
         """Calls what is expected while the block computes.
 
         Whatever runs after the block runs after it, too.
+
+        Args:
+          at_once: Whether from the block's beginning on.
+
+        Yields:
+          What has it called from then on, where it was not called before. It
+          is not called at all if nobody calls this.
         """
-        function, self._expected = self._expected, None
-        if function is None:
-            yield
-            return
-        self.start()
-        future = self.submit(function)
+        expected, self._expected = self._expected, None
+        functions = [] if expected is None else [expected]
+        futures = []
+
+        def begin() -> None:
+            while functions:
+                self.start()
+                futures.append(self.submit(functions.pop()))
+
+        if at_once:
+            begin()
         try:
-            yield
+            yield begin
         finally:
-            concurrent.futures.wait([future])
+            concurrent.futures.wait(futures)
 
     def close(self) -> None:
         """Ends the thread, and forgets what was expected."""

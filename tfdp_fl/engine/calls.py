@@ -80,6 +80,42 @@ def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
     return concrete
 
 
+def called_on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function inside of another one that is being traced.
+
+    Wherever that runs, this part of it runs on one thread, unless it has any
+    conditional or loop.
+
+    Args:
+      function: A Python function of nests of tensors.
+      *arguments: Its arguments.
+
+    Returns:
+      Its result, a nest of tensors.
+    """
+    compiled = tf.function(
+        function,
+        autograph=False,
+        # In its caller's midst it would run as that does.
+        experimental_attributes={"_noinline": True},
+    )
+    concrete = traced(
+        compiled,
+        *tf.nest.map_structure(
+            lambda each: tf.TensorSpec(each.shape, each.dtype), arguments
+        ),
+    )
+    if _calls_functions(concrete.graph):
+        return function(*arguments)
+    results = tf.raw_ops.StatefulPartitionedCall(
+        args=[*tf.nest.flatten(arguments), *concrete.captured_inputs],
+        Tout=[each.dtype for each in concrete.outputs],
+        f=concrete,
+        executor_type=_ONE_THREAD,
+    )
+    return tf.nest.pack_sequence_as(concrete.structured_outputs, results)
+
+
 class _Operation:
     """Calls a function as an operation, on the calling thread.
 

@@ -105,7 +105,7 @@ class Layout:
           groups_if_small: How many, where starting another thread would cost
             more than it saves.
           for_workers: Whether one function, without XLA, has to serve all
-            groups, and a group's training is one message.
+            groups.
           float32_products: Whether those who train compute products of float32
             numbers as such; this process is asked as well.
 
@@ -159,9 +159,7 @@ class Layout:
         groups = tables.split(clients, num_groups)
         examples = int(chunk.lengths.max()) * inputs.local_epochs
         at_once = dense_models.clients_at_once(self.kernels, examples)
-        in_groups = for_workers or at_once < max(
-            each.num_clients for (each,) in groups
-        )
+        in_groups = at_once < max(each.num_clients for (each,) in groups)
         return [
             [
                 _side_by_side(

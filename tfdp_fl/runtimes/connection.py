@@ -8,7 +8,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
@@ -234,18 +234,26 @@ class Connection:
         """
         self._jobs.put(job)
 
-    def call(self, compiled: Any, broadcast: Any, shards: Sequence[Any]) -> Any:
-        """Runs a compiled computation over `shards`, one TFF client each.
+    def call(
+        self,
+        compiled: Any,
+        argument: Any,
+        num_clients: int,
+        sent: Callable[[], None],
+    ) -> Any:
+        """Runs a compiled computation with `num_clients` TFF clients.
 
         The computation is sent once and stays on the worker; what is sent with
-        each call is its arguments. To be called by the connection's thread, see
+        each call is its argument. To be called by the connection's thread, see
         `submit`.
 
         Args:
-            compiled: A compiled federated computation of
-                `(broadcast@SERVER, {shard}@CLIENTS)`.
-            broadcast: The server's value, a nest of NumPy arrays.
-            shards: A value for each TFF client.
+            compiled: A compiled computation.
+            argument: Its argument, a nest of NumPy arrays; a value at CLIENTS
+                is a list, with a value for each of them.
+            num_clients: Of this worker.
+            sent: Called before the request that takes as long as the worker
+                computes.
 
         Returns:
             The result, in TFF's own containers.
@@ -254,17 +262,19 @@ class Connection:
             WorkerLost: If the worker goes away.
             WorkerError: If the computation fails on the worker.
         """
-        import tensorflow_federated as tff
-
-        num_clients = len(shards)
         executor = self._executor(num_clients)
         remote = self._remote(executor, num_clients, compiled)
         parameter = compiled.type_signature.parameter
-        value = tff.structure.Struct.unnamed(broadcast, list(shards))
 
         async def called() -> Any:
-            argument = await executor.create_value(value, parameter)
-            result = await executor.create_call(remote, argument)
+            value = await executor.create_value(argument, parameter)
+            # TFF maps over clients when it is called, and runs a computation of
+            # tensors when it is asked for the result.
+            if num_clients > 1:
+                sent()
+            result = await executor.create_call(remote, value)
+            if num_clients == 1:
+                sent()
             return await result.compute()
 
         return self._run(called())

@@ -9,7 +9,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,10 +122,18 @@ def _runnable(program: Program, threads: int = 1) -> Any:
     )
     # What `Session.run` finds out of its arguments each time is known.
     begun = session.make_callable(begin)
+    # Those without a value are assigned before they are read.
+    have_values = any(
+        is_variable and not isinstance(value, tf.TensorSpec)
+        for value, is_variable in zip(
+            program.captured, program.is_variable, strict=True
+        )
+    )
     made = session.make_callable(outputs, feed_list=arguments)
 
     def run(values: list[Any]) -> list[np.ndarray]:
-        begun()  # What an earlier call assigned is gone with it.
+        if have_values:
+            begun()  # What an earlier run assigned is gone with it.
         return made(*values)
 
     return run
@@ -353,6 +361,7 @@ class RayWorkers(ShardWorkers):
         shards: Sequence[Any],
         broadcast: Any,
         reduction: str,
+        sent: Callable[[], None],
     ) -> tuple[Any, tuple[RayWorkerRound, ...]]:
         """Runs a program on every shard; as `TFFWorkers.run_sharded`.
 
@@ -361,9 +370,9 @@ class RayWorkers(ShardWorkers):
         """
         self.open()
         ray = _ray()
-        sent: Any = tf.nest.flatten(broadcast)
-        if sum(each.nbytes for each in sent) > _INLINE_BYTES:
-            sent = ray.put(sent)
+        flat_broadcast: Any = tf.nest.flatten(broadcast)
+        if sum(each.nbytes for each in flat_broadcast) > _INLINE_BYTES:
+            flat_broadcast = ray.put(flat_broadcast)
         flat = [tf.nest.flatten(shard) for shard in shards]
         parts = np.array_split(np.arange(len(shards)), self.num_workers)
         work = {
@@ -373,9 +382,10 @@ class RayWorkers(ShardWorkers):
         }
         results, by_place = self._round(
             program,
-            sent,
+            flat_broadcast,
             {place: [flat[i] for i in part] for place, part in work.items()},
             reduction == SUM,
+            sent,
         )
         records = tuple(
             dataclasses.replace(record, shards=tuple(work[place]))
@@ -396,6 +406,7 @@ class RayWorkers(ShardWorkers):
         broadcast: Any,
         work: Mapping[int, list[Any]],
         by_sum: bool,
+        sent: Callable[[], None],
     ) -> tuple[dict[int, Any], dict[int, RayWorkerRound]]:
         """Has every place do its work, some of it again if need be."""
         ray, begun = _ray(), time.monotonic()
@@ -410,6 +421,7 @@ class RayWorkers(ShardWorkers):
             )
 
         asked = {place: ask(place) for place in work}
+        sent()
         while asked:
             limit = None
             if self._round_timeout is not None:

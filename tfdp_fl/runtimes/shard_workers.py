@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from tfdp_fl import _products, _validate, engine
 from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import devices
 from tfdp_fl.runtimes import lifting, sharded_cohorts
 from tfdp_fl.runtimes.worker_data import WorkerData
 
@@ -104,10 +105,12 @@ class ShardWorkers(abc.ABC):
         shards: Sequence[Any],
         broadcast: Any,
         reduction: str,
+        sent: Callable[[], None],
     ) -> tuple[Any, tuple[Any, ...]]:
         """Runs a computation on every shard; also returns who did what.
 
-        The shards and the broadcast are nests of NumPy arrays.
+        The shards and the broadcast are nests of NumPy arrays. `sent` is called
+        when nothing is left to do here until somebody has finished.
         """
 
     def __enter__(self: _Self) -> _Self:
@@ -151,6 +154,7 @@ class ShardWorkers(abc.ABC):
             data=data,
             computations=self._computations.setdefault(cohort_engine, {}),
             float32_products=float32_products,
+            one_thread=self._are_started_here and devices.are_all_cpus(),
             lift=self._lift,
         )
 

@@ -11,7 +11,14 @@ import tensorflow as tf
 
 from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.engine import calls, chunks, cohort, layout, tracing
+from tfdp_fl.engine import (
+    calls,
+    chunks,
+    cohort,
+    layout,
+    side_by_side,
+    tracing,
+)
 from tfdp_fl.runtimes.lifting import computation_from_function
 from tfdp_fl.runtimes.worker_data import WorkerData
 
@@ -49,14 +56,14 @@ class ShardedCohorts:
         data: WorkerData | None,
         computations: dict[Any, Any],
         float32_products: bool = True,
+        one_thread: bool = False,
         lift: Callable[..., Any] = computation_from_function,
     ):
         """Prepares nothing; computations are made when a round needs them.
 
         Args:
             cohort_engine: The engine.
-            run_sharded: As `TFFWorkers.run_sharded`; also returns what each
-                worker did.
+            run_sharded: See `ShardWorkers._run_sharded`.
             report: Is told what the workers did in a round.
             num_workers: Among how many workers a cohort is shared out.
             shards_per_worker: How many shards each works on at the same time.
@@ -64,6 +71,8 @@ class ShardedCohorts:
             computations: The computations made of this engine before.
             float32_products: Whether the workers compute products of float32
                 numbers as such, on which training side by side rests.
+            one_thread: Whether the workers have no devices but CPUs, where
+                cohorts that are not worth several threads train on one.
             lift: Makes of a function what `run_sharded` takes.
         """
         self._engine = cohort_engine
@@ -74,6 +83,7 @@ class ShardedCohorts:
         self._data = data
         self._computations = computations
         self._float32_products = float32_products
+        self._one_thread = one_thread
         self._lift = lift
         only_sum = cohort_engine.output == cohort.SUM
         by_sum = only_sum and not cohort_engine.query.keeps_window
@@ -158,36 +168,69 @@ class ShardedCohorts:
         received: cohort.Received,
     ) -> list[Any]:
         """Trains a chunk's clients; returns what each worker did."""
-        inputs = pending.inputs
-        records = []
+        records: list[Any] = []
         if chunk.groups is None:
-            chunk = self._laid_out(chunk, inputs)
+            chunk = self._laid_out(chunk, pending.inputs)
         groups = chunk.groups
         for place in range(max(map(len, groups))):
             parts = [group[place] for group in groups if place < len(group)]
-            computation, packing, summed = self._computation(parts[0], received)
-            shards = [self._shard(chunk, part) for part in parts]
-            packed = [each.numpy() for each in packing.packed(received)]
-            with self._engine.background.computing():
-                results, done = self._run_sharded(
-                    computation, shards, packed, self._reduction
-                )
-            for record in done:
-                members = np.concatenate(
-                    [parts[shard].clients.members for shard in record.shards]
-                )
-                clients = tuple(inputs.positions[members].tolist())
-                records.append(dataclasses.replace(record, clients=clients))
-            if self._reduction == SUM:
-                pending.add(*cast(_Packing, summed).unpacked(results))
-                continue
-            results = tf.nest.map_structure(tf.convert_to_tensor, results)
-            replicas = self._engine.num_replicas
-            for number, (part, trained) in enumerate(
-                zip(parts, results, strict=True)
+            trained = self._run_parts(parts, pending, chunk, received, records)
+            if parts[0].way.optimistic and not all(
+                map(side_by_side.is_of_use, trained)
             ):
-                pending.take(part.clients.members, trained, number % replicas)
+                way = parts[0].way._replace(optimistic=False)
+                parts = [part._replace(way=way) for part in parts]
+                trained = self._run_parts(
+                    parts, pending, chunk, received, records
+                )
+            if self._reduction == SUM:
+                (total,) = trained
+                pending.add(total.total, total.metrics)
+                continue
+            replicas = self._engine.num_replicas
+            for number, (part, each) in enumerate(
+                zip(parts, trained, strict=True)
+            ):
+                pending.take(part.clients.members, each, number % replicas)
         return records
+
+    def _run_parts(
+        self,
+        parts: list[layout.Part],
+        pending: engine.PendingRound,
+        chunk: chunks.CohortChunk,
+        received: cohort.Received,
+        records: list[Any],
+    ) -> list[cohort.Trained]:
+        """Trains some parts of a chunk, a shard each, at the same time.
+
+        Args:
+            parts: Of one `layout.Way`.
+            pending: The round.
+            chunk: The clients.
+            received: What the server sends to each of them.
+            records: What each worker did is added.
+
+        Returns:
+            What came of each part; or of all, if it is summed.
+        """
+        computation, packing, summed = self._computation(parts[0], received)
+        shards = [self._shard(chunk, part) for part in parts]
+        packed = [each.numpy() for each in packing.packed(received)]
+        with self._engine.background.computing(at_once=False) as begin:
+            results, done = self._run_sharded(
+                computation, shards, packed, self._reduction, begin
+            )
+        for record in done:
+            members = np.concatenate(
+                [parts[shard].clients.members for shard in record.shards]
+            )
+            clients = tuple(pending.inputs.positions[members].tolist())
+            records.append(dataclasses.replace(record, clients=clients))
+        if self._reduction == SUM:
+            total, metrics = cast(_Packing, summed).unpacked(results)
+            return [cohort.Trained(total, metrics, tf.zeros([0, 0]))]
+        return tf.nest.map_structure(tf.convert_to_tensor, results)
 
     def _shard(
         self, chunk: chunks.CohortChunk, part: layout.Part
@@ -239,6 +282,11 @@ class ShardedCohorts:
                     functions.example_specs, (x, y), strict=True
                 )
             )
+            if part.way.optimistic and self._one_thread:
+                return calls.called_on_one_thread(of, broadcast, x, y, *tables)
+            return of(broadcast, x, y, *tables)
+
+        def of(broadcast, x, y, *tables):
             trained = train(packing.unpack(broadcast), x, y, *tables)
             if not by_sum:
                 return trained

@@ -9,7 +9,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +97,87 @@ def _in_order(value: Any, type_spec: Any) -> Any:
         is_plain = type(value) in (list, tuple)
         return type(value)(items) if is_plain else type(value)(*items)
     return value
+
+
+class _Compiled:
+    """What workers run for a computation: it, or a `federated_map` of it."""
+
+    def __init__(self, computation: Any, reduction: str):
+        """Prepares both; the workers are sent those that they need.
+
+        Args:
+            computation: See `TFFWorkers.run_sharded`.
+            reduction: Likewise.
+        """
+        import tensorflow_federated as tff
+
+        parameter = computation.type_signature.parameter
+        if not isinstance(parameter, tff.StructType) or len(parameter) != 2:
+            raise ValueError(
+                "computation must take (broadcast, shard), got the type "
+                f"{computation.type_signature}."
+            )
+
+        @tff.federated_computation(
+            tff.FederatedType(parameter[0], tff.SERVER),
+            tff.FederatedType(parameter[1], tff.CLIENTS),
+        )
+        def over_shards(broadcast, shards):
+            results = tff.federated_map(
+                computation, (tff.federated_broadcast(broadcast), shards)
+            )
+            return tff.federated_sum(results) if reduction == SUM else results
+
+        self._computation = computation
+        self._reduction = reduction
+        self._over_shards = over_shards
+
+    @functools.cached_property
+    def _native(self) -> Any:
+        import tensorflow_federated as tff
+
+        return tff.backends.native.desugar_and_transform_to_native(
+            self._over_shards
+        )
+
+    def call(
+        self,
+        worker: Worker,
+        broadcast: Any,
+        shards: Sequence[Any],
+        indices: Sequence[int],
+    ) -> Call:
+        """Returns a worker's part of a round.
+
+        Args:
+            worker: The worker.
+            broadcast: What every shard is given.
+            shards: All shards.
+            indices: Which of them are the worker's, at least one.
+        """
+        import tensorflow_federated as tff
+
+        def argument(second: Any) -> Any:
+            return tff.structure.Struct.unnamed(broadcast, second)
+
+        own = [shards[index] for index in indices]
+        if len(own) > 1:
+            return Call(worker, self._native, argument(own), indices)
+        # For one shard alone, mapping and adding up took TFF's executors more
+        # than a small shard's training does.
+        return Call(worker, self._computation, argument(own[0]), indices)
+
+    def results(self, call: Call) -> list[Any]:
+        """Returns what a call that has finished returned: a sum, or rows."""
+        import tensorflow_federated as tff
+
+        several = self._reduction == NONE and len(call.shards) > 1
+        return [
+            tff.types.type_to_py_container(
+                result, self._computation.type_signature.result
+            )
+            for result in (call.result if several else [call.result])
+        ]
 
 
 class TFFWorkers(ShardWorkers):
@@ -238,7 +319,7 @@ class TFFWorkers(ShardWorkers):
         self._close = weakref.finalize(
             self, _close_all, self._workers, os.getpid()
         )
-        self._compiled: collections.OrderedDict[Any, Any] = (
+        self._compiled: collections.OrderedDict[Any, _Compiled] = (
             collections.OrderedDict()
         )
 
@@ -304,36 +385,14 @@ class TFFWorkers(ShardWorkers):
         """Ends what was started here and lets go of the rest, for good."""
         self._close()
 
-    def _compile(self, computation: Any, reduction: str) -> Any:
+    def _compile(self, computation: Any, reduction: str) -> _Compiled:
         """Returns what the workers run for `computation`, made once."""
-        import tensorflow_federated as tff
-
         key = (id(computation), reduction)
         if key in self._compiled:
             self._compiled.move_to_end(key)
-            return self._compiled[key][1]
-        parameter = computation.type_signature.parameter
-        if not isinstance(parameter, tff.StructType) or len(parameter) != 2:
-            raise ValueError(
-                "computation must take (broadcast, shard), got the type "
-                f"{computation.type_signature}."
-            )
-
-        @tff.federated_computation(
-            tff.FederatedType(parameter[0], tff.SERVER),
-            tff.FederatedType(parameter[1], tff.CLIENTS),
-        )
-        def over_shards(broadcast, shards):
-            results = tff.federated_map(
-                computation, (tff.federated_broadcast(broadcast), shards)
-            )
-            return tff.federated_sum(results) if reduction == SUM else results
-
-        compiled = tff.backends.native.desugar_and_transform_to_native(
-            over_shards
-        )
+            return self._compiled[key]
         # The computation is kept with it, so that no other has its id.
-        self._compiled[key] = (computation, compiled)
+        compiled = self._compiled[key] = _Compiled(computation, reduction)
         if len(self._compiled) > _REMEMBERED_COMPUTATIONS:
             self._compiled.popitem(last=False)
         return compiled
@@ -348,10 +407,10 @@ class TFFWorkers(ShardWorkers):
     ) -> Any:
         """Runs `computation` on every shard and sums its results.
 
-        Each shard is one TFF client under `federated_map`; the clients of one
-        worker are summed there by `federated_sum`, and the workers' sums here,
-        in the order of the workers, so that the same shards give the same sum
-        to the last bit.
+        A worker's shards are TFF clients under `federated_map`, summed there by
+        `federated_sum`; a worker with one shard runs the computation as it is.
+        The workers' sums are added up here, in the order of the workers, so
+        that the same shards give the same sum to the last bit.
 
         The computation is compiled and sent to each worker once. Keep it, and
         pass the same object in each round.
@@ -383,6 +442,7 @@ class TFFWorkers(ShardWorkers):
             [tff.tensorflow.transform_args(each) for each in shards],
             tff.tensorflow.transform_args(broadcast),
             reduction,
+            sent=lambda: None,
         )
         return result
 
@@ -392,10 +452,9 @@ class TFFWorkers(ShardWorkers):
         shards: Sequence[Any],
         broadcast: Any,
         reduction: str,
+        sent: Callable[[], None],
     ) -> tuple[Any, tuple[WorkerRound, ...]]:
         """Does what `run_sharded` does; also returns who did what."""
-        import tensorflow_federated as tff
-
         if not shards:
             raise ValueError(
                 f"shards must have at least one element, got {shards!r}."
@@ -411,19 +470,12 @@ class TFFWorkers(ShardWorkers):
             for part in np.array_split(np.arange(len(shards)), self.num_workers)
         ]
         calls = [
-            Call(worker, compiled, broadcast, shards, part)
+            compiled.call(worker, broadcast, shards, part)
             for worker, part in zip(self._workers, assigned, strict=True)
             if part
         ]
-        results = wait_for(calls, self._round_timeout)
-        if reduction == NONE:
-            results = [member for members in results for member in members]
-        results = [
-            tff.types.type_to_py_container(
-                result, computation.type_signature.result
-            )
-            for result in results
-        ]
+        wait_for(calls, self._round_timeout, sent)
+        results = [each for call in calls for each in compiled.results(call)]
         records = tuple(call.record() for call in calls)
         if reduction == NONE:
             return results, records

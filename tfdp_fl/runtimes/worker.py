@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from absl import logging
@@ -122,19 +122,33 @@ class Worker:
 
 
 class Call:
-    """One worker's part of a round, in the thread of its connection."""
+    """One worker's part of a round, in the thread of its connection.
+
+    Attributes:
+        worker: Who is called.
+        shards: Which shards these are.
+        result: What it returned, in TFF's own containers.
+        error: What it raised instead.
+    """
 
     def __init__(
         self,
         worker: Worker,
         compiled: Any,
-        broadcast: Any,
-        shards: Sequence[Any],
+        argument: Any,
         indices: Sequence[int],
     ):
+        """Prepares it.
+
+        Args:
+            worker: See `Call`.
+            compiled: A compiled computation.
+            argument: Its argument; see `Connection.call`.
+            indices: Which shards these are.
+        """
         self.worker = worker
-        self._arguments = (compiled, broadcast, [shards[i] for i in indices])
-        self._indices = tuple(indices)
+        self._arguments = (compiled, argument, len(indices))
+        self.shards = tuple(indices)
         # It is connected, so it has both.
         self._connection = cast("connection.Connection", worker.connection)
         self._address = cast(str, worker.address)
@@ -151,20 +165,27 @@ class Call:
     def _cpu(self) -> float | None:
         return None if self._process is None else self._process.cpu_seconds()
 
-    def start(self, finished: queue.SimpleQueue[Call]) -> None:
-        """Starts the call, which puts itself into `finished` in the end."""
+    def start(self, news: queue.SimpleQueue[tuple[Call, bool]]) -> None:
+        """Starts the call.
+
+        Args:
+            news: Where the call puts itself when it was sent, with False, and
+                in the end, with True.
+        """
 
         def run() -> None:
             begin = time.monotonic()
             try:
-                self.result = self._connection.call(*self._arguments)
+                self.result = self._connection.call(
+                    *self._arguments, sent=lambda: news.put((self, False))
+                )
             except Exception as error:
                 self.error = error
             self._seconds = time.monotonic() - begin
             after = self._cpu()
             if after is not None and self._cpu_before is not None:
                 self._cpu_used = after - self._cpu_before
-            finished.put(self)
+            news.put((self, True))
 
         self._connection.submit(run)
 
@@ -206,32 +227,42 @@ class Call:
         return WorkerRound(
             address=self._address,
             pid=None if self._process is None else self._process.pid,
-            shards=self._indices,
+            shards=self.shards,
             seconds=self._seconds,
             cpu_seconds=self._cpu_used,
         )
 
 
-def wait_for(calls: Sequence[Call], round_timeout: float | None) -> list[Any]:
-    """Starts calls, and returns their results.
+def wait_for(
+    calls: Sequence[Call],
+    round_timeout: float | None,
+    sent: Callable[[], None],
+) -> None:
+    """Starts calls, and waits for their results.
 
     Args:
         calls: One for each worker.
         round_timeout: Seconds after which those who have not finished are
             lost; None for no limit.
+        sent: Called when all are sent, and this process has nothing to do.
 
     Raises:
         WorkerLost: As soon as a worker is.
         WorkerError: As soon as a computation has failed.
     """
-    finished: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    news: queue.SimpleQueue[tuple[Call, bool]] = queue.SimpleQueue()
     started = time.monotonic()
     for call in calls:
-        call.start(finished)
-    pending = set(calls)
+        call.start(news)
+    unsent, pending = set(calls), set(calls)
     while pending:
         with contextlib.suppress(queue.Empty):
-            call = finished.get(timeout=_TICK_SECONDS)
+            call, has_ended = news.get(timeout=_TICK_SECONDS)
+            if not has_ended:
+                unsent.discard(call)
+                if not unsent:
+                    sent()
+                continue
             pending.discard(call)
             if call.error is not None:
                 raise call.failure()
@@ -249,4 +280,3 @@ def wait_for(calls: Sequence[Call], round_timeout: float | None) -> list[Any]:
             if reason is not None:
                 call.worker.lose()
                 raise call.lost(reason)
-    return [call.result for call in calls]
