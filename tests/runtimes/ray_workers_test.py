@@ -77,6 +77,27 @@ class ProgramTest(parameterized.TestCase):
             )
 
 
+class SealedTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ([[np.arange(5), np.zeros([0, 3], bool)], [np.float32(2.0)]], True),
+        ([], True),
+        ([np.zeros(2**14, np.float32)], True),
+        ([np.zeros(2**14, np.float32), np.int8(0)], False),
+    )
+    def test_short_nests_travel_as_one_string(self, arrays, short):
+        sealed = ray_workers._sealed(arrays)
+        self.assertEqual(isinstance(sealed, bytes), short)
+        if not short:
+            self.assertIs(sealed, arrays)
+        opened = ray_workers._opened(sealed)
+        tf.nest.assert_same_structure(opened, arrays)
+        for one, other in zip(
+            tf.nest.flatten(opened), tf.nest.flatten(arrays), strict=True
+        ):
+            self.assertEqual(one.dtype, other.dtype)
+            np.testing.assert_array_equal(one, other)
+
+
 @unittest.skipUnless(_INSTALLED, _WHY_NOT)
 class _RayTestCase(parameterized.TestCase):
     """One Ray for all tests of a class."""
@@ -165,6 +186,12 @@ class SameResultTest(_RayTestCase):
         self.assertTrue(one)
         self.assertTrue(other)
         self.assertFalse(one & other)
+
+    @parameterized.parameters("side_by_side", "one_by_one")
+    def test_large_arrays_that_ray_stores(self, name):
+        case = cohorts._CASES[name]
+        with mock.patch.object(ray_workers, "_INLINE_BYTES", 0):
+            self._compare(case, case.clients())
 
     @parameterized.named_parameters(
         (name, cohorts._CASES[name])

@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 import os
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,9 @@ from tfdp_fl.runtimes.shard_workers import REQUEST, ShardWorkers, WorkerRecord
 
 # What Ray sends with a call, rather than by its store of objects.
 _INLINE_BYTES = 64 * 2**10
+
+# Arrays as `_sealed` leaves them.
+_Sealed = Any
 
 SUM, NONE = sharded_cohorts.SUM, sharded_cohorts.NONE
 
@@ -68,8 +72,8 @@ class _Actor:
             self._made[program.name] = _runnable(program, self._threads)
 
     def run(
-        self, name: str, broadcast: list[Any], shards: list[Any], by_sum: bool
-    ) -> list[list[np.ndarray]] | None:
+        self, name: str, broadcast: _Sealed, shards: _Sealed, by_sum: bool
+    ) -> _Sealed | None:
         """Runs a program on shards; None if it has to be made first.
 
         Returns:
@@ -77,10 +81,29 @@ class _Actor:
         """
         if name not in self._made:
             return None
-        results = [self._made[name]([*broadcast, *each]) for each in shards]
+        received = _opened(broadcast)
+        results = [
+            self._made[name]([*received, *each]) for each in _opened(shards)
+        ]
         if by_sum:
             results = [functools.reduce(_added, results)]
-        return results
+        return _sealed(results)
+
+
+def _sealed(arrays: Any) -> _Sealed:
+    """Returns a nest of arrays as one string, if it is short.
+
+    Ray looks at every array of its own, which takes it longer than a small
+    client's training. Large ones it does not copy, so they are left to it.
+    """
+    if sum(each.nbytes for each in tf.nest.flatten(arrays)) > _INLINE_BYTES:
+        return arrays
+    return pickle.dumps(arrays, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _opened(sealed: _Sealed) -> Any:
+    """Returns the nest that was sealed."""
+    return pickle.loads(sealed) if isinstance(sealed, bytes) else sealed
 
 
 def _added(one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
@@ -369,10 +392,9 @@ class RayWorkers(ShardWorkers):
         same shards give the same sum to the last bit.
         """
         self.open()
-        ray = _ray()
-        flat_broadcast: Any = tf.nest.flatten(broadcast)
-        if sum(each.nbytes for each in flat_broadcast) > _INLINE_BYTES:
-            flat_broadcast = ray.put(flat_broadcast)
+        sealed = _sealed(tf.nest.flatten(broadcast))
+        if not isinstance(sealed, bytes):
+            sealed = _ray().put(sealed)
         flat = [tf.nest.flatten(shard) for shard in shards]
         parts = np.array_split(np.arange(len(shards)), self.num_workers)
         work = {
@@ -382,8 +404,11 @@ class RayWorkers(ShardWorkers):
         }
         results, by_place = self._round(
             program,
-            flat_broadcast,
-            {place: [flat[i] for i in part] for place, part in work.items()},
+            sealed,
+            {
+                place: _sealed([flat[index] for index in part])
+                for place, part in work.items()
+            },
             reduction == SUM,
             sent,
         )
@@ -404,7 +429,7 @@ class RayWorkers(ShardWorkers):
         self,
         program: Program,
         broadcast: Any,
-        work: Mapping[int, list[Any]],
+        work: Mapping[int, _Sealed],
         by_sum: bool,
         sent: Callable[[], None],
     ) -> tuple[dict[int, Any], dict[int, RayWorkerRound]]:
@@ -448,7 +473,7 @@ class RayWorkers(ShardWorkers):
                 asked[place] = ask(place)
                 continue
             del asked[place]
-            results[place] = result
+            results[place] = _opened(result)
             records[place] = RayWorkerRound(
                 address=self._address(place),
                 shards=(),

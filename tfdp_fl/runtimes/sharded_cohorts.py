@@ -28,6 +28,8 @@ SUM, NONE = "sum", "none"
 # limit is 2 GB, and both sides hold it more than once.)
 MESSAGE_BYTES = 256 * 2**20
 
+_NO_NORMS = np.zeros([0, 0], np.float32)
+
 
 class ShardedCohorts:
     """Trains cohorts on workers; takes the engine's place in `fit`.
@@ -229,7 +231,7 @@ class ShardedCohorts:
             records.append(dataclasses.replace(record, clients=clients))
         if self._reduction == SUM:
             total, metrics = cast(_Packing, summed).unpacked(results)
-            return [cohort.Trained(total, metrics, tf.zeros([0, 0]))]
+            return [cohort.Trained(total, metrics, _NO_NORMS)]
         return tf.nest.map_structure(tf.convert_to_tensor, results)
 
     def _shard(
