@@ -16,7 +16,7 @@ from absl.testing import parameterized
 import tfdp_fl
 from tfdp_fl import runtimes, secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import calls
+from tfdp_fl.engine import calls, dense_models, layout
 from tfdp_fl.runtimes import local_worker, sharded_cohorts
 
 try:
@@ -431,6 +431,86 @@ class SameResultTest(_WorkersTestCase):
         self.assertTrue(np.isfinite(there.get_weights()[0]).all())
         (made,) = workers._computations.values()
         self.assertEqual({way.optimistic for way, *_ in made}, {True, False})
+        # Those who trained twice are told of once.
+        told = [place for each in workers.last_round for place in each.clients]
+        self.assertLen(told, len(set(told)))
+        self.assertEqual(
+            [each.shards for each in workers.last_round], [(0,), (1,)]
+        )
+
+    @parameterized.product(
+        on_workers=[True, False],
+        # The divergence of an infinite output is 0, and its metric no number.
+        loss=["mean_absolute_error", "kl_divergence"],
+        batch_size=[4, 8],
+    )
+    def test_who_passes_all_bounds_leaves_history_in_them(
+        self, on_workers, loss, batch_size
+    ):
+        x, _ = _arrays(7 * 7)
+        y = np.full([len(x), _CLASSES], 2.0, np.float32)
+        kernel = "glorot_uniform" if "error" in loss else "zeros"
+        clients = {}
+        for name, size, weight in (("usual", 1.0, 1.0), ("high", 1e18, 1e8)):
+            own = np.where(np.arange(len(x))[:, None] // 7 == 3, size, x)
+            clients[name] = FederatedDataset.from_indices(
+                own.astype(np.float32),
+                y,
+                np.arange(len(x)).reshape(7, 7),
+                sample_weight=np.where(own[:, 0] == size, weight, 1.0),
+            )
+        runtime = self.workers() if on_workers else None
+        found = {}
+        for name, each in clients.items():
+            tf.keras.utils.set_random_seed(1)
+            federated = tfdp_fl.DPFederatedModel(
+                tf.keras.Sequential(
+                    [
+                        _layers.Input((_FEATURES,)),
+                        _layers.Dense(
+                            _CLASSES,
+                            kernel_initializer=kernel,
+                            bias_initializer=tf.keras.initializers.Constant(
+                                0.5
+                            ),
+                        ),
+                    ]
+                ),
+                _fixed(),
+                clients_per_round=7,
+                sampling="fixed_size",
+                num_replicas=1,
+            )
+            federated.compile(
+                tf.keras.optimizers.SGD(0.2),
+                loss,
+                [tf.keras.metrics.CosineSimilarity(name="cosine")],
+            )
+            with mock.patch.multiple(
+                dense_models, is_worthwhile=lambda *_: True
+            ):
+                found[name] = federated.fit(
+                    each,
+                    batch_size=batch_size,
+                    verbose=0,
+                    seed=3,
+                    runtime=runtime,
+                ).history
+            made = federated.engine.functions.traced
+            if on_workers:
+                made = runtime._computations[federated.engine]
+            ways = [
+                part
+                for key in made
+                for part in key
+                if isinstance(part, layout.Way)
+            ]
+            self.assertTrue(any(way.optimistic for way in ways))
+        high = found["high"]
+        self.assertEqual(high["discarded_clients"], [0.0])
+        self.assertLessEqual(abs(high["cosine"][0]), 1.0 + 1e-6)
+        self.assertBetween(high["loss"][0], 1e6, 1e25)
+        self.assertBetween(found["usual"]["loss"][0], 0.1, 10.0)
 
     @parameterized.parameters(True, False)
     def test_small_cohorts_train_on_one_thread_of_workers_of_ours(self, ours):

@@ -182,10 +182,10 @@ class SideBySide:
             loss += summed
             examples += counted
         clipped = self._clip_and_sum(received, memory, table.measured)
-        return (
-            cohort.CohortSum(clipped, loss, examples, ()),
-            self._trainer.metric_values(),
-        )
+        metrics = self._trainer.metric_values()
+        if self._all_usable:
+            loss = cohort.if_finite(loss, metrics)
+        return cohort.CohortSum(clipped, loss, examples, ()), metrics
 
     def _as_computed_with(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the server's weights in what their layers compute with."""
@@ -376,9 +376,11 @@ class SideBySide:
         self._trainer.update_metrics(
             y, h, weight, numbers_only=not self._all_usable
         )
-        if self._all_usable and valid is None:
+        if self._all_usable:
+            if valid is not None:
+                losses = tf.boolean_mask(losses, valid)
             rows = tf.cast(tf.size(losses), tf.float32)
-            return tf.reduce_sum(losses), rows
+            return cohort.sum_if_bounded(losses), rows
         counts = tf.math.is_finite(losses)
         if valid is not None:
             counts &= valid
@@ -491,7 +493,11 @@ class SideBySide:
 
 
 def is_of_use(trained: cohort.Trained) -> bool:
-    """Returns False where what was `all_usable` was not (eager tensors)."""
+    """Returns False where what was `all_usable` was not (eager tensors).
+
+    A client that is discarded is counted; a loss out of bounds, or a metric
+    that is no number, makes the loss a NaN.
+    """
     return trained.total.contribution.discarded.numpy() == 0 and bool(
         math.isfinite(trained.total.loss.numpy())
     )

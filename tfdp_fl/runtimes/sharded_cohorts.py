@@ -36,8 +36,8 @@ class ShardedCohorts:
 
     The engine lays the cohort out, as for its own replicas; each worker runs
     the engine's compiled functions on its shard, and returns the sum of its
-    clients' clipped updates; TFF adds the sums up. The noise, the division and
-    the model's move are the engine's `release`, once.
+    clients' clipped updates; the sums are added up here. The noise, the
+    division and the model's move are the engine's `release`, once.
 
     The functions are the engine's own but for XLA, which TFF's workers do not
     have: `jit_compile` is of no effect on them.
@@ -87,6 +87,7 @@ class ShardedCohorts:
         self._float32_products = float32_products
         self._one_thread = one_thread
         self._lift = lift
+        self._careful = False
         only_sum = cohort_engine.output == cohort.SUM
         by_sum = only_sum and not cohort_engine.query.keeps_window
         self._reduction = SUM if by_sum else NONE
@@ -176,15 +177,26 @@ class ShardedCohorts:
         groups = chunk.groups
         for place in range(max(map(len, groups))):
             parts = [group[place] for group in groups if place < len(group)]
-            trained = self._run_parts(parts, pending, chunk, received, records)
+            if self._careful:
+                parts = [_careful(part) for part in parts]
+            trained, done = self._run_parts(parts, pending, chunk, received)
             if parts[0].way.optimistic and not all(
                 map(side_by_side.is_of_use, trained)
             ):
-                way = parts[0].way._replace(optimistic=False)
-                parts = [part._replace(way=way) for part in parts]
-                trained = self._run_parts(
-                    parts, pending, chunk, received, records
-                )
+                # Somebody who is like that may be drawn again.
+                self._careful = True
+                parts = [_careful(part) for part in parts]
+                denied = done
+                trained, done = self._run_parts(parts, pending, chunk, received)
+                done = [
+                    dataclasses.replace(
+                        one.joined(other),
+                        shards=other.shards,
+                        clients=other.clients,
+                    )
+                    for one, other in zip(denied, done, strict=True)
+                ]
+            records += done
             if self._reduction == SUM:
                 (total,) = trained
                 pending.add(total.total, total.metrics)
@@ -202,8 +214,7 @@ class ShardedCohorts:
         pending: engine.PendingRound,
         chunk: chunks.CohortChunk,
         received: cohort.Received,
-        records: list[Any],
-    ) -> list[cohort.Trained]:
+    ) -> tuple[list[cohort.Trained], list[Any]]:
         """Trains some parts of a chunk, a shard each, at the same time.
 
         Args:
@@ -211,10 +222,10 @@ class ShardedCohorts:
             pending: The round.
             chunk: The clients.
             received: What the server sends to each of them.
-            records: What each worker did is added.
 
         Returns:
-            What came of each part; or of all, if it is summed.
+            What came of each part, or of all if it is summed; and what each
+            worker did.
         """
         computation, packing, summed = self._computation(parts[0], received)
         shards = [self._shard(chunk, part) for part in parts]
@@ -223,6 +234,7 @@ class ShardedCohorts:
             results, done = self._run_sharded(
                 computation, shards, packed, self._reduction, begin
             )
+        records = []
         for record in done:
             members = np.concatenate(
                 [parts[shard].clients.members for shard in record.shards]
@@ -231,8 +243,8 @@ class ShardedCohorts:
             records.append(dataclasses.replace(record, clients=clients))
         if self._reduction == SUM:
             total, metrics = cast(_Packing, summed).unpacked(results)
-            return [cohort.Trained(total, metrics, _NO_NORMS)]
-        return tf.nest.map_structure(tf.convert_to_tensor, results)
+            return [cohort.Trained(total, metrics, _NO_NORMS)], records
+        return tf.nest.map_structure(tf.convert_to_tensor, results), records
 
     def _shard(
         self, chunk: chunks.CohortChunk, part: layout.Part
@@ -357,6 +369,11 @@ class _Packing:
             for place, part in zip(places, parts, strict=True):
                 leaves[place] = tf.reshape(part, self._shapes[place])
         return tf.nest.pack_sequence_as(self._structure, leaves)
+
+
+def _careful(part: layout.Part) -> layout.Part:
+    """Returns the part, in which nobody takes for granted what it holds."""
+    return part._replace(way=part.way._replace(optimistic=False))
 
 
 def _taken(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:
