@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -76,8 +75,13 @@ class Context:
 
     @property
     def runs(self) -> int:
-        """How often what others are compared with is started anew."""
+        """How often the sides of a comparison are started anew."""
         return 1 if self.quick else 3
+
+    @property
+    def blocks_of_a_run(self) -> int:
+        """How often the sides take turns in each of several runs."""
+        return 2
 
     def seconds(self, full: float) -> float:
         """Returns how long a side measures when it is its turn."""
@@ -128,6 +132,22 @@ def alternate(blocks: int, sides: Sides) -> dict[str, Result]:
     """Lets the sides measure in turns; returns the summary of each."""
     values = _in_turns(blocks, sides)
     return {name: summary(each) for name, each in values.items()}
+
+
+def in_runs(context: Context, measure: Callable[[], Result]) -> Result:
+    """Measures in several runs, in each of which all sides are started anew.
+
+    Args:
+      context: What a row is measured in.
+      measure: Does a run; returns a result with a "ratio".
+
+    Returns:
+      The run of the median ratio, with the "ratios" of all.
+    """
+    runs = [measure() for _ in range(context.runs)]
+    ratios = [run["ratio"] for run in runs]
+    median = runs[ratios.index(statistics.median_low(ratios))]
+    return {**median, "ratios": ratios}
 
 
 def _measure(side: Side, run: str, seconds: float, **more: Any):
@@ -276,36 +296,43 @@ def symmetric_products(context: Context) -> Result:
 
 def over_products(context: Context) -> Result:
     """Compares rounds with the bare products of their shapes, in turns."""
-    found: Result = {}
-    for name in verdicts.OVER_PRODUCTS:
-        work = workloads.WORKLOADS[name]
-        with (
-            Side("engine") as ours,
-            Side("products") as beside,
-            Side("products", {"split": True}) as split,
-        ):
-            ours.call("add", run="run", workload=name)
-            for side in (beside, split):
-                side.call("add", name=name)
-            seconds = context.seconds(1.5)
-            each = alternate(
-                context.blocks,
-                {
-                    "engine": _measure(ours, "run", seconds),
-                    "beside": functools.partial(
-                        beside.call, "measure", name=name, seconds=seconds
-                    ),
-                    "split": functools.partial(
-                        split.call, "measure", name=name, seconds=seconds
-                    ),
-                },
-            )
-        each["rate"] = work.flops_per_round / each["engine"]["median"]
-        each["bare"] = max(each[side]["median"] for side in ("beside", "split"))
-        each["ratio"] = each["bare"] / each["rate"]
-        context.say(f"{name}: {each['ratio']:.2f} times its bare products")
-        found[name] = each
-    return {"workloads": found}
+    return {
+        "workloads": {
+            name: in_runs(context, partial(_over, name, context))
+            for name in verdicts.OVER_PRODUCTS
+        }
+    }
+
+
+def _over(name: str, context: Context) -> Result:
+    """Compares a workload's rounds with its bare products, in one run."""
+    work = workloads.WORKLOADS[name]
+    with (
+        Side("engine") as ours,
+        Side("products") as beside,
+        Side("products", {"split": True}) as split,
+    ):
+        ours.call("add", run="run", workload=name)
+        for side in (beside, split):
+            side.call("add", name=name)
+        seconds = context.seconds(1.5)
+        each = alternate(
+            context.blocks_of_a_run,
+            {
+                "engine": _measure(ours, "run", seconds),
+                "beside": partial(
+                    beside.call, "measure", name=name, seconds=seconds
+                ),
+                "split": partial(
+                    split.call, "measure", name=name, seconds=seconds
+                ),
+            },
+        )
+    each["rate"] = work.flops_per_round / each["engine"]["median"]
+    each["bare"] = max(each[side]["median"] for side in ("beside", "split"))
+    each["ratio"] = each["bare"] / each["rate"]
+    context.say(f"{name}: {each['ratio']:.2f} times its bare products")
+    return each
 
 
 def jit_choice(workload: workloads.Workload, context: Context) -> Result:
@@ -387,45 +414,53 @@ def sharded(runtime: str, context: Context) -> Result:
         is there for it.
       context: What a row is measured in.
     """
-    result: Result = {}
     workers = max(2, machine.cores())
+    try:
+        found = {
+            name: in_runs(
+                context,
+                partial(_sharded, name, runtime, workers, context),
+            )
+            for name in ("mlp_small", "mlp", "mlp_batch60")
+        }
+    except SideError as error:
+        return {"unavailable": str(error).strip().splitlines()[-1]}
+    return {"workers": workers, "workloads": found}
+
+
+def _sharded(name: str, runtime: str, workers: int, context: Context) -> Result:
+    """Compares a workload's rounds on workers with those here, in one run."""
     python = (
         context.current_python if runtime == "RayWorkers" else sys.executable
     )
-    for name in ("mlp_small", "mlp", "mlp_batch60"):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Side("engine", python=python) as here,
-            Side("engine", python=python) as there,
-        ):
-            try:
-                there.call(
-                    "add",
-                    run="run",
-                    workload=name,
-                    workers=workers,
-                    worker_data=folder,
-                    runtime=runtime,
-                )
-            except SideError as error:
-                reason = str(error).strip().splitlines()[-1]
-                return {"unavailable": reason}
-            here.call("add", run="run", workload=name)
-            seconds = context.seconds(1.5)
-            both = alternate(
-                context.blocks,
-                {
-                    "here": _measure(here, "run", seconds),
-                    "there": _measure(there, "run", seconds),
-                },
-            )
-            if runtime == "TFFWorkers":
-                messages = here.call("messages", workload=name, workers=workers)
-                both["messages"] = summary(messages)
-            both["ratio"] = both["there"]["median"] / both["here"]["median"]
-            context.say(f"{name}: {both['ratio']:.2f} times the round here")
-            result[name] = both
-    return {"workers": workers, "workloads": result}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Side("engine", python=python) as here,
+        Side("engine", python=python) as there,
+    ):
+        there.call(
+            "add",
+            run="run",
+            workload=name,
+            workers=workers,
+            worker_data=folder,
+            runtime=runtime,
+        )
+        here.call("add", run="run", workload=name)
+        seconds = context.seconds(1.5)
+        both = alternate(
+            context.blocks_of_a_run,
+            {
+                "here": _measure(here, "run", seconds),
+                "there": _measure(there, "run", seconds),
+            },
+        )
+        if runtime == "TFFWorkers":
+            messages = here.call("messages", workload=name, workers=workers)
+            both["messages"] = summary(messages)
+    both["ratio"] = both["there"]["median"] / both["here"]["median"]
+    context.say(f"{name}: {both['ratio']:.2f} times the round here")
+    return both
 
 
 def _curve(
@@ -660,6 +695,11 @@ def _streamed_population(context: Context) -> Result:
 
 def correlated_noise(context: Context) -> Result:
     """Compares noise that goes by three buffers with independent noise."""
+    return in_runs(context, partial(_correlated_noise, context))
+
+
+def _correlated_noise(context: Context) -> Result:
+    """Compares them in one run."""
     with Side("engine") as side:
         for mechanism in ("fixed", "correlated"):
             side.call(
@@ -673,7 +713,7 @@ def correlated_noise(context: Context) -> Result:
             )
         seconds = context.seconds(2.0)
         both = alternate(
-            context.blocks,
+            context.blocks_of_a_run,
             {
                 mechanism: _measure(side, mechanism, seconds)
                 for mechanism in ("fixed", "correlated")
@@ -686,6 +726,11 @@ def correlated_noise(context: Context) -> Result:
 
 def bfloat16(workload: workloads.Workload, context: Context) -> Result:
     """Compares mixed_bfloat16 with float32: rounds, and bare products."""
+    return in_runs(context, partial(_bfloat16, workload, context))
+
+
+def _bfloat16(workload: workloads.Workload, context: Context) -> Result:
+    """Compares them in one run."""
     policies = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
     seconds = context.seconds(1.5)
     with contextlib.ExitStack() as running:
@@ -704,7 +749,7 @@ def bfloat16(workload: workloads.Workload, context: Context) -> Result:
             sides[f"{name} {'split' if split else 'beside'}"] = partial(
                 products.call, "measure", name=workload.name, seconds=seconds
             )
-        measured = alternate(context.blocks, sides)
+        measured = alternate(context.blocks_of_a_run, sides)
     bare = {
         name: max(
             measured[f"{name} {how}"]["median"] for how in ("beside", "split")
@@ -821,6 +866,11 @@ def rivals(context: Context) -> Result:
 
 def stacks(workload: workloads.Workload, context: Context) -> Result:
     """Compares rounds on the current stack with rounds on TFF's."""
+    return in_runs(context, partial(_stacks, workload, context))
+
+
+def _stacks(workload: workloads.Workload, context: Context) -> Result:
+    """Compares them in one run."""
     pythons = {"tff": sys.executable, "current": context.current_python}
     with contextlib.ExitStack() as running:
         sides = {
@@ -832,7 +882,7 @@ def stacks(workload: workloads.Workload, context: Context) -> Result:
             for name, side in sides.items()
         }
         both = alternate(
-            context.blocks,
+            context.blocks_of_a_run,
             {
                 name: _measure(side, "run", context.seconds(2.0))
                 for name, side in sides.items()
@@ -964,7 +1014,7 @@ def _rows() -> list[Row]:
                 name,
                 "sharded",
                 f"on {of_whom} workers",
-                functools.partial(sharded, f"{of_whom}Workers"),
+                partial(sharded, f"{of_whom}Workers"),
             )
             for name, of_whom in verdicts.SHARDED.items()
         ],

@@ -177,13 +177,21 @@ def of_products(results: Results) -> list[Verdict]:
                 "convolutions of its shapes",
                 f"{each['ratio']:.2f} times "
                 f"({milliseconds(each['engine']['median'])} against "
-                f"{milliseconds(bare)})",
+                f"{milliseconds(bare)}{_spread(each)})",
                 f"at most {most:g} times",
                 each["ratio"] <= most,
                 reason,
             )
         )
     return found
+
+
+def _spread(measured: Any) -> str:
+    """Returns what stands behind a ratio's times: those of all runs."""
+    ratios = measured.get("ratios", [])
+    if len(ratios) < 2:
+        return ""
+    return f"; {min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} runs"
 
 
 def of_python(results: Results) -> Verdict | None:
@@ -240,7 +248,8 @@ def _of_workers(row: str, of_whom: str, result: Any) -> list[Verdict]:
                 f"{workloads.WORKLOADS[name].title}, through "
                 f"{result['workers']} {of_whom} workers, data read there",
                 f"{each['ratio']:.2f} times the in-process round "
-                f"({milliseconds(there)} against {milliseconds(here)})",
+                f"({milliseconds(there)} against {milliseconds(here)}"
+                f"{_spread(each)})",
                 bar,
                 there <= factor * here + more,
                 f"{milliseconds(there - here)} are what the messages (the "
@@ -475,7 +484,8 @@ def _of_correlated(results: Results) -> Verdict | None:
         f"{workloads.WORKLOADS['mlp'].title}, cohort of "
         f"{workloads.CLIENTS_PER_ROUND}: noise correlated by 3 buffers over "
         "independent noise",
-        f"{result['ratio']:.3f} ({times[0]} against {times[1]})",
+        f"{result['ratio']:.3f} ({times[0]} against {times[1]}"
+        f"{_spread(result)})",
         f"at most {CORRELATED_FACTOR}",
         result["ratio"] <= CORRELATED_FACTOR,
         "Three more copies of the model are read and written in a round.",
@@ -493,7 +503,7 @@ def _of_bfloat16(results: Results, name: str) -> Verdict | None:
         f"bfloat16_{name}",
         f"{workloads.WORKLOADS[name].title}: mixed_bfloat16 against float32",
         f"{result['ratio']:.2f} times as fast ({times[0]} against {times[1]}, "
-        f"{result['ways']['bfloat16']})",
+        f"{result['ways']['bfloat16']}{_spread(result)})",
         f"at least {wanted:g} times",
         result["ratio"] >= wanted,
         f"The bare products of its shapes are {result['bare_ratio']:.2f} times "
@@ -580,7 +590,8 @@ def _of_stack(results: Results, work: workloads.Workload) -> Verdict | None:
         f"stack_{work.name}",
         f"{work.title}: TensorFlow {versions[0]} with Keras 3 over "
         f"TensorFlow {versions[1]}",
-        f"{result['ratio']:.2f} ({times[0]} against {times[1]})",
+        f"{result['ratio']:.2f} ({times[0]} against {times[1]}"
+        f"{_spread(result)})",
         f"at most {STACK_FACTOR}",
         result["ratio"] <= STACK_FACTOR,
         "The operations are the same, of another version of TensorFlow.",

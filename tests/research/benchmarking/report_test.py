@@ -271,6 +271,35 @@ class ReportTest(parameterized.TestCase):
         for name, result in {**self.found, **changed}.items():
             self.results.put(name, False, 0.1, result=result, seconds=60.0)
 
+    @parameterized.parameters((False, 1.5, [2.0, 1.1, 1.5]), (True, 2.0, [2.0]))
+    def test_the_median_run_stands_for_all(self, quick, ratio, ratios):
+        runs = iter(
+            [{"ratio": each, "times": -each} for each in (2.0, 1.1, 1.5)]
+        )
+        found = rows.in_runs(rows.Context(quick=quick), lambda: next(runs))
+        self.assertEqual(
+            found, {"ratio": ratio, "times": -ratio, "ratios": ratios}
+        )
+
+    @parameterized.parameters(
+        "products", "sharded", "sharded_ray", "stack_cnn", "correlated"
+    )
+    def test_runs_that_differ_say_so(self, name):
+        result = dict(self.found[name])
+        each = result
+        if "workloads" in result:
+            result["workloads"] = {**result["workloads"]}
+            work, each = next(iter(result["workloads"].items()))
+            each = result["workloads"][work] = dict(each)
+        each["ratios"] = [1.375, 0.5, 1.0]
+        self._put(**{name: result})
+        (verdict,) = (
+            each
+            for each in verdicts.all_verdicts(self.results)
+            if "0.50 to 1.38 in 3 runs)" in each.figure
+        )
+        self.assertEqual(verdict.row, name)
+
     def test_there_is_a_result_of_every_row_here(self):
         self.assertSameElements(self.found, [row.name for row in rows.ROWS])
 
