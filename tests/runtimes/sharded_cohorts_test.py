@@ -431,9 +431,31 @@ class SameResultTest(_WorkersTestCase):
         self.assertTrue(np.isfinite(there.get_weights()[0]).all())
         (made,) = workers._computations.values()
         self.assertEqual({way.optimistic for way, *_ in made}, {True, False})
-        # Those who trained twice are told of once.
+
+    @parameterized.parameters((1, 2), (3, 4))
+    def test_who_trains_twice_does_so_once_and_is_told_of_once(
+        self, rounds, calls_of_workers
+    ):
+        x, y = _arrays(8 * 7)
+        x[8 * 3, 0] = np.nan
+        clients = FederatedDataset.from_indices(
+            x, y, np.arange(len(x)).reshape(7, 8)
+        )
+        federated = _federated(_CASES["side_by_side"])
+        workers = self.workers()
+        with mock.patch.object(
+            workers, "_run_sharded", wraps=workers._run_sharded
+        ) as called:
+            _fit(
+                federated,
+                _CASES["side_by_side"],
+                clients,
+                runtime=workers,
+                rounds=rounds,
+            )
+        self.assertEqual(called.call_count, calls_of_workers)
         told = [place for each in workers.last_round for place in each.clients]
-        self.assertLen(told, len(set(told)))
+        self.assertCountEqual(told, range(7))
         self.assertEqual(
             [each.shards for each in workers.last_round], [(0,), (1,)]
         )
