@@ -99,6 +99,13 @@ def _in_order(value: Any, type_spec: Any) -> Any:
     return value
 
 
+def _native(computation: Any) -> Any:
+    """Returns a computation as TFF prepares it for its workers."""
+    import tensorflow_federated as tff
+
+    return tff.backends.native.desugar_and_transform_to_native(computation)
+
+
 class _Compiled:
     """What workers run for a computation: it, or a `federated_map` of it."""
 
@@ -133,12 +140,12 @@ class _Compiled:
         self._over_shards = over_shards
 
     @functools.cached_property
-    def _native(self) -> Any:
-        import tensorflow_federated as tff
+    def _for_one(self) -> Any:
+        return _native(self._computation)
 
-        return tff.backends.native.desugar_and_transform_to_native(
-            self._over_shards
-        )
+    @functools.cached_property
+    def _for_several(self) -> Any:
+        return _native(self._over_shards)
 
     def call(
         self,
@@ -162,10 +169,10 @@ class _Compiled:
 
         own = [shards[index] for index in indices]
         if len(own) > 1:
-            return Call(worker, self._native, argument(own), indices)
+            return Call(worker, self._for_several, argument(own), indices)
         # For one shard alone, mapping and adding up took TFF's executors more
         # than a small shard's training does.
-        return Call(worker, self._computation, argument(own[0]), indices)
+        return Call(worker, self._for_one, argument(own[0]), indices)
 
     def results(self, call: Call) -> list[Any]:
         """Returns what a call that has finished returned: a sum, or rows."""
