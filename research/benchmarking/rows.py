@@ -423,9 +423,13 @@ def sharded(runtime: str, context: Context) -> Result:
             )
             for name in ("mlp_small", "mlp", "mlp_batch60")
         }
-    except SideError as error:
+    except _UnavailableError as error:
         return {"unavailable": str(error).strip().splitlines()[-1]}
     return {"workers": workers, "workloads": found}
+
+
+class _UnavailableError(Exception):
+    """Workers that cannot be started, with the reason."""
 
 
 def _sharded(name: str, runtime: str, workers: int, context: Context) -> Result:
@@ -438,14 +442,17 @@ def _sharded(name: str, runtime: str, workers: int, context: Context) -> Result:
         Side("engine", python=python) as here,
         Side("engine", python=python) as there,
     ):
-        there.call(
-            "add",
-            run="run",
-            workload=name,
-            workers=workers,
-            worker_data=folder,
-            runtime=runtime,
-        )
+        try:
+            there.call(
+                "add",
+                run="run",
+                workload=name,
+                workers=workers,
+                worker_data=folder,
+                runtime=runtime,
+            )
+        except SideError as error:
+            raise _UnavailableError(str(error)) from error
         here.call("add", run="run", workload=name)
         seconds = context.seconds(1.5)
         both = alternate(
