@@ -116,7 +116,7 @@ class InterruptsTest(parameterized.TestCase):
             return x
 
         with self.assertRaises(KeyboardInterrupt):
-            calls.concrete_function(
+            calls.TracedFunction(
                 tf.function(function), False, tf.TensorSpec([], tf.float32)
             )
         self.assertEqual(ends, [True])

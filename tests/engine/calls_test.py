@@ -40,7 +40,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_is_for_functions_that_call_none(self, function, asked, taken):
         x = tf.constant([1.0, 2.0, 3.0, 4.0])
-        traced = calls.concrete_function(tf.function(function), asked, x)
+        traced = calls.TracedFunction(tf.function(function), asked, x)
 
         def call(_):  # Many at once would wait for each other for ever.
             return calls.Call(traced, [x])().numpy()
@@ -113,8 +113,8 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
 
         x, rows = tf.constant([5.0, 7.0]), np.array([1, 0, 1], np.int32)
         specs = tf.TensorSpec([2]), tf.TensorSpec([None], tf.int32)
-        traced = calls.concrete_function(function, True, *specs)
-        wanted = called(lambda: traced(x, tf.constant(rows)))
+        traced = calls.TracedFunction(function, True, *specs)
+        wanted = called(lambda: traced.concrete(x, tf.constant(rows)))
         call = calls.Call(traced, (x, rows))
         found = called(call)
         self.assertIsInstance(found, _Pair)
@@ -133,7 +133,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             )
             return [-x, (ragged, {"sum": tf.reduce_sum(x)}), x]
 
-        traced = calls.concrete_function(tf.function(function), True, x)
+        traced = calls.TracedFunction(tf.function(function), True, x)
         first, (ragged, named), last = calls.Call(traced, [x])()
         self.assertAllEqual(first, [-1.0, -2.0, -3.0])
         self.assertEqual(ragged.to_list(), [[2.0], [4.0, 6.0]])
@@ -142,7 +142,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_what_is_no_tensor_is_left_to_tensorflow(self):
         x = tf.constant([1.0, 2.0])
-        traced = calls.concrete_function(
+        traced = calls.TracedFunction(
             tf.function(lambda x: (None, 2 * x)), True, x
         )
         nothing, found = calls.Call(traced, [x])()
@@ -153,7 +153,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         x = tf.constant([1.0, 2.0])
         function = tf.function(lambda x, row: tf.gather(x, row))
         for asked in (True, False):
-            traced = calls.concrete_function(function, asked, x, tf.constant(0))
+            traced = calls.TracedFunction(function, asked, x, tf.constant(0))
             with self.assertRaisesRegex(
                 tf.errors.InvalidArgumentError, r"7 is not in \[0, 2\)"
             ):
@@ -165,7 +165,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch.object(
             context.Context, "clear_kernel_cache", autospec=True
         ) as clear:
-            traced = calls.concrete_function(tf.function(_flat), True, x)
+            traced = calls.TracedFunction(tf.function(_flat), True, x)
             calls.Call(traced, [x])()
             gc.collect()
             clear.assert_not_called()
@@ -175,7 +175,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_functions_that_go_do_others_no_harm(self):
         x = tf.constant([1.0, 2.0])
-        kept = calls.concrete_function(tf.function(_flat), True, x)
+        kept = calls.TracedFunction(tf.function(_flat), True, x)
         ended = threading.Event()
 
         def call(_):
@@ -188,7 +188,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             found = pool.map(call, range(2))
             try:
                 for _ in range(30):
-                    other = calls.concrete_function(tf.function(_flat), True, x)
+                    other = calls.TracedFunction(tf.function(_flat), True, x)
                     self.assertEqual(float(calls.Call(other, [x])()), 5.0)
                     del other
                     gc.collect()
@@ -200,7 +200,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         x = tf.constant([1.0, 2.0])
         spans = []
         for asked in (True, False):
-            traced = calls.concrete_function(tf.function(_flat), asked, x)
+            traced = calls.TracedFunction(tf.function(_flat), asked, x)
             with calls.timed(lambda *span: spans.append(span)):
                 begin = time.perf_counter()
                 calls.Call(traced, [x])()
@@ -209,6 +209,61 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             start, stop = spans[-1]
             self.assertTrue(begin <= start <= stop <= end)
         self.assertLen(spans, 2)
+
+
+def _counting(x):
+    """Returns a `tf.function` that adds to a variable, and the variable."""
+    count, rate = tf.Variable(0.0), tf.Variable(2.0)
+
+    @tf.function
+    def function(x):
+        count.assign_add(rate * tf.reduce_sum(x))
+        return count.read_value()
+
+    return function, count, rate
+
+
+class OnOthersTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(True, False)
+    def test_variables_are_exchanged(self, one_thread):
+        x = tf.constant([1.0, 2.0])
+        function, count, rate = _counting(x)
+        first = calls.TracedFunction(function, one_thread, x)
+        own = tf.Variable(100.0)
+        other = first.on_others({id(count.handle): own.handle})
+        self.assertEqual(calls.Call(other, [x])().numpy(), 106.0)
+        self.assertEqual((count.numpy(), own.numpy()), (0.0, 106.0))
+        rate.assign(1.0)  # It only reads this one, which stays.
+        self.assertEqual(calls.Call(first, [x])().numpy(), 3.0)
+        self.assertEqual(calls.Call(other, [x])().numpy(), 109.0)
+        with calls.by_default_executor():
+            self.assertEqual(calls.Call(other, [x])().numpy(), 112.0)
+        self.assertEqual((count.numpy(), own.numpy()), (3.0, 112.0))
+
+    @parameterized.parameters(True, False)
+    def test_not_if_another_variable_would_be_written(self, one_thread):
+        x = tf.constant([1.0, 2.0])
+        function, _, rate = _counting(x)
+        first = calls.TracedFunction(function, one_thread, x)
+        other = {id(rate.handle): tf.Variable(1.0).handle}
+        self.assertIsNone(first.on_others(other))
+
+    def test_large_sums_of_several_calls_do_not_meet(self):
+        """TensorFlow finds its temporary variables by their nodes' names."""
+
+        def function(x):
+            terms = [tf.sin(x * number) for number in range(1, 12)]
+            return tf.reduce_sum(tf.add_n(terms))
+
+        x = tf.random.stateless_uniform([2048, 2048], [1, 2])
+        traced = calls.TracedFunction(tf.function(function), False, x)
+
+        def call(_):
+            return calls.Call(traced, [x])().numpy()
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(call, range(24)))
+        self.assertAllEqual(found, [found[0]] * 24)
 
 
 if __name__ == "__main__":

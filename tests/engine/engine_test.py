@@ -12,7 +12,7 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
-from tfdp_fl.engine import chunks, dense_models
+from tfdp_fl.engine import calls, chunks, client_update, dense_models
 from tfdp_fl.mechanisms import noise
 
 _CLIP, _Z, _M = 0.4, 1.5, 2.0
@@ -631,37 +631,99 @@ class RetracingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(_Counting.calls, traced)
 
 
-class ReplicaNamesTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((None,), (False,))
-    def test_replicas_share_no_names(self, jit_compile):
-        """TensorFlow finds its temporary variables by their nodes' names."""
-        dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays([10] * 6)
+@tf.keras.utils.register_keras_serializable("tfdp_fl_test")
+class _Jitter(tf.keras.layers.Layer):
+    """Draws a random number by no seed, and does not use it."""
+
+    def call(self, x):
+        return x + 0.0 * tf.random.uniform([])
+
+
+def _models():
+    """Returns `{name: (model, optimizer)}` that keep all kinds of state."""
+    layers, optimizers = tf.keras.layers, tf.keras.optimizers
+    normalization = layers.Normalization()
+    normalization.adapt(np.float32([[1, 2, 3, 4], [2, 1, 0, -1]]))
+
+    def model(*inner):
+        tf.keras.utils.set_random_seed(1)
+        return tf.keras.Sequential(
+            [tf.keras.Input([cohorts.FEATURES]), *inner, layers.Dense(3)]
         )
-        with mock.patch.multiple(
-            dense_models,
-            is_worthwhile=lambda *_: True,
-            is_small=lambda *_: False,
+
+    return {
+        "dense": (cohorts.mlp(), None),
+        "slots": (model(layers.Dense(5)), optimizers.Adam(0.1)),
+        "statistics": (model(normalization, layers.BatchNormalization()), None),
+        "dropout": (model(layers.Dense(8), layers.Dropout(0.5)), None),
+        "rnn": (
+            model(layers.Reshape([2, 2]), layers.Bidirectional(layers.GRU(3))),
+            optimizers.SGD(0.1, momentum=0.9),
+        ),
+        "stateful": (model(_Jitter()), None),
+    }
+
+
+class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
+    """Replicas run one function, each on variables of its own."""
+
+    @parameterized.parameters(
+        *(("dense", "adaptive"), ("slots", "median"), ("rnn", "adaptive")),
+        *(("statistics", "nbafl"), ("dropout", "local"), ("stateful", "local")),
+    )
+    def test_is_as_with_a_trace_for_each(self, name, mechanism):
+        dataset = FederatedDataset.from_client_arrays(
+            cohorts.client_arrays([5, 10, 5, 0, 15, 3, 5, 20])
+        )
+        found, graphs = [], []
+        for shared in (True, False):
+            model, optimizer = _models()[name]
+            with mock.patch.multiple(
+                dense_models,
+                is_worthwhile=lambda *_: True,
+                is_small=lambda *_: False,
+            ):
+                engine = cohorts.make_engine(
+                    model,
+                    dataset,
+                    mechanism=_mechanisms()[mechanism],
+                    optimizer=optimizer,
+                    num_replicas=2,
+                    jit_compile=None,
+                    training={"metrics": ["accuracy"]},
+                )
+            on_others = calls.TracedFunction.on_others
+            with mock.patch.object(
+                calls.TracedFunction,
+                "on_others",
+                on_others if shared else lambda *_: None,
+            ):
+                logs = [cohorts.run_round(engine, dataset) for _ in range(2)]
+            traced = engine.functions.traced
+            graphs.append(len({id(each.concrete) for each in traced.values()}))
+            replicas = {replica for replica, *_ in traced}
+            self.assertEqual(replicas, {0, 1})
+            found.append((model.get_weights(), logs))
+            ways = {way for _, way, _ in traced}
+        (weights, logs), (other_weights, other_logs) = found
+        for one, other in zip(weights, other_weights, strict=True):
+            self.assertAllEqual(one, other)  # To the last bit.
+        self.assertEqual(logs, other_logs)
+        own = name == "stateful"
+        self.assertEqual(graphs[1], len(traced))
+        self.assertEqual(graphs[0], len(traced) if own else len(ways))
+
+    def test_what_is_not_among_a_replicas_variables_is_not_shared(self):
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
+        engine = cohorts.make_engine(cohorts.mlp(), dataset, num_replicas=2)
+        with mock.patch.object(
+            client_update.ClientTrainer,
+            "own_variables",
+            property(lambda self: self.variables[1:]),
         ):
-            engine = cohorts.make_engine(
-                cohorts.mlp(),
-                dataset,
-                mechanism=_mechanisms()["adaptive"],
-                num_replicas=2,
-                jit_compile=jit_compile,
-            )
-            engine.collect(dataset, cohorts.inputs(dataset))
-        names = {}
-        for (replica, *_), function in engine.functions.traced.items():
-            names[replica] = {
-                operation.name
-                for operation in function.graph.get_operations()
-                if operation.type not in ("Placeholder", "Identity", "NoOp")
-            }
-        self.assertLen(names, 2)
-        for each in names.values():
-            self.assertGreater(len(each), 20)
-        self.assertEmpty(names[0] & names[1])
+            cohorts.run_round(engine, dataset)
+        traced = engine.functions.traced.values()
+        self.assertLen({id(each.concrete) for each in traced}, 2)
 
 
 @tf.keras.utils.register_keras_serializable("tfdp_fl_test")

@@ -9,29 +9,35 @@ called as one operation, which costs TensorFlow less than a function does.
 It runs a conditional or a loop as a call that waits for another thread, so
 functions that have any are left to the default executor: all threads could
 be waiting.
+
+A function may run several times at once, each on variables of its own. So
+TensorFlow's memory optimizer is left out: where a sum is large, it has it made
+in a temporary variable, which is found by the operation's name, in one place
+for all that runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.protobuf import rewriter_config_pb2
 from tensorflow.python.eager import context
 
 from tfdp_fl import _interrupts
-from tfdp_fl.engine import devices
+from tfdp_fl.engine import devices, graphs
 
 # Numbers at most in what one thread computes with where it is one pass over it.
 FEW_NUMBERS = 2**16
 
 _ONE_THREAD = "SINGLE_THREADED_EXECUTOR"
-_MARK = "_tfdp_fl_one_thread"
 
 # Told of a call by its start and end.
 OnCall = Callable[[float, float], None]
@@ -58,26 +64,65 @@ def traced(function: Any, *arguments: Any) -> Any:
         return function.get_concrete_function(*arguments)
 
 
-def concrete_function(function: Any, one_thread: bool, *arguments: Any) -> Any:
-    """Traces a function, to be called by `Call`.
+class TracedFunction:
+    """A function that was traced, and the variables that it runs on."""
 
-    Args:
-      function: A `tf.function` that was not traced yet.
-      one_thread: Whether one thread is wanted.
-      *arguments: Its arguments, or their specs.
+    def __init__(self, function: Any, one_thread: bool, *arguments: Any):
+        """Traces the function, on the variables that it reads and writes.
 
-    Returns:
-      A `ConcreteFunction`.
-    """
-    concrete = traced(function, *arguments)
-    if (
-        one_thread
-        and devices.are_all_cpus()
-        and not _calls_functions(concrete.graph)
-        and all(map(tf.is_tensor, tf.nest.flatten(concrete.structured_outputs)))
-    ):
-        setattr(concrete, _MARK, _Operation(concrete))
-    return concrete
+        Args:
+          function: A `tf.function` that was not traced yet.
+          one_thread: Whether one thread is wanted.
+          *arguments: Its arguments, or their specs.
+        """
+        self.concrete = traced(function, *arguments)
+        self._others: Mapping[int, tf.Tensor] = {}
+        self._operation = None
+        structure = self.concrete.structured_outputs
+        if (
+            one_thread
+            and devices.are_all_cpus()
+            and not graphs.calls_functions(self.concrete.graph)
+            and all(map(tf.is_tensor, tf.nest.flatten(structure)))
+        ):
+            self._operation = _Operation(self.concrete)
+
+    def on_others(
+        self, others: Mapping[int, tf.Tensor]
+    ) -> TracedFunction | None:
+        """Returns the same function on other variables, without tracing it.
+
+        Args:
+          others: Their handles, each by the `id` of the handle that it stands
+            for. Any other variable that the function only reads stays.
+
+        Returns:
+          A function that may run at the same time as this one, or None: it
+          changes what is not among those, or its operations keep state
+          themselves, as those do that draw random numbers by no seed.
+        """
+        if graphs.keeps_state(self.concrete.graph) or not (
+            graphs.assigned_resources(self.concrete) <= others.keys()
+        ):
+            return None
+        function = copy.copy(self)
+        function._others = others
+        if self._operation is not None:
+            function._operation = copy.copy(self._operation)
+            function._operation.captured = function._captured
+        return function
+
+    @property
+    def _captured(self) -> list[tf.Tensor]:
+        captured = self.concrete.captured_inputs
+        return [self._others.get(id(each), each) for each in captured]
+
+    def __call__(self, arguments: list[tf.Tensor]) -> Any:
+        """Runs it on flat arguments; returns its structured result."""
+        if self._operation is not None and _in_use:
+            return self._operation(arguments)
+        with _with_options():
+            return self.concrete._call_flat(arguments, self._captured)
 
 
 def called_on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -105,7 +150,7 @@ def called_on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             lambda each: tf.TensorSpec(each.shape, each.dtype), arguments
         ),
     )
-    if _calls_functions(concrete.graph):
+    if graphs.calls_functions(concrete.graph):
         return function(*arguments)
     results = tf.raw_ops.StatefulPartitionedCall(
         args=[*tf.nest.flatten(arguments), *concrete.captured_inputs],
@@ -121,6 +166,9 @@ class _Operation:
 
     TensorFlow keeps what it has made of an operation, and does not know that
     this one is its function's: it is told to forget when the function goes.
+
+    Attributes:
+      captured: The variables' handles, and what else the function captured.
     """
 
     def __init__(self, concrete: Any):
@@ -129,23 +177,54 @@ class _Operation:
         Args:
           concrete: A `ConcreteFunction`.
         """
-        self._captured = list(concrete.captured_inputs)
+        self.captured = list(concrete.captured_inputs)
+        self._concrete = concrete
         self._packed = _packing(concrete.structured_outputs)
         self._dtypes = [each.dtype for each in concrete.outputs]
         end = weakref.finalize(concrete, _forget_operations)
         end.atexit = False  # TensorFlow may be gone before.
 
-    def __call__(self, concrete: Any, arguments: list[tf.Tensor]) -> Any:
+    def __call__(self, arguments: list[tf.Tensor]) -> Any:
         """Calls the function; returns its structured result."""
-        options = context.context().function_call_options
         results = tf.raw_ops.StatefulPartitionedCall(
-            args=arguments + self._captured,
+            args=arguments + self.captured,
             Tout=self._dtypes,
-            f=concrete,
-            config_proto=options.config_proto_serialized,
+            f=self._concrete,
+            config_proto=_options().config_proto_serialized,
             executor_type=_ONE_THREAD,
         )
         return self._packed(iter(results))
+
+
+@functools.cache
+def _without_memory_optimizer(
+    executor_type: str, config: bytes
+) -> context.FunctionCallOptions:
+    """Returns options that are otherwise the same."""
+    changed = tf.compat.v1.ConfigProto.FromString(config)
+    changed.graph_options.rewrite_options.memory_optimization = (
+        rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    )
+    return context.FunctionCallOptions(executor_type, changed)
+
+
+def _options() -> context.FunctionCallOptions:
+    """Returns the options of this thread's calls."""
+    here = context.context().function_call_options
+    return _without_memory_optimizer(
+        here.executor_type or "", here.config_proto_serialized
+    )
+
+
+@contextlib.contextmanager
+def _with_options() -> Iterator[None]:
+    here = context.context()
+    before = here.function_call_options
+    here.function_call_options = _options()
+    try:
+        yield
+    finally:
+        here.function_call_options = before
 
 
 def _packing(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
@@ -177,11 +256,11 @@ def _forget_operations() -> None:
 class Call:
     """A traced function with its arguments, called without ceremony."""
 
-    def __init__(self, function: Any, arguments: Any):
+    def __init__(self, function: TracedFunction, arguments: Any):
         """Prepares a call.
 
         Args:
-          function: What `concrete_function` returned.
+          function: What is called.
           arguments: Its arguments, a nest of tensors and NumPy arrays.
         """
         self._function = function
@@ -198,12 +277,7 @@ class Call:
         small round, is left out.
         """
         with contextlib.nullcontext() if _on_call is None else _timed(_on_call):
-            operation = getattr(self._function, _MARK, None)
-            if operation is not None and _in_use:
-                return operation(self._function, self._arguments)
-            return self._function._call_flat(
-                self._arguments, self._function.captured_inputs
-            )
+            return self._function(self._arguments)
 
 
 class Compiled:
@@ -214,11 +288,11 @@ class Compiled:
 
         Args:
           function: A Python function of tensors.
-          one_thread: See `concrete_function`.
+          one_thread: See `TracedFunction`.
         """
         self._function = function
         self._one_thread = one_thread
-        self._traced: dict[Any, Any] = {}
+        self._traced: dict[Any, TracedFunction] = {}
 
     def __call__(self, *arguments: Any, kind: Any = None) -> Any:
         """Calls it.
@@ -232,7 +306,7 @@ class Compiled:
             specs = tf.nest.map_structure(
                 lambda each: tf.TensorSpec(each.shape, each.dtype), arguments
             )
-            self._traced[kind] = concrete_function(
+            self._traced[kind] = TracedFunction(
                 tf.function(self._function, autograph=False),
                 self._one_thread,
                 *specs,
@@ -274,12 +348,3 @@ def timed(on_call: OnCall) -> Iterator[None]:
         yield
     finally:
         _on_call = before
-
-
-def _calls_functions(graph: Any) -> bool:
-    """Returns True for conditionals, loops and calls of other functions."""
-    return any(
-        attribute.HasField("func") or attribute.list.func
-        for operation in graph.get_operations()
-        for attribute in operation.node_def.attr.values()
-    )

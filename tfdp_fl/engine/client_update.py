@@ -207,6 +207,15 @@ class ClientTrainer:
             *self._random_state,
         ]
 
+    @property
+    def own_variables(self) -> list[tf.Variable]:
+        """Returns all that training may change: no other replica's."""
+        return [
+            *self.assigned_variables,
+            *self._compiled.noted,  # Written while training, and never read.
+            *keras_versions.state_of_randomness(self.model),
+        ]
+
     def check_state(self) -> None:
         """Raises ValueError if something would pass from client to client."""
 
@@ -226,9 +235,7 @@ class ClientTrainer:
                 self.step(x, y, received.weights, received.learning_rate)
             return self.handed_in(received.weights)
 
-        # Some of it is written while training, and never read.
-        reset = [*self.assigned_variables, *self._compiled.noted]
-        replicas.check_state(self.model, client, reset)
+        replicas.check_state(client, self.own_variables)
 
     def start(self, received: cohort.Received, seed: tf.Tensor) -> None:
         """Puts the replica in the state in which a client receives it.

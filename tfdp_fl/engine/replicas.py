@@ -7,13 +7,13 @@ the user's model holds the server's weights, untouched until a round is over.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import calls
+from tfdp_fl.engine import calls, graphs
 
 
 def check_train_step(model: tf.keras.Model) -> None:
@@ -135,17 +135,15 @@ def changed_by_training(
     ]
     if not candidates:
         return []
-    assigned = _assigned_resources(_traced_forward_pass(model, element_spec))
+    assigned = graphs.assigned_resources(
+        _traced_forward_pass(model, element_spec)
+    )
     return [
         variable for variable in candidates if id(variable.handle) in assigned
     ]
 
 
-def check_state(
-    model: tf.keras.Model,
-    client_step: Callable[[], Any],
-    reset: list[tf.Variable],
-) -> None:
+def check_state(client_step: Callable[[], Any], own: list[tf.Variable]) -> None:
     """Raises ValueError if local training keeps what no client's start resets.
 
     What one client leaves behind in such a variable (a memory of a layer, a
@@ -153,16 +151,13 @@ def check_state(
     code that TensorFlow calls back can keep what nobody sees, and is refused.
 
     Args:
-      model: A replica, with its generators.
       client_step: All that a client does: start, train on a batch, hand in.
-      reset: What is assigned for every client before it is read.
+      own: What training may change: what is assigned for every client before it
+        is read, what nobody reads, and generators' states.
     """
     traced = calls.traced(tf.function(client_step, autograph=False))
-    assigned = _assigned_resources(traced)
-    allowed = {
-        id(variable.handle)
-        for variable in (*reset, *keras_versions.state_of_randomness(model))
-    }
+    assigned = graphs.assigned_resources(traced)
+    allowed = {id(variable.handle) for variable in own}
     for variable in traced.graph.variables:
         handle = id(variable.handle)
         if handle in assigned and handle not in allowed:
@@ -182,21 +177,12 @@ def check_state(
                 "client to the next."
             )
     callbacks = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
-    if callbacks & {each.type for each in _operations(traced.graph)}:
+    if callbacks & {each.type for each in graphs.operations(traced.graph)}:
         raise ValueError(
             "model, loss, metrics and hooks must be TensorFlow operations: "
             "tf.py_function and tf.numpy_function may keep what one client "
             "leaves behind for the next, and workers cannot run them."
         )
-
-
-def _operations(graph: Any) -> Iterator[Any]:
-    """Yields the operations of a graph and of the functions that it calls."""
-    yield from graph.get_operations()
-    for function in graph._functions.values():
-        inner = getattr(function, "graph", None)
-        if inner is not None:
-            yield from inner.get_operations()
 
 
 def _traced_forward_pass(model: tf.keras.Model, element_spec: Any) -> Any:
@@ -207,17 +193,3 @@ def _traced_forward_pass(model: tf.keras.Model, element_spec: Any) -> Any:
             return model(zeros_like_batch(element_spec, 2), training=True)
 
     return calls.traced(tf.function(forward_pass, autograph=False))
-
-
-def _assigned_resources(function: Any) -> set[int]:
-    """Returns the ids of the captured handles that a function may write."""
-    from tensorflow.python.framework import auto_control_deps_utils as utils
-
-    read_only = set(
-        utils.get_read_only_resource_input_indices_graph(function.graph)
-    )
-    return {
-        id(external)
-        for index, (external, _) in enumerate(function.graph.captures)
-        if external.dtype == tf.resource and index not in read_only
-    }

@@ -47,8 +47,8 @@ class CohortFunctions:
     element_spec: tuple[Any, Any]
     output: str
     moments: bool
-    traced: dict[tuple[int, layout.Way, tf.DType], Any] = dataclasses.field(
-        default_factory=dict
+    traced: dict[tuple[int, layout.Way, tf.DType], calls.TracedFunction] = (
+        dataclasses.field(default_factory=dict)
     )
 
     @property
@@ -105,34 +105,68 @@ class CohortFunctions:
         Everything that is Python happens here, in one thread. A function is
         traced once, for any cohort size.
         """
-        way = part.way
-        key = (replica, way, pending.tensors[1].dtype)
         fixed = (pending.state, *pending.tensors, pending.broadcast)
+        function = self._function(
+            replica, part.way, pending.tensors[1].dtype, fixed, part.tables
+        )
         arguments = (*fixed, chunk.x, chunk.y, *part.tables)
-        if key in self.traced:
-            return calls.Call(self.traced[key], arguments)
+        return calls.Call(function, arguments)
+
+    def _function(
+        self,
+        replica: int,
+        way: layout.Way,
+        seeds: tf.DType,
+        fixed: Any,
+        tables: tuple[Any, ...],
+    ) -> calls.TracedFunction:
+        """Returns a replica's function: the first one's, on its variables.
+
+        Where that cannot be, one is traced for the replica.
+        """
+        key = (replica, way, seeds)
+        if key not in self.traced:
+            found = None
+            if replica:
+                first = self._function(0, way, seeds, fixed, tables)
+                found = first.on_others(self._handles(replica))
+            self.traced[key] = found or self._trace(replica, way, fixed, tables)
+        return self.traced[key]
+
+    def _trace(
+        self,
+        replica: int,
+        way: layout.Way,
+        fixed: Any,
+        tables: tuple[Any, ...],
+    ) -> calls.TracedFunction:
         train = self.train(way, replica)
 
         def function(state, numbers, seed, weights, x, y, *tables):
-            # TensorFlow may turn sums into temporary variables, which it names
-            # by the graph's nodes, in one place for all that runs: replicas
-            # must not share names.
-            with tf.name_scope(f"replica_{replica}"):
+            # Keras names things in ways that are no names by themselves.
+            with tf.name_scope("clients"):
                 received = self.broadcasts.received(
                     state, numbers, seed, weights
                 )
                 return train(received, x, y, *tables)
 
-        self.traced[key] = calls.concrete_function(
+        return calls.TracedFunction(
             tf.function(function, jit_compile=way.xla, autograph=False),
             way.optimistic,
             *tf.nest.map_structure(
                 lambda each: tf.TensorSpec(each.shape, each.dtype), fixed
             ),
             *self.example_specs,
-            *table_specs(part.tables),
+            *table_specs(tables),
         )
-        return calls.Call(self.traced[key], arguments)
+
+    def _handles(self, replica: int) -> dict[int, tf.Tensor]:
+        """Returns a replica's variables by the ids of the first one's."""
+        first, own = (
+            [each.handle for each in self.trainers[number].own_variables]
+            for number in (0, replica)
+        )
+        return {id(one): other for one, other in zip(first, own, strict=True)}
 
 
 def table_specs(tables: tuple[Any, ...]) -> tuple[Any, ...]:
