@@ -211,11 +211,11 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(spans, 2)
 
 
-def _counting(x):
-    """Returns a `tf.function` that adds to a variable, and the variable."""
+def _counting(xla=False):
+    """Returns a `tf.function` that adds to a variable, and its variables."""
     count, rate = tf.Variable(0.0), tf.Variable(2.0)
 
-    @tf.function
+    @tf.function(jit_compile=xla)
     def function(x):
         count.assign_add(rate * tf.reduce_sum(x))
         return count.read_value()
@@ -224,10 +224,10 @@ def _counting(x):
 
 
 class OnOthersTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(True, False)
-    def test_variables_are_exchanged(self, one_thread):
+    @parameterized.parameters((True, False), (False, False), (False, True))
+    def test_variables_are_exchanged(self, one_thread, xla):
         x = tf.constant([1.0, 2.0])
-        function, count, rate = _counting(x)
+        function, count, rate = _counting(xla)
         first = calls.TracedFunction(function, one_thread, x)
         own = tf.Variable(100.0)
         other = first.on_others({id(count.handle): own.handle})
@@ -243,10 +243,52 @@ class OnOthersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, False)
     def test_not_if_another_variable_would_be_written(self, one_thread):
         x = tf.constant([1.0, 2.0])
-        function, _, rate = _counting(x)
+        function, _, rate = _counting()
         first = calls.TracedFunction(function, one_thread, x)
         other = {id(rate.handle): tf.Variable(1.0).handle}
         self.assertIsNone(first.on_others(other))
+
+    @parameterized.parameters((True, False), (False, False), (False, True))
+    def test_many_at_once_each_on_its_own(self, one_thread, xla):
+        function, count, _ = _counting(xla)
+        x = tf.constant([1.0, 2.0])
+        first = calls.TracedFunction(function, one_thread, x)
+        own = [tf.Variable(float(number)) for number in range(6)]
+        others = [
+            first.on_others({id(count.handle): each.handle}) for each in own
+        ]
+
+        def call(other):
+            return [calls.Call(other, [x])().numpy() for _ in range(50)]
+
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(call, others))
+        for number, values in enumerate(found):
+            self.assertAllEqual(values, number + 6.0 * np.arange(1, 51))
+        self.assertEqual(count.numpy(), 0.0)
+
+    def test_an_error_of_the_first_call_is_raised(self):
+        count = tf.Variable(0.0)
+
+        @tf.function
+        def function(x, row):
+            count.assign_add(1.0)
+            return (
+                tf.gather(x, row)
+                + tf.while_loop(
+                    lambda i: i < 2.0, lambda i: (i + 1.0,), (0.0,)
+                )[0]
+            )
+
+        x = tf.constant([1.0, 2.0])
+        first = calls.TracedFunction(function, True, x, tf.constant(0))
+        own = tf.Variable(0.0)
+        other = first.on_others({id(count.handle): own.handle})
+        with self.assertRaisesRegex(
+            tf.errors.InvalidArgumentError, r"7 is not in \[0, 2\)"
+        ):
+            calls.Call(other, [x, tf.constant(7)])()
+        self.assertEqual(calls.Call(other, [x, tf.constant(1)])().numpy(), 4.0)
 
     def test_large_sums_of_several_calls_do_not_meet(self):
         """TensorFlow finds its temporary variables by their nodes' names."""

@@ -22,6 +22,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import rewriter_config_pb2
-from tensorflow.python.eager import context
+from tensorflow.python.eager import cancellation, context, execute
 
 from tfdp_fl import _interrupts
 from tfdp_fl.engine import devices, graphs
@@ -77,6 +78,7 @@ class TracedFunction:
         """
         self.concrete = traced(function, *arguments)
         self._others: Mapping[int, tf.Tensor] = {}
+        self._preparation: _Preparation | None = None
         self._operation = None
         structure = self.concrete.structured_outputs
         if (
@@ -105,6 +107,13 @@ class TracedFunction:
             graphs.assigned_resources(self.concrete) <= others.keys()
         ):
             return None
+        if (
+            self._preparation is None
+            and self._operation is None
+            # XLA keeps what it has compiled for all who call it.
+            and not _is_compiled_by_xla(self.concrete)
+        ):
+            self._preparation = _Preparation(self.concrete)
         function = copy.copy(self)
         function._others = others
         if self._operation is not None:
@@ -121,8 +130,11 @@ class TracedFunction:
         """Runs it on flat arguments; returns its structured result."""
         if self._operation is not None and _in_use:
             return self._operation(arguments)
+        captured = self._captured
+        if self._preparation is not None:
+            self._preparation([*arguments, *captured])
         with _with_options():
-            return self.concrete._call_flat(arguments, self._captured)
+            return self.concrete._call_flat(arguments, captured)
 
 
 def called_on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -194,6 +206,53 @@ class _Operation:
             executor_type=_ONE_THREAD,
         )
         return self._packed(iter(results))
+
+
+def _is_compiled_by_xla(concrete: Any) -> bool:
+    attributes = concrete.function_def.attr
+    name = "_XlaMustCompile"
+    return name in attributes and attributes[name].b
+
+
+class _Preparation:
+    """Has TensorFlow prepare a function that several threads will call.
+
+    Each that calls it first would have it prepared (placed, optimised) for
+    itself, which takes memory, and longer than a small function runs.
+    """
+
+    def __init__(self, concrete: Any):
+        """Remembers the function; nothing is prepared yet.
+
+        Args:
+          concrete: A `ConcreteFunction`.
+        """
+        self._concrete = concrete
+        self._lock = threading.Lock()
+        self._is_prepared = False
+
+    def __call__(self, inputs: list[tf.Tensor]) -> None:
+        """Returns once it is prepared, by this thread or by another one.
+
+        Args:
+          inputs: Any arguments of it, and what it captured.
+        """
+        with self._lock:
+            if self._is_prepared:
+                return
+            # Cancelled before it starts: TensorFlow prepares it, and no more.
+            cancelled = cancellation.CancellationManager()
+            cancelled.start_cancel()
+            with contextlib.suppress(tf.errors.CancelledError):
+                execute.execute_with_cancellation(
+                    self._concrete.name.decode(),
+                    len(self._concrete.outputs),
+                    inputs,
+                    tuple(itertools.chain(*_options().as_attrs().items())),
+                    context.context(),
+                    cancelled,
+                )
+            self._is_prepared = True
 
 
 @functools.cache
