@@ -71,8 +71,8 @@ def train(device, model, mechanism, jit_compile):
         make(self, *args, **kwargs)
         seen.update(
             variable.device
-            for trainer in self.functions.trainers
-            for variable in trainer.variables
+            for replica in range(self.num_replicas)
+            for variable in self.functions.own_variables(replica)
         )
         threads = self._pool.map(lambda _: tf.zeros([2]).device, range(2))
         seen.update(threads)

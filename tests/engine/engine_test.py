@@ -639,6 +639,18 @@ class _Jitter(tf.keras.layers.Layer):
         return x + 0.0 * tf.random.uniform([])
 
 
+@tf.keras.utils.register_keras_serializable("tfdp_fl_test")
+class _Blur(tf.keras.layers.Layer):
+    """Draws its random numbers by a generator that goes on."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.generator = tf.random.Generator.from_seed(5)
+
+    def call(self, x):
+        return x + self.generator.normal(tf.shape(x))
+
+
 def _models():
     """Returns `{name: (model, optimizer)}` that keep all kinds of state."""
     layers, optimizers = tf.keras.layers, tf.keras.optimizers
@@ -661,6 +673,7 @@ def _models():
             optimizers.SGD(0.1, momentum=0.9),
         ),
         "stateful": (model(_Jitter()), None),
+        "generator": (model(_Blur()), None),
     }
 
 
@@ -670,12 +683,13 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *(("dense", "adaptive"), ("slots", "median"), ("rnn", "adaptive")),
         *(("statistics", "nbafl"), ("dropout", "local"), ("stateful", "local")),
+        ("generator", "adaptive"),
     )
     def test_is_as_with_a_trace_for_each(self, name, mechanism):
         dataset = FederatedDataset.from_client_arrays(
             cohorts.client_arrays([5, 10, 5, 0, 15, 3, 5, 20])
         )
-        found, graphs = [], []
+        found, graphs, copies = [], [], []
         for shared in (True, False):
             model, optimizer = _models()[name]
             with mock.patch.multiple(
@@ -701,6 +715,7 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
                 logs = [cohorts.run_round(engine, dataset) for _ in range(2)]
             traced = engine.functions.traced
             graphs.append(len({id(each.concrete) for each in traced.values()}))
+            copies.append(len(engine.functions.trainers))
             replicas = {replica for replica, *_ in traced}
             self.assertEqual(replicas, {0, 1})
             found.append((model.get_weights(), logs))
@@ -712,6 +727,8 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
         own = name == "stateful"
         self.assertEqual(graphs[1], len(traced))
         self.assertEqual(graphs[0], len(traced) if own else len(ways))
+        # Copies of the model.
+        self.assertEqual(copies, [1 + (own or name == "generator"), 2])
 
     def test_what_is_not_among_a_replicas_variables_is_not_shared(self):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())

@@ -83,7 +83,10 @@ class ReplicaChoiceTest(parameterized.TestCase):
         for engine, found in ((first, choice), (second, again)):
             self.assertEqual(found.num_replicas, 1)
             self.assertEqual(engine.num_replicas, 1)
-            self.assertLen(engine.functions.trainers, 1)
+            self.assertEmpty(engine.functions.variables)
+            self.assertLessEqual(
+                {key[0] for key in engine.functions.traced}, {0}
+            )
 
     @parameterized.parameters(
         ({2: 1.0, 1: 0.5}, 1),

@@ -208,12 +208,22 @@ class ClientTrainer:
         ]
 
     @property
+    def generators(self) -> list[tf.Variable]:
+        """Returns states of generators that go on from client to client."""
+        ids = {id(each.handle) for each in self._random_state}
+        return [
+            state
+            for state in keras_versions.state_of_randomness(self.model)
+            if id(state.handle) not in ids
+        ]
+
+    @property
     def own_variables(self) -> list[tf.Variable]:
         """Returns all that training may change: no other replica's."""
         return [
             *self.assigned_variables,
             *self._compiled.noted,  # Written while training, and never read.
-            *keras_versions.state_of_randomness(self.model),
+            *self.generators,
         ]
 
     def check_state(self) -> None:

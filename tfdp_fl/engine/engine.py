@@ -133,14 +133,17 @@ class CohortEngine:
         allocation.reserve_small_regions()
         self.device = devices.home_of(model)
         count = num_replicas or devices.default_num_replicas(self.device)
-        with tf.device(self.device):
-            trainers = [
-                client_update.ClientTrainer(
-                    copied, training, element_spec, aggregate_non_trainable
+
+        def make_trainer() -> client_update.ClientTrainer:
+            with tf.device(self.device):
+                return client_update.ClientTrainer(
+                    replicas.clone(model, element_spec[0]),
+                    training,
+                    element_spec,
+                    aggregate_non_trainable,
                 )
-                for copied in replicas.clones(model, element_spec[0], count)
-            ]
-        first = trainers[0]
+
+        first = make_trainer()
         first.check_state()
         example_weights.check_weighting(
             element_spec[1], deployment.client_weighting
@@ -187,7 +190,8 @@ class CohortEngine:
             self.query, self.server, self._unaggregated, broadcast_hook
         )
         self.functions = tracing.CohortFunctions(
-            trainers=trainers,
+            trainers={0: first},
+            make_trainer=make_trainer,
             query=self.query,
             broadcasts=self._broadcasts,
             element_spec=element_spec,

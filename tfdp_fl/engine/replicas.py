@@ -83,13 +83,6 @@ def clone(model: tf.keras.Model, element_spec: Any) -> tf.keras.Model:
     return copy
 
 
-def clones(
-    model: tf.keras.Model, element_spec: Any, count: int
-) -> list[tf.keras.Model]:
-    """Returns so many copies; see `clone`."""
-    return [clone(model, element_spec) for _ in range(count)]
-
-
 def counterparts(
     model: tf.keras.Model, replica: tf.keras.Model
 ) -> dict[int, tf.Variable]:

@@ -30,23 +30,33 @@ Train = Callable[..., cohort.Trained]
 class CohortFunctions:
     """Makes the functions of an engine's replicas, and keeps them.
 
+    The first replica is a copy of the model, with what trains clients in it.
+    Another one is no more than variables of its own for the same functions to
+    run on; only where that cannot be, a copy of the model, too.
+
     Attributes:
-      trainers: One for each replica.
+      trainers: Those of the replicas that are copies of the model, by number.
+      make_trainer: Makes another one.
       query: The mechanism's query.
       broadcasts: Tells what clients receive.
       element_spec: `(features, labels)` specs of one example.
       output: What is wanted of a cohort (see `cohort.SUM`).
       moments: Whether Geyer's `Moments` are wanted as well.
+      variables: What training may change in the other replicas, by number.
       traced: The functions so far, by replica, `layout.Way` and the dtype of
         the rounds' seeds; one is made when a round needs it.
     """
 
-    trainers: list[client_update.ClientTrainer]
+    trainers: dict[int, client_update.ClientTrainer]
+    make_trainer: Callable[[], client_update.ClientTrainer]
     query: cohort_query.CohortQuery
     broadcasts: broadcast.Broadcast
     element_spec: tuple[Any, Any]
     output: str
     moments: bool
+    variables: dict[int, list[tf.Variable]] = dataclasses.field(
+        default_factory=dict
+    )
     traced: dict[tuple[int, layout.Way, tf.DType], calls.TracedFunction] = (
         dataclasses.field(default_factory=dict)
     )
@@ -65,7 +75,7 @@ class CohortFunctions:
         It trains in one replica's variables, and assigns all of
         `assigned_variables` before it reads them.
         """
-        trainer = self.trainers[replica]
+        trainer = self._trainer(replica)
         if way.side_by_side:
             return side_by_side.SideBySide(
                 trainer,
@@ -85,13 +95,31 @@ class CohortFunctions:
 
     def keep_replicas(self, count: int) -> None:
         """Gives up all replicas but the first ones, and their functions."""
-        del self.trainers[count:]
+        for made in (self.trainers, self.variables):
+            for replica in [each for each in made if each >= count]:
+                del made[replica]
         for key in [key for key in self.traced if key[0] >= count]:
             del self.traced[key]
 
-    def assigned_variables(self, replica: int = 0) -> list[tf.Variable]:
-        """Returns what a replica's functions assign before they read it."""
-        return self.trainers[replica].assigned_variables
+    def assigned_variables(self) -> list[tf.Variable]:
+        """Returns what the first replica's functions assign, then read."""
+        return self.trainers[0].assigned_variables
+
+    def own_variables(self, replica: int) -> list[tf.Variable]:
+        """Returns all that training may change in a replica; makes them."""
+        first = self.trainers[0]
+        if first.generators:  # Each with a state of its own.
+            self._trainer(replica)
+        if replica in self.trainers:
+            return self.trainers[replica].own_variables
+        if replica not in self.variables:
+            self.variables[replica] = list(map(_copied, first.own_variables))
+        return self.variables[replica]
+
+    def _trainer(self, replica: int) -> client_update.ClientTrainer:
+        if replica not in self.trainers:
+            self.trainers[replica] = self.make_trainer()
+        return self.trainers[replica]
 
     def prepared(
         self,
@@ -162,11 +190,16 @@ class CohortFunctions:
 
     def _handles(self, replica: int) -> dict[int, tf.Tensor]:
         """Returns a replica's variables by the ids of the first one's."""
-        first, own = (
-            [each.handle for each in self.trainers[number].own_variables]
-            for number in (0, replica)
-        )
-        return {id(one): other for one, other in zip(first, own, strict=True)}
+        first, own = map(self.own_variables, (0, replica))
+        return {
+            id(one.handle): other.handle
+            for one, other in zip(first, own, strict=True)
+        }
+
+
+def _copied(variable: tf.Variable) -> tf.Variable:
+    with tf.device(variable.device):
+        return tf.Variable(variable.read_value(), trainable=False)
 
 
 def table_specs(tables: tuple[Any, ...]) -> tuple[Any, ...]:
