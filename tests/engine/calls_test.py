@@ -243,10 +243,16 @@ class OnOthersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, False)
     def test_not_if_another_variable_would_be_written(self, one_thread):
         x = tf.constant([1.0, 2.0])
-        function, _, rate = _counting()
+        function, count, rate = _counting()
         first = calls.TracedFunction(function, one_thread, x)
-        other = {id(rate.handle): tf.Variable(1.0).handle}
-        self.assertIsNone(first.on_others(other))
+        for exchanged, wanted in (
+            ([rate], False),
+            ([], False),
+            ([count], True),
+            ([rate, count], True),
+        ):
+            found = {id(each.handle) for each in exchanged}
+            self.assertEqual(first.can_run_on_others(found), wanted)
 
     @parameterized.parameters((True, False), (False, False), (False, True))
     def test_many_at_once_each_on_its_own(self, one_thread, xla):

@@ -689,7 +689,7 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
         dataset = FederatedDataset.from_client_arrays(
             cohorts.client_arrays([5, 10, 5, 0, 15, 3, 5, 20])
         )
-        found, graphs, copies = [], [], []
+        found, graphs, copies, more = [], [], [], []
         for shared in (True, False):
             model, optimizer = _models()[name]
             with mock.patch.multiple(
@@ -706,16 +706,17 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
                     jit_compile=None,
                     training={"metrics": ["accuracy"]},
                 )
-            on_others = calls.TracedFunction.on_others
+            can = calls.TracedFunction.can_run_on_others
             with mock.patch.object(
                 calls.TracedFunction,
-                "on_others",
-                on_others if shared else lambda *_: None,
+                "can_run_on_others",
+                can if shared else lambda *_: False,
             ):
                 logs = [cohorts.run_round(engine, dataset) for _ in range(2)]
             traced = engine.functions.traced
             graphs.append(len({id(each.concrete) for each in traced.values()}))
             copies.append(len(engine.functions.trainers))
+            more.append(bool(engine.functions.variables))
             replicas = {replica for replica, *_ in traced}
             self.assertEqual(replicas, {0, 1})
             found.append((model.get_weights(), logs))
@@ -729,6 +730,7 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(graphs[0], len(traced) if own else len(ways))
         # Copies of the model.
         self.assertEqual(copies, [1 + (own or name == "generator"), 2])
+        self.assertEqual(more, [not own and name != "generator", False])
 
     def test_what_is_not_among_a_replicas_variables_is_not_shared(self):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())

@@ -25,7 +25,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import tensorflow as tf
@@ -89,24 +89,27 @@ class TracedFunction:
         ):
             self._operation = _Operation(self.concrete)
 
-    def on_others(
-        self, others: Mapping[int, tf.Tensor]
-    ) -> TracedFunction | None:
-        """Returns the same function on other variables, without tracing it.
+    def can_run_on_others(self, exchanged: Set[int]) -> bool:
+        """Returns whether it may run several times at once, without a trace.
+
+        It may not if it changes what is not exchanged, or if its operations
+        keep state themselves, as those do that draw random numbers by no seed.
+
+        Args:
+          exchanged: The `id`s of the handles of the variables that each run
+            has of its own.
+        """
+        return not graphs.keeps_state(self.concrete.graph) and (
+            graphs.assigned_resources(self.concrete) <= exchanged
+        )
+
+    def on_others(self, others: Mapping[int, tf.Tensor]) -> TracedFunction:
+        """Returns the same function on other variables.
 
         Args:
           others: Their handles, each by the `id` of the handle that it stands
-            for. Any other variable that the function only reads stays.
-
-        Returns:
-          A function that may run at the same time as this one, or None: it
-          changes what is not among those, or its operations keep state
-          themselves, as those do that draw random numbers by no seed.
+            for. Any other variable stays.
         """
-        if graphs.keeps_state(self.concrete.graph) or not (
-            graphs.assigned_resources(self.concrete) <= others.keys()
-        ):
-            return None
         if (
             self._preparation is None
             and self._operation is None

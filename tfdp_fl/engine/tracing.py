@@ -154,11 +154,13 @@ class CohortFunctions:
         """
         key = (replica, way, seeds)
         if key not in self.traced:
-            found = None
             if replica:
                 first = self._function(0, way, seeds, fixed, tables)
-                found = first.on_others(self._handles(replica))
-            self.traced[key] = found or self._trace(replica, way, fixed, tables)
+                own = {id(each.handle) for each in self.own_variables(0)}
+                if first.can_run_on_others(own):
+                    found = first.on_others(self._handles(replica))
+                    return self.traced.setdefault(key, found)
+            self.traced[key] = self._trace(replica, way, fixed, tables)
         return self.traced[key]
 
     def _trace(
