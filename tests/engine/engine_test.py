@@ -689,6 +689,7 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
         dataset = FederatedDataset.from_client_arrays(
             cohorts.client_arrays([5, 10, 5, 0, 15, 3, 5, 20])
         )
+        multiplier = _mechanisms()[mechanism].noise_multiplier_at(0)
         found, graphs, copies, more = [], [], [], []
         for shared in (True, False):
             model, optimizer = _models()[name]
@@ -712,7 +713,12 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
                 "can_run_on_others",
                 can if shared else lambda *_: False,
             ):
-                logs = [cohorts.run_round(engine, dataset) for _ in range(2)]
+                logs = [
+                    cohorts.run_round(
+                        engine, dataset, noise_multiplier=multiplier
+                    )
+                    for _ in range(2)
+                ]
             traced = engine.functions.traced
             graphs.append(len({id(each.concrete) for each in traced.values()}))
             copies.append(len(engine.functions.trainers))
