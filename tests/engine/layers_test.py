@@ -319,7 +319,7 @@ class RoundTest(tf.test.TestCase):
             element_spec=dataset.element_spec,
             num_replicas=2,
         )
-        self.assertEqual(layers.use_fast_layers.call_count, 2)
+        self.assertEqual(layers.use_fast_layers.call_count, 1)
         return built
 
 
