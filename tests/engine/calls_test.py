@@ -31,12 +31,17 @@ def _loop(x):
     )[1]
 
 
+def _accumulated(x):
+    return tf.reduce_sum(tf.raw_ops.AccumulateNV2(inputs=[x, x], shape=[4]))
+
+
 class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (_flat, True, True),
         (_flat, False, False),
         (_conditional, True, False),
         (_loop, True, False),
+        (_accumulated, True, False),
     )
     def test_is_for_functions_that_call_none(self, function, asked, taken):
         x = tf.constant([1.0, 2.0, 3.0, 4.0])
@@ -54,7 +59,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             concurrent.futures.ThreadPoolExecutor(8) as pool,
         ):
             results = list(pool.map(call, range(64)))
-        self.assertAllClose(results, [function(x).numpy()] * 64)
+        self.assertAllClose(results, [tf.function(function)(x).numpy()] * 64)
         self.assertEqual(operation.call_count, 64 * taken)
         if taken:
             executors = {
@@ -63,7 +68,10 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(executors, {"SINGLE_THREADED_EXECUTOR"})
 
     @parameterized.parameters(
-        (_flat, True), (_conditional, False), (_loop, False)
+        (_flat, True),
+        (_conditional, False),
+        (_loop, False),
+        (_accumulated, False),
     )
     def test_a_part_of_a_function_is_too(self, function, taken):
         variable = tf.Variable(3.0)
@@ -79,7 +87,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         x = tf.constant([1.0, 2.0, 3.0, 4.0])
         for count in (4.0, 5.0):
             found, rows = whole(x)["a"]
-            self.assertAllClose(found, function(x) * count)
+            self.assertAllClose(found, tf.function(function)(x) * count)
             self.assertAllEqual(rows, [2.0, 3.0])
         called = [
             (node.attr["executor_type"].s, node.attr["f"].func.name)
@@ -296,22 +304,45 @@ class OnOthersTest(tf.test.TestCase, parameterized.TestCase):
             calls.Call(other, [x, tf.constant(7)])()
         self.assertEqual(calls.Call(other, [x, tf.constant(1)])().numpy(), 4.0)
 
-    def test_large_sums_of_several_calls_do_not_meet(self):
+    @parameterized.parameters(
+        (tf.add_n, 2048),
+        (
+            lambda terms: tf.raw_ops.AccumulateNV2(
+                inputs=terms, shape=terms[0].shape
+            ),
+            512,
+        ),
+    )
+    def test_sums_of_several_calls_do_not_meet(self, add, size):
         """TensorFlow finds its temporary variables by their nodes' names."""
+        x = tf.random.stateless_uniform([size, size], [1, 2])
 
         def function(x):
-            terms = [tf.sin(x * number) for number in range(1, 12)]
-            return tf.reduce_sum(tf.add_n(terms))
+            return tf.reduce_sum(add([tf.sin(x * n) for n in range(1, 12)]))
 
-        x = tf.random.stateless_uniform([2048, 2048], [1, 2])
         traced = calls.TracedFunction(tf.function(function), False, x)
 
-        def call(_):
-            return calls.Call(traced, [x])().numpy()
+        def call(number):
+            return calls.Call(traced, [x + float(number % 4)])().numpy()
 
+        alone = [call(number) for number in range(4)]
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             found = list(pool.map(call, range(24)))
-        self.assertAllEqual(found, [found[0]] * 24)
+        self.assertAllClose(found, alone * 6, rtol=1e-4)
+
+    def test_large_sums_on_one_thread(self):
+        """They have no temporary variables, which it could not run."""
+        x = tf.random.stateless_uniform([2048, 2048], [1, 2])
+
+        def part(x):
+            return tf.reduce_sum(tf.add_n([tf.sin(x * n) for n in range(12)]))
+
+        def whole(x):
+            return calls.called_on_one_thread(part, x)
+
+        for one_thread, function in ((True, part), (False, whole)):
+            traced = calls.TracedFunction(tf.function(function), one_thread, x)
+            self.assertAllClose(calls.Call(traced, [x])(), part(x), rtol=1e-4)
 
 
 if __name__ == "__main__":

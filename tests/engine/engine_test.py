@@ -683,9 +683,9 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *(("dense", "adaptive"), ("slots", "median"), ("rnn", "adaptive")),
         *(("statistics", "nbafl"), ("dropout", "local"), ("stateful", "local")),
-        ("generator", "adaptive"),
+        *(("generator", "adaptive"), ("dropout", "adaptive", True)),
     )
-    def test_is_as_with_a_trace_for_each(self, name, mechanism):
+    def test_is_as_with_a_trace_for_each(self, name, mechanism, xla=False):
         dataset = FederatedDataset.from_client_arrays(
             cohorts.client_arrays([5, 10, 5, 0, 15, 3, 5, 20])
         )
@@ -704,7 +704,7 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
                     mechanism=_mechanisms()[mechanism],
                     optimizer=optimizer,
                     num_replicas=2,
-                    jit_compile=None,
+                    jit_compile=xla or None,
                     training={"metrics": ["accuracy"]},
                 )
             can = calls.TracedFunction.can_run_on_others

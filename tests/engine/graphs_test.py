@@ -31,6 +31,22 @@ class AssignedTest(tf.test.TestCase):
         )
         self.assertEqual(found, {id(written.handle), id(inside.handle)})
 
+    def test_in_conditionals_and_functions(self):
+        read, written, inside = (tf.Variable(1.0) for _ in range(3))
+
+        @tf.function
+        def called(x):
+            inside.assign(x * read)
+            return x
+
+        def function(x):
+            return tf.cond(
+                x > 0, lambda: called(x) + written.assign(x), lambda: -x
+            )
+
+        found = graphs.assigned_resources(_traced(function, tf.constant(1.0)))
+        self.assertEqual(found, {id(written.handle), id(inside.handle)})
+
 
 class KeepsStateTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
@@ -66,6 +82,21 @@ class KeepsStateTest(tf.test.TestCase, parameterized.TestCase):
         graph = _traced(function, tf.constant(1.0)).graph
         self.assertEqual(graphs.keeps_state(graph), draw is tf.random.uniform)
         self.assertTrue(graphs.calls_functions(graph))
+
+
+class TemporaryVariablesTest(tf.test.TestCase):
+    def test_are_found_anywhere(self):
+        def add(*terms):
+            return tf.raw_ops.AccumulateNV2(inputs=terms, shape=[])
+
+        for function, wanted in (
+            (lambda x: add(x, x), True),
+            (lambda x: tf.cond(x > 0, lambda: add(x, x), lambda: x), True),
+            (lambda x: tf.function(add)(x, x), True),
+            (lambda x: tf.add_n([x, x]), False),
+        ):
+            graph = _traced(function, tf.constant(1.0)).graph
+            self.assertEqual(graphs.has_temporary_variables(graph), wanted)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ called as one operation, which costs TensorFlow less than a function does.
 
 It runs a conditional or a loop as a call that waits for another thread, so
 functions that have any are left to the default executor: all threads could
-be waiting.
+be waiting. It cannot run operations that have temporary variables.
 
 A function may run several times at once, each on variables of its own. So
 TensorFlow's memory optimizer is left out: where a sum is large, it has it made
 in a temporary variable, which is found by the operation's name, in one place
-for all that runs.
+for all that runs. A function that asks for such a variable itself runs alone.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ _ONE_THREAD = "SINGLE_THREADED_EXECUTOR"
 
 # Told of a call by its start and end.
 OnCall = Callable[[float, float], None]
+
+# Held by a call of a function that has temporary variables.
+_alone = threading.Lock()
 
 _in_use = True
 _on_call: OnCall | None = None
@@ -79,12 +82,13 @@ class TracedFunction:
         self.concrete = traced(function, *arguments)
         self._others: Mapping[int, tf.Tensor] = {}
         self._preparation: _Preparation | None = None
+        self._runs_alone = graphs.has_temporary_variables(self.concrete.graph)
         self._operation = None
         structure = self.concrete.structured_outputs
         if (
             one_thread
             and devices.are_all_cpus()
-            and not graphs.calls_functions(self.concrete.graph)
+            and _suits_one_thread(self.concrete)
             and all(map(tf.is_tensor, tf.nest.flatten(structure)))
         ):
             self._operation = _Operation(self.concrete)
@@ -131,6 +135,10 @@ class TracedFunction:
 
     def __call__(self, arguments: list[tf.Tensor]) -> Any:
         """Runs it on flat arguments; returns its structured result."""
+        with _alone if self._runs_alone else contextlib.nullcontext():
+            return self._run(arguments)
+
+    def _run(self, arguments: list[tf.Tensor]) -> Any:
         if self._operation is not None and _in_use:
             return self._operation(arguments)
         captured = self._captured
@@ -143,8 +151,7 @@ class TracedFunction:
 def called_on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function inside of another one that is being traced.
 
-    Wherever that runs, this part of it runs on one thread, unless it has any
-    conditional or loop.
+    Wherever that runs, this part of it runs on one thread, if it can.
 
     Args:
       function: A Python function of nests of tensors.
@@ -165,12 +172,13 @@ def called_on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             lambda each: tf.TensorSpec(each.shape, each.dtype), arguments
         ),
     )
-    if graphs.calls_functions(concrete.graph):
+    if not _suits_one_thread(concrete):
         return function(*arguments)
     results = tf.raw_ops.StatefulPartitionedCall(
         args=[*tf.nest.flatten(arguments), *concrete.captured_inputs],
         Tout=[each.dtype for each in concrete.outputs],
         f=concrete,
+        config_proto=_options().config_proto_serialized,
         executor_type=_ONE_THREAD,
     )
     return tf.nest.pack_sequence_as(concrete.structured_outputs, results)
@@ -209,6 +217,13 @@ class _Operation:
             executor_type=_ONE_THREAD,
         )
         return self._packed(iter(results))
+
+
+def _suits_one_thread(concrete: Any) -> bool:
+    return not (
+        graphs.calls_functions(concrete.graph)
+        or graphs.has_temporary_variables(concrete.graph)
+    )
 
 
 def _is_compiled_by_xla(concrete: Any) -> bool:

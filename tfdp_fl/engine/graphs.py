@@ -16,6 +16,11 @@ _KEEP_NOTHING = frozenset(
     {"Assert", "Case", "If", "PrintV2", "StatefulPartitionedCall", "While"}
 )
 
+# What they keep is found by their names, in one place for all that runs.
+_HAVE_TEMPORARY_VARIABLES = frozenset(
+    {"AccumulateNV2", "DestroyTemporaryVariable", "TemporaryVariable"}
+)
+
 
 def operations(graph: Any) -> Iterator[Any]:
     """Yields the operations of a graph and of the functions that it calls."""
@@ -45,6 +50,13 @@ def keeps_state(graph: Any) -> bool:
         # Keras 2 traces recurrent layers for GPUs as well.
         kinds = {kind for kind in kinds if not kind.startswith("Cudnn")}
     return None in _functions_of(graph) or any(map(_keeps_state, kinds))
+
+
+def has_temporary_variables(graph: Any) -> bool:
+    """Returns whether two runs at once would meet in a temporary variable."""
+    return not _HAVE_TEMPORARY_VARIABLES.isdisjoint(
+        operation.type for operation in operations(graph)
+    )
 
 
 def assigned_resources(function: Any) -> set[int]:
