@@ -97,30 +97,33 @@ class LayOutTest(parameterized.TestCase):
         self.assertCountEqual(seen, [3 * k for k in range(len(lengths))])
 
     @parameterized.product(
-        lengths=([8, 8, 5, 12, 3, 16], [8] * 6), worthwhile=(False, True)
+        lengths=([8, 8, 5, 12, 3, 16], [8] * 6),
+        worthwhile=(False, True),
+        small=(False, True),
     )
-    def test_workers_are_served_by_one_function(self, lengths, worthwhile):
+    def test_workers_are_served_by_one_function(
+        self, lengths, worthwhile, small
+    ):
         made = layout.Layout(kernels=_KERNELS, collected_bytes=None, xla=True)
-        groups = _lay_out(
-            made, lengths, 3, worthwhile, groups_if_small=3, for_workers=True
-        )
-        self.assertLen(groups, 3)
+        with mock.patch.object(dense_models, "is_small", lambda *_: small):
+            groups = _lay_out(made, lengths, 3, worthwhile, for_workers=True)
+        small &= worthwhile
+        self.assertLen(groups, 1 if small else 3)
         (way,) = {part.way for group in groups for part in group}
         self.assertFalse(way.xla)
         self.assertEqual(way.full_batches, lengths == [8] * 6)
         self.assertEqual(way.side_by_side, worthwhile)
-        self.assertEqual(way.optimistic, worthwhile)
+        self.assertEqual(way.optimistic, small)
 
     def test_workers_train_no_more_at_once_than_fit_either(self):
         made = dataclasses.replace(_PLAIN, kernels=_KERNELS)
-        with mock.patch.object(dense_models, "clients_at_once", lambda *_: 3):
+        with mock.patch.multiple(
+            dense_models,
+            clients_at_once=lambda *_: 3,
+            is_small=lambda *_: False,
+        ):
             groups = _lay_out(
-                made,
-                [8] * 7,
-                2,
-                worthwhile=True,
-                groups_if_small=2,
-                for_workers=True,
+                made, [8] * 7, 2, worthwhile=True, for_workers=True
             )
         # One of three would do without, and is served by the same function.
         self.assertEqual(

@@ -270,11 +270,13 @@ class HereWorkers(shard_workers.ShardWorkers):
 WAYS = (
     "one_by_one",
     "side_by_side",
+    "few_side_by_side",
     "xla",
     "streamed",
     "streamed_xla",
     "sharded",
     "sharded_side_by_side",
+    "sharded_few_side_by_side",
     "streamed_sharded",
     "secure_aggregation",
     "secure_aggregation_float",
@@ -369,11 +371,11 @@ class Trainer:
         if self._fed.engine is not None:
             query = self._fed.engine.query
             self._fed.engine.state = query.initial_global_state()
-        beside = self._is_beside
+        beside, few = self._is_beside, "few" in self.way
         with mock.patch.multiple(
             dense_models,
             is_worthwhile=lambda *_: beside,
-            is_small=lambda *_: beside,
+            is_small=lambda *_: few,
         ):
             history = self._fed.fit(
                 self._dataset(data, change),

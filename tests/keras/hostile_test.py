@@ -63,7 +63,8 @@ class HostileClientTest(parameterized.TestCase):
             check_failure(self, trainer, without, failure)
 
     @parameterized.parameters(
-        "side_by_side", "xla", "sharded_side_by_side", "secure_aggregation"
+        *("side_by_side", "few_side_by_side", "xla", "secure_aggregation"),
+        *("sharded_side_by_side", "sharded_few_side_by_side"),
     )
     def test_other_ways(self, way):
         trainer = hostile.Trainer(hostile.CASES["fixed"], way)

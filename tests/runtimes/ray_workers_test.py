@@ -182,10 +182,7 @@ class SameResultTest(_RayTestCase):
     )
     def test_data_with_the_request(self, case):
         workers = self._compare(case, case.clients())
-        one, other = (set(record.clients) for record in workers.last_round)
-        self.assertTrue(one)
-        self.assertTrue(other)
-        self.assertFalse(one & other)
+        cohorts.trained_by_workers(self, workers, case)
 
     @parameterized.parameters("side_by_side", "one_by_one")
     def test_large_arrays_that_ray_stores(self, name):

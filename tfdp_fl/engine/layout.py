@@ -92,7 +92,6 @@ class Layout:
         inputs: rounds.RoundInputs,
         num_groups: int,
         *,
-        groups_if_small: int = 1,
         for_workers: bool = False,
         float32_products: bool = True,
     ) -> list[list[Part]]:
@@ -101,9 +100,8 @@ class Layout:
         Args:
           chunk: The clients.
           inputs: The round.
-          num_groups: How many groups may train at the same time.
-          groups_if_small: How many, where starting another thread would cost
-            more than it saves.
+          num_groups: How many groups may train at the same time. One does
+            where another thread, or worker, would cost more than it saves.
           for_workers: Whether one function, without XLA, has to serve all
             groups.
           float32_products: Whether those who train compute products of float32
@@ -155,7 +153,7 @@ class Layout:
             self.kernels, chunk.lengths, inputs.local_epochs
         )
         if small:
-            num_groups = min(num_groups, groups_if_small)
+            num_groups = 1
         groups = tables.split(clients, num_groups)
         examples = int(chunk.lengths.max()) * inputs.local_epochs
         at_once = dense_models.clients_at_once(self.kernels, examples)

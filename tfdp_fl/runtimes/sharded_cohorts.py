@@ -133,7 +133,6 @@ class ShardedCohorts:
             chunk,
             inputs,
             self._num_shards,
-            groups_if_small=self._num_workers,
             for_workers=True,
             float32_products=self._float32_products,
         )
