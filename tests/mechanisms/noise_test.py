@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import math
 from unittest import mock
 
 import numpy as np
@@ -122,9 +124,82 @@ class LongDrawTest(tf.test.TestCase):
         draws = [
             each
             for each in graph.get_operations()
-            if each.type == "StatelessRandomNormalV2"
+            if each.type == "StatelessRandomUniformFullIntV2"
+            and each.outputs[0].dtype == tf.int32
         ]
         self.assertLen(draws, noise._MOST_CHUNKS)
+
+
+class RadiusTest(tf.test.TestCase):
+    """What is made of Philox's bits, without a user's seed."""
+
+    _WORDS = (0, 1, -1, 6, -7, 2**20, 2**30, -(2**30), 2**31 - 1, -(2**31))
+
+    def test_is_what_float64_makes_of_the_same_words(self):
+        words = np.array(list(itertools.product(self._WORDS, repeat=3))).T
+        words = np.concatenate(
+            [
+                words,
+                np.random.default_rng(1).integers(
+                    -(2**31), 2**31, (3, 10**5 - words.shape[1])
+                ),
+            ],
+            1,
+        )
+
+        def drawn(shape, seed, **options):
+            del seed, options
+            self.assertEqual(shape, [3, 10**5])
+            return tf.constant(words, tf.int32)
+
+        with mock.patch.object(tf.random, "stateless_uniform", drawn):
+            draws = noise._by_radius(2 * 10**5, _SEED).numpy()
+        high, low, direction = words
+        u = (high % 2**31 + abs(low) / 2**31 + 2.0**-33) / 2**31
+        # As a float32 they are the next ones, of which the largest is 1.
+        u = np.minimum(u, 1)
+        radius = np.sqrt(-2 * np.log(u))
+        angle = direction * (np.pi / 2**31)
+        self.assertAllClose(
+            draws.reshape(2, -1),
+            [radius * np.cos(angle), radius * np.sin(angle)],
+            rtol=1e-5,
+            # Radii near zero go up in steps, of which this is the first.
+            atol=2**-11.5,
+        )
+        self.assertAllClose(max(draws), math.sqrt(128 * math.log(2)), 1e-6)
+        self.assertTrue(np.all(np.isfinite(draws)))
+
+    def test_two_of_a_pair_are_independent(self):
+        draws = noise._by_radius(2 * 10**6, tf.constant([3, 5], tf.int64))
+        first, second = draws.numpy().reshape(2, -1).astype(float)
+        squares = first**2, second**2
+        for one, other in (
+            (first, second),
+            squares,
+            (first, squares[1]),
+            (squares[0], second),
+            (np.sign(first), squares[1]),
+        ):
+            statistics.assert_uncorrelated(one, other)
+        # Each wrongly refused once in 1e9.
+        exponential = stats.kstest(sum(squares) / 2, "expon")
+        self.assertGreater(exponential.pvalue, 1e-9)
+        turns = np.arctan2(second, first) / (2 * np.pi) + 0.5
+        self.assertGreater(stats.kstest(turns, "uniform").pvalue, 1e-9)
+
+    def test_any_number_of_them(self):
+        for length in (0, 1, 15, 16, 17, 33, 1000):
+            draws = noise._by_radius(length, _SEED)
+            self.assertEqual(draws.shape, [length])
+            unknown = tf.function(
+                noise._by_radius,
+                input_signature=[
+                    tf.TensorSpec([], tf.int32),
+                    tf.TensorSpec([2], tf.int64),
+                ],
+            )(length, _SEED)
+            self.assertAllEqual(unknown, draws)
 
 
 class FreshnessTest(tf.test.TestCase):

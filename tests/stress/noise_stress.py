@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
+from scipy import stats
 
 import tfdp_fl
 from tests.keras import hostile, noise_test
@@ -186,6 +187,41 @@ class NoiseTest(parameterized.TestCase):
             self.assertRaisesRegex(AssertionError, "stddev"),
         ):
             self._check("fixed", "", {})
+
+    @parameterized.parameters(False, True)
+    def test_far_draws_are_as_frequent_as_a_gaussians(self, of_tensorflow):
+        # None of TensorFlow's is beyond 5.678, where 57 of a Gaussian's are
+        # (which is below 8, and passes, once in 1e14).
+        started = time.time()
+        bounds = [5.0, 5.4, 5.678]
+        drawn = noise._by_tensorflow if of_tensorflow else noise._by_radius
+
+        @tf.function(autograph=False)
+        def beyond(seed):
+            draws = tf.abs(drawn(2**22, seed))
+            return [tf.math.count_nonzero(draws > each) for each in bounds]
+
+        seeds = np.random.default_rng().integers(2**62, size=(1000, 2))
+        seen = np.sum([beyond(tf.constant(each)) for each in seeds], axis=0)
+        tries = len(seeds) * 2**22
+        expected = 2 * stats.norm.sf(bounds) * tries
+        # Each wrongly refused once in 1e9.
+        chances = [
+            min(stats.poisson.cdf(k, m), stats.poisson.sf(k - 1, m))
+            for k, m in zip(seen, expected, strict=True)
+        ]
+        if of_tensorflow:
+            self.assertEqual(seen[-1], 0)
+            self.assertLess(chances[-1], 1e-9)
+            return
+        self.assertGreater(min(chances), 5e-10, (seen, expected))
+        counts.held(
+            "Draws beyond 5, 5.4 and 5.678 standard deviations are as frequent "
+            f"as a Gaussian's ({', '.join(map(str, seen))} of them seen)",
+            tries,
+            "draws",
+            time.time() - started,
+        )
 
     def test_of_ten_million_parameters(self):
         started = time.time()
