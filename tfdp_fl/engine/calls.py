@@ -308,11 +308,14 @@ def _packing(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
     """Returns what makes such a nest of tensors.
 
     In a small part of the time that `tf.nest` takes, to which all containers
-    but tuples, named or not, and lists are left.
+    but tuples, named or not, lists and dictionaries in order are left.
     """
     if isinstance(structure, tf.Tensor):
         return next
     kind = type(structure)
+    if kind is dict and list(structure) == sorted(structure):
+        values = _packing(list(structure.values()))
+        return lambda leaves: dict(zip(structure, values(leaves), strict=True))
     if kind not in (list, tuple) and not hasattr(kind, "_make"):
         return functools.partial(_packed_by_tensorflow, structure)
     parts = [_packing(each) for each in structure]
@@ -342,7 +345,7 @@ class Call:
         """
         self._function = function
         self._arguments = [
-            each if isinstance(each, tf.Tensor) else tf.convert_to_tensor(each)
+            each if isinstance(each, tf.Tensor) else tf.constant(each)
             for each in tf.nest.flatten(arguments)
         ]
 

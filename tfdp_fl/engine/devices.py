@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tfdp_fl import keras_versions
 
@@ -79,6 +80,8 @@ def at_home(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def there(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if context.context().device_name == self.device:  # In such a method.
+            return method(self, *args, **kwargs)
         with tf.device(self.device):
             return method(self, *args, **kwargs)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -275,6 +276,7 @@ class CohortEngine:
     # Half one: train and add up. Its steps are public for runtimes that run
     # the functions elsewhere.
 
+    @devices.at_home
     def collect(
         self, dataset: FederatedDataset, inputs: rounds.RoundInputs
     ) -> rounds.PendingRound:
@@ -348,8 +350,12 @@ class CohortEngine:
             for replica, group in enumerate(groups)
         ]
         raised: list[tuple[layout.Part, Exception]] = []
+        begun = itertools.count(1)
 
         def run(replica: int) -> None:
+            if next(begun) == len(calls):
+                # Not before: who draws meanwhile keeps Python from others.
+                draw_ahead()
             for part, call in calls[replica]:
                 try:
                     trained = call()
@@ -364,11 +370,17 @@ class CohortEngine:
                 pending.take(part.clients.members, trained, replica)
                 self.has_trained |= part.clients.num_clients > 0
 
-        with self.background.computing():
-            if len(calls) == 1:
+        with self.background.computing(at_once=False) as draw_ahead:
+            others = [
+                self._pool.submit(run, replica)
+                for replica in range(1, len(calls))
+            ]
+            try:
                 run(0)
-            else:
-                list(self._pool.map(run, range(len(calls))))
+            finally:
+                concurrent.futures.wait(others)
+            for each in others:
+                each.result()
         for part, error in raised:
             self._train_each_alone(pending, chunk, part, error)
 

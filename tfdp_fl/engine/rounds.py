@@ -50,7 +50,7 @@ class RoundInputs:
             [self.noise_multiplier, self.clients_per_round, self.learning_rate],
             np.float32,
         )
-        return tf.convert_to_tensor(numbers), tf.convert_to_tensor(self.seed)
+        return tf.constant(numbers), tf.constant(self.seed)
 
 
 @dataclasses.dataclass

@@ -43,6 +43,7 @@ from tfdp_fl.keras import (
     statement,
 )
 from tfdp_fl.keras import compiled as compiled_lib
+from tfdp_fl.keras import history as history_lib
 from tfdp_fl.keras import training_setup as training_setup_lib
 from tfdp_fl.keras import validation_data as validation_data_lib
 from tfdp_fl.keras.compiled import Compiled
@@ -597,7 +598,7 @@ class DPFederatedModel:
                 each, callbacks_lib.Ledger | callbacks_lib.RoundCheckpoint
             )
         ]
-        history = self.model.history = tf.keras.callbacks.History()
+        history = self.model.history = history_lib.History()
         bar = progress.RoundProgress(
             self._verbose, run.rounds, run.plan.last_round
         )
