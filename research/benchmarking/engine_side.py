@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import platform
@@ -248,6 +249,7 @@ class EngineSide:
         if one_thread_per_operation:
             training.use_one_thread_per_operation()
         self._runs: dict[str, _Run] = {}
+        self._makers: dict[str, Callable[[], _Run]] = {}
 
     def add(
         self,
@@ -315,7 +317,8 @@ class EngineSide:
                 clients = streamed(clients, stream, stream_folder)
         constructed = time.perf_counter() - started
         tf.keras.mixed_precision.set_global_policy(policy)
-        made = _Run(
+        make = functools.partial(
+            _Run,
             work,
             clients,
             cohort,
@@ -325,6 +328,7 @@ class EngineSide:
             _workers(clients, workers, worker_data, runtime),
             num_replicas,
         )
+        made = make()
         before = machine.memory_bytes()
         machine.reset_peak()
         start = time.perf_counter()
@@ -335,6 +339,7 @@ class EngineSide:
         if warm_up:
             made.estimate = float(np.min(made.fit(warm_up)))
         self._runs[run] = made
+        self._makers[run] = make
         peak = machine.memory_bytes(field="VmHWM")
         engine = made.federated_model.engine
         return {
@@ -559,8 +564,8 @@ class EngineSide:
         """Returns where the time of rounds goes, see `profiling`.
 
         As many rounds as one call of `measure` runs, which comes before. The
-        profiler sees nothing of functions that run on one thread; if there is
-        nothing else, they are profiled as they run on several.
+        profiler sees nothing of what runs on one thread; where anything does,
+        everything is profiled as it runs on several.
         """
         made = self._runs[run]
         spans: list[tuple[float, float]] = []
@@ -568,10 +573,17 @@ class EngineSide:
             times = made.fit(made.rounds)
         inside = profiling.covered(spans) / np.sum(times)
         found = self._profiled(made)
-        one_thread = not found["operations"]
+        engine = made.federated_model.engine
+        one_thread = not found["operations"] or any(
+            way.one_thread for _, way, _ in engine.functions.traced
+        )
         if one_thread:
             with calls.by_default_executor():
-                found = self._profiled(made)
+                anew = self._makers[run]()
+                anew.rounds = made.rounds
+                anew.fit(1)
+                anew.fit(anew.rounds)
+                found = self._profiled(anew)
         return {
             **found,
             "inside_functions": float(inside),

@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 from tensorflow.python.eager import context
 
-from tfdp_fl.engine import calls
+from tfdp_fl.engine import calls, graphs
 
 _Pair = collections.namedtuple("_Pair", ["nested", "number"])
 
@@ -74,15 +74,19 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         (_accumulated, False),
     )
     def test_a_part_of_a_function_is_too(self, function, taken):
-        variable = tf.Variable(3.0)
+        variable, read = tf.Variable(3.0), tf.Variable(1.0)
 
         def part(x, nested):
-            variable.assign_add(1.0)
+            variable.assign_add(read)
             return {"a": (function(x) * variable, nested["rows"] + 1)}
 
         @tf.function
         def whole(x):
             return calls.called_on_one_thread(part, x, {"rows": x[:2]})
+
+        @tf.function
+        def by_default(x):
+            return whole.python_function(x)
 
         x = tf.constant([1.0, 2.0, 3.0, 4.0])
         for count in (4.0, 5.0):
@@ -104,6 +108,52 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
                 each for each in library.function if each.signature.name == name
             ]
             self.assertTrue(own.attr["_noinline"].b)
+        self.assertEqual(
+            graphs.assigned_resources(whole.get_concrete_function(x)),
+            {id(variable.handle)},
+        )
+        with calls.by_default_executor():
+            operations = by_default.get_concrete_function(x).graph
+        self.assertNotIn(
+            "StatefulPartitionedCall",
+            [
+                each.type
+                for each in operations.get_operations()
+                if function is _flat
+            ],
+        )
+
+    @parameterized.parameters(
+        (lambda x: x + tf.random.uniform([]), True),
+        (lambda x: x + tf.random.stateless_uniform([], [1, 2]), False),
+    )
+    def test_a_part_that_keeps_state_is_found(self, function, wanted):
+        def whole(x):
+            return calls.called_on_one_thread(function, x)
+
+        traced = tf.function(whole).get_concrete_function(tf.zeros([2]))
+        self.assertEqual(graphs.keeps_state(traced.graph), wanted)
+        # But for the part it would run many at once.
+        self.assertTrue(graphs.calls_functions(traced.graph))
+
+    def test_parts_that_write_one_variable_run_in_order(self):
+        count, step = tf.Variable(1.0), tf.Variable(2.0)
+
+        def add(x):
+            count.assign(count * x + step)
+            return count.read_value()
+
+        @tf.function
+        def whole(x):
+            first = calls.called_on_one_thread(add, x)
+            step.assign(5.0)
+            second = calls.called_on_one_thread(add, x)
+            step.assign(2.0)
+            return first, second
+
+        for _ in range(100):
+            count.assign(1.0)
+            self.assertAllEqual(whole(tf.constant(3.0)), [5.0, 20.0])
 
     def test_it_is_what_the_function_returns(self):
         variable, other = tf.Variable([1.0, 2.0]), tf.Variable(3.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import numpy as np
@@ -12,7 +13,13 @@ import tfdp_fl
 from tests.engine import cohorts
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
-from tfdp_fl.engine import calls, chunks, client_update, dense_models
+from tfdp_fl.engine import (
+    calls,
+    chunks,
+    client_update,
+    dense_models,
+    devices,
+)
 from tfdp_fl.mechanisms import noise
 
 _CLIP, _Z, _M = 0.4, 1.5, 2.0
@@ -264,6 +271,38 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         two, two_logs = self._weights(mechanism, num_replicas=2)
         self.assertAllClose(one, two, rtol=1e-4, atol=1e-6)
         self.assertAllClose(one_logs, two_logs, rtol=1e-4)
+
+    @parameterized.product(
+        name=("dense", "slots", "statistics", "dropout", "rnn", "generator"),
+        mechanism=("adaptive", "nbafl"),
+    )
+    def test_a_step_on_one_thread_or_on_several(self, name, mechanism):
+        found = []
+        for cores in (2, None):
+            model, optimizer = _models()[name]
+            engine = cohorts.make_engine(
+                model,
+                self.dataset,
+                mechanism=_mechanisms()[mechanism],
+                optimizer=optimizer,
+                num_replicas=2,
+            )
+            has_loops = name == "rnn"
+            if devices.are_all_cpus():
+                self.assertEqual(engine.layout.cores is None, has_loops)
+            # Whatever this machine has; one with loops does not profit.
+            engine.layout = dataclasses.replace(engine.layout, cores=cores)
+            logs = [
+                cohorts.run_round(engine, self.dataset, round_index=index)
+                for index in range(2)
+            ]
+            ways = {way.one_thread for _, way, _ in engine.functions.traced}
+            self.assertEqual(ways, {cores is not None})
+            found.append((rounds.flat(model.get_weights()), logs))
+        (one, one_logs), (several, several_logs) = found
+        self.assertAllClose(one, several, rtol=1e-5, atol=1e-7)
+        for ours, theirs in zip(one_logs, several_logs, strict=True):
+            self.assertAllClose(ours, theirs, rtol=1e-5)
 
     def test_compiled_by_xla_or_not(self):
         # Equal clients: a batch that is short is never compiled by XLA.

@@ -88,7 +88,7 @@ class TracedFunction:
         if (
             one_thread
             and devices.are_all_cpus()
-            and _suits_one_thread(self.concrete)
+            and suits_one_thread(self.concrete)
             and all(map(tf.is_tensor, tf.nest.flatten(structure)))
         ):
             self._operation = _Operation(self.concrete)
@@ -160,6 +160,8 @@ def called_on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     Returns:
       Its result, a nest of tensors.
     """
+    if not _in_use:
+        return function(*arguments)
     compiled = tf.function(
         function,
         autograph=False,
@@ -172,7 +174,7 @@ def called_on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             lambda each: tf.TensorSpec(each.shape, each.dtype), arguments
         ),
     )
-    if not _suits_one_thread(concrete):
+    if not suits_one_thread(concrete):
         return function(*arguments)
     results = tf.raw_ops.StatefulPartitionedCall(
         args=[*tf.nest.flatten(arguments), *concrete.captured_inputs],
@@ -181,6 +183,8 @@ def called_on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
         config_proto=_options().config_proto_serialized,
         executor_type=_ONE_THREAD,
     )
+    if results:
+        graphs.note_what_is_only_read(results[0].op, concrete)
     return tf.nest.pack_sequence_as(concrete.structured_outputs, results)
 
 
@@ -219,7 +223,8 @@ class _Operation:
         return self._packed(iter(results))
 
 
-def _suits_one_thread(concrete: Any) -> bool:
+def suits_one_thread(concrete: Any) -> bool:
+    """Returns whether one thread can run all of a `ConcreteFunction`."""
     return not (
         graphs.calls_functions(concrete.graph)
         or graphs.has_temporary_variables(concrete.graph)
@@ -405,7 +410,10 @@ def _timed(on_call: OnCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_default_executor() -> Iterator[None]:
-    """Has all functions run by the default executor, which profilers see."""
+    """Has all functions run by the default executor, which profilers see.
+
+    And all parts of those that are traced meanwhile.
+    """
     global _in_use
     _in_use = False
     try:

@@ -226,8 +226,12 @@ class ClientTrainer:
             *self.generators,
         ]
 
-    def check_state(self) -> None:
-        """Raises ValueError if something would pass from client to client."""
+    def check_state(self) -> Any:
+        """Raises ValueError if something would pass from client to client.
+
+        Returns:
+          What a client with one batch does, a `ConcreteFunction`.
+        """
 
         def client() -> Any:
             received = cohort.Received(
@@ -245,7 +249,7 @@ class ClientTrainer:
                 self.step(x, y, received.weights, received.learning_rate)
             return self.handed_in(received.weights)
 
-        replicas.check_state(client, self.own_variables)
+        return replicas.check_state(client, self.own_variables)
 
     def start(self, received: cohort.Received, seed: tf.Tensor) -> None:
         """Puts the replica in the state in which a client receives it.

@@ -35,6 +35,7 @@ from tfdp_fl.engine import (
     allocation,
     background,
     broadcast,
+    calls,
     chunks,
     client_update,
     cohort,
@@ -145,7 +146,7 @@ class CohortEngine:
                 )
 
         first = make_trainer()
-        first.check_state()
+        client = first.check_state()
         example_weights.check_weighting(
             element_spec[1], deployment.client_weighting
         )
@@ -182,6 +183,11 @@ class CohortEngine:
             kernels=dense_models.kernels_of(first.model) if beside else None,
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=xla,
+            cores=(
+                devices.default_num_replicas(self.device)
+                if devices.are_all_cpus() and calls.suits_one_thread(client)
+                else None
+            ),
             weighting=deployment.client_weighting,
             sizes=fixed_sizes.FixedSizes(
                 deployment.sampling, deployment.num_clients
@@ -342,7 +348,7 @@ class CohortEngine:
             chunk = self.lay_out(chunk, pending.inputs)
         groups: list[list[layout.Part]] = chunk.groups
         self.background.cores_are_idle = len(groups) < self.num_replicas
-        calls = [
+        prepared = [
             [
                 (part, self.functions.prepared(replica, pending, chunk, part))
                 for part in group
@@ -353,10 +359,10 @@ class CohortEngine:
         begun = itertools.count(1)
 
         def run(replica: int) -> None:
-            if next(begun) == len(calls):
+            if next(begun) == len(prepared):
                 # Not before: who draws meanwhile keeps Python from others.
                 draw_ahead()
-            for part, call in calls[replica]:
+            for part, call in prepared[replica]:
                 try:
                     trained = call()
                 except CLIENT_ERRORS as error:
@@ -373,7 +379,7 @@ class CohortEngine:
         with self.background.computing(at_once=False) as draw_ahead:
             others = [
                 self._pool.submit(run, replica)
-                for replica in range(1, len(calls))
+                for replica in range(1, len(prepared))
             ]
             try:
                 run(0)
@@ -398,7 +404,9 @@ class CohortEngine:
 
         def train(places: list[int]) -> None:
             clients = tables.select(part.clients, np.array(places, np.int64))
-            alone = self.layout.one_by_one(clients)
+            alone = self.layout.one_by_one(
+                clients, one_thread=part.way.one_thread
+            )
             trained = self.functions.prepared(0, pending, chunk, alone)()
             pending.take(clients.members, trained)
 

@@ -79,6 +79,26 @@ def assigned_resources(function: Any) -> set[int]:
     }
 
 
+def note_what_is_only_read(operation: Any, function: Any) -> None:
+    """Has an operation say which variables the function that it calls reads.
+
+    Of all others that it is given, `assigned_resources` and TensorFlow's own
+    order of operations take for granted that it writes them.
+
+    Args:
+      operation: A call of the function, with what it captured.
+      function: A `ConcreteFunction`.
+    """
+    from tensorflow.python.framework import auto_control_deps_utils as utils
+    from tensorflow.python.framework import ops
+
+    ops.set_int_list_attr(
+        operation,
+        utils.READ_ONLY_RESOURCE_INPUTS_ATTR,
+        utils.get_read_only_resource_input_indices_graph(function.graph),
+    )
+
+
 def _functions_of(graph: Any) -> list[Any]:
     """Returns the graphs of all functions; None: TensorFlow has none of it."""
     functions = graph._functions.values()

@@ -32,6 +32,8 @@ class Way(NamedTuple):
       optimistic: Side by side, whether nobody is taken to have a NaN: a few
         clients at a time, on one thread.
       xla: Whether XLA compiles it.
+      one_thread: One by one, whether one thread takes all of a step: each core
+        has clients of its own, and need not fetch what another has computed.
     """
 
     side_by_side: bool
@@ -40,6 +42,7 @@ class Way(NamedTuple):
     in_groups: bool = False
     optimistic: bool = False
     xla: bool = False
+    one_thread: bool = False
 
 
 class Part(NamedTuple):
@@ -74,6 +77,8 @@ class Layout:
       collected_bytes: What a client's update takes where each is kept; None
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one.
+      cores: With how many groups each core has clients of its own, so that one
+        thread takes all of a step; None: TensorFlow hands operations out.
       weighting: What clients count; None: all the same.
       sizes: Of the tables of functions that XLA compiles.
     """
@@ -81,6 +86,7 @@ class Layout:
     kernels: dense_models.Kernels | None
     collected_bytes: int | None
     xla: bool
+    cores: int | None = None
     weighting: ClientWeighting | None = None
     sizes: fixed_sizes.FixedSizes = dataclasses.field(
         default_factory=fixed_sizes.FixedSizes
@@ -145,8 +151,13 @@ class Layout:
             bounds = functools.partial(
                 self._bounds, chunk, inputs, num_groups, at_most
             )
+            # Not by this cohort: one function is to serve those of all rounds.
+            busy = self.cores is not None and num_groups >= self.cores
             return [
-                [self.one_by_one(each, serving, bounds) for each in group]
+                [
+                    self.one_by_one(each, serving, bounds, one_thread=busy)
+                    for each in group
+                ]
                 for group in tables.split(clients, num_groups, at_most)
             ]
         small = dense_models.is_small(
@@ -175,6 +186,7 @@ class Layout:
         clients: tables.ClientTable,
         serving: tables.ClientTable | None = None,
         bounds: Callable[[], tuple[int, int]] | None = None,
+        one_thread: bool = False,
     ) -> Part:
         """Returns the part in which clients train one by one.
 
@@ -183,12 +195,18 @@ class Layout:
           serving: Whom the function has to serve, without XLA; None: just them.
           bounds: Returns how many clients and steps the parts of any round will
             have at most; None: unknown.
+          one_thread: Whether each core has clients of its own.
         """
         full = not (serving or clients).has_short_batches
         xla = self.xla and full and serving is None
         table = self._padded(clients, bounds) if xla else clients
         return Part(
-            Way(side_by_side=False, full_batches=full, xla=xla),
+            Way(
+                side_by_side=False,
+                full_batches=full,
+                xla=xla,
+                one_thread=one_thread and not xla and serving is None,
+            ),
             (table, np.int32(clients.num_clients)),
             clients,
         )

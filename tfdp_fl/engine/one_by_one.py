@@ -13,11 +13,13 @@ A round runs as a few calls of compiled functions, however many clients it has:
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl.engine import client_update, cohort, tables
+from tfdp_fl.engine import calls, client_update, cohort, tables
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 
 
@@ -32,6 +34,7 @@ class OneByOne:
       full_batches: Every batch has exactly B rows, so shapes are fixed.
       moments: Whether to return `Moments`.
       xla: Whether XLA compiles the function.
+      one_thread: Whether one thread takes all of a step, if it can.
     """
 
     trainer: client_update.ClientTrainer
@@ -40,6 +43,7 @@ class OneByOne:
     full_batches: bool = False
     moments: bool = False
     xla: bool = False
+    one_thread: bool = False
 
     def __call__(
         self,
@@ -196,6 +200,9 @@ class OneByOne:
         table: tables.ClientTable,
     ) -> cohort.CohortSum:
         """Takes client k's steps; adds its loss and examples."""
+        take: Callable[..., tf.Tensor] = self.trainer.step
+        if self.one_thread:
+            take = functools.partial(calls.called_on_one_thread, take)
 
         def step(s, loss, examples):
             size = table.batch_sizes[s]
@@ -205,7 +212,7 @@ class OneByOne:
             batch_x, batch_y = tf.nest.map_structure(
                 lambda tensor: tf.gather(tensor, rows), (x, y)
             )
-            batch_loss = self.trainer.step(
+            batch_loss = take(
                 batch_x, batch_y, received.weights, received.learning_rate
             )
             # One client's NaN is no reason not to know the others' loss.

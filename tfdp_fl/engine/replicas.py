@@ -136,7 +136,7 @@ def changed_by_training(
     ]
 
 
-def check_state(client_step: Callable[[], Any], own: list[tf.Variable]) -> None:
+def check_state(client_step: Callable[[], Any], own: list[tf.Variable]) -> Any:
     """Raises ValueError if local training keeps what no client's start resets.
 
     What one client leaves behind in such a variable (a memory of a layer, a
@@ -147,6 +147,9 @@ def check_state(client_step: Callable[[], Any], own: list[tf.Variable]) -> None:
       client_step: All that a client does: start, train on a batch, hand in.
       own: What training may change: what is assigned for every client before it
         is read, what nobody reads, and generators' states.
+
+    Returns:
+      What the client does, a `ConcreteFunction`.
     """
     traced = calls.traced(tf.function(client_step, autograph=False))
     assigned = graphs.assigned_resources(traced)
@@ -176,6 +179,7 @@ def check_state(client_step: Callable[[], Any], own: list[tf.Variable]) -> None:
             "tf.py_function and tf.numpy_function may keep what one client "
             "leaves behind for the next, and workers cannot run them."
         )
+    return traced
 
 
 def _traced_forward_pass(model: tf.keras.Model, element_spec: Any) -> Any:

@@ -91,6 +91,7 @@ class CohortFunctions:
             full_batches=way.full_batches,
             moments=self.moments,
             xla=way.xla,
+            one_thread=way.one_thread,
         )
 
     def keep_replicas(self, count: int) -> None:

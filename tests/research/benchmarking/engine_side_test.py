@@ -6,13 +6,14 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
 
 from research.benchmarking import engine_side, workloads
 
 _TINY = dataclasses.replace(workloads.WORKLOADS["mlp_small"], clients=4)
 
 
-class EngineSideTest(tf.test.TestCase):
+class EngineSideTest(tf.test.TestCase, parameterized.TestCase):
     def _patched(self, patch):
         patch.start()
         self.addCleanup(patch.stop)
@@ -104,9 +105,16 @@ class EngineSideTest(tf.test.TestCase):
         self.assertLessEqual(own.max() - own.min(), 1)
         self.assertAllEqual(even.client_sizes() % 10, np.zeros(50))
 
-    def test_profile_names_operations(self):
+    @parameterized.parameters(1, 2)
+    def test_profile_names_operations(self, num_replicas):
         side = self._side()
-        side.add("run", "mlp_small", jit_compile=False, warm_up=0)
+        side.add(
+            "run",
+            "mlp_small",
+            jit_compile=False,
+            num_replicas=num_replicas,
+            warm_up=0,
+        )
         side.measure("run", 0.0, min_rounds=2)
         profile = side.profile("run")
         self.assertEqual(profile["rounds"], 2)
@@ -117,7 +125,9 @@ class EngineSideTest(tf.test.TestCase):
         ]
         self.assertNotEmpty(products)
         self.assertBetween(profile["inside_functions"], 0.01, 0.99)
-        self.assertFalse(profile["one_thread"])
+        cores = side._runs["run"].federated_model.engine.layout.cores
+        steps_on_one_thread = cores is not None and num_replicas >= cores
+        self.assertEqual(profile["one_thread"], steps_on_one_thread)
 
     def test_profile_names_operations_of_functions_on_one_thread(self):
         side = self._side()
