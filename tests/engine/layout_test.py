@@ -132,7 +132,20 @@ class LayOutTest(parameterized.TestCase):
         for (part,) in groups:
             self.assertTrue(part.way.in_groups)
             self.assertFalse(part.way.optimistic)
-            self.assertEqual(part.tables[1], 3)
+        self.assertEqual([part.tables[1] for (part,) in groups], [2, 3])
+
+    @parameterized.parameters(
+        (7, 3, 3), (4, 3, 2), (6, 3, 3), (25, 20, 13), (21, 20, 11), (5, 1, 1)
+    )
+    def test_no_few_are_left_at_the_end(self, clients, at_most, at_once):
+        made = dataclasses.replace(_PLAIN, kernels=_KERNELS)
+        with mock.patch.multiple(
+            dense_models,
+            clients_at_once=lambda *_: at_most,
+            is_small=lambda *_: False,
+        ):
+            ((part,),) = _lay_out(made, [8] * clients, 1, worthwhile=True)
+        self.assertEqual(part.tables[1], at_once)
 
     def test_updates_that_wait_are_bounded_in_memory(self):
         three = chunks.CHUNK_BYTES // 3

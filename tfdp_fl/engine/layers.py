@@ -204,7 +204,7 @@ def lstm(
             tf.reshape(dx, tf.shape(x)),
             tf.matmul(_rows(x), _rows(dz), transpose_a=True) * scale,
             tf.matmul(_rows(h[:-1]), _rows(dz[1:]), transpose_a=True) * scale,
-            tf.reduce_sum(_rows(dz), 0) * scale,
+            tf.raw_ops.BiasAddGrad(out_backprop=_rows(dz)) * scale,
         )
 
     return h, gradients

@@ -174,7 +174,7 @@ class Layout:
                 _side_by_side(
                     each,
                     serving=clients if for_workers else each,
-                    at_once=at_once if in_groups else None,
+                    at_once=_evenly(each, at_once) if in_groups else None,
                     optimistic=small and not in_groups,
                 )
             ]
@@ -265,6 +265,12 @@ class Layout:
         if at_most is not None and at_most < clients:
             clients, steps = at_most, min(steps, at_most * largest)
         return clients, steps
+
+
+def _evenly(clients: tables.ClientTable, at_most: int) -> int:
+    """Returns how many at once, so that no few of them are left at the end."""
+    times = max(1, math.ceil(clients.num_clients / at_most))
+    return max(1, math.ceil(clients.num_clients / times))
 
 
 def _side_by_side(
