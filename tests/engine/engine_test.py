@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import threading
 from unittest import mock
 
 import numpy as np
@@ -19,6 +21,7 @@ from tfdp_fl.engine import (
     client_update,
     dense_models,
     devices,
+    tracing,
 )
 from tfdp_fl.mechanisms import noise
 
@@ -234,6 +237,58 @@ def _mechanisms():
         "local": tfdp_fl.LocalDP(clip_norm=0.1, noise_multiplier=0.5),
         "nbafl": tfdp_fl.NbAFL(epsilon=50.0, constant=1.0, weight_clip=1.0),
     }
+
+
+class InterruptTest(tf.test.TestCase):
+    def test_nobody_trains_where_an_interrupted_round_still_does(self):
+        # Its steps would be in the updates of clients that are charged.
+        dataset = FederatedDataset.from_client_arrays(
+            cohorts.client_arrays((5, 5, 5, 5))
+        )
+        engine = cohorts.make_engine(cohorts.mlp(), dataset, num_replicas=2)
+        prepared = tracing.CohortFunctions.prepared
+        go_on, begun = threading.Event(), threading.Event()
+        order = []
+
+        def slow(self, replica, *arguments):
+            call = prepared(self, replica, *arguments)
+
+            def train():
+                if replica:
+                    order.append("begins")
+                    go_on.wait(60)
+                    trained = call()
+                    order.append("ends")
+                    return trained
+                return call()
+
+            return train
+
+        def next_round(self, replica, *arguments):
+            call = prepared(self, replica, *arguments)
+
+            def train():
+                if replica:
+                    order.append("the next begins")
+                    begun.set()
+                else:
+                    begun.wait(1)  # It must not.
+                    go_on.set()
+                return call()
+
+            return train
+
+        with (
+            mock.patch.object(tracing.CohortFunctions, "prepared", slow),
+            mock.patch.object(
+                concurrent.futures, "wait", side_effect=KeyboardInterrupt
+            ),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            engine.collect(dataset, cohorts.inputs(dataset))
+        with mock.patch.object(tracing.CohortFunctions, "prepared", next_round):
+            engine.collect(dataset, cohorts.inputs(dataset))
+        self.assertEqual(order, ["begins", "ends", "the next begins"])
 
 
 class SameResultTest(tf.test.TestCase, parameterized.TestCase):

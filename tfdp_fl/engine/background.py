@@ -76,6 +76,7 @@ class BackgroundThread:
         try:
             yield begin
         finally:
+            functions.clear()  # An interrupt may have left who calls `begin`.
             concurrent.futures.wait(futures)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,8 @@ class CohortEngine:
             count, initializer=devices.enter, initargs=(self.device,)
         )
         self.num_replicas = count
+        # Held while other threads than the round's own train in a replica.
+        self._in_use = [threading.Lock() for _ in range(count)]
 
     @property
     def background(self) -> background.BackgroundThread:
@@ -358,6 +361,12 @@ class CohortEngine:
         raised: list[tuple[layout.Part, Exception]] = []
         begun = itertools.count(1)
 
+        def run_elsewhere(replica: int) -> None:
+            # A round that an interrupt ended may be training there still: its
+            # steps would be in the updates of this one's clients.
+            with self._in_use[replica]:
+                run(replica)
+
         def run(replica: int) -> None:
             if next(begun) == len(prepared):
                 # Not before: who draws meanwhile keeps Python from others.
@@ -378,7 +387,7 @@ class CohortEngine:
 
         with self.background.computing(at_once=False) as draw_ahead:
             others = [
-                self._pool.submit(run, replica)
+                self._pool.submit(run_elsewhere, replica)
                 for replica in range(1, len(prepared))
             ]
             try:
