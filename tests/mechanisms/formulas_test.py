@@ -31,6 +31,19 @@ class FormulasTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "2 \\* count_noise_stddev"):
             formulas.update_noise_multiplier(z, sigma_b)
 
+    def test_what_is_allowed_is_right_in_float32(self):
+        # Closer to 2 sigma_b the noise would be wrong, and infinite at last.
+        with self.assertRaisesRegex(ValueError, "ten-thousandth"):
+            formulas.check_count_noise(2 * (1 - 1e-8), 1.0)
+        for sigma_b in (0.3, 1.0, 2.5, 37.0):
+            z = formulas.largest_noise_multiplier(sigma_b)
+            formulas.check_count_noise(z, sigma_b)
+            wanted = (z**-2 - (2 * sigma_b) ** -2) ** -0.5
+            got = formulas.update_noise_multiplier(
+                tf.constant(z, tf.float32), tf.constant(sigma_b, tf.float32)
+            )
+            self.assertAllClose(got, wanted, rtol=2e-3)
+
     def test_next_clip_norm(self):
         # All within the clip norm: it falls; none: it rises.
         wanted = {1.0: 0.1 * math.exp(-0.1), 0.0: 0.1 * math.exp(0.1)}

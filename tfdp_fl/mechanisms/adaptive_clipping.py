@@ -167,9 +167,9 @@ class AdaptiveClipping(mechanism.Mechanism):
     def noise_limit(
         self, round_index: int, deployment: contribution.Deployment
     ) -> float:
-        """Implements `Mechanism.noise_limit`: 2 sigma_b."""
-        return 2 * self.count_noise_stddev_of(
-            deployment.cohort_size(round_index)
+        """Implements `Mechanism.noise_limit`: just below 2 sigma_b."""
+        return formulas.largest_noise_multiplier(
+            self.count_noise_stddev_of(deployment.cohort_size(round_index))
         )
 
     def _check_round(

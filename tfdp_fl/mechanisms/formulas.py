@@ -37,13 +37,22 @@ def choose(condition: Any, one: Any, other: Any) -> Any:
 COUNT_NOISE_FRACTION = 1 / 20
 
 
+# Closer to 2 sigma_b, float32 does not tell z_delta (below) to a thousandth.
+_CLOSEST = 1 - 1e-4
+
+
+def largest_noise_multiplier(count_noise_stddev: Any) -> Any:
+    """Returns the largest z that goes with a sigma_b: just below twice it."""
+    return 2 * count_noise_stddev * _CLOSEST
+
+
 def check_count_noise(
     noise_multiplier: Any,
     count_noise_stddev: Any,
     name: str = "count_noise_stddev",
     clients: str = "clients_per_round",
 ) -> None:
-    """Raises ValueError where a count alone costs all of z or more.
+    """Raises ValueError where a count alone costs (nearly) all of z, or more.
 
     Args:
       noise_multiplier: z, what a round's two releases together cost; where it
@@ -52,10 +61,12 @@ def check_count_noise(
       name: What the user calls sigma_b.
       clients: And m.
     """
-    if noise_multiplier > 0 and not noise_multiplier < 2 * count_noise_stddev:
+    largest = largest_noise_multiplier(count_noise_stddev)
+    if noise_multiplier > 0 and not noise_multiplier <= largest:
         raise ValueError(
-            f"noise_multiplier must be less than 2 * {name}, or the count "
-            "alone would cost more than the round may, got "
+            f"noise_multiplier must be less than 2 * {name} (by a "
+            "ten-thousandth of it at least), or the count alone would cost "
+            "all that the round may, got "
             f"noise_multiplier={noise_multiplier!r} and "
             f"{name}={count_noise_stddev!r} (which is {clients} / 20 unless "
             "given)."
