@@ -92,6 +92,12 @@ class _Crash(tf.keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+def _own_loss(y, z):
+    return tf.keras.losses.sparse_categorical_crossentropy(
+        y, z, from_logits=True
+    )
+
+
 def _halving(epoch: int, rate: float) -> float:
     del epoch
     return rate * 0.9
@@ -160,6 +166,77 @@ class ResumeTest(parameterized.TestCase):
             "rounds_charged_twice",
             resumed.privacy_statement(_DELTA, format="dict")["caveats"],
         )
+
+    @parameterized.named_parameters(
+        ("the_same", {}, False),
+        ("another_loss", {"loss": "sparse_categorical_crossentropy"}, True),
+        # Nobody can tell whether its code is as it was.
+        ("a_loss_of_ones_own", {"loss": _own_loss}, True),
+        ("other_labels", {"labels": 1}, True),
+        ("another_rate", {"rate": 0.5}, True),
+    )
+    def test_a_lost_round_has_its_noise_again_if_it_is_the_same(
+        self, changes, drawn_anew
+    ):
+        # Else the difference of the two releases would have none.
+        x, y = toy.arrays(400)
+        rows = np.arange(400).reshape(40, 10)
+        names = [f"client {k}" for k in range(40)]
+
+        def clients(labels=0):
+            changed = y.copy()
+            changed[:10] = (changed[:10] + labels) % toy.NUM_CLASSES
+            return tfdp_fl.datasets.FederatedDataset.from_client_arrays(
+                {
+                    name: (x[own], changed[own])
+                    for name, own in zip(names, rows, strict=True)
+                }
+            )
+
+        def trained(path=None, callbacks=(), loss=None, labels=0, rate=None):
+            options = {} if loss is None else {"loss": loss}
+            # All clients in each round, so that each is in the lost ones.
+            fed = toy.federated(clients_per_round=40, compile_options=options)
+            if rate is not None:
+                callbacks = [
+                    *callbacks,
+                    tf.keras.callbacks.LearningRateScheduler(lambda *_: rate),
+                ]
+            fed.fit(
+                clients(labels),
+                seed=5,
+                callbacks=[*callbacks],
+                resume_from=path,
+                **_FIT,
+            )
+            return fed
+
+        whole = trained(
+            callbacks=[tfdp_fl.callbacks.RoundCheckpoint(self.path, keep=99)]
+        )
+        killed = self._copy_as_of(self.path, 3)
+        # As if nothing had been charged after the checkpoint.
+        innocent = killed.with_name("innocent")
+        shutil.copytree(killed, innocent)
+        ledger = innocent / resuming.LEDGER
+        ledger.write_bytes(
+            b"".join(ledger.read_bytes().splitlines(keepends=True)[:4])
+        )
+        resumed = trained(killed, **changes)
+        same_noise = trained(innocent, **changes)
+        self.assertEqual(resumed.run.rounds_drawn_anew > 0, drawn_anew)
+        self.assertEqual(same_noise.run.rounds_drawn_anew, 0)
+        found, known, before = (
+            np.concatenate([each.ravel() for each in fed.get_weights()])
+            for fed in (resumed, same_noise, whole)
+        )
+        if drawn_anew:
+            # Three rounds of two noises of .5 / 40 each.
+            noise = np.std(found - known)
+            self.assertBetween(noise, 0.4 * 0.031, 2.5 * 0.031)
+        else:
+            np.testing.assert_array_equal(found, known)
+            np.testing.assert_array_equal(found, before)
 
     def test_a_second_fit_is_resumed_as_such(self):
         clients, fit = toy.clients(), {"verbose": 0, "seed": 2}

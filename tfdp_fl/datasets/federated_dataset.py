@@ -88,6 +88,7 @@ class FederatedDataset:
         self._position_of: dict[Any, int] | None = None
         self._ids_digest: str | None = None
         self._digest: str | None = None
+        self._contents: str | None = None
 
     # Construction.
 
@@ -448,6 +449,19 @@ class FederatedDataset:
                 + self._source.content_digest().encode()
             ).hexdigest()
         return self._digest
+
+    @property
+    def contents_digest(self) -> str | None:
+        """Tells all that the clients hold from anything else; hexadecimal.
+
+        None where that is not known: clients that are read when they are asked
+        for, more than 1 GiB, arrays of objects. It is computed once.
+        """
+        if self._contents is None and isinstance(
+            self._source, sources.IndexedSource
+        ):
+            self._contents = self._source.whole_digest()
+        return self._contents
 
     def client_sizes(self, positions: Any = None) -> np.ndarray:
         """Returns the number of examples of clients, int64[k].

@@ -534,6 +534,11 @@ class DPFederatedModel:
             clients=clients,
             plan=plan,
             moments=between_client_variance,
+            resumable=resume_from is not None
+            or any(
+                isinstance(each, callbacks_lib.RoundCheckpoint)
+                for each in callbacks
+            ),
         ).prepare(
             self._prepared,
             None if interrupted is None else interrupted.calibration,

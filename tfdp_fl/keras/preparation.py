@@ -18,7 +18,7 @@ from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import replica_choice
-from tfdp_fl.keras import features, randomness
+from tfdp_fl.keras import features, fingerprint, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.fit_plan import FitPlan
@@ -35,6 +35,7 @@ _OF_THIS_FIT = (
     "calibration",
     "mechanism_state",
     "releasing",
+    "work",
 )
 
 
@@ -69,6 +70,7 @@ class Preparation:
       clients: The clients.
       plan: The call of `fit`.
       moments: Whether V_c and U_s are asked for.
+      resumable: Whether it keeps checkpoints.
     """
 
     model: tf.keras.Model
@@ -78,6 +80,7 @@ class Preparation:
     clients: FederatedDataset
     plan: FitPlan
     moments: bool
+    resumable: bool
 
     def prepare(
         self, before: PreparedEngine | None, calibration: dict[str, int] | None
@@ -134,6 +137,9 @@ class Preparation:
             mechanism_state=self._mechanism_state(
                 prepared.engine, sampler, population
             ),
+            work=None
+            if plan.seed is None or not self.resumable
+            else fingerprint.of_work(self.model, self.compiled, clients),
         )
         if self.run is not None:
             same_number = (

@@ -28,7 +28,7 @@ from tfdp_fl.engine import (
 )
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import costs as costs_lib
-from tfdp_fl.keras import progress, randomness
+from tfdp_fl.keras import fingerprint, progress, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
@@ -71,6 +71,8 @@ class RoundLoop:
     say: Callable[[str], None]
     # A round that was drawn ahead, with its index and `Run.repeated_rounds`.
     _ahead: tuple[tuple[int, int], RoundInputs] | None = None
+    # Of the round that is run: see `fingerprint.of_round`.
+    _fingerprint: str | None = None
 
     def train(self, progress_bar: progress.RoundProgress) -> None:
         """Runs the rounds, with everything that callbacks hear of them."""
@@ -180,6 +182,16 @@ class RoundLoop:
     def _draw(self, round_index: int) -> RoundInputs:
         """Returns what is decided about a round before anybody trains."""
         run = self.run
+        self._fingerprint = None
+        if run.plan.seed is not None:
+            self._fingerprint = fingerprint.of_round(
+                run.fingerprint_key,
+                run.work,
+                self.compiled.learning_rate,
+                tf.nest.flatten(run.mechanism_state),
+                self.model.weights,
+            )
+            run.draw_anew_unless_same(round_index, self._fingerprint)
         # Other noise, other clients: see `Run.repeated_rounds`.
         run.sampler.repeated_rounds = run.repeated_rounds
         ahead, self._ahead = self._ahead, None
@@ -272,6 +284,8 @@ class RoundLoop:
         }
         if self.run.plan.seed is not None:
             details["seeded"] = True
+            details["repeated_rounds"] = run.repeated_rounds
+            details["fingerprint"] = self._fingerprint
         if self.setup.noise_generator != noise.PHILOX:
             details["noise_generator"] = self.setup.noise_generator
         for each in self.federated:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -61,6 +62,18 @@ class Facts:
         self.held_out = clients if before == clients else ""
 
 
+class LostRound(NamedTuple):
+    """A charged round of which no checkpoint knows.
+
+    Attributes:
+      repeated_rounds: The run's, when it was drawn; None: not known.
+      fingerprint: What its sum followed from; None: not known.
+    """
+
+    repeated_rounds: int | None
+    fingerprint: str | None
+
+
 @dataclasses.dataclass(kw_only=True)
 class Run:
     """What a training is between two rounds, from its first `fit` on.
@@ -97,6 +110,13 @@ class Run:
         ledger, by the ledger's path.
       ledgers_ahead: Those which may hold rounds that came after the checkpoint
         from which this run was resumed.
+      fingerprint_key: A secret, for `fingerprint.of_round`.
+      work: What `fingerprint.of_work` said of the present `fit`; None without
+        a seed.
+      rounds_drawn_anew: How often a lost round was, or may have been, another
+        one than that which is run in its place.
+      lost_rounds: By round, those charges of which the checkpoint does not
+        know, from which this run was resumed.
     """
 
     plan: FitPlan
@@ -120,17 +140,51 @@ class Run:
     releasing: bool = False
     known_ledgers: dict[str, str] = dataclasses.field(default_factory=dict)
     ledgers_ahead: set[str] = dataclasses.field(default_factory=set)
+    fingerprint_key: str = dataclasses.field(
+        default_factory=lambda: secrets.token_hex(32)
+    )
+    work: str | None = None
+    rounds_drawn_anew: int = 0
+    lost_rounds: dict[int, list[LostRound]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def repeated_rounds(self) -> int:
         """How many releases there may be of rounds that are run again.
 
         With a seed, a round that is run again must not have the noise it had
-        before, where later noise hangs on it.
+        before, where later noise hangs on it, or where it may be another one.
         """
+        repeated = self.interrupted_releases + self.rounds_drawn_anew
         if self.mechanism_state.memory == ():
-            return self.interrupted_releases
-        return self.interrupted_releases + self.facts.rounds_charged_twice
+            return repeated
+        return repeated + self.facts.rounds_charged_twice
+
+    def draw_anew_unless_same(
+        self, round_index: int, fingerprint: str | None
+    ) -> None:
+        """Has a round drawn anew if a lost one may have been another.
+
+        Args:
+          round_index: The round.
+          fingerprint: What `fingerprint.of_round` says of it.
+        """
+
+        def may_differ(one: LostRound) -> bool:
+            same_noise = one.repeated_rounds in (None, self.repeated_rounds)
+            same = fingerprint is not None and one.fingerprint == fingerprint
+            return same_noise and not same
+
+        if any(map(may_differ, self.lost_rounds.get(round_index, ()))):
+            known = [
+                one.repeated_rounds or 0
+                for lost in self.lost_rounds.values()
+                for one in lost
+            ]
+            # An earlier version did not write it; no more than there are lines.
+            last = max(*known, self.spending.rounds, self.repeated_rounds)
+            self.rounds_drawn_anew += last + 1 - self.repeated_rounds
 
     def keep_windows(self, shape: tuple[int, int, int] | None) -> None:
         """Makes empty windows, unless they are there or None is asked for."""
@@ -175,6 +229,8 @@ class Run:
             "spending": spending,
             "facts": dataclasses.asdict(self.facts),
             "interrupted_releases": self.interrupted_releases,
+            "rounds_drawn_anew": self.rounds_drawn_anew,
+            "fingerprint_key": self.fingerprint_key,
             "ledgers": dict(self.known_ledgers),
             "log_names": list(self.log_names),
         }, arrays
@@ -247,6 +303,11 @@ class Run:
                 prepared.interrupted_releases,
                 metadata.get("interrupted_releases", 0),
             ),
+            rounds_drawn_anew=max(
+                prepared.rounds_drawn_anew, metadata.get("rounds_drawn_anew", 0)
+            ),
+            fingerprint_key=metadata.get("fingerprint_key")
+            or prepared.fingerprint_key,
             # Others may hold rounds that were charged after the checkpoint.
             known_ledgers={**prepared.known_ledgers, **metadata["ledgers"]},
             ledgers_ahead=prepared.ledgers_ahead | set(metadata["ledgers"]),
