@@ -71,6 +71,11 @@ class ClientOptimizer:
             self._slots.append((variable, value if value.any() else None))
 
     @property
+    def is_plain_sgd(self) -> bool:
+        """Returns True for w <- w - lr g, of all variables."""
+        return self._plain_sgd
+
+    @property
     def learning_rate_variable(self) -> tf.Variable | None:
         """Returns the variable that holds the rate, None if it has none."""
         rate = keras_versions.learning_rate(self._optimizer)
@@ -99,7 +104,7 @@ class ClientOptimizer:
             self.learning_rate_variable.assign(learning_rate)
 
     def apply(self, gradients: list[Any], learning_rate: tf.Tensor) -> None:
-        """Takes one step on the variables."""
+        """Takes one step on the variables whose gradient is not None."""
         if not self._plain_sgd:
             given = [
                 (gradient, variable)

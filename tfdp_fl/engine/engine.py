@@ -189,6 +189,9 @@ class CohortEngine:
                 if devices.are_all_cpus() and calls.suits_one_thread(client)
                 else None
             ),
+            factored_rows=(
+                0 if mechanism.releases_weights else first.factored.most_rows
+            ),
             weighting=deployment.client_weighting,
             sizes=fixed_sizes.FixedSizes(
                 deployment.sampling, deployment.num_clients
@@ -414,7 +417,9 @@ class CohortEngine:
         def train(places: list[int]) -> None:
             clients = tables.select(part.clients, np.array(places, np.int64))
             alone = self.layout.one_by_one(
-                clients, one_thread=part.way.one_thread
+                clients,
+                one_thread=part.way.one_thread,
+                factored=part.way.factored,
             )
             trained = self.functions.prepared(0, pending, chunk, alone)()
             pending.take(clients.members, trained)

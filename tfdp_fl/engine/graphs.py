@@ -79,6 +79,22 @@ def assigned_resources(function: Any) -> set[int]:
     }
 
 
+def readers_of_variables(graph: Any) -> dict[int, list[str]]:
+    """Returns the types of the operations that take each captured handle.
+
+    Args:
+      graph: Of a traced function.
+
+    Returns:
+      A list for each variable, by the id of its handle.
+    """
+    return {
+        id(external): [each.type for each in internal.consumers()]
+        for external, internal in graph.captures
+        if external.dtype == tf.resource
+    }
+
+
 def note_what_is_only_read(operation: Any, function: Any) -> None:
     """Has an operation say which variables the function that it calls reads.
 

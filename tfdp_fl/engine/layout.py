@@ -43,6 +43,7 @@ class Way(NamedTuple):
     optimistic: bool = False
     xla: bool = False
     one_thread: bool = False
+    factored: bool = False
 
 
 class Part(NamedTuple):
@@ -79,6 +80,8 @@ class Layout:
       xla: Whether XLA compiles the training of clients one by one.
       cores: With how many groups each core has clients of its own, so that one
         thread takes all of a step; None: TensorFlow hands operations out.
+      factored_rows: Up to how many examples of a client its updates of large
+        dense kernels are worth holding as factors; 0: never.
       weighting: What clients count; None: all the same.
       sizes: Of the tables of functions that XLA compiles.
     """
@@ -87,6 +90,7 @@ class Layout:
     collected_bytes: int | None
     xla: bool
     cores: int | None = None
+    factored_rows: float = 0
     weighting: ClientWeighting | None = None
     sizes: fixed_sizes.FixedSizes = dataclasses.field(
         default_factory=fixed_sizes.FixedSizes
@@ -153,9 +157,16 @@ class Layout:
             )
             # Not by this cohort: one function is to serve those of all rounds.
             busy = self.cores is not None and num_groups >= self.cores
+            factored = self._is_factored(clients)
             return [
                 [
-                    self.one_by_one(each, serving, bounds, one_thread=busy)
+                    self.one_by_one(
+                        each,
+                        serving,
+                        bounds,
+                        one_thread=busy,
+                        factored=factored,
+                    )
                     for each in group
                 ]
                 for group in tables.split(clients, num_groups, at_most)
@@ -187,6 +198,7 @@ class Layout:
         serving: tables.ClientTable | None = None,
         bounds: Callable[[], tuple[int, int]] | None = None,
         one_thread: bool = False,
+        factored: bool = False,
     ) -> Part:
         """Returns the part in which clients train one by one.
 
@@ -196,6 +208,7 @@ class Layout:
           bounds: Returns how many clients and steps the parts of any round will
             have at most; None: unknown.
           one_thread: Whether each core has clients of its own.
+          factored: Whether holding updates as factors is worthwhile.
         """
         full = not (serving or clients).has_short_batches
         xla = self.xla and full and serving is None
@@ -206,10 +219,22 @@ class Layout:
                 full_batches=full,
                 xla=xla,
                 one_thread=one_thread and not xla and serving is None,
+                factored=factored and not xla,
             ),
             (table, np.int32(clients.num_clients)),
             clients,
         )
+
+    def _is_factored(self, clients: tables.ClientTable) -> bool:
+        """Returns whether these clients' updates are worth holding as factors.
+
+        What that costs grows with a client's examples, what it saves does not:
+        the mean over examples decides, so that one large client does not.
+        """
+        if not self.factored_rows:
+            return False
+        rows = clients.steps.astype(np.float64) * clients.rows.shape[1]
+        return bool((rows * rows).sum() <= self.factored_rows * rows.sum())
 
     def _padded(
         self,

@@ -35,6 +35,7 @@ class OneByOne:
       moments: Whether to return `Moments`.
       xla: Whether XLA compiles the function.
       one_thread: Whether one thread takes all of a step, if it can.
+      factored: Whether the trainer's `factored` kernels are held so.
     """
 
     trainer: client_update.ClientTrainer
@@ -44,6 +45,7 @@ class OneByOne:
     moments: bool = False
     xla: bool = False
     one_thread: bool = False
+    factored: bool = False
 
     def __call__(
         self,
@@ -64,16 +66,21 @@ class OneByOne:
         """
         query = self.query
         self.trainer.start_metrics()
+        weights = received.weights
+        if self.factored:
+            weights = self.trainer.factored.as_computed_with(weights)
 
         def client(
             k: tf.Tensor, total: cohort.CohortSum, collected: Any, windows: Any
         ) -> tuple[tf.Tensor, cohort.CohortSum, Any, Any]:
             seed = noise.fold_in(received.seed, table.members[k])
-            self.trainer.start(received, seed)
-            total = self._local_steps(k, total, received, x, y, table)
+            self.trainer.start(received, seed, self.factored)
+            total, factors = self._local_steps(
+                k, total, weights, received.learning_rate, x, y, table
+            )
             released = query.mechanism.releases_weights
             update = self.trainer.handed_in(
-                None if released else received.weights
+                None if released else received.weights, factors
             )
             window = None
             if query.keeps_window:
@@ -194,17 +201,22 @@ class OneByOne:
         self,
         k: tf.Tensor,
         total: cohort.CohortSum,
-        received: cohort.Received,
+        weights: list[tf.Tensor],
+        learning_rate: tf.Tensor,
         x: Any,
         y: Any,
         table: tables.ClientTable,
-    ) -> cohort.CohortSum:
-        """Takes client k's steps; adds its loss and examples."""
-        take: Callable[..., tf.Tensor] = self.trainer.step
+    ) -> tuple[cohort.CohortSum, Any]:
+        """Takes client k's steps; adds its loss and examples.
+
+        Returns:
+          The sum, and the factors of its kernels: () where none is held so.
+        """
+        take: Callable[..., Any] = self.trainer.step
         if self.one_thread:
             take = functools.partial(calls.called_on_one_thread, take)
 
-        def step(s, loss, examples):
+        def step(s, loss, examples, factors):
             size = table.batch_sizes[s]
             rows = table.rows[s]
             if not self.full_batches:
@@ -212,22 +224,30 @@ class OneByOne:
             batch_x, batch_y = tf.nest.map_structure(
                 lambda tensor: tf.gather(tensor, rows), (x, y)
             )
-            batch_loss = take(
-                batch_x, batch_y, received.weights, received.learning_rate
+            batch_loss, factors = take(
+                batch_x, batch_y, weights, learning_rate, factors
             )
             # One client's NaN is no reason not to know the others' loss.
             counts = tf.math.is_finite(batch_loss)
             weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
             batch_loss = tf.where(counts, cohort.bounded_loss(batch_loss), 0.0)
-            return s + 1, loss + batch_loss * weight, examples + weight
+            loss += batch_loss * weight
+            return s + 1, loss, examples + weight, factors
 
-        _, loss, examples = tf.while_loop(
+        scalar = tf.TensorShape([])
+        factors: Any = ()
+        shapes: Any = ()
+        if self.factored:
+            factors = self.trainer.factored.unchanged()
+            shapes = self.trainer.factored.shapes()
+        _, loss, examples, factors = tf.while_loop(
             lambda s, *_: s < table.first_step[k + 1],
             step,
-            (table.first_step[k], total.loss, total.examples),
+            (table.first_step[k], total.loss, total.examples, factors),
+            shape_invariants=(scalar, scalar, scalar, shapes),
             parallel_iterations=1,
         )
-        return total._replace(loss=loss, examples=examples)
+        return total._replace(loss=loss, examples=examples), factors
 
 
 def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:

@@ -92,6 +92,7 @@ class CohortFunctions:
             moments=self.moments,
             xla=way.xla,
             one_thread=way.one_thread,
+            factored=way.factored,
         )
 
     def keep_replicas(self, count: int) -> None:
