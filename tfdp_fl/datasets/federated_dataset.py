@@ -88,7 +88,6 @@ class FederatedDataset:
         self._position_of: dict[Any, int] | None = None
         self._ids_digest: str | None = None
         self._digest: str | None = None
-        self._contents: str | None = None
 
     # Construction.
 
@@ -450,18 +449,16 @@ class FederatedDataset:
             ).hexdigest()
         return self._digest
 
-    @property
-    def contents_digest(self) -> str | None:
+    def digest_of_contents(self) -> str | None:
         """Tells all that the clients hold from anything else; hexadecimal.
 
         None where that is not known: clients that are read when they are asked
-        for, more than 1 GiB, arrays of objects. It is computed once.
+        for, more than 1 GiB, arrays of objects. Arrays may have changed since
+        the last call, so they are gone through each time.
         """
-        if self._contents is None and isinstance(
-            self._source, sources.IndexedSource
-        ):
-            self._contents = self._source.whole_digest()
-        return self._contents
+        if not isinstance(self._source, sources.IndexedSource):
+            return None
+        return self._source.whole_digest()
 
     def client_sizes(self, positions: Any = None) -> np.ndarray:
         """Returns the number of examples of clients, int64[k].

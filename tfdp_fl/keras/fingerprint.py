@@ -51,7 +51,7 @@ def of_work(
       clients that are read when they are asked for.
     """
     training = compiled.training
-    contents = clients.contents_digest
+    contents = clients.digest_of_contents()
     if contents is None or training.upload_hook or compiled.broadcast_hook:
         return None
     try:

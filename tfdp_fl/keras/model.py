@@ -534,11 +534,7 @@ class DPFederatedModel:
             clients=clients,
             plan=plan,
             moments=between_client_variance,
-            resumable=resume_from is not None
-            or any(
-                isinstance(each, callbacks_lib.RoundCheckpoint)
-                for each in callbacks
-            ),
+            comparable=_is_comparable(callbacks, runtime, resume_from),
         ).prepare(
             self._prepared,
             None if interrupted is None else interrupted.calibration,
@@ -857,6 +853,21 @@ def _check_runtime_and_audit(
             "audit must be None with resume_from: the rounds before had no "
             "canaries, or others, which no checkpoint keeps."
         )
+
+
+def _is_comparable(
+    callbacks: list[Any], runtime: Any, resume_from: Any
+) -> bool:
+    """Returns whether a lost round of this `fit` may be known to be the same.
+
+    It keeps checkpoints, and trains on what its clients hold, not on what
+    workers find.
+    """
+    keeps = resume_from is not None or any(
+        isinstance(each, callbacks_lib.RoundCheckpoint) for each in callbacks
+    )
+    here = runtime is None or getattr(runtime, "data", None) == "request"
+    return keeps and here
 
 
 _FIT_ARGUMENTS = [

@@ -70,7 +70,7 @@ class Preparation:
       clients: The clients.
       plan: The call of `fit`.
       moments: Whether V_c and U_s are asked for.
-      resumable: Whether it keeps checkpoints.
+      comparable: Whether a lost round of it may be known to be the same.
     """
 
     model: tf.keras.Model
@@ -80,7 +80,7 @@ class Preparation:
     clients: FederatedDataset
     plan: FitPlan
     moments: bool
-    resumable: bool
+    comparable: bool
 
     def prepare(
         self, before: PreparedEngine | None, calibration: dict[str, int] | None
@@ -138,7 +138,7 @@ class Preparation:
                 prepared.engine, sampler, population
             ),
             work=None
-            if plan.seed is None or not self.resumable
+            if plan.seed is None or not self.comparable
             else fingerprint.of_work(self.model, self.compiled, clients),
         )
         if self.run is not None:

@@ -81,6 +81,11 @@ class ShardWorkers(abc.ABC):
         self._worker_data: Any = weakref.WeakKeyDictionary()
 
     @property
+    def data(self) -> str:
+        """Returns REQUEST, or the directory where workers read examples."""
+        return self._data
+
+    @property
     @abc.abstractmethod
     def num_workers(self) -> int:
         """How many workers there are."""
