@@ -64,6 +64,20 @@ class _NeverCalled(_Tied):
         return self.last(tf.matmul(x, tf.convert_to_tensor(self.first.kernel)))
 
 
+class _Recomputed(_layers.Layer):
+    """Calls a layer again for its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = _layers.Dense(cohorts.FEATURES)
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return tf.recompute_grad(self.inner)(x)
+
+
 def _called_twice():
     inputs = tf.keras.Input((cohorts.FEATURES,))
     layer = _layers.Dense(cohorts.FEATURES)
@@ -164,6 +178,12 @@ class WhichTest(parameterized.TestCase):
     def test_a_layer_of_somebodys_own(self):
         model = _model(_Doubled(6), _layers.Dense(cohorts.CLASSES))
         self.assertEqual(self._held(self._engine(model)), {2: (6, 3)})
+
+    def test_a_layer_that_is_called_again_for_its_gradient(self):
+        model = _model(_Recomputed(), _layers.Dense(cohorts.CLASSES))
+        self.assertEqual(
+            list(self._held(self._engine(model)).values()), [(4, 3)]
+        )
 
     def test_a_loss_that_reads_kernels(self):
         # A model in whose replica the kernel is penalised, as add_loss does.

@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +15,7 @@ from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests import stacks
-from tests.keras import files, toy
+from tests.keras import files, hostile, toy
 from tfdp_fl.accounting import ledger_lines
 from tfdp_fl.keras import callbacks, checkpoint, resuming
 
@@ -237,6 +238,22 @@ class ResumeTest(parameterized.TestCase):
         else:
             np.testing.assert_array_equal(found, known)
             np.testing.assert_array_equal(found, before)
+
+    def test_what_workers_find_in_files_is_not_known(self):
+        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path)
+        for data, known in (("request", True), ("somewhere", False)):
+            fed = toy.federated()
+            with mock.patch.object(hostile.HereWorkers, "data", data):
+                fed.fit(
+                    toy.clients(),
+                    1,
+                    callbacks=[keeper],
+                    seed=1,
+                    verbose=0,
+                    runtime=hostile.HereWorkers(),
+                )
+            self.assertEqual(fed.run.work is not None, known)
+            shutil.rmtree(self.path)
 
     def test_a_second_fit_is_resumed_as_such(self):
         clients, fit = toy.clients(), {"verbose": 0, "seed": 2}

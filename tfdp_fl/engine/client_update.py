@@ -121,12 +121,18 @@ class ClientTrainer:
         self.factored = self._factored_kernels()
 
     def _factored_kernels(self) -> factored_kernels.FactoredKernels:
-        def loss() -> tf.Tensor:
+        def gradients() -> list[tf.Tensor | None]:
             x, y = map(replicas.zeros_like_batch, self._element_spec)
             y, weight = self.labels_and_weights(y)
-            # Keras names things in ways that are no names by themselves.
-            with tf.name_scope("loss"):
-                return self._loss(x, y, self.model(x, training=True), weight)
+            with (
+                # Keras names things in ways that are no names by themselves.
+                tf.name_scope("gradients"),
+                tf.GradientTape(watch_accessed_variables=False) as tape,
+            ):
+                tape.watch(self._trainable)
+                predicted = self.model(x, training=True)
+                loss = self._loss(x, y, predicted, weight)
+            return tape.gradient(loss, self._trainable)
 
         is_plain = (
             self._optimizer.is_plain_sgd
@@ -134,7 +140,7 @@ class ClientTrainer:
             and not self._training.grad_clip > 0
         )
         return factored_kernels.FactoredKernels(
-            self.model, self.variables, loss if is_plain else None
+            self.model, self.variables, gradients if is_plain else None
         )
 
     def _build_loss(self, element_spec: tuple[Any, Any]) -> None:

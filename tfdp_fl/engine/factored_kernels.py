@@ -129,15 +129,15 @@ class FactoredKernels:
         self,
         model: tf.keras.Model,
         variables: list[tf.Variable],
-        loss: Callable[[], Any] | None,
+        gradients: Callable[[], Any] | None,
     ):
         """Finds them. Their layers' `call`s are replaced.
 
         Args:
           model: A replica.
           variables: What an update is about, in its order.
-          loss: Computes the model's loss on a batch, and is traced; None where
-            steps are not plain SGD on it, and no kernel may be held so.
+          gradients: Computes those of a batch's loss, and is traced; None where
+            steps are not plain SGD, and no kernel may be held so.
         """
         places = {
             id(each.handle): place for place, each in enumerate(variables)
@@ -152,11 +152,11 @@ class FactoredKernels:
             if is_plain_dense(layer)
             and layer.kernel.shape.num_elements() >= FEWEST_ELEMENTS
         ]
-        if loss is None or not large:
+        if gradients is None or not large:
             return
         for layer in large:
             self._replace_call(layer)
-        graph = calls.traced(tf.function(loss, autograph=False)).graph
+        graph = calls.traced(tf.function(gradients, autograph=False)).graph
         readers = graphs.readers_of_variables(graph)
         called, self._called = self._called, None
         for layer in large:
