@@ -67,8 +67,8 @@ class _NeverCalled(_Tied):
 class _Recomputed(_layers.Layer):
     """Calls a layer again for its gradient."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, **options):
+        super().__init__(**options)
         self.inner = _layers.Dense(cohorts.FEATURES)
 
     def build(self, shape):
