@@ -109,13 +109,13 @@ def _branches():
     return tf.keras.Model(inputs, _layers.Dense(cohorts.CLASSES)(both))
 
 
-def _convolutional():
+def _convolutional(dropout=0.3):
     return _model(
         _layers.Reshape((2, 2, 1)),
         _layers.Conv2D(3, 2, padding="same", activation="relu"),
         _layers.Flatten(),
         _layers.Dense(6, activation="tanh"),
-        _layers.Dropout(0.3),
+        _layers.Dropout(dropout),
         _layers.Dense(cohorts.CLASSES),
     )
 
@@ -327,7 +327,7 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(logs, held_logs, rtol=1e-4, atol=1e-6)
 
     def test_as_a_plain_keras_loop(self):
-        model = _convolutional_without_dropout()
+        model = _convolutional(dropout=0.0)
         client = self.arrays[3]
         wanted = cohorts.reference_update(
             model, client, tf.keras.optimizers.SGD(0.1), cohorts.cross_entropy()
@@ -369,16 +369,6 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         )
         error = np.linalg.norm(held - exact) / np.linalg.norm(exact)
         self.assertLess(error, 0.02)  # 2^-8 for each of a few roundings.
-
-
-def _convolutional_without_dropout():
-    return _model(
-        _layers.Reshape((2, 2, 1)),
-        _layers.Conv2D(3, 2, padding="same", activation="relu"),
-        _layers.Flatten(),
-        _layers.Dense(6, activation="tanh"),
-        _layers.Dense(cohorts.CLASSES),
-    )
 
 
 def _linear():
