@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import unittest
 
 import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
+from tests import stacks
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import fingerprint
@@ -117,6 +119,30 @@ class OfWorkTest(parameterized.TestCase):
         made = {name: make() for name, make in changes.items()}
         self.assertIsNone(_of_work(**made))
 
+    def test_a_loss_that_holds_an_array_is_not_known(self):
+        # And ends no `fit`.
+        focal = tf.keras.losses.CategoricalFocalCrossentropy(
+            alpha=tf.constant([0.2, 0.3, 0.5])
+        )
+        self.assertIsNone(_of_work(loss=focal))
+
+    @unittest.skipUnless(stacks.KERAS_3, "Keras 2 has no such operations.")
+    def test_an_operation_of_ones_own_is_not_known(self):
+        class Twice(tf.keras.Operation):
+            def call(self, x):
+                return 2 * x
+
+            def compute_output_spec(self, x):
+                return tf.keras.KerasTensor(x.shape, x.dtype)
+
+        inputs = tf.keras.Input((8,))
+        outputs = _layers.Dense(3)(Twice()(inputs))
+        model = tf.keras.Model(inputs, outputs)
+        fed = toy.federated()
+        self.assertIsNone(
+            fingerprint.of_work(model, fed._compiled, _clients(*_arrays()))
+        )
+
     def test_what_classes_count(self):
         fed = toy.federated()
         found = {
@@ -160,6 +186,8 @@ class OfRoundTest(absltest.TestCase):
             changed = [*usual[:place], other, *usual[place + 1 :]]
             self.assertNotEqual(fingerprint.of_round(*changed), first)
         self.assertIsNone(fingerprint.of_round("00" * 32, None, *usual[2:]))
+        words = [tf.constant(["a word"])]
+        self.assertIsNone(fingerprint.of_round(*usual[:-1], words))
 
 
 if __name__ == "__main__":

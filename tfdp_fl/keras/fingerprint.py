@@ -16,19 +16,23 @@ import hashlib
 import hmac
 import json
 import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import keras_versions
+from tfdp_fl import keras_versions, version
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras.compiled import Compiled
 
 # Whose code is as it was if the versions are.
 _KNOWN = ("keras", "tf_keras", "tensorflow", "builtins", "numpy")
 _MODELS = ("Functional", "Sequential")
+# What Keras's losses hold that changes no number: names, and the dtype that is
+# in the model's description as well.
+_OF_NO_MATTER = ("name", "_dtype_policy", "_name_scope", "_auto_config")
 
 
 class _UnknownError(Exception):
@@ -59,6 +63,7 @@ def of_work(
         described = json.dumps(
             [
                 contents,
+                version.__version__,
                 tf.version.VERSION,
                 keras_versions.name(),
                 _model(model),
@@ -70,7 +75,7 @@ def of_work(
             ],
             sort_keys=True,
         )
-    except (_UnknownError, TypeError, ValueError):
+    except Exception:  # Keras's own as well: what has no description, say.
         return None
     return hashlib.sha256(described.encode()).hexdigest()
 
@@ -93,7 +98,7 @@ def of_round(
       weights: The server's.
 
     Returns:
-      Hexadecimal; None if `work` is.
+      Hexadecimal; None if `work` is, or where weights are no numbers.
     """
     if work is None:
         return None
@@ -102,6 +107,8 @@ def of_round(
     digest.update(np.float64(learning_rate).tobytes())
     for each in (*state, *weights):
         value = np.ascontiguousarray(tf.convert_to_tensor(each).numpy())
+        if value.dtype.hasobject:  # A vocabulary.
+            return None
         digest.update(repr((value.shape, value.dtype.str)).encode())
         digest.update(value.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -122,6 +129,8 @@ def _model(model: tf.keras.Model) -> Any:
 def _given_names(config: Any, names: dict[str, str]) -> dict[str, str]:
     """Returns what stands for the names that Keras gave, which have numbers."""
     if isinstance(config, dict):
+        if "class_name" in config and config.get("module") is not None:
+            _check_module(config["module"])
         kind, own = config.get("class_name"), config.get("config")
         name = own.get("name") if isinstance(own, dict) else None
         if isinstance(kind, str) and isinstance(name, str):
@@ -154,20 +163,17 @@ def _value(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [_value(each) for each in value]
     _check_known(value)
-    if not hasattr(value, "get_config"):
-        return [value.__module__, value.__qualname__]  # A function.
-    # Not all that it was made with is in Keras's `get_config`.
-    held = {
-        name: each if _is_plain(each) else _value(each)
-        for name, each in vars(value).items()
-        if name.strip("_") not in ("name", "lock", "tracker", "auto_config")
-        and (callable(each) or _is_plain(each) or isinstance(each, Mapping))
-    }
-    return [type(value).__qualname__, value.get_config(), held]
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
+    if isinstance(value, types.FunctionType):
+        return [value.__module__, value.__qualname__]
+    if isinstance(value, tf.keras.losses.Loss):
+        # Not all that it was made with is in Keras's `get_config`.
+        held = {
+            name: _value(each)
+            for name, each in vars(value).items()
+            if name not in _OF_NO_MATTER
+        }
+        return [type(value).__qualname__, value.get_config(), held]
+    raise _UnknownError
 
 
 def _check_known(thing: Any) -> None:
@@ -176,8 +182,13 @@ def _check_known(thing: Any) -> None:
     for each in (thing, *inner):
         if each is not thing and not callable(each):
             continue
-        module = getattr(each, "__module__", None) or type(each).__module__
-        if str(module).split(".")[0] not in _KNOWN:
-            raise _UnknownError
+        _check_module(
+            getattr(each, "__module__", None) or type(each).__module__
+        )
     if isinstance(thing, tf.keras.layers.Lambda):
+        raise _UnknownError
+
+
+def _check_module(name: Any) -> None:
+    if str(name).split(".")[0] not in _KNOWN:
         raise _UnknownError
