@@ -33,6 +33,14 @@ def description() -> dict[str, str]:
         if found:
             model = found.group(1).strip()
         flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+        # Some names are those of several generations: "AMD EPYC" alone.
+        numbers = [
+            f"{what.split()[-1]} {number}"
+            for what in ("cpu family", "model")
+            for number in re.findall(rf"^{what}\s*:\s*(\d+)$", text, re.M)[:1]
+        ]
+        if numbers:
+            model += f", {' '.join(numbers)}"
         widest = [
             name
             for name in ("avx512f", "avx2")
