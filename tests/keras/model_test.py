@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 
 import dp_accounting
 import numpy as np
@@ -396,6 +397,17 @@ class CohortTest(parameterized.TestCase):
             history = _fit(fed, 1).history
         self.assertEqual(history["discarded_clients"], [7.0])
         np.testing.assert_array_equal(before[0], fed.get_weights()[0])
+        # What each sent has its noise; the mean lacks that of all.
+        self.assertTrue(math.isfinite(fed.epsilon(_DELTA)))
+        self.assertEqual(fed.spending.central_epsilon(_DELTA), math.inf)
+
+    def test_what_a_client_counts_must_fit_into_a_share(self):
+        with self.assertRaisesRegex(
+            ValueError, "secure_aggregation must have a max_share_value.*0.5"
+        ):
+            toy.federated(
+                secure_aggregation=AdditiveSecretSharing(max_share_value=0.5)
+            )
 
     def test_a_client_whose_noise_is_missing_has_failed(self):
         fed = toy.federated(
@@ -459,6 +471,46 @@ class CohortTest(parameterized.TestCase):
         self.assertIn("rounds_abandoned", facts["caveats"])
         self.assertEqual(facts["cohort_sizes"]["count"], 1)
         self.assertGreater(np.abs(before[0] - fed.get_weights()[0]).max(), 0.0)
+
+    @parameterized.parameters(
+        (tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=2.0), 3),
+        (tfdp_fl.NbAFL(epsilon=9.0, constant=3.0, weight_clip=5.0), 3),
+        (tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=2.0), 0),
+    )
+    def test_what_clients_sent_in_abandoned_rounds_is_charged(
+        self, mechanism, charged
+    ):
+        x, y = toy.arrays(200)
+
+        def read(client):
+            if client == 3:
+                raise OSError("no answer")
+            rows = slice(10 * client, 10 * client + 10)
+            return x[rows], y[rows]
+
+        clients = tfdp_fl.datasets.FederatedDataset.from_client_fn(
+            list(range(20)), read
+        )
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        path = f"{folder}/ledger.jsonl"
+        fed = toy.federated(
+            mechanism, clients_per_round=20, on_client_failure="abort"
+        )
+        before = fed.get_weights()
+        history = _fit(
+            fed, 3, clients, callbacks=[tfdp_fl.callbacks.Ledger(path)]
+        ).history
+        self.assertEqual(history["abandoned_rounds"], [1.0] * 3)
+        np.testing.assert_array_equal(before[0], fed.get_weights()[0])
+        self.assertEqual(fed.spending.rounds, charged)
+        self.assertEqual(fed.spending.clients.max_participations, charged)
+        delta = mechanism.implied_delta or _DELTA
+        self.assertEqual(fed.epsilon(delta) > 0, charged > 0)
+        facts = fed.privacy_statement(delta, "dict")
+        wanted = "rounds_abandoned_charged" if charged else "rounds_abandoned"
+        self.assertIn(wanted, facts["caveats"])
+        known = tfdp_fl.accounting.PrivacyLedger.read(path)
+        self.assertLen(known.entries, charged)
 
     def test_streamed_clients_train_as_indexed_ones(self):
         indexed = toy.clients()

@@ -301,6 +301,26 @@ class NbAFLTest(parameterized.TestCase):
         )
         self.assertEqual(metrics["aggregator"]["discarded_clients"], 0)
 
+    def test_clients_of_one_example_have_noise_after_any_number_of_epochs(self):
+        # 41 times 1/41 is below 1 in float32.
+        process = learning.build_dp_fed_avg(
+            model_fn,
+            mechanisms.NbAFL(epsilon=1.0, constant=3.0, weight_clip=1.0),
+            CLIENTS,
+            OPTIMIZER,
+            rounds=2,
+            num_clients=CLIENTS,
+            min_examples=1,
+            local_epochs=41,
+        )
+        state = process.initialize()
+        alone = [data.unbatch().take(1).batch(1) for data in self.cohort]
+        one, other = (
+            process.next(state, alone).state.global_model_weights.trainable[0]
+            for _ in range(2)
+        )
+        self.assertGreater(np.abs(one - other).max(), 0.1)
+
     def test_downlink_noise_is_seen_once_and_the_same_by_all(self):
         mechanism = mechanisms.NbAFL(
             epsilon=100.0, constant=1.0, weight_clip=50.0, mu=0.1

@@ -90,6 +90,28 @@ class UplinkTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(float(done.total.weight), 6)
         self.assertEqual(float(done.total.discarded), 1)
 
+    @parameterized.parameters(0.5, 0.99999994, 2.0**31, 2**31, 2**32)
+    def test_whoever_weighs_anything_has_noise(self, examples):
+        query, state = _bound(constant=1.3)
+        done = rounds.run_round(
+            query, state, rounds.zero_updates(1, _WIDE), num_examples=[examples]
+        )
+        self.assertEqual(float(done.total.weight), np.float32(examples))
+        sigma = references.nbafl_uplink_sigma(0.5, 1.3, 10, 1, 10.0)
+        statistics.assert_gaussian(rounds.flat(done.records[0].update), sigma)
+
+    @parameterized.parameters(np.nan, np.inf, -np.inf, -5.0, -5, 0.0)
+    def test_what_is_no_number_of_examples_weighs_nothing(self, examples):
+        query, state = _bound(epsilon=1e9)
+        weights = rounds.updates_with_norms([0.1, 0.2])
+        done = rounds.run_round(
+            query, state, weights, num_examples=[6.0, examples]
+        )
+        self.assertEqual(float(done.total.weight), 6)
+        self.assertAllClose(
+            rounds.flat(done.mean), rounds.flat(weights[0]), atol=1e-6
+        )
+
     def test_the_number_of_examples_must_be_given(self):
         query, state = _bound()
         with self.assertRaisesRegex(ValueError, "num_examples"):

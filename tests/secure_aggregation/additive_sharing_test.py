@@ -260,6 +260,21 @@ class ReconstructionTest(parameterized.TestCase):
             protocol.within(-value, np.inf), np.zeros(5)
         )
 
+    @parameterized.parameters((32, 7.7), (64, 7.3))
+    def test_the_largest_value_is_sent_where_it_is_not_on_the_grid(
+        self, bits, most
+    ):
+        protocol = AdditiveSecretSharing(
+            bits=bits, max_share_value=most, max_participants=1000
+        )
+        step = protocol.resolution
+        self.assertGreater(np.rint(most / step) * step, most)
+        value = np.array([most, -most, 0.1])
+        sent = protocol.within(value, 50.0)
+        self.assertLessEqual(np.abs(sent).max(), most)
+        np.testing.assert_allclose(sent, value, atol=step)
+        protocol.encode(sent)
+
     def test_float_shares_are_of_a_value_within_the_bound(self):
         protocol = AdditiveSecretSharing(mode="float")
         value = np.full(1000, 0.1, np.float32)  # Norm 3.1622777 > sqrt(10).

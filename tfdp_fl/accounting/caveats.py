@@ -119,6 +119,11 @@ CAVEATS: dict[str, str] = {
         "Rounds in which a client failed were abandoned: nothing of them was "
         "released and nothing was charged, but that they failed is not hidden."
     ),
+    "rounds_abandoned_charged": (
+        "Rounds in which a client failed were abandoned: the model did not "
+        "move, but a server had received what the others sent, so each client "
+        "of their cohorts is charged."
+    ),
     "rounds_charged_twice": (
         "After an interruption, rounds whose result may have been seen were "
         "run again and are charged twice, so epsilon is on the safe side."

@@ -71,6 +71,8 @@ class PendingRound:
         for those that did not answer; None if the mechanism keeps no window.
       failures: The clients whose data could not be read, or not be trained on.
       training_error: What training on somebody's data raised, if anything.
+      without_noise: How many of those who are in the sum have not added the
+        noise of their own that others count on.
     """
 
     inputs: RoundInputs
@@ -83,6 +85,7 @@ class PendingRound:
     window_norms: np.ndarray | None = None
     failures: list[ClientFailure] = dataclasses.field(default_factory=list)
     training_error: Exception | None = None
+    without_noise: int = 0
 
     @property
     def cohort_size(self) -> int:

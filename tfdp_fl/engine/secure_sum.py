@@ -40,7 +40,7 @@ def sum_securely(
 
     Args:
       cohort_engine: The engine that collected the contributions one by one.
-      pending: The round; its sum is set.
+      pending: The round; its sum is set, and `without_noise`.
       protocol: The protocol.
       group_size: How many members a group aims at; None: its minimum.
 
@@ -72,6 +72,8 @@ def sum_securely(
     ) | ~(np.abs(handed_in).max(axis=1) <= protocol.max_share_value)
     if too_large.any():
         failed = _without(too_large, members, scalars, updates, site, protocol)
+        if site == "every client":
+            pending.without_noise += int(too_large.sum())
         if failed:
             _set_sum(cohort_engine, pending, None)
             return failed

@@ -3,7 +3,9 @@
     draw a cohort -> collect its updates -> charge -> release
 
 The charge stands between the two halves of a round: what was collected is seen
-by nobody before it is paid for, and what was abandoned is not charged.
+by nobody before it is paid for, and what was abandoned is not charged. (It is
+where clients have to trust nobody: a server that abandons a round has received
+what they sent.)
 """
 
 from __future__ import annotations
@@ -163,6 +165,11 @@ class RoundLoop:
         logs = {"cohort_size": float(len(inputs.positions))}
         report = {"failed_clients": float(failed), "abandoned_rounds": 0.0}
         if failed and self.setup.aborts_on_failure:
+            if self.run.spending.by_client:
+                # Their own noise is all that protects them from the server,
+                # which has received what the others sent.
+                whole.enter_context(_interrupts.after_the_block())
+                self._charge(inputs)
             self.run.facts.rounds_abandoned += 1
             self.run.rounds += 1
             report["abandoned_rounds"] = 1.0
@@ -173,7 +180,7 @@ class RoundLoop:
         # Broken off later, a round would be charged and not released, or
         # released and not in the history.
         whole.enter_context(_interrupts.after_the_block())
-        self._charge(inputs, failed)
+        self._charge(inputs, failed + pending.without_noise)
         released = self._release(pending)
         self.run.facts.clients_excluded += failed
         # The metrics first, as Keras orders them.
@@ -267,10 +274,16 @@ class RoundLoop:
             else None,
         )
 
-    def _charge(self, inputs: RoundInputs, failed: int) -> None:
-        """Pays for a round: first in every ledger, then in memory."""
+    def _charge(self, inputs: RoundInputs, silent: int = 0) -> None:
+        """Pays for a round: first in every ledger, then in memory.
+
+        Args:
+          inputs: The round.
+          silent: How many of its clients added no noise of their own, where
+            every client does.
+        """
         run, costs, positions = self.run, self._costs, inputs.positions
-        charge = costs.charge(inputs.round_index, len(positions) - failed)
+        charge = costs.charge(inputs.round_index, len(positions) - silent)
         mu_squared = costs.mu_squared
         details: dict[str, Any] = {
             "cohort_size": len(positions),

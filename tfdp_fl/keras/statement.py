@@ -160,7 +160,8 @@ def _caveats(
         "client_weighting_given": private
         and setup.client_weighting is not None,
         "clients_excluded": seen.clients_excluded > 0,
-        "rounds_abandoned": seen.rounds_abandoned > 0,
+        "rounds_abandoned": seen.rounds_abandoned > 0 and not local,
+        "rounds_abandoned_charged": seen.rounds_abandoned > 0 and local,
         "rounds_charged_twice": seen.rounds_charged_twice > 0,
         "validation_data_not_covered": private and seen.validated,
         "validation_clients_held_out": bool(seen.held_out),

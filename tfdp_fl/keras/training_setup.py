@@ -86,6 +86,15 @@ class TrainingSetup:
                 "members all count the same, got "
                 f"{self.client_weighting!r}."
             )
+        if (
+            self.secure_aggregation is not None
+            and self.secure_aggregation.max_share_value < 1
+        ):
+            raise ValueError(
+                "secure_aggregation must have a max_share_value of at least 1, "
+                "which is what a client counts and hands in as well, got "
+                f"{self.secure_aggregation.max_share_value:g}."
+            )
         mechanism.check(
             Deployment(
                 clients_per_round=self.clients_per_round, sampling=self.sampling

@@ -48,13 +48,13 @@ def build_local_training(
     if local_epochs == 1:
         return work
     once = client_weighting == tff.learning.ClientWeighting.NUM_EXAMPLES
-    return _repeated(work, local_epochs, 1 / local_epochs if once else 1.0)
+    return _repeated(work, local_epochs, once)
 
 
 def _repeated(
     work: tff.learning.templates.ClientWorkProcess,
     epochs: int,
-    weight_factor: float,
+    counts_examples: bool,
 ) -> tff.learning.templates.ClientWorkProcess:
     state_type, weights_type, data_type = work.next.type_signature.parameter
     result_type = work.next.type_signature.result.result.member
@@ -65,9 +65,11 @@ def _repeated(
 
     @tff.tensorflow.computation(result_type)
     def reweight(result):
+        weight = result.update_weight
+        if counts_examples:  # In all epochs, and a whole number in each.
+            weight = tf.round(weight / epochs)
         return tff.learning.templates.ClientResult(
-            update=result.update,
-            update_weight=result.update_weight * weight_factor,
+            update=result.update, update_weight=weight
         )
 
     @tff.federated_computation(state_type, weights_type, data_type)

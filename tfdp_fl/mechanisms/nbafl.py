@@ -54,7 +54,11 @@ def downlink_noise_stddev(
     clients_per_round: float,
     min_examples: int,
 ) -> float:
-    """Returns sigma_D (Wei et al. 2020, Theorem 1 with L of N clients).
+    """Returns sigma_D (Wei et al. 2020, Theorem 1).
+
+    L is the number of clients of a round, as in FederatedScope; in the paper it
+    is how often a client's parameters are exposed. Every upload is charged by
+    sigma_U, which has T in that place, so epsilon does not hang on it.
 
     sigma_D = 2 c C sqrt(T^2 - L^2 N) / (min_n N epsilon) if T > sqrt(N) L, and
     0 otherwise: then the noise of the uplink already covers the downlink.
@@ -78,6 +82,17 @@ def _known(name: str, deployment: Deployment) -> int:
             f"{name} must be known to NbAFL, got None: the noise depends on it."
         )
     return value
+
+
+def _num_examples(client: Client) -> tf.Tensor:
+    """Returns n, float32 scalar; 0 for what is no number of examples.
+
+    Who has a weight has noise: both go by this.
+    """
+    if client.num_examples is None:
+        raise ValueError("num_examples must be given to NbAFL.")
+    n = tf.cast(client.num_examples, tf.float32)
+    return tf.where(tf.math.is_finite(n) & (n > 0), n, 0.0)
 
 
 @registry.register("nbafl")
@@ -201,12 +216,8 @@ class NbAFL(mechanism.Mechanism):
         A client without examples has nothing to say and weighs nothing.
         """
         del deployment
-        if client.num_examples is None:
-            raise ValueError("num_examples must be given to NbAFL.")
         clipped = clipping.clip_by_norm(update, round.clip_norm)
-        weight = tf.cast(client.num_examples, tf.float32) * (
-            1.0 - clipped.discarded
-        )
+        weight = _num_examples(client) * (1.0 - clipped.discarded)
         return Contribution(
             update=clipping.scaled(clipped.update, weight),
             sums={},
@@ -230,7 +241,7 @@ class NbAFL(mechanism.Mechanism):
             _known("rounds", deployment),
             examples=1.0,
         )
-        return tf.where(tf.cast(client.num_examples, tf.int32) > 0, stddev, 0.0)
+        return tf.where(_num_examples(client) > 0, stddev, 0.0)
 
     def mean(
         self,

@@ -147,9 +147,10 @@ class AdditiveSecretSharing:
         """Returns the value as it can be sent, no longer than a bound.
 
         In the ring that is the nearest value on the grid if its L2 norm is at
-        most `bound`. Otherwise the value is scaled to the bound and rounded
-        towards zero, which makes no coordinate larger in magnitude, and so no
-        norm of it. The norms are measured in float64, on what is sent.
+        most `bound`, and no coordinate above `max_share_value`. Otherwise the
+        value is scaled to the bound and rounded towards zero, which makes no
+        coordinate larger in magnitude, and so no norm of it. The norms are
+        measured in float64, on what is sent.
 
         Args:
           value: finite real numbers, any shape, clipped already: what exceeds
@@ -164,7 +165,8 @@ class AdditiveSecretSharing:
         step = self.resolution if self.mode == "ring" else 0.0
         if math.isfinite(bound):
             nearest = np.rint(value / step) * step if step else value
-            if _norm(nearest) <= bound:
+            largest = np.max(np.abs(nearest), initial=0.0)
+            if _norm(nearest) <= bound and largest <= self.max_share_value:
                 return nearest
             value = _scaled_to(value, bound)
         return np.trunc(value / step) * step if step else value
