@@ -43,7 +43,8 @@ class Release(NamedTuple):
     """What leaves the client.
 
     Attributes:
-      arrays: w + clip(Delta) (+ noise), in the dtypes received.
+      arrays: w + clip(Delta) (+ noise), in the dtypes received; in float64
+        where those are too coarse for the noise.
       norm_bit: whether ||Delta|| <= S.
       discarded: whether the update was not finite, and zero replaced it.
     """
@@ -101,7 +102,8 @@ def released(
       asked: what the server asked for.
 
     Raises:
-      ValueError: unless both have the same number of arrays, of same shapes.
+      ValueError: unless both have the same number of arrays, of same shapes;
+        if the noise is too small beside the model for any dtype.
     """
     update = updates.clipped(
         updates.difference(returned, received), asked.clip_norm
@@ -112,7 +114,9 @@ def released(
         )
     if asked.noise_stddev > 0:
         noised = updates.noised(update.arrays, asked.noise_stddev)
-        arrays = updates.applied(received, noised)
+        arrays = updates.applied_with_noise(
+            received, noised, asked.noise_stddev, asked.clip_norm
+        )
     else:
         arrays = updates.applied_within(
             received, update.arrays, asked.clip_norm

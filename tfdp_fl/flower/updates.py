@@ -1,6 +1,7 @@
 """One client's update as numpy arrays: taken, clipped as a whole, noised.
 
-Everything is computed in float64 and rounded once, after the noise.
+Everything is computed in float64 and rounded once, after the noise; not at all
+where rounding would take some of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import numpy as np
 
 # Below, the squares of an update's numbers may be lost to underflow.
 _SQUARES_VANISH_BELOW = 1e-140
+
+# Between neighbouring numbers; of what a client's share of noise is, at least.
+_GAPS_OF_NOISE = 2**10
 
 # x: exp(-x) is the probability with which an honest client is cut short.
 _TAIL_EXPONENT = 40.0
@@ -148,6 +152,55 @@ def applied(
         )
         for old, change in zip(received, update, strict=True)
     ]
+
+
+def applied_with_noise(
+    received: Sequence[np.ndarray],
+    update: Sequence[np.ndarray],
+    noise_stddev: float,
+    clip_norm: float,
+) -> list[np.ndarray]:
+    """As `applied`, and rounding leaves of the noise what is charged.
+
+    Every client rounds its own share of the noise, and the guarantee is that
+    of their sum: shares that are small beside the gap between a weight and the
+    next number would be rounded away, one by one. An array whose dtype has
+    fewer than 2^10 gaps for a share is float64 here, whatever is in the update.
+
+    Args:
+      received: w.
+      update: float64 arrays, clipped and with noise.
+      noise_stddev: of that noise, above 0.
+      clip_norm: S.
+
+    Raises:
+      ValueError: if float64 has too few gaps as well.
+    """
+    arrays = []
+    for old, new, change in zip(
+        received, applied(received, update), update, strict=True
+    ):
+        largest = np.max(np.abs(np.asarray(old, np.float64)), initial=0.0)
+        # Noise of 16 standard deviations is never drawn.
+        largest += clip_norm + 16 * noise_stddev
+        fits = [
+            dtype
+            for dtype in (new.dtype, np.dtype(np.float64))
+            if largest <= np.finfo(dtype).max
+            and _GAPS_OF_NOISE * np.spacing(dtype.type(largest)) <= noise_stddev
+        ]
+        if not fits:
+            raise ValueError(
+                f"dpfedavg_noise_stddev must be at least {_GAPS_OF_NOISE} gaps "
+                "of float64 at the model's largest weight, "
+                f"{largest:.3g}, got {noise_stddev:.3g}."
+            )
+        arrays.append(
+            new
+            if fits[0] == new.dtype
+            else np.asarray(old, np.float64) + change
+        )
+    return arrays
 
 
 def applied_within(
