@@ -385,6 +385,21 @@ class AbandonedRoundTest(parameterized.TestCase):
         )
         self.assertEqual(strategy.released_rounds, ())
 
+    @parameterized.parameters((0.9, 3, 0), (0.75, 3, 1), (0.9, 4, 1))
+    def test_a_strategy_that_needs_more_replies_gets_no_such_round(
+        self, needed, replied, released
+    ):
+        # Flower's FaultTolerantFedAvg makes nothing of fewer.
+        self.inner.completion_rate_fit = needed
+        strategy = DPFedAvgFixed(self.inner, 4, 0.5)
+        trainers = _trainers(4)
+        results = _fit(strategy.configure_fit(1, _MODEL, trainers), trainers)
+        got, _ = strategy.aggregate_fit(
+            1, results[:replied], [OSError()] * (4 - replied)
+        )
+        self.assertEqual(got is not None, bool(released))
+        self.assertLen(strategy.released_rounds, released)
+
 
 class ExcludedClientTest(parameterized.TestCase):
     """Noise of the server: who failed is left out of the sum."""
@@ -435,6 +450,57 @@ class ExcludedClientTest(parameterized.TestCase):
         self._round(1.0, 5)
         caveats = " ".join(self.strategy.privacy_report(1e-5, 100)["caveats"])
         self.assertIn("left out of their round's sum", caveats)
+
+
+class ClientsNoiseTest(parameterized.TestCase):
+    """Noise of the clients: a reply of no use has none in it."""
+
+    def _round(self, strategy, server_round, size, garbled, failures=()):
+        trainers = {
+            name: _Trainer([np.zeros(size), np.array(0.0)], 1)
+            for name in "abcd"
+        }
+        model = [np.zeros(size), np.array(0.0)]
+        results = _fit(
+            strategy.configure_fit(server_round, model, trainers), trainers
+        )
+        for _, result in results[:garbled]:
+            result.parameters = [np.zeros(3)]
+        results = results[: 4 - len(failures)]
+        return strategy.aggregate_fit(server_round, results, failures)[0]
+
+    @parameterized.parameters(1, 3)
+    def test_the_server_adds_the_share_that_is_missing(self, garbled):
+        strategy = DPFedAvgFixed(_Strategy(), 4, 1.0, 1.0, False)
+        got = self._round(strategy, 1, 50_000, garbled)
+        # 4 noises of 1/2 (stddev of the sample stddev 0.3 %; 3 % is 9 of
+        # these).
+        np.testing.assert_allclose(np.std(4 * _flat(got)), 1.0, rtol=0.03)
+        self.assertEqual(strategy.rejected_replies, garbled)
+        (released,) = strategy.released_rounds
+        self.assertEqual(released.num_replies, 4 - garbled)
+        self.assertLen(strategy.strategy.results[0], 4 - garbled)
+
+    def test_one_client_does_not_end_the_run_by_what_it_sends(self):
+        strategy = DPFedAvgFixed(_Strategy(), 4, 1.0, 1.0, False)
+        for server_round in range(1, 13):
+            self.assertIsNotNone(self._round(strategy, server_round, 2, 1))
+        self.assertLen(strategy.released_rounds, 12)
+
+    @parameterized.parameters((4, ()), (0, (OSError(),)), (1, (OSError(),)))
+    def test_without_a_reply_of_use_or_with_silence_there_is_no_round(
+        self, garbled, failures
+    ):
+        strategy = DPFedAvgFixed(_Strategy(), 4, 1.0, 1.0, False)
+        self.assertIsNone(self._round(strategy, 1, 2, garbled, failures))
+        self.assertEqual(strategy.released_rounds, ())
+
+    def test_a_strategy_that_accepts_no_failures_gets_no_such_round(self):
+        inner = _Strategy()
+        inner.accept_failures = False
+        strategy = DPFedAvgFixed(inner, 4, 1.0, 1.0, False)
+        self.assertIsNone(self._round(strategy, 1, 2, 1))
+        self.assertEqual(strategy.released_rounds, ())
 
 
 class UnknownRoundTest(parameterized.TestCase):

@@ -134,6 +134,24 @@ class WatchedTest(parameterized.TestCase):
         caveats = " ".join(wrapped.privacy_report(1e-5)["caveats"])
         self.assertIn("without amplification", caveats)
 
+    @parameterized.parameters(str, int)
+    def test_drawing_with_replacement_is_no_amplification(self, kind):
+        class WithReplacement(_Manager):
+            def sample(self, num_clients, *_):
+                # Another object each time, and one of them twice.
+                drawn = [0, *range(num_clients - 1)]
+                return [types.SimpleNamespace(cid=kind(i)) for i in drawn]
+
+        wrapped = _rounds(
+            self._wrapped(lambda manager: manager.sample(5)),
+            WithReplacement(1000),
+        )
+        self.assertAlmostEqual(
+            wrapped.privacy_epsilon(1000, 1e-5), _epsilon(5, 5, 1)
+        )
+        (released,) = wrapped.released_rounds
+        self.assertEqual(released.num_replies, 4)
+
     def test_a_manager_that_does_not_tell(self):
         wrapped = _rounds(self._wrapped(lambda manager: manager), "abcde")
         with self.assertRaisesRegex(ValueError, "num_clients must be given"):

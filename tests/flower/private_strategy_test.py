@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -499,6 +500,62 @@ class FailureTest(parameterized.TestCase):
         )
         statistics.assert_gaussian(np.ravel(fm.arrays(got)[0]), 0.5 / 4)
 
+    def _shares(self, hostile, z=1.0, size=(200, 200), mechanism=None):
+        """A round of four that share the noise, one of whom is hostile."""
+        zeros = np.zeros(size)
+        strategy = _private(
+            mechanism
+            or tfdp_fl.FixedClipping(
+                clip_norm=0.5, noise_multiplier=z, noise_site="client"
+            ),
+            m=4,
+        )
+
+        def changed(replies):
+            hostile(replies[0])
+            return replies
+
+        got, _ = fm.a_round(
+            strategy, _grid([zeros] * 4, changed), fm.model(zeros)
+        )
+        return strategy, None if got is None else fm.arrays(got)[0]
+
+    @parameterized.named_parameters(
+        ("shape", _put(np.zeros(5))),
+        ("no_arrays", lambda m: m.content.__delitem__("arrays")),
+    )
+    def test_a_share_of_noise_in_a_reply_of_no_use_is_replaced(self, change):
+        strategy, got = self._shares(change)
+        statistics.assert_gaussian(np.ravel(got), 0.5 / 4)
+        self.assertEqual(strategy.rejected_replies, 1)
+        self.assertLen(strategy.strategy.handed[0], 3)
+
+    def test_a_reply_of_somebody_else_is_no_share(self):
+        strategy, got = self._shares(
+            lambda m: m.metadata.__dict__.update(
+                _src_node_id=99, src_node_id=99
+            )
+        )
+        self.assertIsNone(got)
+        self.assertEqual(strategy.released_rounds, ())
+
+    def test_a_reply_of_no_use_pulls_the_clip_neither_way(self):
+        mechanism = tfdp_fl.AdaptiveClipping(
+            noise_multiplier=1e-9,
+            initial_clip_norm=0.5,
+            count_noise_stddev=1e-8,
+            target_quantile=0.5,
+            noise_site="client",
+        )
+        strategy, _ = self._shares(
+            lambda m: m.content["metrics"].pop("dpfedavg_norm_bit"),
+            mechanism=mechanism,
+        )
+        # 3 of 4 were within, and the fourth counts one half: b - gamma = 3/8.
+        self.assertAlmostEqual(
+            strategy.clip_norm, 0.5 * math.exp(-0.2 * 3 / 8), places=6
+        )
+
     def test_replies_without_their_round_are_refused(self):
         strategy = _private(m=2)
         grid = _grid([[1.0]] * 2)
@@ -716,6 +773,21 @@ class LocalTest(parameterized.TestCase):
             strategy, _grid([[0.0, 0]] * 2, changed), fm.model(np.zeros(2))
         )
         self.assertLessEqual(np.linalg.norm(fm.arrays(got)[0]), 0.2501)
+
+    def test_who_is_asked_twice_in_a_round_is_charged_twice(self):
+        class Twice(fm.Strategy):
+            def configure_train(self, *args):
+                messages = super().configure_train(*args)
+                return [messages[0], *messages[:-1]]
+
+        grid = _grid([[1.0]] * 30)
+        once, twice = self._budget(), self._budget(strategy=Twice(3))
+        for server_round in (1, 2):
+            fm.a_round(once, grid, fm.model(np.zeros(1)), server_round)
+        fm.a_round(twice, grid, fm.model(np.zeros(1)))
+        self.assertAlmostEqual(
+            twice.privacy_epsilon(delta=1e-5), once.privacy_epsilon(delta=1e-5)
+        )
 
     def test_a_restarted_server_charges_what_was_asked(self):
         first = self._budget(ledger=self.path)

@@ -58,6 +58,29 @@ class FlowersStrategiesTest(parameterized.TestCase):
             rtol=1e-12,
         )
 
+    @parameterized.parameters((0.9, 0), (0.5, 1))
+    def test_nothing_is_charged_for_what_a_strategy_will_not_take(
+        self, completion_rate, released
+    ):
+        wrapper = DPFedAvgFixed(
+            real_flower.strategy(
+                "FaultTolerantFedAvg",
+                4,
+                min_completion_rate_fit=completion_rate,
+            ),
+            4,
+            1.0,
+        )
+        clients = [real_flower.client([np.zeros(2)]) for _ in range(4)]
+        got, _ = real_flower.round_of(
+            wrapper,
+            real_flower.manager(clients),
+            real_flower.parameters(np.zeros(2)),
+            change=lambda results: setattr(results[0][1], "parameters", None),
+        )
+        self.assertEqual(got is not None, bool(released))
+        self.assertLen(wrapper.released_rounds, released)
+
     @parameterized.product(
         name=("FedMedian", "FedTrimmedAvg", "Krum", "Bulyan", "QFedAvg"),
         wrapper=(DPFedAvgFixed, DPFedAvgAdaptive),

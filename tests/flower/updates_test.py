@@ -38,8 +38,11 @@ class NoiseTest(parameterized.TestCase):
     @parameterized.parameters(
         (np.float32, 1.0, 0.1, np.float32),
         (np.float32, 1e5, 0.1, np.float64),
-        (np.float16, 1.0, 0.1, np.float64),
-        (np.float16, 1e-3, 2.0, np.float64),
+        (np.float32, 1e5, 0.2, np.float32),
+        (np.float16, 1.0, 0.1, np.float16),
+        (np.float16, 1.0, 0.01, np.float64),
+        (np.float16, 1e-3, 2.0, np.float16),
+        (np.float16, 1.0, 1e4, np.float64),
         (np.float64, 1e5, 0.1, np.float64),
     )
     def test_the_dtype_goes_by_the_model_and_the_noise_alone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,16 +27,24 @@ class Answers:
         could not be used.
       reasons: why these could not be used.
       num_results: how many results came.
+      num_replied: of how many clients who were asked, each counted once, be
+        it with a result that could not be used.
     """
 
     valid: list[tuple[Any, Any, replies.Reply]]
     failures: list[Any]
     reasons: list[str]
     num_results: int
+    num_replied: int
 
     def complete(self, num_asked: int) -> bool:
         """Whether everybody replied, and nobody failed."""
         return len(self.valid) == num_asked and not self.failures
+
+    def everybody_replied(self, num_asked: int) -> bool:
+        """Whether all replied, if not with something that can be used."""
+        told_of = len(self.failures) - len(self.reasons)
+        return self.num_replied == num_asked and not told_of
 
     def summary(self, num_asked: int) -> str:
         """Returns how many came of how many."""
@@ -69,15 +78,18 @@ def collect(
       read: reads one result, or raises `replies.ReplyError`.
     """
     valid, reasons, failed = [], [], list(failures)
-    names: set[str] = set()
+    replied: set[Any] = set()
+    used: set[Any] = set()
     for client, fit_res in results:
         name = name_of(client)
+        # Who has no name goes by the object that stands for the client.
+        key = id(client) if name is None else name
         try:
-            if name is not None and asked:
-                if name not in asked:
-                    raise replies.ReplyError("it was not asked")
-                if name in names:
-                    raise replies.ReplyError("it has replied before")
+            if name is not None and asked and name not in asked:
+                raise replies.ReplyError("it was not asked")
+            if key in used:
+                raise replies.ReplyError("it has replied before")
+            replied.add(key)
             reply = read(fit_res)
         except replies.ReplyError as error:
             called = repr(client if name is None else name)[:100]
@@ -87,10 +99,9 @@ def collect(
                 "Round %s, a reply is not used: %s.", server_round, reasons[-1]
             )
         else:
-            if name is not None:
-                names.add(name)
+            used.add(key)
             valid.append((client, fit_res, reply))
-    return Answers(valid, failed, reasons, len(results))
+    return Answers(valid, failed, reasons, len(results), len(replied))
 
 
 def name_of(client: Any) -> str | None:
@@ -98,4 +109,4 @@ def name_of(client: Any) -> str | None:
     if isinstance(client, Node):
         return str(client)
     cid = getattr(client, "cid", None)
-    return cid if isinstance(cid, str) else None
+    return str(cid) if isinstance(cid, str | numbers.Integral) else None

@@ -101,8 +101,10 @@ def release(
         for array, change in zip(total, update.arrays, strict=True):
             array += change
     # One share of the noise for each client whose noise is not there: all m of
-    # them, or those who had theirs discarded with their update.
-    shares = m if configured.noised_by_server else discarded
+    # them, or those whose reply was of no use, or discarded.
+    shares = m
+    if not configured.noised_by_server:
+        shares = m - len(answers) + discarded
     divisor = m
     if mechanism.guarantee == "local":
         shares, divisor = 0, len(answers)

@@ -1,4 +1,7 @@
-"""What ends a run, and never because of one client's reply."""
+"""What ends a run.
+
+One client's reply does not, unless the user chose to abort rounds for it.
+"""
 
 from __future__ import annotations
 

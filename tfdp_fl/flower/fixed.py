@@ -41,7 +41,8 @@ class DPFedAvgFixed(private_rounds.PrivateRounds):
     left out of the sum ("exclude": the noise and m stay, so that the others
     are hidden as before), or the round is abandoned whole ("abort": the model
     stays, and nothing is charged). Noise of the clients is right only if all m
-    reply, so there it is "abort".
+    reply, so there it is "abort"; but a reply that is not what a wrapped client
+    sends counts as zero there, and the server adds the noise in its place.
 
     The server clips once more what it is about to noise itself, so that the
     guarantee does not hang on the clients' code; noise that clients add has to
@@ -194,11 +195,11 @@ class DPFedAvgFixed(private_rounds.PrivateRounds):
         """Hands the noised mean, in place of each reply, to the strategy.
 
         Whatever a client replied, it is no error here: such a client counts
-        as failed.
+        as failed, or where clients noise its update as zero.
 
         Returns:
           What the wrapped strategy makes of it; `(None, {})` if the round is
-          abandoned.
+          abandoned, as it is if the strategy is known to refuse it.
 
         Raises:
           RoundNotConfiguredError: if the round's `configure_fit` was not

@@ -32,7 +32,8 @@ class LocalHistory(rounds.RoundHistory):
     ):
         super().__init__(target_epsilon, target_delta, accountant)
         self._mu_squared = 0.0
-        self._written = 0.0  # By this process, in the ledger that is open.
+        # What the open ledger's run has spent by its lines, whoever wrote them.
+        self._written = 0.0
 
     def epsilon_after(self, planned: rounds.ReleasedRound) -> float:
         """Implements `RoundHistory.epsilon_after`: exact, for one client."""
@@ -79,12 +80,28 @@ class LocalHistory(rounds.RoundHistory):
     def _charge_from_json(self, written: Any) -> float:
         return float(written)
 
-    def _ledger_line(self, released: rounds.ReleasedRound) -> dict[str, Any]:
+    def _charge_unknown(self, ledger: ledger_lib.PrivacyLedger) -> None:
+        # A ledger has one run as long as it is open, and may serve several
+        # strategies: what the others wrote is in the run's sum too.
+        if self._ledger is None or ledger.rounds != self._in_ledger:
+            own = ledger.contents().by_run().get(ledger.run, ())
+            self._written = ledger_contents.largest_mu_squared(own)
+        super()._charge_unknown(ledger)
+
+    def _write(
+        self,
+        ledger: ledger_lib.PrivacyLedger,
+        released: rounds.ReleasedRound,
+        **details: Any,
+    ) -> None:
+        super()._write(ledger, released, **details)
         self._written += self._charge_of(released)
+
+    def _ledger_line(self, released: rounds.ReleasedRound) -> dict[str, Any]:
         return {
             "charge": None,
             "local": {
                 "mu_squared": released.mu_squared,
-                "max_mu_squared": self._written,
+                "max_mu_squared": self._written + self._charge_of(released),
             },
         }

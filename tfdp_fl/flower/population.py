@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from tfdp_fl.flower import answers
+
 
 @dataclasses.dataclass(frozen=True)
 class Population:
@@ -15,7 +17,8 @@ class Population:
       available: how many clients were connected; None if the client manager
         does not tell.
       drawn_from: N, of whom the client manager itself drew exactly the clients
-        of the round, in one call of `sample`; None if that was not seen.
+        of the round, in one call of `sample` and nobody twice; None if that was
+        not seen.
     """
 
     available: int | None
@@ -73,7 +76,10 @@ class WatchedManager:
         drawn_from = None
         if len(self._drawn) == 1:
             clients, count = self._drawn[0]
-            if sorted(map(id, clients)) == sorted(map(id, chosen)):
+            names = {answers.name_of(each) or id(each) for each in chosen}
+            if len(names) == len(chosen) and (
+                sorted(map(id, clients)) == sorted(map(id, chosen))
+            ):
                 drawn_from = count
         available = int(self._manager.num_available())
         return Population(max(available, len(chosen)), drawn_from)

@@ -9,6 +9,7 @@ a round, its report and its checkpoint share.
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import functools
 import logging
@@ -360,7 +361,7 @@ class PrivateRounds(abc.ABC):
             self._remembered.check(clients)
             memory = self._remembered.memory_for(sent)
             index = mechanism.event_index(index, memory)
-        plan = self._planned(server_round, mechanism, index, seen)
+        plan = self._planned(server_round, mechanism, index, seen, clients)
         if not self._history.affords(plan):
             self._stop_before(server_round, plan)
             return None
@@ -393,6 +394,7 @@ class PrivateRounds(abc.ABC):
         mechanism: mechanisms.Mechanism,
         index: int,
         seen: population.Population | None,
+        clients: Sequence[Any],
     ) -> rounds.ReleasedRound:
         """Returns the round as it is charged, with the N that is there now."""
         m = self.num_sampled_clients
@@ -414,7 +416,9 @@ class PrivateRounds(abc.ABC):
                     self._api.drawn_by,
                 )
         if mechanism.guarantee == "local":
-            mu_squared = mechanism.mu_squared(self._deployment)
+            # Who is asked twice releases twice.
+            most = max(collections.Counter(clients).values())
+            mu_squared = most * mechanism.mu_squared(self._deployment)
         event = mechanism.round_event(index, self._deployment)
         multiplier = 0.0
         if isinstance(event, dp_accounting.NoOpDpEvent):
@@ -484,7 +488,7 @@ class PrivateRounds(abc.ABC):
             ),
         )
         self.rejected_replies += len(answers.reasons)
-        if not self._releasable(answers):
+        if not self._releasable(answers, configured):
             self._abandon(
                 server_round, answers.summary(self.num_sampled_clients)
             )
@@ -540,15 +544,27 @@ class PrivateRounds(abc.ABC):
         """Returns a clip norm that the next round can work with."""
         return clip_norm
 
-    def _releasable(self, answers: answers_lib.Answers) -> bool:
+    def _releasable(
+        self,
+        answers: answers_lib.Answers,
+        configured: configured_lib.ConfiguredRound,
+    ) -> bool:
         m = self.num_sampled_clients
         if not answers.valid or answers.num_results > m:
             return False
         if answers.complete(m):
             return True
-        # Flower's own word for "abort".
-        refuses = getattr(self.strategy, "accept_failures", True) is False
-        return self.on_client_failure == "exclude" and not refuses
+        # Before anything is charged that the strategy would throw away.
+        if strategies.refuses(
+            self.strategy, len(answers.valid), len(answers.failures)
+        ):
+            return False
+        if self.on_client_failure == "exclude":
+            return True
+        # A client may end no run by what it sends: if that is of no use, the
+        # server adds the client's share of the noise.
+        shared = configured.mechanism.needs_exact_cohort
+        return shared and answers.everybody_replied(m)
 
     def _abandon(self, server_round: int, reason: str) -> None:
         _logger.warning("Round %s is abandoned: %s.", server_round, reason)

@@ -117,7 +117,8 @@ class PrivateStrategy(private_rounds.PrivateRounds):
           on_client_failure: "exclude" (the others are released) or "abort" (the
             round is abandoned); None means "abort" if the clients share the
             noise (`noise_site="client"`), which is enough only if all of them
-            reply, else "exclude".
+            reply, else "exclude". A reply of no use is no failure if they do:
+            the update is zero, and the server adds the noise in its place.
           max_abandoned_rounds: how many rounds in a row may be abandoned before
             `aggregate_train` raises; None for any number.
           averages: the user's word that the strategy makes what it should of a
@@ -260,7 +261,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         """Hands the noised mean, in place of each reply, to the strategy.
 
         Whatever a client replied, it is no error here: such a client counts as
-        failed.
+        failed, or where clients share the noise its update as zero.
 
         Returns:
           What the wrapped strategy makes of it; `(None, None)` if there is

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp_fl import mechanisms
+from tfdp_fl.accounting import caveats as caveats_lib
 from tfdp_fl.flower import remembering, rounds
 
 
@@ -67,9 +68,10 @@ def caveats(
             "The client manager did not tell how many clients there were; "
             "their number is the user's word."
         )
+    said += [caveats_lib.CAVEATS[key] for key in mechanism.caveats()]
     central = mechanism.guarantee == "central"
     if remembered is not None:
-        said += _of_separation(mechanism, remembered)
+        said.append(_of_separation(mechanism, remembered))
     elif central and any(
         r.available is not None
         and r.num_clients == r.clients_per_round < r.available
@@ -108,12 +110,12 @@ def caveats(
 
 def _of_separation(
     mechanism: mechanisms.Mechanism, remembered: remembering.Remembered
-) -> list[str]:
+) -> str:
     """Returns what holds of clients who come as they like."""
     names = "by the ids of nodes"
     if remembered.client_of is not None:
         names = "by the names that the server gave to nodes"
-    return [mechanism.own_caveats[key] for key in mechanism.caveats()] + [
+    return (
         f"{mechanism.own_caveats['participations_checked']} Here they went "
         f"{names}. No amplification by sampling is claimed."
-    ]
+    )

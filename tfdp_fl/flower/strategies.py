@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib
 import logging
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,19 @@ def require_averaging(strategy: Any, vouched: bool, api: Api = LEGACY) -> None:
             "trimmed mean or Krum over the clients would be none. If its "
             f"{method} makes of that what it should, say averages=True."
         )
+
+
+def refuses(strategy: Any, num_results: int, num_failures: int) -> bool:
+    """Whether a strategy is known to make nothing of a round with failures.
+
+    Those that accept no failures, and `FaultTolerantFedAvg` below its rate.
+    """
+    if getattr(strategy, "accept_failures", True) is False:
+        return True
+    rate = getattr(strategy, "completion_rate_fit", 0.0)
+    return isinstance(rate, numbers.Real) and (
+        num_results / (num_results + num_failures) < float(rate)
+    )
 
 
 def samples_uniformly(strategy: Any, api: Api) -> bool:

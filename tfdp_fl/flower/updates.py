@@ -16,7 +16,7 @@ import numpy as np
 _SQUARES_VANISH_BELOW = 1e-140
 
 # Between neighbouring numbers; of what a client's share of noise is, at least.
-_GAPS_OF_NOISE = 2**10
+_GAPS_OF_NOISE = 16
 
 # x: exp(-x) is the probability with which an honest client is cut short.
 _TAIL_EXPONENT = 40.0
@@ -164,8 +164,10 @@ def applied_with_noise(
 
     Every client rounds its own share of the noise, and the guarantee is that
     of their sum: shares that are small beside the gap between a weight and the
-    next number would be rounded away, one by one. An array whose dtype has
-    fewer than 2^10 gaps for a share is float64 here, whatever is in the update.
+    next number would be rounded away, one by one. Rounded to a grid of which a
+    share is k steps, the sum's noise is what it was but for a part of
+    exp(-2 pi^2 k^2) (Poisson summation). An array whose dtype has fewer than 16
+    gaps for a share is float64 here, whatever is in the update.
 
     Args:
       received: w.
