@@ -1,78 +1,24 @@
-"""The machine's own speed: bare products, convolutions, passes over memory."""
+"""The machine's own speed: bare matrix products and convolutions."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from research.benchmarking import machine, workloads
-from research.benchmarking.workloads import Convolution, Pass, Product
-
-_Operation = Product | Convolution | Pass
+from research.benchmarking.workloads import Convolution, Operation, Product
 
 LARGE = (Product(2048, 2048, 2048),)
-_PASSES = " passes"
 
 
-_POOL: dict[str, Any] = {
-    "ksize": [1, 2, 2, 1],
-    "strides": [1, 2, 2, 1],
-    "padding": "VALID",
-}
-
-# Of two operands: what a kind of `Pass` computes, by the operation that
-# training has.
-PASSES: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
-    "add": lambda a, b: tf.raw_ops.AddV2(x=a, y=b),
-    "subtract": lambda a, b: tf.raw_ops.Sub(x=a, y=b),
-    "multiply": lambda a, b: tf.raw_ops.Mul(x=a, y=b),
-    "copy": lambda a, b: tf.raw_ops.DeepCopy(x=a),
-    "sum_of_squares": lambda a, b: tf.raw_ops.L2Loss(t=a),
-    "tanh": lambda a, b: tf.raw_ops.Tanh(x=a),
-    "tanh_gradient": lambda a, b: tf.raw_ops.TanhGrad(y=a, dy=b),
-    "sigmoid": lambda a, b: tf.raw_ops.Sigmoid(x=a),
-    "sigmoid_gradient": lambda a, b: tf.raw_ops.SigmoidGrad(y=a, dy=b),
-    "relu_gradient": lambda a, b: tf.raw_ops.ReluGrad(gradients=a, features=b),
-    "bias_gradient": lambda a, b: tf.raw_ops.BiasAddGrad(out_backprop=a),
-    "softmax_loss": lambda a, b: tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(
-        features=a, labels=b
-    )[1],
-    "max_pool": lambda a, b: tf.raw_ops.MaxPool(input=a, **_POOL),
-    "max_pool_gradient": lambda a, b: tf.raw_ops.MaxPoolGrad(
-        orig_input=a, orig_output=b, grad=b, **_POOL
-    ),
-    "update": lambda a, b: _update(a, b),
-}
-
-
-def _update(handle: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-    tf.raw_ops.ResourceApplyGradientDescent(
-        var=handle, alpha=tf.constant(1e-6), delta=gradient
-    )
-    return tf.zeros([])
-
-
-def _operands_of_pass(each: Pass) -> tuple[tf.Tensor, tf.Tensor]:
-    a, b = (tf.random.uniform(each.shape, -0.1, 0.1) for _ in range(2))
-    if each.kind == "softmax_loss":
-        return a, tf.zeros(each.shape[:1], tf.int32)
-    if each.kind == "max_pool_gradient":
-        return a, PASSES["max_pool"](a, b)
-    return a, b
-
-
-def operands(
-    operation: _Operation, dtype: str = "float32"
+def _operands(
+    operation: Operation, dtype: str = "float32"
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns what an operation of these shapes computes with."""
-    if isinstance(operation, Pass):
-        return _operands_of_pass(operation)
     if isinstance(operation, Product):
         shapes = (
             (operation.rows, operation.inner),
@@ -98,9 +44,7 @@ def operands(
     )
 
 
-def _compute(operation: _Operation, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    if isinstance(operation, Pass):
-        return PASSES[operation.kind](a, b)
+def _compute(operation: Operation, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
     if isinstance(operation, Product):
         return tf.matmul(a, b)
     options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
@@ -122,7 +66,7 @@ def _compute(operation: _Operation, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
     )
 
 
-def steps_function(operations: tuple[_Operation, ...]) -> Any:
+def steps_function(operations: tuple[Operation, ...]) -> Any:
     """Returns a function that does the operations of so many steps.
 
     Its arguments are the number of steps and the pairs of operands; it
@@ -196,39 +140,22 @@ class ProductsSide:
         self._pool = concurrent.futures.ThreadPoolExecutor(self._streams)
         self._prepared: dict[str, tuple[Any, list[Any], int]] = {}
         self._rates: dict[str, float] = {}
-        self._variables: list[tf.Variable] = []
 
     def add(self, name: str) -> None:
-        """Prepares a workload's step, or "large" for 2048 x 2048 x 2048.
-
-        Args:
-          name: A workload's; with " passes" behind it, what its clients do
-            besides products, of which `measure` returns clients per second.
-        """
-        workload, passes = name.removesuffix(_PASSES), name.endswith(_PASSES)
-        operations: tuple[_Operation, ...] = LARGE
-        work = None if name == "large" else workloads.by_name(workload)
-        if work is not None:
-            operations = work.client_passes if passes else work.step
+        """Prepares a workload's step, or "large" for 2048 x 2048 x 2048."""
+        operations = LARGE if name == "large" else workloads.by_name(name).step
         operands = [
-            [self._operands(operation) for operation in operations]
+            [_operands(operation, self._dtype) for operation in operations]
             for _ in range(self._streams)
         ]
         function = steps_function(operations).get_concrete_function(
             tf.TensorSpec([], tf.int32), operands[0]
         )
-        flops = 1 if passes else sum(each.flops for each in operations)
+        flops = sum(operation.flops for operation in operations)
         self._prepared[name] = function, operands, flops
-        self._rates[name] = 1e3 * flops
+        self._rates[name] = 1e10
         for _ in range(3):  # Also to find out how many steps take how long.
             self._rates[name] = self._rate(name, 0.1)
-
-    def _operands(self, operation: _Operation) -> tuple[tf.Tensor, tf.Tensor]:
-        a, b = operands(operation, self._dtype)
-        if isinstance(operation, Pass) and operation.kind == "update":
-            self._variables.append(tf.Variable(a))
-            return self._variables[-1].handle, b
-        return a, b
 
     def _rate(self, name: str, seconds: float) -> float:
         function, operands, flops = self._prepared[name]
@@ -248,10 +175,7 @@ class ProductsSide:
     def measure(
         self, name: str, seconds: float, repeats: int = 3
     ) -> list[float]:
-        """Returns the floating-point operations per second, each time.
-
-        Of passes, the clients per second.
-        """
+        """Returns the floating-point operations per second, each time."""
         rates = [self._rate(name, seconds / repeats) for _ in range(repeats)]
         self._rates[name] = float(np.median(rates))
         return rates

@@ -313,31 +313,25 @@ def _over(name: str, context: Context) -> Result:
         Side("products", {"split": True}) as split,
     ):
         ours.call("add", run="run", workload=name)
-        passes = f"{name} passes"
-        for side, added in ((beside, name), (beside, passes), (split, name)):
-            side.call("add", name=added)
+        for side in (beside, split):
+            side.call("add", name=name)
         seconds = context.seconds(1.5)
-
-        def bare(side: Side, what: str) -> Callable[[], Any]:
-            return partial(side.call, "measure", name=what, seconds=seconds)
-
         each = alternate(
             context.blocks_of_a_run,
             {
                 "engine": _measure(ours, "run", seconds),
-                "beside": bare(beside, name),
-                "passes": bare(beside, passes),
-                "split": bare(split, name),
+                "beside": partial(
+                    beside.call, "measure", name=name, seconds=seconds
+                ),
+                "split": partial(
+                    split.call, "measure", name=name, seconds=seconds
+                ),
             },
         )
     each["rate"] = work.flops_per_round / each["engine"]["median"]
     each["bare"] = max(each[side]["median"] for side in ("beside", "split"))
     each["ratio"] = each["bare"] / each["rate"]
-    each["passes_seconds"] = work.clients / each["passes"]["median"]
-    context.say(
-        f"{name}: {each['ratio']:.2f} times its bare products, and bare passes "
-        f"of {1e3 * each['passes_seconds']:.0f} ms"
-    )
+    context.say(f"{name}: {each['ratio']:.2f} times its bare products")
     return each
 
 
@@ -762,12 +756,6 @@ def _bfloat16(workload: workloads.Workload, context: Context) -> Result:
             sides[f"{name} {'split' if split else 'beside'}"] = partial(
                 products.call, "measure", name=workload.name, seconds=seconds
             )
-            if workload.step_passes and (name, split) == ("float32", False):
-                passes = f"{workload.name} passes"
-                products.call("add", name=passes)
-                sides["passes"] = partial(
-                    products.call, "measure", name=passes, seconds=seconds
-                )
         measured = alternate(context.blocks_of_a_run, sides)
     bare = {
         name: max(
@@ -788,11 +776,6 @@ def _bfloat16(workload: workloads.Workload, context: Context) -> Result:
         "ratio": ratio,
         "bare": bare,
         "bare_ratio": most,
-        **(
-            {"passes_seconds": workload.clients / measured["passes"]["median"]}
-            if "passes" in measured
-            else {}
-        ),
     }
 
 

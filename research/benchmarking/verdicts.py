@@ -154,6 +154,7 @@ def of_products(results: Results) -> list[Verdict]:
     result = results.result("products")
     if result is None:
         return []
+    reason = "What comes between the products, see the profile."
     rate = result["workloads"]["mlp_batch60"]
     found = [
         Verdict(
@@ -163,7 +164,7 @@ def of_products(results: Results) -> list[Verdict]:
             f"{rate['bare'] / 1e9:.0f} GFLOP/s)",
             f"at least {100 * FLOPS_SHARE:.0f} % of the bare products'",
             1 / rate["ratio"] >= FLOPS_SHARE,
-            _between_products(workloads.WORKLOADS["mlp_batch60"], rate),
+            reason,
         )
     ]
     for name, most in OVER_PRODUCTS.items():
@@ -179,26 +180,10 @@ def of_products(results: Results) -> list[Verdict]:
                 f"{milliseconds(bare)}{_spread(each)})",
                 f"at most {most:g} times",
                 each["ratio"] <= most,
-                _between_products(work, each),
+                reason,
             )
         )
     return found
-
-
-def _between_products(work: workloads.Workload, each: dict[str, Any]) -> str:
-    """Returns what a round needs besides products, as far as measured."""
-    profile = "What comes between the products, see the profile."
-    if "passes_seconds" not in each:
-        return profile
-    passes = each["passes_seconds"]
-    both = passes + work.flops_per_round / each["bare"]
-    return (
-        "What such a round cannot do without besides (the loss, gradients of "
-        "activations and biases, the weights' updates, clip and sum; one pass "
-        "each by TensorFlow's own operation, bare as well) takes "
-        f"{milliseconds(passes)}: {milliseconds(both)} with the products, of "
-        f"which the round takes {each['engine']['median'] / both:.2f} times."
-    )
 
 
 def _spread(measured: Any) -> str:
@@ -525,18 +510,6 @@ def _of_bfloat16(results: Results, name: str) -> Verdict | None:
     times = [milliseconds(result[n]["median"]) for n in ("bfloat16", "float32")]
     bare = [result["bare"][n] / 1e9 for n in ("bfloat16", "float32")]
     wanted = BFLOAT16_TIMES[name]
-    besides = ""
-    if "passes_seconds" in result:
-        flops = workloads.WORKLOADS[name].flops_per_round
-        of_float32, of_bfloat16 = (
-            result["passes_seconds"] + flops / result["bare"][n]
-            for n in ("float32", "bfloat16")
-        )
-        besides = (
-            f" With that alone ({milliseconds(result['passes_seconds'])}, bare "
-            "as well), and nothing converted, it would be "
-            f"{of_float32 / of_bfloat16:.2f} times."
-        )
     return Verdict(
         f"bfloat16_{name}",
         f"{workloads.WORKLOADS[name].title}: mixed_bfloat16 against float32",
@@ -547,7 +520,7 @@ def _of_bfloat16(results: Results, name: str) -> Verdict | None:
         f"The bare products of its shapes are {result['bare_ratio']:.2f} times "
         f"as fast ({bare[0]:.0f} against {bare[1]:.0f} GFLOP/s); what else a "
         "step does is in float32 in both, and the weights and gradients are "
-        f"converted in each.{besides}",
+        "converted in each.",
     )
 
 

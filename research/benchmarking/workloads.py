@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,21 +66,6 @@ class Convolution:
         return 2 * self.batch * self.size**2 * taps
 
 
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """An operation that goes through tensors, number by number.
-
-    Attributes:
-      kind: One of `products_side.PASSES`.
-      shape: Of the largest tensor that it reads.
-      count: How often it is done, one after the other.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    count: int = 1
-
-
 Operation = Product | Convolution
 
 
@@ -98,10 +82,6 @@ class Workload:
       examples: Of each client.
       batch_size: Of local training.
       step: The products and convolutions of one local step, forward and back.
-      step_passes: What else a local step cannot do without, where products add
-        biases and apply ReLU by themselves; () for clients that train side
-        by side, who share passes as well.
-      factored: Weights of which no client has a copy of its own.
       target: How many times faster than TFF a round has to be.
       sequence: Whether features and labels are sequences of symbols.
       clients: In the cohort, and in the population.
@@ -115,8 +95,6 @@ class Workload:
     examples: int
     batch_size: int
     step: tuple[Operation, ...]
-    step_passes: tuple[Pass, ...] = ()
-    factored: int = 0
     target: float = 1.0
     sequence: bool = False
     clients: int = CLIENTS_PER_ROUND
@@ -125,29 +103,6 @@ class Workload:
     def steps_per_round(self) -> int:
         """Local steps of a round, over all clients."""
         return self.clients * -(-self.examples // self.batch_size)
-
-    @property
-    def client_passes(self) -> tuple[Pass, ...]:
-        """What one client's training and clipping cannot do without.
-
-        Besides products and convolutions: the passes of its steps, and over
-        what it receives and hands in. One operation each, of as many numbers
-        as the shapes have; what is written is written once.
-        """
-        steps = self.steps_per_round // self.clients
-        of_steps = [
-            dataclasses.replace(each, count=steps * each.count)
-            for each in self.step_passes
-        ]
-        size = self.make_model().count_params()
-        own = size - self.factored
-        return (
-            *of_steps,
-            Pass("copy", (own,)),
-            Pass("subtract", (own,)),
-            Pass("sum_of_squares", (size,)),
-            Pass("update", (size,)),  # Of the sum, by the scaled update.
-        )
 
     @property
     def flops_per_round(self) -> int:
@@ -244,87 +199,6 @@ def dense_products(
     return tuple(products)
 
 
-def dense_passes(batch: int, *units: int) -> tuple[Pass, ...]:
-    """Returns what a step of dense layers with ReLUs does besides products.
-
-    Args:
-      batch: Rows of a batch.
-      *units: The input's width and that of each layer; the last has logits.
-    """
-    passes = []
-    for index, (inputs, outputs) in enumerate(itertools.pairwise(units)):
-        is_last = index == len(units) - 2
-        passes += [
-            Pass(
-                "softmax_loss" if is_last else "relu_gradient",
-                (batch, outputs),
-            ),
-            Pass("bias_gradient", (batch, outputs)),
-            Pass("update", (inputs, outputs)),
-        ]
-    return tuple(passes)
-
-
-_CNN_KERNEL = (7 * 7 * 64, 512)
-
-
-def _cnn_passes(batch: int) -> tuple[Pass, ...]:
-    passes: list[Pass] = []
-    for size, inputs, outputs in ((28, 1, 32), (14, 32, 64)):
-        shape = (batch, size, size, outputs)
-        kinds = ("max_pool", "max_pool_gradient", "relu_gradient")
-        passes += [Pass(kind, shape) for kind in kinds]
-        passes.append(Pass("bias_gradient", shape))
-        passes.append(Pass("update", (5, 5, inputs, outputs)))
-    # A client has no copy of the large kernel, and no step of its own there.
-    large = Pass("update", _CNN_KERNEL)
-    dense = dense_passes(batch, *_CNN_KERNEL, 10)
-    return (*passes, *(each for each in dense if each != large))
-
-
-def _lstm_passes(batch: int) -> tuple[Pass, ...]:
-    """Returns what either layer does at each time step, and what follows.
-
-    z = Wx + Uh; i, f, o = sigmoid(z), g = tanh(z); c = f c + i g and
-    h = o tanh(c), with everything's gradient.
-    """
-    length, layers = 80, 2
-    all_gates, three, one = ((batch, n * 128) for n in (4, 3, 1))
-    forward = [
-        Pass("add", all_gates),
-        Pass("sigmoid", three),
-        Pass("tanh", one),
-        *[Pass("multiply", one)] * 2,  # f c, i g
-        Pass("add", one),
-        Pass("tanh", one),
-        Pass("multiply", one),
-    ]
-    back = [
-        Pass("add", one),  # To dh comes what the layer above says.
-        *[Pass("multiply", one)] * 2,  # Of o tanh(c).
-        Pass("tanh_gradient", one),
-        Pass("add", one),  # To dc comes what the next step says.
-        *[Pass("multiply", one)] * 4,  # Of f c + i g.
-        Pass("tanh_gradient", one),
-        Pass("sigmoid_gradient", three),
-    ]
-    recurrent = [
-        dataclasses.replace(each, count=layers * length)
-        for each in (*forward, *back)
-    ]
-    of_gates = (batch * length, 4 * 128)
-    of_weights = [
-        Pass("update", (rows, 4 * 128)) for rows in (8, 128, 128, 128)
-    ]
-    return (
-        *recurrent,
-        *[Pass("bias_gradient", of_gates)] * layers,
-        *of_weights,
-        Pass("update", (90, 8)),  # The embedding.
-        *dense_passes(batch * length, 128, 90),
-    )
-
-
 def _cnn_step(batch: int) -> tuple[Operation, ...]:
     return (
         Convolution(batch, 28, 1, 32, 5),
@@ -354,13 +228,7 @@ def _lstm_step(batch: int) -> tuple[Operation, ...]:
 _MNIST_MLP = (784, 600, 100, 10)
 
 
-def _mnist_mlp(
-    name: str,
-    examples: int,
-    batch_size: int,
-    target: float,
-    passes: tuple[Pass, ...] = (),
-):
+def _mnist_mlp(name: str, examples: int, batch_size: int, target: float):
     return Workload(
         name=name,
         title=f"MLP 784-600-100-10, {examples} examples, batch {batch_size}",
@@ -370,7 +238,6 @@ def _mnist_mlp(
         examples=examples,
         batch_size=batch_size,
         step=dense_products(batch_size, *_MNIST_MLP),
-        step_passes=passes,
         target=target,
     )
 
@@ -390,7 +257,7 @@ WORKLOADS: dict[str, Workload] = {
             target=75,
         ),
         _mnist_mlp("mlp", 60, 10, 13),
-        _mnist_mlp("mlp_batch60", 600, 60, 7.5, dense_passes(60, *_MNIST_MLP)),
+        _mnist_mlp("mlp_batch60", 600, 60, 7.5),
         Workload(
             name="cnn",
             title="CNN 32-64-512, 40 examples, batch 20",
@@ -400,8 +267,6 @@ WORKLOADS: dict[str, Workload] = {
             examples=40,
             batch_size=20,
             step=_cnn_step(20),
-            step_passes=_cnn_passes(20),
-            factored=math.prod(_CNN_KERNEL),
             target=3,
         ),
         Workload(
@@ -413,7 +278,6 @@ WORKLOADS: dict[str, Workload] = {
             examples=40,
             batch_size=20,
             step=_lstm_step(20),
-            step_passes=_lstm_passes(20),
             target=3,
             sequence=True,
         ),

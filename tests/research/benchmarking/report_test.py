@@ -381,32 +381,6 @@ class ReportTest(parameterized.TestCase):
                 [each for each in judged if not each.holds], missed, ratio
             )
 
-    def test_the_reason_has_what_a_round_cannot_do_without(self):
-        slow = _over_products("lstm", 1.3)
-        flops = workloads.WORKLOADS["lstm"].flops_per_round
-        slow["workloads"]["lstm"].update(  # Of products, a second.
-            engine=_times(1.3), bare=float(flops), passes_seconds=0.25
-        )
-        self._put(products=slow)
-        (missed,) = [
-            each
-            for each in verdicts.of_products(self.results)
-            if not each.holds
-        ]
-        self.assertIn("250 ms: 1250 ms with the products", missed.reason)
-        self.assertIn("takes 1.04 times", missed.reason)
-        work = workloads.WORKLOADS["cnn"]
-        rounds = {"passes_seconds": 0.1, "bare": {}}
-        for policy, seconds in (("float32", 1.0), ("bfloat16", 0.5)):
-            rounds["bare"][policy] = work.flops_per_round / seconds
-        self._put(bfloat16_cnn={**_in_bfloat16(1.7), **rounds})
-        (missed,) = [
-            each
-            for each in verdicts.all_verdicts(self.results)
-            if each.row == "bfloat16_cnn"
-        ]
-        self.assertIn("it would be 1.83 times", missed.reason)
-
     def test_ratios_have_their_spread_over_the_runs(self):
         measured = _against_tff(20.0, 1.0)
         older = {k: v for k, v in measured.items() if k != "ratios"}

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from research.benchmarking import products_side, workloads
+from research.benchmarking import workloads
 
 
 class WorkloadsTest(parameterized.TestCase, tf.test.TestCase):
@@ -52,44 +52,6 @@ class WorkloadsTest(parameterized.TestCase, tf.test.TestCase):
         output = 6 * 80 * 128 * 90
         work = workloads.WORKLOADS["lstm"]
         self.assertEqual(work.flops_per_round, 50 * 40 * (cells + output))
-
-    @parameterized.parameters("mlp_batch60", "cnn", "lstm")
-    def test_passes_update_every_kernel_at_every_step(self, name):
-        work = workloads.WORKLOADS[name]
-        model = work.make_model()
-        steps = work.steps_per_round // work.clients
-        updated = {}
-        for each in work.client_passes:
-            if each.kind == "update":
-                updated[each.shape] = updated.get(each.shape, 0) + each.count
-        # Over the sum of all clients once.
-        self.assertEqual(updated.pop((model.count_params(),)), 1)
-        wanted = {}
-        for weight in model.trainable_weights:
-            shape = tuple(weight.shape)
-            if len(shape) > 1 and weight.shape.num_elements() != work.factored:
-                wanted[shape] = wanted.get(shape, 0) + steps
-        self.assertEqual(updated, wanted)
-
-    def test_passes_are_computed_on_what_they_are_asked_for(self):
-        kinds = {
-            each.kind
-            for work in workloads.WORKLOADS.values()
-            for each in work.client_passes
-        }
-        self.assertEqual(kinds, set(products_side.PASSES))
-        operands = {
-            kind: products_side.operands(workloads.Pass(kind, (4, 6, 6, 2)))
-            for kind in kinds - {"update", "softmax_loss"}
-        }
-        a, b = operands["tanh_gradient"]
-        found = products_side.PASSES["tanh_gradient"](a, b)
-        self.assertAllClose(found, b * (1 - a * a))
-        pooled = products_side.PASSES["max_pool"](*operands["max_pool"])
-        self.assertEqual(pooled.shape, [4, 3, 3, 2])
-        for kind, (a, b) in operands.items():
-            self.assertEqual(a.shape, [4, 6, 6, 2])
-            products_side.PASSES[kind](a, b)
 
     @parameterized.parameters(*workloads.WORKLOADS)
     def test_models_take_the_data(self, name):
