@@ -31,8 +31,10 @@ class CanaryAudit:
     value far above the epsilon that is claimed means that something is broken,
     one below it proves nothing. Given to one `fit`, as `fit(audit=...)`. The
     canaries are noise to the training: with K canaries and m of N clients a
-    round, each mean has about K m / N directions of length S / m more. For the
-    clients' guarantee they are nothing: they do not hang on anybody's data.
+    round, each mean has about K m / N directions of length S / m more. They
+    hand in nothing else: what the clip goes by, and what `History` tells, is
+    of the clients. For the clients' guarantee they are nothing: they do not
+    hang on anybody's data.
 
     Audited are central mechanisms whose server adds the noise and that scale
     updates by their norm (fixed, adaptive and median clips among them).
@@ -124,27 +126,19 @@ class CanaryAudit:
         state = query.begin_round(pending.state, numbers[0], numbers[1])
         params = query.derive_sample_params(state)
         norm = tf.cast(query.largest_norm(state), tf.float32)
-        one = query.mechanism.contribution_of_norm(
+        scale = query.mechanism.contribution_of_norm(
             norm, tf.constant(True), params
-        )
+        ).update
         drawn = self._drawn(charge)
-        length = float(one.update * norm)
+        length = float(scale * norm)
         direction = self._canaries.sum_of(drawn) * length
         times = np.zeros(self.num_canaries)
         times[drawn] = length
         self._pending = direction, times
-        zero = tf.zeros([])
+        # Zeros beside the update: their bits would move an adaptive clip.
         pending.add_contribution(
-            one._replace(
-                update=spec.unflatten(tf.constant(direction, tf.float32)),
-                sums={
-                    name: value * len(drawn) for name, value in one.sums.items()
-                },
-                weight=one.weight * len(drawn),
-                # What `History` tells is about the clients.
-                norm=zero,
-                clipped=zero,
-                discarded=zero,
+            query.initial_sample_state(spec.zeros())._replace(
+                update=spec.unflatten(tf.constant(direction, tf.float32))
             )
         )
 
@@ -196,7 +190,9 @@ class CanaryAudit:
             return
         if self.iterates == ALL:
             self._found = estimate_lib.Scores(
-                observed=self._best[0], unobserved=self._best[1]
+                observed=self._best[0],
+                unobserved=self._best[1],
+                null_std=self._canaries.size**-0.5,
             )
             return
         self._found = estimate_lib.Scores(

@@ -26,7 +26,9 @@ class Scores:
       observed: Float64 [k], the canaries that took part.
       unobserved: Float64 [k'], canaries that did not; None where their
         distribution is known: N(0, null_std^2).
-      null_std: See there.
+      null_std: The standard deviation of one score of one that did not take
+        part, 1/sqrt(d). With `unobserved`, whose scores may each be the best
+        of several, it only tells d; NaN stands for their own.
     """
 
     observed: np.ndarray
@@ -40,7 +42,7 @@ class Estimate:
 
     Attributes:
       epsilon: At `delta`.
-      low: The lower end of a 95 % interval, from the canaries' number alone.
+      low: The lower end of a 95 % interval (see `estimate`).
       high: The upper end.
       delta: At which.
       num_canaries: How many took part.
@@ -69,26 +71,44 @@ def estimate(scores: Scores, delta: float) -> Estimate:
     log((TPR - delta) / FPR) for a threshold's true and false positives, taken
     at the ends of their joint 95 % interval (Clopper and Pearson 1934).
 
+    The interval is that of the mean score, off by three independent errors:
+
+    - Of the K canaries: spread/sqrt(K).
+    - Of the scores' unit, the norm of what is not canaries. It is one number
+      for all canaries of a look, so that more canaries do not help. Of noise
+      that is equal in all d coordinates it is sigma chi_d, off by 1/sqrt(2d) of
+      itself, and the mean score by as much of itself. (The best of several
+      looks, each with a norm of its own, is off by that at most.)
+    - Of unobserved canaries, where these are measured: that of their mean,
+      and of their spread, by which scores are divided.
+
     Args:
       scores: At least two of each kind.
       delta: Strictly between 0 and 1.
     """
     delta = _validate.inside_unit_interval(delta=delta)
     observed = np.asarray(scores.observed, np.float64)
-    null_mean, null_std, null_error, others = 0.0, scores.null_std, 0.0, None
+    null_mean, null_std, others = 0.0, scores.null_std, None
     if scores.unobserved is not None:
         others = np.asarray(scores.unobserved, np.float64)
         null_mean, null_std = float(others.mean()), float(others.std(ddof=1))
-        null_error = 1 / math.sqrt(len(others))
         others = (others - null_mean) / null_std
+    one_look = null_std if math.isnan(scores.null_std) else scores.null_std
     # From here on in units of the null's standard deviation.
+    unit_error = float(observed.mean()) / null_std * one_look / math.sqrt(2)
     observed = (observed - null_mean) / null_std
     mean, spread = float(observed.mean()), float(observed.std(ddof=1))
     count = len(observed)
-    spread_error = math.hypot(spread / math.sqrt(2 * count), null_error)
+    null_error = null_spread_error = 0.0
+    if others is not None:
+        # How far each of them moves (mean - null_mean) / null_std.
+        moved = others + mean * (others**2 - 1) / 2
+        null_error = float(moved.std()) / math.sqrt(len(others))
+        null_spread_error = 1 / math.sqrt(len(others))
+    spread_error = math.hypot(spread / math.sqrt(2 * count), null_spread_error)
     taken = spread if spread > 1 + _SAME_SPREAD * spread_error else 1.0
-    error = _Z95 * math.hypot(spread / math.sqrt(count), null_error)
-    bound = _threshold_bound(observed, others, delta)
+    error = _Z95 * math.hypot(spread / math.sqrt(count), unit_error, null_error)
+    bound = _threshold_bound(observed - _Z95 * abs(unit_error), others, delta)
 
     def epsilon(of_mean: float) -> float:
         return gaussians.epsilon_of(of_mean / taken, 1.0, 0.0, 1.0, delta)
