@@ -19,6 +19,7 @@ from tfdp_fl.mechanisms import (
     client_weighting,
     noise,
 )
+from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 FAILURE_RULES = ("abort", "exclude")
 NON_TRAINABLE_STATES = ("aggregate", "keep")
@@ -58,6 +59,7 @@ class TrainingSetup:
         _check_replicas(self.num_replicas)
         if self.target is not None:
             _validate.instance_of(PrivacyTarget, target=self.target)
+        _check_protocol(self.secure_aggregation)
         mechanism = self.mechanism
         if callable(mechanism.noise_multiplier):
             mechanism = mechanism.with_noise_multiplier(
@@ -85,15 +87,6 @@ class TrainingSetup:
                 "client_weighting must be None with secure_aggregation, whose "
                 "members all count the same, got "
                 f"{self.client_weighting!r}."
-            )
-        if (
-            self.secure_aggregation is not None
-            and self.secure_aggregation.max_share_value < 1
-        ):
-            raise ValueError(
-                "secure_aggregation must have a max_share_value of at least 1, "
-                "which is what a client counts and hands in as well, got "
-                f"{self.secure_aggregation.max_share_value:g}."
             )
         mechanism.check(
             Deployment(
@@ -175,6 +168,18 @@ def _check_generator(
             f"noise_generator must be {noise.PHILOX!r} with {mechanism.name}, "
             "whose query draws the noise from TensorFlow's own random numbers, "
             f"got {generator!r}."
+        )
+
+
+def _check_protocol(protocol: Any) -> None:
+    if protocol is None:
+        return
+    _validate.instance_of(AdditiveSecretSharing, secure_aggregation=protocol)
+    if protocol.max_share_value < 1:
+        raise ValueError(
+            "secure_aggregation must have a max_share_value of at least 1, "
+            "which is what a client counts and hands in as well, got "
+            f"{protocol.max_share_value:g}."
         )
 
 
