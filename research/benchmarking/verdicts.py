@@ -208,18 +208,17 @@ def of_python(results: Results) -> Verdict | None:
         f"at most {100 * PYTHON_SHARE:.0f} %",
         share <= PYTHON_SHARE,
         "What stands between release and training, see what is left on the "
-        f"table.{_of_hooks(result, share)}",
+        f"table.{_of_hooks(result)}",
     )
 
 
-def _of_hooks(result: Any, share: float) -> str:
-    """Returns what of the time in Python is Keras's."""
+def _of_hooks(result: Any) -> str:
+    """Returns what of a round is Keras's own Python."""
     if "hooks_seconds" not in result:
         return ""
     return (
-        f" It is {milliseconds(share * result['seconds'])}, of which Keras's "
-        f"hooks alone, with as many values, take "
-        f"{milliseconds(result['hooks_seconds'])}."
+        " Keras's hooks alone, with as many values, take "
+        f"{milliseconds(result['hooks_seconds'])} of a round."
     )
 
 
