@@ -27,6 +27,21 @@ def _fit(fed, rounds=1, clients=None, **options):
     )
 
 
+def _clients_of_whom_one_fails(count):
+    """Returns clients of ten examples; the fourth's cannot be read."""
+    x, y = toy.arrays(10 * count)
+
+    def read(client):
+        if client == 3:
+            raise OSError("no answer")
+        rows = slice(10 * client, 10 * client + 10)
+        return x[rows], y[rows]
+
+    return tfdp_fl.datasets.FederatedDataset.from_client_fn(
+        list(range(count)), read
+    )
+
+
 class KerasTest(parameterized.TestCase):
     def test_learns_reports_saves_and_loads(self):
         fed = toy.federated(
@@ -438,17 +453,7 @@ class CohortTest(parameterized.TestCase):
 
     @parameterized.parameters("exclude", "abort")
     def test_a_client_that_fails(self, rule):
-        x, y = toy.arrays(400)
-
-        def read(client):
-            if client == 3:
-                raise OSError("no answer")
-            rows = slice(10 * client, 10 * client + 10)
-            return x[rows], y[rows]
-
-        clients = tfdp_fl.datasets.FederatedDataset.from_client_fn(
-            list(range(40)), read
-        )
+        clients = _clients_of_whom_one_fails(40)
         fed = toy.federated(
             _QUIET if rule == "exclude" else None,
             clients_per_round=20,
@@ -480,17 +485,7 @@ class CohortTest(parameterized.TestCase):
     def test_what_clients_sent_in_abandoned_rounds_is_charged(
         self, mechanism, charged
     ):
-        x, y = toy.arrays(200)
-
-        def read(client):
-            if client == 3:
-                raise OSError("no answer")
-            rows = slice(10 * client, 10 * client + 10)
-            return x[rows], y[rows]
-
-        clients = tfdp_fl.datasets.FederatedDataset.from_client_fn(
-            list(range(20)), read
-        )
+        clients = _clients_of_whom_one_fails(20)
         folder = self.enter_context(tempfile.TemporaryDirectory())
         path = f"{folder}/ledger.jsonl"
         fed = toy.federated(
