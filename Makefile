@@ -71,7 +71,7 @@ STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
 .PHONY: help stack train test stress stress-crashes stress-others newcomer \
-  lint types format benchmark jax-privacy notebooks docs docs-serve build-files \
+  lint types format benchmark jax-privacy notebooks docs docs-serve \
   requirements install clean distclean
 
 help:
@@ -87,7 +87,6 @@ help:
 	@echo "make jax-privacy   correlated noise beside jax-privacy's (3 minutes)"
 	@echo "make docs          build the documentation's site"
 	@echo "make docs-serve    build it, and show it on a local port"
-	@echo "make build-files   write the BUILD files from the imports"
 	@echo "make requirements  pin requirements*.txt anew from requirements/"
 	@echo "make clean         remove caches and build products"
 	@echo "make distclean     remove those, the virtual environments and runs"
@@ -165,8 +164,6 @@ $(DOCS_VENV)/.installed: requirements-docs.txt | $(UV_STAMP)
 	@$(INSTALL) $(DOCS_VENV) --require-hashes -r requirements-docs.txt
 	@touch $@
 
-build-files: $(STAMP)
-	$(BIN)/python tools/update_build_files.py --write
 
 install: $(STAMP)
 

@@ -54,8 +54,7 @@ setuptools.setup(
     name="tfdp_fl",
     version=_version(),
     description=(
-        "Client-level differential privacy for Keras models in federated "
-        "learning"
+        "Client-level differential privacy for Keras models in federated learning"
     ),
     long_description=_description(),
     long_description_content_type="text/markdown",

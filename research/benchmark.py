@@ -52,8 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--profile",
-        help="Only find out where the time of a round goes, of these "
-        "workloads (all).",
+        help="Only find out where the time of a round goes, of these workloads (all).",
     )
     parser.add_argument(
         "--quick",

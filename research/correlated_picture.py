@@ -237,9 +237,7 @@ class Runner:
         )
         fed.compile(
             optimizer=tf.keras.optimizers.SGD(CLIENT_RATE),
-            loss=tf.keras.losses.SparseCategoricalCrossentropy(
-                from_logits=True
-            ),
+            loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             # Only adds: the server's rate times the mean.
             server_optimizer=tf.keras.optimizers.SGD(rate),
         )
@@ -279,9 +277,7 @@ class Table:
         if path.exists():
             with path.open(newline="") as file:
                 # A line that an interrupt cut off is run again.
-                self.lines = [
-                    line for line in csv.DictReader(file) if line["seconds"]
-                ]
+                self.lines = [line for line in csv.DictReader(file) if line["seconds"]]
         self._write()
 
     def _write(self) -> None:
@@ -293,9 +289,7 @@ class Table:
     @staticmethod
     def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(
-            float(line[name])
-            if name in ("epsilon", "rate")
-            else str(line[name])
+            float(line[name]) if name in ("epsilon", "rate") else str(line[name])
             for name in _KEY
         )
 
@@ -405,9 +399,7 @@ def summary(plan: Plan, table: Table) -> list[dict[str, Any]]:
     return lines
 
 
-def draw(
-    plan: Plan, lines: Sequence[Mapping[str, Any]], path: pathlib.Path
-) -> None:
+def draw(plan: Plan, lines: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
     """Draws accuracy against epsilon, a panel for each b."""
     figure, all_axes = plots.pyplot().subplots(
         1, len(plan.groups), figsize=(5 * len(plan.groups), 3.8), squeeze=False
@@ -460,9 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         help="Values of b; by default 32 and 8.",
     )
-    parser.add_argument(
-        "--epsilons", type=float, nargs="+", help="By default 1 to 16."
-    )
+    parser.add_argument("--epsilons", type=float, nargs="+", help="By default 1 to 16.")
     chosen = parser.parse_args(arguments)
     plan = QUICK if chosen.quick else Plan()
     if chosen.groups:

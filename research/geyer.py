@@ -44,9 +44,7 @@ ACCURACY_FIGURE = "figure1.png"
 VARIANCE_FIGURE = "figure2.png"
 
 
-def names(
-    clients: Sequence[int] = CLIENTS, rows: Sequence[str] = ROWS
-) -> list[str]:
+def names(clients: Sequence[int] = CLIENTS, rows: Sequence[str] = ROWS) -> list[str]:
     """Returns the sweeps' names, the baseline first.
 
     Args:
@@ -124,9 +122,7 @@ def run_all(
     failed = []
     for name, config in configs.items():
         say(f"{name}: {config['description']}")
-        failed += sweeps.run_sweep(
-            config, root / name, say=say, verbose=verbose
-        )
+        failed += sweeps.run_sweep(config, root / name, say=say, verbose=verbose)
         write_results(root)
     return failed
 
@@ -177,9 +173,7 @@ class Row:
         accuracies = [run.result["accuracy"] for run in runs]
         private = first.settings.mechanism != "none"
         epsilons = {
-            by: max(run.result[f"epsilon_{by}"] for run in runs)
-            if private
-            else None
+            by: max(run.result[f"epsilon_{by}"] for run in runs) if private else None
             for by in ("rdp", "pld")
         }
         return cls(
@@ -189,9 +183,7 @@ class Row:
             accuracy=mean(accuracies),
             spread=statistics.stdev(accuracies) if len(runs) > 1 else None,
             communication_rounds=mean(r.result["rounds"] for r in runs),
-            communication_cost=mean(
-                sum(run.history["cohort_size"][1]) for run in runs
-            ),
+            communication_cost=mean(sum(run.history["cohort_size"][1]) for run in runs),
             delta=first.result["delta"] if private else None,
             epsilon_rdp=epsilons["rdp"],
             epsilon_pld=epsilons["pld"],
@@ -266,9 +258,7 @@ def write_results(output_dir: str | os.PathLike[str]) -> str:
         root / ACCURACY_FIGURE,
     )
     if NON_PRIVATE in finished:
-        figures.plot_update_variance(
-            finished[NON_PRIVATE][0], root / VARIANCE_FIGURE
-        )
+        figures.plot_update_variance(finished[NON_PRIVATE][0], root / VARIANCE_FIGURE)
     return table
 
 
@@ -321,9 +311,7 @@ def markdown(rows: Sequence[Row]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     if private:
-        shared = dict.fromkeys(
-            c for row in rows for c in row.caveats if c in common
-        )
+        shared = dict.fromkeys(c for row in rows for c in row.caveats if c in common)
         lines += ["", f"Caveats of every private row: {_listed(shared)}."]
     return "\n".join(lines) + "\n"
 

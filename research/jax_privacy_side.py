@@ -116,9 +116,7 @@ def _compared(
 
     rounds, most, gap = run
     started = time.perf_counter()
-    where = Participation(
-        rounds=rounds, min_separation=gap, max_participations=most
-    )
+    where = Participation(rounds=rounds, min_separation=gap, max_participations=most)
     made = strategy.make(where, Workload())
     our_seconds = time.perf_counter() - started
     c = np.zeros(rounds)
@@ -158,9 +156,7 @@ def _blt_coefficients(made: Any, rounds: int) -> Any:
     ).toeplitz_coefs(rounds)
 
 
-def _optimum(
-    run: tuple[int, int, int], strategy: correlated_noise.Strategy
-) -> float:
+def _optimum(run: tuple[int, int, int], strategy: correlated_noise.Strategy) -> float:
     """Returns error of the last model times sensitivity, by jax-privacy."""
     from jax_privacy.matrix_factorization import buffered_toeplitz, toeplitz
 
@@ -169,9 +165,7 @@ def _optimum(
         loss = buffered_toeplitz.LossFn.build_min_sep(
             n=rounds, error="max", min_sep=gap, max_participations=most
         )
-        blt, _ = buffered_toeplitz.optimize_loss(
-            loss, num_buffers=strategy.num_buffers
-        )
+        blt, _ = buffered_toeplitz.optimize_loss(loss, num_buffers=strategy.num_buffers)
         c = blt.toeplitz_coefs(rounds)
     else:
         c = toeplitz.optimize_banded_toeplitz(
@@ -197,8 +191,7 @@ def rows(largest: int, optima: int) -> Iterator[Row]:
             continue
         run = (rounds, most, gap)
         strategies: dict[str, correlated_noise.Strategy] = {
-            f"{count} bands": correlated_noise.BandedToeplitz(count)
-            for count in bands
+            f"{count} bands": correlated_noise.BandedToeplitz(count) for count in bands
         }
         for count in BUFFERS:
             strategies[f"{count} buffers"] = correlated_noise.BLT(count)

@@ -70,9 +70,7 @@ class Direction:
         self.rate = rate
         self.latency = latency
         self._free = 0.0  # When the wire has sent what it has.
-        self._waiting: collections.deque[tuple[float, bytes]] = (
-            collections.deque()
-        )
+        self._waiting: collections.deque[tuple[float, bytes]] = collections.deque()
 
     def send(self, packet: bytes, now: float) -> None:
         """Takes a packet of the kernel's, with its virtual header."""
@@ -95,9 +93,7 @@ class Direction:
 def _device(name: str) -> int:
     descriptor = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
     flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
-    fcntl.ioctl(
-        descriptor, _TUNSETIFF, struct.pack("16sH14x", name.encode(), flags)
-    )
+    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH14x", name.encode(), flags))
     fcntl.ioctl(descriptor, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     return descriptor
 

@@ -44,8 +44,7 @@ def _draw(found: Mapping[str, Any], path: str) -> None:
     names = {
         "alone": "one machine, in process",
         "no link": "two, by a worker on each, no network between",
-        "link": f"two, at {asked['megabits']:g} Mbit/s and "
-        f"{asked['latency_ms']:g} ms",
+        "link": f"two, at {asked['megabits']:g} Mbit/s and {asked['latency_ms']:g} ms",
     }
     figure, axes = plots.pyplot().subplots(figsize=(7, 4))
     for color, side in zip(plots.COLORS, second_machine.SIDES, strict=False):

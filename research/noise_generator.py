@@ -46,9 +46,7 @@ def _model(width: int, generator: str, site: str) -> tfdp_fl.DPFederatedModel:
                 layers.Dense(10),
             ]
         ),
-        tfdp_fl.FixedClipping(
-            clip_norm=0.5, noise_multiplier=1.0, noise_site=site
-        ),
+        tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0, noise_site=site),
         _CLIENTS.value,
         "fixed_size",
         noise_generator=generator,
@@ -102,9 +100,7 @@ def main(_: list[str]) -> None:
         rows = {
             "drawing alone": {
                 **{name: _draw(size, name) for name in noise.GENERATORS},
-                noise.EXACT: lambda size=size: exact_gaussian.rounded(
-                    2.0**20, size
-                ),
+                noise.EXACT: lambda size=size: exact_gaussian.rounded(2.0**20, size),
             }
         }
         for site in ("server", "client") if size < 10**6 else ("server",):
@@ -120,8 +116,7 @@ def main(_: list[str]) -> None:
             took = _medians(calls)
             fast = took.pop(noise.PHILOX)
             others = " | ".join(
-                f"{1e3 * slow:.3g} ms | {slow / fast:.2g}"
-                for slow in took.values()
+                f"{1e3 * slow:.3g} ms | {slow / fast:.2g}" for slow in took.values()
             )
             print(
                 f"| {size} | {what} | {1e3 * fast:.3g} ms | {others} |",

@@ -289,9 +289,7 @@ _QUICK = flags.DEFINE_bool(
 )
 
 
-def read_config(
-    name: str, data_path: str | None, quick: bool
-) -> dict[str, Any]:
+def read_config(name: str, data_path: str | None, quick: bool) -> dict[str, Any]:
     """Returns a sweep's configuration.
 
     Raises:
@@ -307,9 +305,7 @@ def read_config(
         config["base"]["data_path"] = data_path
     if quick:
         config["seeds"] = config["seeds"][:1]
-        config["base"]["rounds"] = config["base"]["validation_freq"] = (
-            _QUICK_ROUNDS
-        )
+        config["base"]["rounds"] = config["base"]["validation_freq"] = _QUICK_ROUNDS
         grid = config.get("grid", {})
         if "rounds" in grid:
             grid["rounds"] = [_QUICK_ROUNDS, 2 * _QUICK_ROUNDS]
@@ -324,8 +320,7 @@ def points(line: Line, runs: Sequence[Run], y: str) -> dict[Any, list[float]]:
         settings = run.settings
         rounds, values = run.history.get(y, ([], []))
         if not values or any(
-            getattr(settings, name) != value
-            for name, value in line.where.items()
+            getattr(settings, name) != value for name, value in line.where.items()
         ):
             continue
         if line.x == ROUND:
@@ -365,9 +360,7 @@ def draw(
             color = colors.setdefault(line.label, plots.COLORS[len(colors)])
             _draw_line(axes, line, points(line, there, panel.y), color)
         if panel.guessing is not None:
-            axes.axhline(
-                panel.guessing, color="gray", linestyle="--", label="guessing"
-            )
+            axes.axhline(panel.guessing, color="gray", linestyle="--", label="guessing")
         if panel.log:
             axes.set_xscale("log")
         if panel.ticks:
@@ -397,9 +390,7 @@ def _draw_line(
     if line.x == LEVEL:
         axes.axhline(max(means), linestyle=":", **look)
         return
-    spread = [
-        statistics.stdev(at[each]) if len(at[each]) > 1 else 0.0 for each in x
-    ]
+    spread = [statistics.stdev(at[each]) if len(at[each]) > 1 else 0.0 for each in x]
     if line.x == ROUND:
         axes.plot(x, means, **look)
         low = [m - s for m, s in zip(means, spread, strict=True)]

@@ -68,9 +68,7 @@ _CONFIGS = flags.DEFINE_string(
     str(pathlib.Path(__file__).parent / "configs" / "geyer"),
     "The directory of the sweeps' configurations.",
 )
-_VERBOSE = flags.DEFINE_integer(
-    "verbose", 0, "1 a progress bar, 2 a line a round."
-)
+_VERBOSE = flags.DEFINE_integer("verbose", 0, "1 a progress bar, 2 a line a round.")
 
 
 def main(argv: Sequence[str]) -> None:

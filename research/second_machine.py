@@ -161,9 +161,7 @@ def _worker(core: int, before: Sequence[str] = ()) -> Iterator[int]:
         "TF_NUM_INTRAOP_THREADS": "1",
     }
     command = [local_worker.worker_binary(), f"--port={port}"]
-    with _started(
-        core, command, before, env=environment, stderr=subprocess.DEVNULL
-    ):
+    with _started(core, command, before, env=environment, stderr=subprocess.DEVNULL):
         yield port
 
 
@@ -186,9 +184,7 @@ class _Asked:
 def _asked(stack: contextlib.ExitStack, core: int, **what: Any) -> _Asked:
     command = [sys.executable, __file__, json.dumps(what)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return _Asked(
-        stack.enter_context(_started(core, command, text=True, **pipes))
-    )
+    return _Asked(stack.enter_context(_started(core, command, text=True, **pipes)))
 
 
 def _link_rate(far: link.Link, core: int) -> float:

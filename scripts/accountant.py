@@ -382,9 +382,7 @@ def _draw(plan: planner.Plan, path: str) -> None:
         for accountant in _ACCOUNTANT.value:
             points = 200 if accountant == "rdp" else 12
             try:
-                curve = list(
-                    planner.epsilon_curve(plan, sampling, accountant, points)
-                )
+                curve = list(planner.epsilon_curve(plan, sampling, accountant, points))
             except (ValueError, NotImplementedError):
                 continue  # The table above says why.
             curve = [(t, e) for t, e in curve if math.isfinite(e)]
@@ -426,9 +424,7 @@ def _print_table(rows: Iterable[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [row[0].ljust(widths[0])]
-        cells += [
-            cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)
-        ]
+        cells += [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
         print("  " + "  ".join(cells).rstrip())
 
 

@@ -39,9 +39,7 @@ from tfdp_fl.runtimes import errors
 
 # An audit is one fit, and saves nothing to go on from.
 _LEFT_OUT = {"checkpoint_every", "validation_freq", "secure_aggregation"}
-setting_flags.define(
-    {field.name for field in dataclasses.fields(Settings)} - _LEFT_OUT
-)
+setting_flags.define({field.name for field in dataclasses.fields(Settings)} - _LEFT_OUT)
 
 _NUM_CANARIES = flags.DEFINE_integer(
     "num_canaries", 1000, "K; a thousand tell epsilon to about a tenth."

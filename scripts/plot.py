@@ -41,12 +41,9 @@ _AGAINST = flags.DEFINE_enum(
 _GROUP_BY = flags.DEFINE_list(
     "group_by",
     [],
-    "chart: settings by which runs belong together, as in "
-    "mechanism,target_epsilon.",
+    "chart: settings by which runs belong together, as in mechanism,target_epsilon.",
 )
-_OUTPUT = flags.DEFINE_string(
-    "output", "chart.png", "chart: the .png or .pdf file."
-)
+_OUTPUT = flags.DEFINE_string("output", "chart.png", "chart: the .png or .pdf file.")
 _ROWS = flags.DEFINE_list(
     "rows", [], "table: columns of summary.csv that make its rows."
 )

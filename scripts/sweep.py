@@ -50,12 +50,8 @@ _SET = flags.DEFINE_multi_string(
     "name=value: replaces what the configuration's base has, such as "
     "--set=data_path=mnist.npz; several may be given.",
 )
-_DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Check and list the runs, and run none."
-)
-_VERBOSE = flags.DEFINE_integer(
-    "verbose", 0, "1 a progress bar, 2 a line a round."
-)
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check and list the runs, and run none.")
+_VERBOSE = flags.DEFINE_integer("verbose", 0, "1 a progress bar, 2 a line a round.")
 
 _GROUPS = {
     "What to run": ("config", "set", "mechanism_module"),

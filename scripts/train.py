@@ -128,8 +128,7 @@ def main(argv: Sequence[str]) -> None:
         saved = os.path.join(output_dir, run_directory.CHECKPOINT)
         sys.exit(
             f"train.py: {error}\nThe round did not happen and nothing was "
-            "charged for it."
-            + (" --resume goes on." if os.path.isdir(saved) else "")
+            "charged for it." + (" --resume goes on." if os.path.isdir(saved) else "")
         )
     except KeyboardInterrupt:  # While files were written, at the end.
         sys.exit("train.py: interrupted; --resume goes on.")

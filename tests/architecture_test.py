@@ -73,14 +73,10 @@ class ArchitectureTest(absltest.TestCase):
 
         def followed(self, *arguments):
             result = []
-            found.extend(
-                _first_calls(lambda: result.append(whole(self, *arguments)))
-            )
+            found.extend(_first_calls(lambda: result.append(whole(self, *arguments))))
             return result[0]
 
-        with absltest.mock.patch.object(
-            round_loop.RoundLoop, "_round", followed
-        ):
+        with absltest.mock.patch.object(round_loop.RoundLoop, "_round", followed):
             fed.fit(toy.clients(8, 4), rounds=1, batch_size=4, verbose=0)
         self.assertEqual([each for each in found if each in told], told)
 

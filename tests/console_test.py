@@ -78,12 +78,9 @@ class RunTest(absltest.TestCase):
 
 class GroupsTest(absltest.TestCase):
     def test_every_setting_is_in_one_group(self):
-        grouped = [
-            name for names in settings.groups().values() for name in names
-        ]
+        grouped = [name for names in settings.groups().values() for name in names]
         fields = [
-            field.name
-            for field in settings.dataclasses.fields(settings.Settings)
+            field.name for field in settings.dataclasses.fields(settings.Settings)
         ]
         self.assertCountEqual(grouped, fields)
         self.assertNotIn("", settings.groups())
@@ -99,13 +96,9 @@ class GroupsTest(absltest.TestCase):
         ):
             text = (programs.ROOT / "scripts" / f"{name}.py").read_text("utf-8")
             defined = re.findall(r'DEFINE_\w+\(\s*"(\w+)"', text)
-            (groups,) = re.findall(
-                r"^_GROUPS = (\{.*?^\}|\{.*?\}$)", text, re.M | re.S
-            )
+            (groups,) = re.findall(r"^_GROUPS = (\{.*?^\}|\{.*?\}$)", text, re.M | re.S)
             for flag in defined:
-                self.assertEqual(
-                    len(re.findall(rf'"{flag}"', groups)), 1, (name, flag)
-                )
+                self.assertEqual(len(re.findall(rf'"{flag}"', groups)), 1, (name, flag))
 
 
 class FlagTest(absltest.TestCase):

@@ -44,16 +44,12 @@ class InterruptsTest(parameterized.TestCase):
             os.kill(os.getpid(), signal.SIGINT)
             done.append("never")
         self.assertEqual(done, [])
-        self.assertIs(
-            signal.getsignal(signal.SIGINT), signal.default_int_handler
-        )
+        self.assertIs(signal.getsignal(signal.SIGINT), signal.default_int_handler)
 
     def test_an_error_in_the_block_is_what_is_raised(self):
         with self.assertRaises(ValueError), _interrupts.after_the_block():
             raise ValueError
-        self.assertIs(
-            signal.getsignal(signal.SIGINT), signal.default_int_handler
-        )
+        self.assertIs(signal.getsignal(signal.SIGINT), signal.default_int_handler)
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
     def test_an_error_in_the_block_loses_no_signal(self, number):
@@ -154,9 +150,7 @@ class InterruptsTest(parameterized.TestCase):
                     raise SystemError("a result with an exception") from None
 
         with self.assertRaises(KeyboardInterrupt):
-            fed.fit(
-                toy.clients(), rounds=2, verbose=0, callbacks=[Interrupted()]
-            )
+            fed.fit(toy.clients(), rounds=2, verbose=0, callbacks=[Interrupted()])
 
     def test_another_thread_may(self):
         done = []

@@ -27,9 +27,7 @@ class BalancedSoftmaxCrossentropyTest(parameterized.TestCase):
         logits = rng.normal(size=(7, 5), scale=2).astype(np.float32)
         expected = _reference(labels, logits, smoothing)
         loss = tfdp_fl.losses.BalancedSoftmaxCrossentropy(smoothing)
-        np.testing.assert_allclose(
-            loss.call(labels, logits), expected, rtol=1e-5
-        )
+        np.testing.assert_allclose(loss.call(labels, logits), expected, rtol=1e-5)
         np.testing.assert_allclose(
             loss(labels[:, None], logits), expected.mean(), rtol=1e-5
         )

@@ -38,12 +38,8 @@ class ReadmeTest(absltest.TestCase):
             finally:
                 os.chdir(before)
         figures = r"accuracy (0\.\d+), epsilon (\d+\.\d+)"
-        accuracy, epsilon = map(
-            float, re.search(figures, out.getvalue()).groups()
-        )
-        told_accuracy, told_epsilon = map(
-            float, re.search(figures, shown).groups()
-        )
+        accuracy, epsilon = map(float, re.search(figures, out.getvalue()).groups())
+        told_accuracy, told_epsilon = map(float, re.search(figures, shown).groups())
         self.assertLessEqual(epsilon, 2.0)
         self.assertEqual(epsilon, told_epsilon)
         # Fresh noise every time: unseeded runs spread over about 0.02.
@@ -57,9 +53,7 @@ class ReadmeTest(absltest.TestCase):
         self.assertEqual(missing, [])
 
     def test_commands_name_programs_and_flags_that_are_there(self):
-        commands = re.findall(
-            r"python (scripts/\w+\.py)((?: .*\\\n)*.*)", _README
-        )
+        commands = re.findall(r"python (scripts/\w+\.py)((?: .*\\\n)*.*)", _README)
         self.assertNotEmpty(commands)
         names = {*Settings.__dataclass_fields__, "output_dir", "overwrite"}
         for program, flags in commands:

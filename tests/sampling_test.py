@@ -75,9 +75,7 @@ class StatisticsTest(parameterized.TestCase):
         n, m, rounds = 30, 6, 6000
         drawn = self._memberships("poisson", n, m, rounds)
         q = m / n
-        pairs = sum(
-            (drawn[:, i] & drawn[:, (i + 1) % n]).sum() for i in range(n)
-        )
+        pairs = sum((drawn[:, i] & drawn[:, (i + 1) % n]).sum() for i in range(n))
         variance = n * rounds * (q**2 * (1 - q**2) + 2 * q**3 * (1 - q))
         score = (pairs - n * rounds * q**2) / np.sqrt(variance)
         self.assertGreater(2 * stats.norm.sf(abs(score)), _FALSE_ALARM)
@@ -116,10 +114,7 @@ class SamplerTest(parameterized.TestCase):
             np.testing.assert_array_equal(other.cohort(t), forward[t])
         different = sampling.make_sampler(name, 100, 20, seed=4)
         self.assertFalse(
-            all(
-                np.array_equal(different.cohort(t), forward[t])
-                for t in range(12)
-            )
+            all(np.array_equal(different.cohort(t), forward[t]) for t in range(12))
         )
 
     @parameterized.parameters(*_SAMPLINGS)
@@ -219,9 +214,7 @@ class CyclicTest(parameterized.TestCase):
     @parameterized.product(
         name=["cyclic", "cyclic_poisson"], seed=[None, 3], n=[40, 43]
     )
-    def test_a_client_s_released_rounds_are_far_enough_apart(
-        self, name, seed, n
-    ):
+    def test_a_client_s_released_rounds_are_far_enough_apart(self, name, seed, n):
         sampler = sampling.make_sampler(name, n, 7, seed, num_groups=5)
         cohorts = self._released(sampler, 60, lambda t: t % 7 in (2, 3, 5))
         self._check_gaps(cohorts, n, 5)
@@ -245,18 +238,14 @@ class CyclicTest(parameterized.TestCase):
         sampler = sampling.make_sampler("cyclic", 20, 5)
         self.assertEqual(sampler.num_groups, 4)
         cohorts = self._released(sampler, 4)
-        np.testing.assert_array_equal(
-            np.sort(np.concatenate(cohorts)), np.arange(20)
-        )
+        np.testing.assert_array_equal(np.sort(np.concatenate(cohorts)), np.arange(20))
 
     def test_random_cohorts_have_the_probability_that_is_charged(self):
         # 8000 rounds of 4 groups; every client is drawn Binomial(2000, .3). A
         # probability larger by a tenth would give a chi of about 410, and 120
         # is where the test fails.
         n, rounds, groups, m = 43, 8000, 4, 3
-        sampler = sampling.make_sampler(
-            "cyclic_poisson", n, m, num_groups=groups
-        )
+        sampler = sampling.make_sampler("cyclic_poisson", n, m, num_groups=groups)
         counts = np.zeros(n)
         for t in range(rounds):
             cohort = sampler.cohort(t)

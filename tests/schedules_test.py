@@ -28,9 +28,7 @@ class ValueAtTest(parameterized.TestCase):
         self.assertEqual(schedule, (1.0, 2.0, 5.0))
 
     def test_a_sequence_that_ends_too_early(self):
-        with self.assertRaisesRegex(
-            ValueError, "m is a sequence of 2.*round 2"
-        ):
+        with self.assertRaisesRegex(ValueError, "m is a sequence of 2.*round 2"):
             schedules.value_at([1.0, 2.0], 2, "m")
 
     @parameterized.parameters(None, "3", True, ([1.0],))

@@ -23,8 +23,8 @@ from packaging import markers, requirements, specifiers, utils
 from packaging import version as version_lib
 
 from tfdp_fl import version
-from tools import update_build_files
 
+_OURS = ("tfdp_fl", "tfdp_fl_scripts", "scripts", "research", "tests", "tools")
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PINNED_FILES = ("requirements-full.txt", "requirements-current.txt")
 # Each pinned file's Pythons, and what it is resolved from.
@@ -78,9 +78,7 @@ def _wanted(name: str) -> dict[str, requirements.Requirement]:
 def _pinned_lines(name: str) -> list[str]:
     """Returns the logical lines of a pinned file, hashes included."""
     text = (_ROOT / name).read_text(encoding="utf-8").replace("\\\n", " ")
-    return [
-        line for line in text.splitlines() if not line.strip().startswith("#")
-    ]
+    return [line for line in text.splitlines() if not line.strip().startswith("#")]
 
 
 def _pins(name: str, python: str) -> dict[str, str]:
@@ -119,9 +117,7 @@ class SetupTest(absltest.TestCase):
         self.assertIn(f"\n## {version.__version__}", changelog)
 
     def test_python_range(self):
-        supported = specifiers.SpecifierSet(
-            _setup_arguments()["python_requires"]
-        )
+        supported = specifiers.SpecifierSet(_setup_arguments()["python_requires"])
         for python in ("3.10.0", "3.10.13", "3.11.7", "3.12.1", "3.13.0"):
             self.assertIn(python, supported)
         for python in ("3.9.18", "3.14.0"):
@@ -133,12 +129,8 @@ class SetupTest(absltest.TestCase):
             for path in (_ROOT / "tfdp_fl").rglob("*.py")
         }
         arguments = _setup_arguments()
-        self.assertEqual(
-            {*arguments["packages"]}, folders | {"tfdp_fl_scripts"}
-        )
-        self.assertEqual(
-            arguments["package_dir"], {"tfdp_fl_scripts": "scripts"}
-        )
+        self.assertEqual({*arguments["packages"]}, folders | {"tfdp_fl_scripts"})
+        self.assertEqual(arguments["package_dir"], {"tfdp_fl_scripts": "scripts"})
 
     def test_console_scripts_point_to_functions(self):
         entries = _setup_arguments()["entry_points"]["console_scripts"]
@@ -162,9 +154,7 @@ class SetupTest(absltest.TestCase):
             path = _ROOT / (module.replace("tfdp_fl_scripts.", "scripts/"))
             tree = ast.parse(path.with_suffix(".py").read_text("utf-8"))
             functions = {
-                node.name
-                for node in tree.body
-                if isinstance(node, ast.FunctionDef)
+                node.name for node in tree.body if isinstance(node, ast.FunctionDef)
             }
             self.assertIn(function, functions, msg=entry)
 
@@ -210,19 +200,22 @@ class SetupTest(absltest.TestCase):
         undeclared = []
         for top in ("tfdp_fl", "scripts", "research"):
             for path in sorted((_ROOT / top).rglob("*.py")):
-                imports = update_build_files.imported_modules(
-                    path.read_text(encoding="utf-8"), "tfdp_fl"
-                )
-                for module in {name.split(".")[0] for name, _ in imports}:
-                    if module in sys.stdlib_module_names or module in (
-                        *update_build_files.PYTHON_FOLDERS,
-                        "",
-                    ):
-                        continue
+                for module in _imported(path) - {*sys.stdlib_module_names, *_OURS}:
                     distribution = _DISTRIBUTIONS.get(module, module)
                     if utils.canonicalize_name(distribution) not in declared:
                         undeclared.append(f"{path.name} imports {module}")
         self.assertEqual(undeclared, [])
+
+
+def _imported(path: pathlib.Path) -> set[str]:
+    """Returns the top-level packages that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module)
+    return {name.split(".")[0] for name in found}
 
 
 class BuiltTest(absltest.TestCase):
@@ -328,9 +321,7 @@ class PinnedRequirementsTest(parameterized.TestCase):
         self.assertIsNone(re.search(r"://|index|find-links|file:| /\w", text))
 
     @parameterized.parameters(
-        (file, python)
-        for file, (pythons, _) in _STACKS.items()
-        for python in pythons
+        (file, python) for file, (pythons, _) in _STACKS.items() for python in pythons
     )
     def test_pins_are_what_is_asked_for(self, file, python):
         pins = _pins(file, python)

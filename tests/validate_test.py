@@ -47,9 +47,7 @@ class NumbersTest(parameterized.TestCase):
                 check(rounds=value)
 
     def test_a_number_of_things_fits_into_64_bits(self):
-        with self.assertRaisesRegex(
-            ValueError, r"^rounds must be below 2\*\*63"
-        ):
+        with self.assertRaisesRegex(ValueError, r"^rounds must be below 2\*\*63"):
             _validate.positive_integer(rounds=2**63)
 
     def test_numpy_numbers_become_pythons(self):

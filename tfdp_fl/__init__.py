@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 # few people enter the other rooms.
 _ROOMS = {
     "accounting": lambda: importlib.import_module("tfdp_fl.accounting"),
-    "correlated_noise": lambda: importlib.import_module(
-        "tfdp_fl.correlated_noise"
-    ),
+    "correlated_noise": lambda: importlib.import_module("tfdp_fl.correlated_noise"),
     "datasets": lambda: importlib.import_module("tfdp_fl.datasets"),
     "keras": lambda: importlib.import_module("tfdp_fl.keras"),
     "losses": lambda: importlib.import_module("tfdp_fl.losses"),

@@ -119,9 +119,7 @@ def _flag_lines(flag: Any) -> list[str]:
     text = flag.help.removeprefix(f"<{'|'.join(values or ())}>: ")
     head = f"  --{'[no]' if flag.boolean else ''}{flag.name}{kind}"
     return [
-        *textwrap.wrap(
-            head, 79, subsequent_indent=" " * 6, break_long_words=False
-        ),
+        *textwrap.wrap(head, 79, subsequent_indent=" " * 6, break_long_words=False),
         *textwrap.wrap(
             f"{text}{shown}",
             79,

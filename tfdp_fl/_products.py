@@ -14,9 +14,7 @@ def are_float32() -> bool:
     precision can be told to round the factors to fewer bits.
     """
     modes = ("ONEDNN_DEFAULT_FPMATH_MODE", "TF_SET_ONEDNN_FPMATH_MODE")
-    if any(
-        os.environ.get(name, "STRICT") not in ("", "STRICT") for name in modes
-    ):
+    if any(os.environ.get(name, "STRICT") not in ("", "STRICT") for name in modes):
         return False
     options = tf.config.optimizer.get_experimental_options()
     if any(options[name] for name in options if "mixed_precision" in name):

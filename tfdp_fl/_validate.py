@@ -44,9 +44,7 @@ def positive(**checked: Any) -> float:
 
 def non_negative(**checked: Any) -> float:
     """Returns a finite number of at least zero, or raises."""
-    return _number(
-        checked, "a number of at least 0", lambda n: 0 <= n < math.inf
-    )
+    return _number(checked, "a number of at least 0", lambda n: 0 <= n < math.inf)
 
 
 def finite(**checked: Any) -> float:
@@ -56,9 +54,7 @@ def finite(**checked: Any) -> float:
 
 def inside_unit_interval(**checked: Any) -> float:
     """Returns a number strictly between 0 and 1, or raises."""
-    return _number(
-        checked, "a number strictly between 0 and 1", lambda n: 0 < n < 1
-    )
+    return _number(checked, "a number strictly between 0 and 1", lambda n: 0 < n < 1)
 
 
 def probability(**checked: Any) -> float:
@@ -90,9 +86,7 @@ def one_of(allowed: Iterable[Any], **checked: Any) -> Any:
     allowed = tuple(allowed)
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(
-            f"{name} must be one of {choices}, got {_shown(value)}."
-        )
+        raise ValueError(f"{name} must be one of {choices}, got {_shown(value)}.")
     return value
 
 
@@ -103,8 +97,7 @@ def instance_of(types: type | tuple[type, ...], **checked: Any) -> Any:
         types = types if isinstance(types, tuple) else (types,)
         names = " or ".join(type_.__name__ for type_ in types)
         raise TypeError(
-            f"{name} must be a {names}, got {_in_short(value)}"
-            f"{type(value).__name__}."
+            f"{name} must be a {names}, got {_in_short(value)}{type(value).__name__}."
         )
     return value
 

@@ -82,9 +82,7 @@ class BalancedSoftmaxCrossentropy(tf.keras.losses.Loss):
         classes = logits.shape[-1]
         ones = tf.one_hot(tf.reshape(labels, [-1]), classes, dtype=logits.dtype)
         smoothing = tf.cast(self.smoothing, logits.dtype)
-        prior = (tf.reduce_mean(ones, axis=0) + smoothing) / (
-            1 + classes * smoothing
-        )
+        prior = (tf.reduce_mean(ones, axis=0) + smoothing) / (1 + classes * smoothing)
         return tf.nn.sparse_softmax_cross_entropy_with_logits(
             labels, logits + tf.math.log(prior)
         )

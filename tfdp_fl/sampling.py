@@ -94,9 +94,7 @@ class CohortSampler(abc.ABC):
         if seed is not None:
             seed = _validate.non_negative_integer(seed=seed)
         self._seed = seed
-        clients_per_round = self._clients_per_round = schedules.fixed(
-            clients_per_round
-        )
+        clients_per_round = self._clients_per_round = schedules.fixed(clients_per_round)
         self._last_charge: charge_lib.RoundCharge | None = None
         if schedules.is_constant(clients_per_round):
             self._checked(clients_per_round)
@@ -206,22 +204,16 @@ class CohortSampler(abc.ABC):
 
     def _generator(self, round_index: int) -> np.random.Generator:
         if self._seed is None:
-            entropy = np.frombuffer(
-                secrets.token_bytes(_ENTROPY_BYTES), np.uint32
-            )
+            entropy = np.frombuffer(secrets.token_bytes(_ENTROPY_BYTES), np.uint32)
             return np.random.default_rng(np.random.SeedSequence(entropy))
         words = [self._seed, _STREAM, round_index]
         if self.repeated_rounds:
             words.append(self.repeated_rounds)
         return np.random.default_rng(np.random.SeedSequence(words))
 
-    def _without_replacement(
-        self, rng: np.random.Generator, size: int
-    ) -> np.ndarray:
+    def _without_replacement(self, rng: np.random.Generator, size: int) -> np.ndarray:
         # Floyd's algorithm in NumPy: time and memory O(size), not O(N).
-        drawn = rng.choice(
-            self._num_clients, size=size, replace=False, shuffle=False
-        )
+        drawn = rng.choice(self._num_clients, size=size, replace=False, shuffle=False)
         return np.sort(drawn.astype(np.int64))
 
 
@@ -271,9 +263,7 @@ class ShuffledSampler(CohortSampler):
         seed: int | None = None,
     ):
         super().__init__(num_clients, clients_per_round, seed)
-        self._cohorts = pass_cohorts.PassCohorts(
-            num_clients, self._clients_per_round
-        )
+        self._cohorts = pass_cohorts.PassCohorts(num_clients, self._clients_per_round)
         self._key = None if seed is not None else secrets.token_hex(32)
         # Public, and says nothing of the order: tells the ledger which rounds
         # follow the same one.
@@ -287,9 +277,7 @@ class ShuffledSampler(CohortSampler):
             first = self._seed
             if first is None:
                 first = int(self._key or "", 16)
-            rng = np.random.default_rng(
-                np.random.SeedSequence([first, _STREAM, index])
-            )
+            rng = np.random.default_rng(np.random.SeedSequence([first, _STREAM, index]))
             self._order = (index, rng.permutation(self._num_clients))
         return np.sort(self._order[1][start:stop].astype(np.int64))
 
@@ -414,13 +402,9 @@ class CyclicSampler(CohortSampler):
             first = self._seed
             if first is None:
                 first = int(cast(str, self._key), 16)
-            rng = np.random.default_rng(
-                np.random.SeedSequence([first, _GROUP_STREAM])
-            )
+            rng = np.random.default_rng(np.random.SeedSequence([first, _GROUP_STREAM]))
             self._order = rng.permutation(self._num_clients)
-        return self._order[
-            self._released % self._num_groups :: self._num_groups
-        ]
+        return self._order[self._released % self._num_groups :: self._num_groups]
 
     def cohort(self, round_index: int) -> np.ndarray:
         """See base class.

@@ -82,9 +82,7 @@ def value_at(schedule: Schedule, round_index: int, name: str) -> float:
     return value
 
 
-def checked(
-    schedule: Schedule, check: Callable[..., float], name: str
-) -> Schedule:
+def checked(schedule: Schedule, check: Callable[..., float], name: str) -> Schedule:
     """Returns a schedule whose values passed a check, sequences as tuples.
 
     A callable is checked for round 0 here and for every other round when its

@@ -19,16 +19,14 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 # What people use, in the order of the pages, with a line for each.
 _ROOMS = {
     "tfdp_fl": "Mechanisms, the model, and what makes it private.",
-    "tfdp_fl.keras.callbacks": "Callbacks that know about rounds; "
-    "`tfdp_fl.callbacks`.",
+    "tfdp_fl.keras.callbacks": "Callbacks that know about rounds; `tfdp_fl.callbacks`.",
     "tfdp_fl.datasets": "Who holds what, and the loaders.",
     "tfdp_fl.accounting": "What it cost, or would cost.",
     "tfdp_fl.auditing": "Attacks on one's own run.",
     "tfdp_fl.features": "Fixed, public features as Keras layers.",
     "tfdp_fl.losses": "Losses for clients with few of the classes.",
     "tfdp_fl.mechanisms": "What a mechanism is made of.",
-    "tfdp_fl.correlated_noise": "The mathematics of noise correlated across "
-    "rounds.",
+    "tfdp_fl.correlated_noise": "The mathematics of noise correlated across rounds.",
     "tfdp_fl.sampling": "Who is drawn in a round.",
     "tfdp_fl.runtimes": "Workers on this machine and on others.",
     "tfdp_fl.aggregators": "TFF aggregation factories.",

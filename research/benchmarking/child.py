@@ -25,9 +25,7 @@ def make(kind: str, options: dict[str, Any]) -> Any:
         from research.benchmarking import products_side
 
         return products_side.ProductsSide(**options)
-    raise ValueError(
-        f"kind must be 'engine', 'tff' or 'products', got {kind!r}."
-    )
+    raise ValueError(f"kind must be 'engine', 'tff' or 'products', got {kind!r}.")
 
 
 def serve(kind: str, options: dict[str, Any]) -> None:

@@ -410,15 +410,11 @@ class EngineSide:
         """
         made = self._runs[run]
         if not made.rounds:
-            made.rounds = int(
-                np.clip(seconds / made.estimate, min_rounds, max_rounds)
-            )
+            made.rounds = int(np.clip(seconds / made.estimate, min_rounds, max_rounds))
             made.fit(made.rounds)
         return made.fit(made.rounds)
 
-    def reading(
-        self, workload: str, population: int, folder: str
-    ) -> list[float]:
+    def reading(self, workload: str, population: int, folder: str) -> list[float]:
         """Returns what reading a cohort takes by itself, in seconds.
 
         Args:
@@ -539,9 +535,7 @@ class EngineSide:
             "test_bytes": test,
         }
 
-    def mnist_accuracy(
-        self, path: str, policy: str, seed: int, rounds: int
-    ) -> float:
+    def mnist_accuracy(self, path: str, policy: str, seed: int, rounds: int) -> float:
         """Returns the test accuracy of the MLP, with noise, after training.
 
         On MNIST among 100 clients, of whom 50 train in a round.
@@ -572,9 +566,7 @@ class EngineSide:
             loss=workloads.loss(),
             metrics=workloads.metrics(),
         )
-        federated_model.fit(
-            clients, rounds=rounds, batch_size=60, verbose=0, seed=seed
-        )
+        federated_model.fit(clients, rounds=rounds, batch_size=60, verbose=0, seed=seed)
         return float(federated_model.evaluate(*test, verbose=0)[1])
 
     def profile(self, run: str) -> dict[str, Any]:

@@ -57,9 +57,7 @@ def description() -> dict[str, str]:
         "processor": model,
         "cores": str(cores()),
         "memory": f"{memory / 2**30:.0f} GiB",
-        "software": ", ".join(
-            [f"Python {platform.python_version()}", *versions]
-        ),
+        "software": ", ".join([f"Python {platform.python_version()}", *versions]),
     }
 
 

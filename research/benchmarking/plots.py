@@ -170,6 +170,4 @@ def _draw_memory(result: Any, axes: Any) -> None:
             "o-",
             label=f"{mechanism}, {way}, {size / 2**20:.0f} MiB",
         )
-    axes.axhline(
-        verdicts.COPIES_PER_REPLICA, color="gray", linestyle=":", label="bar"
-    )
+    axes.axhline(verdicts.COPIES_PER_REPLICA, color="gray", linestyle=":", label="bar")

@@ -57,9 +57,7 @@ class Side:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         # A child that was started in another folder finds this package too.
         root = str(pathlib.Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(
-            filter(None, [root, os.environ.get("PYTHONPATH")])
-        )
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [
                 python,

@@ -134,9 +134,7 @@ class ProductsSide:
         threading.set_intra_op_parallelism_threads(cores if split else 1)
         threading.set_inter_op_parallelism_threads(cores)
         # Nothing that does not change is moved out of the loop.
-        tf.config.optimizer.set_experimental_options(
-            {"disable_meta_optimizer": True}
-        )
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
         self._pool = concurrent.futures.ThreadPoolExecutor(self._streams)
         self._prepared: dict[str, tuple[Any, list[Any], int]] = {}
         self._rates: dict[str, float] = {}
@@ -164,17 +162,13 @@ class ProductsSide:
         steps = tf.constant(count, tf.int32)
         start = time.perf_counter()
         results = list(
-            self._pool.map(
-                lambda own: function(steps, *tf.nest.flatten(own)), operands
-            )
+            self._pool.map(lambda own: function(steps, *tf.nest.flatten(own)), operands)
         )
         del results
         elapsed = time.perf_counter() - start
         return count * flops * self._streams / elapsed
 
-    def measure(
-        self, name: str, seconds: float, repeats: int = 3
-    ) -> list[float]:
+    def measure(self, name: str, seconds: float, repeats: int = 3) -> list[float]:
         """Returns the floating-point operations per second, each time."""
         rates = [self._rate(name, seconds / repeats) for _ in range(repeats)]
         self._rates[name] = float(np.median(rates))

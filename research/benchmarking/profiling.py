@@ -34,9 +34,7 @@ CATEGORIES = (
 def category(operation: str) -> str:
     """Returns what an operation of this type is for."""
     return next(
-        name
-        for name, pattern in CATEGORIES
-        if re.match(pattern, operation) is not None
+        name for name, pattern in CATEGORIES if re.match(pattern, operation) is not None
     )
 
 

@@ -80,10 +80,7 @@ def _run(results: Results) -> str:
     lines = [
         f"Measured {dates[0]} to {dates[-1]}, in {taken / 60:.0f} minutes, at "
         f"commit {', '.join(revisions)}"
-        + (
-            " (+: with changes that were not committed)"
-            * ("+" in str(revisions))
-        )
+        + (" (+: with changes that were not committed)" * ("+" in str(revisions)))
         + ".",
         "",
         table(
@@ -163,8 +160,7 @@ def _rivals(results: Results) -> str:
     ]
     for each in result["rivals"].values():
         versions = ", ".join(
-            f"{name} {version}"
-            for name, version in each.get("versions", {}).items()
+            f"{name} {version}" for name, version in each.get("versions", {}).items()
         )
         if "ratios" not in each:
             rows.append((each["title"], versions, "not measured", "–", "–"))
@@ -272,8 +268,7 @@ def _machine(results: Results) -> str:
                 f"{each['split']['median'] / 1e9:.0f} GFLOP/s",
                 "–"
                 if name == "large"
-                else f"{workloads.WORKLOADS[name].flops_per_round / 1e9:.2f} "
-                "GFLOP",
+                else f"{workloads.WORKLOADS[name].flops_per_round / 1e9:.2f} GFLOP",
             )
             for name, each in measured.items()
         ],
@@ -298,9 +293,7 @@ def _symmetric(results: Results) -> str:
 
 
 def _settings(results: Results) -> str:
-    tried: dict[tuple[str, int], dict[str, float]] = collections.defaultdict(
-        dict
-    )
+    tried: dict[tuple[str, int], dict[str, float]] = collections.defaultdict(dict)
     for name in workloads.WORKLOADS:
         for each in (results.result(name) or {}).get("tried", ()):
             setting = each["loop"], each["concurrent_calls"]
@@ -449,10 +442,7 @@ def _profile(results: Results) -> str:
                 *[
                     (
                         kind,
-                        *[
-                            f"{100 * each[kind]:.0f} %"
-                            for each in shares.values()
-                        ],
+                        *[f"{100 * each[kind]:.0f} %" for each in shares.values()],
                     )
                     for kind in kinds
                     if any(each[kind] >= 0.005 for each in shares.values())
@@ -517,9 +507,7 @@ def blocks(results: Results) -> dict[str, str]:
     for name, make in makers.items():
         needed = _NEEDED.get(name)
         measured = (
-            any(results.result(row) for row in needed)
-            if needed
-            else bool(results.rows)
+            any(results.result(row) for row in needed) if needed else bool(results.rows)
         )
         text = make(results) if measured else ""
         found[name] = text or _NOT_MEASURED

@@ -222,10 +222,7 @@ def compare_with_tff(workload: workloads.Workload, context: Context) -> Result:
         tried = _tff_settings(tff, context)
     chosen = min(tried, key=lambda each: each["seconds"])
     setting = {k: v for k, v in chosen.items() if k != "seconds"}
-    runs = [
-        _run_against_tff(workload, setting, context)
-        for _ in range(context.runs)
-    ]
+    runs = [_run_against_tff(workload, setting, context) for _ in range(context.runs)]
     both = {
         side: summary(itertools.chain.from_iterable(run[side] for run in runs))
         for side in ("engine", "tff")
@@ -320,12 +317,8 @@ def _over(name: str, context: Context) -> Result:
             context.blocks_of_a_run,
             {
                 "engine": _measure(ours, "run", seconds),
-                "beside": partial(
-                    beside.call, "measure", name=name, seconds=seconds
-                ),
-                "split": partial(
-                    split.call, "measure", name=name, seconds=seconds
-                ),
+                "beside": partial(beside.call, "measure", name=name, seconds=seconds),
+                "split": partial(split.call, "measure", name=name, seconds=seconds),
             },
         )
     each["rate"] = work.flops_per_round / each["engine"]["median"]
@@ -341,9 +334,7 @@ def jit_choice(workload: workloads.Workload, context: Context) -> Result:
     with Side("engine") as plain, Side("engine") as compiled:
         names = {"auto": None, "plain": False}
         made = {
-            name: plain.call(
-                "add", run=name, workload=workload.name, jit_compile=value
-            )
+            name: plain.call("add", run=name, workload=workload.name, jit_compile=value)
             for name, value in names.items()
         }
         seconds = context.seconds(1.0)
@@ -434,9 +425,7 @@ class _UnavailableError(Exception):
 
 def _sharded(name: str, runtime: str, workers: int, context: Context) -> Result:
     """Compares a workload's rounds on workers with those here, in one run."""
-    python = (
-        context.current_python if runtime == "RayWorkers" else sys.executable
-    )
+    python = context.current_python if runtime == "RayWorkers" else sys.executable
     with (
         tempfile.TemporaryDirectory() as folder,
         Side("engine", python=python) as here,
@@ -577,16 +566,11 @@ def uneven_clients(context: Context) -> Result:
     for sizes in ("geometric", "linear"):
         with Side("engine") as side:
             for run, even in (("uneven", False), ("even", True)):
-                side.call(
-                    "add", run=run, workload="mlp", sizes=sizes, even=even
-                )
+                side.call("add", run=run, workload="mlp", sizes=sizes, even=even)
             seconds = context.seconds(1.5)
             both = alternate(
                 context.blocks,
-                {
-                    run: _measure(side, run, seconds)
-                    for run in ("uneven", "even")
-                },
+                {run: _measure(side, run, seconds) for run in ("uneven", "even")},
             )
         both["waste"] = both["uneven"]["median"] / both["even"]["median"] - 1
         context.say(f"{sizes}: {100 * both['waste']:.0f} % more")
@@ -668,11 +652,7 @@ def _streamed_population(context: Context) -> Result:
         seconds = context.seconds(1.0)
         times = alternate(
             context.blocks,
-            {
-                way: _measure(side, way, seconds)
-                for way in ways
-                if way != "written"
-            },
+            {way: _measure(side, way, seconds) for way in ways if way != "written"},
         )
         reading = side.call(
             "reading",
@@ -758,18 +738,14 @@ def _bfloat16(workload: workloads.Workload, context: Context) -> Result:
             )
         measured = alternate(context.blocks_of_a_run, sides)
     bare = {
-        name: max(
-            measured[f"{name} {how}"]["median"] for how in ("beside", "split")
-        )
+        name: max(measured[f"{name} {how}"]["median"] for how in ("beside", "split"))
         for name in policies
     }
     ratio, most = (
         measured["float32"]["median"] / measured["bfloat16"]["median"],
         bare["bfloat16"] / bare["float32"],
     )
-    context.say(
-        f"{ratio:.2f} times as fast as in float32, bare products {most:.2f}"
-    )
+    context.say(f"{ratio:.2f} times as fast as in float32, bare products {most:.2f}")
     return {
         **{name: measured[name] for name in policies},
         "ways": ways,
@@ -785,9 +761,7 @@ def bfloat16_accuracy(context: Context) -> Result:
     accuracies: dict[str, list[float]] = {name: [] for name in policies}
     rounds = 2 if context.quick else 30
     with _mnist(context) as (path, real), Side("engine") as side:
-        for seed, (name, policy) in itertools.product(
-            range(3), policies.items()
-        ):
+        for seed, (name, policy) in itertools.product(range(3), policies.items()):
             accuracies[name].append(
                 side.call(
                     "mnist_accuracy",
@@ -798,9 +772,7 @@ def bfloat16_accuracy(context: Context) -> Result:
                 )
             )
     means = {name: statistics.mean(each) for name, each in accuracies.items()}
-    context.say(
-        f"accuracy {means['bfloat16']:.4f}, in float32 {means['float32']:.4f}"
-    )
+    context.say(f"accuracy {means['bfloat16']:.4f}, in float32 {means['float32']:.4f}")
     return {**accuracies, "means": means, "rounds": rounds, "real": real}
 
 
@@ -847,14 +819,10 @@ def rivals(context: Context) -> Result:
     with Side("engine") as side:
         side.call("add", run="run", workload=work.name)
         for _ in range(context.runs):
-            ours.append(
-                statistics.median(_measure(side, "run", context.seconds(3))())
-            )
+            ours.append(statistics.median(_measure(side, "run", context.seconds(3))()))
             for name, each in here.items():
                 setting = each["setting"]
-                rounds = max(
-                    3, int(context.seconds(8) / each["tried"][setting])
-                )
+                rounds = max(3, int(context.seconds(8) / each["tried"][setting]))
                 times = programs.seconds(
                     name, each["python"], setting, rounds=rounds, **asked
                 )
@@ -961,9 +929,7 @@ def _mnist(context: Context):
         path = os.path.join(temporary, "mnist.npz")
         arrays = {}
         for part, count in (("train", 60000), ("test", 10000)):
-            arrays[f"x_{part}"] = random.integers(
-                0, 256, (count, 28, 28), np.uint8
-            )
+            arrays[f"x_{part}"] = random.integers(0, 256, (count, 28, 28), np.uint8)
             arrays[f"y_{part}"] = np.arange(count, dtype=np.uint8) % 10
         np.savez(path, **arrays)
         yield path, False
@@ -1109,7 +1075,5 @@ def select(names: Iterable[str]) -> list[Row]:
             f"{', '.join(sorted(unknown))}."
         )
     return [
-        row
-        for row in ROWS
-        if "all" in names or row.name in names or row.group in names
+        row for row in ROWS if "all" in names or row.name in names or row.group in names
     ]

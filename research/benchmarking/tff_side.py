@@ -35,9 +35,7 @@ def build_process(
 
     return tff.learning.algorithms.build_unweighted_fed_avg(
         model_fn,
-        client_optimizer_fn=tff.learning.optimizers.build_sgdm(
-            workloads.LEARNING_RATE
-        ),
+        client_optimizer_fn=tff.learning.optimizers.build_sgdm(workloads.LEARNING_RATE),
         server_optimizer_fn=tff.learning.optimizers.build_sgdm(1.0),
         model_aggregator=tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(
             noise_multiplier=workloads.NOISE_MULTIPLIER,

@@ -264,8 +264,7 @@ def _of_workers(row: str, of_whom: str, result: Any) -> list[Verdict]:
                 there <= factor * here + more,
                 f"{milliseconds(there - here)} are what the messages (the "
                 f"model to each worker, a sum of its size back), {of_whom}'s "
-                "own part and the other processes cost a round."
-                + _of_messages(each),
+                "own part and the other processes cost a round." + _of_messages(each),
             )
         )
     return verdicts
@@ -313,8 +312,7 @@ def of_replicas(results: Results) -> list[Verdict]:
                 + ")",
                 f"at most {REPLICAS_FACTOR:g} times",
                 ratio <= REPLICAS_FACTOR,
-                "It times a few rounds of zeros, on a machine whose speed "
-                "varies.",
+                "It times a few rounds of zeros, on a machine whose speed varies.",
             )
         )
     return verdicts
@@ -324,9 +322,7 @@ def _of_messages(measured: Any) -> str:
     if "messages" not in measured:
         return ""
     alone = milliseconds(measured["messages"]["median"])
-    return (
-        f" {alone} is what the same messages take where the workers do nothing."
-    )
+    return f" {alone} is what the same messages take where the workers do nothing."
 
 
 def of_growth(results: Results) -> list[Verdict]:
@@ -379,10 +375,7 @@ def of_growth(results: Results) -> list[Verdict]:
         for each in (
             *_of_streaming(results),
             _of_correlated(results),
-            *(
-                _of_stack(results, work)
-                for work in workloads.WORKLOADS.values()
-            ),
+            *(_of_stack(results, work) for work in workloads.WORKLOADS.values()),
             *(_of_bfloat16(results, name) for name in BFLOAT16_TIMES),
             _of_bfloat16_accuracy(results),
             *_of_rivals(results),
@@ -435,9 +428,7 @@ _POPULATIONS = {
 def _of_streaming(results: Results) -> list[Verdict]:
     measured = dict(results.result("streaming") or {})
     large = {
-        how: measured.pop(way)
-        for way, how in _POPULATIONS.items()
-        if way in measured
+        how: measured.pop(way) for way, how in _POPULATIONS.items() if way in measured
     }
     verdicts = [
         Verdict(
@@ -494,8 +485,7 @@ def _of_correlated(results: Results) -> Verdict | None:
         f"{workloads.WORKLOADS['mlp'].title}, cohort of "
         f"{workloads.CLIENTS_PER_ROUND}: noise correlated by 3 buffers over "
         "independent noise",
-        f"{result['ratio']:.3f} ({times[0]} against {times[1]}"
-        f"{_spread(result)})",
+        f"{result['ratio']:.3f} ({times[0]} against {times[1]}{_spread(result)})",
         f"at most {CORRELATED_FACTOR}",
         result["ratio"] <= CORRELATED_FACTOR,
         "Three more copies of the model are read and written in a round.",
@@ -600,8 +590,7 @@ def _of_stack(results: Results, work: workloads.Workload) -> Verdict | None:
         f"stack_{work.name}",
         f"{work.title}: TensorFlow {versions[0]} with Keras 3 over "
         f"TensorFlow {versions[1]}",
-        f"{result['ratio']:.2f} ({times[0]} against {times[1]}"
-        f"{_spread(result)})",
+        f"{result['ratio']:.2f} ({times[0]} against {times[1]}{_spread(result)})",
         f"at most {STACK_FACTOR}",
         result["ratio"] <= STACK_FACTOR,
         "The operations are the same, of another version of TensorFlow.",

@@ -109,9 +109,7 @@ class Workload:
         """Of matrix products and convolutions alone."""
         return self.steps_per_round * sum(each.flops for each in self.step)
 
-    def data(
-        self, num_examples: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def data(self, num_examples: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns the same random examples whoever asks, (x, y)."""
         if num_examples is None:
             num_examples = self.clients * self.examples

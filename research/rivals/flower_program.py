@@ -49,9 +49,7 @@ class _Client(NumPyClient):
         """Trains one pass over the client's examples."""
         network = _Client.network
         with torch.no_grad():
-            for own, given in zip(
-                network.parameters(), parameters, strict=True
-            ):
+            for own, given in zip(network.parameters(), parameters, strict=True):
                 own.copy_(torch.from_numpy(given))
         optimizer = torch.optim.SGD(network.parameters(), _WORK.learning_rate)
         order = torch.randperm(len(self._x))

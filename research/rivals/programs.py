@@ -39,13 +39,9 @@ class Rival:
 
 
 RIVALS = {
-    "fedjax": Rival(
-        "FedJAX", "fedjax_program", ("fedjax", "jax"), ("jit", "pmap")
-    ),
+    "fedjax": Rival("FedJAX", "fedjax_program", ("fedjax", "jax"), ("jit", "pmap")),
     "pfl": Rival("pfl-research", "pfl_program", ("pfl", "torch"), ("1", "2")),
-    "flower": Rival(
-        "Flower", "flower_program", ("flwr", "ray", "torch"), ("1",)
-    ),
+    "flower": Rival("Flower", "flower_program", ("flwr", "ray", "torch"), ("1",)),
 }
 
 
@@ -89,9 +85,7 @@ def versions(name: str, interpreter: str) -> dict[str, str]:
     return json.loads(_output(command, timeout=60))
 
 
-def seconds(
-    name: str, interpreter: str, setting: str, **work: Any
-) -> list[float]:
+def seconds(name: str, interpreter: str, setting: str, **work: Any) -> list[float]:
     """Returns the seconds of rounds.
 
     Args:

@@ -67,9 +67,7 @@ class TableTest(parameterized.TestCase):
             dense = _history((charge, rounds))
             self.assertLessEqual(dense.epsilon(1e-5), by_rdp + 6e-5)
             self.assertGreaterEqual(dense.epsilon(1e-5), by_rdp * 0.997)
-            self.assertAlmostEqual(
-                dense.epsilon(1e-5, "pld"), by_pld, delta=6e-5
-            )
+            self.assertAlmostEqual(dense.epsilon(1e-5, "pld"), by_pld, delta=6e-5)
 
 
 class AgainstDpAccountingTest(parameterized.TestCase):
@@ -84,18 +82,14 @@ class AgainstDpAccountingTest(parameterized.TestCase):
     def test_poisson_by_rdp(self, n, share, z, rounds, log_delta):
         delta, m = math.exp(log_delta), n * share
         direct = dp_accounting_rdp.RdpAccountant()
-        direct.compose(
-            dp_accounting.PoissonSampledDpEvent(m / n, _G(z)), rounds
-        )
+        direct.compose(dp_accounting.PoissonSampledDpEvent(m / n, _G(z)), rounds)
         expected = direct.get_epsilon(delta)
         found = _history((_charge(n=n, m=m, z=z), rounds)).epsilon(delta)
         # The dense grid can only be tighter; the integer orders are the same.
         self.assertLessEqual(found, expected * (1 + 1e-9) + 1e-12)
         integers = tuple(float(a) for a in range(2, 64))
         direct = dp_accounting_rdp.RdpAccountant(integers)
-        direct.compose(
-            dp_accounting.PoissonSampledDpEvent(m / n, _G(z)), rounds
-        )
+        direct.compose(dp_accounting.PoissonSampledDpEvent(m / n, _G(z)), rounds)
         found = _history((_charge(n=n, m=m, z=z), rounds), orders=integers)
         self.assertAlmostEqual(
             found.epsilon(delta),
@@ -120,9 +114,7 @@ class AgainstDpAccountingTest(parameterized.TestCase):
             dp_accounting.SampledWithoutReplacementDpEvent(n, m, _G(z / 2)),
             rounds,
         )
-        found = _history(
-            (_charge("fixed_size", n, m, z), rounds), orders=orders
-        )
+        found = _history((_charge("fixed_size", n, m, z), rounds), orders=orders)
         expected = direct.get_epsilon(1e-6)
         self.assertLessEqual(found.epsilon(1e-6), expected * (1 + 1e-7))
         unsampled = _history((_charge("fixed_size", n, n, z), rounds))
@@ -163,9 +155,7 @@ class BruteForceTest(parameterized.TestCase):
             stays + q * stats.norm.pdf(x, two, z),
         )
 
-    @parameterized.product(
-        shape=((10, 3), (100, 5), (8, 8)), epsilon=(0.1, 1.5)
-    )
+    @parameterized.product(shape=((10, 3), (100, 5), (8, 8)), epsilon=(0.1, 1.5))
     def test_one_round(self, shape, epsilon):
         (n, m), z = shape, 1.2
         q = m / n
@@ -188,15 +178,11 @@ class BruteForceTest(parameterized.TestCase):
         x = np.linspace(-12 * z - 4, 12 * z + 4, 100_001)
         p, r = self._pair(q, z, shifts, x)
         excess = np.maximum(p - math.exp(epsilon) * r, 0).sum()
-        self.assertAlmostEqual(
-            found, excess * (x[1] - x[0]), delta=1e-4 * found + 1e-7
-        )
+        self.assertAlmostEqual(found, excess * (x[1] - x[0]), delta=1e-4 * found + 1e-7)
 
     def test_two_rounds(self):
         q, z, epsilon = 0.25, 1.5, 1.0
-        found = _history((_charge("fixed_size", 8, 2, z), 2)).delta(
-            epsilon, "pld"
-        )
+        found = _history((_charge("fixed_size", 8, 2, z), 2)).delta(epsilon, "pld")
         x = np.linspace(-9 * z - 3, 9 * z + 3, 801)
         p, r = self._pair(q, z, (0, 2, -2), x)
         excess = np.outer(p, p) - math.exp(epsilon) * np.outer(r, r)
@@ -210,9 +196,7 @@ class BruteForceTest(parameterized.TestCase):
     def test_rdp_is_above_pld(self):
         for sampling in charge_lib.SAMPLINGS:
             history = _history((_charge(sampling, 50, 10, 3.0), 20))
-            self.assertGreater(
-                history.epsilon(1e-4), history.epsilon(1e-4, "pld")
-            )
+            self.assertGreater(history.epsilon(1e-4), history.epsilon(1e-4, "pld"))
 
 
 class PrivacyAccountantTest(parameterized.TestCase):
@@ -228,9 +212,7 @@ class PrivacyAccountantTest(parameterized.TestCase):
     @parameterized.product(
         sampling=charge_lib.SAMPLINGS, accountant=charge_lib.ACCOUNTANTS
     )
-    def test_one_round_without_noise_ends_the_guarantee(
-        self, sampling, accountant
-    ):
+    def test_one_round_without_noise_ends_the_guarantee(self, sampling, accountant):
         history = _history((_charge(sampling), 3), _charge(sampling, z=0.0))
         self.assertEqual(history.epsilon(1e-5, accountant), math.inf)
         self.assertEqual(history.delta(10.0, accountant), 1.0)
@@ -282,9 +264,7 @@ class PrivacyAccountantTest(parameterized.TestCase):
         )
         if accountant == "pld":
             exact = gaussian.gaussian_epsilon(z / math.sqrt(k), 1e-5)
-            self.assertAlmostEqual(
-                history.epsilon(1e-5, "pld"), exact, places=9
-            )
+            self.assertAlmostEqual(history.epsilon(1e-5, "pld"), exact, places=9)
 
     def test_a_pass_costs_its_least_noise(self):
         history = _history(
@@ -302,9 +282,7 @@ class PrivacyAccountantTest(parameterized.TestCase):
         self.assertEqual(history.epsilon(1e-5), twice)
 
     def test_a_cohort_run_again_is_charged_again(self):
-        cohort = _charge(
-            "shuffled", pass_index=0, pass_offset=300, partition="a"
-        )
+        cohort = _charge("shuffled", pass_index=0, pass_offset=300, partition="a")
         history = _history(
             _charge("shuffled", pass_index=0, pass_offset=0, partition="a"),
             cohort,
@@ -345,9 +323,7 @@ class PrivacyAccountantTest(parameterized.TestCase):
             sampled.epsilon(1e-5)
 
     @parameterized.parameters("rdp", "pld")
-    def test_a_cycle_s_sampled_gaussian_is_that_of_poisson_rounds(
-        self, accountant
-    ):
+    def test_a_cycle_s_sampled_gaussian_is_that_of_poisson_rounds(self, accountant):
         event = dp_accounting.PoissonSampledDpEvent(0.1, _G(1.5))
         nothing = dp_accounting.NoOpDpEvent()
         cyclic = _history(
@@ -385,9 +361,7 @@ class PrivacyAccountantTest(parameterized.TestCase):
     def test_a_huge_epsilon_gets_coarser_cells_and_stays_above(self):
         charge = _charge(n=100, m=10, z=1.5)
         fine = _history((charge, 40)).epsilon(1e-5, "pld")
-        with unittest.mock.patch.object(
-            accountant_lib, "_PLD_MAX_CELLS", 2_000
-        ):
+        with unittest.mock.patch.object(accountant_lib, "_PLD_MAX_CELLS", 2_000):
             coarse = _history((charge, 40)).epsilon(1e-5, "pld")
         self.assertBetween(coarse, fine, 1.01 * fine)
 
@@ -416,9 +390,7 @@ class MonotoneTest(absltest.TestCase):
         self, sampling, m, z, rounds, more, factor
     ):
         def epsilon(m, z, rounds):
-            return _history((_charge(sampling, 100, m, z), rounds)).epsilon(
-                1e-5
-            )
+            return _history((_charge(sampling, 100, m, z), rounds)).epsilon(1e-5)
 
         base = epsilon(m, z, rounds) * (1 - 1e-9) - 1e-12
         self.assertGreaterEqual(epsilon(m, z, rounds + more), base)
@@ -428,9 +400,7 @@ class MonotoneTest(absltest.TestCase):
     def test_by_pld(self):
         for sampling in ("poisson", "fixed_size"):
             values = [
-                _history((_charge(sampling, 100, m, z), rounds)).epsilon(
-                    1e-5, "pld"
-                )
+                _history((_charge(sampling, 100, m, z), rounds)).epsilon(1e-5, "pld")
                 for m, z, rounds in (
                     (5, 5.0, 10),
                     (5, 5.0, 20),

@@ -44,9 +44,7 @@ class RoundChargeTest(parameterized.TestCase):
         )
         self.assertEqual(
             charge.dp_event("pld"),
-            dp_accounting.TruncatedSubsampledGaussianDpEvent(
-                1000, 1.0, 100, 1.0
-            ),
+            dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, 1.0, 100, 1.0),
         )
         self.assertEqual(charge.relation.name, "REPLACE_ONE")
 

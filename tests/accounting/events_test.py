@@ -19,9 +19,7 @@ class EventsTest(parameterized.TestCase):
             [_G(2.0), dp_accounting.SelfComposedDpEvent(_G(3.0), 4)]
         )
         expected = (2.0**-2 + 4 * 3.0**-2) ** -0.5
-        self.assertAlmostEqual(
-            events.noise_multiplier_of(event), expected, places=14
-        )
+        self.assertAlmostEqual(events.noise_multiplier_of(event), expected, places=14)
 
     def test_adaptive_clipping_s_two_releases_cost_z(self):
         z, sigma_b = 1.0, 2.5
@@ -37,9 +35,7 @@ class EventsTest(parameterized.TestCase):
         (dp_accounting.ComposedDpEvent([]), math.inf),
         (dp_accounting.LaplaceDpEvent(1.0), None),
         (
-            dp_accounting.ComposedDpEvent(
-                [_G(1.0), dp_accounting.LaplaceDpEvent(1.0)]
-            ),
+            dp_accounting.ComposedDpEvent([_G(1.0), dp_accounting.LaplaceDpEvent(1.0)]),
             None,
         ),
     )

@@ -30,55 +30,37 @@ class EpsilonTest(parameterized.TestCase):
         for z in (1e8, 1e160, 1e300):
             self.assertBetween(of(z), 0.0, 1e-3)
 
-    @parameterized.product(
-        sampling=_SAMPLINGS, accountant=charge_lib.ACCOUNTANTS
-    )
+    @parameterized.product(sampling=_SAMPLINGS, accountant=charge_lib.ACCOUNTANTS)
     def test_equal_rounds_are_the_constant(self, sampling, accountant):
-        constant = accounting.epsilon(
-            4.0, sampling, 100, 20, 12, 1e-5, accountant
-        )
+        constant = accounting.epsilon(4.0, sampling, 100, 20, 12, 1e-5, accountant)
         for noise, sizes in (
             ([4.0] * 12, 20),
             (lambda t: 4.0, lambda t: 20),
             (4.0, tuple([20] * 12)),
         ):
             self.assertEqual(
-                accounting.epsilon(
-                    noise, sampling, 100, sizes, 12, 1e-5, accountant
-                ),
+                accounting.epsilon(noise, sampling, 100, sizes, 12, 1e-5, accountant),
                 constant,
             )
 
     @parameterized.parameters(*_SAMPLINGS)
     def test_delta_and_epsilon_agree(self, sampling):
         for accountant in charge_lib.ACCOUNTANTS:
-            epsilon = accounting.epsilon(
-                2.0, sampling, 100, 20, 10, 1e-4, accountant
-            )
-            delta = accounting.delta(
-                2.0, sampling, 100, 20, 10, epsilon, accountant
-            )
+            epsilon = accounting.epsilon(2.0, sampling, 100, 20, 10, 1e-4, accountant)
+            delta = accounting.delta(2.0, sampling, 100, 20, 10, epsilon, accountant)
             self.assertAlmostEqual(delta, 1e-4, delta=1e-6)
 
     def test_rounds_that_differ_are_composed(self):
-        mixed = accounting.epsilon(
-            [1.0, 3.0], "poisson", 100, [10, 40], 2, 1e-5
-        )
+        mixed = accounting.epsilon([1.0, 3.0], "poisson", 100, [10, 40], 2, 1e-5)
         for z, m in ((1.0, 10), (3.0, 40)):
-            self.assertGreater(
-                mixed, accounting.epsilon(z, "poisson", 100, m, 1, 1e-5)
-            )
-        swapped = accounting.epsilon(
-            [3.0, 1.0], "poisson", 100, [40, 10], 2, 1e-5
-        )
+            self.assertGreater(mixed, accounting.epsilon(z, "poisson", 100, m, 1, 1e-5))
+        swapped = accounting.epsilon([3.0, 1.0], "poisson", 100, [40, 10], 2, 1e-5)
         self.assertAlmostEqual(mixed, swapped, places=12)
 
     def test_passes_over_shuffled_clients(self):
         # 100 clients by 30: cohorts of 30, 30, 30, 10 are one pass.
         one = accounting.epsilon(1.0, "shuffled", 100, 30, 1, 1e-5)
-        self.assertEqual(
-            accounting.epsilon(1.0, "shuffled", 100, 30, 4, 1e-5), one
-        )
+        self.assertEqual(accounting.epsilon(1.0, "shuffled", 100, 30, 4, 1e-5), one)
         self.assertAlmostEqual(
             accounting.epsilon(1.0, "shuffled", 100, 30, 5, 1e-5, "pld"),
             accounting.gaussian_epsilon(1 / math.sqrt(2), 1e-5),
@@ -86,9 +68,7 @@ class EpsilonTest(parameterized.TestCase):
         )
 
     def test_no_rounds_and_no_noise(self):
-        self.assertEqual(
-            accounting.epsilon(1.0, "poisson", 100, 10, 0, 1e-5), 0.0
-        )
+        self.assertEqual(accounting.epsilon(1.0, "poisson", 100, 10, 0, 1e-5), 0.0)
         for sampling in _SAMPLINGS:
             self.assertEqual(
                 accounting.epsilon(0.0, sampling, 100, 10, 3, 1e-5), math.inf
@@ -127,17 +107,13 @@ class CalibrateTest(parameterized.TestCase):
         st.integers(1, 200),
         st.integers(1, 500),
     )
-    def test_it_inverts_epsilon_and_rounds_up(
-        self, sampling, target, m, rounds
-    ):
+    def test_it_inverts_epsilon_and_rounds_up(self, sampling, target, m, rounds):
         arguments = (sampling, 200, m, rounds)
         z = accounting.calibrate_noise_multiplier(target, *arguments, 1e-5)
         found = accounting.epsilon(z, *arguments, 1e-5)
         self.assertLessEqual(found, target)
         self.assertGreaterEqual(found, target * 0.999)
-        self.assertGreater(
-            accounting.epsilon(z * 0.999, *arguments, 1e-5), target
-        )
+        self.assertGreater(accounting.epsilon(z * 0.999, *arguments, 1e-5), target)
 
     @parameterized.parameters("poisson", "shuffled")
     def test_by_pld(self, sampling):
@@ -146,9 +122,7 @@ class CalibrateTest(parameterized.TestCase):
         found = accounting.epsilon(z, *arguments, 1e-4, "pld")
         self.assertLessEqual(found, 0.8)
         self.assertGreaterEqual(found, 0.8 * 0.999)
-        self.assertLess(
-            z, accounting.calibrate_noise_multiplier(0.8, *arguments, 1e-4)
-        )
+        self.assertLess(z, accounting.calibrate_noise_multiplier(0.8, *arguments, 1e-4))
 
     def test_a_schedule_is_scaled_as_a_whole(self):
         shape = [1.0, 1.0, 2.0]
@@ -195,9 +169,7 @@ class CalibrateTest(parameterized.TestCase):
             )
 
         z = accounting.calibrate(make, 2.0, 1e-5)
-        one = accounting.calibrate_noise_multiplier(
-            2.0, "poisson", 100, 10, 10, 1e-5
-        )
+        one = accounting.calibrate_noise_multiplier(2.0, "poisson", 100, 10, 10, 1e-5)
         self.assertAlmostEqual(z / math.sqrt(2) / one, 1, delta=2e-3)
         with self.assertRaisesRegex(ValueError, "up to 1 "):
             accounting.calibrate(make, 0.01, 1e-5, upper=1.0)
@@ -237,26 +209,18 @@ class MaxRoundsTest(parameterized.TestCase):
     def test_one_round_more_overspends(self, sampling, accountant, scheduled):
         z = (lambda t: 2.0 + 0.01 * t) if scheduled else 2.0
         m = (lambda t: 20 + t % 2) if scheduled else 20
-        found = accounting.max_rounds(
-            z, sampling, 100, m, 5.0, 1e-5, accountant
-        )
+        found = accounting.max_rounds(z, sampling, 100, m, 5.0, 1e-5, accountant)
         self.assertGreater(found, 0)
 
         def epsilon(rounds):
-            return accounting.epsilon(
-                z, sampling, 100, m, rounds, 1e-5, accountant
-            )
+            return accounting.epsilon(z, sampling, 100, m, rounds, 1e-5, accountant)
 
         self.assertLessEqual(epsilon(found), 5.0)
         self.assertGreater(epsilon(found + 1), 5.0)
 
     def test_not_even_one_round(self):
-        self.assertEqual(
-            accounting.max_rounds(0.5, "poisson", 10, 10, 0.1, 1e-5), 0
-        )
-        self.assertEqual(
-            accounting.max_rounds(0.0, "shuffled", 10, 5, 100.0, 1e-5), 0
-        )
+        self.assertEqual(accounting.max_rounds(0.5, "poisson", 10, 10, 0.1, 1e-5), 0)
+        self.assertEqual(accounting.max_rounds(0.0, "shuffled", 10, 5, 100.0, 1e-5), 0)
 
     def test_a_sequence_is_not_continued(self):
         self.assertEqual(

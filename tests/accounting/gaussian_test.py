@@ -70,9 +70,7 @@ class GaussianTest(parameterized.TestCase):
     def test_epsilon_inverts_delta(self, z, log_delta):
         delta = math.exp(log_delta)
         epsilon = gaussian.gaussian_epsilon(z, delta)
-        self.assertLessEqual(
-            gaussian.gaussian_delta(z, epsilon), delta * (1 + 1e-9)
-        )
+        self.assertLessEqual(gaussian.gaussian_delta(z, epsilon), delta * (1 + 1e-9))
         if epsilon > 0:
             less = epsilon - 1e-6 * max(1.0, epsilon)
             if less > 0:
@@ -80,23 +78,15 @@ class GaussianTest(parameterized.TestCase):
 
     @settings(max_examples=150, deadline=None)
     @given(_EPSILON, _LOG_DELTA)
-    def test_the_analytic_noise_is_enough_and_the_smallest(
-        self, epsilon, log_delta
-    ):
+    def test_the_analytic_noise_is_enough_and_the_smallest(self, epsilon, log_delta):
         delta = math.exp(log_delta)
         z = gaussian.analytic_noise_multiplier(epsilon, delta)
-        self.assertLessEqual(
-            gaussian.gaussian_delta(z, epsilon), delta * (1 + 1e-9)
-        )
-        self.assertGreater(
-            gaussian.gaussian_delta(z * (1 - 1e-6), epsilon), delta
-        )
+        self.assertLessEqual(gaussian.gaussian_delta(z, epsilon), delta * (1 + 1e-9))
+        self.assertGreater(gaussian.gaussian_delta(z * (1 - 1e-6), epsilon), delta)
 
     @settings(max_examples=100, deadline=None)
     @given(st.floats(1e-3, 0.999), st.floats(math.log(1e-15), math.log(0.1)))
-    def test_the_analytic_noise_is_at_most_the_classic(
-        self, epsilon, log_delta
-    ):
+    def test_the_analytic_noise_is_at_most_the_classic(self, epsilon, log_delta):
         delta = math.exp(log_delta)
         self.assertLess(
             gaussian.analytic_noise_multiplier(epsilon, delta),
@@ -105,13 +95,9 @@ class GaussianTest(parameterized.TestCase):
 
     def test_the_classic_formula_can_fail_above_one(self):
         # Why it is refused there: at epsilon 20 it has too little noise.
-        z = gaussian.classic_noise_multiplier(
-            20.0, 1e-5, allow_epsilon_above_one=True
-        )
+        z = gaussian.classic_noise_multiplier(20.0, 1e-5, allow_epsilon_above_one=True)
         self.assertGreater(gaussian.gaussian_delta(z, 20.0), 1e-5)
-        self.assertAlmostEqual(
-            z, math.sqrt(2 * math.log(1.25e5)) / 20, places=12
-        )
+        self.assertAlmostEqual(z, math.sqrt(2 * math.log(1.25e5)) / 20, places=12)
 
     def test_the_classic_formula_is_refused_from_one_on(self):
         with self.assertRaisesRegex(ValueError, "epsilon must be below 1"):

@@ -150,14 +150,10 @@ class LedgerTest(_Folder):
                     local={"mu_squared": 0.5, "max_mu_squared": total},
                 )
         expected = accounting.epsilon_of_mu_squared(1.25, 1e-5)
-        self.assertEqual(
-            accounting.epsilon_from_ledger(self.path, 1e-5), expected
-        )
+        self.assertEqual(accounting.epsilon_from_ledger(self.path, 1e-5), expected)
         # A run resumed at round 2 forgot what rounds 2 and 3 released.
         with PrivacyLedger(self.path, "append", run=ledger.run) as ledger:
-            ledger.record(
-                2, None, 5, local={"mu_squared": 0.5, "max_mu_squared": 0.75}
-            )
+            ledger.record(2, None, 5, local={"mu_squared": 0.5, "max_mu_squared": 0.75})
         self.assertEqual(
             PrivacyLedger.read(self.path).local_epsilon(1e-5),
             accounting.epsilon_of_mu_squared(0.75 + 0.5 + 0.5, 1e-5),
@@ -221,9 +217,7 @@ class RunsTest(_Folder):
         with PrivacyLedger(self.path) as ledger:
             self._local(ledger, 1)
             ledger.record(1, _charge(), 5)
-        self.assertEqual(
-            PrivacyLedger.read(self.path).local_epsilon(1e-5), math.inf
-        )
+        self.assertEqual(PrivacyLedger.read(self.path).local_epsilon(1e-5), math.inf)
 
     def _first_format(self, rounds):
         """Writes what version 0.6 wrote."""
@@ -308,9 +302,7 @@ class TamperingTest(_Folder):
         (
             "noise",
             lambda lines: [
-                line.replace(
-                    b'"noise_multiplier":1.0', b'"noise_multiplier":9.0'
-                )
+                line.replace(b'"noise_multiplier":1.0', b'"noise_multiplier":9.0')
                 for line in lines
             ],
             2,
@@ -328,9 +320,7 @@ class TamperingTest(_Folder):
             PrivacyLedger.read,
             lambda path: PrivacyLedger(path, "append"),
         ):
-            with self.assertRaisesRegex(
-                accounting.LedgerTampered, f"Line {number} of"
-            ):
+            with self.assertRaisesRegex(accounting.LedgerTampered, f"Line {number} of"):
                 use(self.path)
 
     def test_any_changed_byte_is_found(self):
@@ -588,9 +578,7 @@ class OpenFileTest(_Folder):
         with PrivacyLedger(other) as ledger:
             ledger.record(0, _charge(0.0), 5, local=infinite)
             ledger.record(1, None, 5, local=infinite)
-        self.assertEqual(
-            PrivacyLedger.read(other).local_epsilon(1e-5), math.inf
-        )
+        self.assertEqual(PrivacyLedger.read(other).local_epsilon(1e-5), math.inf)
 
 
 class RefusalTest(_Folder):
@@ -598,9 +586,7 @@ class RefusalTest(_Folder):
         with PrivacyLedger(self.path) as ledger:
             ledger.record(0, _charge(), 5)
             before = self.path.read_bytes()
-            with self.assertRaisesRegex(
-                accounting.LedgerInUseError, "another run"
-            ):
+            with self.assertRaisesRegex(accounting.LedgerInUseError, "another run"):
                 PrivacyLedger(self.path, "append")
             self.assertEqual(self.path.read_bytes(), before)
             PrivacyLedger.read(self.path)  # Reading needs no lock.
@@ -620,9 +606,7 @@ class RefusalTest(_Folder):
 
             with (
                 unittest.mock.patch.object(os, "pwrite", half),
-                self.assertRaisesRegex(
-                    accounting.LedgerWriteError, os.strerror(code)
-                ),
+                self.assertRaisesRegex(accounting.LedgerWriteError, os.strerror(code)),
             ):
                 ledger.record(1, _charge(), 5)
             self.assertEqual(self.path.read_bytes(), before)
@@ -658,9 +642,7 @@ class RefusalTest(_Folder):
             code = 1
             try:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(
-                    resource.RLIMIT_FSIZE, (size + 100, size + 100)
-                )
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, size + 100))
                 with PrivacyLedger(self.path, "append") as ledger:
                     try:
                         ledger.record(1, _charge(), 5)

@@ -34,9 +34,7 @@ class LocalAccountTest(parameterized.TestCase):
 
     def test_a_client_twice_in_a_cohort_is_charged_twice(self):
         account = local.LocalAccount(2)
-        self.assertEqual(
-            account.max_mu_squared_after(np.array([1, 1]), 1.0), 2.0
-        )
+        self.assertEqual(account.max_mu_squared_after(np.array([1, 1]), 1.0), 2.0)
         self.assertEqual(account.max_mu_squared, 0.0)
         account.add(np.array([1, 1]), 1.0)
         self.assertEqual(account.max_mu_squared, 2.0)

@@ -36,9 +36,7 @@ class SolveTest(parameterized.TestCase):
         missing=planner.QUANTITIES,
         sampling=("poisson", "fixed_size", "shuffled"),
     )
-    def test_the_solution_holds_and_one_step_further_does_not(
-        self, missing, sampling
-    ):
+    def test_the_solution_holds_and_one_step_further_does_not(self, missing, sampling):
         plan = dataclasses.replace(_PLAN, **{missing: None})
         solved = planner.solve(plan, sampling)
         # Everything else is as it was given.
@@ -52,9 +50,7 @@ class SolveTest(parameterized.TestCase):
             "noise_multiplier": -0.01,
         }.get(missing)
         if step is None:
-            self.assertAlmostEqual(
-                _epsilon(solved, sampling), solved.epsilon, places=6
-            )
+            self.assertAlmostEqual(_epsilon(solved, sampling), solved.epsilon, places=6)
         elif getattr(solved, missing) + step <= 1000 or missing != (
             "clients_per_round"
         ):
@@ -74,9 +70,7 @@ class SolveTest(parameterized.TestCase):
         solved = planner.solve(plan, "poisson", "pld")
         self.assertLessEqual(_epsilon(solved, "poisson", "pld"), 1.0)
         by_rdp = planner.solve(plan, "poisson")
-        self.assertGreaterEqual(
-            solved.clients_per_round, by_rdp.clients_per_round
-        )
+        self.assertGreaterEqual(solved.clients_per_round, by_rdp.clients_per_round)
 
     @parameterized.parameters(
         ({"rounds": None, "delta": None}, "exactly five"),
@@ -96,9 +90,7 @@ class SolveTest(parameterized.TestCase):
             planner.solve(dataclasses.replace(_PLAN, **changes), "poisson")
 
     def test_no_population_is_large_enough(self):
-        plan = dataclasses.replace(
-            _PLAN, noise_multiplier=0.1, num_clients=None
-        )
+        plan = dataclasses.replace(_PLAN, noise_multiplier=0.1, num_clients=None)
         with self.assertRaisesRegex(ValueError, "no num_clients"):
             planner.solve(plan, "shuffled")
 

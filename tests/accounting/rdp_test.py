@@ -31,9 +31,7 @@ class PoissonTest(parameterized.TestCase):
     @given(_Q, _Z)
     def test_integer_orders_are_dp_accounting_s(self, q, z):
         expected = _dp_accounting(
-            dp_accounting.PoissonSampledDpEvent(
-                q, dp_accounting.GaussianDpEvent(z)
-            ),
+            dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)),
             dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
             _INTEGERS,
         )
@@ -151,9 +149,7 @@ class ConversionTest(parameterized.TestCase):
                 orders, rdp.gaussian_rdp(z, rdp.DENSE_ORDERS), 1e-5
             )
             fine = order + (order - 1) * np.linspace(-0.1, 0.1, 2001)
-            best, _ = rdp.compute_epsilon(
-                fine, rdp.gaussian_rdp(z, tuple(fine)), 1e-5
-            )
+            best, _ = rdp.compute_epsilon(fine, rdp.gaussian_rdp(z, tuple(fine)), 1e-5)
             self.assertLessEqual(found, best * 1.001)
 
     def test_the_default_orders_of_dp_accounting_are_in_the_grid(self):
@@ -161,17 +157,13 @@ class ConversionTest(parameterized.TestCase):
         self.assertSequenceEqual(
             rdp.DEFAULT_DP_ACCOUNTING_ORDERS, module.DEFAULT_RDP_ORDERS
         )
-        self.assertContainsSubset(
-            rdp.DEFAULT_DP_ACCOUNTING_ORDERS, rdp.DENSE_ORDERS
-        )
+        self.assertContainsSubset(rdp.DEFAULT_DP_ACCOUNTING_ORDERS, rdp.DENSE_ORDERS)
 
 
 def _renyi_by_quadrature(q, z, alpha):
     def integrand(x):
         p = stats.norm.logpdf(x, 0, z)
-        w = np.logaddexp(
-            math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z)
-        )
+        w = np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z))
         return math.exp(p + alpha * w)
 
     points = np.linspace(-15 * z, alpha + 15 * z, 40)

@@ -44,9 +44,7 @@ class SpendingTest(parameterized.TestCase):
         exact = accounting.epsilon_of_mu_squared
         self.assertEqual(spending.epsilon(1e-3), exact(1.0, 1e-3))
         # The next round may draw the same client again.
-        self.assertEqual(
-            spending.epsilon_after(_charge(), 0.5, 1e-3), exact(1.5, 1e-3)
-        )
+        self.assertEqual(spending.epsilon_after(_charge(), 0.5, 1e-3), exact(1.5, 1e-3))
         # What a crash may have lost counts against everybody.
         spending.lost_mu_squared = 0.25
         self.assertEqual(spending.epsilon(1e-3), exact(1.25, 1e-3))
@@ -123,9 +121,7 @@ class SpendingTest(parameterized.TestCase):
         )
         self.assertEqual(spending.max_mu_squared, 0.5 + 0.5)
         with self.assertRaisesRegex(ValueError, "all have a local guarantee"):
-            spending.absorb(
-                self._ledger(("third", 2.0, None)), "own", "b.jsonl"
-            )
+            spending.absorb(self._ledger(("third", 2.0, None)), "own", "b.jsonl")
         self.assertEqual(spending.max_mu_squared, 0.5 + 0.5)
 
     def test_the_state_survives_a_checkpoint(self):
@@ -137,9 +133,7 @@ class SpendingTest(parameterized.TestCase):
         charges = json.loads(json.dumps(state["charges"]))
         again = spending_lib.Spending.from_state({**state, "charges": charges})
         self.assertEqual(again.epsilon(1e-3), spending.epsilon(1e-3))
-        self.assertEqual(
-            again.central_epsilon(1e-3), spending.central_epsilon(1e-3)
-        )
+        self.assertEqual(again.central_epsilon(1e-3), spending.central_epsilon(1e-3))
         self.assertEqual(again.rounds, 2)
         again.charge(_charge(), np.array([2]), math.inf)
         self.assertEqual(again.epsilon(1e-3), math.inf)

@@ -70,9 +70,7 @@ class StatementTest(parameterized.TestCase):
         self.assertIn("epsilon = 2 at", content["summary"])
 
     def test_epsilons_may_be_functions_of_delta(self):
-        content = _text(
-            1e-3, "dict", epsilon_rdp=lambda delta: -math.log10(delta)
-        )
+        content = _text(1e-3, "dict", epsilon_rdp=lambda delta: -math.log10(delta))
         self.assertAlmostEqual(content["epsilon_rdp"], 3.0)
 
     @parameterized.parameters("text", "markdown")

@@ -58,9 +58,7 @@ class AdaptiveClippingFactoryTest(absltest.TestCase):
         output = process.next(process.initialize(), [np.ones(2, np.float32)])
         count_stddev = clients / 20
         z = (noise_multiplier**-2 - (2 * count_stddev) ** -2) ** -0.5
-        self.assertAlmostEqual(
-            output.measurements["noise_stddev"], 2.0 * z, places=4
-        )
+        self.assertAlmostEqual(output.measurements["noise_stddev"], 2.0 * z, places=4)
         # The count is noised afresh, by sigma_b / m = 0.05: seven standard
         # deviations are a false alarm of 1e-11.
         again = process.next(process.initialize(), [np.ones(2, np.float32)])

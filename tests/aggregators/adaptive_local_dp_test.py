@@ -23,9 +23,7 @@ def factory(**options):
         "clipping_radius": 10.0,
         "window": 2,
     }
-    return aggregators.WindowedAdaptiveLocalDPFactory(
-        **{**arguments, **options}
-    )
+    return aggregators.WindowedAdaptiveLocalDPFactory(**{**arguments, **options})
 
 
 class WindowedAdaptiveLocalDPFactoryTest(absltest.TestCase):
@@ -71,9 +69,7 @@ class WindowedAdaptiveLocalDPFactoryTest(absltest.TestCase):
         # A client that is discarded leaves no norm behind.
         output = process.next(output.state, [value(np.nan, 1)], [2])
         self.assertEqual(output.measurements["discarded_clients"], 1)
-        np.testing.assert_allclose(
-            output.state.query_state.windows[2, 1], [4, 2]
-        )
+        np.testing.assert_allclose(output.state.query_state.windows[2, 1], [4, 2])
         with self.assertRaisesRegex(Exception, "client index"):
             process.next(output.state, [value(1, 1)], [3])
 

@@ -51,18 +51,13 @@ class CorrelatedNoiseTest(parameterized.TestCase):
         made = mechanism.generator
         if strategy == "tree":
             expected = np.sqrt(made.squared_errors(_workload()))
-            for total, stddev in zip(
-                np.cumsum(noise, axis=0), expected, strict=True
-            ):
+            for total, stddev in zip(np.cumsum(noise, axis=0), expected, strict=True):
                 statistics.assert_gaussian(total, stddev)
             return
         c = np.zeros(_ROUNDS)
         c[: len(made.coefficients)] = made.coefficients
         fresh = np.array(
-            [
-                sum(c[j] * noise[t - j] for j in range(t + 1))
-                for t in range(_ROUNDS)
-            ]
+            [sum(c[j] * noise[t - j] for j in range(t + 1)) for t in range(_ROUNDS)]
         )
         statistics.assert_gaussian(fresh, 1.0)
         for t in range(1, _ROUNDS):
@@ -92,9 +87,7 @@ class CorrelatedNoiseTest(parameterized.TestCase):
             self.assertIn("correlated_noise_secret", spent.facts.caveats)
 
     def test_a_clip_that_adapts(self):
-        mechanism = _mechanism(
-            "blt:2", target_quantile=0.0, count_noise_stddev=1.0
-        )
+        mechanism = _mechanism("blt:2", target_quantile=0.0, count_noise_stddev=1.0)
         process = _process(mechanism)
         zeros = [np.zeros(shape, np.float32) for shape in _SHAPES]
         state, clips, noise = process.initialize(), [], []
@@ -109,10 +102,7 @@ class CorrelatedNoiseTest(parameterized.TestCase):
         # are alike by chance in less than 1 of 1e7 runs.
         self.assertNotEqual(clips[0], clips[-1])
         c = mechanism.generator.coefficients
-        fresh = [
-            sum(c[j] * noise[t - j] for j in range(t + 1))
-            for t in range(_ROUNDS)
-        ]
+        fresh = [sum(c[j] * noise[t - j] for j in range(t + 1)) for t in range(_ROUNDS)]
         statistics.assert_gaussian(fresh, 1.0)
         # Counts in rounds 0, 2 and 4.
         costs = np.asarray(state.history.costs)
@@ -188,9 +178,7 @@ class CorrelatedNoiseTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "2 rounds, got a record of 1"):
             self._epsilon(state, mechanism, "separated", participations=record)
         record.add(["c", "d"])
-        checked = self._epsilon(
-            state, mechanism, "separated", participations=record
-        )
+        checked = self._epsilon(state, mechanism, "separated", participations=record)
         declared = self._epsilon(state, mechanism, "separated")
         self.assertEqual(float(checked), float(declared))
         plain, _ = _run(_process(mechanism), 2)
@@ -230,9 +218,7 @@ class CorrelatedNoiseTest(parameterized.TestCase):
         record = mechanism.participation_record()
         for t in range(_ROUNDS):
             record.add(["a", "b"] if t % 2 else ["c", "d"])
-        checked = self._epsilon(
-            state, mechanism, "separated", participations=record
-        )
+        checked = self._epsilon(state, mechanism, "separated", participations=record)
         self.assertIn("was checked for every cohort", checked.statement)
 
     def test_values_of_unknown_shape_are_refused(self):

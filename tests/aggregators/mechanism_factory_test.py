@@ -82,9 +82,7 @@ class TypesTest(parameterized.TestCase):
     def test_signatures(self, factory, value_type):
         process = factory.create(value_type)
 
-        self.assertIsInstance(
-            factory, tff.aggregators.UnweightedAggregationFactory
-        )
+        self.assertIsInstance(factory, tff.aggregators.UnweightedAggregationFactory)
         self.assertIsInstance(process, tff.templates.AggregationProcess)
         query_state = collections.OrderedDict(
             clip_norm=SCALAR, noise_multiplier=SCALAR, clients_per_round=SCALAR
@@ -205,9 +203,7 @@ class TypesTest(parameterized.TestCase):
 class BehaviourTest(parameterized.TestCase):
     def test_equals_tff_gaussian_fixed_without_noise(self):
         rng = np.random.default_rng(0)
-        values = [
-            nested(*(rng.normal(size=4) * scale)) for scale in (0.1, 0.5, 2, 9)
-        ]
+        values = [nested(*(rng.normal(size=4) * scale)) for scale in (0.1, 0.5, 2, 9)]
         ours = aggregators.from_mechanism(
             mechanisms.FixedClipping(clip_norm=0.7, noise_multiplier=0.0), 4
         ).create(NESTED)
@@ -345,10 +341,8 @@ class CompositionTest(absltest.TestCase):
         self.assertIs(aggregators.accountable_state(output.state), found)
 
     def test_compression_sums_the_updates(self):
-        compression = (
-            tff.aggregators.EncodedSumFactory.quantize_above_threshold(
-                quantization_bits=8, threshold=1
-            )
+        compression = tff.aggregators.EncodedSumFactory.quantize_above_threshold(
+            quantization_bits=8, threshold=1
         )
         process = aggregators.FixedClippingFactory(
             clip_norm=1.0,
@@ -372,9 +366,7 @@ class CompositionTest(absltest.TestCase):
         plain = tff.aggregators.SumFactory()
         compression = tff.aggregators.EncodedSumFactory
         for inner in (
-            compression.quantize_above_threshold(
-                quantization_bits=8, threshold=1
-            ),
+            compression.quantize_above_threshold(quantization_bits=8, threshold=1),
             tff.aggregators.add_measurements(
                 plain, server_measurement_fn=lambda _: collections.OrderedDict()
             ),
@@ -394,10 +386,8 @@ class CompositionTest(absltest.TestCase):
                     )
 
     def test_what_keeps_each_share(self):
-        compression = (
-            tff.aggregators.EncodedSumFactory.quantize_above_threshold(
-                quantization_bits=8, threshold=1
-            )
+        compression = tff.aggregators.EncodedSumFactory.quantize_above_threshold(
+            quantization_bits=8, threshold=1
         )
         fixed = mechanisms.FixedClipping(clip_norm=1, noise_multiplier=1)
         # What clients noised by themselves is theirs, whatever becomes of it.

@@ -48,9 +48,7 @@ class NbAFLFactoryTest(absltest.TestCase):
 
     def test_noise_of_both_channels(self):
         # As in noise_test.py: 3 % are 8.5 standard deviations of the estimate.
-        mechanism = mechanisms.NbAFL(
-            epsilon=10.0, constant=1.5, weight_clip=200.0
-        )
+        mechanism = mechanisms.NbAFL(epsilon=10.0, constant=1.5, weight_clip=200.0)
         facts = {
             "clients_per_round": 2,
             "num_clients": 4,
@@ -73,9 +71,7 @@ class NbAFLFactoryTest(absltest.TestCase):
                 mechanism, downlink_noise=flag, **facts
             ).create(tff.TensorType(np.float32, [SIZE]), EXAMPLES)
             zeros = [np.zeros(SIZE, np.float32)] * 2
-            result = process.next(
-                process.initialize(), zeros, [20.0, 20.0]
-            ).result
+            result = process.next(process.initialize(), zeros, [20.0, 20.0]).result
             # The mean's elements are cut at +-200, some 4 sigma away.
             self.assertAlmostEqual(result.std() / stddev, 1, delta=0.03)
 

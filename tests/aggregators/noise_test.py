@@ -14,9 +14,7 @@ from absl.testing import absltest, parameterized
 from tfdp_fl import aggregators
 
 SIZE = 40_000
-VALUE = tff.types.to_type(
-    [(np.float32, [SIZE // 2]), (np.float32, [SIZE // 2])]
-)
+VALUE = tff.types.to_type([(np.float32, [SIZE // 2]), (np.float32, [SIZE // 2])])
 TOLERANCE = 0.03
 CORRELATION = 0.035
 CLIENTS = 4
@@ -89,8 +87,7 @@ class NoiseTest(parameterized.TestCase):
         again = factory.create(VALUE)
         rebuilt = again.next(again.initialize(), zeros())
         draws = [
-            flat(output.result)
-            for output in (first, second, repeated, fresh, rebuilt)
+            flat(output.result) for output in (first, second, repeated, fresh, rebuilt)
         ]
         for draw in draws:
             self.assertAlmostEqual(draw.mean(), 0, delta=stddev * CORRELATION)

@@ -21,9 +21,7 @@ class QueryFactoryTest(absltest.TestCase):
         ).create(VECTOR)
         values = [*VALUES, np.array([np.nan, 1], np.float32)]
         output = process.next(process.initialize(), values)
-        np.testing.assert_allclose(
-            output.result, [1.25 / 3, 0.5 / 3], rtol=1e-6
-        )
+        np.testing.assert_allclose(output.result, [1.25 / 3, 0.5 / 3], rtol=1e-6)
         self.assertEqual(output.measurements["discarded_clients"], 1)
         self.assertEqual(aggregators.extract_dp_event(output.state), event)
 
@@ -69,16 +67,12 @@ class QueryFactoryTest(absltest.TestCase):
         ours = aggregators.QueryFactory(
             query=query(), dp_event=event, clients_per_round=3
         ).create(VECTOR)
-        theirs = tff.aggregators.DifferentiallyPrivateFactory(query()).create(
-            VECTOR
-        )
+        theirs = tff.aggregators.DifferentiallyPrivateFactory(query()).create(VECTOR)
         our_state, their_state = ours.initialize(), theirs.initialize()
         for _ in range(3):
             output = ours.next(our_state, VALUES)
             expected = theirs.next(their_state, VALUES)
-            np.testing.assert_allclose(
-                output.result, expected.result, rtol=1e-6
-            )
+            np.testing.assert_allclose(output.result, expected.result, rtol=1e-6)
             our_state, their_state = output.state, expected.state
         self.assertLess(output.measurements["clip_norm"], 1.0)
         self.assertEqual(aggregators.extract_dp_event(our_state), event)

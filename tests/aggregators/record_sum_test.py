@@ -28,13 +28,9 @@ class SecureSumTest(absltest.TestCase):
         output = process.next(process.initialize(), values)
         np.testing.assert_allclose(output.result, [0.5, 0.25], atol=1e-5)
         self.assertEqual(output.measurements["cohort_size"], 2)
-        self.assertAlmostEqual(
-            output.measurements["mean_update_norm"], 1.75, places=4
-        )
+        self.assertAlmostEqual(output.measurements["mean_update_norm"], 1.75, places=4)
         # One of two was not clipped, which is the target: the clip stays.
-        self.assertAlmostEqual(
-            output.state.query_state.clip_norm, 1.0, places=5
-        )
+        self.assertAlmostEqual(output.state.query_state.clip_norm, 1.0, places=5)
         self.assertIn("inner", output.measurements)
 
 

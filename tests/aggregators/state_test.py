@@ -82,18 +82,14 @@ class AccountableStateTest(parameterized.TestCase):
         ),
     )
     def test_a_norm_that_follows_the_clients_is_refused(self, wrapped):
-        norm = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(
-            1.0, 0.5, 0.2
-        )
+        norm = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(1.0, 0.5, 0.2)
         state = wrapped(norm).create(SCALAR).initialize()
         with self.assertRaisesRegex(ValueError, "constant.*build_dp_fed_avg"):
             state_lib.accountable_state(learning_state(state))
 
     def test_means_around_the_mechanism_are_refused(self):
         weighted = tff.aggregators.MeanFactory(ours()).create(SCALAR, SCALAR)
-        unweighted = tff.aggregators.UnweightedMeanFactory(ours()).create(
-            SCALAR
-        )
+        unweighted = tff.aggregators.UnweightedMeanFactory(ours()).create(SCALAR)
         for process in (weighted, unweighted):
             state = process.initialize()
             with self.assertRaisesRegex(ValueError, "build_dp_fed_avg"):
@@ -104,9 +100,7 @@ class AccountableStateTest(parameterized.TestCase):
                 aggregators.extract_dp_event(state)
 
     def test_sums_whose_bounds_follow_the_clients_are_refused(self):
-        norm = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(
-            1.0, 0.5, 0.2
-        )
+        norm = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(1.0, 0.5, 0.2)
         for sums in (
             {"inner_factory": tff.aggregators.SecureSumFactory(norm)},
             {"scalars_factory": tff.aggregators.SecureSumFactory(norm)},
@@ -125,9 +119,7 @@ class AccountableStateTest(parameterized.TestCase):
         for each in (
             ours(),
             tff.aggregators.UnweightedMeanFactory(),
-            tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(
-                1.0, 10, 1.0
-            ),
+            tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(1.0, 10, 1.0),
         ):
             with self.assertRaisesRegex(ValueError, "inner_factory.*a sum"):
                 ours(inner_factory=each)

@@ -196,18 +196,14 @@ class TrainingTest(parameterized.TestCase):
         ("several_rounds", _fixed(3.0), "shuffled", 4, {}),
         (
             "adaptive",
-            tfdp_fl.AdaptiveClipping(
-                noise_multiplier=1.0, count_noise_stddev=5.0
-            ),
+            tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=5.0),
             "shuffled",
             1,
             {},
         ),
         (
             "median",
-            tfdp_fl.MedianClipping(
-                noise_multiplier=1.0, median_noise_multiplier=5.0
-            ),
+            tfdp_fl.MedianClipping(noise_multiplier=1.0, median_noise_multiplier=5.0),
             "shuffled",
             1,
             {},
@@ -263,9 +259,7 @@ class TrainingTest(parameterized.TestCase):
         audit = CanaryAudit(num_canaries=_CANARIES)
         fed = _audited(_fixed(), audit)
         found = audit.estimate(_DELTA)
-        self.assertAlmostEqual(
-            found.epsilon / fed.epsilon(_DELTA), 1, delta=0.15
-        )
+        self.assertAlmostEqual(found.epsilon / fed.epsilon(_DELTA), 1, delta=0.15)
         self.assertEqual(found.num_canaries, _CANARIES)
 
     def test_the_statement_has_it(self):
@@ -281,9 +275,7 @@ class TrainingTest(parameterized.TestCase):
         audit = CanaryAudit(num_canaries=_CANARIES, iterates="all")
         fed = _audited(_fixed(), audit, rounds=1)
         found = audit.estimate(_DELTA)
-        self.assertAlmostEqual(
-            found.epsilon / fed.epsilon(_DELTA), 1, delta=0.2
-        )
+        self.assertAlmostEqual(found.epsilon / fed.epsilon(_DELTA), 1, delta=0.2)
 
     def test_an_empty_cohort_has_canaries_too(self):
         audit = CanaryAudit(num_canaries=50)
@@ -344,9 +336,7 @@ class PlantedFaultsTest(parameterized.TestCase):
     """What is broken looks larger than the epsilon that is claimed."""
 
     def _assert_found(self, fed, audit):
-        self.assertGreater(
-            audit.estimate(_DELTA).low, fed.epsilon(_DELTA, "pld") * 1.2
-        )
+        self.assertGreater(audit.estimate(_DELTA).low, fed.epsilon(_DELTA, "pld") * 1.2)
 
     def test_half_the_noise(self):
         add = noise.add_normal

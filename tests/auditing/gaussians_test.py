@@ -15,9 +15,7 @@ class GaussiansTest(parameterized.TestCase):
     def test_of_equal_spread_it_is_the_gaussian_mechanism(self, z, delta):
         # Moved and stretched, which changes nothing.
         found = gaussians.epsilon_of(5 + 3 / z, 3.0, 5.0, 3.0, delta)
-        self.assertAlmostEqual(
-            found, gaussian.gaussian_epsilon(z, delta), delta=1e-6
-        )
+        self.assertAlmostEqual(found, gaussian.gaussian_epsilon(z, delta), delta=1e-6)
 
     @parameterized.parameters((0.7, 1.3, 0.5), (1.2, 0.8, 2.0), (0.0, 2.0, 1.0))
     def test_delta_is_the_integral(self, mean, std, epsilon):

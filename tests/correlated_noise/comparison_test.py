@@ -51,9 +51,7 @@ def test_counts_that_move_a_clip_are_paid_for():
             min_separation=8,
             target_quantile=0.5,
         )
-        counts = (
-            2 * mechanism.count_noise_stddev_of(two.noise_multiplier)
-        ) ** -2
+        counts = (2 * mechanism.count_noise_stddev_of(two.noise_multiplier)) ** -2
         spent = (two.sensitivity / two.noise_multiplier) ** 2 + 8 * counts
         assert accounting.gaussian_epsilon(spent**-0.5, 1e-5) == pytest.approx(
             2.0, rel=1e-6

@@ -77,9 +77,7 @@ def dense_noise(generator, draws):
 
 
 def table_for(generator):
-    count = sum(
-        draws_of(generator, t) for t in range(generator.participation.rounds)
-    )
+    count = sum(draws_of(generator, t) for t in range(generator.participation.rounds))
     return np.random.default_rng(7).normal(size=(count, 8))
 
 
@@ -100,9 +98,7 @@ def test_mixed_precision_of_products_does_not_touch_it(name, request):
     # With products in bfloat16 it was 0.01 off.
     optimizer = tf.config.optimizer
     option = "auto_mixed_precision_onednn_bfloat16"
-    request.addfinalizer(
-        lambda: optimizer.set_experimental_options({option: False})
-    )
+    request.addfinalizer(lambda: optimizer.set_experimental_options({option: False}))
     optimizer.set_experimental_options({option: True})
     generator = STRATEGIES[name].generator(promised())
     draws = table_for(generator)
@@ -113,9 +109,7 @@ def test_mixed_precision_of_products_does_not_touch_it(name, request):
 
 def test_draws_in_turn_are_told_apart():
     # z = 1, 2, ..., 8, as the design gives it.
-    generator = BandedToeplitz(coefficients=(1, 0.5, 0.25)).generator(
-        promised(8, 1)
-    )
+    generator = BandedToeplitz(coefficients=(1, 0.5, 0.25)).generator(promised(8, 1))
     noise, _ = stream(generator, np.arange(1.0, 9)[:, None], ([1],))
     expected = [1.0]
     for t in range(1, 8):
@@ -150,9 +144,7 @@ def test_buffers_have_the_size_that_is_promised(rounds):
     bands = min(rounds, 5)
     made = BandedToeplitz(5).generator(where)
     assert (made.bands, made.copies) == (bands, bands - 1)
-    assert (
-        BLT(theta=(0.9, 0.5), theta_hat=(0.7, 0.2)).generator(where).copies == 2
-    )
+    assert BLT(theta=(0.9, 0.5), theta_hat=(0.7, 0.2)).generator(where).copies == 2
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -164,16 +156,12 @@ def test_charges_go_by_the_coefficients_that_are_used(name):
         matrix = references.tree_matrix(ROUNDS, generator.restart_every)
     first = references.worst_by_count(matrix[:, :ROUNDS], 8)[-1]
     assert generator.sensitivity**2 >= first * (1 - 1e-12)
-    assert np.sum(generator.charges**2) == pytest.approx(
-        generator.sensitivity**2
-    )
+    assert np.sum(generator.charges**2) == pytest.approx(generator.sensitivity**2)
     if hasattr(generator, "coefficients"):
         assert generator.sensitivity**2 == pytest.approx(first)
 
 
-@pytest.mark.parametrize(
-    "strategy", [BandedToeplitz(4), BLT(2), Tree(), Tree(3)]
-)
+@pytest.mark.parametrize("strategy", [BandedToeplitz(4), BLT(2), Tree(), Tree(3)])
 def test_covariance_is_that_of_the_strategy(strategy):
     # 40 000 short runs side by side. An entry of the covariance has a standard
     # error of at most sqrt(2 v_s v_t / runs); a false alarm of 6.2 of them in
@@ -186,9 +174,7 @@ def test_covariance_is_that_of_the_strategy(strategy):
     for t in range(rounds):
 
         def draw(i, t=t):
-            inner = tf.random.experimental.stateless_fold_in(
-                seed, 1000 * t + int(i)
-            )
+            inner = tf.random.experimental.stateless_fold_in(seed, 1000 * t + int(i))
             return [tf.random.stateless_normal([runs], inner)]
 
         n, memory = generator.next_noise(memory, draw)

@@ -52,9 +52,7 @@ def test_the_loss_is_error_times_sensitivity(name):
 
 @pytest.mark.parametrize("name", ["prefix", "momentum"])
 def test_the_last_model_is_the_noisiest_without_rates(name):
-    errors = toeplitz.squared_errors(
-        np.array([1, 0.5, 0.3]), 24, WORKLOADS[name]
-    )
+    errors = toeplitz.squared_errors(np.array([1, 0.5, 0.3]), 24, WORKLOADS[name])
     assert errors[-1] == errors.max()
 
 

@@ -11,9 +11,7 @@ from tfdp_fl.correlated_noise import Participation, ParticipationRecord
 
 def _record(rounds=8, gap=3, most=None):
     return ParticipationRecord(
-        Participation(
-            rounds=rounds, min_separation=gap, max_participations=most
-        )
+        Participation(rounds=rounds, min_separation=gap, max_participations=most)
     )
 
 

@@ -21,9 +21,7 @@ def test_a_client_has_room_for_so_many_rounds(rounds, gap, most, expected):
     assert made.max_participations == expected
 
 
-@pytest.mark.parametrize(
-    "name", ["rounds", "min_separation", "max_participations"]
-)
+@pytest.mark.parametrize("name", ["rounds", "min_separation", "max_participations"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2"])
 def test_what_is_no_count_is_refused(name, value):
     arguments = {"rounds": 8, name: value}

@@ -90,9 +90,7 @@ def test_poles_that_cancel_are_left_out():
     )
     np.testing.assert_array_equal(poles, [0.9, 0.3])
     np.testing.assert_array_equal(zeros, [0.7, 0.1])
-    poles, zeros = strategies.without_pairs(
-        np.array([0.9]), np.array([0.9 - 1e-8])
-    )
+    poles, zeros = strategies.without_pairs(np.array([0.9]), np.array([0.9 - 1e-8]))
     np.testing.assert_array_equal(poles, zeros)
 
 

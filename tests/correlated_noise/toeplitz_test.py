@@ -17,9 +17,7 @@ FALLING = {
     "constant": np.ones(12),
     "steps": [1, 1, 1, 0.3, 0.3, 0.3, 0.1],
     "fast": 0.2 ** np.arange(12),
-    "random": np.concatenate(
-        [[1], np.sort(np.random.default_rng(5).random(11))[::-1]]
-    ),
+    "random": np.concatenate([[1], np.sort(np.random.default_rng(5).random(11))[::-1]]),
 }
 
 
@@ -47,9 +45,7 @@ def test_first_rounds_are_charged_what_they_release(name):
     squares = np.cumsum(toeplitz.charges(c, promised) ** 2)
     for rounds in range(1, 13):
         worst = references.worst_by_count(references.dense(c, rounds), 3)
-        np.testing.assert_allclose(
-            squares[rounds - 1], worst[:4][-1], rtol=1e-12
-        )
+        np.testing.assert_allclose(squares[rounds - 1], worst[:4][-1], rtol=1e-12)
 
 
 @pytest.mark.parametrize(

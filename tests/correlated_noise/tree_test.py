@@ -24,9 +24,7 @@ def test_the_sensitivity_is_no_larger_than_it_has_to_be():
         matrix = references.tree_matrix(rounds, rounds)
         for gap in (1, 2, 4):
             worst = references.worst_by_count(matrix, gap)
-            promised = participation.Participation(
-                rounds=rounds, min_separation=gap
-            )
+            promised = participation.Participation(rounds=rounds, min_separation=gap)
             found = np.sum(tree.charges(promised, rounds) ** 2)
             assert found == pytest.approx(worst[-1])
 

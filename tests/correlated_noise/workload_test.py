@@ -12,9 +12,7 @@ def test_momentum_is_that_of_sgd():
     for t in range(rounds):
         velocity = beta * velocity + sums[t]
         model = model + velocity
-        np.testing.assert_allclose(
-            made.applied(np.eye(rounds))[t], model, rtol=1e-12
-        )
+        np.testing.assert_allclose(made.applied(np.eye(rounds))[t], model, rtol=1e-12)
     np.testing.assert_allclose(
         made.coefficients(rounds),
         (1 - beta ** (np.arange(rounds) + 1)) / (1 - beta),

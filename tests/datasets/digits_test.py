@@ -54,9 +54,7 @@ class LoadDigitsTest(parameterized.TestCase):
         config = json.loads(json.dumps(clients.config))
         again = datasets.load_from_config(config)
         for k in range(30):
-            np.testing.assert_array_equal(
-                again.client(k)[0], clients.client(k)[0]
-            )
+            np.testing.assert_array_equal(again.client(k)[0], clients.client(k)[0])
 
     @parameterized.parameters(
         ({"num_clients": 0}, "num_clients must be"),

@@ -73,17 +73,13 @@ class LoadEmnistTest(parameterized.TestCase):
 
     def test_arguments_reach_tff_and_the_config(self):
         clients, _ = self._load(only_digits=False, cache_dir=None)
-        self.load_data.assert_called_once_with(
-            only_digits=False, cache_dir=None
-        )
+        self.load_data.assert_called_once_with(only_digits=False, cache_dir=None)
         with _fake_tff(self.load_data):
             again = datasets.load_from_config(clients.config)
         self.assertEqual(list(again.client_ids), list(_SIZES))
 
     def test_refuses_more_writers_than_there_are(self):
-        with self.assertRaisesRegex(
-            ValueError, "num_clients must be at most 3"
-        ):
+        with self.assertRaisesRegex(ValueError, "num_clients must be at most 3"):
             self._load(num_clients=4)
 
     def test_says_so_without_tff(self):

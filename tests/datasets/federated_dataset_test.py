@@ -85,9 +85,7 @@ class FromClientArraysTest(parameterized.TestCase):
             x = {"image": np.ones((n, 4, 4)), "words": [np.zeros((n, 2), int)]}
             return x, (np.ones(n, int), np.full((n, 1), 0.5))
 
-        dataset = FederatedDataset.from_client_arrays(
-            {7: client(3), 8: client(1)}
-        )
+        dataset = FederatedDataset.from_client_arrays({7: client(3), 8: client(1)})
         x, (label, score) = dataset.client(7)
         self.assertEqual(x["image"].shape, (3, 4, 4))
         self.assertEqual(x["words"][0].shape, (3, 2))
@@ -114,9 +112,7 @@ class FromClientArraysTest(parameterized.TestCase):
         self.assertEqual(dataset.client(0)[0].tolist(), [b"to", b"be"])
 
     def test_empty_lists_are_a_client_without_examples(self):
-        dataset = FederatedDataset.from_client_arrays(
-            {0: ([], []), 1: _examples(2)}
-        )
+        dataset = FederatedDataset.from_client_arrays({0: ([], []), 1: _examples(2)})
         self.assertEqual(dataset.client_sizes().tolist(), [0, 2])
         self.assertEqual(dataset.client(0)[0].shape, (0, 3))
 
@@ -267,9 +263,7 @@ class FromIndicesTest(parameterized.TestCase):
         np.testing.assert_array_equal(dataset.client(second)[1], [1, 9])
 
     def test_uneven_and_empty_clients(self):
-        dataset = FederatedDataset.from_indices(
-            self.x, self.y, [[4], [], [0, 2, 4]]
-        )
+        dataset = FederatedDataset.from_indices(self.x, self.y, [[4], [], [0, 2, 4]])
         self.assertEqual(dataset.client_sizes().tolist(), [1, 0, 3])
         self.assertEqual(dataset.client(1)[0].shape, (0, 3))
 
@@ -340,9 +334,7 @@ class EngineInterfaceTest(parameterized.TestCase):
             self.assertEqual(rows.dtype, np.int32)
             self.assertEqual(lengths.dtype, np.int64)
             self.assertEqual(lengths.tolist(), [5, 0, 2, 5])
-            self.assertEqual(
-                rows.tolist(), [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
-            )
+            self.assertEqual(rows.tolist(), [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6])
 
     def test_no_positions_are_no_rows(self):
         for dataset in self._datasets():
@@ -366,9 +358,7 @@ class EngineInterfaceTest(parameterized.TestCase):
         dataset, _ = self._datasets()
         taken = dataset.take([2, 0])
         self.assertIs(taken.flat()[0], dataset.flat()[0])
-        self.assertEqual(
-            taken.client_rows([0, 1])[0].tolist(), [2, 3, 4, 5, 6, 0, 1]
-        )
+        self.assertEqual(taken.client_rows([0, 1])[0].tolist(), [2, 3, 4, 5, 6, 0, 1])
 
     @parameterized.parameters([[3]], [[-1]], [[0, 7]])
     def test_refuses_positions_out_of_range(self, positions):
@@ -397,18 +387,14 @@ class EngineInterfaceTest(parameterized.TestCase):
     def test_a_streamed_dataset_has_no_rows(self):
         dataset = _streamed(_uneven())
         self.assertFalse(dataset.is_indexed)
-        with self.assertRaisesRegex(
-            ValueError, "flat must be called on an ind"
-        ):
+        with self.assertRaisesRegex(ValueError, "flat must be called on an ind"):
             dataset.flat()
         with self.assertRaisesRegex(ValueError, r"in_memory\(\) makes it"):
             dataset.client_rows([0])
 
     def test_a_million_clients(self):
         n = 1_000_000
-        indices = np.random.default_rng(0).integers(
-            0, 10, (n, 2), dtype=np.int32
-        )
+        indices = np.random.default_rng(0).integers(0, 10, (n, 2), dtype=np.int32)
         dataset = FederatedDataset.from_indices(*_examples(10), indices)
         self.assertEqual(dataset.client_ids, range(n))
         rows, lengths = dataset.client_rows([n - 1, 5])
@@ -428,9 +414,7 @@ class StreamedTest(parameterized.TestCase):
             }
         )
         self.assertFalse(dataset.is_indexed)
-        _assert_same_clients(
-            self, dataset, FederatedDataset.from_client_arrays(arrays)
-        )
+        _assert_same_clients(self, dataset, FederatedDataset.from_client_arrays(arrays))
 
     def test_tf_datasets_longer_than_one_chunk(self):
         dataset = FederatedDataset.from_tf_datasets(
@@ -456,9 +440,7 @@ class StreamedTest(parameterized.TestCase):
         ),
         (
             "batches",
-            lambda: {
-                "a": tf.data.Dataset.from_tensor_slices(_examples(4)).batch(2)
-            },
+            lambda: {"a": tf.data.Dataset.from_tensor_slices(_examples(4)).batch(2)},
             ValueError,
             "Client 'a': .* must be single examples, got what looks like batch",
         ),
@@ -470,9 +452,7 @@ class StreamedTest(parameterized.TestCase):
         ),
         (
             "endless",
-            lambda: {
-                "a": tf.data.Dataset.from_tensor_slices(_examples(4)).repeat()
-            },
+            lambda: {"a": tf.data.Dataset.from_tensor_slices(_examples(4)).repeat()},
             ValueError,
             "Client 'a': .* must end",
         ),
@@ -508,9 +488,7 @@ class StreamedTest(parameterized.TestCase):
                 return np.ones((2, 7)), np.ones(2, int)
             return _examples(2)
 
-        dataset = FederatedDataset.from_client_fn(
-            ["bad", "good", "odd", "fine"], read
-        )
+        dataset = FederatedDataset.from_client_fn(["bad", "good", "odd", "fine"], read)
         read = list(dataset.read_clients([0, 1, 2, 3]))
 
         self.assertEqual(
@@ -534,9 +512,7 @@ class StreamedTest(parameterized.TestCase):
         spec = (tf.TensorSpec([3], tf.float32), tf.TensorSpec([], tf.int64))
         dataset = FederatedDataset.from_tf_datasets(
             {
-                "bad": tf.data.Dataset.from_generator(
-                    generate, output_signature=spec
-                ),
+                "bad": tf.data.Dataset.from_generator(generate, output_signature=spec),
                 "good": tf.data.Dataset.from_tensor_slices(_examples(2)),
             }
         )
@@ -592,9 +568,7 @@ class StreamedTest(parameterized.TestCase):
         arrays = _uneven()
         dataset = _streamed(arrays).in_memory()
         self.assertTrue(dataset.is_indexed)
-        _assert_same_clients(
-            self, dataset, FederatedDataset.from_client_arrays(arrays)
-        )
+        _assert_same_clients(self, dataset, FederatedDataset.from_client_arrays(arrays))
         self.assertIs(dataset.in_memory(), dataset)
 
     @parameterized.parameters(
@@ -678,17 +652,13 @@ class FromClientDataTest(absltest.TestCase):
     def test_elements_may_be_dicts_of_x_and_y(self):
         dataset = FederatedDataset.from_client_data(
             _ClientData(),
-            lambda clients: clients.map(
-                lambda e: {"x": e["pixels"], "y": e["label"]}
-            ),
+            lambda clients: clients.map(lambda e: {"x": e["pixels"], "y": e["label"]}),
         )
         self.assertEqual(dataset.client("w2")[0].shape, (1, 2, 2))
 
     def test_a_federated_dataset_is_client_data_too(self):
         arrays = FederatedDataset.from_client_arrays(_uneven())
-        _assert_same_clients(
-            self, FederatedDataset.from_client_data(arrays), arrays
-        )
+        _assert_same_clients(self, FederatedDataset.from_client_data(arrays), arrays)
 
     def test_refuses(self):
         with self.assertRaisesRegex(TypeError, "preprocess_fn can make them"):
@@ -788,16 +758,12 @@ class DerivedTest(parameterized.TestCase):
 
     def test_tf_dataset_of_a_client(self):
         dataset = FederatedDataset.from_client_arrays(_uneven())
-        labels = [
-            int(y) for _, y in dataset.create_tf_dataset_for_client("many")
-        ]
+        labels = [int(y) for _, y in dataset.create_tf_dataset_for_client("many")]
         self.assertEqual(labels, [0, 1, 2, 3, 4])
 
     def test_in_words(self):
         dataset = FederatedDataset.from_client_arrays(_uneven())
-        self.assertEqual(
-            repr(dataset), "<FederatedDataset: 3 clients, indexed>"
-        )
+        self.assertEqual(repr(dataset), "<FederatedDataset: 3 clients, indexed>")
         self.assertIn("0 to 5, median 2, 1 clients empty", dataset.describe())
         self.assertIn("x: float32[3]", dataset.describe())
         self.assertIn("read from each", _streamed(_uneven()).describe())
@@ -827,17 +793,13 @@ class ClientIdsDigestTest(absltest.TestCase):
 
     def test_the_same_ids_have_the_same_one(self):
         self.assertEqual(self._of(range(9000)), self._of(list(range(9000))))
-        self.assertEqual(
-            self._of([np.int64(3), np.str_("a")]), self._of([3, "a"])
-        )
+        self.assertEqual(self._of([np.int64(3), np.str_("a")]), self._of([3, "a"]))
 
     def test_taken_clients_have_that_of_their_ids(self):
         rows = np.zeros([5, 1], np.int32)
         x, y = np.zeros([1, 2], np.float32), np.zeros([1], np.int32)
         dataset = FederatedDataset.from_indices(x, y, rows)
-        self.assertEqual(
-            dataset.take([3, 1]).client_ids_digest, self._of([3, 1])
-        )
+        self.assertEqual(dataset.take([3, 1]).client_ids_digest, self._of([3, 1]))
         self.assertEqual(
             dataset.map(lambda x, y: (x, y)).client_ids_digest,
             dataset.client_ids_digest,

@@ -27,9 +27,7 @@ def _frame(n: int) -> pd.DataFrame:
 class FromDirectoryTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.path = pathlib.Path(
-            self.enter_context(tempfile.TemporaryDirectory())
-        )
+        self.path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
 
     @parameterized.parameters("csv", "parquet")
     def test_tables(self, suffix):

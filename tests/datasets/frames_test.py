@@ -42,9 +42,7 @@ class FromDataframeTest(parameterized.TestCase):
         self.assertEqual(dataset.element_spec[0].shape, (2,))
 
     def test_one_column_and_a_mapping(self):
-        one = FederatedDataset.from_dataframe(
-            _frame(), client="who", features="height"
-        )
+        one = FederatedDataset.from_dataframe(_frame(), client="who", features="height")
         self.assertEqual(one.element_spec[0].shape, ())
         several = FederatedDataset.from_dataframe(
             _frame(),

@@ -105,17 +105,13 @@ class FromHuggingFaceTest(parameterized.TestCase):
         ).client("a")
         self.assertEqual((x["i"].shape, x["n"].shape), ((1, 2, 2), (1, 1)))
         columns.pop("image")
-        x, _ = FederatedDataset.from_hugging_face(
-            self.make(columns), "who"
-        ).client("a")
+        x, _ = FederatedDataset.from_hugging_face(self.make(columns), "who").client("a")
         self.assertEqual(x.shape, (1,))
 
     def test_sequences_of_unequal_length_are_filled_up(self):
         tokens = [[1], [2, 3], [4, 5, 6], [], [7, 8]]
         dataset = FederatedDataset.from_hugging_face(
-            self.make(
-                {**{k: _COLUMNS[k] for k in ("who", "label")}, "t": tokens}
-            ),
+            self.make({**{k: _COLUMNS[k] for k in ("who", "label")}, "t": tokens}),
             "who",
             features="t",
         )
@@ -151,9 +147,7 @@ class FromHuggingFaceTest(parameterized.TestCase):
         nobody = {**_COLUMNS, "who": ["a", None, "a", "b", "b"]}
         with self.assertRaisesRegex(ValueError, "'who' with 1 missing"):
             make(self.make(nobody), "who")
-        with self.assertRaisesRegex(
-            ValueError, "column 'text' .* in a list"
-        ) as caught:
+        with self.assertRaisesRegex(ValueError, "column 'text' .* in a list") as caught:
             _ = make(self.make(_COLUMNS), "who", ["age", "text"]).element_spec
         self.assertNotIn("2b", str(caught.exception))
 

@@ -11,9 +11,7 @@ class LoadFromConfigTest(parameterized.TestCase):
         taken = clients.take([7, 3]).take([1])
         again = datasets.load_from_config(taken.config)
         self.assertEqual(list(again.client_ids), [3])
-        self.assertEqual(
-            again.client(3)[0].tolist(), clients.client(3)[0].tolist()
-        )
+        self.assertEqual(again.client(3)[0].tolist(), clients.client(3)[0].tolist())
 
     def test_what_no_loader_made_has_no_config(self):
         clients, _ = datasets.load_digits(num_clients=20)

@@ -82,10 +82,7 @@ class LoadMnistTest(parameterized.TestCase):
         self.assertEmpty(held & {row.tobytes() for row in back})
 
     def test_validation_set_does_not_depend_on_the_seed(self):
-        sets = [
-            self._load(validation_examples=100, seed=seed)[1][0]
-            for seed in (0, 1)
-        ]
+        sets = [self._load(validation_examples=100, seed=seed)[1][0] for seed in (0, 1)]
         np.testing.assert_array_equal(*sets)
 
     def test_config_loads_the_same_clients(self):

@@ -51,9 +51,7 @@ class NpzTest(parameterized.TestCase):
     def test_brings_back_what_was_saved(self, make):
         dataset = make(_uneven())
         dataset.save_npz(self.path)
-        _assert_same_clients(
-            self, FederatedDataset.from_npz(self.path), dataset
-        )
+        _assert_same_clients(self, FederatedDataset.from_npz(self.path), dataset)
 
     def test_nests_and_shared_rows(self):
         x = {"a": np.ones((4, 2)), "b": (np.arange(4), [np.zeros((4, 1))])}
@@ -93,9 +91,7 @@ class NpzTest(parameterized.TestCase):
 
     def test_refuses_other_files(self):
         np.savez(self.path, x=np.ones(3))
-        with self.assertRaisesRegex(
-            ValueError, "path must be a file that save"
-        ):
+        with self.assertRaisesRegex(ValueError, "path must be a file that save"):
             FederatedDataset.from_npz(self.path)
         with self.assertRaises(FileNotFoundError):
             FederatedDataset.from_npz(self.path + "missing")

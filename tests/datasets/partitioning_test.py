@@ -56,8 +56,7 @@ class PartitionTest(parameterized.TestCase):
     def test_passes_differ(self):
         clients = partitioning.partition(_labels(600), 60, 20)
         first, second = (
-            {frozenset(rows) for rows in half.tolist()}
-            for half in np.split(clients, 2)
+            {frozenset(rows) for rows in half.tolist()} for half in np.split(clients, 2)
         )
         self.assertEmpty(first & second)
 

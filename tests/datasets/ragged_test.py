@@ -31,9 +31,7 @@ class FilledUpTest(parameterized.TestCase):
                 "b": (make(_TEXTS["b"]), [1]),
             }
         )
-        np.testing.assert_array_equal(
-            dataset.client("a")[0], [[1, 2, 3], [4, 0, 0]]
-        )
+        np.testing.assert_array_equal(dataset.client("a")[0], [[1, 2, 3], [4, 0, 0]])
         np.testing.assert_array_equal(dataset.client("b")[0], [[5, 6, 0]])
 
     def test_words(self):
@@ -109,22 +107,16 @@ class TrainTest(absltest.TestCase):
             name: (rows, np.arange(len(rows)) % 2)
             for name, rows in {**_TEXTS, "c": [[7], [8, 1, 1, 1]]}.items()
         }
-        streamed = FederatedDataset.from_client_fn(
-            list(clients), clients.__getitem__
-        )
+        streamed = FederatedDataset.from_client_fn(list(clients), clients.__getitem__)
         trained = []
         for data in (clients, streamed):
-            fed = toy.federated(
-                tfdp_fl.NoPrivacy(), model(), clients_per_round=3
-            )
+            fed = toy.federated(tfdp_fl.NoPrivacy(), model(), clients_per_round=3)
             fed.fit(data, rounds=2, local_epochs=2, seed=1, verbose=0)
             fed.evaluate_clients(data, verbose=0)
             trained.append(fed.get_weights())
         for one, other in zip(*trained, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
-        self.assertGreater(
-            np.abs(trained[0][0] - model().get_weights()[0]).max(), 1e-4
-        )
+        self.assertGreater(np.abs(trained[0][0] - model().get_weights()[0]).max(), 1e-4)
 
 
 if __name__ == "__main__":

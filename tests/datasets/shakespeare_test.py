@@ -157,9 +157,7 @@ class LoadShakespeareTest(parameterized.TestCase):
     def test_config_loads_the_same_clients(self):
         clients, _ = datasets.load_shakespeare(self.path, sequence_length=7)
         again = datasets.load_from_config(clients.config)
-        np.testing.assert_array_equal(
-            again.client("CAT")[1], clients.client("CAT")[1]
-        )
+        np.testing.assert_array_equal(again.client("CAT")[1], clients.client("CAT")[1])
         self.assertEqual(again.client_ids, clients.client_ids)
 
     @parameterized.parameters(

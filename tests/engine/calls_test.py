@@ -26,9 +26,9 @@ def _conditional(x):
 
 
 def _loop(x):
-    return tf.while_loop(
-        lambda i, _: i < 4, lambda i, y: (i + 1, y + x[i]), (0, 0.0)
-    )[1]
+    return tf.while_loop(lambda i, _: i < 4, lambda i, y: (i + 1, y + x[i]), (0, 0.0))[
+        1
+    ]
 
 
 def _accumulated(x):
@@ -62,9 +62,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(results, [tf.function(function)(x).numpy()] * 64)
         self.assertEqual(operation.call_count, 64 * taken)
         if taken:
-            executors = {
-                each.kwargs["executor_type"] for each in operation.mock_calls
-            }
+            executors = {each.kwargs["executor_type"] for each in operation.mock_calls}
             self.assertEqual(executors, {"SINGLE_THREADED_EXECUTOR"})
 
     @parameterized.parameters(
@@ -101,12 +99,8 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(called, taken)
         for executor, name in called:
             self.assertEqual(executor, b"SINGLE_THREADED_EXECUTOR")
-            library = (
-                whole.get_concrete_function(x).graph.as_graph_def().library
-            )
-            (own,) = [
-                each for each in library.function if each.signature.name == name
-            ]
+            library = whole.get_concrete_function(x).graph.as_graph_def().library
+            (own,) = [each for each in library.function if each.signature.name == name]
             self.assertTrue(own.attr["_noinline"].b)
         self.assertEqual(
             graphs.assigned_resources(whole.get_concrete_function(x)),
@@ -116,11 +110,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
             operations = by_default.get_concrete_function(x).graph
         self.assertNotIn(
             "StatefulPartitionedCall",
-            [
-                each.type
-                for each in operations.get_operations()
-                if function is _flat
-            ],
+            [each.type for each in operations.get_operations() if function is _flat],
         )
 
     @parameterized.parameters(
@@ -200,9 +190,7 @@ class OneThreadTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_what_is_no_tensor_is_left_to_tensorflow(self):
         x = tf.constant([1.0, 2.0])
-        traced = calls.TracedFunction(
-            tf.function(lambda x: (None, 2 * x)), True, x
-        )
+        traced = calls.TracedFunction(tf.function(lambda x: (None, 2 * x)), True, x)
         nothing, found = calls.Call(traced, [x])()
         self.assertIsNone(nothing)
         self.assertAllEqual(found, [2.0, 4.0])
@@ -318,9 +306,7 @@ class OnOthersTest(tf.test.TestCase, parameterized.TestCase):
         x = tf.constant([1.0, 2.0])
         first = calls.TracedFunction(function, one_thread, x)
         own = [tf.Variable(float(number)) for number in range(6)]
-        others = [
-            first.on_others({id(count.handle): each.handle}) for each in own
-        ]
+        others = [first.on_others({id(count.handle): each.handle}) for each in own]
 
         def call(other):
             return [calls.Call(other, [x])().numpy() for _ in range(50)]
@@ -339,9 +325,7 @@ class OnOthersTest(tf.test.TestCase, parameterized.TestCase):
             count.assign_add(1.0)
             return (
                 tf.gather(x, row)
-                + tf.while_loop(
-                    lambda i: i < 2.0, lambda i: (i + 1.0,), (0.0,)
-                )[0]
+                + tf.while_loop(lambda i: i < 2.0, lambda i: (i + 1.0,), (0.0,))[0]
             )
 
         x = tf.constant([1.0, 2.0])
@@ -357,9 +341,7 @@ class OnOthersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (tf.add_n, 2048),
         (
-            lambda terms: tf.raw_ops.AccumulateNV2(
-                inputs=terms, shape=terms[0].shape
-            ),
+            lambda terms: tf.raw_ops.AccumulateNV2(inputs=terms, shape=terms[0].shape),
             512,
         ),
     )

@@ -21,9 +21,7 @@ class _Files:
     """Clients that say when they are read, and by whom."""
 
     def __init__(self, num_clients=12, failing=()):
-        self.arrays = {
-            k: toy.arrays(4 + k % 2, seed=k) for k in range(num_clients)
-        }
+        self.arrays = {k: toy.arrays(4 + k % 2, seed=k) for k in range(num_clients)}
         self.failing = failing
         self.read = []
         self.threads = set()
@@ -146,12 +144,8 @@ class ReaderTest(tf.test.TestCase):
                 reader.thread.cores_are_idle = idle
                 (chunk,) = reader(dataset, _pending(dataset, [0, 1]))
                 self.assertAllEqual(chunk.lengths, [4, 5])
-            self.assertEqual(
-                [cores for _, cores in asked], [[4, 7], [1, 3, 4, 7]]
-            )
-            self.assertContainsSubset(
-                {thread for thread, _ in asked}, files.threads
-            )
+            self.assertEqual([cores for _, cores in asked], [[4, 7], [1, 3, 4, 7]])
+            self.assertContainsSubset({thread for thread, _ in asked}, files.threads)
             reader.close()
             # Another thread begins on all of them.
             reader.thread.cores_are_idle = True
@@ -204,10 +198,7 @@ class ReaderTest(tf.test.TestCase):
                 # And zeros after them, nothing of who was left out.
                 self.assertAllEqual(
                     np.concatenate(
-                        [
-                            np.asarray(getattr(chunk, side))[chunk.rows]
-                            for chunk in read
-                        ]
+                        [np.asarray(getattr(chunk, side))[chunk.rows] for chunk in read]
                     ),
                     np.concatenate([files.arrays[k][column] for k in good]),
                 )
@@ -224,9 +215,7 @@ class ReaderTest(tf.test.TestCase):
                 pending = _pending(dataset, np.arange(12))
                 reader.expect(_drawing(dataset, np.arange(12)))
                 members = [
-                    int(m)
-                    for chunk in reader(dataset, pending)
-                    for m in chunk.members
+                    int(m) for chunk in reader(dataset, pending) for m in chunk.members
                 ]
                 self.assertEqual(members, list(range(12)))
         reader.close()
@@ -272,9 +261,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             )
             fed.fit(dataset, rounds=1, batch_size=5, verbose=0)
             # Small, side by side on one thread; or one by one on two.
-            self.assertEqual(
-                fed.engine.background.cores_are_idle, jit_compile is None
-            )
+            self.assertEqual(fed.engine.background.cores_are_idle, jit_compile is None)
 
     def test_nobody_is_read_who_takes_no_part(self):
         # Of whom the last round draws, nobody comes after.
@@ -290,24 +277,18 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
         files = _Files()
         fed = toy.federated(clients_per_round=4)
-        fed.fit(
-            files.dataset(), rounds=9, verbose=0, seed=1, callbacks=[Stop()]
-        )
+        fed.fit(files.dataset(), rounds=9, verbose=0, seed=1, callbacks=[Stop()])
         self.assertFalse(any(each.is_alive() for each in files.threads))
         self.assertLessEqual(len(files.read), 8)
         # What was drawn for nothing changes nothing of what comes.
         one = fed.fit(files.dataset(), rounds=2, verbose=0, seed=1)
         other = toy.federated(clients_per_round=4)
         whole = other.fit(files.dataset(), rounds=3, verbose=0, seed=1)
-        self.assertAllClose(
-            one.history["loss"], whole.history["loss"][1:], rtol=1e-5
-        )
+        self.assertAllClose(one.history["loss"], whole.history["loss"][1:], rtol=1e-5)
 
     def test_who_goes_by_releases_is_not_drawn_ahead(self):
         for name in ("poisson", "fixed_size", "shuffled"):
-            self.assertFalse(
-                sampling.make_sampler(name, 12, 4).goes_by_releases
-            )
+            self.assertFalse(sampling.make_sampler(name, 12, 4).goes_by_releases)
         for name in ("cyclic", "cyclic_poisson"):
             self.assertTrue(sampling.make_sampler(name, 12, 4).goes_by_releases)
 

@@ -55,9 +55,7 @@ class _TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 engine, dataset, round_index=round_index, learning_rate=rate
             )
             moved = 0.0
-            for old, change, new in zip(
-                before, mean, model.get_weights(), strict=True
-            ):
+            for old, change, new in zip(before, mean, model.get_weights(), strict=True):
                 self.assertAllClose(new - old, change, rtol=rtol, atol=atol)
                 moved = max(moved, float(np.abs(new - old).max(initial=0)))
             self.assertGreater(moved, 1e-3)
@@ -126,12 +124,9 @@ class LocalTrainingTest(_TrainingTest):
         )
         rng = np.random.default_rng(0)
         arrays = {
-            k: (rng.integers(0, 2, [7, 6]), rng.integers(0, 3, 7))
-            for k in range(2)
+            k: (rng.integers(0, 2, [7, 6]), rng.integers(0, 3, 7)) for k in range(2)
         }
-        self.assert_trains_like_keras(
-            model, arrays, training={"grad_clip": 0.05}
-        )
+        self.assert_trains_like_keras(model, arrays, training={"grad_clip": 0.05})
 
     def test_no_gradient_clipping_at_zero_and_below(self):
         self.assert_trains_like_keras(
@@ -147,9 +142,7 @@ class LocalTrainingTest(_TrainingTest):
         engine = cohorts.make_engine(
             model,
             dataset,
-            training={
-                "upload_hook": lambda update: [tf.ones_like(v) for v in update]
-            },
+            training={"upload_hook": lambda update: [tf.ones_like(v) for v in update]},
         )
         before = model.get_weights()
         logs = cohorts.run_round(engine, dataset)
@@ -203,9 +196,7 @@ class ModelTest(_TrainingTest):
         tf.keras.utils.set_random_seed(3)
         model = tf.keras.Sequential(
             [
-                tf.keras.layers.Embedding(
-                    7, 4, mask_zero=True, input_shape=(None,)
-                ),
+                tf.keras.layers.Embedding(7, 4, mask_zero=True, input_shape=(None,)),
                 tf.keras.layers.LSTM(5, return_sequences=True),
                 tf.keras.layers.Dense(7),
             ]
@@ -223,9 +214,7 @@ class ModelTest(_TrainingTest):
         tf.keras.utils.set_random_seed(3)
         model = tf.keras.Sequential(
             [
-                tf.keras.layers.LSTM(
-                    4, return_sequences=True, input_shape=(9, 2)
-                ),
+                tf.keras.layers.LSTM(4, return_sequences=True, input_shape=(9, 2)),
                 tf.keras.layers.LSTM(5),
                 tf.keras.layers.Dense(3),
             ]
@@ -283,9 +272,7 @@ class ModelTest(_TrainingTest):
         tf.keras.utils.set_random_seed(3)
         entry = tf.keras.Input([4])
         outputs = {
-            "p": tf.keras.layers.Dense(3, activation="softmax", name="p")(
-                entry
-            ),
+            "p": tf.keras.layers.Dense(3, activation="softmax", name="p")(entry),
             "q": tf.keras.layers.Dense(1, name="q")(entry),
         }
         if kind is list:
@@ -305,9 +292,7 @@ class ModelTest(_TrainingTest):
             for k, size in enumerate((4, 6))
         }
         training = {} if weights is None else {"loss_weights": weights}
-        self.assert_trains_like_keras(
-            model, arrays, loss=loss, training=training
-        )
+        self.assert_trains_like_keras(model, arrays, loss=loss, training=training)
 
     def test_subclassed_model_with_a_loss_and_a_term_of_its_own(self):
         model = _Subclassed(units=5)
@@ -325,9 +310,7 @@ class ModelTest(_TrainingTest):
     )
     def test_reductions_and_labels_without_a_last_dimension(self, kind, how):
         tf.keras.utils.set_random_seed(3)
-        model = tf.keras.Sequential(
-            [tf.keras.layers.Dense(1, input_shape=(4,))]
-        )
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
         loss = (
             tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction=how)
             if kind == "bce"
@@ -371,9 +354,7 @@ class ModelTest(_TrainingTest):
                 model,
                 dataset,
                 num_replicas=replicas,
-                training={
-                    "metrics": ["accuracy", "sparse_top_k_categorical_accuracy"]
-                },
+                training={"metrics": ["accuracy", "sparse_top_k_categorical_accuracy"]},
             )
             # Rate 0: every step sees the same weights.
             logs = cohorts.run_round(engine, dataset, learning_rate=0.0)
@@ -429,9 +410,7 @@ class BatchNormalizationTest(_TrainingTest):
         model.layers[1].moving_mean.assign(statistics[0])
         model.layers[1].moving_variance.assign(statistics[1])
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
-        engine = cohorts.make_engine(
-            model, dataset, aggregate_non_trainable=False
-        )
+        engine = cohorts.make_engine(model, dataset, aggregate_non_trainable=False)
         before = model.layers[0].kernel.numpy()
         self.assertEqual(engine.num_variables, 6)
         cohorts.run_round(engine, dataset)
@@ -448,9 +427,7 @@ class DropoutTest(tf.test.TestCase):
         x = np.ones([1, 2000], np.float32)
         arrays = {k: (x, np.zeros([1, 1], np.float32)) for k in range(2)}
         dataset = FederatedDataset.from_client_arrays(arrays)
-        engine = cohorts.make_engine(
-            model, dataset, loss="mae", collect_records=True
-        )
+        engine = cohorts.make_engine(model, dataset, loss="mae", collect_records=True)
         pending = engine.collect(
             dataset,
             cohorts.inputs(dataset, batch_size=1, local_epochs=1, **changes),
@@ -494,9 +471,7 @@ class _Scale(tf.keras.layers.Layer):
 
 class CheckLabelsTest(parameterized.TestCase):
     def _engine(self, loss, labels, units=3):
-        model = tf.keras.Sequential(
-            [tf.keras.layers.Dense(units, input_shape=(4,))]
-        )
+        model = tf.keras.Sequential([tf.keras.layers.Dense(units, input_shape=(4,))])
         arrays = {0: (np.zeros([5, 4], np.float32), labels)}
         dataset = FederatedDataset.from_client_arrays(arrays)
         return cohorts.make_engine(model, dataset, loss=loss)

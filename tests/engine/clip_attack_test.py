@@ -26,9 +26,7 @@ _ALLOWED = _S * (1 + 1e-5)
 _PATHS = ("side by side", "a few at a time", "one by one", "xla", "streamed")
 
 
-def _network(
-    features, widths, activation="linear", twins=True, seed=0, output=None
-):
+def _network(features, widths, activation="linear", twins=True, seed=0, output=None):
     """Returns a dense binary classifier in which two features cancel out."""
     tf.keras.utils.set_random_seed(seed)
     model = tf.keras.Sequential(
@@ -134,9 +132,7 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(discarded, 0)
             self.assertGreater(norm, 0.01 * _S)
 
-    @parameterized.product(
-        path=_PATHS, widths=[(128,), (512,)], size=[30.0, 3000.0]
-    )
+    @parameterized.product(path=_PATHS, widths=[(128,), (512,)], size=[30.0, 3000.0])
     def test_large_features_that_cancel(self, path, widths, size):
         norm, discarded = _added(
             _network(784, widths),
@@ -167,9 +163,7 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
         {"environment": {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}},
         {"environment": {"TF_SET_ONEDNN_FPMATH_MODE": "BF16"}},
     )
-    def test_products_of_fewer_bits_are_not_trusted(
-        self, options=(), environment=()
-    ):
+    def test_products_of_fewer_bits_are_not_trusted(self, options=(), environment=()):
         # Honest clients, who exceeded S by 0.2 % with the first.
         optimizer = tf.config.optimizer
         optimizer.set_experimental_options(dict(options))
@@ -191,9 +185,7 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(discarded, 0)
             self.assertBetween(norm, 0.999 * _S, _ALLOWED)
 
-    @parameterized.product(
-        path=_PATHS, policy=("mixed_bfloat16", "output in float32")
-    )
+    @parameterized.product(path=_PATHS, policy=("mixed_bfloat16", "output in float32"))
     def test_in_bfloat16(self, path, policy):
         tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
         self.addCleanup(tf.keras.mixed_precision.set_global_policy, "float32")
@@ -366,15 +358,11 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
             engine = cohorts.make_engine(
                 model,
                 dataset,
-                mechanism=tfdp_fl.FixedClipping(
-                    clip_norm=_S, noise_multiplier=0.0
-                ),
+                mechanism=tfdp_fl.FixedClipping(clip_norm=_S, noise_multiplier=0.0),
                 loss=tf.keras.losses.BinaryCrossentropy(from_logits=True),
                 jit_compile=None,
             )
-            with mock.patch.object(
-                dense_models, "is_worthwhile", lambda *_: True
-            ):
+            with mock.patch.object(dense_models, "is_worthwhile", lambda *_: True):
                 pending = engine.collect(
                     dataset,
                     cohorts.inputs(

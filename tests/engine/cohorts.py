@@ -32,9 +32,7 @@ def mlp(units: int = 6) -> tf.keras.Sequential:
     tf.keras.utils.set_random_seed(1)
     return tf.keras.Sequential(
         [
-            tf.keras.layers.Dense(
-                units, activation="tanh", input_shape=(FEATURES,)
-            ),
+            tf.keras.layers.Dense(units, activation="tanh", input_shape=(FEATURES,)),
             tf.keras.layers.Dense(CLASSES),
         ]
     )
@@ -149,26 +147,20 @@ def reference_update(
             lambda a, s=start: tf.constant(a[s : s + batch_size]), (x, y)
         )
         with tf.GradientTape() as tape:
-            value = model.compute_loss(
-                batch_x, batch_y, model(batch_x, training=True)
-            )
+            value = model.compute_loss(batch_x, batch_y, model(batch_x, training=True))
             value += sum(
                 tf.cast(
                     0.5 * proximal_weight * tf.reduce_sum((w - w0) ** 2),
                     value.dtype,
                 )
-                for w, w0 in zip(
-                    model.trainable_variables, received, strict=True
-                )
+                for w, w0 in zip(model.trainable_variables, received, strict=True)
             )
         gradients = tape.gradient(value, model.trainable_variables)
         gradients = [tf.convert_to_tensor(g) for g in gradients]
         norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
         if 0 < grad_clip < norm:
             gradients = [g * (grad_clip / norm) for g in gradients]
-        own.apply_gradients(
-            zip(gradients, model.trainable_variables, strict=True)
-        )
+        own.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     after = model.get_weights()
     model.set_weights(before)
     return [b - a for a, b in zip(before, after, strict=True)]

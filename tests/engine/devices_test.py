@@ -126,9 +126,7 @@ class DevicesTest(tf.test.TestCase):
         self.assertEqual(devices.default_num_replicas(gpu), 1)
         self.assertTrue(devices.is_cpu(gpu.replace("GPU", "CPU")))
         self.assertTrue(devices.are_all_cpus())
-        small = tf.keras.Sequential(
-            [tf.keras.Input([4]), tf.keras.layers.Dense(2)]
-        )
+        small = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(2)])
         self.assertTrue(compile_choice.prefers_xla(small, 8))
         with absltest.mock.patch.object(devices, "home_of", return_value=gpu):
             self.assertFalse(compile_choice.prefers_xla(small, 8))

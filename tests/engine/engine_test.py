@@ -131,9 +131,7 @@ class NoiseTest(tf.test.TestCase, parameterized.TestCase):
             changes.append(
                 [
                     new.astype(np.float64) - old
-                    for old, new in zip(
-                        before, model.get_weights(), strict=True
-                    )
+                    for old, new in zip(before, model.get_weights(), strict=True)
                 ]
             )
         self.assertLen(model.weights, len(changes[0]))
@@ -153,8 +151,7 @@ class NoiseTest(tf.test.TestCase, parameterized.TestCase):
                     statistics.assert_gaussian(values, _Z * _CLIP / _M)
         if name == "same_name":
             first, second = (
-                np.concatenate([np.ravel(c[i]) for c in changes])
-                for i in range(2)
+                np.concatenate([np.ravel(c[i]) for c in changes]) for i in range(2)
             )
             statistics.assert_uncorrelated(first, second)
 
@@ -182,12 +179,8 @@ class NoiseTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_an_empty_cohort_is_pure_noise_divided_by_the_fixed_m(self):
         model = cohorts.mlp(3000)
-        dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays((2, 2))
-        )
-        engine = cohorts.make_engine(
-            model, dataset, mechanism=_fixed(), num_replicas=2
-        )
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((2, 2)))
+        engine = cohorts.make_engine(model, dataset, mechanism=_fixed(), num_replicas=2)
         before = rounds.flat(model.get_weights())
         logs = cohorts.run_round(
             engine,
@@ -203,9 +196,7 @@ class NoiseTest(tf.test.TestCase, parameterized.TestCase):
     def test_denominator_is_the_fixed_m_however_many_come(self):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
         model = cohorts.mlp()
-        engine = cohorts.make_engine(
-            model, dataset, mechanism=_fixed(clip_norm=1e6)
-        )
+        engine = cohorts.make_engine(model, dataset, mechanism=_fixed(clip_norm=1e6))
         start = model.get_weights()
         moved = []
         for positions in ([0, 3], [0], [3]):
@@ -221,9 +212,7 @@ class NoiseTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def _fixed(clip_norm=0.4, **arguments):
-    return tfdp_fl.FixedClipping(
-        clip_norm=clip_norm, noise_multiplier=1.0, **arguments
-    )
+    return tfdp_fl.FixedClipping(clip_norm=clip_norm, noise_multiplier=1.0, **arguments)
 
 
 def _mechanisms():
@@ -299,14 +288,10 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         self.arrays = cohorts.client_arrays((7, 0, 3, 12, 5, 5))
         self.dataset = FederatedDataset.from_client_arrays(self.arrays)
 
-    def _weights(
-        self, mechanism, dataset=None, count=2, inputs=None, **options
-    ):
+    def _weights(self, mechanism, dataset=None, count=2, inputs=None, **options):
         model = cohorts.mlp()
         dataset = dataset or self.dataset
-        engine = cohorts.make_engine(
-            model, dataset, mechanism=mechanism, **options
-        )
+        engine = cohorts.make_engine(model, dataset, mechanism=mechanism, **options)
         logs = None
         for round_index in range(count):
             logs = cohorts.run_round(
@@ -365,9 +350,7 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
             cohorts.client_arrays((10, 0, 5, 15))
         )
         for optimizer in (None, tf.keras.optimizers.Adam(0.1)):
-            plain, logs = self._weights(
-                _fixed(0.1), dataset, optimizer=optimizer
-            )
+            plain, logs = self._weights(_fixed(0.1), dataset, optimizer=optimizer)
             xla, xla_logs = self._weights(
                 _fixed(0.1), dataset, optimizer=optimizer, jit_compile=True
             )
@@ -383,9 +366,7 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         self.assertFalse(streamed.is_indexed)
         indexed, logs = self._weights(mechanism)
         with mock.patch.object(chunks, "CHUNK_BYTES", 150):
-            chunked, chunked_logs = self._weights(
-                mechanism, streamed, num_replicas=2
-            )
+            chunked, chunked_logs = self._weights(mechanism, streamed, num_replicas=2)
         self.assertAllClose(indexed, chunked, rtol=1e-4, atol=1e-6)
         self.assertAllClose(logs, chunked_logs, rtol=1e-4)
 
@@ -400,9 +381,7 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
             jit_compile=True,
             inputs=options,
         )
-        plain, plain_logs = self._weights(
-            _mechanisms()["fixed"], inputs=options
-        )
+        plain, plain_logs = self._weights(_mechanisms()["fixed"], inputs=options)
         self.assertAllClose(compiled, plain, rtol=1e-4, atol=1e-6)
         self.assertAllClose(logs, plain_logs, rtol=1e-4)
 
@@ -456,9 +435,7 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
     """Dense models, all clients side by side: the same local SGD."""
 
     def _engine(self, model, dataset, jit_compile, loss=None, **options):
-        with mock.patch.object(
-            dense_models, "is_worthwhile", lambda *args: True
-        ):
+        with mock.patch.object(dense_models, "is_worthwhile", lambda *args: True):
             return cohorts.make_engine(
                 model, dataset, jit_compile=jit_compile, loss=loss, **options
             )
@@ -475,15 +452,12 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
             training={"metrics": ["accuracy"]},
         )
         before = [w.astype(np.float64) for w in model.get_weights()]
-        with mock.patch.object(
-            dense_models, "is_worthwhile", lambda *args: True
-        ):
+        with mock.patch.object(dense_models, "is_worthwhile", lambda *args: True):
             logs = cohorts.run_round(engine, dataset, **changes)
         used = engine.has_trained_side_by_side
         self.assertEqual(used, jit_compile is None)
         moved = [
-            new - old
-            for old, new in zip(before, model.get_weights(), strict=True)
+            new - old for old, new in zip(before, model.get_weights(), strict=True)
         ]
         return moved, logs
 
@@ -542,9 +516,7 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
         self.assertNotAllClose(x, rounded, rtol=1e-4)
         for column in kernel.T:
             self.assertGreater(abs(column[0]), 1e-3)
-            self.assertAllClose(
-                column / column[0], rounded / rounded[0], rtol=1e-4
-            )
+            self.assertAllClose(column / column[0], rounded / rounded[0], rtol=1e-4)
 
     @parameterized.parameters("none", "fixed")
     def test_in_bfloat16_it_is_near_the_general_engine(self, mechanism):
@@ -555,17 +527,13 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
         for jit_compile in (None, False):
             moved, logs = self._moved(arrays, jit_compile, mechanism)
             for one, other in zip(moved, exact, strict=True):
-                self.assertAllClose(
-                    one, other, rtol=0, atol=0.05 * np.abs(other).max()
-                )
+                self.assertAllClose(one, other, rtol=0, atol=0.05 * np.abs(other).max())
             self.assertEqual(logs["discarded_clients"], 0)
 
     def _rounds(self, jit_compile, count=3):
         """Returns the weights and logs after some rounds of seven clients."""
         model = cohorts.mlp()
-        dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays([5] * 7)
-        )
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays([5] * 7))
         engine = self._engine(
             model,
             dataset,
@@ -574,9 +542,7 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
             training={"metrics": ["accuracy"]},
             num_replicas=2,
         )
-        with mock.patch.object(
-            dense_models, "is_worthwhile", lambda *args: True
-        ):
+        with mock.patch.object(dense_models, "is_worthwhile", lambda *args: True):
             logs = [cohorts.run_round(engine, dataset) for _ in range(count)]
         return model.get_weights(), logs, engine
 
@@ -601,9 +567,7 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(one, other, rtol=1e-4)
 
     def test_what_was_added_up_stays_when_the_next_cohort_trains(self):
-        dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays([5] * 7)
-        )
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays([5] * 7))
         engine = self._engine(
             cohorts.mlp(), dataset, None, mechanism=_mechanisms()["fixed"]
         )
@@ -615,9 +579,7 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
             first = engine.collect(dataset, cohorts.inputs(dataset))
             (total,) = first.sums
             before = [each.numpy().copy() for each in total.contribution.update]
-            engine.collect(
-                dataset, cohorts.inputs(dataset, positions=np.arange(3))
-            )
+            engine.collect(dataset, cohorts.inputs(dataset, positions=np.arange(3)))
         for was, now in zip(before, total.contribution.update, strict=True):
             self.assertAllEqual(was, now)
 
@@ -627,9 +589,7 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
         bad[1][0][2, 1] = np.nan
         without = {k: v for k, v in good.items() if k != 1}
         moved, logs = self._moved(bad, None, _fixed(0.1), clients_per_round=3.0)
-        expected, _ = self._moved(
-            without, None, _fixed(0.1), clients_per_round=3.0
-        )
+        expected, _ = self._moved(without, None, _fixed(0.1), clients_per_round=3.0)
         self.assertEqual(logs["discarded_clients"], 1)
         for one, other in zip(moved, expected, strict=True):
             self.assertAllClose(one, other, rtol=1e-4, atol=1e-7)
@@ -686,9 +646,7 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
                 layers.Dense(3),
             ]
         )
-        dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays((5, 5))
-        )
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((5, 5)))
         engine = self._engine(
             model, dataset, None, loss=loss if where == "loss" else None
         )
@@ -808,9 +766,7 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
                 can if shared else lambda *_: False,
             ):
                 logs = [
-                    cohorts.run_round(
-                        engine, dataset, noise_multiplier=multiplier
-                    )
+                    cohorts.run_round(engine, dataset, noise_multiplier=multiplier)
                     for _ in range(2)
                 ]
             traced = engine.functions.traced
@@ -883,9 +839,7 @@ class MomentsTest(tf.test.TestCase):
             )
             logs = cohorts.run_round(engine, dataset)
             variance, scale = references.variance_and_scale(updates)
-            self.assertAllClose(
-                logs["between_client_variance"], variance, rtol=1e-4
-            )
+            self.assertAllClose(logs["between_client_variance"], variance, rtol=1e-4)
             self.assertAllClose(logs["update_scale"], scale, rtol=1e-4)
 
     def test_nobody_took_part(self):
@@ -921,9 +875,7 @@ class ClientTest(tf.test.TestCase):
         dataset = FederatedDataset.from_client_fn(
             [0, 1, 2],
             read,
-            element_spec=FederatedDataset.from_client_arrays(
-                arrays
-            ).element_spec,
+            element_spec=FederatedDataset.from_client_arrays(arrays).element_spec,
         )
         for mechanism in (_fixed(1e6), _mechanisms()["median"]):
             model = cohorts.mlp()
@@ -950,9 +902,7 @@ class ClientTest(tf.test.TestCase):
             engine = cohorts.make_engine(model, dataset, mechanism=_fixed(0.01))
             cohorts.run_round(engine, dataset, clients_per_round=4.0)
             ends.append(rounds.flat(model.get_weights()).astype(float))
-        self.assertLessEqual(
-            np.linalg.norm(ends[1] - ends[0]), 2 * 0.01 / 4 * 1.001
-        )
+        self.assertLessEqual(np.linalg.norm(ends[1] - ends[0]), 2 * 0.01 / 4 * 1.001)
 
     def test_collect_leaves_model_and_state_alone(self):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
@@ -962,14 +912,10 @@ class ClientTest(tf.test.TestCase):
         )
         before, state = model.get_weights(), engine.state
         pending = engine.collect(dataset, cohorts.inputs(dataset))
-        self.assertAllEqual(
-            rounds.flat(before), rounds.flat(model.get_weights())
-        )
+        self.assertAllEqual(rounds.flat(before), rounds.flat(model.get_weights()))
         self.assertIs(engine.state, state)
         engine.release(pending)
-        self.assertNotEqual(
-            float(engine.state.clip_norm), float(state.clip_norm)
-        )
+        self.assertNotEqual(float(engine.state.clip_norm), float(state.clip_norm))
 
 
 class HookTest(tf.test.TestCase):
@@ -980,8 +926,7 @@ class HookTest(tf.test.TestCase):
         def hook(weights, seed):
             seeds.append(seed)
             return [
-                v + 0.1 * tf.random.stateless_normal(v.shape, seed)
-                for v in weights
+                v + 0.1 * tf.random.stateless_normal(v.shape, seed) for v in weights
             ]
 
         def moved(num_replicas, broadcast_hook, seed):
@@ -1004,9 +949,7 @@ class HookTest(tf.test.TestCase):
         self.assertAllClose(one, moved(1, None, 1), atol=0.1)
 
     def test_an_upload_hook_draws_noise_of_its_own_for_every_client(self):
-        dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays((2, 2))
-        )
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((2, 2)))
         model = cohorts.mlp(3000)
         engine = cohorts.make_engine(
             model,
@@ -1014,9 +957,7 @@ class HookTest(tf.test.TestCase):
             collect_records=True,
             training={"upload_hook": lambda u: noise.add_normal(u, 0.3)},
         )
-        pending = engine.collect(
-            dataset, cohorts.inputs(dataset, learning_rate=0.0)
-        )
+        pending = engine.collect(dataset, cohorts.inputs(dataset, learning_rate=0.0))
         ((_, collected),) = pending.collected[0]
         one, other = collected.updates.numpy()
         statistics.assert_gaussian(one, 0.3)
@@ -1045,9 +986,7 @@ class WindowTest(tf.test.TestCase):
             for client in arrays.values()
         ]
         windows = np.full([4, 3, 4], np.nan, np.float32)
-        pending = engine.collect(
-            dataset, cohorts.inputs(dataset, windows=windows)
-        )
+        pending = engine.collect(dataset, cohorts.inputs(dataset, windows=windows))
         self.assertAllClose(
             pending.window_norms,
             [[np.linalg.norm(v) for v in update] for update in updates],
@@ -1056,9 +995,7 @@ class WindowTest(tf.test.TestCase):
         engine.release(pending)
 
     def test_every_client_uses_its_own_window(self):
-        dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays((2, 2))
-        )
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((2, 2)))
         engine = cohorts.make_engine(
             cohorts.mlp(3000),
             dataset,
@@ -1075,9 +1012,7 @@ class WindowTest(tf.test.TestCase):
         )
         ((_, collected),) = pending.collected[0]
         zeta = references.analytic_sigma(1.0, 8.0, 1e-5) * 3**0.5
-        for update, radius in zip(
-            collected.updates.numpy(), (0.5, 0.1), strict=True
-        ):
+        for update, radius in zip(collected.updates.numpy(), (0.5, 0.1), strict=True):
             statistics.assert_gaussian(update, 2 * radius * zeta)
 
 

@@ -20,16 +20,12 @@ _layers = tf.keras.layers
 @contextlib.contextmanager
 def _in_use(fewest=1, narrow=1e6):
     """Has small kernels held so, whatever clients hold."""
-    with mock.patch.multiple(
-        factored_kernels, FEWEST_ELEMENTS=fewest, NARROW=narrow
-    ):
+    with mock.patch.multiple(factored_kernels, FEWEST_ELEMENTS=fewest, NARROW=narrow):
         yield
 
 
 def _model(*stack):
-    return tf.keras.Sequential(
-        [_layers.InputLayer((cohorts.FEATURES,)), *stack]
-    )
+    return tf.keras.Sequential([_layers.InputLayer((cohorts.FEATURES,)), *stack])
 
 
 class _Doubled(_layers.Dense):
@@ -81,9 +77,7 @@ class _Recomputed(_layers.Layer):
 def _called_twice():
     inputs = tf.keras.Input((cohorts.FEATURES,))
     layer = _layers.Dense(cohorts.FEATURES)
-    return tf.keras.Model(
-        inputs, _layers.Dense(cohorts.CLASSES)(layer(layer(inputs)))
-    )
+    return tf.keras.Model(inputs, _layers.Dense(cohorts.CLASSES)(layer(layer(inputs))))
 
 
 def _of_sequences():
@@ -121,9 +115,7 @@ def _convolutional(dropout=0.3):
 
 
 def _dense():
-    return _model(
-        _layers.Dense(6, activation="tanh"), _layers.Dense(cohorts.CLASSES)
-    )
+    return _model(_layers.Dense(6, activation="tanh"), _layers.Dense(cohorts.CLASSES))
 
 
 class WhichTest(parameterized.TestCase):
@@ -167,12 +159,8 @@ class WhichTest(parameterized.TestCase):
         {"dtype": "float64"},
     )
     def test_layers_with_more_to_them(self, **options):
-        model = _model(
-            _layers.Dense(6, **options), _layers.Dense(cohorts.CLASSES)
-        )
-        first = [
-            s for s in self._held(self._engine(model)).values() if s[1] == 6
-        ]
+        model = _model(_layers.Dense(6, **options), _layers.Dense(cohorts.CLASSES))
+        first = [s for s in self._held(self._engine(model)).values() if s[1] == 6]
         self.assertEmpty(first)
 
     def test_a_layer_of_somebodys_own(self):
@@ -181,9 +169,7 @@ class WhichTest(parameterized.TestCase):
 
     def test_a_layer_that_is_called_again_for_its_gradient(self):
         model = _model(_Recomputed(), _layers.Dense(cohorts.CLASSES))
-        self.assertEqual(
-            list(self._held(self._engine(model)).values()), [(4, 3)]
-        )
+        self.assertEqual(list(self._held(self._engine(model)).values()), [(4, 3)])
 
     def test_a_loss_that_reads_kernels(self):
         # A model in whose replica the kernel is penalised, as add_loss does.
@@ -211,17 +197,13 @@ class WhichTest(parameterized.TestCase):
         {"training": {"grad_clip": 1.0}},
     )
     def test_steps_that_are_not_plain_sgd(self, optimizer=None, **options):
-        engine = self._engine(
-            _dense(), optimizer=optimizer and optimizer(), **options
-        )
+        engine = self._engine(_dense(), optimizer=optimizer and optimizer(), **options)
         self.assertEmpty(self._held(engine))
 
     def test_not_for_weights_that_are_released(self):
         engine = self._engine(
             _dense(),
-            mechanism=tfdp_fl.NbAFL(
-                epsilon=50.0, constant=1.0, weight_clip=1.0
-            ),
+            mechanism=tfdp_fl.NbAFL(epsilon=50.0, constant=1.0, weight_clip=1.0),
         )
         self.assertEqual(engine.layout.factored_rows, 0)
 
@@ -275,9 +257,7 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         ]
         ways = {way.factored for _, way, _ in engine.functions.traced}
         self.assertEqual(ways, {held})
-        moved = [
-            a - b for a, b in zip(model.get_weights(), before, strict=True)
-        ]
+        moved = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
         return np.concatenate([each.ravel() for each in moved]), logs
 
     def _assert_same(self, make_model, rtol=1e-4, **options):
@@ -337,9 +317,7 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
             engine = cohorts.make_engine(model, dataset)
         before = model.get_weights()
         cohorts.run_round(engine, dataset)
-        for start, end, update in zip(
-            before, model.get_weights(), wanted, strict=True
-        ):
+        for start, end, update in zip(before, model.get_weights(), wanted, strict=True):
             self.assertAllClose(end - start, update, rtol=1e-4, atol=1e-7)
 
     @parameterized.parameters(np.nan, np.inf, 1e38, 1e20)
@@ -364,9 +342,7 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         inputs = {"learning_rate": 1e-3, "local_epochs": 4}
         none = tfdp_fl.NoPrivacy()
         exact, _ = self._trained(_dense, False, mechanism=none, inputs=inputs)
-        held, _ = self._trained(
-            small_changes, True, mechanism=none, inputs=inputs
-        )
+        held, _ = self._trained(small_changes, True, mechanism=none, inputs=inputs)
         error = np.linalg.norm(held - exact) / np.linalg.norm(exact)
         self.assertLess(error, 0.02)  # 2^-8 for each of a few roundings.
 

@@ -147,9 +147,7 @@ class EngineTest(tf.test.TestCase, parameterized.TestCase):
             ),
             "median": tfdp_fl.MedianClipping(noise_multiplier=1.0),
             "local": tfdp_fl.LocalDP(clip_norm=0.1, noise_multiplier=0.5),
-            "weighted": tfdp_fl.FixedClipping(
-                clip_norm=0.1, noise_multiplier=0.1
-            ),
+            "weighted": tfdp_fl.FixedClipping(clip_norm=0.1, noise_multiplier=0.1),
             "nbafl": tfdp_fl.NbAFL(epsilon=50.0, constant=1.0, weight_clip=1.0),
         }[name]
         dataset = _dataset(_arrays((5, 10, 5, 0, 15), bad=(0, 4)), streamed)

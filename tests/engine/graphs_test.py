@@ -7,9 +7,7 @@ from tfdp_fl.engine import graphs
 
 
 def _traced(function, *arguments):
-    return tf.function(function, autograph=False).get_concrete_function(
-        *arguments
-    )
+    return tf.function(function, autograph=False).get_concrete_function(*arguments)
 
 
 class AssignedTest(tf.test.TestCase):
@@ -40,9 +38,7 @@ class AssignedTest(tf.test.TestCase):
             return x
 
         def function(x):
-            return tf.cond(
-                x > 0, lambda: called(x) + written.assign(x), lambda: -x
-            )
+            return tf.cond(x > 0, lambda: called(x) + written.assign(x), lambda: -x)
 
         found = graphs.assigned_resources(_traced(function, tf.constant(1.0)))
         self.assertEqual(found, {id(written.handle), id(inside.handle)})

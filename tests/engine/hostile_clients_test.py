@@ -23,9 +23,7 @@ def _fixed():
     return tfdp_fl.FixedClipping(clip_norm=0.4, noise_multiplier=0.0)
 
 
-def _moved(
-    clients, model, *, beside=False, streamed=False, few=False, **options
-):
+def _moved(clients, model, *, beside=False, streamed=False, few=False, **options):
     """Returns how a round moves a model, and its logs."""
     if streamed:
         dataset = FederatedDataset.from_tf_datasets(
@@ -67,12 +65,8 @@ class NaNTest(tf.test.TestCase, parameterized.TestCase):
             "entropy", from_logits=True
         )
         metrics = {"training": {"metrics": ["accuracy", entropy]}}
-        moved, logs = _moved(
-            clients, cohorts.mlp(), beside=beside, few=few, **metrics
-        )
-        wanted, _ = _moved(
-            others, cohorts.mlp(), beside=beside, few=few, **metrics
-        )
+        moved, logs = _moved(clients, cohorts.mlp(), beside=beside, few=few, **metrics)
+        wanted, _ = _moved(others, cohorts.mlp(), beside=beside, few=few, **metrics)
         self.assertTrue(math.isfinite(logs["loss"]))
         self.assertTrue(math.isfinite(logs["accuracy"]))
         self.assertTrue(math.isfinite(logs["entropy"]))
@@ -103,9 +97,7 @@ class IdleTest(tf.test.TestCase, parameterized.TestCase):
             few=few,
             loss="mse",
         )
-        wanted, _ = _moved(
-            others, cohorts.mlp(), beside=True, few=few, loss="mse"
-        )
+        wanted, _ = _moved(others, cohorts.mlp(), beside=True, few=few, loss="mse")
         self.assertEqual(logs["discarded_clients"], 1)
         for one, other in zip(moved, wanted, strict=True):
             self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
@@ -123,9 +115,7 @@ class OwnNoiseTest(tf.test.TestCase, parameterized.TestCase):
         clients = cohorts.client_arrays((5, 5, 5))
         clients[1] = (clients[1][0] * np.float32(factor), clients[1][1])
         dataset = FederatedDataset.from_client_arrays(clients)
-        engine = cohorts.make_engine(
-            cohorts.mlp(), dataset, mechanism=mechanism
-        )
+        engine = cohorts.make_engine(cohorts.mlp(), dataset, mechanism=mechanism)
         inputs = cohorts.inputs(dataset)
         if windows is not None:
             layers = engine.num_variables
@@ -171,9 +161,7 @@ class LabelTest(tf.test.TestCase, parameterized.TestCase):
     def test_outside_of_the_classes_is_said_before_the_first_round(self, label):
         clients = cohorts.client_arrays((5, 5, 5))
         clients[2][1][4] = label
-        fed = tfdp_fl.DPFederatedModel(
-            cohorts.mlp(), _fixed(), clients_per_round=3
-        )
+        fed = tfdp_fl.DPFederatedModel(cohorts.mlp(), _fixed(), clients_per_round=3)
         fed.compile("sgd", cohorts.cross_entropy())
         with self.assertRaisesRegex(
             ValueError, "labels must be integers from 0 to 2, .* for client 2"
@@ -237,8 +225,7 @@ class TrainingErrorTest(tf.test.TestCase, parameterized.TestCase):
     def _clients(self, *bad):
         rng = np.random.default_rng(0)
         clients = {
-            k: (rng.integers(0, 10, [5, 4]), rng.integers(0, 3, 5))
-            for k in range(3)
+            k: (rng.integers(0, 10, [5, 4]), rng.integers(0, 3, 5)) for k in range(3)
         }
         for k in bad:
             clients[k][0][2, 2] = 99
@@ -308,9 +295,7 @@ class StateTest(tf.test.TestCase):
 
     def test_python_that_is_called_back_is_refused(self):
         def loss(y, p):
-            called = tf.numpy_function(
-                lambda v: v, [tf.reduce_sum(p)], tf.float32
-            )
+            called = tf.numpy_function(lambda v: v, [tf.reduce_sum(p)], tf.float32)
             return tf.ensure_shape(called, [])
 
         self._refused("py_function", loss=loss)
@@ -330,14 +315,10 @@ class StateTest(tf.test.TestCase):
         model = tf.keras.Sequential(
             [
                 tf.keras.Input([4]),
-                _layers.Dense(
-                    3, kernel_constraint=tf.keras.constraints.MaxNorm(0.5)
-                ),
+                _layers.Dense(3, kernel_constraint=tf.keras.constraints.MaxNorm(0.5)),
             ]
         )
-        dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays((5,))
-        )
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((5,)))
         engine = cohorts.make_engine(model, dataset)
         cohorts.run_round(engine, dataset, learning_rate=10.0)
         norms = np.linalg.norm(model.get_weights()[0], axis=0)
@@ -356,9 +337,7 @@ class StateTest(tf.test.TestCase):
             model = tf.keras.Sequential(
                 [tf.keras.Input([4]), Remembers(), _layers.Dense(3)]
             )
-            dataset = FederatedDataset.from_client_arrays(
-                cohorts.client_arrays()
-            )
+            dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
             with self.assertRaisesRegex(ValueError, "memory.*to the next"):
                 cohorts.make_engine(model, dataset)
 

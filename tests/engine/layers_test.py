@@ -17,15 +17,11 @@ _LSTM = tf.keras.layers.LSTM
 
 
 def _model(*stack, features=5, length=None):
-    return tf.keras.Sequential(
-        [tf.keras.layers.InputLayer((length, features)), *stack]
-    )
+    return tf.keras.Sequential([tf.keras.layers.InputLayer((length, features)), *stack])
 
 
 def _normal(*shape):
-    return tf.constant(
-        np.random.default_rng(len(shape)).normal(size=shape), tf.float32
-    )
+    return tf.constant(np.random.default_rng(len(shape)).normal(size=shape), tf.float32)
 
 
 def _pair(model):
@@ -111,8 +107,7 @@ class LstmTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertEqual(found[0].dtype, tf.bfloat16)
         found, expected = (
-            [tf.cast(each, tf.float32) for each in some]
-            for some in (found, expected)
+            [tf.cast(each, tf.float32) for each in some] for some in (found, expected)
         )
         self.assert_same(found, exact, 0.02)
         self.assert_same(found, expected, 0.06)
@@ -147,9 +142,7 @@ class LstmTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_same(*outcomes)
 
     def test_inside_a_bidirectional_layer(self):
-        model = _model(
-            tf.keras.layers.Bidirectional(_LSTM(3, return_sequences=True))
-        )
+        model = _model(tf.keras.layers.Bidirectional(_LSTM(3, return_sequences=True)))
         keras, fast, changed = _pair(model)
         self.assertLen(changed, 1)  # The other one goes backwards.
         x = _normal(2, 9, 5)
@@ -197,9 +190,7 @@ class LstmTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_other_recurrent_layers_are_left_alone(self):
         class Own(_LSTM):
-            def call(
-                self, sequences, initial_state=None, mask=None, training=False
-            ):
+            def call(self, sequences, initial_state=None, mask=None, training=False):
                 return 2 * super().call(
                     sequences,
                     initial_state=initial_state,
@@ -215,9 +206,7 @@ class LstmTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(layers.use_fast_layers(_model(*stack)))
 
     def test_a_mask_goes_the_way_of_keras(self):
-        model = _model(
-            tf.keras.layers.Masking(), _LSTM(4, return_sequences=True)
-        )
+        model = _model(tf.keras.layers.Masking(), _LSTM(4, return_sequences=True))
         keras, fast, changed = _pair(model)
         self.assertLen(changed, 1)
         x = _normal(3, 9, 5) * tf.cast(tf.range(9) < 6, tf.float32)[:, None]
@@ -308,9 +297,7 @@ class RoundTest(tf.test.TestCase):
             model=model,
             training=engine.LocalTraining(
                 optimizer=tf.keras.optimizers.SGD(),
-                loss=tf.keras.losses.SparseCategoricalCrossentropy(
-                    from_logits=True
-                ),
+                loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             ),
             mechanism=NoPrivacy(),
             deployment=Deployment(

@@ -10,9 +10,7 @@ from absl.testing import absltest, parameterized
 
 from tfdp_fl.engine import chunks, dense_models, layout, rounds, tables
 
-_KERNELS = dense_models.Kernels(
-    parameters=10_000, largest=9_000, sides=200, widths=300
-)
+_KERNELS = dense_models.Kernels(parameters=10_000, largest=9_000, sides=200, widths=300)
 _PLAIN = layout.Layout(kernels=None, collected_bytes=None, xla=False)
 
 
@@ -45,9 +43,7 @@ def _inputs(**changes):
 
 
 def _lay_out(made, lengths, num_groups=2, worthwhile=False, **options):
-    with mock.patch.object(
-        dense_models, "is_worthwhile", lambda *_: worthwhile
-    ):
+    with mock.patch.object(dense_models, "is_worthwhile", lambda *_: worthwhile):
         return made.lay_out(_chunk(lengths), _inputs(), num_groups, **options)
 
 
@@ -91,9 +87,7 @@ class LayOutTest(parameterized.TestCase):
                 seen.append(member)
                 end = ends[member // 3]
                 own = list(range(end - lengths[member // 3], end))
-                self.assertEqual(
-                    _rows_of_client(part.tables[0], place), own * 2
-                )
+                self.assertEqual(_rows_of_client(part.tables[0], place), own * 2)
         self.assertCountEqual(seen, [3 * k for k in range(len(lengths))])
 
     @parameterized.product(
@@ -101,9 +95,7 @@ class LayOutTest(parameterized.TestCase):
         worthwhile=(False, True),
         small=(False, True),
     )
-    def test_workers_are_served_by_one_function(
-        self, lengths, worthwhile, small
-    ):
+    def test_workers_are_served_by_one_function(self, lengths, worthwhile, small):
         made = layout.Layout(kernels=_KERNELS, collected_bytes=None, xla=True)
         with mock.patch.object(dense_models, "is_small", lambda *_: small):
             groups = _lay_out(made, lengths, 3, worthwhile, for_workers=True)
@@ -122,13 +114,9 @@ class LayOutTest(parameterized.TestCase):
             clients_at_once=lambda *_: 3,
             is_small=lambda *_: False,
         ):
-            groups = _lay_out(
-                made, [8] * 7, 2, worthwhile=True, for_workers=True
-            )
+            groups = _lay_out(made, [8] * 7, 2, worthwhile=True, for_workers=True)
         # One of three would do without, and is served by the same function.
-        self.assertEqual(
-            [part.clients.num_clients for (part,) in groups], [4, 3]
-        )
+        self.assertEqual([part.clients.num_clients for (part,) in groups], [4, 3])
         for (part,) in groups:
             self.assertTrue(part.way.in_groups)
             self.assertFalse(part.way.optimistic)
@@ -152,9 +140,7 @@ class LayOutTest(parameterized.TestCase):
         made = dataclasses.replace(_PLAIN, collected_bytes=three)
         groups = _lay_out(made, [8] * 20, 2)
         for group in groups:
-            self.assertEqual(
-                [part.clients.num_clients for part in group], [3, 3, 3, 1]
-            )
+            self.assertEqual([part.clients.num_clients for part in group], [3, 3, 3, 1])
 
     def test_a_few_small_clients_train_on_one_thread(self):
         made = dataclasses.replace(_PLAIN, kernels=_KERNELS)

@@ -32,22 +32,16 @@ _MECHANISMS = {
 
 
 def _round(dataset: FederatedDataset, **changes):
-    return cohorts.inputs(
-        dataset, **{"positions": np.zeros(0, np.int64), **changes}
-    )
+    return cohorts.inputs(dataset, **{"positions": np.zeros(0, np.int64), **changes})
 
 
 class ReplicaChoiceTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.folder = pathlib.Path(tempfile.mkdtemp())
-        self.enter_context(
-            mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self.folder))
-        )
+        self.enter_context(mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self.folder)))
         self.file = self.folder / "tfdp_fl" / "num_replicas.json"
-        self.dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays()
-        )
+        self.dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
 
     def _engine(self, mechanism=None, **options):
         return cohorts.make_engine(
@@ -84,9 +78,7 @@ class ReplicaChoiceTest(parameterized.TestCase):
             self.assertEqual(found.num_replicas, 1)
             self.assertEqual(engine.num_replicas, 1)
             self.assertEmpty(engine.functions.variables)
-            self.assertLessEqual(
-                {key[0] for key in engine.functions.traced}, {0}
-            )
+            self.assertLessEqual({key[0] for key in engine.functions.traced}, {0})
 
     @parameterized.parameters(
         ({2: 1.0, 1: 0.5}, 1),
@@ -155,9 +147,7 @@ class ReplicaChoiceTest(parameterized.TestCase):
             np.testing.assert_allclose(seconds, [0.001] * rounds)
 
         slow = itertools.accumulate(itertools.repeat(10.0))
-        with mock.patch.object(
-            replica_choice.time, "perf_counter", lambda: next(slow)
-        ):
+        with mock.patch.object(replica_choice.time, "perf_counter", lambda: next(slow)):
             taken = replica_choice._alternate(engine, run, [2, 1])
         self.assertLen(taken[2], replica_choice._LEAST_ROUNDS)
 
@@ -175,9 +165,7 @@ class ReplicaChoiceTest(parameterized.TestCase):
             if measured:
                 self._choose(engine, {2: 1.0, 1: 0.1}, noise_multiplier=1.0)
                 self.assertFalse(engine.has_trained)
-                for variable, old in zip(
-                    engine.server.variables, before, strict=True
-                ):
+                for variable, old in zip(engine.server.variables, before, strict=True):
                     np.testing.assert_array_equal(variable.numpy(), old)
             cohorts.run_round(engine, self.dataset, **changes)
             results.append([each.numpy() for each in engine.server.variables])
@@ -200,9 +188,7 @@ class ReplicaChoiceTest(parameterized.TestCase):
         self._choose(self._engine(), {2: 1.0, 1: 2.0}, batch_size=3)
         self._choose(self._engine(), {2: 1.0, 1: 2.0}, clients_per_round=2.0)
         self._choose(self._engine(_MECHANISMS["median"]), {2: 1.0, 1: 2.0})
-        with mock.patch.object(
-            replica_choice, "_processor", return_value="another"
-        ):
+        with mock.patch.object(replica_choice, "_processor", return_value="another"):
             self._choose(self._engine(), {2: 1.0, 1: 2.0})
         kept = json.loads(self.file.read_text())
         self.assertCountEqual(

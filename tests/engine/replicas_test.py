@@ -60,9 +60,7 @@ class CloneTest(tf.test.TestCase):
             entry = tf.keras.Input(value.shape[1:], dtype=value.dtype)
             hidden = _Cast()(layer(entry))
             model = tf.keras.Model(entry, _layers.Dense(2)(hidden))
-            copy = replicas.clone(
-                model, tf.TensorSpec(value.shape[1:], value.dtype)
-            )
+            copy = replicas.clone(model, tf.TensorSpec(value.shape[1:], value.dtype))
             self.assertAllClose(copy(value), model(value))
 
     def test_a_nested_model_keeps_what_is_frozen(self):
@@ -164,16 +162,12 @@ class ChangedByTrainingTest(tf.test.TestCase):
 
     def test_nothing_in_a_plain_model(self):
         model = tf.keras.Sequential([_layers.Dense(2, input_shape=(3,))])
-        self.assertEmpty(
-            replicas.changed_by_training(model, tf.TensorSpec([3]))
-        )
+        self.assertEmpty(replicas.changed_by_training(model, tf.TensorSpec([3])))
 
     def test_frozen_batch_normalization_does_not_move(self):
         model = _batch_norm_model()
         model.layers[1].trainable = False
-        self.assertEmpty(
-            replicas.changed_by_training(model, tf.TensorSpec([3]))
-        )
+        self.assertEmpty(replicas.changed_by_training(model, tf.TensorSpec([3])))
 
 
 class CompileChoiceTest(parameterized.TestCase):

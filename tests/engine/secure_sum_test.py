@@ -17,9 +17,7 @@ _CLIP = 1e-4
 
 
 def _collected(mechanism, noise_multiplier, sizes=(7, 3, 5)):
-    dataset = FederatedDataset.from_client_arrays(
-        cohorts.client_arrays(sizes=sizes)
-    )
+    dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays(sizes=sizes))
     engine = cohorts.make_engine(
         cohorts.mlp(), dataset, mechanism=mechanism, collect_records=True
     )
@@ -50,9 +48,7 @@ class SumSecurelyTest(parameterized.TestCase):
             sent.extend(protocol.decode(protocol.encode(row)) for row in rows)
             return really(rows, protocol, group_size)
 
-        with mock.patch.object(
-            secure_sum.secure_aggregation, "sum_in_groups", spy
-        ):
+        with mock.patch.object(secure_sum.secure_aggregation, "sum_in_groups", spy):
             failed = secure_sum.sum_securely(engine, pending, protocol)
         self.assertEqual(failed, ())
         return sent
@@ -68,9 +64,7 @@ class SumSecurelyTest(parameterized.TestCase):
         ),
         bits=(32, 64),
     )
-    def test_is_within_the_clip_where_the_server_adds_the_noise(
-        self, mechanism, bits
-    ):
+    def test_is_within_the_clip_where_the_server_adds_the_noise(self, mechanism, bits):
         # The grid of 32 bits has steps of 7.6e-6: rounded to the nearest, 51
         # coordinates may be up to 27 % longer than this clip.
         protocol = secure_aggregation.AdditiveSecretSharing(bits=bits)
@@ -87,18 +81,14 @@ class SumSecurelyTest(parameterized.TestCase):
         protocol = secure_aggregation.AdditiveSecretSharing(
             min_participants=3, max_participants=4
         )
-        engine, pending = _collected(
-            tfdp_fl.NoPrivacy(), 0.0, sizes=(7, 3, 5, 1, 2)
-        )
+        engine, pending = _collected(tfdp_fl.NoPrivacy(), 0.0, sizes=(7, 3, 5, 1, 2))
         with self.assertWarnsRegex(UserWarning, "can not be split"):
             failed = secure_sum.sum_securely(engine, pending, protocol)
         self.assertEqual(failed, (0, 1, 2, 3, 4))
 
     def test_the_median_clips_what_is_sent(self):
         protocol = secure_aggregation.AdditiveSecretSharing(bits=32)
-        sent = self._sent(
-            tfdp_fl.MedianClipping(noise_multiplier=1.0), protocol, 1.0
-        )
+        sent = self._sent(tfdp_fl.MedianClipping(noise_multiplier=1.0), protocol, 1.0)
         norms = sorted(np.linalg.norm(vector[:-1]) for vector in sent)
         self.assertGreater(norms[0], 0.0)
         self.assertGreater(norms[2], norms[0])
@@ -106,9 +96,7 @@ class SumSecurelyTest(parameterized.TestCase):
         self.assertAlmostEqual(norms[1] / norms[2], 1.0, places=3)
 
     def test_a_grid_that_is_too_coarse_is_refused(self):
-        coarse = secure_aggregation.AdditiveSecretSharing(
-            bits=32, max_share_value=1e8
-        )
+        coarse = secure_aggregation.AdditiveSecretSharing(bits=32, max_share_value=1e8)
         with self.assertRaisesRegex(ValueError, "bits and the weight.*bits=64"):
             self._sent(tfdp_fl.NoPrivacy(), coarse)
         mechanism = tfdp_fl.FixedClipping(

@@ -135,11 +135,7 @@ class SeparableTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.named_parameters(
         (
             "ignore_class",
-            {
-                "loss": tf.keras.losses.SparseCategoricalCrossentropy(
-                    ignore_class=0
-                )
-            },
+            {"loss": tf.keras.losses.SparseCategoricalCrossentropy(ignore_class=0)},
             "sparse",
         ),
         ("hinge", {"loss": "hinge"}, "bits"),
@@ -179,9 +175,7 @@ class SeparableTest(tf.test.TestCase, parameterized.TestCase):
             "regulariser",
             {
                 "loss": "mse",
-                "layers": [
-                    _layers.Activation("relu", activity_regularizer="l2")
-                ],
+                "layers": [_layers.Activation("relu", activity_regularizer="l2")],
             },
             "bits",
         ),

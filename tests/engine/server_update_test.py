@@ -67,9 +67,7 @@ class ServerOptimizerTest(tf.test.TestCase, parameterized.TestCase):
     def test_fedavgm(self, optimizer):
         def rule(mean, momentum):
             momentum = momentum or [0.0, 0.0]
-            momentum = [
-                0.9 * m + 0.5 * v for m, v in zip(momentum, mean, strict=True)
-            ]
+            momentum = [0.9 * m + 0.5 * v for m, v in zip(momentum, mean, strict=True)]
             return momentum, momentum
 
         self._assert_moves(optimizer, rule)
@@ -78,13 +76,8 @@ class ServerOptimizerTest(tf.test.TestCase, parameterized.TestCase):
         def rule(mean, state):
             t, first, second = state or (0, [0.0, 0.0], [0.0, 0.0])
             t += 1
-            first = [
-                0.9 * m + 0.1 * v for m, v in zip(first, mean, strict=True)
-            ]
-            second = [
-                0.99 * s + 0.01 * v**2
-                for s, v in zip(second, mean, strict=True)
-            ]
+            first = [0.9 * m + 0.1 * v for m, v in zip(first, mean, strict=True)]
+            second = [0.99 * s + 0.01 * v**2 for s, v in zip(second, mean, strict=True)]
             steps = [
                 0.1
                 * (m / (1 - 0.9**t))
@@ -93,9 +86,7 @@ class ServerOptimizerTest(tf.test.TestCase, parameterized.TestCase):
             ]
             return steps, (t, first, second)
 
-        self._assert_moves(
-            tf.keras.optimizers.Adam(0.1, 0.9, 0.99, epsilon=1e-3), rule
-        )
+        self._assert_moves(tf.keras.optimizers.Adam(0.1, 0.9, 0.99, epsilon=1e-3), rule)
 
 
 class StateTest(tf.test.TestCase):

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from tfdp_fl.engine import tables
 
 _LENGTHS = st.lists(st.integers(0, 23), max_size=9)
-_SETTINGS = hypothesis.settings(
-    deadline=None, max_examples=60, derandomize=True
-)
+_SETTINGS = hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
 
 
 def _rows(lengths):
@@ -140,21 +138,15 @@ class ClientTableTest(absltest.TestCase):
 
     def test_no_clients_and_only_empty_clients(self):
         for lengths in ([], [0, 0]):
-            table = tables.client_table(
-                np.zeros(0, int), np.array(lengths, int), 5, 2
-            )
+            table = tables.client_table(np.zeros(0, int), np.array(lengths, int), 5, 2)
             self.assertEqual(table.rows.shape, (0, 5))
-            self.assertEqual(
-                table.first_step.tolist(), [0] * (len(lengths) + 1)
-            )
+            self.assertEqual(table.first_step.tolist(), [0] * (len(lengths) + 1))
             self.assertFalse(table.has_short_batches)
 
 
 class ShareOutTest(absltest.TestCase):
     @_SETTINGS
-    @hypothesis.given(
-        st.lists(st.integers(0, 50), max_size=40), st.integers(1, 5)
-    )
+    @hypothesis.given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 5))
     def test_everyone_is_in_one_group_and_groups_end_together(self, work, n):
         work = np.array(work, np.int64)
         groups = tables.share_out(work, n)
@@ -184,14 +176,10 @@ class PaddedTest(absltest.TestCase):
     @_SETTINGS
     @hypothesis.given(_LENGTHS, st.integers(1, 12), st.integers(0, 9))
     def test_adds_nothing_that_runs(self, lengths, batch_size, more):
-        table = tables.client_table(
-            _rows(lengths), np.array(lengths), batch_size, 1
-        )
+        table = tables.client_table(_rows(lengths), np.array(lengths), batch_size, 1)
         n, steps = table.num_clients, len(table.rows)
         padded = tables.padded(table, n + more, steps + 2 * more)
-        self.assertEqual(
-            padded.first_step[: n + 1].tolist(), table.first_step.tolist()
-        )
+        self.assertEqual(padded.first_step[: n + 1].tolist(), table.first_step.tolist())
         self.assertTrue((np.diff(padded.first_step[n:]) == 0).all())
         np.testing.assert_array_equal(padded.rows[:steps], table.rows)
         np.testing.assert_array_equal(padded.members[:n], table.members)

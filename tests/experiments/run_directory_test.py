@@ -95,9 +95,7 @@ class ReadTest(_InFolder):
     def test_what_is_not_finite_is_null(self):
         path = self.folder / "x.json"
         run_directory.write_json(path, {"a": [math.inf, 1.0], "b": math.nan})
-        self.assertEqual(
-            json.loads(path.read_text()), {"a": [None, 1], "b": None}
-        )
+        self.assertEqual(json.loads(path.read_text()), {"a": [None, 1], "b": None})
 
     def test_no_run(self):
         with self.assertRaisesRegex(ValueError, "holds no run"):
@@ -109,9 +107,7 @@ class CurvesTest(_InFolder):
         path = self.write_run("a", [0.5, 0.75], [1.0, 2.0, 3.0, 4.0])
         run = Run.read(path)
         self.assertEqual(plots.accuracy_of(run), ([2, 4], [0.5, 0.75]))
-        self.assertEqual(
-            plots.accuracy_by_epsilon(run), ([2.0, 4.0], [0.5, 0.75])
-        )
+        self.assertEqual(plots.accuracy_by_epsilon(run), ([2.0, 4.0], [0.5, 0.75]))
 
     def test_infinite_epsilon_is_not_drawn(self):
         path = self.write_run("a", [0.5], [math.inf, math.inf])

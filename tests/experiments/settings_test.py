@@ -36,21 +36,15 @@ class SettingsTest(parameterized.TestCase):
             Settings(mechanism=None).resolved()
 
     def test_what_is_given_is_kept(self):
-        given = Settings(
-            mechanism="local", model="mlp", rounds=7, target_epsilon=3.0
-        )
+        given = Settings(mechanism="local", model="mlp", rounds=7, target_epsilon=3.0)
         resolved = given.resolved()
         for name in ("model", "rounds", "target_epsilon"):
             self.assertEqual(getattr(resolved, name), getattr(given, name))
         self.assertEqual(resolved.units(), (128,))
 
     def test_usual_units_belong_to_the_usual_model(self):
-        self.assertIsNone(
-            Settings(dataset="mnist", model="cnn").resolved().units()
-        )
-        self.assertEqual(
-            Settings(dataset="mnist").resolved().units(), (600, 100)
-        )
+        self.assertIsNone(Settings(dataset="mnist", model="cnn").resolved().units())
+        self.assertEqual(Settings(dataset="mnist").resolved().units(), (600, 100))
 
     @parameterized.parameters(
         ({}, "sgd", 0.9),
@@ -91,21 +85,15 @@ class SettingsTest(parameterized.TestCase):
         ("3x5", (5.0, 5.0, 5.0)),
     )
     def test_schedules(self, text, expected):
-        read = Settings(clients_per_round=text, rounds=3).schedule(
-            "clients_per_round"
-        )
+        read = Settings(clients_per_round=text, rounds=3).schedule("clients_per_round")
         self.assertEqual(read, expected)
 
     @parameterized.parameters("", "ten", "1,,2", "x5", "-x3", "1 2")
     def test_bad_schedule_is_named(self, text):
         with self.assertRaisesRegex(ValueError, "--clients_per_round"):
-            Settings(clients_per_round=text, rounds=2).schedule(
-                "clients_per_round"
-            )
+            Settings(clients_per_round=text, rounds=2).schedule("clients_per_round")
 
-    @parameterized.parameters(
-        (None, None), ("measured", "measured"), ("3", 3), (3, 3)
-    )
+    @parameterized.parameters((None, None), ("measured", "measured"), ("3", 3), (3, 3))
     def test_replicas(self, text, expected):
         self.assertEqual(Settings(num_replicas=text).replicas(), expected)
 

@@ -37,9 +37,7 @@ class ExpandTest(absltest.TestCase):
         )
         self.assertLen(trials, 8)
         self.assertEqual(trials[3].name, "mechanism=fixed,batch_size=7")
-        self.assertEqual(
-            trials[3].directory, "mechanism=fixed,batch_size=7/seed=4"
-        )
+        self.assertEqual(trials[3].directory, "mechanism=fixed,batch_size=7/seed=4")
         self.assertEqual(trials[3].settings.rounds, 5)
         self.assertEqual(trials[3].settings.batch_size, 7)
         self.assertEqual(trials[3].settings.seed, 4)

@@ -35,8 +35,7 @@ class TablesTest(absltest.TestCase):
                 values=["accuracy", "epsilon", "central_epsilon", "delta"],
             ).splitlines(),
             [
-                "| target_epsilon | accuracy | epsilon | central_epsilon "
-                "| delta |",
+                "| target_epsilon | accuracy | epsilon | central_epsilon | delta |",
                 "| --- | --- | --- | --- | --- |",
                 "| 10 | 0.500 ± 0.010 | 3.01 | – | 0.76 |",
                 "| 10 | 0.250 ± 0.020 | 8.00 | – | 0.014 |",
@@ -58,9 +57,7 @@ class TablesTest(absltest.TestCase):
         )
 
     def test_only_some(self):
-        table = tables.markdown(
-            self.rows, ["constant"], where={"target_epsilon": "10"}
-        )
+        table = tables.markdown(self.rows, ["constant"], where={"target_epsilon": "10"})
         self.assertLen(table.splitlines(), 4)
 
     def test_refusals(self):

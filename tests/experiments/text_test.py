@@ -30,9 +30,7 @@ class _Padding(tf.keras.layers.Layer):
 
 
 def _model(layer):
-    return tf.keras.Sequential(
-        [tf.keras.Input((None,), dtype=tf.int32), layer()]
-    )
+    return tf.keras.Sequential([tf.keras.Input((None,), dtype=tf.int32), layer()])
 
 
 class SampleTextTest(absltest.TestCase):

@@ -62,8 +62,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
         for rounds in (1, 2, 3):
             _, after = weights(rounds, 0.0)
             average = [
-                0.75 * old + 0.25 * new
-                for old, new in zip(average, after, strict=True)
+                0.75 * old + 0.25 * new for old, new in zip(average, after, strict=True)
             ]
         self.assertAllClose(found, average, atol=1e-5)
         self.assertNotAllClose(found, after, atol=1e-2)
@@ -103,9 +102,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(y, labels)
         path = files.directory(self) / "run"
         result = training.run(prepared, path, verbose=0)
-        saved = tf.keras.models.load_model(
-            path / run_directory.MODEL, compile=False
-        )
+        saved = tf.keras.models.load_model(path / run_directory.MODEL, compile=False)
         images, labels = original.test
         right = np.argmax(saved.predict(images, verbose=0), -1) == labels
         self.assertAlmostEqual(np.mean(right), result["accuracy"], places=6)
@@ -126,17 +123,14 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             images, labels = original.clients.client(name)
             x, y = task.clients.client(name)
             self.assertAllEqual(y, labels)
-            grid = np.pad(
-                np.reshape(images, [-1, 8, 8]), ((0, 0), (1, 1), (1, 1))
-            )
+            grid = np.pad(np.reshape(images, [-1, 8, 8]), ((0, 0), (1, 1), (1, 1)))
             versions = [
                 computed(grid[:, 1 + down : 9 + down, 1 + right : 9 + right])
                 for down, right in ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
             ]
             x = np.reshape(x, versions[0].shape)
             same = [
-                np.abs(x - each).reshape(len(x), -1).max(1) < 1e-5
-                for each in versions
+                np.abs(x - each).reshape(len(x), -1).max(1) < 1e-5 for each in versions
             ]
             self.assertTrue(np.any(same, 0).all())
             counts += np.sum(same, 1)
@@ -157,9 +151,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             Settings(**{**_SMALL, "model": "mlp"}, normalization_groups=4)
         )
         x, _ = prepared.task.test
-        *_, dense, normalised, relu, last = (
-            prepared.federated_model.model.layers
-        )
+        *_, dense, normalised, relu, last = prepared.federated_model.model.layers
         self.assertIsInstance(relu, tf.keras.layers.ReLU)
         self.assertIsInstance(last, tf.keras.layers.Dense)
         rng = np.random.default_rng(0)
@@ -222,9 +214,7 @@ class InterruptedTest(parameterized.TestCase):
         self.assertEqual(result["stopped"], "interrupted")
         self.assertTrue((path / run_directory.MODEL).exists())
         left.close()
-        result = training.run(
-            training.prepare(settings), path, resume=True, verbose=0
-        )
+        result = training.run(training.prepare(settings), path, resume=True, verbose=0)
         self.assertEqual((result["stopped"], result["rounds"]), (None, 4))
 
     @parameterized.parameters((1, 0), (3, 0), (3, 2))
@@ -246,9 +236,7 @@ class InterruptedTest(parameterized.TestCase):
         self.assertEqual(result["rounds"], interrupted - 1)
         # Nothing was drawn of no rounds.
         self.assertEqual((path / run_directory.CHART).exists(), interrupted > 1)
-        result = training.run(
-            training.prepare(settings), path, resume=True, verbose=0
-        )
+        result = training.run(training.prepare(settings), path, resume=True, verbose=0)
         self.assertEqual((result["stopped"], result["rounds"]), (None, 4))
         run = run_directory.Run.read(path)
         self.assertEqual(run.history["loss"][0], [1, 2, 3, 4])

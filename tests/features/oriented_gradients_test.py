@@ -75,9 +75,7 @@ class OrientedGradientsTest(parameterized.TestCase):
     def test_an_edge_points_one_way(self):
         image = np.zeros([1, 8, 8], np.float32)
         image[:, :, 2:] = 1.0  # Brighter to the right: direction 0.
-        found = np.reshape(
-            tfdp_fl.features.OrientedGradients()(image), [2, 2, 8]
-        )
+        found = np.reshape(tfdp_fl.features.OrientedGradients()(image), [2, 2, 8])
         self.assertEqual(int(np.argmax(found[0, 0])), 0)
 
     def test_is_saved_with_a_model(self):
@@ -141,9 +139,7 @@ class OrientedGradientsTest(parameterized.TestCase):
     )
     def test_arguments(self, arguments, shape, message):
         with self.assertRaisesRegex(ValueError, message):
-            tfdp_fl.features.OrientedGradients(**arguments)(
-                np.zeros(shape, np.float32)
-            )
+            tfdp_fl.features.OrientedGradients(**arguments)(np.zeros(shape, np.float32))
 
 
 if __name__ == "__main__":

@@ -58,15 +58,11 @@ def _run(strategy, norms, rounds=1, size=4):
     trainers = {i: _Trainer(norm, size) for i, norm in enumerate(norms)}
     clips, models = [], []
     for server_round in range(1, rounds + 1):
-        instructions = strategy.configure_fit(
-            server_round, [np.zeros(size)], trainers
-        )
+        instructions = strategy.configure_fit(server_round, [np.zeros(size)], trainers)
         results = []
         for name, ins in instructions:
             client = DPFedAvgNumPyClient(trainers[name])
-            results.append(
-                (name, _FitRes(*client.fit(ins.parameters, ins.config)))
-            )
+            results.append((name, _FitRes(*client.fit(ins.parameters, ins.config))))
         models.append(strategy.aggregate_fit(server_round, results, [])[0])
         clips.append(strategy.clip_norm)
     return clips, models
@@ -160,9 +156,7 @@ class ClipNormTest(parameterized.TestCase):
     @parameterized.parameters(True, False)
     def test_noise_on_the_count_leads_to_no_norm_that_cannot_be_used(self, big):
         # sigma_b = 1e9 clients: exp overflows, or S is 0.
-        strategy = DPFedAvgAdaptive(
-            _Strategy(), 2, 1.0, 0.0, clip_count_stddev=1e9
-        )
+        strategy = DPFedAvgAdaptive(_Strategy(), 2, 1.0, 0.0, clip_count_stddev=1e9)
         seen = set()
         for _ in range(60):  # Both signs come, but for 2^-59.
             strategy.clip_norm = 1.0
@@ -200,16 +194,12 @@ class MessagesTest(parameterized.TestCase):
         if server_side:
             self.assertIsNone(stddev)
         else:
-            self.assertAlmostEqual(
-                stddev, 0.2 / math.sqrt(0.75) / math.sqrt(50)
-            )
+            self.assertAlmostEqual(stddev, 0.2 / math.sqrt(0.75) / math.sqrt(50))
 
     @parameterized.parameters(
         {}, {"bit": None}, {"bit": "yes"}, {"bit": np.nan}, {"bit": np.ones(2)}
     )
-    def test_a_client_without_a_bit_has_failed_and_pulls_neither_way(
-        self, **changed
-    ):
+    def test_a_client_without_a_bit_has_failed_and_pulls_neither_way(self, **changed):
         inner = _Strategy()
         strategy = DPFedAvgAdaptive(inner, 3, noise_multiplier=0.0)
         strategy.configure_fit(1, [np.zeros(2)], "abc")

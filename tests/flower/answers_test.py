@@ -43,9 +43,7 @@ class CollectTest(parameterized.TestCase):
     def test_who_was_drawn_twice_counts_once(self, cid):
         twice, other = _client(cid), _client(2)
         asked = {"2"} if cid is None else {"1", "2"}
-        got = _collected(
-            [(twice, "one"), (twice, "two"), (other, "three")], asked
-        )
+        got = _collected([(twice, "one"), (twice, "two"), (other, "three")], asked)
         self.assertEqual([each for *_, each in got.valid], ["one", "three"])
         self.assertIn("replied before", got.reasons[0])
         self.assertFalse(got.everybody_replied(3))
@@ -78,9 +76,7 @@ class CollectTest(parameterized.TestCase):
     )
     def test_silence_and_a_failure_are_none(self, more, failures):
         results = [(_client(cid), reply) for cid, reply in [(1, "good"), *more]]
-        self.assertFalse(
-            _collected(results, "12", failures).everybody_replied(2)
-        )
+        self.assertFalse(_collected(results, "12", failures).everybody_replied(2))
 
 
 if __name__ == "__main__":

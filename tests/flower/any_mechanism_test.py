@@ -16,9 +16,7 @@ from tfdp_fl import accounting, flower, mechanisms
 
 _MECHANISMS = {
     "fixed": tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0),
-    "adaptive": tfdp_fl.AdaptiveClipping(
-        noise_multiplier=0.0, initial_clip_norm=0.5
-    ),
+    "adaptive": tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=0.5),
     "median": tfdp_fl.MedianClipping(noise_multiplier=0.0),
     "of one's own": None,
 }
@@ -116,9 +114,7 @@ class AnyMechanismTest(parameterized.TestCase):
         )
 
     def test_schedules_and_restarts(self):
-        mechanism = tfdp_fl.FixedClipping(
-            clip_norm=0.5, noise_multiplier=(1.0, 3.0)
-        )
+        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=(1.0, 3.0))
         wrapper = flower.DPFedAvg(_Strategy(), 2, mechanism)
         zeros = [np.zeros([3])]
         _run_round(wrapper, 1, zeros, [zeros] * 2)

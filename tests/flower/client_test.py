@@ -74,9 +74,7 @@ class ClippingTest(parameterized.TestCase):
             [a.copy() for a in received], {"dpfedavg_clip_norm": 1.0}
         )
         factor = min(1.0, 1.0 / norm) if norm else 1.0
-        for got, old, change in zip(
-            returned, received, client.update, strict=True
-        ):
+        for got, old, change in zip(returned, received, client.update, strict=True):
             np.testing.assert_allclose(got, old + change * factor, rtol=1e-8)
         self.assertEqual((num_examples, type(num_examples)), (1, int))
         self.assertEqual(metrics, {"loss": 0.5})
@@ -115,9 +113,7 @@ class ClippingTest(parameterized.TestCase):
     @parameterized.parameters(1e-150, 1e-160, 1e-200, 1e-300)
     def test_squares_that_vanish_are_clipped_all_the_same(self, clip_norm):
         client = DPFedAvgNumPyClient(_Client([np.full(4, 1e3 * clip_norm)]))
-        ((sent,), *_) = client.fit(
-            [np.zeros(4)], {"dpfedavg_clip_norm": clip_norm}
-        )
+        ((sent,), *_) = client.fit([np.zeros(4)], {"dpfedavg_clip_norm": clip_norm})
         np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
 
     def test_integers_come_back_unrounded(self):
@@ -162,9 +158,7 @@ class NormBitTest(parameterized.TestCase):
         self.assertEqual(client.metrics, {"loss": 0.5})
 
     def test_a_norm_that_equals_the_clip_norm_is_within(self):
-        _, _, metrics = DPFedAvgNumPyClient(
-            _Client([np.array([3.0, 4.0])])
-        ).fit(
+        _, _, metrics = DPFedAvgNumPyClient(_Client([np.array([3.0, 4.0])])).fit(
             [np.zeros(2)],
             {"dpfedavg_clip_norm": 5.0, "dpfedavg_adaptive_clip_enabled": True},
         )
@@ -185,9 +179,7 @@ class NoiseTest(parameterized.TestCase):
         config = {"dpfedavg_clip_norm": 0.5}
         clean = client.fit(received, config)[0][0]
         self.assertAlmostEqual(np.linalg.norm(clean), 0.5)
-        noisy = client.fit(
-            received, {**config, "dpfedavg_noise_stddev": stddev}
-        )[0][0]
+        noisy = client.fit(received, {**config, "dpfedavg_noise_stddev": stddev})[0][0]
         return noisy - clean
 
     def test_the_noise_has_the_stddev_sent(self):
@@ -243,15 +235,11 @@ class ContractTest(parameterized.TestCase):
                 return [np.zeros(2)], 1, {}
 
         with self.assertRaisesRegex(ValueError, "shapes"):
-            DPFedAvgNumPyClient(Other(None)).fit(
-                _model(), {"dpfedavg_clip_norm": 1.0}
-            )
+            DPFedAvgNumPyClient(Other(None)).fit(_model(), {"dpfedavg_clip_norm": 1.0})
 
     def test_everything_else_is_passed_through(self):
         client = DPFedAvgNumPyClient(_Client(_update(1.0)))
-        self.assertEqual(
-            client.get_parameters({"a": 1}), ["parameters", {"a": 1}]
-        )
+        self.assertEqual(client.get_parameters({"a": 1}), ["parameters", {"a": 1}])
         self.assertEqual(client.get_properties({}), {"properties": {}})
         self.assertEqual(client.evaluate([], {}), (0.25, 3, {"accuracy": 1.0}))
         self.assertEqual(client.something_else(), "something else")

@@ -85,9 +85,9 @@ def _fit(instructions, trainers):
     """Lets every instructed client train, through the client wrapper."""
     results = []
     for name, ins in instructions:
-        parameters, num_examples, metrics = DPFedAvgNumPyClient(
-            trainers[name]
-        ).fit(ins.parameters, ins.config)
+        parameters, num_examples, metrics = DPFedAvgNumPyClient(trainers[name]).fit(
+            ins.parameters, ins.config
+        )
         results.append((name, _FitRes(parameters, num_examples, metrics)))
     return results
 
@@ -95,8 +95,7 @@ def _fit(instructions, trainers):
 def _clipped_mean(trainers, clip_norm, model):
     """The reference: McMahan et al. (2018), without noise."""
     deltas = [
-        np.concatenate([np.ravel(part) for part in t.update])
-        for t in trainers.values()
+        np.concatenate([np.ravel(part) for part in t.update]) for t in trainers.values()
     ]
     deltas = [d * min(1, clip_norm / np.linalg.norm(d)) for d in deltas]
     flat = np.concatenate([np.ravel(part) for part in model])
@@ -160,9 +159,7 @@ class AggregateTest(parameterized.TestCase):
         trainers = _trainers(5)
         strategy = DPFedAvgFixed(_Strategy(), 5, 1.5, 0.0, server_side)
         instructions = strategy.configure_fit(1, _MODEL, trainers)
-        got, metrics = strategy.aggregate_fit(
-            1, _fit(instructions, trainers), []
-        )
+        got, metrics = strategy.aggregate_fit(1, _fit(instructions, trainers), [])
         np.testing.assert_allclose(
             _flat(got), _clipped_mean(trainers, 1.5, _MODEL), rtol=1e-12
         )
@@ -180,9 +177,7 @@ class AggregateTest(parameterized.TestCase):
         got, _ = strategy.aggregate_fit(1, _fit(instructions, trainers), [])
         noise = _flat(got) - _clipped_mean(trainers, 0.7, model)
         np.testing.assert_allclose(np.std(4 * noise), 1.3 * 0.7, rtol=0.015)
-        self.assertLess(
-            abs(np.mean(4 * noise)), 8 * 1.3 * 0.7 / np.sqrt(200_001)
-        )
+        self.assertLess(abs(np.mean(4 * noise)), 8 * 1.3 * 0.7 / np.sqrt(200_001))
 
     def test_what_clients_have_noised_gets_no_more_noise(self):
         trainers = _trainers(3)
@@ -238,15 +233,11 @@ class AggregateTest(parameterized.TestCase):
         results = _fit(strategy.configure_fit(1, _MODEL, trainers), trainers)
         before = copy.deepcopy(results)
         strategy.aggregate_fit(1, results, [])
-        self.assertEqual(
-            [res.num_examples for _, res in inner.results[0]], [1, 1, 1]
-        )
+        self.assertEqual([res.num_examples for _, res in inner.results[0]], [1, 1, 1])
         for (_, old), (_, new) in zip(before, results, strict=True):
             self.assertEqual(new.num_examples, old.num_examples)
             self.assertEqual(new.metrics, old.metrics)
-            np.testing.assert_array_equal(
-                _flat(new.parameters), _flat(old.parameters)
-            )
+            np.testing.assert_array_equal(_flat(new.parameters), _flat(old.parameters))
 
     def test_clients_that_do_not_clip_are_clipped_by_the_server(self):
         trainers = _trainers(3, scale=100.0)
@@ -262,13 +253,10 @@ class AggregateTest(parameterized.TestCase):
         )
 
     @parameterized.product(server_side=(True, False), bad=(np.nan, np.inf))
-    def test_an_update_that_is_not_finite_counts_as_zero(
-        self, server_side, bad
-    ):
+    def test_an_update_that_is_not_finite_counts_as_zero(self, server_side, bad):
         size = 50_000
         trainers = {
-            name: _Trainer([np.zeros(size), np.array(0.0)], 1)
-            for name in "abcd"
+            name: _Trainer([np.zeros(size), np.array(0.0)], 1) for name in "abcd"
         }
         model = [np.zeros(size), np.array(0.0)]
         strategy = DPFedAvgFixed(_Strategy(), 4, 1.0, 1.0, server_side)
@@ -293,9 +281,7 @@ class AbandonedRoundTest(parameterized.TestCase):
         super().setUp()
         self.trainers = _trainers(3)
         self.inner = _Strategy()
-        self.strategy = DPFedAvgFixed(
-            self.inner, 3, 0.5, on_client_failure="abort"
-        )
+        self.strategy = DPFedAvgFixed(self.inner, 3, 0.5, on_client_failure="abort")
         self.results = _fit(
             self.strategy.configure_fit(1, _MODEL, self.trainers), self.trainers
         )
@@ -332,23 +318,15 @@ class AbandonedRoundTest(parameterized.TestCase):
     def test_the_next_round_goes_on(self):
         self._assert_abandoned(self.results[:2], [])
         instructions = self.strategy.configure_fit(2, _MODEL, self.trainers)
-        got, _ = self.strategy.aggregate_fit(
-            2, _fit(instructions, self.trainers), []
-        )
+        got, _ = self.strategy.aggregate_fit(2, _fit(instructions, self.trainers), [])
         self.assertIsNotNone(got)
-        self.assertEqual(
-            [r.server_round for r in self.strategy.released_rounds], [2]
-        )
+        self.assertEqual([r.server_round for r in self.strategy.released_rounds], [2])
 
     def test_it_is_not_for_ever(self):
-        strategy = DPFedAvgFixed(
-            self.inner, 3, 0.5, 1.0, False, max_abandoned_rounds=3
-        )
+        strategy = DPFedAvgFixed(self.inner, 3, 0.5, 1.0, False, max_abandoned_rounds=3)
         for server_round in (1, 2):
             strategy.configure_fit(server_round, _MODEL, self.trainers)
-            self.assertEqual(
-                strategy.aggregate_fit(server_round, [], []), (None, {})
-            )
+            self.assertEqual(strategy.aggregate_fit(server_round, [], []), (None, {}))
         strategy.configure_fit(3, _MODEL, self.trainers)
         with self.assertRaisesRegex(
             RoundsAbandonedError, "3 rounds in a row.*round 3: 1 results and 1"
@@ -359,9 +337,7 @@ class AbandonedRoundTest(parameterized.TestCase):
     def test_a_released_round_begins_the_count_anew(self):
         strategy = DPFedAvgFixed(self.inner, 3, 0.5, max_abandoned_rounds=2)
         for server_round in range(1, 9):
-            instructions = strategy.configure_fit(
-                server_round, _MODEL, self.trainers
-            )
+            instructions = strategy.configure_fit(server_round, _MODEL, self.trainers)
             results = []
             if server_round % 2:
                 results = _fit(instructions, self.trainers)
@@ -372,17 +348,13 @@ class AbandonedRoundTest(parameterized.TestCase):
         strategy = DPFedAvgFixed(self.inner, 3, 0.5, 1.0, False)
         self.assertEqual(strategy.on_client_failure, "abort")
         with self.assertRaisesRegex(ValueError, "on_client_failure"):
-            DPFedAvgFixed(
-                self.inner, 3, 0.5, 1.0, False, on_client_failure="exclude"
-            )
+            DPFedAvgFixed(self.inner, 3, 0.5, 1.0, False, on_client_failure="exclude")
 
     def test_a_strategy_that_accepts_no_failures_gets_no_such_round(self):
         self.inner.accept_failures = False
         strategy = DPFedAvgFixed(self.inner, 3, 0.5)
         strategy.configure_fit(1, _MODEL, self.trainers)
-        self.assertEqual(
-            strategy.aggregate_fit(1, self.results[:2], []), (None, {})
-        )
+        self.assertEqual(strategy.aggregate_fit(1, self.results[:2], []), (None, {}))
         self.assertEqual(strategy.released_rounds, ())
 
     @parameterized.parameters((0.9, 3, 0), (0.75, 3, 1), (0.9, 4, 1))
@@ -441,9 +413,7 @@ class ExcludedClientTest(parameterized.TestCase):
     def test_it_costs_as_much_as_a_full_round(self):
         self._round(1.0, 5)
         (released,) = self.strategy.released_rounds
-        self.assertEqual(
-            (released.num_replies, released.clients_per_round), (5, 10)
-        )
+        self.assertEqual((released.num_replies, released.clients_per_round), (5, 10))
         excluded = self.strategy.privacy_epsilon(100, 1e-5)
         self._round(1.0, 10)
         self.assertEqual(excluded, self.strategy.privacy_epsilon(100, 1e-5))
@@ -457,13 +427,10 @@ class ClientsNoiseTest(parameterized.TestCase):
 
     def _round(self, strategy, server_round, size, garbled, failures=()):
         trainers = {
-            name: _Trainer([np.zeros(size), np.array(0.0)], 1)
-            for name in "abcd"
+            name: _Trainer([np.zeros(size), np.array(0.0)], 1) for name in "abcd"
         }
         model = [np.zeros(size), np.array(0.0)]
-        results = _fit(
-            strategy.configure_fit(server_round, model, trainers), trainers
-        )
+        results = _fit(strategy.configure_fit(server_round, model, trainers), trainers)
         for _, result in results[:garbled]:
             result.parameters = [np.zeros(3)]
         results = results[: 4 - len(failures)]
@@ -574,9 +541,7 @@ class AccountingTest(parameterized.TestCase):
         model = [np.zeros(2), np.array(0.0)]
         for server_round in range(1, rounds + 1):
             instructions = strategy.configure_fit(server_round, model, trainers)
-            strategy.aggregate_fit(
-                server_round, _fit(instructions, trainers), []
-            )
+            strategy.aggregate_fit(server_round, _fit(instructions, trainers), [])
         return strategy
 
     @parameterized.parameters("rdp", "pld")
@@ -595,9 +560,7 @@ class AccountingTest(parameterized.TestCase):
         )
 
     def test_without_noise_there_is_no_guarantee(self):
-        self.assertEqual(
-            self._after(1, 0.0).privacy_epsilon(100, 1e-5), math.inf
-        )
+        self.assertEqual(self._after(1, 0.0).privacy_epsilon(100, 1e-5), math.inf)
         self.assertEqual(self._after(0).privacy_epsilon(100, 1e-5), 0.0)
 
     def test_claiming_nothing_for_the_sampling(self):

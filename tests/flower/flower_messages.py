@@ -52,9 +52,7 @@ else:
     class Array:
         """As `flwr.app.Array`."""
 
-        def __init__(
-            self, ndarray=None, *, dtype="", shape=(), stype="", data=b""
-        ):
+        def __init__(self, ndarray=None, *, dtype="", shape=(), stype="", data=b""):
             if ndarray is not None:
                 buffer = io.BytesIO()
                 np.save(buffer, ndarray, allow_pickle=False)
@@ -102,9 +100,7 @@ else:
     class Message:
         """As `flwr.app.Message`."""
 
-        def __init__(
-            self, content, dst_node_id=0, message_type="", *, reply_to=None
-        ):
+        def __init__(self, content, dst_node_id=0, message_type="", *, reply_to=None):
             there = reply_to and reply_to.metadata
             self.metadata = types.SimpleNamespace(
                 message_id="",
@@ -163,9 +159,7 @@ class Strategy:
     def start(self, grid, initial_arrays, num_rounds=3):
         arrays = initial_arrays
         for server_round in range(1, num_rounds + 1):
-            messages = self.configure_train(
-                server_round, arrays, ConfigRecord(), grid
-            )
+            messages = self.configure_train(server_round, arrays, ConfigRecord(), grid)
             replies = grid.send_and_receive(messages)
             new, _ = self.aggregate_train(server_round, replies)
             arrays = arrays if new is None else new
@@ -204,9 +198,9 @@ class Grid:
         self.sent = list(messages)
         replies = []
         for number, message in enumerate(self.sent):
-            message.metadata.__dict__[
-                "_message_id" if INSTALLED else "message_id"
-            ] = f"{id(message)}-{number}"
+            message.metadata.__dict__["_message_id" if INSTALLED else "message_id"] = (
+                f"{id(message)}-{number}"
+            )
             train = self.trains[message.metadata.dst_node_id]
             if isinstance(train, Exception):
                 replies.append(Message(Error(0, str(train)), reply_to=message))
@@ -246,9 +240,7 @@ def app(train: Train) -> Callable[[Any, Any], Any]:
     return run
 
 
-def adds(
-    update: Sequence[Any], num_examples: int = 7, **metrics: float
-) -> Train:
+def adds(update: Sequence[Any], num_examples: int = 7, **metrics: float) -> Train:
     """A client that adds the same update to whatever it is sent."""
 
     def train(arrays, config):
@@ -276,9 +268,5 @@ def a_round(
     strategy: Any, grid: Any, record: Any, server_round: int = 1
 ) -> tuple[Any, Any]:
     """Runs one round; returns what the wrapper returns."""
-    messages = strategy.configure_train(
-        server_round, record, ConfigRecord(), grid
-    )
-    return strategy.aggregate_train(
-        server_round, grid.send_and_receive(messages)
-    )
+    messages = strategy.configure_train(server_round, record, ConfigRecord(), grid)
+    return strategy.aggregate_train(server_round, grid.send_and_receive(messages))

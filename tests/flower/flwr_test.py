@@ -54,9 +54,7 @@ class FlowerTest(parameterized.TestCase):
                 self.num_examples = num_examples
 
             def fit(self, parameters, config):
-                new = [
-                    p + u for p, u in zip(parameters, self.update, strict=True)
-                ]
+                new = [p + u for p, u in zip(parameters, self.update, strict=True)]
                 return new, self.num_examples, {"lr": config["lr"]}
 
             def evaluate(self, parameters, config):
@@ -139,9 +137,7 @@ class FlowerTest(parameterized.TestCase):
 
     def _strategy(self, kind, clip_norm, z, server_side):
         if kind is DPFedAvgFixed:
-            return DPFedAvgFixed(
-                self._fed_avg(), _SAMPLED, clip_norm, z, server_side
-            )
+            return DPFedAvgFixed(self._fed_avg(), _SAMPLED, clip_norm, z, server_side)
         return DPFedAvgAdaptive(
             self._fed_avg(),
             _SAMPLED,
@@ -156,9 +152,7 @@ class FlowerTest(parameterized.TestCase):
         server_side=(True, False),
         clip_norm=(0.5, 1000.0),
     )
-    def test_without_noise_the_weights_are_numpys(
-        self, kind, server_side, clip_norm
-    ):
+    def test_without_noise_the_weights_are_numpys(self, kind, server_side, clip_norm):
         shapes = [(5, 4), (4,), ()]
         clients = self._clients(shapes)
         model = [np.full(s, 0.5, np.float32) for s in shapes]
@@ -186,9 +180,7 @@ class FlowerTest(parameterized.TestCase):
         model = [np.zeros(size, np.float32)]
         strategy = self._strategy(kind, 0.8, 1.5, server_side)
         weights, chosen = self._round(strategy, clients, model)
-        noise = _SAMPLED * (
-            weights[0] - self._reference(clients, chosen, 0.8, model)
-        )
+        noise = _SAMPLED * (weights[0] - self._reference(clients, chosen, 0.8, model))
         z = 1.5
         if kind is DPFedAvgAdaptive:
             z = (1.5**-2 - (2 * 2.0) ** -2) ** -0.5
@@ -295,9 +287,7 @@ class FlowerTest(parameterized.TestCase):
                 strategy=strategy,
             )
             made.strategy.strategy.initial_parameters = (
-                self.flwr.common.ndarrays_to_parameters(
-                    [np.zeros(8, np.float32)]
-                )
+                self.flwr.common.ndarrays_to_parameters([np.zeros(8, np.float32)])
             )
             return made
 
@@ -314,9 +304,7 @@ class FlowerTest(parameterized.TestCase):
         self.assertLess(len(strategy.released_rounds), 30)
         self.assertEqual(strategy.stopped_before_round, 30)
 
-        strategy = DPFedAvgFixed(
-            self._fed_avg(), _SAMPLED, 0.5, max_abandoned_rounds=3
-        )
+        strategy = DPFedAvgFixed(self._fed_avg(), _SAMPLED, 0.5, max_abandoned_rounds=3)
         silent = server(strategy)
         for proxy in silent.client_manager().all().values():
             proxy.client = None  # All of them raise.

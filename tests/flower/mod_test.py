@@ -15,9 +15,7 @@ from tfdp_fl.flower import private_mod
 def _message(record, message_type="train", **config):
     config = {"dpfedavg_clip_norm": 0.5, **config}
     config = {k: v for k, v in config.items() if v is not None}
-    content = fm.RecordDict(
-        {"arrays": record, "config": fm.ConfigRecord(config)}
-    )
+    content = fm.RecordDict({"arrays": record, "config": fm.ConfigRecord(config)})
     return fm.Message(content, 7, message_type)
 
 
@@ -27,12 +25,8 @@ def _trained(train, record, **config):
 
 
 class ModTest(parameterized.TestCase):
-    @parameterized.parameters(
-        (0.3, 1), (0.5, 1), (0.500001, 0), (1e-170, 1), (1e18, 0)
-    )
-    def test_it_clips_the_whole_update_and_says_if_it_was_within(
-        self, norm, bit
-    ):
+    @parameterized.parameters((0.3, 1), (0.5, 1), (0.500001, 0), (1e-170, 1), (1e18, 0))
+    def test_it_clips_the_whole_update_and_says_if_it_was_within(self, norm, bit):
         update = [np.array([0.6, 0.0]) * norm, np.array(0.8) * norm]
         reply, got = _trained(
             fm.adds(update),
@@ -56,9 +50,7 @@ class ModTest(parameterized.TestCase):
 
     @parameterized.parameters(np.nan, np.inf)
     def test_what_is_not_finite_becomes_zero(self, value):
-        _, (got,) = _trained(
-            fm.adds([np.array([value, 1.0])]), fm.model(np.ones(2))
-        )
+        _, (got,) = _trained(fm.adds([np.array([value, 1.0])]), fm.model(np.ones(2)))
         np.testing.assert_array_equal(got, np.ones(2))
 
     def test_noise_on_request(self):
@@ -79,9 +71,7 @@ class ModTest(parameterized.TestCase):
 
     @parameterized.parameters("evaluate", "query", "evaluate.twice")
     def test_other_messages_pass(self, message_type):
-        message = _message(
-            fm.model(np.zeros(2)), message_type, dpfedavg_clip_norm=None
-        )
+        message = _message(fm.model(np.zeros(2)), message_type, dpfedavg_clip_norm=None)
         reply = private_mod(message, None, fm.app(fm.adds([np.full(2, 9.0)])))
         np.testing.assert_array_equal(
             fm.arrays(reply.content["arrays"])[0], np.full(2, 9.0)
@@ -125,9 +115,7 @@ class ModTest(parameterized.TestCase):
         ({"dpfedavg_noise_stddev": -1.0}, ValueError, "noise_stddev"),
         ({"dpfedavg_adaptive_clip_enabled": 1}, TypeError, "adaptive"),
     )
-    def test_nothing_is_trained_on_a_bad_instruction(
-        self, config, error, pattern
-    ):
+    def test_nothing_is_trained_on_a_bad_instruction(self, config, error, pattern):
         def never(message, context):
             raise AssertionError("It was trained.")
 
@@ -153,9 +141,7 @@ class ModTest(parameterized.TestCase):
         def sends(message, context):
             content = fm.RecordDict(
                 {
-                    key: fm.ArrayRecord(
-                        {k: fm.Array(v) for k, v in arrays.items()}
-                    )
+                    key: fm.ArrayRecord({k: fm.Array(v) for k, v in arrays.items()})
                     for key, arrays in records.items()
                 }
             )

@@ -47,9 +47,7 @@ class _Strategy:
 
 def _rounds(strategy, manager, rounds=1):
     for server_round in range(1, rounds + 1):
-        instructions = strategy.configure_fit(
-            server_round, [np.zeros(2)], manager
-        )
+        instructions = strategy.configure_fit(server_round, [np.zeros(2)], manager)
         results = [
             (c, types.SimpleNamespace(parameters=[np.zeros(2)], metrics={}))
             for c, _ in instructions
@@ -81,9 +79,7 @@ class WatchedTest(parameterized.TestCase):
             {(r.available, r.num_clients) for r in wrapped.released_rounds},
             {(50, 50)},
         )
-        self.assertAlmostEqual(
-            wrapped.privacy_epsilon(delta=1e-5), _epsilon(50, 5, 3)
-        )
+        self.assertAlmostEqual(wrapped.privacy_epsilon(delta=1e-5), _epsilon(50, 5, 3))
 
     def test_each_round_has_its_own_number(self):
         wrapped = self._wrapped(lambda manager: manager.sample(5))
@@ -102,9 +98,7 @@ class WatchedTest(parameterized.TestCase):
         )
         with self.assertRaisesRegex(ValueError, "num_clients.*at most 50"):
             wrapped.privacy_epsilon(51, 1e-5)
-        self.assertAlmostEqual(
-            wrapped.privacy_epsilon(20, 1e-5), _epsilon(20, 5, 2)
-        )
+        self.assertAlmostEqual(wrapped.privacy_epsilon(20, 1e-5), _epsilon(20, 5, 2))
 
     def test_who_comes_or_goes_during_the_drawing_does_not_count(self):
         # Before, while, after, and at the end.
@@ -128,9 +122,7 @@ class WatchedTest(parameterized.TestCase):
         with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
             wrapped = _rounds(self._wrapped(choose), _Manager(1000))
         self.assertIn("nothing is claimed for their sampling", logs.output[0])
-        self.assertAlmostEqual(
-            wrapped.privacy_epsilon(1000, 1e-5), _epsilon(5, 5, 1)
-        )
+        self.assertAlmostEqual(wrapped.privacy_epsilon(1000, 1e-5), _epsilon(5, 5, 1))
         caveats = " ".join(wrapped.privacy_report(1e-5)["caveats"])
         self.assertIn("without amplification", caveats)
 
@@ -146,9 +138,7 @@ class WatchedTest(parameterized.TestCase):
             self._wrapped(lambda manager: manager.sample(5)),
             WithReplacement(1000),
         )
-        self.assertAlmostEqual(
-            wrapped.privacy_epsilon(1000, 1e-5), _epsilon(5, 5, 1)
-        )
+        self.assertAlmostEqual(wrapped.privacy_epsilon(1000, 1e-5), _epsilon(5, 5, 1))
         (released,) = wrapped.released_rounds
         self.assertEqual(released.num_replies, 4)
 
@@ -156,9 +146,7 @@ class WatchedTest(parameterized.TestCase):
         wrapped = _rounds(self._wrapped(lambda manager: manager), "abcde")
         with self.assertRaisesRegex(ValueError, "num_clients must be given"):
             wrapped.privacy_epsilon(delta=1e-5)
-        self.assertAlmostEqual(
-            wrapped.privacy_epsilon(100, 1e-5), _epsilon(100, 5, 1)
-        )
+        self.assertAlmostEqual(wrapped.privacy_epsilon(100, 1e-5), _epsilon(100, 5, 1))
         caveats = " ".join(wrapped.privacy_report(1e-5, 100)["caveats"])
         self.assertIn("the user's word", caveats)
 
@@ -172,9 +160,7 @@ class WatchedTest(parameterized.TestCase):
 class FlowersManagerTest(parameterized.TestCase):
     def _run(self, connected, m, rounds, **arguments):
         clients = [real_flower.client([np.zeros(2)]) for _ in range(connected)]
-        wrapped = DPFedAvgFixed(
-            real_flower.strategy("FedAvg", m, **arguments), m, 1.0
-        )
+        wrapped = DPFedAvgFixed(real_flower.strategy("FedAvg", m, **arguments), m, 1.0)
         manager = real_flower.manager(clients)
         for server_round in range(1, rounds + 1):
             real_flower.round_of(
@@ -190,9 +176,7 @@ class FlowersManagerTest(parameterized.TestCase):
         wrapped = self._run(10, 10, 100)
         with self.assertRaisesRegex(ValueError, "num_clients.*at most 10"):
             wrapped.privacy_epsilon(1000, 1e-5)
-        self.assertAlmostEqual(
-            wrapped.privacy_epsilon(delta=1e-5), 293.44, delta=0.05
-        )
+        self.assertAlmostEqual(wrapped.privacy_epsilon(delta=1e-5), 293.44, delta=0.05)
 
     def test_a_real_sample_is_charged_as_one(self):
         wrapped = self._run(40, 4, 5)
@@ -200,9 +184,7 @@ class FlowersManagerTest(parameterized.TestCase):
             {(r.available, r.num_clients) for r in wrapped.released_rounds},
             {(40, 40)},
         )
-        self.assertAlmostEqual(
-            wrapped.privacy_epsilon(delta=1e-5), _epsilon(40, 4, 5)
-        )
+        self.assertAlmostEqual(wrapped.privacy_epsilon(delta=1e-5), _epsilon(40, 4, 5))
 
     def test_a_criterion_leaves_fewer_to_draw_from(self):
         import flwr
@@ -248,9 +230,7 @@ class FlowersManagerTest(parameterized.TestCase):
             manager.unregister(proxy)
         manager.sample = sample
         wrapper = DPFedAvgFixed(real_flower.strategy("FedAvg", 4), 4, 1.0)
-        real_flower.round_of(
-            wrapper, manager, real_flower.parameters(np.zeros(2))
-        )
+        real_flower.round_of(wrapper, manager, real_flower.parameters(np.zeros(2)))
         (released,) = wrapper.released_rounds
         self.assertEqual((released.available, released.num_clients), (30, 20))
 
@@ -261,13 +241,9 @@ class FlowersManagerTest(parameterized.TestCase):
 
         class Curious(flwr.server.strategy.FedAvg):
             def configure_fit(self, server_round, parameters, client_manager):
-                seen.append(
-                    isinstance(client_manager, flwr.server.ClientManager)
-                )
+                seen.append(isinstance(client_manager, flwr.server.ClientManager))
                 seen.append(len(client_manager))
-                return super().configure_fit(
-                    server_round, parameters, client_manager
-                )
+                return super().configure_fit(server_round, parameters, client_manager)
 
         DPFedAvgFixed(Curious(min_fit_clients=2), 2, 1.0).configure_fit(
             1,

@@ -45,9 +45,7 @@ def _private(mechanism=_FIXED, m=3, n=None, strategy=None, **options):
 
 
 def _grid(updates, change=None):
-    return fm.Grid(
-        {10 + i: fm.adds([u], 10**i) for i, u in enumerate(updates)}, change
-    )
+    return fm.Grid({10 + i: fm.adds([u], 10**i) for i, u in enumerate(updates)}, change)
 
 
 def _sum_of_clipped(updates, clip_norm):
@@ -69,9 +67,7 @@ class RoundTest(parameterized.TestCase):
         ),
         (
             "adaptive",
-            tfdp_fl.AdaptiveClipping(
-                noise_multiplier=0.0, initial_clip_norm=0.5
-            ),
+            tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=0.5),
         ),
     )
     def test_without_noise_it_is_the_mean_of_clipped_updates(self, mechanism):
@@ -309,9 +305,7 @@ class HostileReplyTest(parameterized.TestCase):
         ),
         (
             "of_nobody_asked",
-            lambda m: m.metadata.__dict__.update(
-                _src_node_id=99, src_node_id=99
-            ),
+            lambda m: m.metadata.__dict__.update(_src_node_id=99, src_node_id=99),
         ),
     )
     def test_it_is_left_out_and_the_others_stay(self, change):
@@ -347,9 +341,7 @@ class HostileReplyTest(parameterized.TestCase):
         got, _ = fm.a_round(
             strategy, _grid([[0.0, 0.0]] * 2, changed), fm.model(np.zeros(2))
         )
-        self.assertLessEqual(
-            np.linalg.norm(fm.arrays(got)[0]), 0.25 * (1 + 1e-12)
-        )
+        self.assertLessEqual(np.linalg.norm(fm.arrays(got)[0]), 0.25 * (1 + 1e-12))
 
     @parameterized.parameters(0, -3, 1e300, np.nan)
     def test_the_weight_it_claims_is_not_looked_at(self, weight):
@@ -495,9 +487,7 @@ class FailureTest(parameterized.TestCase):
             _put(np.full([200, 200], np.nan))(replies[0])
             return replies
 
-        got, _ = fm.a_round(
-            strategy, _grid([zeros] * 4, changed), fm.model(zeros)
-        )
+        got, _ = fm.a_round(strategy, _grid([zeros] * 4, changed), fm.model(zeros))
         statistics.assert_gaussian(np.ravel(fm.arrays(got)[0]), 0.5 / 4)
 
     def _shares(self, hostile, z=1.0, size=(200, 200), mechanism=None):
@@ -515,9 +505,7 @@ class FailureTest(parameterized.TestCase):
             hostile(replies[0])
             return replies
 
-        got, _ = fm.a_round(
-            strategy, _grid([zeros] * 4, changed), fm.model(zeros)
-        )
+        got, _ = fm.a_round(strategy, _grid([zeros] * 4, changed), fm.model(zeros))
         return strategy, None if got is None else fm.arrays(got)[0]
 
     @parameterized.named_parameters(
@@ -532,9 +520,7 @@ class FailureTest(parameterized.TestCase):
 
     def test_a_reply_of_somebody_else_is_no_share(self):
         strategy, got = self._shares(
-            lambda m: m.metadata.__dict__.update(
-                _src_node_id=99, src_node_id=99
-            )
+            lambda m: m.metadata.__dict__.update(_src_node_id=99, src_node_id=99)
         )
         self.assertIsNone(got)
         self.assertEqual(strategy.released_rounds, ())
@@ -572,9 +558,7 @@ class FailureTest(parameterized.TestCase):
 
     def test_a_round_without_clients_is_none(self):
         strategy = _private(m=2)
-        with mock.patch.object(
-            strategy.strategy, "configure_train", lambda *_: []
-        ):
+        with mock.patch.object(strategy.strategy, "configure_train", lambda *_: []):
             got = fm.a_round(strategy, _grid([]), fm.model(np.zeros(1)))
         self.assertEqual(got, (None, None))
 
@@ -622,9 +606,7 @@ class AccountingTest(parameterized.TestCase):
         with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
             strategy = self._run(_private(_NOISY, 4, 20), 20, 5)
         self.assertIn("nothing is claimed", logs.output[0])
-        self.assertAlmostEqual(
-            strategy.privacy_epsilon(delta=1e-5), _epsilon(4, 4, 5)
-        )
+        self.assertAlmostEqual(strategy.privacy_epsilon(delta=1e-5), _epsilon(4, 4, 5))
         report = json.loads(json.dumps(strategy.privacy_report(1e-5)))
         self.assertIn("without amplification", " ".join(report["caveats"]))
 
@@ -638,9 +620,7 @@ class AccountingTest(parameterized.TestCase):
         strategy = _private(_NOISY, 3, 20, Elsewhere(3))
         grid = _grid([[1.0]] * 20)
         grid.trains[99] = fm.adds([[1.0]])
-        with mock.patch.object(
-            grid, "get_node_ids", lambda: list(range(10, 30))
-        ):
+        with mock.patch.object(grid, "get_node_ids", lambda: list(range(10, 30))):
             fm.a_round(strategy, grid, fm.model(np.zeros(1)))
         self.assertEqual(strategy.released_rounds[0].num_clients, 3)
 
@@ -734,9 +714,7 @@ class LocalTest(parameterized.TestCase):
         strategy = self._budget(ledger=self.path)
         strategy.start(_grid([[1.0]] * 30), fm.model(np.zeros(1)), num_rounds=9)
         self.assertLen(strategy.released_rounds, 4)
-        self.assertAlmostEqual(
-            strategy.privacy_epsilon(delta=1e-5), 8.0, places=6
-        )
+        self.assertAlmostEqual(strategy.privacy_epsilon(delta=1e-5), 8.0, places=6)
         self.assertAlmostEqual(
             accounting.epsilon_from_ledger(self.path, 1e-5), 8.0, places=6
         )
@@ -796,9 +774,7 @@ class LocalTest(parameterized.TestCase):
         state = json.loads(json.dumps(first.state()))
         fm.a_round(first, grid, fm.model(np.zeros(1)), 2)
         first.close()
-        again = PrivateStrategy.from_state(
-            state, fm.Strategy(3), ledger=self.path
-        )
+        again = PrivateStrategy.from_state(state, fm.Strategy(3), ledger=self.path)
         self.assertAlmostEqual(
             again.privacy_epsilon(delta=1e-5), first.privacy_epsilon(delta=1e-5)
         )
@@ -908,11 +884,7 @@ class ArgumentTest(parameterized.TestCase):
             "max_participations",
         ),
         (
-            {
-                "mechanism": tfdp_fl.LocalDP(
-                    clip_norm=1.0, epsilon=1.0, delta=1e-5
-                )
-            },
+            {"mechanism": tfdp_fl.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-5)},
             "rounds must be known",
         ),
         (

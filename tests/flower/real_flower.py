@@ -18,9 +18,7 @@ INSTALLED = importlib.util.find_spec("flwr") is not None
 WHY_NOT = "flwr is not installed (tests only)"
 
 
-def client(
-    update: Sequence[Any], num_examples: int = 1, wrapped: bool = True
-) -> Any:
+def client(update: Sequence[Any], num_examples: int = 1, wrapped: bool = True) -> Any:
     """A Flower client that adds the same update to whatever it is sent."""
     import flwr
 
@@ -33,9 +31,7 @@ def client(
             return new, num_examples, {}
 
     inner = Client()
-    return (
-        DPFedAvgNumPyClient(inner).to_client() if wrapped else inner.to_client()
-    )
+    return DPFedAvgNumPyClient(inner).to_client() if wrapped else inner.to_client()
 
 
 def _proxy_class() -> type:
@@ -233,18 +229,14 @@ def secagg_round(
     )
     _put(context.state, "config", words.config({"current_round": 1}))
     _put(context.state, "parameters", words.to_record(model, keep_input=True))
-    SecAggPlusWorkflow(
-        num_shares=1.0, reconstruction_threshold=0.5, **arguments
-    )(
+    SecAggPlusWorkflow(num_shares=1.0, reconstruction_threshold=0.5, **arguments)(
         types.SimpleNamespace(
             create_message=words.create, send_and_receive=send_and_receive
         ),
         context,
     )
     return arrays(
-        words.to_parameters(
-            _records(context.state)["parameters"], keep_input=True
-        )
+        words.to_parameters(_records(context.state)["parameters"], keep_input=True)
     )
 
 

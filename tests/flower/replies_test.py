@@ -229,9 +229,7 @@ class FuzzTest(parameterized.TestCase):
             elif kind == 2:
                 result.parameters = anything()
             elif kind == 3:
-                result.parameters = _tensors(
-                    *[anything()] * int(rng.integers(4))
-                )
+                result.parameters = _tensors(*[anything()] * int(rng.integers(4)))
             elif kind == 4:
                 result.parameters = _tensors(
                     self._mutated(rng, good[0]), self._mutated(rng, good[1])
@@ -253,9 +251,7 @@ class FuzzTest(parameterized.TestCase):
                 server_round, [(name, reply()) for name in "abcd"], []
             )
             if got is not None:
-                for tensor, shape in zip(
-                    got.tensors, ((3, 2), ()), strict=True
-                ):
+                for tensor, shape in zip(got.tensors, ((3, 2), ()), strict=True):
                     array = replies.npy_array(tensor, shape)
                     self.assertTrue(np.all(np.isfinite(array)))
         self.assertBetween(len(strategy.released_rounds), 100, 999)

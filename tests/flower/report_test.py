@@ -61,9 +61,7 @@ class CaveatsOfTheMechanismTest(parameterized.TestCase):
     def test_a_private_median_needs_no_caveat(self):
         strategy = PrivateStrategy(
             fm.Strategy(3),
-            tfdp_fl.MedianClipping(
-                noise_multiplier=1.0, median_noise_multiplier=1.0
-            ),
+            tfdp_fl.MedianClipping(noise_multiplier=1.0, median_noise_multiplier=1.0),
             num_clients=6,
             clients_per_round=3,
         )

@@ -54,9 +54,7 @@ class _Trainer:
 def _results(instructions):
     results = []
     for client, ins in instructions:
-        trained = DPFedAvgNumPyClient(_Trainer()).fit(
-            ins.parameters, ins.config
-        )
+        trained = DPFedAvgNumPyClient(_Trainer()).fit(ins.parameters, ins.config)
         results.append(
             (
                 client,
@@ -74,9 +72,7 @@ def _run(wrapper, rounds, first=1):
     """Runs rounds; returns how many were released."""
     before = len(wrapper.released_rounds)
     for server_round in range(first, first + rounds):
-        instructions = wrapper.configure_fit(
-            server_round, [np.zeros(2)], _Manager()
-        )
+        instructions = wrapper.configure_fit(server_round, [np.zeros(2)], _Manager())
         if instructions:
             wrapper.aggregate_fit(server_round, _results(instructions), [])
     return len(wrapper.released_rounds) - before
@@ -187,8 +183,7 @@ class LedgerTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.path = (
-            pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-            / "ledger"
+            pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())) / "ledger"
         )
 
     def _entries(self):
@@ -261,9 +256,7 @@ class LedgerTest(parameterized.TestCase):
         self.assertAlmostEqual(again.privacy_epsilon(delta=1e-5), _epsilon(6))
         self.assertLen(self._entries(), 6)
         again.close()
-        third = DPFedAvgFixed.from_state(
-            again.state(), _Strategy(), ledger=self.path
-        )
+        third = DPFedAvgFixed.from_state(again.state(), _Strategy(), ledger=self.path)
         self.assertAlmostEqual(third.privacy_epsilon(delta=1e-5), _epsilon(6))
 
     def test_a_state_that_had_a_ledger_does_not_go_on_without(self):
@@ -291,19 +284,13 @@ class LedgerTest(parameterized.TestCase):
         ):
             DPFedAvgFixed.from_state(first.state(), _Strategy(), ledger=opened)
         with accounting.PrivacyLedger(self.path, "append") as opened:
-            again = DPFedAvgFixed.from_state(
-                first.state(), _Strategy(), ledger=opened
-            )
-            self.assertAlmostEqual(
-                again.privacy_epsilon(delta=1e-5), _epsilon(3)
-            )
+            again = DPFedAvgFixed.from_state(first.state(), _Strategy(), ledger=opened)
+            self.assertAlmostEqual(again.privacy_epsilon(delta=1e-5), _epsilon(3))
 
     def test_a_ledger_that_is_begun_later_holds_all_rounds(self):
         first = _fixed()
         _run(first, 3)
-        again = DPFedAvgFixed.from_state(
-            first.state(), _Strategy(), ledger=self.path
-        )
+        again = DPFedAvgFixed.from_state(first.state(), _Strategy(), ledger=self.path)
         _run(again, 1)
         self.assertLen(self._entries(), 4)
         self.assertAlmostEqual(
@@ -344,9 +331,7 @@ class LedgerTest(parameterized.TestCase):
 
     def test_wrong_arguments_leave_no_file(self):
         with self.assertRaises(ValueError):
-            DPFedAvgAdaptive(
-                _Strategy(), 10, clip_count_stddev=0.1, ledger=self.path
-            )
+            DPFedAvgAdaptive(_Strategy(), 10, clip_count_stddev=0.1, ledger=self.path)
         self.assertFalse(self.path.exists())
 
 

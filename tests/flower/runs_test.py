@@ -27,8 +27,7 @@ class RunsTest(absltest.TestCase):
         with flower_processes.Federation(self.folder, True) as federation:
             report = federation.run(
                 federation=(
-                    "num-supernodes=4 client-resources-num-cpus=1 "
-                    "init-args-num-cpus=2"
+                    "num-supernodes=4 client-resources-num-cpus=1 init-args-num-cpus=2"
                 ),
                 hostile="nan@2=1",
             )

@@ -30,9 +30,7 @@ class SecAggTest(parameterized.TestCase):
             for update, n in zip(updates, num_examples, strict=True)
         ]
         m = len(clients)
-        self.wrapper = DPFedAvgFixed(
-            real_flower.strategy("FedAvg", m), m, 1.0, z
-        )
+        self.wrapper = DPFedAvgFixed(real_flower.strategy("FedAvg", m), m, 1.0, z)
         (model,) = real_flower.secagg_round(
             self.wrapper,
             clients,
@@ -80,9 +78,7 @@ class SecAggTest(parameterized.TestCase):
     def test_who_falls_silent_is_left_out(self):
         updates = [[0.5, 0, 0, 0]] * 5
         moved = self._moved(updates, [1] * 5, gone=[2, 3], max_weight=1.0)
-        np.testing.assert_allclose(
-            moved, [0.3, 0, 0, 0], rtol=0, atol=2 * _STEP
-        )
+        np.testing.assert_allclose(moved, [0.3, 0, 0, 0], rtol=0, atol=2 * _STEP)
         (released,) = self.wrapper.released_rounds
         self.assertEqual(released.num_replies, 3)
 
@@ -94,8 +90,7 @@ class SecAggTest(parameterized.TestCase):
 
     def test_adaptive_clipping_gets_its_bits(self):
         clients = [
-            real_flower.client([np.array([norm, 0.0])])
-            for norm in (1.0, 3.0, 4)
+            real_flower.client([np.array([norm, 0.0])]) for norm in (1.0, 3.0, 4)
         ]
         self._assert_bits(clients)
 
@@ -108,9 +103,7 @@ class SecAggTest(parameterized.TestCase):
         self._assert_bits(clients, mods=[private_mod])
 
     def _assert_bits(self, clients, **arguments):
-        wrapper = DPFedAvgAdaptive(
-            real_flower.strategy("FedAvg", 3), 3, 2.0, 0.0
-        )
+        wrapper = DPFedAvgAdaptive(real_flower.strategy("FedAvg", 3), 3, 2.0, 0.0)
         real_flower.secagg_round(
             wrapper, clients, real_flower.parameters(np.zeros(2)), **arguments
         )

@@ -72,9 +72,7 @@ class NoiseTest(parameterized.TestCase):
     def test_noise_is_that_of_the_strategy(self, strategy):
         made = _private(_mechanism(strategy))
         size = 40_000
-        moved, *_ = _run(
-            made, _grid(size=size), 5, record=fm.model(np.zeros(size))
-        )
+        moved, *_ = _run(made, _grid(size=size), 5, record=fm.model(np.zeros(size)))
         noise = moved / (2.0 * 0.5 / _M)
         generator = made.mechanism.generator
         if strategy == "tree":
@@ -132,9 +130,7 @@ class WhoTest(parameterized.TestCase):
         class Stubborn(fm.Strategy):
             def configure_train(self, server_round, arrays, config, grid):
                 content = fm.RecordDict({"arrays": arrays, "config": config})
-                return [
-                    fm.Message(content, 100 + i, "train") for i in range(_M)
-                ]
+                return [fm.Message(content, 100 + i, "train") for i in range(_M)]
 
         made, grid = _private(strategy=Stubborn(_M)), _grid()
         _run(made, grid, 1)
@@ -173,9 +169,7 @@ class WhoTest(parameterized.TestCase):
         made, grid = _private(), _grid()
         grid.trains[100] = None
         _run(made, grid, 3)
-        names = [
-            name for name, _ in made.state()["remembered"]["record"]["last"]
-        ]
+        names = [name for name, _ in made.state()["remembered"]["record"]["last"]]
         self.assertNotIn(100, names)
 
     def test_nobody_comes_more_often_than_he_may(self):
@@ -274,9 +268,7 @@ class RestartTest(parameterized.TestCase):
         again = self._restarted(made.state())
         _run(again, _grid(), 2, 4, record)
         squares = (made.mechanism.generator.charges / 2.0) ** 2
-        self.assertAlmostEqual(
-            _spent(again), squares[:3].sum() + squares[:2].sum()
-        )
+        self.assertAlmostEqual(_spent(again), squares[:3].sum() + squares[:2].sum())
 
     @parameterized.parameters(
         {"noise_multiplier": 1.0},
@@ -342,14 +334,10 @@ class RestartTest(parameterized.TestCase):
         limit = accounting.gaussian_epsilon(
             ((squares[3] + squares[4]) / 2) ** -0.5, _DELTA
         )
-        made = _private(
-            target_epsilon=limit, target_delta=_DELTA, accountant="pld"
-        )
+        made = _private(target_epsilon=limit, target_delta=_DELTA, accountant="pld")
         grid = _grid()
         _, _, record = _run(made, grid, 4)
-        self.assertEqual(
-            made.configure_train(5, record, fm.ConfigRecord(), grid), []
-        )
+        self.assertEqual(made.configure_train(5, record, fm.ConfigRecord(), grid), [])
         self.assertEqual(made.stopped_before_round, 5)
 
 

@@ -43,10 +43,7 @@ def _strategy(name="FedAvg", m=3, **options):
 
 def _grid(updates, change=None, **options):
     return fm.Grid(
-        {
-            10 + i: fm.adds([u], 10**i, loss=float(i))
-            for i, u in enumerate(updates)
-        },
+        {10 + i: fm.adds([u], 10**i, loss=float(i)) for i, u in enumerate(updates)},
         change,
         **options,
     )
@@ -74,9 +71,7 @@ class StrategiesTest(parameterized.TestCase):
             return send(messages, **options)
 
         with unittest.mock.patch.object(grid, "send_and_receive", watched):
-            private.start(
-                grid=grid, initial_arrays=fm.model(np.ones(3)), num_rounds=8
-            )
+            private.start(grid=grid, initial_arrays=fm.model(np.ones(3)), num_rounds=8)
         asked = [cohort for cohort in asked if cohort]
         self.assertLen(asked, 8)
         for t, cohort in enumerate(asked):
@@ -99,15 +94,11 @@ class StrategiesTest(parameterized.TestCase):
         for number in range(1, 4):
             got, _ = fm.a_round(private, _grid(updates), got, number)
             told = list(
-                alone.configure_train(
-                    number, wanted, fm.ConfigRecord(), _grid([mean])
-                )
+                alone.configure_train(number, wanted, fm.ConfigRecord(), _grid([mean]))
             )
             reply = fm.app(fm.adds([mean]))(told[0], None)
             wanted, _ = alone.aggregate_train(number, [reply])
-        np.testing.assert_allclose(
-            fm.arrays(got)[0], fm.arrays(wanted)[0], rtol=1e-6
-        )
+        np.testing.assert_allclose(fm.arrays(got)[0], fm.arrays(wanted)[0], rtol=1e-6)
         self.assertEqual(private.rejected_replies, 0)
 
     @parameterized.parameters(
@@ -171,9 +162,7 @@ class StrategiesTest(parameterized.TestCase):
 
         class Mine(strategy.FedAvg):
             def configure_train(self, server_round, arrays, config, grid):
-                return super().configure_train(
-                    server_round, arrays, config, grid
-                )
+                return super().configure_train(server_round, arrays, config, grid)
 
         private = PrivateStrategy(
             Mine(1e-9, 0.0, 3), _NOISY, num_clients=12, clients_per_round=3
@@ -222,9 +211,7 @@ class StrategiesTest(parameterized.TestCase):
         private = PrivateStrategy(
             _strategy(), _FIXED, num_clients=3, clients_per_round=3
         )
-        _, metrics = fm.a_round(
-            private, _grid(np.eye(3)), fm.model(np.zeros(3))
-        )
+        _, metrics = fm.a_round(private, _grid(np.eye(3)), fm.model(np.zeros(3)))
         self.assertAlmostEqual(metrics["loss"], 1.0)
 
     def test_start_ends_on_the_budget_with_its_result(self):
@@ -233,9 +220,7 @@ class StrategiesTest(parameterized.TestCase):
             _NOISY,
             num_clients=12,
             clients_per_round=3,
-            target_epsilon=accounting.epsilon(
-                1.0, "fixed_size", 12, 3, 4, 1e-5
-            ),
+            target_epsilon=accounting.epsilon(1.0, "fixed_size", 12, 3, 4, 1e-5),
             target_delta=1e-5,
         )
         result = private.start(
@@ -304,9 +289,7 @@ class BesideFlowersOwnTest(parameterized.TestCase):
         own._add_noise_to_aggregated_arrays = lambda arrays: (
             seen.append(own.clipping_norm) or arrays
         )
-        fm.a_round(
-            own, _grid([[9.0, 0.0]] * 4, mod=None), fm.model(np.zeros(2))
-        )
+        fm.a_round(own, _grid([[9.0, 0.0]] * 4, mod=None), fm.model(np.zeros(2)))
         self.assertNotEqual(seen, [1.0])
         self.assertEqual(seen, [own.clipping_norm])
 
@@ -332,9 +315,7 @@ class BesideFlowersOwnTest(parameterized.TestCase):
                 1.0,
                 1.0,
                 100,
-                accountant=accountant(
-                    kinds.WITHOUT_REPLACEMENT, relations.REPLACE_ONE
-                ),
+                accountant=accountant(kinds.WITHOUT_REPLACEMENT, relations.REPLACE_ONE),
             )
         for name in ("ServerSide", "ClientSide"):
             with self.assertRaises(TypeError):
@@ -363,9 +344,7 @@ class BesideFlowersOwnTest(parameterized.TestCase):
         own = strategy.DifferentialPrivacyServerSideFixedClipping(
             _strategy(m=2), 0.0, 1.0, 2
         )
-        got, _ = fm.a_round(
-            own, _grid(updates, mod=None), fm.model(np.zeros(2))
-        )
+        got, _ = fm.a_round(own, _grid(updates, mod=None), fm.model(np.zeros(2)))
         return fm.arrays(got)[0]
 
     def test_a_nan_reaches_its_model(self):

@@ -23,21 +23,15 @@ class FlowersStrategiesTest(parameterized.TestCase):
         "FedYogi",
         "FedOpt",
     )
-    def test_what_averages_is_accepted_and_makes_the_same_of_the_mean(
-        self, name
-    ):
+    def test_what_averages_is_accepted_and_makes_the_same_of_the_mean(self, name):
         arguments = {}
         if name == "FedProx":
             arguments["proximal_mu"] = 0.1
         if name in ("FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedOpt"):
-            arguments["initial_parameters"] = real_flower.parameters(
-                np.zeros(2)
-            )
+            arguments["initial_parameters"] = real_flower.parameters(np.zeros(2))
         updates = [[3.0, 0.0], [0.0, 0.3], [-0.1, 0.1], [0.2, 0.5]]
         clients = [real_flower.client([np.array(u)]) for u in updates]
-        wrapper = DPFedAvgFixed(
-            real_flower.strategy(name, 4, **arguments), 4, 1.0, 0.0
-        )
+        wrapper = DPFedAvgFixed(real_flower.strategy(name, 4, **arguments), 4, 1.0, 0.0)
         got, _ = real_flower.round_of(
             wrapper,
             real_flower.manager(clients),

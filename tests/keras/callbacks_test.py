@@ -120,16 +120,12 @@ class PrivacyBudgetTest(parameterized.TestCase):
             self.assertRegex(said[0], "allows 5 of the 12 rounds asked for")
             self.assertRegex(said[1], "stopped before round 6, which would")
         with self.subTest("a second fit goes on with what was spent"):
-            history = fed.fit(
-                toy.clients(), rounds=2, verbose=0, callbacks=[budget]
-            )
+            history = fed.fit(toy.clients(), rounds=2, verbose=0, callbacks=[budget])
             self.assertEqual(fed.rounds, 5)
             self.assertEmpty(history.epoch)
         with self.subTest("a larger budget allows more"):
             larger = tfdp_fl.callbacks.PrivacyBudget(after[6], _DELTA)
-            history = fed.fit(
-                toy.clients(), rounds=7, verbose=0, callbacks=[larger]
-            )
+            history = fed.fit(toy.clients(), rounds=7, verbose=0, callbacks=[larger])
             self.assertEqual(history.epoch, [5, 6])
             self.assertLen(history.history["epsilon"], 2)
             self.assertLessEqual(fed.epsilon(_DELTA), after[6])
@@ -139,8 +135,7 @@ class PrivacyBudgetTest(parameterized.TestCase):
         fed.fit(toy.clients(), rounds=1, verbose=0)
         epsilon = 15.0
         rounds = {
-            by: fed.affordable_rounds(epsilon, _DELTA, 50, by)
-            for by in ("rdp", "pld")
+            by: fed.affordable_rounds(epsilon, _DELTA, 50, by) for by in ("rdp", "pld")
         }
         self.assertGreater(rounds["pld"], rounds["rdp"])
         for by, allowed in rounds.items():
@@ -175,9 +170,7 @@ class PrivacyBudgetTest(parameterized.TestCase):
     def test_no_noise_no_round(self):
         fed = toy.federated(tfdp_fl.NoPrivacy())
         budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
-        history = fed.fit(
-            toy.clients(), rounds=3, verbose=0, callbacks=[budget]
-        )
+        history = fed.fit(toy.clients(), rounds=3, verbose=0, callbacks=[budget])
         self.assertEmpty(history.epoch)
 
     @parameterized.parameters(
@@ -255,15 +248,11 @@ class LedgerTest(parameterized.TestCase):
             self.assertGreater(contents.epsilon(_DELTA), new.epsilon(_DELTA))
 
     def test_local_spending_is_that_of_the_client_seen_most(self):
-        fed = toy.federated(
-            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
-        )
+        fed = toy.federated(tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0))
         ledger = tfdp_fl.callbacks.Ledger(self.path, key=b"secret")
         fed.fit(toy.clients(), rounds=4, verbose=0, callbacks=[ledger])
         contents = accounting.PrivacyLedger.read(self.path, key=b"secret")
-        self.assertAlmostEqual(
-            contents.epsilon(_DELTA), fed.epsilon(_DELTA), places=12
-        )
+        self.assertAlmostEqual(contents.epsilon(_DELTA), fed.epsilon(_DELTA), places=12)
         self.assertLess(fed.epsilon(_DELTA), math.inf)
         self.assertEqual(contents.header["mechanism"]["guarantee"], "local")
 
@@ -313,14 +302,10 @@ class LedgerTest(parameterized.TestCase):
             )
         with self.subTest("the statement says whose rounds they are"):
             facts = second.privacy_statement(delta, "dict")
-            self.assertEqual(
-                (facts["rounds"], facts["rounds_of_others"]), (21, 10)
-            )
+            self.assertEqual((facts["rounds"], facts["rounds_of_others"]), (21, 10))
             self.assertIn("21 rounds of training and 10 of", facts["summary"])
             self.assertIn("only_runs_in_ledgers_counted", facts["caveats"])
-            self.assertNotIn(
-                "hyperparameter_search_not_counted", facts["caveats"]
-            )
+            self.assertNotIn("hyperparameter_search_not_counted", facts["caveats"])
         with self.subTest("what came from the ledger survives a resume"):
             path = self.path.with_name("run")
             keeper = tfdp_fl.callbacks.RoundCheckpoint(path)
@@ -338,18 +323,14 @@ class LedgerTest(parameterized.TestCase):
         first.fit(toy.clients(), 3, verbose=0, callbacks=[self._append()])
         spent = accounting.epsilon(1.0, "poisson", 40, 20, 4, _DELTA)
         budget = tfdp_fl.callbacks.PrivacyBudget(spent * 1.001, _DELTA)
-        second.fit(
-            toy.clients(), 3, verbose=0, callbacks=[budget, self._append()]
-        )
+        second.fit(toy.clients(), 3, verbose=0, callbacks=[budget, self._append()])
         self.assertEqual(second.rounds, 1)
         self.assertLessEqual(second.epsilon(_DELTA), budget.epsilon)
 
     def test_runs_that_cannot_be_added_are_refused(self):
         clients = toy.clients()
         toy.federated().fit(clients, verbose=0, callbacks=[self._append()])
-        local = toy.federated(
-            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
-        )
+        local = toy.federated(tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0))
         poisson = toy.federated(sampling="poisson")
         before = self.path.read_bytes()
         for fed, message in (
@@ -385,9 +366,7 @@ class LedgerTest(parameterized.TestCase):
         fit = {"verbose": 0, "seed": 3}
         toy.federated().fit(clients, callbacks=[self._append()], **fit)
         self.assertTrue(
-            accounting.PrivacyLedger.read(self.path)
-            .entries[0]
-            .details["seeded"]
+            accounting.PrivacyLedger.read(self.path).entries[0].details["seeded"]
         )
         with self.assertWarnsRegex(RuntimeWarning, "give another seed"):
             toy.federated().fit(clients, callbacks=[self._append()], **fit)
@@ -472,9 +451,7 @@ class RoundCheckpointTest(parameterized.TestCase):
             self._fit(fed, 1, [again])
             self.assertIn("round-00000007.npz", self._files())
             self.assertEqual(
-                accounting.epsilon_from_ledger(
-                    self.path / "ledger.jsonl", _DELTA
-                ),
+                accounting.epsilon_from_ledger(self.path / "ledger.jsonl", _DELTA),
                 fed.epsilon(_DELTA),
             )
         before = {file.name: file.read_bytes() for file in self.path.iterdir()}
@@ -531,9 +508,7 @@ class RoundCheckpointTest(parameterized.TestCase):
         self.assertEqual(fed.rounds, 2)
         saved = checkpoint.CheckpointDirectory(self.path).newest()
         for index, weight in enumerate(fed.get_weights()):
-            np.testing.assert_array_equal(
-                saved.arrays[f"weights/{index}"], weight
-            )
+            np.testing.assert_array_equal(saved.arrays[f"weights/{index}"], weight)
             np.testing.assert_array_equal(stop.best_weights[index], weight)
 
     @parameterized.parameters("every", "keep")

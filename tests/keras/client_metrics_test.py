@@ -47,9 +47,7 @@ class EvaluateClientsTest(absltest.TestCase):
             values = fed.evaluate_clients(clients, verbose=0)
         self.assertNotIn("secret", str(seen.warning))
         np.testing.assert_array_equal(values["num_examples"], [5, 0, 0])
-        np.testing.assert_array_equal(
-            np.isnan(values["loss"]), [False, True, True]
-        )
+        np.testing.assert_array_equal(np.isnan(values["loss"]), [False, True, True])
 
     def test_one_that_cannot_be_evaluated_on(self):
         clients = {k: toy.clients().client(k) for k in range(3)}
@@ -91,9 +89,7 @@ class ValidateTest(absltest.TestCase):
     def test_a_model_that_can_be_trained(self):
         self.assertEqual(tfdp_fl.validate(toy.dense()), [])
         self.assertEqual(
-            tfdp_fl.validate(
-                toy.dense(), clients=toy.clients(), loss=toy.loss()
-            ),
+            tfdp_fl.validate(toy.dense(), clients=toy.clients(), loss=toy.loss()),
             [],
         )
 

@@ -56,9 +56,7 @@ def _moved(
 ):
     """Returns what one round of all clients moves, and the model."""
     if streamed:
-        dataset = FederatedDataset.from_client_fn(
-            list(clients), clients.__getitem__
-        )
+        dataset = FederatedDataset.from_client_fn(list(clients), clients.__getitem__)
     else:
         dataset = FederatedDataset.from_client_arrays(clients)
     model = toy.two_layers()
@@ -87,9 +85,10 @@ def _moved(
         )
     assert not beside or fed.engine.has_trained_side_by_side
     after = fed.get_weights()
-    return [
-        b.astype(np.float64) - a for a, b in zip(before, after, strict=True)
-    ], (fed, history.history)
+    return [b.astype(np.float64) - a for a, b in zip(before, after, strict=True)], (
+        fed,
+        history.history,
+    )
 
 
 def _updates(clients, batch_size=2):
@@ -164,8 +163,7 @@ class MeanTest(tf.test.TestCase, parameterized.TestCase):
     def test_by_the_weights_of_examples(self, path):
         # Weights of 1 train as none do, and count as they add up.
         clients = {
-            k: (x, y, np.ones(len(y), np.float32))
-            for k, (x, y) in _clients().items()
+            k: (x, y, np.ones(len(y), np.float32)) for k, (x, y) in _clients().items()
         }
         moved, _ = _moved(clients, _SAMPLE_WEIGHT(cap=6), **_PATHS[path])
         counted = [min(size / 6, 1.0) for size in _SIZES]
@@ -253,9 +251,7 @@ class MeanTest(tf.test.TestCase, parameterized.TestCase):
                 ]
             )
             share = 1.0 if weighting is None else 0.5
-            self.assertAllClose(
-                np.std(moved), 50.0 * 1e-3 / (4 * share), rtol=0.04
-            )
+            self.assertAllClose(np.std(moved), 50.0 * 1e-3 / (4 * share), rtol=0.04)
             spent.append(fed.epsilon(1e-5))
         self.assertEqual(*spent)
 
@@ -374,9 +370,7 @@ class FrontTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_refused_when_made(self, options, error, message):
         with self.assertRaisesRegex(error, message):
-            toy.federated(
-                **{"client_weighting": _NUM_EXAMPLES(cap=6), **options}
-            )
+            toy.federated(**{"client_weighting": _NUM_EXAMPLES(cap=6), **options})
 
     def test_clients_without_weights_of_examples(self):
         fed = toy.federated(client_weighting=_SAMPLE_WEIGHT(cap=6))

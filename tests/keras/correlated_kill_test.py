@@ -31,9 +31,7 @@ class CorrelatedKillTest(parameterized.TestCase):
         super().setUpClass()
         # Forked from one process that has imported everything, once.
         cls.context = multiprocessing.get_context("forkserver")
-        cls.context.set_forkserver_preload(
-            ["tests.keras.killed_correlated_run"]
-        )
+        cls.context.set_forkserver_preload(["tests.keras.killed_correlated_run"])
 
     def _run(self, directory, name, point=None, round_index=0):
         process = self.context.Process(

@@ -64,8 +64,7 @@ def _is_zero(buffers):
 def _spent(fed):
     """Returns the mu^2 of all charges."""
     return sum(
-        count * charge.noise_multiplier**-2
-        for charge, count in fed.spending.charges
+        count * charge.noise_multiplier**-2 for charge, count in fed.spending.charges
     )
 
 
@@ -137,9 +136,7 @@ class TrainingTest(parameterized.TestCase):
 
     def test_models_of_a_seed_are_the_noise_of_the_dense_matrices(self):
         # Without updates and with a server that adds, the model is the noise.
-        fed = _federated(
-            compile_options={"optimizer": tf.keras.optimizers.SGD(0.0)}
-        )
+        fed = _federated(compile_options={"optimizer": tf.keras.optimizers.SGD(0.0)})
         weights = [np.ravel(fed.get_weights()[0])]
         for _ in range(_T):
             _fit(fed, 1)
@@ -164,9 +161,7 @@ class TrainingTest(parameterized.TestCase):
         mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=2.0)
         fed = _federated(mechanism, accountant="pld")
         _fit(fed, 6)
-        self.assertAlmostEqual(
-            fed.epsilon(_DELTA), _epsilon(6 * 2.0**-2), places=6
-        )
+        self.assertAlmostEqual(fed.epsilon(_DELTA), _epsilon(6 * 2.0**-2), places=6)
 
     def test_the_statement_says_what_it_counts_on(self):
         fed = _federated()
@@ -237,9 +232,7 @@ class AdaptiveClipTest(parameterized.TestCase):
         self.assertLess(max(np.abs(each).max() for each in _buffers(fed)), 40)
 
     @parameterized.parameters("blt:2", "banded:1")
-    def test_a_clip_that_hardly_moves_trains_the_model_of_a_fixed_one(
-        self, strategy
-    ):
+    def test_a_clip_that_hardly_moves_trains_the_model_of_a_fixed_one(self, strategy):
         models = []
         for options in ({}, {"clip_learning_rate": 0.0}):
             mechanism = (
@@ -267,9 +260,7 @@ class AdaptiveClipTest(parameterized.TestCase):
         del history
         self.assertEqual(float(other.run.mechanism_state.clip_norm), clip)
         _fit(other, 3, seed=1)
-        for one, two in zip(
-            whole.get_weights(), other.get_weights(), strict=True
-        ):
+        for one, two in zip(whole.get_weights(), other.get_weights(), strict=True):
             np.testing.assert_array_equal(one, two)
         for one, two in zip(_buffers(whole), _buffers(other), strict=True):
             np.testing.assert_array_equal(one, two)
@@ -316,9 +307,7 @@ class AmplifiedTest(absltest.TestCase):
                 sampling="poisson",
                 num_clients=10,
                 clients_per_round=4,
-                event=accounting.charge.dp_accounting.GaussianDpEvent(
-                    2.0 / column
-                ),
+                event=accounting.charge.dp_accounting.GaussianDpEvent(2.0 / column),
             ),
             2,
         )
@@ -368,9 +357,7 @@ class SegmentTest(parameterized.TestCase):
         fed = _federated()
         _fit(fed, 3)
         with (
-            mock.patch.object(
-                fed.engine, "release", side_effect=KeyboardInterrupt
-            ),
+            mock.patch.object(fed.engine, "release", side_effect=KeyboardInterrupt),
             self.assertRaises(KeyboardInterrupt),
         ):
             _fit(fed, 1)
@@ -421,9 +408,7 @@ class SegmentTest(parameterized.TestCase):
             audit = auditing.CanaryAudit(2)
             with (
                 mock.patch.object(audit, "join"),
-                mock.patch.object(
-                    audit, "released", side_effect=KeyboardInterrupt
-                ),
+                mock.patch.object(audit, "released", side_effect=KeyboardInterrupt),
                 self.assertRaises(KeyboardInterrupt),
             ):
                 _fit(fed, 1, seed=3, audit=audit)
@@ -487,9 +472,7 @@ class SegmentTest(parameterized.TestCase):
             _fit(
                 fed,
                 1,
-                clients=tfdp_fl.datasets.FederatedDataset.from_indices(
-                    x, y, order
-                ),
+                clients=tfdp_fl.datasets.FederatedDataset.from_indices(x, y, order),
             )
             self.assertEqual(_position(fed), 1)
         # A client may have been in every one of the four.
@@ -543,9 +526,7 @@ class ResumeTest(parameterized.TestCase):
         kept = self._as_of_ledger_round(3)
         other = _federated(_mechanism("blt:2"))
         _fit(other, 6, seed=1, resume_from=kept)
-        for one, two in zip(
-            whole.get_weights(), other.get_weights(), strict=True
-        ):
+        for one, two in zip(whole.get_weights(), other.get_weights(), strict=True):
             np.testing.assert_array_equal(one, two)
         for one, two in zip(_buffers(whole), _buffers(other), strict=True):
             np.testing.assert_array_equal(one, two)
@@ -579,9 +560,7 @@ class ResumeTest(parameterized.TestCase):
             )
         self.assertEqual(_position(other), 6)
         squares = (other.mechanism.generator.charges / 2.0) ** 2
-        self.assertAlmostEqual(
-            _spent(other), squares[:4].sum() + squares[:6].sum()
-        )
+        self.assertAlmostEqual(_spent(other), squares[:4].sum() + squares[:6].sum())
         # No round has noise that a lost one had.
         drawn = {tuple(call.args[2].seed) for call in collect.mock_calls}
         if seed is not None:
@@ -605,9 +584,7 @@ class ResumeTest(parameterized.TestCase):
         _fit(fed, _T, callbacks=[self._checkpoint()])
         contents = accounting.PrivacyLedger.read(self.path / "ledger.jsonl")
         self.assertLen(contents.entries, _T)
-        spent = sum(
-            entry.charge.noise_multiplier**-2 for entry in contents.entries
-        )
+        spent = sum(entry.charge.noise_multiplier**-2 for entry in contents.entries)
         self.assertAlmostEqual(spent, _spent(fed))
         self.assertEqual(contents.entries[0].charge.sampling, "cyclic")
 
@@ -664,9 +641,7 @@ class ServerOptimizerTest(parameterized.TestCase):
         workload = tfdp_fl.correlated_noise.Workload(
             momentum=0.9, rates=made.server_rates
         )
-        np.testing.assert_allclose(
-            workload.applied(np.eye(_T)) * 0.5, a, atol=1e-5
-        )
+        np.testing.assert_allclose(workload.applied(np.eye(_T)) * 0.5, a, atol=1e-5)
 
         def cost(mechanism):
             c = references.dense(mechanism.generator.coefficients, _T)
@@ -677,9 +652,7 @@ class ServerOptimizerTest(parameterized.TestCase):
 
         self.assertLess(cost(made), 0.99 * cost(plain))
         _fit(fed, _T)
-        self.assertAlmostEqual(
-            _spent(fed), (made.generator.sensitivity / 2.0) ** 2
-        )
+        self.assertAlmostEqual(_spent(fed), (made.generator.sensitivity / 2.0) ** 2)
 
     def test_what_was_told_stays_and_a_run_is_not_changed(self):
         told = _mechanism("blt:2", server_momentum=0.3)

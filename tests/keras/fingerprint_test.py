@@ -48,9 +48,7 @@ def _arrays(**changes):
 
 
 def _clients(x, y):
-    return FederatedDataset.from_indices(
-        x, y, np.arange(len(x)).reshape(-1, 10)
-    )
+    return FederatedDataset.from_indices(x, y, np.arange(len(x)).reshape(-1, 10))
 
 
 def _of_work(model=None, clients=None, **compile_options):
@@ -157,9 +155,7 @@ class OfWorkTest(parameterized.TestCase):
 
     def test_the_proximal_weight(self):
         fed = toy.federated()
-        training = dataclasses.replace(
-            fed._compiled.training, proximal_weight=0.1
-        )
+        training = dataclasses.replace(fed._compiled.training, proximal_weight=0.1)
         changed = dataclasses.replace(fed._compiled, training=training)
         clients = _clients(*_arrays())
         self.assertNotEqual(

@@ -125,9 +125,7 @@ CASES = {
     # Weights, which may turn right round, and are weighted by the examples:
     # 1/4 of the mean is 2 C.
     "nbafl": Case(
-        make=lambda: tfdp_fl.NbAFL(
-            epsilon=500.0, constant=3.0, weight_clip=3.0
-        ),
+        make=lambda: tfdp_fl.NbAFL(epsilon=500.0, constant=3.0, weight_clip=3.0),
         reach=6.0,
         averages=True,
         noise=math.nan,
@@ -254,9 +252,7 @@ class HereWorkers(shard_workers.ShardWorkers):
         sent()
         results = [computation(broadcast, shard) for shard in shards]
         records = tuple(
-            shard_workers.WorkerRecord(
-                address=str(place), shards=(place,), seconds=0.0
-            )
+            shard_workers.WorkerRecord(address=str(place), shards=(place,), seconds=0.0)
             for place in range(len(shards))
         )
         if reduction == "none":
@@ -319,10 +315,8 @@ class Trainer:
         self._runtime = HereWorkers() if "sharded" in way else runtime
         options = {}
         if way.startswith("secure"):
-            options["secure_aggregation"] = (
-                secure_aggregation.AdditiveSecretSharing(
-                    mode="float" if way.endswith("float") else "ring"
-                )
+            options["secure_aggregation"] = secure_aggregation.AdditiveSecretSharing(
+                mode="float" if way.endswith("float") else "ring"
             )
         self._fed = tfdp_fl.DPFederatedModel(
             model(),
@@ -443,11 +437,7 @@ class Trainer:
         rounding = (
             (CLIENTS + 6)
             * _UNIT
-            * (
-                weights
-                + CLIENTS * reach
-                + length * without.history["noise_stddev"]
-            )
+            * (weights + CLIENTS * reach + length * without.history["noise_stddev"])
         )
         if self.way.startswith("secure"):
             # Each of K values is off by half a step of the protocol's grid.

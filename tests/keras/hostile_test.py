@@ -24,9 +24,7 @@ def check_attack(test, trainer, without, name):
     """Asserts what holds of one client's attack; returns the outcome."""
     outcome = trainer.round(hostile.ATTACKS[name])
     test.assertTrue(np.isfinite(outcome.weights).all())
-    test.assertLessEqual(
-        hostile.moved(outcome, without), trainer.bound(without), name
-    )
+    test.assertLessEqual(hostile.moved(outcome, without), trainer.bound(without), name)
     test.assertEqual(outcome.history["cohort_size"], hostile.CLIENTS)
     test.assertEqual(outcome.history["failed_clients"], 0)
     if name in DISCARDED:
@@ -82,9 +80,7 @@ class HostileClientTest(parameterized.TestCase):
         share = hostile.moved(trainer.round(attack), without)
         self.assertGreater(share, 0.9999 * hostile.CLIP / hostile.CLIENTS)
         factor = clipping.clip_factor
-        with mock.patch.object(
-            clipping, "clip_factor", lambda *a: 1.001 * factor(*a)
-        ):
+        with mock.patch.object(clipping, "clip_factor", lambda *a: 1.001 * factor(*a)):
             wide = hostile.Trainer(hostile.CASES["fixed"], "one_by_one")
             without = wide.without()
             self.assertGreater(

@@ -113,9 +113,7 @@ class CalledTest(parameterized.TestCase):
             fed.save_weights(path)
             other = toy.federated()
             other.load_weights(path)
-        for one, same in zip(
-            fed.get_weights(), other.get_weights(), strict=True
-        ):
+        for one, same in zip(fed.get_weights(), other.get_weights(), strict=True):
             np.testing.assert_array_equal(one, same)
 
     def test_a_callback_of_the_user_s_stops(self):

@@ -26,9 +26,7 @@ def _weights(path) -> list[np.ndarray]:
     with h5py.File(path) as file:
         file.visititems(
             lambda _, item: (
-                found.append(item[()])
-                if isinstance(item, h5py.Dataset)
-                else None
+                found.append(item[()]) if isinstance(item, h5py.Dataset) else None
             )
         )
     return found

@@ -98,9 +98,7 @@ def _dying_half_way(path: pathlib.Path, rounds: int) -> Callable:
     return wrapped
 
 
-def run(
-    directory: str, process: str, point: str | None, round_index: int
-) -> None:
+def run(directory: str, process: str, point: str | None, round_index: int) -> None:
     """Trains to the end, or to a point of a round.
 
     Args:
@@ -154,8 +152,7 @@ def run(
         resume_from=path if resumes else None,
     )
     spent = sum(
-        count * charge.noise_multiplier**-2
-        for charge, count in fed.spending.charges
+        count * charge.noise_multiplier**-2 for charge, count in fed.spending.charges
     )
     memory = fed.run.mechanism_state.memory
     np.savez(

@@ -21,9 +21,7 @@ class LastCohortTest(tf.test.TestCase):
         fed = tfdp_fl.DPFederatedModel(
             model, mechanism, clients_per_round=4, sampling="shuffled"
         )
-        fed.compile(
-            tf.keras.optimizers.SGD(learning_rate), cohorts.cross_entropy()
-        )
+        fed.compile(tf.keras.optimizers.SGD(learning_rate), cohorts.cross_entropy())
         clients = FederatedDataset.from_client_arrays(
             cohorts.client_arrays((2, 2, 2, 2, 2))
         )
@@ -42,9 +40,7 @@ class LastCohortTest(tf.test.TestCase):
 
     def test_counts_with_the_noise_for_the_fixed_m(self):
         # m/20 of a cohort of one would be less than z/2, and the noise NaN.
-        _, moved = self._fitted(
-            tfdp_fl.AdaptiveClipping(noise_multiplier=0.3), 2
-        )
+        _, moved = self._fitted(tfdp_fl.AdaptiveClipping(noise_multiplier=0.3), 2)
         self.assertTrue(np.isfinite(moved).all())
 
     def test_missing_noises_give_no_central_guarantee(self):
@@ -52,9 +48,7 @@ class LastCohortTest(tf.test.TestCase):
         fed, _ = self._fitted(mechanism, 1)
         self.assertTrue(math.isfinite(fed.central_epsilon(1e-5)))
         fed.fit(
-            FederatedDataset.from_client_arrays(
-                cohorts.client_arrays((2, 2, 2, 2, 2))
-            ),
+            FederatedDataset.from_client_arrays(cohorts.client_arrays((2, 2, 2, 2, 2))),
             rounds=1,
             verbose=0,
         )

@@ -90,9 +90,7 @@ class CalibrationTest(parameterized.TestCase):
     )
     def test_scheduled_noise_is_scaled_as_a_whole(self, schedule):
         fed = _make(
-            mechanism=tfdp_fl.FixedClipping(
-                clip_norm=1.0, noise_multiplier=schedule
-            ),
+            mechanism=tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=schedule),
             rounds=4,
         )
         values = [fed.mechanism.noise_multiplier_at(t) for t in range(4)]
@@ -187,9 +185,7 @@ class RefusalTest(parameterized.TestCase):
         (
             "options of a made mechanism",
             {
-                "mechanism": tfdp_fl.FixedClipping(
-                    clip_norm=1.0, noise_multiplier=1.0
-                ),
+                "mechanism": tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
                 "clip_norm": 2.0,
             },
             r"\['clip_norm'\] cannot be given",
@@ -262,9 +258,7 @@ class TargetTest(parameterized.TestCase):
         self.assertEqual(fed.rounds, 9)
         self.assertGreater(fed.epsilon(1e-3), 9.0)
         said = [
-            str(each.message)
-            for each in caught
-            if "make_private" in str(each.message)
+            str(each.message) for each in caught if "make_private" in str(each.message)
         ]
         self.assertLen(said, 1)
         self.assertIn("training goes on and spends more", said[0])
@@ -276,9 +270,7 @@ class TargetTest(parameterized.TestCase):
         for _ in range(3):
             fed.fit(toy.clients(), rounds=2, verbose=0)
         self.assertEqual(fed.rounds, 6)
-        self.assertBetween(
-            fed.epsilon(1e-3), 8.0 * (1 - 1e-3), 8.0 * (1 + 1e-9)
-        )
+        self.assertBetween(fed.epsilon(1e-3), 8.0 * (1 - 1e-3), 8.0 * (1 + 1e-9))
         with self.assertWarnsRegex(RuntimeWarning, "allows 0 of the 2"):
             fed.fit(toy.clients(), rounds=2, verbose=0)
         self.assertEqual(fed.rounds, 6)
@@ -352,9 +344,7 @@ class TargetTest(parameterized.TestCase):
         }
         mechanism = tfdp_fl.make_private(toy.dense(), **options).mechanism
         self.assertGreater(mechanism.noise_multiplier, 0.4)
-        self.assertEqual(
-            mechanism.count_noise_stddev, mechanism.noise_multiplier
-        )
+        self.assertEqual(mechanism.count_noise_stddev, mechanism.noise_multiplier)
         # What is asked for by name stays, and may be too little.
         with self.assertRaisesRegex(ValueError, "count_noise_stddev"):
             tfdp_fl.make_private(toy.dense(), **options, count_noise_stddev=0.2)

@@ -37,9 +37,7 @@ def _clients_of_whom_one_fails(count):
         rows = slice(10 * client, 10 * client + 10)
         return x[rows], y[rows]
 
-    return tfdp_fl.datasets.FederatedDataset.from_client_fn(
-        list(range(count)), read
-    )
+    return tfdp_fl.datasets.FederatedDataset.from_client_fn(list(range(count)), read)
 
 
 class KerasTest(parameterized.TestCase):
@@ -234,9 +232,7 @@ class SeedTest(parameterized.TestCase):
             return toy.federated(
                 tfdp_fl.AdaptiveClipping(noise_multiplier=0.8),
                 compile_options={
-                    "server_optimizer": tf.keras.optimizers.SGD(
-                        1.0, momentum=0.9
-                    )
+                    "server_optimizer": tf.keras.optimizers.SGD(1.0, momentum=0.9)
                 },
             )
 
@@ -246,9 +242,7 @@ class SeedTest(parameterized.TestCase):
         history = _fit(parts, 2, seed=1)
         self.assertEqual(history.epoch, [2, 3])
         self.assertEqual(history.history["clip_norm"], clips[2:])
-        for one, other in zip(
-            whole.get_weights(), parts.get_weights(), strict=True
-        ):
+        for one, other in zip(whole.get_weights(), parts.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other)
         self.assertEqual(whole.epsilon(_DELTA), parts.epsilon(_DELTA))
         with self.subTest("also after compile, and on other clients"):
@@ -334,18 +328,14 @@ class CohortTest(parameterized.TestCase):
         fed = toy.federated(clients_per_round=15, sampling="shuffled")
         sizes = _fit(fed, 3).history["cohort_size"]
         self.assertEqual(sizes, [15, 15, 10])
-        np.testing.assert_array_equal(
-            fed.spending.clients.participations, np.ones(40)
-        )
+        np.testing.assert_array_equal(fed.spending.clients.participations, np.ones(40))
 
     @parameterized.named_parameters(
         ("fixed", _QUIET),
         ("exact_median", tfdp_fl.MedianClipping(noise_multiplier=0.0)),
         (
             "private_median",
-            tfdp_fl.MedianClipping(
-                noise_multiplier=0.0, median_noise_multiplier=0.1
-            ),
+            tfdp_fl.MedianClipping(noise_multiplier=0.0, median_noise_multiplier=0.1),
         ),
         (
             "median_with_noise_at_the_clients",
@@ -362,9 +352,7 @@ class CohortTest(parameterized.TestCase):
         start = plain.get_weights()
         for fed in (plain, secure):
             _fit(fed, 2, seed=1)
-        for one, other in zip(
-            plain.get_weights(), secure.get_weights(), strict=True
-        ):
+        for one, other in zip(plain.get_weights(), secure.get_weights(), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
         self.assertFalse(np.array_equal(start[0], plain.get_weights()[0]))
 
@@ -390,9 +378,7 @@ class CohortTest(parameterized.TestCase):
     def test_a_query_with_sums_of_its_own_is_refused(self):
         fed = toy.federated(
             tfdp_fl.QueryMechanism(
-                query=tfp.QuantileAdaptiveClipSumQuery(
-                    1.0, 1.0, 0.5, 0.2, 2.0, 7.0
-                ),
+                query=tfp.QuantileAdaptiveClipSumQuery(1.0, 1.0, 0.5, 0.2, 2.0, 7.0),
                 dp_event=dp_accounting.GaussianDpEvent(0.9),
             ),
             clients_per_round=7,
@@ -420,9 +406,7 @@ class CohortTest(parameterized.TestCase):
         with self.assertRaisesRegex(
             ValueError, "secure_aggregation must have a max_share_value.*0.5"
         ):
-            toy.federated(
-                secure_aggregation=AdditiveSecretSharing(max_share_value=0.5)
-            )
+            toy.federated(secure_aggregation=AdditiveSecretSharing(max_share_value=0.5))
 
     def test_a_client_whose_noise_is_missing_has_failed(self):
         fed = toy.federated(
@@ -482,15 +466,11 @@ class CohortTest(parameterized.TestCase):
         (tfdp_fl.NbAFL(epsilon=9.0, constant=3.0, weight_clip=5.0), 3),
         (tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=2.0), 0),
     )
-    def test_what_clients_sent_in_abandoned_rounds_is_charged(
-        self, mechanism, charged
-    ):
+    def test_what_clients_sent_in_abandoned_rounds_is_charged(self, mechanism, charged):
         clients = _clients_of_whom_one_fails(20)
         folder = self.enter_context(tempfile.TemporaryDirectory())
         path = f"{folder}/ledger.jsonl"
-        fed = toy.federated(
-            mechanism, clients_per_round=20, on_client_failure="abort"
-        )
+        fed = toy.federated(mechanism, clients_per_round=20, on_client_failure="abort")
         before = fed.get_weights()
         history = _fit(
             fed, 3, clients, callbacks=[tfdp_fl.callbacks.Ledger(path)]
@@ -565,9 +545,7 @@ class ErrorTest(parameterized.TestCase):
         ),
     )
     def test_construction(self, options, message):
-        self._assert_refused(
-            ValueError, message, lambda: toy.federated(**options)
-        )
+        self._assert_refused(ValueError, message, lambda: toy.federated(**options))
 
     def test_models_that_cannot_be_trained(self):
         unbuilt = tf.keras.Sequential([tf.keras.layers.Dense(2)])

@@ -46,9 +46,7 @@ class NoiseTest(parameterized.TestCase):
         self.assertLen(moves[0], 6)
 
     def test_on_workers(self):
-        moves = _train(
-            noise_test.fixed("client"), runtime=hostile.HereWorkers()
-        )
+        moves = _train(noise_test.fixed("client"), runtime=hostile.HereWorkers())
         noise_test.assert_is_noise(moves, [_STDDEV] * 2)
 
     def test_is_drawn_from_the_key_stream_and_from_nothing_else(self):
@@ -97,9 +95,7 @@ class ExactNoiseTest(parameterized.TestCase):
         for planted, words in (
             (lambda s, n: rounded(s / 1.1, n), "stddev"),
             (
-                lambda s, n: rounded(
-                    s, n, lambda count: bits(8) * (count // 8)
-                ),
+                lambda s, n: rounded(s, n, lambda count: bits(8) * (count // 8)),
                 "stddev|moment|mean",
             ),
         ):
@@ -130,9 +126,7 @@ class ExactNoiseTest(parameterized.TestCase):
         self.assertNotIn("pseudorandom_noise", caveats)
 
     @parameterized.parameters(
-        tfdp_fl.FixedClipping(
-            clip_norm=1.0, noise_multiplier=1.0, noise_site="client"
-        ),
+        tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0, noise_site="client"),
         tfdp_fl.AdaptiveClipping(noise_multiplier=1.0),
         tfdp_fl.MedianClipping(noise_multiplier=1.0),
         tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0),

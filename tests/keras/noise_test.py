@@ -28,9 +28,7 @@ CLIENTS, CLIP, Z = 4, 0.05, 1.3
 def empty_clients(count: int = CLIENTS) -> FederatedDataset:
     """Returns clients without examples."""
     nothing = np.zeros([0, 1], np.float32), np.zeros([0], np.int32)
-    return FederatedDataset.from_client_arrays(
-        dict.fromkeys(range(count), nothing)
-    )
+    return FederatedDataset.from_client_arrays(dict.fromkeys(range(count), nothing))
 
 
 def model(width: int = 20_000, dtype: str | None = None) -> tf.keras.Model:
@@ -73,9 +71,7 @@ class Moves(tf.keras.callbacks.Callback):
         self._before = after
 
 
-def train(
-    mechanism, rounds=1, made=None, sampling="fixed_size", options=None, **fit
-):
+def train(mechanism, rounds=1, made=None, sampling="fixed_size", options=None, **fit):
     """Trains on empty clients; returns the moves and the history."""
     options = options or {}
     compiled = {"jit_compile": options.pop("jit_compile", False)}
@@ -89,17 +85,13 @@ def train(
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     fed.compile(tf.keras.optimizers.SGD(0.1), loss, **compiled)
     moves = Moves()
-    history = fed.fit(
-        empty_clients(), rounds, verbose=0, callbacks=[moves], **fit
-    )
+    history = fed.fit(empty_clients(), rounds, verbose=0, callbacks=[moves], **fit)
     return moves.rounds, history.history
 
 
 def fixed(site="server"):
     """Returns a mechanism whose noise on the mean is Z CLIP / CLIENTS."""
-    return tfdp_fl.FixedClipping(
-        clip_norm=CLIP, noise_multiplier=Z, noise_site=site
-    )
+    return tfdp_fl.FixedClipping(clip_norm=CLIP, noise_multiplier=Z, noise_site=site)
 
 
 def assert_is_noise(rounds, stddevs) -> None:
@@ -121,9 +113,7 @@ def assert_is_noise(rounds, stddevs) -> None:
 
 
 class NoiseTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ("server", False), ("client", False), ("server", True)
-    )
+    @parameterized.parameters(("server", False), ("client", False), ("server", True))
     def test_of_every_variable_and_round(self, site, xla):
         moves, _ = train(fixed(site), 2, options={"jit_compile": xla})
         assert_is_noise(moves, [Z * CLIP / CLIENTS] * 2)
@@ -150,9 +140,7 @@ class NoiseTest(parameterized.TestCase):
         long.set_weights([w.astype(np.float32) for w in short.get_weights()])
         for made in (short, long):
             train(fixed(), made=made, seed=4)
-        for one, other in zip(
-            short.get_weights(), long.get_weights(), strict=True
-        ):
+        for one, other in zip(short.get_weights(), long.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other.astype(one.dtype))
 
     def test_without_a_seed_hangs_on_nothing_that_a_user_can_set(self):

@@ -82,13 +82,9 @@ class SensitivityTest(parameterized.TestCase):
             "accuracy": generator.uniform(0, 1, 50),
         }
         total = private.contributions(values).sum(axis=0)
-        with mock.patch.object(
-            PrivateMetrics, "contributions", lambda *_: total[None]
-        ):
+        with mock.patch.object(PrivateMetrics, "contributions", lambda *_: total[None]):
             one = private.released({}, np.random.default_rng(1))
-        self.assertEqual(
-            one, private.released(values, np.random.default_rng(1))
-        )
+        self.assertEqual(one, private.released(values, np.random.default_rng(1)))
 
 
 class NoiseTest(absltest.TestCase):
@@ -156,9 +152,7 @@ class ResultTest(parameterized.TestCase):
         self.assertAlmostEqual(np.std(counts) / said, 1.0, delta=0.1)
 
     def test_quantiles_rise_and_stay_inside(self):
-        private = _private(
-            noise_multiplier=50.0, quantiles=np.linspace(0.05, 0.95, 19)
-        )
+        private = _private(noise_multiplier=50.0, quantiles=np.linspace(0.05, 0.95, 19))
         generator = np.random.default_rng(0)
         values = {name: np.full(30, 0.4) for name in _BOUNDS}
         for _ in range(50):
@@ -190,9 +184,7 @@ class ResultTest(parameterized.TestCase):
         clients[3] = (x, y)
         result = _evaluated(fed, _private(noise_multiplier=1e-3), clients)
         # Kernels of a GPU say NaN, those of a CPU raise.
-        self.assertAlmostEqual(
-            result["num_clients"], toy.NUM_CLIENTS - 1, delta=0.1
-        )
+        self.assertAlmostEqual(result["num_clients"], toy.NUM_CLIENTS - 1, delta=0.1)
         # Nor do clients of whom not one can be evaluated on.
         for each in ({3: (x, y)}, {3: (x[:0], y[:0])}):
             result = _evaluated(fed, _private(noise_multiplier=1e-3), each)
@@ -226,9 +218,7 @@ class ChargeTest(parameterized.TestCase):
         n, m = toy.NUM_CLIENTS, some or toy.NUM_CLIENTS
         own.add(
             charge_lib.RoundCharge(
-                sampling="fixed_size"
-                if sampling == "fixed_size"
-                else "poisson",
+                sampling="fixed_size" if sampling == "fixed_size" else "poisson",
                 num_clients=n,
                 clients_per_round=m,
                 event=dp_accounting.GaussianDpEvent(4.0),
@@ -302,9 +292,7 @@ class ChargeTest(parameterized.TestCase):
 class LedgerTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
-        self.path = pathlib.Path(
-            self.enter_context(tempfile.TemporaryDirectory())
-        )
+        self.path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
 
     def test_the_line_comes_first_and_the_run_goes_on(self):
         fed = _federated()
@@ -316,9 +304,9 @@ class LedgerTest(absltest.TestCase):
             PrivateMetrics,
             "released",
             lambda *_: order.append(
-                accounting.PrivacyLedger.read(
-                    self.path / "a.jsonl", key=b"k"
-                ).epsilon(_DELTA)
+                accounting.PrivacyLedger.read(self.path / "a.jsonl", key=b"k").epsilon(
+                    _DELTA
+                )
             ),
         ):
             _evaluated(fed, _private())
@@ -326,9 +314,7 @@ class LedgerTest(absltest.TestCase):
         after = fed.epsilon(_DELTA)
         # In two files, and counted once.
         fed.fit(toy.clients(), 1, callbacks=[callback, also], verbose=0)
-        more = accounting.PrivacyLedger.read(self.path / "b.jsonl").epsilon(
-            _DELTA
-        )
+        more = accounting.PrivacyLedger.read(self.path / "b.jsonl").epsilon(_DELTA)
         self.assertAlmostEqual(more, fed.epsilon(_DELTA), places=9)
         self.assertGreater(more, after)
         self.assertEqual(fed.spending.evaluations, 1)
@@ -392,21 +378,15 @@ class LedgerTest(absltest.TestCase):
         self.assertEqual(fed.spending.evaluations, 1)
         fed.fit(toy.clients(), 1, callbacks=[callback], verbose=0)
         told = accounting.PrivacyLedger.read(self.path / "a.jsonl")
-        self.assertAlmostEqual(
-            told.epsilon(_DELTA), fed.epsilon(_DELTA), places=9
-        )
+        self.assertAlmostEqual(told.epsilon(_DELTA), fed.epsilon(_DELTA), places=9)
 
     def test_a_resumed_run_knows_of_it(self):
         fed = _federated()
         checkpoint = tfdp_fl.callbacks.RoundCheckpoint(self.path / "run")
         stop = tf.keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, _: setattr(
-                fed, "stop_training", epoch == 1
-            )
+            on_epoch_end=lambda epoch, _: setattr(fed, "stop_training", epoch == 1)
         )
-        fed.fit(
-            toy.clients(), 3, callbacks=[checkpoint, stop], seed=1, verbose=0
-        )
+        fed.fit(toy.clients(), 3, callbacks=[checkpoint, stop], seed=1, verbose=0)
         _evaluated(fed, _private())
         wanted = fed.epsilon(_DELTA)
         self.assertIn(
@@ -414,9 +394,7 @@ class LedgerTest(absltest.TestCase):
             (self.path / "run" / "privacy.txt").read_text("utf-8"),
         )
         other = _federated()
-        other.fit(
-            toy.clients(), 3, seed=1, resume_from=self.path / "run", verbose=0
-        )
+        other.fit(toy.clients(), 3, seed=1, resume_from=self.path / "run", verbose=0)
         self.assertEqual(other.spending.evaluations, 1)
         self.assertEqual(other.run.facts.rounds_charged_twice, 0)
         rounds = accounting.PrivacyAccountant()
@@ -424,9 +402,7 @@ class LedgerTest(absltest.TestCase):
             rounds.add(charge, count)
         self.assertEqual(rounds.rounds, 3)
         rounds.add(_private().charge("fixed_size", toy.NUM_CLIENTS))
-        self.assertAlmostEqual(
-            other.epsilon(_DELTA), rounds.epsilon(_DELTA), places=6
-        )
+        self.assertAlmostEqual(other.epsilon(_DELTA), rounds.epsilon(_DELTA), places=6)
         self.assertGreater(other.epsilon(_DELTA), wanted)
 
 
@@ -467,9 +443,7 @@ class RefusedTest(parameterized.TestCase):
         self.assertEqual(fed.epsilon(_DELTA), before)
 
     def test_a_local_guarantee(self):
-        fed = _federated(
-            mechanism=tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=1.0)
-        )
+        fed = _federated(mechanism=tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=1.0))
         fed.fit(toy.clients(), verbose=0)
         with self.assertRaisesRegex(ValueError, "guarantee is local"):
             _evaluated(fed, _private())

@@ -118,9 +118,7 @@ class QuotesNothingTest(parameterized.TestCase):
             lambda each: FederatedDataset.from_hugging_face(each, "who"),
             lambda each: tfdp_fl.DPFederatedModel(each, each, 3),
             lambda each: toy.federated().fit(toy.clients(), audit=each),
-            lambda each: toy.federated().fit(
-                toy.clients(), validation_data=each
-            ),
+            lambda each: toy.federated().fit(toy.clients(), validation_data=each),
         ):
             said = _said(lambda make=make: make(data))
             self.assertRegex(said, "Error")

@@ -32,9 +32,7 @@ class RoundSeedTest(absltest.TestCase):
             clients_per_round=2,
         )
         fed.compile("sgd", cohorts.cross_entropy())
-        clients = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays((3, 3, 3))
-        )
+        clients = FederatedDataset.from_client_arrays(cohorts.client_arrays((3, 3, 3)))
         fed.fit(clients, verbose=0, seed=1)
         seeds = []
         collect = fed.engine.collect
@@ -45,9 +43,7 @@ class RoundSeedTest(absltest.TestCase):
 
         with mock.patch.object(fed.engine, "collect", seen):
             with (
-                mock.patch.object(
-                    fed.engine, "release", side_effect=KeyboardInterrupt
-                ),
+                mock.patch.object(fed.engine, "release", side_effect=KeyboardInterrupt),
                 self.assertRaises(KeyboardInterrupt),
             ):
                 fed.fit(clients, verbose=0, seed=1)
@@ -63,9 +59,7 @@ class RoundSeedTest(absltest.TestCase):
             clients_per_round=2,
         )
         fed.compile("sgd", cohorts.cross_entropy())
-        clients = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays((3, 3, 3))
-        )
+        clients = FederatedDataset.from_client_arrays(cohorts.client_arrays((3, 3, 3)))
         release = round_loop.RoundLoop._release
         seeds = []
 

@@ -150,9 +150,7 @@ class ReportTest(absltest.TestCase):
         made = callbacks.Report(self.path, 1e-2)
         fed.fit(toy.clients(), verbose=0, callbacks=[made])
         settings = {"optimizer": "<script>alert(1)</script>"}
-        with mock.patch.object(
-            report.resuming, "settings", lambda *_: settings
-        ):
+        with mock.patch.object(report.resuming, "settings", lambda *_: settings):
             page = made.page()
         self.assertNotIn("<script>", page)
         self.assertIn("&lt;script&gt;", page)

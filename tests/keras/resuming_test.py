@@ -39,9 +39,7 @@ def _adaptive():
 
 def _local():
     return toy.federated(
-        tfdp_fl.AdaptiveLocalDP(
-            epsilon=8.0, delta=_DELTA, max_participations=4
-        ),
+        tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=_DELTA, max_participations=4),
         compile_options={"optimizer": tf.keras.optimizers.Adam(0.01)},
     )
 
@@ -94,9 +92,7 @@ class _Crash(tf.keras.callbacks.Callback):
 
 
 def _own_loss(y, z):
-    return tf.keras.losses.sparse_categorical_crossentropy(
-        y, z, from_logits=True
-    )
+    return tf.keras.losses.sparse_categorical_crossentropy(y, z, from_logits=True)
 
 
 def _halving(epoch: int, rate: float) -> float:
@@ -131,9 +127,7 @@ class ResumeTest(parameterized.TestCase):
             clients,
             seed=5,
             callbacks=[
-                tfdp_fl.callbacks.RoundCheckpoint(
-                    self.path, keep=99, delta=_DELTA
-                ),
+                tfdp_fl.callbacks.RoundCheckpoint(self.path, keep=99, delta=_DELTA),
                 tf.keras.callbacks.LearningRateScheduler(_halving),
             ],
             **_FIT,
@@ -149,9 +143,7 @@ class ResumeTest(parameterized.TestCase):
         )
         self.assertEqual(history.epoch, [3, 4, 5])
         self.assertEqual(resumed.rounds, _ROUNDS)
-        for one, other in zip(
-            whole.get_weights(), resumed.get_weights(), strict=True
-        ):
+        for one, other in zip(whole.get_weights(), resumed.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other)
         # Rounds 3 to 5 may have been seen before the crash: charged twice.
         contents = tfdp_fl.accounting.PrivacyLedger.read(copy / "ledger.jsonl")
@@ -220,9 +212,7 @@ class ResumeTest(parameterized.TestCase):
         innocent = killed.with_name("innocent")
         shutil.copytree(killed, innocent)
         ledger = innocent / resuming.LEDGER
-        ledger.write_bytes(
-            b"".join(ledger.read_bytes().splitlines(keepends=True)[:4])
-        )
+        ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:4]))
         resumed = trained(killed, **changes)
         same_noise = trained(innocent, **changes)
         self.assertEqual(resumed.run.rounds_drawn_anew > 0, drawn_anew)
@@ -265,9 +255,7 @@ class ResumeTest(parameterized.TestCase):
         resumed = toy.federated(sampling="shuffled")
         history = resumed.fit(clients, 3, resume_from=copy, **fit)
         self.assertEqual(history.epoch, [3, 4])
-        for one, other in zip(
-            whole.get_weights(), resumed.get_weights(), strict=True
-        ):
+        for one, other in zip(whole.get_weights(), resumed.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other)
 
     def test_a_second_fit_of_a_local_budget_keeps_its_noise(self):
@@ -363,11 +351,7 @@ class RefusalTest(parameterized.TestCase):
         ),
         (
             "noise",
-            {
-                "mechanism": tfdp_fl.FixedClipping(
-                    clip_norm=0.5, noise_multiplier=0.9
-                )
-            },
+            {"mechanism": tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.9)},
             "mechanism's noise_multiplier must be 1.0",
         ),
         (
@@ -389,9 +373,7 @@ class RefusalTest(parameterized.TestCase):
         self._refused(toy.federated(**options), message)
 
     def test_other_clients_and_another_model_are_refused(self):
-        self._refused(
-            toy.federated(), "clients .* must be 40", clients=toy.clients(39)
-        )
+        self._refused(toy.federated(), "clients .* must be 40", clients=toy.clients(39))
         larger = tf.keras.Sequential(
             [
                 tf.keras.layers.Dense(4, input_shape=(8,)),
@@ -419,15 +401,11 @@ class RefusalTest(parameterized.TestCase):
             before = body.pop("hash")
             heads[before] = ledger_lines.digest_of(body, None)
             body["hash"] = heads[before]
-            lines.append(
-                json.dumps(body, sort_keys=True, separators=(",", ":")) + "\n"
-            )
+            lines.append(json.dumps(body, sort_keys=True, separators=(",", ":")) + "\n")
         path.write_text("".join(lines))
         kept = checkpoint.CheckpointDirectory(copy)
         for round_index in kept.rounds():
-            metadata = (
-                saved := checkpoint._read(kept.file(round_index))
-            ).metadata
+            metadata = (saved := checkpoint._read(kept.file(round_index))).metadata
             for name in ("run", "populations", "calibration"):
                 del metadata[name]
             del metadata["settings"][resuming._CLIENT_IDS]
@@ -570,9 +548,7 @@ class TwoPlacesTest(absltest.TestCase):
                 toy.clients(), rounds=4, verbose=0, resume_from=directory
             )
             with self.assertRaisesRegex(ValueError, "would be forgotten"):
-                fed.fit(
-                    toy.clients(), rounds=4, verbose=0, resume_from=directory
-                )
+                fed.fit(toy.clients(), rounds=4, verbose=0, resume_from=directory)
 
 
 class SettingsTest(absltest.TestCase):

@@ -93,13 +93,9 @@ def _mechanism(name):
     if name == "median":
         return tfdp_fl.MedianClipping(noise_multiplier=1.0)
     if name == "adaptive":
-        return tfdp_fl.AdaptiveClipping(
-            noise_multiplier=0.5, initial_clip_norm=0.3
-        )
+        return tfdp_fl.AdaptiveClipping(noise_multiplier=0.5, initial_clip_norm=0.3)
     if name == "adaptive_local":
-        return tfdp_fl.AdaptiveLocalDP(
-            epsilon=100.0, delta=1e-3, clipping_radius=0.3
-        )
+        return tfdp_fl.AdaptiveLocalDP(epsilon=100.0, delta=1e-3, clipping_radius=0.3)
     return tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
 
 
@@ -128,9 +124,7 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
         self._compare("fixed_size", options, streamed=streamed)
 
     @parameterized.parameters((None,), (True,), (True, True))
-    def test_so_is_one_that_is_compiled_otherwise(
-        self, jit_compile, streamed=False
-    ):
+    def test_so_is_one_that_is_compiled_otherwise(self, jit_compile, streamed=False):
         self._compare(
             "poisson",
             {
@@ -212,9 +206,7 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
             model.stop_training = epoch == 1
 
         with _Cohorts() as cohorts:
-            fed.fit(
-                toy.clients(), rounds=9, verbose=0, callbacks=[_Watch(stop)]
-            )
+            fed.fit(toy.clients(), rounds=9, verbose=0, callbacks=[_Watch(stop)])
             drawn_for_nothing = cohorts.drawn[-1]
             fed.fit(toy.clients(), rounds=1, verbose=0)
         self.assertEqual([t for t, _ in cohorts.drawn], [0, 1, 2, 2])
@@ -313,9 +305,7 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
                     min_separation=3,
                 )
             fed = toy.federated(clients_per_round=4, **options)
-            with mock.patch.object(
-                background.BackgroundThread, "expect"
-            ) as expect:
+            with mock.patch.object(background.BackgroundThread, "expect") as expect:
                 fed.fit(toy.clients(), rounds=3, verbose=0)
             expect.assert_not_called()
 

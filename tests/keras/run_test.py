@@ -98,9 +98,7 @@ class RunTest(absltest.TestCase):
 
     def test_state_of_another_mechanism_is_refused(self):
         fed = _trained(tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1))
-        other = dataclasses.replace(
-            fed.run, mechanism_state=[tf.zeros([])] * 17
-        )
+        other = dataclasses.replace(fed.run, mechanism_state=[tf.zeros([])] * 17)
         with self.assertRaisesRegex(ValueError, "mechanism"):
             _restored(fed.run, other)
 
@@ -108,9 +106,7 @@ class RunTest(absltest.TestCase):
         fed = _trained(tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1))
         run = fed.run
         run.keep_windows((3, 2, 1))
-        run.remember_norms(
-            np.array([0, 2]), np.array([[5.0], [np.nan]], np.float32)
-        )
+        run.remember_norms(np.array([0, 2]), np.array([[5.0], [np.nan]], np.float32))
         run.remember_norms(np.array([0]), np.array([[7.0]], np.float32))
         np.testing.assert_array_equal(run.windows[0], [[5.0], [7.0]])
         self.assertTrue(np.isnan(run.windows[1:]).all())
@@ -126,9 +122,7 @@ class FailedFitTest(absltest.TestCase):
         self.assertIs(fed.run, before)
         self.assertEqual(fed.run.spending.clients, kept.spending.clients)
         for field in dataclasses.fields(before):
-            self.assertIs(
-                getattr(before, field.name), getattr(kept, field.name)
-            )
+            self.assertIs(getattr(before, field.name), getattr(kept, field.name))
 
 
 if __name__ == "__main__":

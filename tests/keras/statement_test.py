@@ -155,9 +155,7 @@ class StatementTest(parameterized.TestCase):
     )
     def test_secure_aggregation_says_what_groups_see(self, site, caveat):
         fed = _trained(
-            tfdp_fl.FixedClipping(
-                clip_norm=0.5, noise_multiplier=1.0, noise_site=site
-            ),
+            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0, noise_site=site),
             rounds=1,
             clients_per_round=6,
             secure_aggregation=AdditiveSecretSharing(),
@@ -231,14 +229,10 @@ class WhatItRestsOnTest(parameterized.TestCase):
         fed = _trained(mechanism, rounds=1)  # 40 clients of 10 records.
         for delta, large in ((1 / 100, True), (1 / 500, False)):
             caveats = fed.privacy_statement(delta, "dict")["caveats"]
-            self.assertEqual(
-                "delta_not_below_one_over_records" in caveats, large
-            )
+            self.assertEqual("delta_not_below_one_over_records" in caveats, large)
             self.assertNotIn("delta_not_below_one_over_n", caveats)
         self.assertIn("at most 2C/n", fed.privacy_statement())
-        self.assertAlmostEqual(
-            fed.privacy_statement(format="dict")["delta"], 400**-1.1
-        )
+        self.assertAlmostEqual(fed.privacy_statement(format="dict")["delta"], 400**-1.1)
 
     def test_who_computed_is_said(self):
         amplified = _trained(sampling="poisson", rounds=1)
@@ -258,9 +252,7 @@ class WhatItRestsOnTest(parameterized.TestCase):
         self.assertEqual(int(noise.fold_in(seed, -1)[1]), -1)
         secret = tf.constant(randomness.round_seed(None, 0))
         self.assertNotIn(2**64 - 1, noise.fold_in(secret, -1).numpy())
-        caveats = _trained(rounds=1).privacy_statement(_DELTA, "dict")[
-            "caveats"
-        ]
+        caveats = _trained(rounds=1).privacy_statement(_DELTA, "dict")["caveats"]
         self.assertIn("128 bits", caveats["pseudorandom_noise"])
         self.assertNotIn("cryptographic_noise", caveats)
 

@@ -42,9 +42,7 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         for _ in range(2):
             fed.fit(clients, 3, validation_split=fraction, verbose=0)
         held = validation_data.held_out(clients, fraction)[1].num_clients
-        self.assertEqual(
-            fed.run.spending.clients.num_clients, toy.NUM_CLIENTS - held
-        )
+        self.assertEqual(fed.run.spending.clients.num_clients, toy.NUM_CLIENTS - held)
         self.assertIn(_HELD_OUT, fed.privacy_statement(1e-2))
         # The very clients, for each `fit` alike.
         self.assertLen(fed.run.populations, 1)
@@ -122,9 +120,7 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
             )
             wanted = fed.evaluate(x, y, verbose=0, return_dict=True)
             for name, value in wanted.items():
-                self.assertAllClose(
-                    history[f"val_{name}"][-1], value, rtol=1e-4
-                )
+                self.assertAllClose(history[f"val_{name}"][-1], value, rtol=1e-4)
 
     def test_what_the_statement_does_not_claim(self):
         clients = _named()
@@ -178,9 +174,7 @@ class ClientsTest(tf.test.TestCase):
         fed = toy.federated()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            history = fed.fit(
-                toy.clients(), validation_data=others, verbose=0
-            ).history
+            history = fed.fit(toy.clients(), validation_data=others, verbose=0).history
         told = [str(w.message) for w in seen if "held out" in str(w.message)]
         self.assertRegex("".join(told), "1 of 2 .*'broken': OSError")
         self.assertNotIn("secret", "".join(told))

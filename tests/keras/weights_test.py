@@ -169,9 +169,7 @@ class AsKerasTest(tf.test.TestCase, parameterized.TestCase):
         frame = frame.assign(who="a", y=y, w=weight)
         made = [
             FederatedDataset.from_client_arrays({"a": (x, y, weight)}),
-            FederatedDataset.from_dataframe(
-                frame, "who", label="y", sample_weight="w"
-            ),
+            FederatedDataset.from_dataframe(frame, "who", label="y", sample_weight="w"),
             FederatedDataset.from_tf_datasets(
                 {"a": tf.data.Dataset.from_tensor_slices((x, y, weight))}
             ),
@@ -182,9 +180,7 @@ class AsKerasTest(tf.test.TestCase, parameterized.TestCase):
                     )
                 }
             ),
-            FederatedDataset.from_indices(
-                x, y, [range(15)], sample_weight=weight
-            ),
+            FederatedDataset.from_indices(x, y, [range(15)], sample_weight=weight),
         ]
         wanted, _ = _by_keras((x, y, weight), None, 4, 3)
         for dataset in made:
@@ -197,9 +193,7 @@ class AsKerasTest(tf.test.TestCase, parameterized.TestCase):
         client = _weighted(12)
         x, y, weight = client
         fed, history = _trained(_dataset(client, False), validation_data=client)
-        wanted = fed.evaluate(
-            x, y, sample_weight=weight.astype(np.float32), verbose=0
-        )
+        wanted = fed.evaluate(x, y, sample_weight=weight.astype(np.float32), verbose=0)
         self.assertAllClose(history["val_loss"], [wanted], rtol=1e-5)
         values = fed.evaluate_clients({0: client}, verbose=0)
         self.assertAllClose(values["loss"], [wanted], rtol=1e-5)
@@ -208,9 +202,7 @@ class AsKerasTest(tf.test.TestCase, parameterized.TestCase):
         def model():
             tf.keras.utils.set_random_seed(1)
             inputs = tf.keras.Input((8,))
-            outputs = [
-                tf.keras.layers.Dense(3, name=name)(inputs) for name in "ab"
-            ]
+            outputs = [tf.keras.layers.Dense(3, name=name)(inputs) for name in "ab"]
             return tf.keras.Model(inputs, outputs)
 
         x, y, weight = _weighted(12)
@@ -259,9 +251,7 @@ class AttackTest(tf.test.TestCase, parameterized.TestCase):
         model = toy.two_layers()
         before = model.get_weights()
         mechanism = tfdp_fl.FixedClipping(clip_norm=clip, noise_multiplier=0)
-        fed, history = _trained(
-            dataset, model=model, mechanism=mechanism, **options
-        )
+        fed, history = _trained(dataset, model=model, mechanism=mechanism, **options)
         # The mean is over two clients, one of whom hands in nothing.
         moved = 2 * np.sqrt(
             sum(
@@ -282,9 +272,7 @@ class AttackTest(tf.test.TestCase, parameterized.TestCase):
         mechanism = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=0)
         moved = []
         for other in ((x, y, bad), (x[:0], y[:0], weight[:0])):
-            dataset = FederatedDataset.from_client_arrays(
-                {0: (x, y, weight), 1: other}
-            )
+            dataset = FederatedDataset.from_client_arrays({0: (x, y, weight), 1: other})
             fed, history = _trained(
                 dataset,
                 mechanism=mechanism,

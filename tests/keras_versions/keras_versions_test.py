@@ -39,9 +39,7 @@ def _moves(model, **options):
     engine = cohorts.make_engine(model, _dataset(), **options)
     logs = cohorts.run_round(engine, _dataset())
     after = model.get_weights()
-    return [np.abs(b - a).max() for a, b in zip(before, after, strict=True)], (
-        logs
-    )
+    return [np.abs(b - a).max() for a, b in zip(before, after, strict=True)], (logs)
 
 
 class FaceTest(parameterized.TestCase):
@@ -174,9 +172,7 @@ class Keras3Test(tf.test.TestCase, parameterized.TestCase):
             def call(self, x):
                 return x + keras.random.normal(keras.ops.shape(x))
 
-        model = keras.Sequential(
-            [keras.Input([4]), Noisy(), keras.layers.Dense(3)]
-        )
+        model = keras.Sequential([keras.Input([4]), Noisy(), keras.layers.Dense(3)])
         with self.assertRaisesRegex(ValueError, "keras.random.SeedGenerator"):
             cohorts.make_engine(model, _dataset())
 
@@ -189,14 +185,10 @@ class Keras3Test(tf.test.TestCase, parameterized.TestCase):
                 self.seeds = keras.random.SeedGenerator(5)
 
             def build(self, shape):
-                self.shift = self.add_weight(
-                    shape=[shape[-1]], initializer="zeros"
-                )
+                self.shift = self.add_weight(shape=[shape[-1]], initializer="zeros")
 
             def call(self, x):
-                normal = keras.random.normal(
-                    keras.ops.shape(x), seed=self.seeds
-                )
+                normal = keras.random.normal(keras.ops.shape(x), seed=self.seeds)
                 return (x + self.shift) * normal
 
         x = np.ones([1, 500], np.float32)
@@ -213,9 +205,7 @@ class Keras3Test(tf.test.TestCase, parameterized.TestCase):
             )
             pending = engine.collect(
                 dataset,
-                cohorts.inputs(
-                    dataset, batch_size=1, local_epochs=1, seed=seed
-                ),
+                cohorts.inputs(dataset, batch_size=1, local_epochs=1, seed=seed),
             )
             ((_, collected),) = pending.collected[0]
             return collected.updates.numpy()

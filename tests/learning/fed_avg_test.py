@@ -56,9 +56,7 @@ def model_fn():
 
 
 def functional_model():
-    return tff.learning.models.functional_model_from_keras(
-        keras_model, LOSS, SPEC
-    )
+    return tff.learning.models.functional_model_from_keras(keras_model, LOSS, SPEC)
 
 
 def run(process, cohorts):
@@ -109,9 +107,7 @@ class BuildDPFedAvgTest(parameterized.TestCase):
         )
         state, metrics = run(ours, [self.cohort] * 3)
         expected, _ = run(theirs, [self.cohort] * 3)
-        assert_close(
-            ours.get_model_weights(state), theirs.get_model_weights(expected)
-        )
+        assert_close(ours.get_model_weights(state), theirs.get_model_weights(expected))
         self.assertEqual(metrics["aggregator"]["cohort_size"], CLIENTS)
         self.assertGreater(metrics["aggregator"]["mean_update_norm"], 0.1)
 
@@ -127,9 +123,7 @@ class BuildDPFedAvgTest(parameterized.TestCase):
         broken = self.cohort[0].map(lambda x, y: (x * np.nan, y))
         state, metrics = run(process, [[broken, *self.cohort[1:]], self.cohort])
         self.assertEqual(metrics["client_work"]["train"]["num_examples"], 160)
-        once = process.next(
-            process.initialize(), [broken, *self.cohort[1:]]
-        ).metrics
+        once = process.next(process.initialize(), [broken, *self.cohort[1:]]).metrics
         self.assertEqual(once["aggregator"]["discarded_clients"], 1)
         weights = process.get_model_weights(state)
         self.assertTrue(all(np.isfinite(w).all() for w in weights.trainable))
@@ -157,9 +151,7 @@ class BuildDPFedAvgTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "sampling"):
             process.epsilon(state, delta=1e-5)
         with self.assertRaisesRegex(ValueError, "num_clients"):
-            process.epsilon(
-                state, delta=1e-5, sampling="poisson", num_clients=7
-            )
+            process.epsilon(state, delta=1e-5, sampling="poisson", num_clients=7)
 
     def test_a_state_that_two_processes_made_costs_what_both_cost(self):
         def build(noise_multiplier, clients_per_round=CLIENTS, num_clients=100):
@@ -255,9 +247,7 @@ class BuildDPFedAvgTest(parameterized.TestCase):
     def test_arguments(self):
         fixed = mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
         with self.assertRaisesRegex(TypeError, "client_optimizer_fn"):
-            learning.build_dp_fed_avg(
-                model_fn, fixed, 4, tf.keras.optimizers.SGD
-            )
+            learning.build_dp_fed_avg(model_fn, fixed, 4, tf.keras.optimizers.SGD)
         with self.assertRaisesRegex(TypeError, "model_fn"):
             learning.build_dp_fed_avg("model", fixed, 4, OPTIMIZER)
         with self.assertRaisesRegex(TypeError, "VariableModel"):
@@ -278,9 +268,7 @@ class NbAFLTest(parameterized.TestCase):
         ("keras", model_fn), ("functional", functional_model())
     )
     def test_without_noise_it_is_weighted_fed_avg_of_weights(self, model):
-        mechanism = mechanisms.NbAFL(
-            epsilon=1e12, constant=1.0, weight_clip=50.0
-        )
+        mechanism = mechanisms.NbAFL(epsilon=1e12, constant=1.0, weight_clip=50.0)
         ours = learning.build_dp_fed_avg(
             model,
             mechanism,
@@ -290,15 +278,11 @@ class NbAFLTest(parameterized.TestCase):
             num_clients=CLIENTS,
             local_epochs=2,
         )
-        theirs = tff.learning.algorithms.build_weighted_fed_avg(
-            model, OPTIMIZER
-        )
+        theirs = tff.learning.algorithms.build_weighted_fed_avg(model, OPTIMIZER)
         state, metrics = run(ours, [self.cohort] * 2)
         twice = [data.repeat(2) for data in self.cohort]
         expected, _ = run(theirs, [twice] * 2)
-        assert_close(
-            ours.get_model_weights(state), theirs.get_model_weights(expected)
-        )
+        assert_close(ours.get_model_weights(state), theirs.get_model_weights(expected))
         self.assertEqual(metrics["aggregator"]["discarded_clients"], 0)
 
     def test_clients_of_one_example_have_noise_after_any_number_of_epochs(self):
@@ -358,9 +342,7 @@ class NbAFLTest(parameterized.TestCase):
         placed = process.set_model_weights(state, first)
         assert_close(process.get_model_weights(placed), first, atol=0)
         # Per record: mu^2 = (epsilon / (T c))^2 a round.
-        self.assertGreater(
-            process.epsilon(state, delta=0.5, sampling="poisson"), 0
-        )
+        self.assertGreater(process.epsilon(state, delta=0.5, sampling="poisson"), 0)
 
     def test_arguments(self):
         mechanism = mechanisms.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0)
@@ -375,9 +357,7 @@ class NbAFLTest(parameterized.TestCase):
                 num_clients=4,
             )
         with self.assertRaisesRegex(ValueError, "num_clients"):
-            learning.build_dp_fed_avg(
-                model_fn, mechanism, 4, OPTIMIZER, rounds=3
-            )
+            learning.build_dp_fed_avg(model_fn, mechanism, 4, OPTIMIZER, rounds=3)
 
 
 if __name__ == "__main__":

@@ -62,9 +62,7 @@ def one_after_the_other(*states):
 
 
 def fixed(noise_multiplier):
-    return mechanisms.FixedClipping(
-        clip_norm=1.0, noise_multiplier=noise_multiplier
-    )
+    return mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=noise_multiplier)
 
 
 class EpsilonTest(parameterized.TestCase):
@@ -83,9 +81,7 @@ class EpsilonTest(parameterized.TestCase):
         }
         value = learning.epsilon(state, fixed(1.0), **arguments)
         self.assertAlmostEqual(value / rdp, 1, delta=0.01)
-        value = learning.epsilon(
-            state, fixed(1.0), accountant="pld", **arguments
-        )
+        value = learning.epsilon(state, fixed(1.0), accountant="pld", **arguments)
         self.assertAlmostEqual(value / pld, 1, delta=0.01)
 
     def test_shuffled_counts_passes(self):
@@ -115,9 +111,7 @@ class EpsilonTest(parameterized.TestCase):
         )
         self.assertAlmostEqual(
             value,
-            accounting.epsilon(
-                noise[:2], "poisson", 1000, clients[:2], 2, DELTA
-            ),
+            accounting.epsilon(noise[:2], "poisson", 1000, clients[:2], 2, DELTA),
         )
 
     def test_local_guarantee_is_that_of_one_client(self):
@@ -206,12 +200,9 @@ class EpsilonTest(parameterized.TestCase):
 
     def test_so_do_local_releases(self):
         weak, strong = (
-            mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=z)
-            for z in (1.0, 100.0)
+            mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=z) for z in (1.0, 100.0)
         )
-        state = one_after_the_other(
-            state_after(weak, 2), state_after(strong, 3)
-        )
+        state = one_after_the_other(state_after(weak, 2), state_after(strong, 3))
 
         def spent(mechanism, **options):
             return learning.epsilon(
@@ -299,9 +290,7 @@ class EpsilonTest(parameterized.TestCase):
         self.assertIn("epsilon = 7.9", value.statement)
         self.assertIn("was declared by whoever asked", value.statement)
         self.assertIn("not the server's state", value.statement)
-        facts = learning.privacy_statement(
-            state, fixed(1.0), format="dict", **declared
-        )
+        facts = learning.privacy_statement(state, fixed(1.0), format="dict", **declared)
         self.assertEqual(facts["epsilon"], value)
         for caveat in ("tff_cohorts_declared", "tff_other_releases"):
             self.assertIn(caveat, facts["caveats"])

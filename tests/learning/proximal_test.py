@@ -17,9 +17,7 @@ class ProximalOptimizerTest(absltest.TestCase):
         state = optimizer.initialize((tf.TensorSpec([2], tf.float32),))
         expected = received.copy()
         for gradient in ([1.0, 1.0], [0.0, 0.0], [0.5, -1.0]):
-            state, weights = optimizer.next(
-                state, weights, (tf.constant(gradient),)
-            )
+            state, weights = optimizer.next(state, weights, (tf.constant(gradient),))
             pull = mu * (expected - received)
             expected = expected - rate * (np.array(gradient) + pull)
         np.testing.assert_allclose(weights[0], expected, rtol=1e-6)

@@ -15,9 +15,7 @@ _WIDE = [[100, 100], [100, 100], [5000]]
 
 
 def _query(m=20, noise_multiplier=1.0, sampling="fixed_size", **arguments):
-    mechanism = tfdp_fl.AdaptiveClipping(
-        noise_multiplier=noise_multiplier, **arguments
-    )
+    mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=noise_multiplier, **arguments)
     query = mechanism.bind(Deployment(clients_per_round=m, sampling=sampling))
     return query, query.initial_global_state()
 
@@ -156,9 +154,7 @@ class AdaptiveClippingNoiseTest(tf.test.TestCase, parameterized.TestCase):
         @tf.function
         def bits():
             return tf.map_fn(
-                lambda _: query.preprocess_record(params, zero).sums[
-                    "below_clip"
-                ],
+                lambda _: query.preprocess_record(params, zero).sums["below_clip"],
                 tf.zeros([20_000]),
             )
 
@@ -224,22 +220,14 @@ class AdaptiveClippingArgumentsTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, name):
             tfdp_fl.AdaptiveClipping(**{"noise_multiplier": 1.0, **arguments})
 
-    @parameterized.parameters(
-        (1.0, 0.5), (1.0, 0.1), (1.0, 0.0), ([0.1, 1.0], 0.4)
-    )
+    @parameterized.parameters((1.0, 0.5), (1.0, 0.1), (1.0, 0.0), ([0.1, 1.0], 0.4))
     def test_z_of_two_sigma_b_or_more_is_an_error(self, z, sigma_b):
-        with self.assertRaisesRegex(
-            ValueError, "noise_multiplier.*count_noise"
-        ):
-            tfdp_fl.AdaptiveClipping(
-                noise_multiplier=z, count_noise_stddev=sigma_b
-            )
+        with self.assertRaisesRegex(ValueError, "noise_multiplier.*count_noise"):
+            tfdp_fl.AdaptiveClipping(noise_multiplier=z, count_noise_stddev=sigma_b)
 
     def test_z_too_large_for_the_cohort_is_an_error(self):
         mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)
-        with self.assertRaisesRegex(
-            ValueError, "noise_multiplier.*count_noise"
-        ):
+        with self.assertRaisesRegex(ValueError, "noise_multiplier.*count_noise"):
             mechanism.bind(Deployment(clients_per_round=10))
         mechanism.bind(Deployment(clients_per_round=11))
 
@@ -256,9 +244,7 @@ class AdaptiveClippingArgumentsTest(parameterized.TestCase):
 
     @parameterized.parameters("poisson", "shuffled")
     def test_noise_at_the_clients_needs_cohorts_of_fixed_size(self, sampling):
-        mechanism = tfdp_fl.AdaptiveClipping(
-            noise_multiplier=0.1, noise_site="client"
-        )
+        mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=0.1, noise_site="client")
         with self.assertRaisesRegex(ValueError, "noise_site.*fixed_size"):
             mechanism.check(Deployment(clients_per_round=5, sampling=sampling))
 

@@ -23,9 +23,7 @@ _DISCO = {
 
 
 def _bound(num_layers, rounds=5, epsilon=8.0, delta=1e-5, **arguments):
-    mechanism = tfdp_fl.AdaptiveLocalDP(
-        epsilon=epsilon, delta=delta, **arguments
-    )
+    mechanism = tfdp_fl.AdaptiveLocalDP(epsilon=epsilon, delta=delta, **arguments)
     deployment = Deployment(
         clients_per_round=2, rounds=rounds, num_variables=num_layers
     )
@@ -143,8 +141,7 @@ class ReleaseTest(tf.test.TestCase, parameterized.TestCase):
         updates = rounds.zero_updates(2, _WIDE)
         windows = np.full([2, 3, 3], _NAN, np.float32)
         first, second = (
-            rounds.run_round(query, state, updates, windows=windows)
-            for _ in range(2)
+            rounds.run_round(query, state, updates, windows=windows) for _ in range(2)
         )
         one, other = (rounds.flat(each.update) for each in first.records)
         statistics.assert_uncorrelated(one, other)
@@ -162,24 +159,18 @@ class ReleaseTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(float(done.total.discarded), 1)
         self.assertEqual(float(done.total.norm), 0)
         zeta = references.analytic_sigma(1.0, 8.0, 1e-5) * math.sqrt(5)
-        statistics.assert_gaussian(
-            rounds.flat(done.mean), 2 * zeta * math.sqrt(3)
-        )
+        statistics.assert_gaussian(rounds.flat(done.mean), 2 * zeta * math.sqrt(3))
 
 
 class CostTest(parameterized.TestCase):
     def _mu_squared(self, **arguments):
-        mechanism = tfdp_fl.AdaptiveLocalDP(
-            epsilon=8.0, delta=1e-5, **arguments
-        )
+        mechanism = tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5, **arguments)
         return mechanism.mu_squared(
             Deployment(clients_per_round=2, rounds=5, num_variables=4)
         )
 
     def test_joint_layers_spend_the_budget_once(self):
-        epsilon = gaussian.gaussian_epsilon(
-            (5 * self._mu_squared()) ** -0.5, 1e-5
-        )
+        epsilon = gaussian.gaussian_epsilon((5 * self._mu_squared()) ** -0.5, 1e-5)
         self.assertAlmostEqual(epsilon, 8.0, 4)
 
     def test_separate_layers_are_charged_one_by_one(self):
@@ -198,9 +189,7 @@ class CostTest(parameterized.TestCase):
 
     def test_the_statement_says_what_leaks_and_how_layers_count(self):
         joint = tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5)
-        separate = tfdp_fl.AdaptiveLocalDP(
-            epsilon=8.0, delta=1e-5, layers="separate"
-        )
+        separate = tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5, layers="separate")
         for mechanism in (joint, separate):
             self.assertIn("radius_from_unnoised_norms", mechanism.caveats())
             self.assertEqual(mechanism.guarantee, "local")
@@ -222,9 +211,7 @@ class ArgumentsTest(parameterized.TestCase):
     )
     def test_what_is_not_allowed(self, arguments, error, name):
         with self.assertRaisesRegex(error, name):
-            tfdp_fl.AdaptiveLocalDP(
-                **{"epsilon": 1.0, "delta": 1e-5, **arguments}
-            )
+            tfdp_fl.AdaptiveLocalDP(**{"epsilon": 1.0, "delta": 1e-5, **arguments})
 
     def test_needs_to_know_rounds_and_layers(self):
         mechanism = tfdp_fl.AdaptiveLocalDP(epsilon=1.0, delta=1e-5)

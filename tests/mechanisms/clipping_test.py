@@ -38,9 +38,9 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         """
         layer = np.full(size, 2**-12, np.float32)
         layer[place] = 4.0
-        norm = tf.function(
-            lambda x: clipping.global_norm([x]), jit_compile=compiled
-        )(tf.constant(layer))
+        norm = tf.function(lambda x: clipping.global_norm([x]), jit_compile=compiled)(
+            tf.constant(layer)
+        )
         expected = np.sqrt((size - 1) * 2.0**-24 + 16)
         self.assertAllClose(norm, expected, rtol=8e-6, atol=0)
 
@@ -93,9 +93,7 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(float(result.norm), 0)
 
     def test_a_norm_beyond_float32_counts_as_unusable(self):
-        result = clipping.clip_by_norm(
-            [tf.constant([3e38, 3e38])], tf.constant(1.0)
-        )
+        result = clipping.clip_by_norm([tf.constant([3e38, 3e38])], tf.constant(1.0))
         self.assertAllEqual(result.update[0], [0, 0])
         self.assertEqual(float(result.discarded), 1)
 
@@ -104,9 +102,7 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         update = [tf.cast([3.0, 4.0], dtype)]
         result = clipping.clip_by_norm(update, tf.constant(1.0))
         self.assertEqual(result.update[0].dtype, dtype)
-        self.assertAllClose(
-            tf.cast(result.update[0], "float64"), [0.6, 0.8], rtol=1e-2
-        )
+        self.assertAllClose(tf.cast(result.update[0], "float64"), [0.6, 0.8], rtol=1e-2)
         bad = [tf.cast([3.0, float("nan")], dtype)]
         result = clipping.clip_by_norm(bad, tf.constant(1.0))
         self.assertAllEqual(tf.cast(result.update[0], "float32"), [0, 0])

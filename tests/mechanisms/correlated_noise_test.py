@@ -209,9 +209,7 @@ class ChargeTest(parameterized.TestCase):
                     event=mechanism.round_event(t, deployment),
                 )
             )
-        one = accounting.gaussian_epsilon(
-            6.0 / mechanism.generator.sensitivity, 1e-5
-        )
+        one = accounting.gaussian_epsilon(6.0 / mechanism.generator.sensitivity, 1e-5)
         self.assertAlmostEqual(history.epsilon(1e-5, "pld"), one, places=9)
         self.assertAlmostEqual(one, 1.9517, delta=5e-5)
 
@@ -227,9 +225,7 @@ class ChargeTest(parameterized.TestCase):
     def test_going_on_with_kept_buffers_would_be_undercharged(self):
         # c = (1, .5, .1, .05), T = 8, b = 4, released 4, resumed at 2.
         c = np.array([1, 0.5, 0.1, 0.05])
-        mechanism = _mechanism(
-            tfdp_fl.BandedToeplitz(coefficients=tuple(c)), rounds=8
-        )
+        mechanism = _mechanism(tfdp_fl.BandedToeplitz(coefficients=tuple(c)), rounds=8)
         squares = mechanism.generator.charges**2
         kept = squares[:4].sum() + squares[2:].sum()
         anew = squares[:4].sum() + squares[:6].sum()
@@ -349,9 +345,7 @@ class AdaptiveClipTest(tf.test.TestCase, parameterized.TestCase):
         )
         query, state = _query(mechanism)
         begun = query.begin_round(state, 3.0, 8)
-        total = query.initial_sample_state(
-            [tf.zeros(shape) for shape in rounds.SHAPES]
-        )
+        total = query.initial_sample_state([tf.zeros(shape) for shape in rounds.SHAPES])
 
         @tf.function
         def errors():
@@ -466,9 +460,7 @@ class AdaptiveClipTest(tf.test.TestCase, parameterized.TestCase):
         deployment = Deployment(
             clients_per_round=2, num_clients=40, sampling="cyclic_poisson"
         )
-        mechanism = _mechanism(
-            "banded:3", target_quantile=0.5, count_noise_stddev=0.8
-        )
+        mechanism = _mechanism("banded:3", target_quantile=0.5, count_noise_stddev=0.8)
         column = np.linalg.norm(mechanism.generator.coefficients)
         whole = (column**2 + 1.6**-2) ** -0.5
         for t in range(12):
@@ -480,9 +472,7 @@ class AdaptiveClipTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("blt:2", "banded:3", "tree")
     def test_the_query_reports_no_less(self, strategy):
-        mechanism = _mechanism(
-            strategy, noise_multiplier=2.0, target_quantile=0.5
-        )
+        mechanism = _mechanism(strategy, noise_multiplier=2.0, target_quantile=0.5)
         query, state = _query(mechanism)
         deployment = Deployment(clients_per_round=4)
         for t in range(14):
@@ -600,17 +590,13 @@ class DeclarationTest(parameterized.TestCase):
     def test_the_server_s_momentum_has_a_part_in_the_choice(self):
         with_momentum = _mechanism(server_momentum=0.9).generator
         self.assertFalse(
-            np.allclose(
-                with_momentum.coefficients, _mechanism().generator.coefficients
-            )
+            np.allclose(with_momentum.coefficients, _mechanism().generator.coefficients)
         )
 
     @parameterized.parameters("blt:2", "banded:4", "tree")
     def test_the_server_s_rates_have_a_part_in_the_choice(self, strategy):
         rates = 0.1 * (1 - np.arange(12) / 12)
-        made = _mechanism(
-            strategy, server_momentum=0.5, server_rates=rates.tolist()
-        )
+        made = _mechanism(strategy, server_momentum=0.5, server_rates=rates.tolist())
         self.assertEqual(made.server_rates[0], 1.0)
         text = ",".join(str(rate) for rate in rates)
         self.assertEqual(
@@ -658,9 +644,7 @@ class DeclarationTest(parameterized.TestCase):
         rounds=[5, 12, 31],
         quantile=[None, 0.5],
     )
-    def test_where_a_target_is_kept_the_noise_follows(
-        self, strategy, rounds, quantile
-    ):
+    def test_where_a_target_is_kept_the_noise_follows(self, strategy, rounds, quantile):
         given = _mechanism(strategy, target_quantile=quantile)
         made = given.for_server(0.9, [1 - t / 12 for t in range(12)], rounds)
         for sampling in ("cyclic", "cyclic_poisson"):
@@ -683,9 +667,7 @@ class DeclarationTest(parameterized.TestCase):
             self.assertGreater(after.epsilon(1e-5), 0.8 * before.epsilon(1e-5))
 
     def test_it_is_known_by_name(self):
-        self.assertIs(
-            tfdp_fl.mechanisms.by_name("correlated"), tfdp_fl.CorrelatedNoise
-        )
+        self.assertIs(tfdp_fl.mechanisms.by_name("correlated"), tfdp_fl.CorrelatedNoise)
         self.assertIn("DP-FTRL", _mechanism().describe())
 
 

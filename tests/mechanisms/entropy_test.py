@@ -16,12 +16,8 @@ _HAS_FILE = pathlib.Path(entropy._UUIDS).exists()
 @unittest.skipUnless(_HAS_FILE, "The operating system is not Linux.")
 class WordsInAGraphTest(absltest.TestCase):
     def _drawn(self, runs, count=8):
-        traced = tf.function(
-            lambda: (entropy.words(count), entropy.words(count))
-        )
-        return np.array(
-            [each.numpy() for _ in range(runs) for each in traced()]
-        )
+        traced = tf.function(lambda: (entropy.words(count), entropy.words(count)))
+        return np.array([each.numpy() for _ in range(runs) for each in traced()])
 
     def test_every_bit_is_as_often_one_as_zero(self):
         rows = self._drawn(1000)

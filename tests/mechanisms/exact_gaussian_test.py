@@ -69,9 +69,7 @@ class RoundedTest(parameterized.TestCase):
         # A thousand times more than float64's is wrong, within what is allowed.
         ndtri = special.ndtri
         expected = exact_gaussian.rounded(2.0**30, 3000, _Bytes())
-        with mock.patch.object(
-            special, "ndtri", lambda p: ndtri(p) * (1 + 2.0**-42)
-        ):
+        with mock.patch.object(special, "ndtri", lambda p: ndtri(p) * (1 + 2.0**-42)):
             found = exact_gaussian.rounded(2.0**30, 3000, _Bytes())
         np.testing.assert_array_equal(found, expected)
 

@@ -153,9 +153,7 @@ class FixedClippingNoiseTest(tf.test.TestCase, parameterized.TestCase):
         query, state = _query(noise_site)
         updates = rounds.updates_with_norms([1.0, 2.0])
         first, second, other = (
-            rounds.run_round(
-                query, state, updates, noise_multiplier=1.0, seed=seed
-            )
+            rounds.run_round(query, state, updates, noise_multiplier=1.0, seed=seed)
             for seed in (1, 1, 2)
         )
         self.assertAllEqual(rounds.flat(first.mean), rounds.flat(second.mean))

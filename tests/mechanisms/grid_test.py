@@ -43,9 +43,7 @@ def _round(updates, z=0.0, query=None, **options):
 
 def _squares(record) -> int:
     """Returns the squared norm of a record, in whole numbers."""
-    return sum(
-        int(each) ** 2 for part in record.update for each in np.ravel(part)
-    )
+    return sum(int(each) ** 2 for part in record.update for each in np.ravel(part))
 
 
 class SumTest(parameterized.TestCase):
@@ -104,18 +102,12 @@ class SumTest(parameterized.TestCase):
             query.begin_round(query.initial_global_state(), 1.0, _M)
         )
         for norm in (0.01, 0.29, 3.0):
-            update = [
-                tf.constant(u) for u in rounds.updates_with_norms([norm])[0]
-            ]
+            update = [tf.constant(u) for u in rounds.updates_with_norms([norm])[0]]
             records = [
-                tf.function(query.preprocess_record, jit_compile=xla)(
-                    params, update
-                )
+                tf.function(query.preprocess_record, jit_compile=xla)(params, update)
                 for xla in (False, True)
             ]
-            for one, other in zip(
-                *(each.update for each in records), strict=True
-            ):
+            for one, other in zip(*(each.update for each in records), strict=True):
                 # The scale may differ by a float32 rounding.
                 np.testing.assert_allclose(one, other, atol=1)
                 np.testing.assert_array_equal(other, np.round(other))
@@ -154,9 +146,7 @@ class NoiseTest(parameterized.TestCase):
         query = _query(_LARGE)
         state = query.begin_round(query.initial_global_state(), 1.0, _M)
         zeros = query.initial_sample_state([tf.zeros(s) for s in _LARGE])
-        traced = tf.function(
-            lambda: query.get_noised_result(zeros, state)[0][0]
-        )
+        traced = tf.function(lambda: query.get_noised_result(zeros, state)[0][0])
         statistics.assert_uncorrelated(traced(), traced())
 
 

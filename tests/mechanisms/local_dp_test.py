@@ -59,9 +59,7 @@ class LocalDPReleaseTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_nobody_answered(self):
         query, state = _bound(clip_norm=0.5, noise_multiplier=1.0)
-        done = rounds.run_round(
-            query, state, [], template=rounds.zero_updates(1)[0]
-        )
+        done = rounds.run_round(query, state, [], template=rounds.zero_updates(1)[0])
         self.assertAllEqual(rounds.flat(done.mean), np.zeros(26))
 
     def test_a_seed_repeats_it(self):
@@ -87,9 +85,7 @@ class LocalDPCalibrationTest(parameterized.TestCase):
     @parameterized.product(
         epsilon=[0.3, 1.0, 8.0, 50.0], delta=[1e-3, 1e-6], rounds=[1, 10]
     )
-    def test_basic_splits_epsilon_and_delta_by_the_rounds(
-        self, epsilon, delta, rounds
-    ):
+    def test_basic_splits_epsilon_and_delta_by_the_rounds(self, epsilon, delta, rounds):
         deployment = Deployment(clients_per_round=4, rounds=rounds)
         for calibration, sigma in (
             ("analytic", references.analytic_sigma),
@@ -106,9 +102,7 @@ class LocalDPCalibrationTest(parameterized.TestCase):
             self.assertAlmostEqual(actual / expected, 1, 6)
 
     @parameterized.product(epsilon=[0.5, 8.0, 16.0], participations=[1, 7])
-    def test_rdp_composes_a_clients_own_participations(
-        self, epsilon, participations
-    ):
+    def test_rdp_composes_a_clients_own_participations(self, epsilon, participations):
         deployment = Deployment(
             clients_per_round=4, rounds=50, max_participations=participations
         )
@@ -130,9 +124,7 @@ class LocalDPCalibrationTest(parameterized.TestCase):
         )
 
     def test_not_knowing_participations_assumes_every_round(self):
-        known = Deployment(
-            clients_per_round=4, rounds=10, max_participations=10
-        )
+        known = Deployment(clients_per_round=4, rounds=10, max_participations=10)
         self.assertEqual(
             self._noise(epsilon=8.0, delta=1e-5),
             self._noise(known, epsilon=8.0, delta=1e-5),

@@ -49,9 +49,7 @@ class EveryMechanismTest(parameterized.TestCase):
 class NoiseMultiplierTest(parameterized.TestCase):
     def test_follows_its_schedule(self):
         for schedule in ([1.0, 2.0, 3.0], lambda t: t + 1.0):
-            mechanism = tfdp_fl.FixedClipping(
-                clip_norm=1.0, noise_multiplier=schedule
-            )
+            mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=schedule)
             self.assertEqual(
                 [mechanism.noise_multiplier_at(t) for t in range(3)], [1, 2, 3]
             )

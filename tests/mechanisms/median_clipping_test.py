@@ -21,9 +21,7 @@ def _query(median_noise_multiplier=None, noise_site="server"):
         median_noise_multiplier=median_noise_multiplier,
         noise_site=noise_site,
     )
-    query = mechanism.bind(
-        Deployment(clients_per_round=4, sampling="fixed_size")
-    )
+    query = mechanism.bind(Deployment(clients_per_round=4, sampling="fixed_size"))
     return query, query.initial_global_state()
 
 
@@ -96,17 +94,13 @@ class PrivateMedianTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(1e-3, 0.2, 1.0, 37.0, 5e3)
     def test_with_little_noise_it_is_the_median(self, scale):
         norms = scale * np.random.default_rng(0).lognormal(size=1001)
-        found = median_clipping.private_median(
-            tf.constant(norms, tf.float32), 0.01
-        )
+        found = median_clipping.private_median(tf.constant(norms, tf.float32), 0.01)
         self.assertAllClose(found, np.median(norms), rtol=0.02)
 
     def test_it_is_a_quantile_near_the_half_at_a_useful_noise(self):
         norms = np.random.default_rng(0).lognormal(size=200)
         found = tf.function(
-            lambda: median_clipping.private_median(
-                tf.constant(norms, tf.float32), 2.0
-            )
+            lambda: median_clipping.private_median(tf.constant(norms, tf.float32), 2.0)
         )
         # Each answer has noise of stddev sqrt(12), in clients of 200.
         shares = [(norms <= float(found())).mean() for _ in range(50)]
@@ -124,9 +118,7 @@ class PrivateMedianTest(tf.test.TestCase, parameterized.TestCase):
         # most 1; its answer changes where the noise crosses minus the sum.
         def least_noise_for_yes(norms):
             for noise_on_sum in np.arange(-3.25, 4, 0.5):
-                found = self._found_with(
-                    norms, 1.0, lambda _, n=noise_on_sum: n
-                )
+                found = self._found_with(norms, 1.0, lambda _, n=noise_on_sum: n)
                 if found < 1:
                     return noise_on_sum
             raise AssertionError
@@ -139,9 +131,7 @@ class PrivateMedianTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(0.1, 0.7, 4.0)
     def test_all_answers_together_cost_one_gaussian(self, z):
         stddevs = []
-        self._found_with(
-            [1.0] * 3, z, lambda stddev: stddevs.append(stddev) or 0.0
-        )
+        self._found_with([1.0] * 3, z, lambda stddev: stddevs.append(stddev) or 0.0)
         together = sum((stddev / 0.5) ** -2 for stddev in stddevs) ** -0.5
         self.assertAlmostEqual(together, z, 5)
 
@@ -163,9 +153,7 @@ class PrivateMedianTest(tf.test.TestCase, parameterized.TestCase):
     def test_stays_on_its_grid_even_for_an_empty_cohort(self):
         for norms in ([], [0.0] * 50, [1e30] * 50):
             found = float(
-                median_clipping.private_median(
-                    tf.constant(norms, tf.float32), 0.1
-                )
+                median_clipping.private_median(tf.constant(norms, tf.float32), 0.1)
             )
             self.assertBetween(
                 found,
@@ -180,9 +168,7 @@ class PrivateMedianTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(done.state.clip_norm, 1.0, rtol=0.01)
         bound = float(done.state.clip_norm)
         wanted = references.fixed_clipping_mean(updates, bound, 5)
-        self.assertAllClose(
-            rounds.flat(done.mean), rounds.flat(wanted), atol=1e-6
-        )
+        self.assertAllClose(rounds.flat(done.mean), rounds.flat(wanted), atol=1e-6)
 
 
 class UnreliableMedianTest(parameterized.TestCase):
@@ -224,9 +210,7 @@ class MedianClippingCostTest(parameterized.TestCase):
             noise_multiplier=z, median_noise_multiplier=z_median
         )
         event = mechanism.round_event(0, Deployment(clients_per_round=5))
-        self.assertAlmostEqual(
-            event.noise_multiplier, (z**-2 + z_median**-2) ** -0.5
-        )
+        self.assertAlmostEqual(event.noise_multiplier, (z**-2 + z_median**-2) ** -0.5)
         self.assertNotIn("exact_median", mechanism.caveats())
 
     def test_the_exact_median_is_not_covered_and_says_so(self):

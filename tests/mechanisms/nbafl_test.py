@@ -12,9 +12,7 @@ from tfdp_fl.mechanisms import Deployment, nbafl
 _WIDE = [[150, 150], [150, 150], [5000]]
 # T = 10 is below sqrt(N) L = 40: no noise before broadcast. T = 100 is above.
 _SHORT = Deployment(clients_per_round=4, num_clients=100, rounds=10)
-_LONG = Deployment(
-    clients_per_round=4, num_clients=100, rounds=100, min_examples=7
-)
+_LONG = Deployment(clients_per_round=4, num_clients=100, rounds=100, min_examples=7)
 
 
 def _bound(deployment=_SHORT, epsilon=10.0, constant=1.0, weight_clip=0.5):
@@ -71,12 +69,8 @@ class UplinkTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((2.0, 3.0, 50.0, 7, 12), (1.0, 30.0, 100.0, 1, 1))
     def test_formula(self, clip, constant, epsilon, rounds_, examples):
         self.assertAlmostEqual(
-            nbafl.uplink_noise_stddev(
-                clip, constant, epsilon, rounds_, examples
-            ),
-            references.nbafl_uplink_sigma(
-                clip, constant, rounds_, examples, epsilon
-            ),
+            nbafl.uplink_noise_stddev(clip, constant, epsilon, rounds_, examples),
+            references.nbafl_uplink_sigma(clip, constant, rounds_, examples, epsilon),
         )
 
     def test_clients_with_nothing_to_say_weigh_nothing(self):
@@ -84,9 +78,7 @@ class UplinkTest(tf.test.TestCase, parameterized.TestCase):
         weights = rounds.updates_with_norms([0.1, 0.2, 0.3])
         weights[1][0][0, 0] = np.nan
         done = rounds.run_round(query, state, weights, num_examples=[6, 100, 0])
-        self.assertAllClose(
-            rounds.flat(done.mean), rounds.flat(weights[0]), atol=1e-6
-        )
+        self.assertAllClose(rounds.flat(done.mean), rounds.flat(weights[0]), atol=1e-6)
         self.assertEqual(float(done.total.weight), 6)
         self.assertEqual(float(done.total.discarded), 1)
 
@@ -104,13 +96,9 @@ class UplinkTest(tf.test.TestCase, parameterized.TestCase):
     def test_what_is_no_number_of_examples_weighs_nothing(self, examples):
         query, state = _bound(epsilon=1e9)
         weights = rounds.updates_with_norms([0.1, 0.2])
-        done = rounds.run_round(
-            query, state, weights, num_examples=[6.0, examples]
-        )
+        done = rounds.run_round(query, state, weights, num_examples=[6.0, examples])
         self.assertEqual(float(done.total.weight), 6)
-        self.assertAllClose(
-            rounds.flat(done.mean), rounds.flat(weights[0]), atol=1e-6
-        )
+        self.assertAllClose(rounds.flat(done.mean), rounds.flat(weights[0]), atol=1e-6)
 
     def test_the_number_of_examples_must_be_given(self):
         query, state = _bound()
@@ -140,9 +128,7 @@ class DownlinkTest(tf.test.TestCase, parameterized.TestCase):
         statistics.assert_uncorrelated(weights[0], again[0])
 
     def test_none_when_it_is_not_due(self):
-        self.assertAllEqual(
-            rounds.flat(self._released(_SHORT)), np.zeros(50_000)
-        )
+        self.assertAllEqual(rounds.flat(self._released(_SHORT)), np.zeros(50_000))
 
     @parameterized.parameters(0.3, 0.5, -0.7, 20.0, -1e6)
     def test_the_mean_is_clipped_element_by_element(self, value):
@@ -154,9 +140,7 @@ class DownlinkTest(tf.test.TestCase, parameterized.TestCase):
         (10, 4, 100), (40, 4, 100), (41, 4, 100), (100, 1, 9), (4, 1, 16)
     )
     def test_condition_and_formula(self, rounds_, m, population):
-        actual = nbafl.downlink_noise_stddev(
-            2.0, 3.0, 50.0, rounds_, population, m, 11
-        )
+        actual = nbafl.downlink_noise_stddev(2.0, 3.0, 50.0, rounds_, population, m, 11)
         expected = references.nbafl_downlink_sigma(
             2.0, 3.0, rounds_, m, population, 11, 50.0
         )
@@ -181,9 +165,7 @@ class DownlinkTest(tf.test.TestCase, parameterized.TestCase):
 class CostTest(parameterized.TestCase):
     @parameterized.parameters((1, 0.76), (2, 0.17), (3, 0.014))
     def test_the_constant_implies_a_delta(self, constant, delta):
-        mechanism = tfdp_fl.NbAFL(
-            epsilon=10.0, constant=constant, weight_clip=1.0
-        )
+        mechanism = tfdp_fl.NbAFL(epsilon=10.0, constant=constant, weight_clip=1.0)
         self.assertAlmostEqual(mechanism.implied_delta / delta, 1, 1)
         self.assertIn(f"{mechanism.implied_delta:.3g}", mechanism.describe())
 

@@ -18,12 +18,8 @@ class NoPrivacyTest(tf.test.TestCase):
 
     def test_is_the_mean_over_those_who_answered(self):
         updates = rounds.updates_with_norms([0.1, 1, 10, 1e3, 1e5])
-        done = rounds.run_round(
-            self.query, self.state, updates, clients_per_round=100
-        )
-        for actual, summed in zip(
-            done.mean, references.total(updates), strict=True
-        ):
+        done = rounds.run_round(self.query, self.state, updates, clients_per_round=100)
+        for actual, summed in zip(done.mean, references.total(updates), strict=True):
             self.assertAllClose(actual, summed / 5, rtol=1e-5)
         self.assertEqual(float(done.total.clipped), 0)
 

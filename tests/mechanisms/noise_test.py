@@ -224,9 +224,7 @@ class FreshnessTest(tf.test.TestCase):
         self.assert_all_differ([traced() for _ in range(3)])
 
     def test_a_function_traced_again_does_not_repeat(self):
-        self.assert_all_differ(
-            [tf.function(lambda: _noise()[0])() for _ in range(3)]
-        )
+        self.assert_all_differ([tf.function(lambda: _noise()[0])() for _ in range(3)])
 
     def test_every_turn_of_a_loop_draws_anew(self):
         @tf.function
@@ -314,9 +312,7 @@ class KindsOfSeedTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(kind=list(_KINDS), xla=[None, False, True])
     def test_is_gaussian_and_repeats(self, kind, xla):
         def drawn(seed):
-            return tf.concat(
-                [tf.reshape(v, [-1]) for v in self._drawn(seed)], 0
-            )
+            return tf.concat([tf.reshape(v, [-1]) for v in self._drawn(seed)], 0)
 
         if xla is not None:
             drawn = tf.function(drawn, jit_compile=xla)
@@ -329,9 +325,7 @@ class KindsOfSeedTest(parameterized.TestCase, tf.test.TestCase):
         for lag in (1, 8, noise._SMALLEST_CHUNK):
             statistics.assert_uncorrelated(values[lag:], values[:-lag])
         for other in range(3):
-            statistics.assert_uncorrelated(
-                values, drawn(noise.fold_in(seed, other))
-            )
+            statistics.assert_uncorrelated(values, drawn(noise.fold_in(seed, other)))
 
     def test_a_users_seed_draws_what_it_always_did(self):
         with noise.seeded(_SEED):
@@ -339,9 +333,7 @@ class KindsOfSeedTest(parameterized.TestCase, tf.test.TestCase):
             added = noise.add_normal([tf.zeros([3])], 2.0)[0]
         self.assertAllClose(first, [-0.113940895, -1.255936], 1e-5)
         self.assertAllClose(added, [-1.730042, 0.09592744, -0.38477606], 1e-5)
-        self.assertAllEqual(
-            noise.fold_in(_SEED, -3), [-5325777890577690760, -3]
-        )
+        self.assertAllEqual(noise.fold_in(_SEED, -3), [-5325777890577690760, -3])
 
     @parameterized.parameters(*_KINDS)
     def test_a_child_is_a_seed_of_its_kind_and_hangs_on_both(self, kind):
@@ -407,9 +399,9 @@ class KindsOfSeedTest(parameterized.TestCase, tf.test.TestCase):
             return stream(key, (nonce[0], 0, 0), count, first)
 
         with mock.patch.object(chacha20, "key_stream", same):
-            draw = noise.standard_normals(
-                [tf.zeros([2**17])], _KINDS["cryptographic"]
-            )[0]
+            draw = noise.standard_normals([tf.zeros([2**17])], _KINDS["cryptographic"])[
+                0
+            ]
         half = noise._SMALLEST_CHUNK
         with self.assertRaisesRegex(AssertionError, "correlation"):
             statistics.assert_uncorrelated(draw[half:], draw[:half])

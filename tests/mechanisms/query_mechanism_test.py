@@ -50,9 +50,7 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_mean(done, updates, 0.5, 8)
 
     def test_a_normalized_query_keeps_its_own_denominator(self):
-        query, state = _bound(
-            tfp.NormalizedQuery(tfp.GaussianSumQuery(0.5, 0.0), 5.0)
-        )
+        query, state = _bound(tfp.NormalizedQuery(tfp.GaussianSumQuery(0.5, 0.0), 5.0))
         updates = rounds.updates_with_norms([0.1, 0.5, 2.0])
         done = rounds.run_round(query, state, updates, clients_per_round=8)
         self.assert_mean(done, updates, 0.5, 5)
@@ -240,9 +238,7 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
         ),
         (
             "range",
-            lambda: tfp.TreeRangeSumQuery.build_central_gaussian_query(
-                1.0, 1.0
-            ),
+            lambda: tfp.TreeRangeSumQuery.build_central_gaussian_query(1.0, 1.0),
         ),
         (
             "restart",

@@ -42,10 +42,7 @@ def median_clipping_mean(updates, clients_per_round: float):
     """Geyer et al. (2017), Algorithm 1, lines 9 and 10, without noise."""
     bound = float(np.median([l2_norm(update) for update in updates]))
     scaled = [
-        [
-            np.asarray(v, float) / max(1.0, l2_norm(update) / bound)
-            for v in update
-        ]
+        [np.asarray(v, float) / max(1.0, l2_norm(update) / bound) for v in update]
         for update in updates
     ]
     return [v / clients_per_round for v in total(scaled)], bound
@@ -75,8 +72,7 @@ def analytic_sigma(sensitivity: float, epsilon: float, delta: float) -> float:
     return math.exp(
         optimize.brentq(
             lambda log_sigma: (
-                gaussian_delta(math.exp(log_sigma), sensitivity, epsilon)
-                - delta
+                gaussian_delta(math.exp(log_sigma), sensitivity, epsilon) - delta
             ),
             math.log(sensitivity * 1e-2),
             math.log(sensitivity * 1e6),
@@ -124,17 +120,14 @@ def nbafl_downlink_sigma(
 
 def nbafl_server_clip(weights, clip: float):
     """FederatedScope: p / max(1, |p| / C) for every element."""
-    return [
-        np.asarray(v, float) / np.maximum(1.0, np.abs(v) / clip)
-        for v in weights
-    ]
+    return [np.asarray(v, float) / np.maximum(1.0, np.abs(v) / clip) for v in weights]
 
 
 def variance_and_scale(updates) -> tuple[float, float]:
     """Geyer et al. (2017), Section 3: V_c and U_s over all parameters."""
-    flat = np.stack(
-        [np.concatenate([np.ravel(v) for v in u]) for u in updates]
-    ).astype(float)
+    flat = np.stack([np.concatenate([np.ravel(v) for v in u]) for u in updates]).astype(
+        float
+    )
     mean = flat.mean(axis=0)
     variance = np.mean((flat - mean) ** 2, axis=0)
     return float(variance.mean()), float(np.mean(mean**2))

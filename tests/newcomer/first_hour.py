@@ -141,9 +141,7 @@ def _run(*command: str | pathlib.Path, cwd: pathlib.Path) -> str:
 def main() -> None:
     """Plays the hour."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--python", default=sys.executable, help="Which Python (3.12)."
-    )
+    parser.add_argument("--python", default=sys.executable, help="Which Python (3.12).")
     python = parser.parse_args().python
     with tempfile.TemporaryDirectory() as folder:
         there = pathlib.Path(folder)

@@ -85,9 +85,7 @@ MISTAKES = {
     "epsilon": Mistake(
         lambda: _private(target_epsilon=-1), "target_epsilon", "-1", "positive"
     ),
-    "delta": Mistake(
-        lambda: _private(target_delta=2), "target_delta", "2", "0 and 1"
-    ),
+    "delta": Mistake(lambda: _private(target_delta=2), "target_delta", "2", "0 and 1"),
     "epsilon_and_the_model": Mistake(
         lambda: _private(model="model.keras", target_epsilon=-1),
         "model",
@@ -116,9 +114,7 @@ MISTAKES = {
         "12.5",
         "whole number",
     ),
-    "no_rounds": Mistake(
-        lambda: _private(rounds=0), "rounds", "0", "at least 1"
-    ),
+    "no_rounds": Mistake(lambda: _private(rounds=0), "rounds", "0", "at least 1"),
     "sampling": Mistake(
         lambda: _private(sampling="uniform"), "sampling", "'uniform'", "'poisso"
     ),
@@ -194,9 +190,9 @@ MISTAKES = {
         "'sgd'",
     ),
     "not_compiled": Mistake(
-        lambda: tfdp_fl.DPFederatedModel(
-            toy.dense(), tfdp_fl.NoPrivacy(), 5
-        ).fit(toy.clients()),
+        lambda: tfdp_fl.DPFederatedModel(toy.dense(), tfdp_fl.NoPrivacy(), 5).fit(
+            toy.clients()
+        ),
         "compile",
         "",
         "before fit",
@@ -274,27 +270,19 @@ MISTAKES = {
         "numbers",
     ),
     # Training.
-    "epochs": Mistake(
-        lambda: _fit(epochs=3), "epochs", "", "rounds", TypeError
-    ),
+    "epochs": Mistake(lambda: _fit(epochs=3), "epochs", "", "rounds", TypeError),
     "fewer_clients_than_a_cohort": Mistake(
         lambda: _fit(toy.clients(12), m=20),
         "clients_per_round",
         "got 20.",
         "num_clients=12",
     ),
-    "batch_size": Mistake(
-        lambda: _fit(batch_size=0), "batch_size", "0", "at least 1"
-    ),
-    "seed": Mistake(
-        lambda: _fit(seed=1.5), "seed", "1.5", "integer", TypeError
-    ),
+    "batch_size": Mistake(lambda: _fit(batch_size=0), "batch_size", "0", "at least 1"),
+    "seed": Mistake(lambda: _fit(seed=1.5), "seed", "1.5", "integer", TypeError),
     "runtime": Mistake(
         lambda: _fit(runtime="tff"), "runtime", "'tff'", "TFFWorkers", TypeError
     ),
-    "verbose": Mistake(
-        lambda: _fit(verbose="loud"), "verbose", "'loud'", "0, 1, 2"
-    ),
+    "verbose": Mistake(lambda: _fit(verbose="loud"), "verbose", "'loud'", "0, 1, 2"),
     "callbacks": Mistake(
         lambda: _fit(callbacks=["early"]),
         "callbacks",

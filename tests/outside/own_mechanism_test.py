@@ -46,9 +46,7 @@ class OwnMechanismTest(absltest.TestCase):
             rounds.flat(u) * 0.5 / np.sqrt(0.25 + n**2)
             for u, n in zip(updates, norms, strict=True)
         )
-        np.testing.assert_allclose(
-            rounds.flat(done.mean), expected / 3, atol=1e-6
-        )
+        np.testing.assert_allclose(rounds.flat(done.mean), expected / 3, atol=1e-6)
         self.assertAlmostEqual(float(done.total.sums["length"]), 2.2, places=5)
         fraction = 2.2 / 3
         self.assertAlmostEqual(

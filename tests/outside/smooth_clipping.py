@@ -25,9 +25,7 @@ class SmoothClipping(mechanisms.Mechanism):
         "smooth": "Every update is shrunk, the small ones too."
     }
 
-    noise_multiplier: schedules.Schedule = (
-        fixed_clipping.noise_multiplier_parameter()
-    )
+    noise_multiplier: schedules.Schedule = fixed_clipping.noise_multiplier_parameter()
     start_norm: float = mechanisms.parameter(
         _validate.positive, "S of the first round.", default=0.5
     )

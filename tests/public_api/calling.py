@@ -59,9 +59,7 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def usual(function: Callable[..., Any], **given: Any) -> Call:
     """Returns a call with what is given, and every default."""
     options = {
-        name: given.pop(name)
-        for name in ("paths", "counts", "errors")
-        if name in given
+        name: given.pop(name) for name in ("paths", "counts", "errors") if name in given
     }
     return Call(
         function=function,

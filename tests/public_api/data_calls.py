@@ -43,9 +43,7 @@ def _files() -> pathlib.Path:
             y_test=labels[:20],
         )
         said = "ROMEO:\nO she doth teach the torches to burn bright.\n\n"
-        (here / "plays.txt").write_text(
-            said * 4 + said.replace("ROMEO", "NURSE") * 4
-        )
+        (here / "plays.txt").write_text(said * 4 + said.replace("ROMEO", "NURSE") * 4)
         toy.clients(4).save_npz(here / "clients.npz")
         np.save(here / "array.npy", images[:3])
         (here / "clients").mkdir()
@@ -218,9 +216,7 @@ def _flower() -> calling.Calls:
     )
     yield (
         "flower.DPFedAvgAdaptive",
-        lambda: calling.usual(
-            f.DPFedAvgAdaptive, **legacy, clip_count_stddev=3.0
-        ),
+        lambda: calling.usual(f.DPFedAvgAdaptive, **legacy, clip_count_stddev=3.0),
     )
     yield (
         "flower.DPFedAvgNumPyClient",

@@ -150,9 +150,7 @@ def _accounting() -> calling.Calls:
     )
     yield (
         "accounting.RoundCharge.from_json",
-        lambda: calling.usual(
-            a.RoundCharge.from_json, text=_charge().to_json()
-        ),
+        lambda: calling.usual(a.RoundCharge.from_json, text=_charge().to_json()),
     )
     yield (
         "accounting.tightest",
@@ -160,9 +158,7 @@ def _accounting() -> calling.Calls:
     )
     yield (
         "accounting.StatementFacts",
-        lambda: calling.usual(
-            a.StatementFacts, guarantee="central", mechanism="fixed"
-        ),
+        lambda: calling.usual(a.StatementFacts, guarantee="central", mechanism="fixed"),
     )
     yield (
         "accounting.privacy_statement",

@@ -64,9 +64,7 @@ def public_names() -> Iterator[str]:
             if not inspect.isclass(value):
                 yield f"{room}.{name}"
                 continue
-            if issubclass(value, BaseException) or not can_be_made(
-                f"{room}.{name}"
-            ):
+            if issubclass(value, BaseException) or not can_be_made(f"{room}.{name}"):
                 continue
             yield f"{room}.{name}"
             for other, made in vars(value).items():
@@ -112,9 +110,7 @@ NOT_CALLED = {
     "flower.ReleasedRound": _HANDED_OUT,
     "flower.private_mod": "its messages are mutated (MessagesTest)",
     "keras.Run": _HANDED_OUT,
-    "keras.Run.from_state": (
-        "of a checkpoint, which is read by checksum (FilesTest)"
-    ),
+    "keras.Run.from_state": ("of a checkpoint, which is read by checksum (FilesTest)"),
     "learning.DPLearningProcess": "made by `build_dp_fed_avg`",
     "learning.Epsilon": _HANDED_OUT,
     "mechanisms.AdaptiveClipping.for_target": "called by `make_private`",
@@ -138,7 +134,5 @@ NOT_CALLED = {
     "sampling.CohortSampler": "abstract; its subclasses are called",
     "secure_aggregation.AggregationOutcome": _HANDED_OUT,
     "secure_aggregation.GroupedSum": _HANDED_OUT,
-    "secure_aggregation.Message.from_bytes": (
-        "reads mutated messages (MessagesTest)"
-    ),
+    "secure_aggregation.Message.from_bytes": ("reads mutated messages (MessagesTest)"),
 }

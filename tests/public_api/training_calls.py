@@ -162,9 +162,7 @@ def _run_directory() -> pathlib.Path:
 def _others() -> calling.Calls:
     yield (
         "features.OrientedGradients",
-        lambda: calling.usual(
-            tfdp_fl.features.OrientedGradients, name="gradients"
-        ),
+        lambda: calling.usual(tfdp_fl.features.OrientedGradients, name="gradients"),
     )
     yield (
         "losses.BalancedSoftmaxCrossentropy",

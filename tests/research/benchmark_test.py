@@ -92,9 +92,7 @@ class BenchmarkScriptTest(parameterized.TestCase):
         ("--rows=everything", "everything"),
         ("--profile=cmm", "profile_cmm"),
     )
-    def test_unknown_names_are_refused_before_anything_starts(
-        self, argument, message
-    ):
+    def test_unknown_names_are_refused_before_anything_starts(self, argument, message):
         with self.assertRaisesRegex(SystemExit, f"rows must be.*{message}"):
             benchmark.main([argument, f"--output={self.page}"])
         self.assertFalse(self.page.exists())

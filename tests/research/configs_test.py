@@ -11,8 +11,7 @@ from tfdp_fl.experiments import sweeps
 
 _FOLDER = pathlib.Path(__file__).resolve().parents[2] / "research" / "configs"
 _NAMES = [
-    path.relative_to(_FOLDER).as_posix()
-    for path in sorted(_FOLDER.rglob("*.json"))
+    path.relative_to(_FOLDER).as_posix() for path in sorted(_FOLDER.rglob("*.json"))
 ]
 
 

@@ -108,9 +108,7 @@ class PictureTest(parameterized.TestCase):
         table.add(_line("choose", "blt", 1.0, 101, 0.6))
         # What the test set says of the other rate is not looked at.
         table.add(_line("picture", "blt", 1.0, 1, 0.99))
-        self.assertEqual(
-            correlated_picture.best_rate(QUICK, table, 4, "blt", 8.0), 0.5
-        )
+        self.assertEqual(correlated_picture.best_rate(QUICK, table, 4, "blt", 8.0), 0.5)
         for plan in (correlated_picture.Plan(), QUICK):
             self.assertEmpty(set(plan.seeds) & set(plan.tuning_seeds))
 
@@ -129,9 +127,7 @@ class PictureTest(parameterized.TestCase):
     @parameterized.parameters(*correlated_picture.METHODS)
     def test_every_method_keeps_its_target(self, method):
         plan = dataclasses.replace(QUICK, rounds=8)
-        runner = correlated_picture.Runner(
-            plan, correlated_picture.load(plan, None)
-        )
+        runner = correlated_picture.Runner(plan, correlated_picture.load(plan, None))
         line = runner.run("picture", 4, method, 8.0, 1.0, 1)
         self.assertBetween(line["spent"], 7.9, 8.0)
         self.assertGreater(line["noise_multiplier"], 0)

@@ -35,17 +35,13 @@ class GeyerTest(absltest.TestCase):
         super().setUp()
         self.folder = files.directory(self)
 
-    def _write_run(
-        self, name, seed, accuracy, mechanism="fixed", k=100, caveats=()
-    ):
+    def _write_run(self, name, seed, accuracy, mechanism="fixed", k=100, caveats=()):
         path = self.folder / name / "base" / f"seed={seed}"
         path.mkdir(parents=True)
         settings = Settings(
             dataset="mnist", num_clients=k, mechanism=mechanism, seed=seed
         ).resolved()
-        run_directory.write_json(
-            path / run_directory.CONFIG, settings.to_dict()
-        )
+        run_directory.write_json(path / run_directory.CONFIG, settings.to_dict())
         (path / run_directory.HISTORY).write_text(
             "round,val_accuracy,cohort_size,between_client_variance,"
             "update_scale\n1,0.5,40,2e-5,1e-4\n2,0.75,61,3e-5,2e-5\n"
@@ -116,9 +112,7 @@ class GeyerTest(absltest.TestCase):
         self.assertEqual([row["epsilon"] for row in rows], ["7.0001", ""])
 
     def test_every_configuration_is_geyers_setting(self):
-        configs = geyer.read_configs(
-            _CONFIGS, geyer.names(), _mnist(self.folder)
-        )
+        configs = geyer.read_configs(_CONFIGS, geyer.names(), _mnist(self.folder))
         deltas = {100: 1e-3, 1000: 1e-5, 10000: 1e-6}
         for name, config in configs.items():
             for trial in sweeps.expand(config):

@@ -25,9 +25,7 @@ def _stand_in(sensitivity=1.0, error=1.0, coefficients=1.0):
         return sensitivity**2 * np.sum((dense @ visits) ** 2)
 
     def per_query_error(strategy_coef, n):
-        b = np.tril(np.ones([n, n])) @ np.linalg.inv(
-            references.dense(strategy_coef, n)
-        )
+        b = np.tril(np.ones([n, n])) @ np.linalg.inv(references.dense(strategy_coef, n))
         return error * np.sum(b**2, axis=1)
 
     class BufferedToeplitz:
@@ -73,9 +71,7 @@ class SideTest(parameterized.TestCase):
         code, text = _main(_stand_in())
         self.assertEqual(code, 0)
         # Two headers, two runs with a band and two numbers of buffers.
-        self.assertLen(
-            [line for line in text.splitlines() if line.startswith("|")], 8
-        )
+        self.assertLen([line for line in text.splitlines() if line.startswith("|")], 8)
 
     @parameterized.parameters("sensitivity", "error", "coefficients")
     def test_another_number_is_noticed(self, name):

@@ -45,14 +45,10 @@ class PointsTest(absltest.TestCase):
     def test_a_level_is_of_all_runs_or_by_what_the_best_is_of(self):
         runs = [_run(0, [value], rounds=value) for value in (5, 9)]
         self.assertEqual(_points(paper_figures.LEVEL, runs), {None: [5, 9]})
-        self.assertEqual(
-            _points(paper_figures.LEVEL, runs, "rounds"), {5: [5], 9: [9]}
-        )
+        self.assertEqual(_points(paper_figures.LEVEL, runs, "rounds"), {5: [5], 9: [9]})
 
     def test_runs_with_other_settings_are_left_out(self):
-        runs = [
-            _run(0, [epsilon], target_epsilon=epsilon) for epsilon in (1, 2)
-        ]
+        runs = [_run(0, [epsilon], target_epsilon=epsilon) for epsilon in (1, 2)]
         self.assertEqual(
             _points("seed", runs, mechanism="adaptive", target_epsilon=2),
             {0: [2]},
@@ -107,9 +103,7 @@ class QuickTest(absltest.TestCase):
             y_test=labels[:50],
         )
         configs = {
-            name: paper_figures.read_config(
-                name, str(folder / "mnist.npz"), quick=True
-            )
+            name: paper_figures.read_config(name, str(folder / "mnist.npz"), quick=True)
             for name in ("nbafl_loss", "nbafl_rounds")
         }
         for config in configs.values():

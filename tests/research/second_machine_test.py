@@ -54,13 +54,10 @@ class LinkTest(absltest.TestCase):
 def _found(alone, linked):
     def quartiles(start, slope):
         return {
-            cohort: [start + slope * cohort] * 3
-            for cohort in second_machine.COHORTS
+            cohort: [start + slope * cohort] * 3 for cohort in second_machine.COHORTS
         }
 
-    return {
-        "quartiles": {"alone": quartiles(*alone), "link": quartiles(*linked)}
-    }
+    return {"quartiles": {"alone": quartiles(*alone), "link": quartiles(*linked)}}
 
 
 class BreakEvenTest(absltest.TestCase):

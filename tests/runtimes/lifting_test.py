@@ -68,9 +68,7 @@ class _Cohort:
             x, y = shard["x"], shard["y"]
             sums = [tf.zeros_like(weight) for weight in weights]
             for k in tf.range(tf.shape(x)[0]):
-                for variable, weight in zip(
-                    self.variables, weights, strict=True
-                ):
+                for variable, weight in zip(self.variables, weights, strict=True):
                     variable.assign(weight)
                 for slot in slots:
                     slot.assign(tf.zeros_like(slot))
@@ -140,9 +138,7 @@ class LiftingTest(parameterized.TestCase):
                 computation, cohort.shards(), cohort.weights
             )
             self.assertEqual(actual["clients"], _CLIENTS)
-            for a, b in zip(
-                actual["updates"], expected["updates"], strict=True
-            ):
+            for a, b in zip(actual["updates"], expected["updates"], strict=True):
                 self.assertGreater(np.abs(b).max(), 1e-3)
                 np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -253,9 +249,9 @@ class LiftingTest(parameterized.TestCase):
         cohort = _Cohort(_dropout)
         computation = cohort.lift()
         one, two = (
-            self.workers.run_sharded(
-                computation, cohort.shards(), cohort.weights
-            )["updates"]
+            self.workers.run_sharded(computation, cohort.shards(), cohort.weights)[
+                "updates"
+            ]
             for _ in range(2)
         )
         self.assertGreater(max(abs(a - b).max() for a, b in zip(one, two)), 0)  # noqa: B905
@@ -300,9 +296,7 @@ class LiftingTest(parameterized.TestCase):
         )
         np.testing.assert_array_equal(one, three)
         self.assertNotEqual(one[0], two[0])
-        np.testing.assert_allclose(
-            one, draw(0.0, tf.constant(states[0])), rtol=1e-6
-        )
+        np.testing.assert_allclose(one, draw(0.0, tf.constant(states[0])), rtol=1e-6)
 
     def test_named_tuples_and_empty_parts(self):
         @tf.function

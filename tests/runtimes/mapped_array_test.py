@@ -19,9 +19,7 @@ except ImportError:
 class MappedArrayTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.folder = pathlib.Path(
-            self.enter_context(tempfile.TemporaryDirectory())
-        )
+        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
 
     def _save(self, array, name="array.npy"):
         path = self.folder / name
@@ -45,9 +43,7 @@ class MappedArrayTest(parameterized.TestCase):
     def test_nothing_is_copied(self):
         # A file of 4 GiB, with holes: its pages are read when touched.
         path = self.folder / "large.npy"
-        array = np.lib.format.open_memmap(
-            path, "w+", np.float32, (1 << 20, 1 << 10)
-        )
+        array = np.lib.format.open_memmap(path, "w+", np.float32, (1 << 20, 1 << 10))
         array[123_456] = 7.0
         array.flush()
         mapped = runtimes.MappedArray.from_npy(path)
@@ -69,9 +65,7 @@ class MappedArrayTest(parameterized.TestCase):
         path = self._save(np.ones((4, 3), np.float32))
         mapped = runtimes.MappedArray.from_npy(path)
         self._save(np.ones((3, 4), np.float32))
-        with self.assertRaisesRegex(
-            tf.errors.InvalidArgumentError, "not the array"
-        ):
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "not the array"):
             tf.function(mapped.read)()
 
 

@@ -154,9 +154,7 @@ class SameResultTest(_RayTestCase):
     def setUpClass(cls):
         super().setUpClass()
         if _INSTALLED:
-            cls.shared = runtimes.RayWorkers(
-                num_workers=2, float32_products=True
-            )
+            cls.shared = runtimes.RayWorkers(num_workers=2, float32_products=True)
             cls.addClassCleanup(cls.shared.close)
 
     def _compare(self, case, clients, **arguments):
@@ -172,9 +170,7 @@ class SameResultTest(_RayTestCase):
             np.testing.assert_allclose(a, b, atol=1e-5)
         self.assertEqual(list(expected), list(actual))
         for name, values in expected.items():
-            np.testing.assert_allclose(
-                actual[name], values, atol=1e-4, rtol=1e-4
-            )
+            np.testing.assert_allclose(actual[name], values, atol=1e-4, rtol=1e-4)
         return workers
 
     @parameterized.named_parameters(
@@ -199,15 +195,11 @@ class SameResultTest(_RayTestCase):
             self._compare(case, clients, data=directory)
 
     @parameterized.parameters("float32", "mixed_bfloat16")
-    def test_the_clip_holds_for_data_that_an_adversary_would_choose(
-        self, policy
-    ):
+    def test_the_clip_holds_for_data_that_an_adversary_would_choose(self, policy):
         cohorts.assert_clip_holds(self, self.shared, policy)
 
     def test_several_shards_for_each_worker(self):
-        self._compare(
-            cohorts._CASES["adaptive"], cohorts._alike(), shards_per_worker=2
-        )
+        self._compare(cohorts._CASES["adaptive"], cohorts._alike(), shards_per_worker=2)
 
 
 class LostWorkerTest(_RayTestCase):
@@ -244,9 +236,7 @@ class LostWorkerTest(_RayTestCase):
         of = program_lib.Program.of
 
         def broken(*arguments, **options):
-            return dataclasses.replace(
-                of(*arguments, **options), graph=b"no graph"
-            )
+            return dataclasses.replace(of(*arguments, **options), graph=b"no graph")
 
         with (
             mock.patch.object(workers, "_lift", broken),

@@ -117,9 +117,7 @@ def _two_inputs():
     a, z = _layers.Input((1,), name="a"), _layers.Input((_FEATURES,), name="z")
     return tf.keras.Model(
         {"z": z, "a": a},
-        _layers.Dense(_CLASSES)(
-            _layers.concatenate([_layers.Rescaling(0.01)(a), z])
-        ),
+        _layers.Dense(_CLASSES)(_layers.concatenate([_layers.Rescaling(0.01)(a), z])),
     )
 
 
@@ -224,9 +222,7 @@ _CASES = {
         ),
     ),
     "secure_aggregation": _Case(
-        options={
-            "secure_aggregation": secure_aggregation.AdditiveSecretSharing()
-        }
+        options={"secure_aggregation": secure_aggregation.AdditiveSecretSharing()}
     ),
     "variance_and_xla_here": _Case(
         fit={"between_client_variance": True}, compiled={"jit_compile": True}
@@ -234,8 +230,7 @@ _CASES = {
     "hooks": _Case(
         compiled={
             "broadcast_hook": lambda weights, seed: [
-                w + 0.01 * tf.random.stateless_normal(w.shape, seed)
-                for w in weights
+                w + 0.01 * tf.random.stateless_normal(w.shape, seed) for w in weights
             ],
             "upload_hook": lambda tensors: [2.0 * each for each in tensors],
         }
@@ -332,9 +327,7 @@ def assert_clip_holds(test, runtime, policy):
     )
     before = [w.astype(np.float64) for w in model.get_weights()]
     federated.fit(clients, batch_size=10, verbose=0, runtime=runtime)
-    moved = [
-        new - old for old, new in zip(before, model.get_weights(), strict=True)
-    ]
+    moved = [new - old for old, new in zip(before, model.get_weights(), strict=True)]
     if runtime is not None:
         made = runtime._computations[federated.engine]
         test.assertNotEmpty(made)
@@ -387,13 +380,9 @@ class SameResultTest(_WorkersTestCase):
         self.assert_same_model(here, there)
         self.assertEqual(list(expected), list(actual))
         for name, values in expected.items():
-            np.testing.assert_allclose(
-                actual[name], values, atol=1e-4, rtol=1e-4
-            )
+            np.testing.assert_allclose(actual[name], values, atol=1e-4, rtol=1e-4)
         if there.run.windows is not None:
-            np.testing.assert_allclose(
-                here.run.windows, there.run.windows, atol=1e-5
-            )
+            np.testing.assert_allclose(here.run.windows, there.run.windows, atol=1e-5)
             self.assertTrue(np.isfinite(there.run.windows).any())
         (made,) = workers._computations.values()
         for way, *_ in made:
@@ -410,9 +399,7 @@ class SameResultTest(_WorkersTestCase):
             float32_products=None,
         )
 
-    @parameterized.named_parameters(
-        (name, case) for name, case in _CASES.items()
-    )
+    @parameterized.named_parameters((name, case) for name, case in _CASES.items())
     def test_data_with_the_request(self, case):
         workers, there = self._compare(case, case.clients())
         read = trained_by_workers(self, workers, case)
@@ -453,9 +440,7 @@ class SameResultTest(_WorkersTestCase):
     ):
         x, y = _arrays(8 * 7)
         x[8 * 3, 0] = np.nan
-        clients = FederatedDataset.from_indices(
-            x, y, np.arange(len(x)).reshape(7, 8)
-        )
+        clients = FederatedDataset.from_indices(x, y, np.arange(len(x)).reshape(7, 8))
         federated = _federated(_CASES["small"])
         workers = self.workers()
         with mock.patch.object(
@@ -505,9 +490,7 @@ class SameResultTest(_WorkersTestCase):
                         _layers.Dense(
                             _CLASSES,
                             kernel_initializer=kernel,
-                            bias_initializer=tf.keras.initializers.Constant(
-                                0.5
-                            ),
+                            bias_initializer=tf.keras.initializers.Constant(0.5),
                         ),
                     ]
                 ),
@@ -521,9 +504,7 @@ class SameResultTest(_WorkersTestCase):
                 loss,
                 [tf.keras.metrics.CosineSimilarity(name="cosine")],
             )
-            with mock.patch.multiple(
-                dense_models, is_worthwhile=lambda *_: True
-            ):
+            with mock.patch.multiple(dense_models, is_worthwhile=lambda *_: True):
                 found[name] = federated.fit(
                     each,
                     batch_size=batch_size,
@@ -535,10 +516,7 @@ class SameResultTest(_WorkersTestCase):
             if on_workers:
                 made = runtime._computations[federated.engine]
             ways = [
-                part
-                for key in made
-                for part in key
-                if isinstance(part, layout.Way)
+                part for key in made for part in key if isinstance(part, layout.Way)
             ]
             self.assertTrue(any(way.optimistic for way in ways))
         high = found["high"]
@@ -566,18 +544,14 @@ class SameResultTest(_WorkersTestCase):
         self.assert_same_model(here, there)
 
     @parameterized.parameters("float32", "mixed_bfloat16")
-    def test_the_clip_holds_for_data_that_an_adversary_would_choose(
-        self, policy
-    ):
+    def test_the_clip_holds_for_data_that_an_adversary_would_choose(self, policy):
         for runtime in (None, self.workers()):
             assert_clip_holds(self, runtime, policy)
 
     def test_cohorts_of_any_size_are_one_computation(self):
         case = _Case(sampling="poisson")
         sizes = [
-            *_fit(_federated(case), case, _alike(), rounds=6).history[
-                "cohort_size"
-            ]
+            *_fit(_federated(case), case, _alike(), rounds=6).history["cohort_size"]
         ]
         self.assertGreater(len(set(sizes)), 3)
         federated = _federated(case)
@@ -634,9 +608,7 @@ class LostWorkerTest(_WorkersTestCase):
             class Kill(tf.keras.callbacks.Callback):
                 def on_epoch_begin(self, epoch, logs=None):
                     if epoch == 1:
-                        threading.Timer(
-                            0.2, os.kill, (lost, signal.SIGKILL)
-                        ).start()
+                        threading.Timer(0.2, os.kill, (lost, signal.SIGKILL)).start()
                         self.weights = self.model.get_weights()
                         self.killed_at = time.monotonic()
 
@@ -696,9 +668,7 @@ class RefusedTest(_WorkersTestCase):
     def test_a_worker_that_is_not_there(self):
         with local_worker.reserve_port() as reservation:
             address = f"localhost:{reservation.getsockname()[1]}"
-            workers = runtimes.TFFWorkers(
-                hosts=[address], connect_timeout_seconds=0.2
-            )
+            workers = runtimes.TFFWorkers(hosts=[address], connect_timeout_seconds=0.2)
             federated = _federated(_Case())
             with (
                 contextlib.closing(workers),

@@ -49,8 +49,7 @@ def _local_sgd(weights, x, y):
                 )
             )
         local = [
-            w - 0.5 * g
-            for w, g in zip(local, tape.gradient(loss, local), strict=True)
+            w - 0.5 * g for w, g in zip(local, tape.gradient(loss, local), strict=True)
         ]
     update = [a - b for a, b in zip(local, weights, strict=True)]
     return tf.clip_by_global_norm(update, _CLIP_NORM)
@@ -59,10 +58,7 @@ def _local_sgd(weights, x, y):
 def _expected(weights, x, y):
     updates = [_local_sgd(weights, x[k], y[k]) for k in range(len(x))]
     norms = [norm.numpy() for _, norm in updates]
-    sums = [
-        sum(u[i].numpy().astype(np.float64) for u, _ in updates)
-        for i in range(2)
-    ]
+    sums = [sum(u[i].numpy().astype(np.float64) for u, _ in updates) for i in range(2)]
     return sums, norms
 
 
@@ -106,9 +102,7 @@ def _spinning():
 
     @tff.tensorflow.computation(np.float64, np.float32)
     def until(end, shard):
-        spun = tf.while_loop(
-            lambda n: tf.timestamp() < end, lambda n: [n + 1], [0]
-        )
+        spun = tf.while_loop(lambda n: tf.timestamp() < end, lambda n: [n + 1], [0])
         with tf.control_dependencies(spun):
             return tf.identity(shard)
 
@@ -150,15 +144,11 @@ class _WorkersTestCase(parameterized.TestCase):
         weights, x, y = _cohort()
         result = workers.run_sharded(
             self.training,
-            list(
-                zip(_split(x, num_shards), _split(y, num_shards), strict=True)
-            ),
+            list(zip(_split(x, num_shards), _split(y, num_shards), strict=True)),
             weights,
         )
         sums, norms = _expected(weights, x, y)
-        self.assertEqual(
-            result["clipped"], sum(norm > _CLIP_NORM for norm in norms)
-        )
+        self.assertEqual(result["clipped"], sum(norm > _CLIP_NORM for norm in norms))
         for actual, expected in zip(result["sums"], sums, strict=True):
             np.testing.assert_allclose(actual, expected, atol=1e-5)
         return result
@@ -181,9 +171,7 @@ class LocalWorkersTest(_WorkersTestCase):
 
     def test_example_clips_some_clients_and_not_others(self):
         _, norms = _expected(*_cohort())
-        self.assertBetween(
-            sum(norm > _CLIP_NORM for norm in norms), 1, _CLIENTS - 1
-        )
+        self.assertBetween(sum(norm > _CLIP_NORM for norm in norms), 1, _CLIENTS - 1)
 
     @parameterized.parameters(1, 2, 3, 7)
     def test_sums_over_shards(self, num_shards):
@@ -197,9 +185,7 @@ class LocalWorkersTest(_WorkersTestCase):
 
     @parameterized.parameters(1, 5)
     def test_results_of_the_shards(self, num_shards):
-        @tff.tensorflow.computation(
-            np.float32, tff.TensorType(np.float32, (None,))
-        )
+        @tff.tensorflow.computation(np.float32, tff.TensorType(np.float32, (None,)))
         def scaled(scale, shard):
             return [scale * shard, tf.size(shard)]
 
@@ -256,9 +242,7 @@ class LocalWorkersTest(_WorkersTestCase):
         for _ in range(2):
             with self.assertRaisesRegex(TypeError, "sum operator"):
                 self.workers.run_sharded(named, shards, np.float32(0))
-        found = self.workers.run_sharded(
-            named, shards, np.float32(0), reduction="none"
-        )
+        found = self.workers.run_sharded(named, shards, np.float32(0), reduction="none")
         self.assertEqual(found, [b"a"] * num_shards)
 
     def test_the_computation_is_sent_once(self):
@@ -272,9 +256,7 @@ class LocalWorkersTest(_WorkersTestCase):
                 sent.append(value)
             return await create_value(executor, value, type_spec)
 
-        with mock.patch.object(
-            tff.framework.RemoteExecutor, "create_value", counted
-        ):
+        with mock.patch.object(tff.framework.RemoteExecutor, "create_value", counted):
             for _ in range(3):
                 self.workers.run_sharded(
                     training,
@@ -349,9 +331,7 @@ class LostLocalWorkerTest(_WorkersTestCase):
 
     @parameterized.parameters(2, 3)  # Of the second there are two on one.
     def test_says_when_all_is_sent_and_they_compute(self, num_shards):
-        with runtimes.TFFWorkers(
-            num_workers=2, round_timeout_seconds=60.0
-        ) as workers:
+        with runtimes.TFFWorkers(num_workers=2, round_timeout_seconds=60.0) as workers:
             shards = [np.float32(1)] * num_shards
             workers.run_sharded(self.spinning, shards, 0.0)
             pids, said = workers.pids, []
@@ -368,15 +348,11 @@ class LostLocalWorkerTest(_WorkersTestCase):
             self.assertEqual(said, [True])
 
     def test_a_round_that_takes_too_long(self):
-        with runtimes.TFFWorkers(
-            num_workers=1, round_timeout_seconds=1.0
-        ) as workers:
+        with runtimes.TFFWorkers(num_workers=1, round_timeout_seconds=1.0) as workers:
             with self.assertRaisesRegex(
                 runtimes.WorkerLost, "did not finish within 1 seconds"
             ):
-                workers.run_sharded(
-                    self.spinning, [np.float32(1)], time.time() + 20.0
-                )
+                workers.run_sharded(self.spinning, [np.float32(1)], time.time() + 20.0)
             # A new worker is not ready in a second on every machine.
             workers._round_timeout = None
             self.assert_trains(workers)
@@ -494,9 +470,7 @@ class UnavailableTest(_WorkersTestCase):
                 runtimes.WorkerUnavailable,
                 f"{address} did not answer within 0.5 seconds",
             ) as caught:
-                runtimes.TFFWorkers(
-                    hosts=[address], connect_timeout_seconds=0.5
-                ).open()
+                runtimes.TFFWorkers(hosts=[address], connect_timeout_seconds=0.5).open()
             self.assertLess(time.monotonic() - started, 5.0)
             self.assertEqual(caught.exception.address, address)
 
@@ -506,9 +480,7 @@ class UnavailableTest(_WorkersTestCase):
             with self.assertRaisesRegex(
                 runtimes.WorkerUnavailable, f"{address} did not answer"
             ):
-                runtimes.TFFWorkers(
-                    hosts=[address], connect_timeout_seconds=0.5
-                ).open()
+                runtimes.TFFWorkers(hosts=[address], connect_timeout_seconds=0.5).open()
 
 
 class ArgumentsTest(parameterized.TestCase):

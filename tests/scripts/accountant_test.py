@@ -122,9 +122,7 @@ class AccountantTest(parameterized.TestCase):
         ):
             _run(**_PLAN, plot=str(self.folder / "epsilon.png"))
 
-    @absltest.skipIf(
-        importlib.util.find_spec("matplotlib") is None, "needs matplotlib"
-    )
+    @absltest.skipIf(importlib.util.find_spec("matplotlib") is None, "needs matplotlib")
     def test_the_plot_is_written(self):
         path = self.folder / "epsilon.png"
         text = _run(**_PLAN, sampling=["poisson", "shuffled"], plot=str(path))

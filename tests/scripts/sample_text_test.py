@@ -72,8 +72,7 @@ class SampleTextTest(absltest.TestCase):
                 ]
             )
         play, digits = (
-            str(folder / name / "base" / "seed=None")
-            for name in ("play", "digits")
+            str(folder / name / "base" / "seed=None") for name in ("play", "digits")
         )
         lines = {
             "play": sweeps[0],

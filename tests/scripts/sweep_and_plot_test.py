@@ -138,9 +138,7 @@ class SweepAndPlotTest(absltest.TestCase):
         outcome = self.outcomes["table"]
         self.assertEqual(outcome.code, 0, msg=outcome.err)
         head, _, line = outcome.out.splitlines()
-        self.assertEqual(
-            head, "| runs | mechanism=fixed | mechanism=adaptive |"
-        )
+        self.assertEqual(head, "| runs | mechanism=fixed | mechanism=adaptive |")
         self.assertRegex(line, r"\| 2 \| 0\.\d{3} ± 0\.\d{3} \| 0\.\d{3} ")
         outcome = self.outcomes["some rows"]
         self.assertEqual(outcome.out.splitlines()[2:], ["| fixed | 2 | 2 |"])

@@ -154,9 +154,7 @@ class TrainTest(absltest.TestCase):
         ]
         for number, (line, _) in enumerate(_REFUSED):
             lines[number] = [*line, f"--output_dir={cls.folder / 'refused'}"]
-        outcomes = programs.run_all(
-            [["train", *line] for line in lines.values()]
-        )
+        outcomes = programs.run_all([["train", *line] for line in lines.values()])
         cls.outcomes = dict(zip(lines, outcomes, strict=True))
 
     @classmethod
@@ -245,9 +243,7 @@ class TrainTest(absltest.TestCase):
             run.history["epsilon"][1][-1], run.result["epsilon"], places=5
         )
         self.assertLessEqual(run.result["epsilon"], 8.0)
-        self.assertIn(
-            "differentially private", (path / "privacy.txt").read_text()
-        )
+        self.assertIn("differentially private", (path / "privacy.txt").read_text())
 
     def test_the_saved_model_is_the_one_that_was_measured(self):
         path = self.folder / "adaptive"
@@ -255,9 +251,7 @@ class TrainTest(absltest.TestCase):
         model = tf.keras.models.load_model(path / "model.keras")
         _, (x, y) = datasets.load_digits(num_clients=500)
         accuracy = np.mean(np.argmax(model.predict(x, verbose=0), -1) == y)
-        self.assertAlmostEqual(
-            accuracy, Run.read(path).result["accuracy"], places=5
-        )
+        self.assertAlmostEqual(accuracy, Run.read(path).result["accuracy"], places=5)
 
     def test_config_has_every_choice_filled_in(self):
         path = self.folder / "local"

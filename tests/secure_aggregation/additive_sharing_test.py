@@ -120,9 +120,7 @@ class SecrecyTest(parameterized.TestCase):
         for share in protocol.split(encoded, 3):
             shares_bytes = share.view(np.uint8).reshape(_SIZE, bits // 8)
             for column in shares_bytes.T:
-                self.assertFalse(
-                    _chi_square_is_alarming(column.astype(np.int64), 256)
-                )
+                self.assertFalse(_chi_square_is_alarming(column.astype(np.int64), 256))
 
     def test_the_test_notices_shares_of_half_the_ring(self):
         protocol = AdditiveSecretSharing(bits=32)
@@ -138,9 +136,7 @@ class SecrecyTest(parameterized.TestCase):
             protocol.split(second, 3, **kwargs),
             strict=True,
         )
-        return any(
-            _chi_square_is_alarming(_top_bits(b - a, 8), 256) for a, b in shares
-        )
+        return any(_chi_square_is_alarming(_top_bits(b - a, 8), 256) for a, b in shares)
 
     def test_two_tensors_shares_reveal_nothing_of_their_difference(self):
         self.assertFalse(self._difference_is_revealed(AdditiveSecretSharing()))
@@ -190,27 +186,19 @@ class ReconstructionTest(parameterized.TestCase):
         )
         integers[:, 0] = largest  # The sum that comes nearest to wrapping.
         integers[:, 1] = -largest
-        encoded = [
-            protocol.encode(row * protocol.resolution) for row in integers
-        ]
+        encoded = [protocol.encode(row * protocol.resolution) for row in integers]
         shares = [protocol.split(row, participants) for row in encoded]
-        partial_sums = [
-            protocol.add(column) for column in zip(*shares, strict=True)
-        ]
+        partial_sums = [protocol.add(column) for column in zip(*shares, strict=True)]
         total = protocol.decode(protocol.add(partial_sums))
         self.assertEqual(total.dtype, np.float64)
-        np.testing.assert_array_equal(
-            total, integers.sum(axis=0) * protocol.resolution
-        )
+        np.testing.assert_array_equal(total, integers.sum(axis=0) * protocol.resolution)
 
     @parameterized.parameters(32, 64)
     def test_rounding_is_the_only_error(self, bits):
         protocol = AdditiveSecretSharing(bits=bits)
         values = np.random.default_rng(1).normal(size=1000)
         back = protocol.decode(protocol.encode(values))
-        self.assertLessEqual(
-            np.abs(back - values).max(), protocol.resolution / 2
-        )
+        self.assertLessEqual(np.abs(back - values).max(), protocol.resolution / 2)
         self.assertGreater(np.abs(back - values).max(), 0)
 
     @parameterized.product(
@@ -256,14 +244,10 @@ class ReconstructionTest(parameterized.TestCase):
             protocol.within(value, 1.0), protocol.resolution * np.ones(5)
         )
         # Towards zero where no bound is known, whatever norm is meant.
-        np.testing.assert_array_equal(
-            protocol.within(-value, np.inf), np.zeros(5)
-        )
+        np.testing.assert_array_equal(protocol.within(-value, np.inf), np.zeros(5))
 
     @parameterized.parameters((32, 7.7), (64, 7.3))
-    def test_the_largest_value_is_sent_where_it_is_not_on_the_grid(
-        self, bits, most
-    ):
+    def test_the_largest_value_is_sent_where_it_is_not_on_the_grid(self, bits, most):
         protocol = AdditiveSecretSharing(
             bits=bits, max_share_value=most, max_participants=1000
         )
@@ -287,9 +271,7 @@ class ReconstructionTest(parameterized.TestCase):
         protocol = AdditiveSecretSharing(mode="float", max_share_value=100.0)
         rng = np.random.default_rng(2)
         values = rng.uniform(-100, 100, size=(participants, 2000))
-        shares = [
-            protocol.split(protocol.encode(row), participants) for row in values
-        ]
+        shares = [protocol.split(protocol.encode(row), participants) for row in values]
         total = protocol.add(
             [protocol.add(column) for column in zip(*shares, strict=True)]
         )

@@ -98,16 +98,12 @@ class SumInGroupsTest(parameterized.TestCase):
         )
         for arguments in ((update_of, None), (self.updates, 17)):
             with self.assertRaisesRegex(TypeError, "num_members"):
-                sum_in_groups(
-                    arguments[0], self.protocol, num_members=arguments[1]
-                )
+                sum_in_groups(arguments[0], self.protocol, num_members=arguments[1])
 
     @parameterized.product(
         action=("drop", "delay", "crash"), step=(1, 2, 3), member=(0, 7, 16)
     )
-    def test_a_fault_in_one_group_does_not_touch_the_others(
-        self, action, step, member
-    ):
+    def test_a_fault_in_one_group_does_not_touch_the_others(self, action, step, member):
         result = sum_in_groups(
             self.updates,
             self.protocol,

@@ -31,9 +31,7 @@ class InMemoryTest(parameterized.TestCase):
         self.assertEqual(list(outcomes), list(_UPDATES))
         for name, outcome in outcomes.items():
             if outcome.succeeded:
-                np.testing.assert_allclose(
-                    outcome.value, _TOTAL, rtol=0, atol=1e-11
-                )
+                np.testing.assert_allclose(outcome.value, _TOTAL, rtol=0, atol=1e-11)
                 self.assertEqual(outcome.members, tuple(_UPDATES))
                 self.assertEqual(outcome.reason, "")
             else:
@@ -96,17 +94,12 @@ class InMemoryTest(parameterized.TestCase):
     @parameterized.parameters(1, 2, 3)
     def test_duplicates_do_no_harm(self, step):
         network = InMemoryNetwork(
-            [
-                Fault("duplicate", step, sender)
-                for sender in (*_UPDATES, COORDINATOR)
-            ]
+            [Fault("duplicate", step, sender) for sender in (*_UPDATES, COORDINATOR)]
         )
         outcomes = aggregate_in_memory(_UPDATES, _PROTOCOL, network=network)
         for outcome in outcomes.values():
             self.assertTrue(outcome.succeeded)
-            np.testing.assert_allclose(
-                outcome.value, _TOTAL, rtol=0, atol=1e-11
-            )
+            np.testing.assert_allclose(outcome.value, _TOTAL, rtol=0, atol=1e-11)
         self.assertNotEmpty(network.rejected)
 
     def test_deadlines_pass_in_virtual_time(self):
@@ -122,9 +115,7 @@ class InMemoryTest(parameterized.TestCase):
         self.assertTrue(all(one.succeeded for one in outcomes.values()))
 
     def test_members_with_other_shapes_fail(self):
-        outcomes = aggregate_in_memory(
-            {**_UPDATES, "eve": np.zeros(6)}, _PROTOCOL
-        )
+        outcomes = aggregate_in_memory({**_UPDATES, "eve": np.zeros(6)}, _PROTOCOL)
         self.assertFalse(any(one.succeeded for one in outcomes.values()))
 
     def test_a_group_that_is_too_small_is_refused(self):

@@ -31,9 +31,7 @@ def _updates() -> dict[str, list[np.ndarray]]:
 
 def _members(protocol, updates, **kwargs) -> dict[str, Member]:
     return {
-        name: Member(
-            protocol, name, update, members=_NAMES, session="s", **kwargs
-        )
+        name: Member(protocol, name, update, members=_NAMES, session="s", **kwargs)
         for name, update in updates.items()
     }
 
@@ -78,9 +76,7 @@ class MemberTest(parameterized.TestCase):
                 self.assertEqual(member.outcome.reason, "")
                 self.assertIsNone(member.deadline)
             for i in range(2):
-                np.testing.assert_allclose(
-                    values[0][i], wanted[i], rtol=0, atol=1e-11
-                )
+                np.testing.assert_allclose(values[0][i], wanted[i], rtol=0, atol=1e-11)
                 # All hold the same number to the last bit.
                 np.testing.assert_array_equal(values[0][i], values[1][i])
                 np.testing.assert_array_equal(values[0][i], values[2][i])
@@ -137,9 +133,7 @@ class MemberTest(parameterized.TestCase):
     def _share_for_ann(self) -> tuple[dict[str, Member], Message]:
         members = _members(AdditiveSecretSharing(), _updates())
         members["ann"].begin(0.0)
-        (share,) = (
-            m for m in members["bob"].begin(0.0) if m.recipient == "ann"
-        )
+        (share,) = (m for m in members["bob"].begin(0.0) if m.recipient == "ann")
         return members, share
 
     @parameterized.named_parameters(
@@ -184,9 +178,7 @@ class MemberTest(parameterized.TestCase):
 
     def test_float_tensors_must_be_finite(self):
         protocol = AdditiveSecretSharing(mode="float")
-        member = Member(
-            protocol, "ann", np.zeros(2), members=_NAMES, session="s"
-        )
+        member = Member(protocol, "ann", np.zeros(2), members=_NAMES, session="s")
         member.begin(0.0)
         message = Message(
             kind="share",

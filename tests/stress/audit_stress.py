@@ -75,10 +75,7 @@ class AuditTest(parameterized.TestCase):
                 name,
                 iterates,
                 runtime,
-                {
-                    each: result[each]
-                    for each in ("claimed", "estimate", "low", "high")
-                },
+                {each: result[each] for each in ("claimed", "estimate", "low", "high")},
             )
             self.assertLessEqual(result["low"], result["claimed"])
         counts.held(

@@ -149,8 +149,7 @@ class FitTest(parameterized.TestCase):
         # One round: the next one's radii are the norms of nothing, and zero.
         noise_test.assert_is_noise(rounds, [_adaptive_local(1)])
         _held(
-            f"adaptive_local in fit, {generator}, {replicas} replicas"
-            f"{', xla' * xla}",
+            f"adaptive_local in fit, {generator}, {replicas} replicas{', xla' * xla}",
             rounds,
             started,
         )
@@ -263,9 +262,7 @@ class FactoriesTest(parameterized.TestCase):
         add = noise.add_normal
         for name in ("fixed", "local"):
             mechanism, stddev = _mechanisms()[name]
-            with mock.patch.object(
-                noise, "add_normal", lambda t, s: add(t, s * 1.02)
-            ):
+            with mock.patch.object(noise, "add_normal", lambda t, s: add(t, s * 1.02)):
                 rounds, clips = self._rounds(
                     aggregators.from_mechanism(mechanism, _M), _ROUNDS
                 )
@@ -279,9 +276,7 @@ class FactoriesTest(parameterized.TestCase):
         with mock.patch.object(
             noise, "next_seed", lambda: tf.constant([1, 2], tf.int64)
         ):
-            rounds, clips = self._rounds(
-                aggregators.from_mechanism(mechanism, _M), 1
-            )
+            rounds, clips = self._rounds(aggregators.from_mechanism(mechanism, _M), 1)
         with self.assertRaisesRegex(AssertionError, "stddev"):
             noise_test.assert_is_noise(rounds, map(stddev, clips))
 
@@ -302,10 +297,7 @@ class FlowerTest(parameterized.TestCase):
             before = fm.arrays(record)
             record, _ = fm.a_round(strategy, grid, record, number)
             rounds.append(
-                [
-                    new - old
-                    for new, old in zip(fm.arrays(record), before, strict=True)
-                ]
+                [new - old for new, old in zip(fm.arrays(record), before, strict=True)]
             )
             clips.append(getattr(strategy, "clip_norm", _S))
         return rounds, clips
@@ -324,9 +316,7 @@ class FlowerTest(parameterized.TestCase):
         started = time.time()
         mechanism, stddev = _mechanisms()[name]
         rounds, _ = self._rounds(mechanism, 1)
-        noise_test.assert_is_noise(
-            rounds, [stddev(1e-4 if name == "median" else _S)]
-        )
+        noise_test.assert_is_noise(rounds, [stddev(1e-4 if name == "median" else _S)])
         _held(f"{name}, Flower's PrivateStrategy", rounds, started)
 
     def test_correlated(self):

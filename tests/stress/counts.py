@@ -20,9 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 # Before any test goes to another directory.
-_FILE = pathlib.Path(
-    os.environ.get("TFDP_FL_STRESS", "runs/stress.jsonl")
-).absolute()
+_FILE = pathlib.Path(os.environ.get("TFDP_FL_STRESS", "runs/stress.jsonl")).absolute()
 
 
 def path() -> pathlib.Path:

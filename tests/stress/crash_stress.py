@@ -93,9 +93,7 @@ class SignalTest(absltest.TestCase):
             )
         self.assertLess(slowest, 10)
         self.assertGreater(in_the_first, 0)
-        print(
-            f"slowest {slowest:.1f} s, {in_the_first} in round 1, {again} twice"
-        )
+        print(f"slowest {slowest:.1f} s, {in_the_first} in round 1, {again} twice")
         counts.held(
             "SIGINT and SIGTERM leave, in 10 s of a core, a run that --resume "
             f"ends (slowest {slowest:.1f} s; {in_the_first} in round 1; "
@@ -247,9 +245,7 @@ class AtOnceTest(absltest.TestCase):
                 errors.append(error)
 
         self.models = {seed: toy.dense() for seed in range(4)}
-        threads = [
-            threading.Thread(target=work, args=(seed,)) for seed in range(4)
-        ]
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
         for each in threads:
             each.start()
         for each in threads:
@@ -257,9 +253,7 @@ class AtOnceTest(absltest.TestCase):
         self.assertEqual(errors, [])
         for seed in range(4):
             self.assertEqual(alone[seed][1], together[seed][1])
-            for one, other in zip(
-                alone[seed][0], together[seed][0], strict=True
-            ):
+            for one, other in zip(alone[seed][0], together[seed][0], strict=True):
                 np.testing.assert_array_equal(one, other)
             lines = accounting.PrivacyLedger.read(
                 root / f"thread-{seed}" / "ledger.jsonl"

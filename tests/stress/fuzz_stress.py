@@ -140,8 +140,7 @@ class FilesTest(absltest.TestCase):
                 for name, array in arrays.items():
                     np.testing.assert_array_equal(found.arrays[name], array)
         counts.held(
-            "A mutated checkpoint is refused, or read as what it was "
-            f"({read} read)",
+            f"A mutated checkpoint is refused, or read as what it was ({read} read)",
             _MUTATIONS,
             "mutations",
             time.time() - started,
@@ -233,9 +232,7 @@ class MessagesTest(absltest.TestCase):
         for _ in range(_MUTATIONS):
             strategy = tfdp_fl.flower.PrivateStrategy(
                 fm.Strategy(m),
-                tfdp_fl.AdaptiveClipping(
-                    noise_multiplier=0.0, initial_clip_norm=clip
-                ),
+                tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=clip),
                 num_clients=m,
                 clients_per_round=m,
             )
@@ -248,9 +245,7 @@ class MessagesTest(absltest.TestCase):
             rejected += strategy.rejected_replies
             # The other two are as they were, and it moved at most S/m.
             others = np.array([0, clip / m, clip / m])
-            self.assertLessEqual(
-                np.linalg.norm(moved - others), clip / m * (1 + 1e-9)
-            )
+            self.assertLessEqual(np.linalg.norm(moved - others), clip / m * (1 + 1e-9))
         self.assertGreater(rejected, _MUTATIONS / 4)
         counts.held(
             "A mutated reply of Flower's ends no round and moves the mean by "
@@ -272,9 +267,7 @@ _STRANGE = st.one_of(
         [0.0, -0.0, 1e-320, 1e308, 1e-10, 0.5, 1.0, float("nan"), 2**63, 1e30]
     ),
     st.text(max_size=5),
-    st.sampled_from(
-        ["poisson", "fixed_size", "rdp", "pld", "blt:2", "tree", "client"]
-    ),
+    st.sampled_from(["poisson", "fixed_size", "rdp", "pld", "blt:2", "tree", "client"]),
     st.binary(max_size=4),
     st.lists(st.floats(), max_size=3),
     st.tuples(st.integers(0, 5), st.floats(0, 2)),

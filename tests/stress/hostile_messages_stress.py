@@ -59,9 +59,7 @@ def _mechanisms(rounds=3):
             _CLIP,
         ),
         "adaptive": (
-            tfdp_fl.AdaptiveClipping(
-                noise_multiplier=0.0, initial_clip_norm=_CLIP
-            ),
+            tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=_CLIP),
             _CLIP,
         ),
         # All others have norm 1.
@@ -81,9 +79,7 @@ def _mechanisms(rounds=3):
             _CLIP,
         ),
         "adaptive_local": (
-            tfdp_fl.AdaptiveLocalDP(
-                epsilon=1e12, delta=1e-3, clipping_radius=_CLIP
-            ),
+            tfdp_fl.AdaptiveLocalDP(epsilon=1e12, delta=1e-3, clipping_radius=_CLIP),
             2**0.5 * _CLIP,
         ),
         "somebodys_own": (
@@ -117,9 +113,9 @@ class UpdatesTest(parameterized.TestCase):
         started = time.time()
         mechanism, reach = _mechanisms()[name]
         options = {"rounds": 3} if name.endswith("local") else {}
-        process = aggregators.from_mechanism(
-            mechanism, _CLIENTS, **options
-        ).create(tff.to_type([(np.float32, [_SIZE // 2])] * 2))
+        process = aggregators.from_mechanism(mechanism, _CLIENTS, **options).create(
+            tff.to_type([(np.float32, [_SIZE // 2])] * 2)
+        )
         state = process.initialize()
 
         def run(own):
@@ -166,9 +162,7 @@ class UpdatesTest(parameterized.TestCase):
             clients_per_round=_CLIENTS,
             num_clients=_CLIENTS,
             rounds=3,
-        ).create(
-            tff.TensorType(np.float32, [_SIZE]), tff.TensorType(np.float32)
-        )
+        ).create(tff.TensorType(np.float32, [_SIZE]), tff.TensorType(np.float32))
         state = process.initialize()
 
         def run(own):
@@ -184,8 +178,7 @@ class UpdatesTest(parameterized.TestCase):
                 np.linalg.norm(result - without), _bound(2 * _CLIP), attack
             )
         counts.held(
-            "A hostile update moves the mean of TFF's factories by at most S/m "
-            "(nbafl)",
+            "A hostile update moves the mean of TFF's factories by at most S/m (nbafl)",
             len(_ATTACKS),
             "updates",
             time.time() - started,
@@ -221,9 +214,7 @@ class UpdatesTest(parameterized.TestCase):
             if not clips:
 
                 def change(replies):
-                    (hostile,) = [
-                        r for r in replies if r.metadata.src_node_id == 0
-                    ]
+                    (hostile,) = [r for r in replies if r.metadata.src_node_id == 0]
                     hostile.content["arrays"]["0"] = fm.Array(np.asarray(own))
                     return replies
 

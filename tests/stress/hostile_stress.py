@@ -79,9 +79,7 @@ class HostileClientTest(parameterized.TestCase):
         process = learning.build_dp_fed_avg(
             lambda: tff.learning.models.from_keras_model(
                 hostile.model(),
-                loss=tf.keras.losses.SparseCategoricalCrossentropy(
-                    from_logits=True
-                ),
+                loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
                 input_spec=spec,
             ),
             mechanism,

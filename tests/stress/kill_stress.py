@@ -66,9 +66,7 @@ class KillTest(parameterized.TestCase):
         if self.random.random() < 0.15:  # As it starts, resumes or traces.
             time.sleep(self.random.random() * 3)
         else:
-            while (
-                process.is_alive() and len(self._seen(directory, mode)) < rounds
-            ):
+            while process.is_alive() and len(self._seen(directory, mode)) < rounds:
                 time.sleep(0.002)
             time.sleep(self.random.random() * 0.03)
         if process.is_alive():

@@ -181,9 +181,7 @@ class NoiseTest(parameterized.TestCase):
     def test_a_factor_of_two_percent_is_noticed(self):
         add = noise.add_normal
         with (
-            mock.patch.object(
-                noise, "add_normal", lambda t, s: add(t, s * 1.02)
-            ),
+            mock.patch.object(noise, "add_normal", lambda t, s: add(t, s * 1.02)),
             self.assertRaisesRegex(AssertionError, "stddev"),
         ):
             self._check("fixed", "", {})
@@ -251,15 +249,10 @@ class NoiseTest(parameterized.TestCase):
             rounds=6,
             min_separation=1,
         )
-        rounds, _ = noise_test.train(
-            mechanism, 6, noise_test.model(_WIDTH), "cyclic"
-        )
+        rounds, _ = noise_test.train(mechanism, 6, noise_test.model(_WIDTH), "cyclic")
         c = mechanism.generator.coefficients[:6]
         fresh = [
-            [
-                sum(c[j] * rounds[t - j][v] for j in range(t + 1))
-                for v in range(6)
-            ]
+            [sum(c[j] * rounds[t - j][v] for j in range(t + 1)) for v in range(6)]
             for t in range(6)
         ]
         noise_test.assert_is_noise(fresh, [_FIXED] * 6)
@@ -316,9 +309,7 @@ class ProcessesTest(absltest.TestCase):
 
     def test_spawned(self):
         started = time.time()
-        with multiprocessing.get_context("spawn").Pool(
-            1, maxtasksperchild=1
-        ) as pool:
+        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             drawn = pool.map(_one_process, [5] * 3, chunksize=1)
         self._check("spawn", drawn, started)
 

@@ -69,9 +69,7 @@ class ClusterTest(absltest.TestCase):
     def _assert_same_model(self, federated):
         here = cohorts._federated(self.case)
         cohorts._fit(here, self.case, self.case.clients())
-        for a, b in zip(
-            here.get_weights(), federated.get_weights(), strict=True
-        ):
+        for a, b in zip(here.get_weights(), federated.get_weights(), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
         self.assertEqual(here.epsilon(1e-3), federated.epsilon(1e-3))
 
@@ -111,9 +109,7 @@ class ClusterTest(absltest.TestCase):
             return original(place)
 
         with mock.patch.object(workers._cluster, "actor", actor):
-            cohorts._fit(
-                federated, self.case, self.case.clients(), runtime=workers
-            )
+            cohorts._fit(federated, self.case, self.case.clients(), runtime=workers)
         self.assertLen(lost, 1)
         self._assert_same_model(federated)
         counts.held(

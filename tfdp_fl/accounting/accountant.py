@@ -57,9 +57,7 @@ class PrivacyAccountant:
         else:
             self._orders = tuple(sorted({float(order) for order in orders}))
             if not self._orders or self._orders[0] <= 1:
-                raise ValueError(
-                    f"orders must be numbers above 1, got {orders!r}."
-                )
+                raise ValueError(f"orders must be numbers above 1, got {orders!r}.")
         self._orders_array = np.array(self._orders)
         self._counts: dict[charge_lib.RoundCharge, int] = {}
         self._rounds = 0
@@ -205,9 +203,7 @@ class PrivacyAccountant:
         if not (self._amplified or self._other or self._mu_squared):
             return 0.0
         if accountant == "rdp":
-            return rdp_lib.compute_epsilon(
-                self._orders_array, self.rdp(), delta
-            )[0]
+            return rdp_lib.compute_epsilon(self._orders_array, self.rdp(), delta)[0]
         if self._is_one_gaussian:
             return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
@@ -226,9 +222,7 @@ class PrivacyAccountant:
         if not (self._amplified or self._other or self._mu_squared):
             return 0.0
         if accountant == "rdp":
-            return rdp_lib.compute_delta(
-                self._orders_array, self.rdp(), epsilon
-            )[0]
+            return rdp_lib.compute_delta(self._orders_array, self.rdp(), epsilon)[0]
         if self._is_one_gaussian:
             return gaussian.gaussian_delta(self._mu_squared**-0.5, epsilon)
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
@@ -239,9 +233,7 @@ class PrivacyAccountant:
         package = f"dp-accounting {events.dp_accounting_version()}"
         if accountant == "pld":
             if self._is_one_gaussian:
-                return (
-                    "the exact conversion of one Gaussian (Balle & Wang 2018)"
-                )
+                return "the exact conversion of one Gaussian (Balle & Wang 2018)"
             return f"the privacy loss distributions of {package}"
         foreign = any(
             charge.noise_multiplier is None for charge in self._amplified
@@ -258,9 +250,7 @@ class PrivacyAccountant:
             return np.full(len(self._orders), np.inf)
         while self._pending:
             charge, count = self._pending[-1]
-            self._rdp = self._rdp + count * rdp_lib.charge_rdp(
-                charge, self._orders
-            )
+            self._rdp = self._rdp + count * rdp_lib.charge_rdp(charge, self._orders)
             self._pending.pop()
         curve = self._rdp + self._orders_array * (self._mu_squared / 2)
         for event, count in self._other.items():
@@ -289,9 +279,7 @@ class PrivacyAccountant:
             if self._relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
                 z *= 2
             counts[dp_accounting.GaussianDpEvent(z)] = 1
-        interval = self._pld_interval(
-            _PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL
-        )
+        interval = self._pld_interval(_PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL)
         composed = None
         for event, count in counts.items():
             one = _event_pld(event, self._relation, interval)
@@ -305,9 +293,7 @@ class PrivacyAccountant:
     def _pld_interval(self, interval: float) -> float:
         """Returns a cell width that keeps a huge epsilon computable."""
         try:
-            by_rdp = rdp_lib.compute_epsilon(
-                self._orders_array, self.rdp(), 1e-9
-            )[0]
+            by_rdp = rdp_lib.compute_epsilon(self._orders_array, self.rdp(), 1e-9)[0]
         except ValueError:
             return interval
         return max(interval, by_rdp / _PLD_MAX_CELLS)

@@ -15,9 +15,7 @@ _TOLERANCE = 8e-4
 _SMALLEST = 1e-6
 _LARGEST = 1e9
 
-Charges = Iterable[
-    "charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]"
-]
+Charges = Iterable["charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]"]
 
 
 def calibrate(
@@ -55,9 +53,7 @@ def calibrate(
     if orders is not None:
         orders = tuple(orders)
 
-    def epsilon(
-        noise_multiplier: float, by: str, coarse: bool = False
-    ) -> float:
+    def epsilon(noise_multiplier: float, by: str, coarse: bool = False) -> float:
         history = accountant_lib.PrivacyAccountant(orders)
         for item in make_charges(noise_multiplier):
             charge, count = item if isinstance(item, tuple) else (item, 1)
@@ -68,9 +64,7 @@ def calibrate(
     if accountant == "pld":
         # RDP is cheap and never much below PLD's noise: a good first guess.
         with contextlib.suppress(ValueError):
-            start = _solve(
-                lambda z: epsilon(z, "rdp"), target, start, limit, delta
-            )
+            start = _solve(lambda z: epsilon(z, "rdp"), target, start, limit, delta)
         with contextlib.suppress(ValueError):
             start = _solve(
                 lambda z: epsilon(z, "pld", coarse=True),
@@ -114,9 +108,7 @@ def _solve(
         factor *= factor
     for step in range(200):
         gap = math.log(high[0] / low[0])
-        if gap < _TOLERANCE and (
-            high[1] >= target * (1 - _TOLERANCE) or gap < 1e-9
-        ):
+        if gap < _TOLERANCE and (high[1] >= target * (1 - _TOLERANCE) or gap < 1e-9):
             break
         share = 0.5
         if step % 4 != 3 and math.isfinite(low[1]) and high[1] > 0:

@@ -97,8 +97,7 @@ class RoundCharge:
         z = self.noise_multiplier
         if z is not None and z < 0:
             raise ValueError(
-                "event must have a noise multiplier of at least 0, got "
-                f"{self.event!r}."
+                f"event must have a noise multiplier of at least 0, got {self.event!r}."
             )
         if z is None and self.sampling == "fixed_size":
             raise ValueError(
@@ -181,9 +180,7 @@ class RoundCharge:
             )
         if not self.is_amplified:
             return event
-        return dp_accounting.PoissonSampledDpEvent(
-            self.sampling_probability, event
-        )
+        return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, event)
 
     @functools.cached_property
     def _json(self) -> str:

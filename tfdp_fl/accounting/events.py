@@ -52,9 +52,7 @@ def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
         return math.inf if z == 0 else z**-2
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
         one = _mu_squared(event.event)
-        return (
-            None if one is None else event.count * one if event.count else 0.0
-        )
+        return None if one is None else event.count * one if event.count else 0.0
     if isinstance(event, dp_accounting.ComposedDpEvent):
         parts = [_mu_squared(part) for part in event.events]
         known = [part for part in parts if part is not None]
@@ -66,8 +64,7 @@ def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
 
 def _is_without_noise(event: dp_accounting.DpEvent) -> bool:
     return isinstance(event, dp_accounting.NonPrivateDpEvent) or (
-        isinstance(event, dp_accounting.LaplaceDpEvent)
-        and event.noise_multiplier == 0
+        isinstance(event, dp_accounting.LaplaceDpEvent) and event.noise_multiplier == 0
     )
 
 

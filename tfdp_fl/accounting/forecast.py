@@ -87,9 +87,7 @@ def calibrate_noise_multiplier(
     accountant: str = "rdp",
     *,
     target_delta: float | None = None,
-    relative_noise_multipliers: Sequence[float]
-    | Callable[[int], float]
-    | None = None,
+    relative_noise_multipliers: Sequence[float] | Callable[[int], float] | None = None,
     orders: Iterable[float] | None = None,
 ) -> float:
     """Returns the smallest noise multiplier that keeps the target.
@@ -169,9 +167,9 @@ def max_rounds(
     target = _validate.positive(target_epsilon=target_epsilon)
     _validate.inside_unit_interval(delta=delta)
     _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
-    constant = schedules.is_constant(
-        noise_multiplier
-    ) and schedules.is_constant(clients_per_round)
+    constant = schedules.is_constant(noise_multiplier) and schedules.is_constant(
+        clients_per_round
+    )
     if constant and sampling != "shuffled":
         ((charge, _),) = charges(
             noise_multiplier, sampling, num_clients, clients_per_round, 1
@@ -319,9 +317,7 @@ def _one_charge(z, sampling, n, m, t, in_passes) -> charge_lib.RoundCharge:
     )
 
 
-def last_true(
-    predicate: Callable[[int], bool], limit: int, guess: int = 1
-) -> int:
+def last_true(predicate: Callable[[int], bool], limit: int, guess: int = 1) -> int:
     """Returns the largest n <= limit with a falling predicate still true.
 
     Args:

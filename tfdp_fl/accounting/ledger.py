@@ -214,12 +214,8 @@ class PrivacyLedger:
             {
                 "kind": "round",
                 "run": self._run if run is None else _checked_run(run),
-                "round": _validate.non_negative_integer(
-                    round_index=round_index
-                ),
-                "cohort_size": _validate.non_negative_integer(
-                    cohort_size=cohort_size
-                ),
+                "round": _validate.non_negative_integer(round_index=round_index),
+                "cohort_size": _validate.non_negative_integer(cohort_size=cohort_size),
                 "charge": charge and json.loads(charge.to_json()),
                 "local": local,
                 "time": _now(),
@@ -234,9 +230,7 @@ class PrivacyLedger:
         Args:
           expected_head: That head.
         """
-        PrivacyLedger.read(
-            self._place, key=self._key, expected_head=expected_head
-        )
+        PrivacyLedger.read(self._place, key=self._key, expected_head=expected_head)
 
     def contents(self) -> LedgerContents:
         """Returns what the ledger holds now."""
@@ -335,9 +329,7 @@ class PrivacyLedger:
         try:
             written = 0
             while written < len(data):
-                written += os.pwrite(
-                    self._file, data[written:], self._end + written
-                )
+                written += os.pwrite(self._file, data[written:], self._end + written)
             os.fsync(self._file)
         except BaseException as error:
             self._roll_back()

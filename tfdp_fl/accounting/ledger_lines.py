@@ -113,9 +113,7 @@ def _without_rest(line: bytes) -> bytes:
     return text[:end].encode("utf-8", "surrogateescape")
 
 
-def _check_authentication(
-    header: dict[str, Any], key: bytes | None, name: str
-) -> None:
+def _check_authentication(header: dict[str, Any], key: bytes | None, name: str) -> None:
     if header["authentication"] != scheme(key):
         raise LedgerTamperedError(
             f"The ledger {name} says it is authenticated by "
@@ -173,9 +171,7 @@ def checked_local(
     Infinity is what a release without noise costs, so a round may say it, but
     not next to a charge that has noise.
     """
-    checked = {
-        name: float(local[name]) for name in ("mu_squared", "max_mu_squared")
-    }
+    checked = {name: float(local[name]) for name in ("mu_squared", "max_mu_squared")}
     for name, value in checked.items():
         if not value >= 0:
             raise LedgerEntryError(
@@ -204,8 +200,7 @@ def check_secrets(key: Any, expected_head: Any) -> None:
         raise TypeError(f"key must be bytes or None, got a {_kind(key)}.")
     if expected_head is not None and not isinstance(expected_head, str):
         raise TypeError(
-            "expected_head must be a str or None, got a "
-            f"{_kind(expected_head)}."
+            f"expected_head must be a str or None, got a {_kind(expected_head)}."
         )
 
 

@@ -52,9 +52,7 @@ class LocalAccount:
         """The largest sum of mu^2 over the clients."""
         return float(self._mu_squared.max())
 
-    def add(
-        self, positions: np.ndarray, mu_squared: float | np.ndarray
-    ) -> None:
+    def add(self, positions: np.ndarray, mu_squared: float | np.ndarray) -> None:
         """Charges one release to each of a cohort's clients.
 
         Args:
@@ -164,9 +162,7 @@ class LocalAccount:
                 f"{mu_squared.shape} for {len(positions)} positions."
             )
         if not np.all(mu_squared >= 0):
-            raise ValueError(
-                f"mu_squared must be at least 0, got {mu_squared!r}."
-            )
+            raise ValueError(f"mu_squared must be at least 0, got {mu_squared!r}.")
         return positions, mu_squared
 
 

@@ -7,9 +7,7 @@ from typing import Any
 from tfdp_fl import _validate, schedules
 
 
-def checked_size(
-    value: Any, num_clients: int, fractional: bool = False
-) -> float:
+def checked_size(value: Any, num_clients: int, fractional: bool = False) -> float:
     """Returns a cohort size, checked against the number of clients.
 
     Args:
@@ -26,9 +24,7 @@ def checked_size(
     if size.is_integer():
         return int(size)
     if not fractional:
-        raise ValueError(
-            f"clients_per_round must be a whole number, got {value!r}."
-        )
+        raise ValueError(f"clients_per_round must be a whole number, got {value!r}.")
     return size
 
 

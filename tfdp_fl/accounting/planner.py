@@ -164,9 +164,7 @@ def _solve_count(plan, missing, sampling, accountant) -> int:
 
     if missing == "num_clients" and sampling == "shuffled":
         # Only the number of passes matters; even one may be too many.
-        if not keeps(
-            accountant, math.ceil(plan.clients_per_round * plan.rounds)
-        ):
+        if not keeps(accountant, math.ceil(plan.clients_per_round * plan.rounds)):
             value = _MOST_CLIENTS
         else:
             value = search(accountant, 1)

@@ -50,9 +50,7 @@ _MAX_GRID_POINTS = 20_000
 _TAIL = 13.0  # Standard deviations; exp(-13^2/2) = 2e-37.
 
 
-def charge_rdp(
-    charge: charge_lib.RoundCharge, orders: tuple[float, ...]
-) -> np.ndarray:
+def charge_rdp(charge: charge_lib.RoundCharge, orders: tuple[float, ...]) -> np.ndarray:
     """Returns one round's Renyi divergence at each order.
 
     Args:
@@ -124,9 +122,7 @@ def _dp_accountings_rdp(
     return np.array(accountant._rdp)
 
 
-def gaussian_rdp(
-    noise_multiplier: float, orders: tuple[float, ...]
-) -> np.ndarray:
+def gaussian_rdp(noise_multiplier: float, orders: tuple[float, ...]) -> np.ndarray:
     """Returns alpha / (2 z^2) (Mironov 2017, proposition 7)."""
     if noise_multiplier == 0:
         return np.full(len(orders), np.inf)
@@ -174,9 +170,7 @@ def poisson_gaussian_rdp(
     )
     log_a = _interpolated(alpha, table.orders, log_a_integer)
     if by_grid and np.any(fractional):
-        log_a[fractional] = _log_a_by_grid(
-            alpha[fractional], z, step, log_q, log_1mq
-        )
+        log_a[fractional] = _log_a_by_grid(alpha[fractional], z, step, log_q, log_1mq)
     # Sampling never costs more than taking everybody.
     return np.clip(log_a / (alpha - 1), 0.0, unsampled)
 
@@ -184,9 +178,7 @@ def poisson_gaussian_rdp(
 def _log_a_by_grid(alpha, z, step, log_q, log_1mq):
     x = np.arange(-_TAIL * z, alpha[-1] + _TAIL * z, step)
     log_w = np.logaddexp(log_1mq, log_q + (2 * x - 1) / (2 * z * z))
-    log_density = -x * x / (2 * z * z) + math.log(
-        step / (z * math.sqrt(2 * math.pi))
-    )
+    log_density = -x * x / (2 * z * z) + math.log(step / (z * math.sqrt(2 * math.pi)))
     terms = alpha[:, None] * log_w + log_density
     top = np.max(terms, axis=1)
     return top + np.log(np.sum(np.exp(terms - top[:, None]), axis=1))
@@ -287,9 +279,9 @@ class _BinomialTable:
         log_factorial = special.gammaln(np.arange(max(orders) + 2) + 1.0)
         index = self.i.astype(np.int64)
         top = self.alpha.astype(np.int64)
-        self.log_comb = (
-            log_factorial[top] - log_factorial[index]
-        ) - log_factorial[top - index]
+        self.log_comb = (log_factorial[top] - log_factorial[index]) - log_factorial[
+            top - index
+        ]
 
     def log_sum(self, log_terms: np.ndarray) -> np.ndarray:
         """Returns log sum_i C(alpha, i) exp(log_terms) for each alpha."""
@@ -339,9 +331,7 @@ def compute_epsilon(
       delta: Between 0 and 1.
     """
     epsilon = (
-        rdp
-        + np.log1p(-1 / orders)
-        - (math.log(delta) + np.log(orders)) / (orders - 1)
+        rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     )
     epsilon = np.where(delta**2 + np.expm1(-rdp) > 0, 0.0, epsilon)
     best = int(np.argmin(epsilon))
@@ -360,9 +350,7 @@ def compute_delta(
       rdp: float64 [n].
       epsilon: At least 0.
     """
-    log_delta = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(
-        orders
-    )
+    log_delta = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
     with np.errstate(divide="ignore"):
         by_variation = 0.5 * np.log(-np.expm1(-rdp))
     log_delta = np.minimum(np.minimum(log_delta, by_variation), 0.0)

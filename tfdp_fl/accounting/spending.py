@@ -68,9 +68,7 @@ class Spending:
     def __init__(self, guarantee: str, num_clients: int):
         self.guarantee = guarantee
         self.central = accountant_lib.PrivacyAccountant()
-        self._own: collections.Counter[charge_lib.RoundCharge] = (
-            collections.Counter()
-        )
+        self._own: collections.Counter[charge_lib.RoundCharge] = collections.Counter()
         self.clients = local_lib.LocalAccount(num_clients)
         self.lost_mu_squared = 0.0
         self.others: dict[str, OtherRun] = {}
@@ -254,9 +252,7 @@ class Spending:
         seen most is taken to be among them.
         """
         if self.by_client:
-            return epsilon_of_mu_squared(
-                self.max_mu_squared + mu_squared, delta
-            )
+            return epsilon_of_mu_squared(self.max_mu_squared + mu_squared, delta)
         return self.central.epsilon_after(charge, delta, accountant)
 
     def state(self) -> dict[str, Any]:
@@ -280,9 +276,7 @@ class Spending:
         spending = cls(state["guarantee"], len(state["mu_squared"]))
         spending._own = _from_json(state["charges"])
         spending.others = {
-            name: OtherRun(
-                charges=_from_json(charges), mu_squared=float(mu_squared)
-            )
+            name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
             # Missing where an earlier version wrote the state.
             for name, (charges, mu_squared) in state.get("others", {}).items()
         }

@@ -73,9 +73,7 @@ class StatementFacts:
     guarantee: str
     mechanism: str
     mechanism_description: str = ""
-    mechanism_parameters: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )
+    mechanism_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unit: str = "client"
     relation: dp_accounting.NeighboringRelation | None = None
     sampling: str = "poisson"
@@ -151,9 +149,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     local = facts.guarantee in ("local", "record")
     stated = [
         value
-        for name in (
-            ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
-        )
+        for name in (("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp"))
         if (value := values[name]) is not None
     ]
     # Both accountants give upper bounds: the lower one holds.
@@ -193,13 +189,11 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         "mechanism": facts.mechanism,
         "mechanism_description": facts.mechanism_description,
         "mechanism_parameters": {
-            key: _json.plain(value)
-            for key, value in facts.mechanism_parameters.items()
+            key: _json.plain(value) for key, value in facts.mechanism_parameters.items()
         },
         "dp_accounting": events.dp_accounting_version(),
         "caveats": {
-            key: CAVEATS[key]
-            for key in dict.fromkeys([*facts.caveats, *implied])
+            key: CAVEATS[key] for key in dict.fromkeys([*facts.caveats, *implied])
         },
     }
     content["summary"] = statement_text.summary(

@@ -13,9 +13,7 @@ SAMPLING = {
         "each of the N clients took part in a round with probability m/N, "
         "independently of the others"
     ),
-    "fixed_size": (
-        "each round drew exactly m of the N clients without replacement"
-    ),
+    "fixed_size": ("each round drew exactly m of the N clients without replacement"),
     "shuffled": "each pass went once through all N clients in shuffled order",
     "cyclic": (
         "the N clients were divided into fixed groups, which took part in "
@@ -43,9 +41,7 @@ def summary(facts, content, values, best, relation, delta) -> str:
     """Returns the paragraph that says what was guaranteed, and to whom."""
     after = f"after {_count(facts.rounds, 'round')} of training"
     if facts.rounds_of_others:
-        after += (
-            f" and {facts.rounds_of_others} of other runs on the same clients"
-        )
+        after += f" and {facts.rounds_of_others} of other runs on the same clients"
     if not math.isfinite(best):
         why = (
             "the mechanism adds no noise"
@@ -82,14 +78,11 @@ def summary(facts, content, values, best, relation, delta) -> str:
     )
     central = values["central_epsilon"]
     if central is not None:
-        text += (
-            " Against those who see only the averages, the same noise gives "
-            + (
-                f"a central epsilon of {_up(central)} at delta = {delta:g}, "
-                "for the same neighbours."
-                if math.isfinite(central)
-                else "no finite central epsilon."
-            )
+        text += " Against those who see only the averages, the same noise gives " + (
+            f"a central epsilon of {_up(central)} at delta = {delta:g}, "
+            "for the same neighbours."
+            if math.isfinite(central)
+            else "no finite central epsilon."
         )
     if facts.implied_delta is not None:
         text += (
@@ -115,10 +108,7 @@ def _by_accountants(facts, values) -> str:
         else ""
     )
     if rdp is not None and pld is not None:
-        return (
-            f" ({by_pld}, by Renyi accounting {_up(rdp)}; each is an upper "
-            "bound)"
-        )
+        return f" ({by_pld}, by Renyi accounting {_up(rdp)}; each is an upper bound)"
     if pld is not None:
         return f" ({by_pld}, an upper bound)"
     return " (by Renyi accounting, an upper bound)"
@@ -133,9 +123,7 @@ def meaning(facts, best, delta) -> str:
         )
     factor = f"{math.exp(best):.3g}" if best < 700 else f"exp({_up(best)})"
     seen = (
-        "what a client sent"
-        if facts.guarantee in ("local", "record")
-        else "the models"
+        "what a client sent" if facts.guarantee in ("local", "record") else "the models"
     )
     return (
         f"In plain words: whatever anyone concludes from {seen}, with any "
@@ -214,9 +202,7 @@ def markdown(content: dict[str, Any]) -> str:
         "Sampling": content["sampling"],
         "Clients (N)": ", then ".join(map(str, content["populations"])),
         "Rounds of other runs": content["rounds_of_others"] or None,
-        "Clients per round, planned (m)": _range_text(
-            content["clients_per_round"]
-        ),
+        "Clients per round, planned (m)": _range_text(content["clients_per_round"]),
         "Cohort sizes drawn": _range_text(content["cohort_sizes"]),
         "Most participations of a client": content["max_participations"],
         "Mechanism": content["mechanism"],
@@ -247,8 +233,7 @@ def _range_text(sizes: dict[str, Any]) -> str:
     if sizes["min"] == sizes["max"]:
         return _number(sizes["min"])
     return (
-        f"{_number(sizes['min'])} to {_number(sizes['max'])} "
-        f"(mean {sizes['mean']:.4g})"
+        f"{_number(sizes['min'])} to {_number(sizes['max'])} (mean {sizes['mean']:.4g})"
     )
 
 

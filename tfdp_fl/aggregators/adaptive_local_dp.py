@@ -95,9 +95,7 @@ class WindowedQuery(cohort_query.CohortQuery):
             params, record, contribution.Client(window=window)
         )
         usable = 1.0 - released.discarded
-        norms = tf.math.multiply_no_nan(
-            self.mechanism.window_norms(record), usable
-        )
+        norms = tf.math.multiply_no_nan(self.mechanism.window_norms(record), usable)
         return released._replace(
             sums={
                 "layer_norms": row[:, tf.newaxis] * norms,
@@ -111,9 +109,7 @@ class WindowedQuery(cohort_query.CohortQuery):
         global_state: WindowedRound,
     ) -> tuple[list[tf.Tensor], WindowedRound, dp_accounting.DpEvent]:
         """Returns the mean of the releases, and windows that moved on."""
-        mean, state, event = super().get_noised_result(
-            sample_state, global_state
-        )
+        mean, state, event = super().get_noised_result(sample_state, global_state)
         norms, seen = (sample_state.sums[n] for n in ("layer_norms", "seen"))
         windows = global_state.windows
         # A client that was in the cohort twice had the mean of its norms.
@@ -153,8 +149,7 @@ class WindowedAdaptiveLocalDPFactory(
         calibration: str = "analytic",
         composition: str = "rdp",
         layers: str = "joint",
-        inner_factory: tff.aggregators.UnweightedAggregationFactory
-        | None = None,
+        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         **deployment: Any,
     ):
         """For the arguments see `AdaptiveLocalDP` and `MechanismFactory`.
@@ -175,9 +170,7 @@ class WindowedAdaptiveLocalDPFactory(
             num_clients=num_clients,
             **deployment,
         )
-        super().__init__(
-            bound, inner_factory=inner_factory, scalars_factory=None
-        )
+        super().__init__(bound, inner_factory=inner_factory, scalars_factory=None)
 
     def create(
         self, value_type: tff.types.Type, weight_type: tff.types.Type

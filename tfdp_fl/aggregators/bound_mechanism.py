@@ -98,9 +98,7 @@ class BoundMechanism:
             rounds,
             _validate.non_negative,
         )
-        lengths = [
-            len(each) for each in (clients, noise) if isinstance(each, tuple)
-        ]
+        lengths = [len(each) for each in (clients, noise) if isinstance(each, tuple)]
         if period is not None:
             lengths.append(period)
         if rounds is not None and lengths and rounds > min(lengths):
@@ -160,9 +158,7 @@ class BoundMechanism:
           shapes: Theirs, if they are known.
         """
         deployment = self._deployment_for(num_variables)
-        return self.mechanism.bind(
-            dataclasses.replace(deployment, shapes=shapes)
-        )
+        return self.mechanism.bind(dataclasses.replace(deployment, shapes=shapes))
 
     def _deployment_for(self, num_variables: int) -> contribution.Deployment:
         return dataclasses.replace(self.deployment, num_variables=num_variables)

@@ -115,9 +115,7 @@ def create_cohort_process(
     at_server = _server_phases(query, plan)
     query_state_type = at_server.initial_state.type_signature.result
     if query.two_phase:
-        clip_to_cohort = _create_clip_to_cohort(
-            query, query_state_type, value_type
-        )
+        clip_to_cohort = _create_clip_to_cohort(query, query_state_type, value_type)
     preprocess_record = _create_preprocess_record(
         query, at_server.sample_params.type_signature.result, client_types
     )
@@ -209,9 +207,7 @@ class _ServerPhases(NamedTuple):
     finish_round: Any
 
 
-def _server_phases(
-    query: cohort_query.CohortQuery, plan: RoundPlan
-) -> _ServerPhases:
+def _server_phases(query: cohort_query.CohortQuery, plan: RoundPlan) -> _ServerPhases:
     """Returns what a query and a plan come to at the server."""
 
     @tff.tensorflow.computation
@@ -237,9 +233,7 @@ def _server_phases(
         # Of a length that the graph does not know: it grows.
         return state.RoundHistory(
             *(
-                tf.compat.v1.placeholder_with_default(
-                    np.zeros([0], dtype), [None]
-                )
+                tf.compat.v1.placeholder_with_default(np.zeros([0], dtype), [None])
                 for dtype in (np.int64, np.float64, np.float64, np.int64)
             )
         )
@@ -277,9 +271,7 @@ def _create_init_fn(
         event = tff.federated_map(at_server.event_of, first)
         return tff.federated_zip(
             state.AggregatorState(
-                query_state=tff.federated_eval(
-                    at_server.initial_state, tff.SERVER
-                ),
+                query_state=tff.federated_eval(at_server.initial_state, tff.SERVER),
                 rounds=first,
                 sum_state=sum_process.initialize(),
                 dp_event=event,

@@ -40,9 +40,7 @@ class BoundFactory:
         return self._bound.deployment
 
 
-class MechanismFactory(
-    BoundFactory, tff.aggregators.UnweightedAggregationFactory
-):
+class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactory):
     """Aggregates the updates of a cohort as a mechanism says.
 
     The created process takes any structure of float tensors from each client
@@ -81,11 +79,9 @@ class MechanismFactory(
         self,
         mechanism: mechanism_lib.Mechanism,
         clients_per_round: schedules.Schedule,
-        inner_factory: tff.aggregators.UnweightedAggregationFactory
-        | None = None,
+        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         *,
-        scalars_factory: tff.aggregators.UnweightedAggregationFactory
-        | None = None,
+        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         **deployment: Any,
     ):
         """Checks the arguments.
@@ -117,16 +113,12 @@ class MechanismFactory(
                 "tfdp_fl.learning.build_dp_fed_avg."
             )
         super().__init__(
-            bound_mechanism.BoundMechanism(
-                mechanism, clients_per_round, **deployment
-            ),
+            bound_mechanism.BoundMechanism(mechanism, clients_per_round, **deployment),
             inner_factory=inner_factory,
             scalars_factory=scalars_factory,
         )
 
-    def create(
-        self, value_type: tff.types.Type
-    ) -> tff.templates.AggregationProcess:
+    def create(self, value_type: tff.types.Type) -> tff.templates.AggregationProcess:
         """Implements `UnweightedAggregationFactory.create`.
 
         Args:
@@ -157,9 +149,7 @@ def from_mechanism(
       ValueError: The mechanism's guarantee does not hold there, or it needs a
         fact that is not given.
     """
-    return MechanismFactory(
-        mechanism, clients_per_round, inner_factory, **options
-    )
+    return MechanismFactory(mechanism, clients_per_round, inner_factory, **options)
 
 
 def check_inner_factory(

@@ -31,13 +31,10 @@ def factory_of(
             self,
             *,
             clients_per_round: schedules.Schedule,
-            inner_factory: tff.aggregators.UnweightedAggregationFactory
-            | None = None,
+            inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
             **options: Any,
         ):
-            parameters = {
-                name: options.pop(name) for name in own & options.keys()
-            }
+            parameters = {name: options.pop(name) for name in own & options.keys()}
             super().__init__(
                 mechanism_class(**parameters),
                 clients_per_round,
@@ -52,16 +49,12 @@ def factory_of(
         inspect.Parameter(
             field.name,
             keyword,
-            default=empty
-            if field.default is dataclasses.MISSING
-            else field.default,
+            default=empty if field.default is dataclasses.MISSING else field.default,
         )
         for field in fields
     ]
     given = inspect.signature(Factory.__init__).parameters
-    Factory.__signature__ = inspect.Signature(
-        [*declared, *list(given.values())[1:]]
-    )
+    Factory.__signature__ = inspect.Signature([*declared, *list(given.values())[1:]])
     Factory.__name__ = Factory.__qualname__ = name
     Factory.__module__ = __name__
     Factory.__doc__ = (

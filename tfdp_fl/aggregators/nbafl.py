@@ -38,10 +38,8 @@ class NbAFLFactory(
         constant: float | None = None,
         weight_clip: float | None = None,
         downlink_noise: bool = True,
-        inner_factory: tff.aggregators.UnweightedAggregationFactory
-        | None = None,
-        scalars_factory: tff.aggregators.UnweightedAggregationFactory
-        | None = None,
+        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         sampling: str | None = None,
         max_participations: int | None = None,
     ):

@@ -26,14 +26,11 @@ def check_value_type(value_type: tff.types.Type) -> int:
         )
     leaves = _leaf_types(value_type, "value")
     if not leaves:
-        raise TypeError(
-            f"value_type must have at least one tensor, got {value_type}."
-        )
+        raise TypeError(f"value_type must have at least one tensor, got {value_type}.")
     for path, leaf in leaves:
         if not isinstance(leaf, tff.TensorType):
             raise TypeError(
-                f"value_type must be a structure of tensors, got {path} of "
-                f"type {leaf}."
+                f"value_type must be a structure of tensors, got {path} of type {leaf}."
             )
         if tf.as_dtype(leaf.dtype) in (tf.float16, tf.bfloat16):
             raise TypeError(
@@ -57,17 +54,13 @@ def shapes(value_type: tff.types.Type) -> tuple[tuple[int, ...], ...] | None:
     Args:
       value_type: Type of one client's value, checked.
     """
-    leaves = [
-        tf.TensorShape(leaf.shape) for _, leaf in _leaf_types(value_type, "")
-    ]
+    leaves = [tf.TensorShape(leaf.shape) for _, leaf in _leaf_types(value_type, "")]
     if not all(leaf.is_fully_defined() for leaf in leaves):
         return None
     return tuple(tuple(leaf.as_list()) for leaf in leaves)
 
 
-def _leaf_types(
-    type_: tff.types.Type, path: str
-) -> list[tuple[str, tff.types.Type]]:
+def _leaf_types(type_: tff.types.Type, path: str) -> list[tuple[str, tff.types.Type]]:
     if not isinstance(type_, tff.StructType):
         return [(path, type_)]
     leaves = []
@@ -81,9 +74,7 @@ def to_list(value: Any) -> list[tf.Tensor]:
     """Returns the tensors of a value, in the order of its TFF type."""
     if tf.is_tensor(value) or isinstance(value, np.ndarray):
         return [value]
-    return tff.structure.flatten(
-        tff.structure.from_container(value, recursive=True)
-    )
+    return tff.structure.flatten(tff.structure.from_container(value, recursive=True))
 
 
 def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Any:

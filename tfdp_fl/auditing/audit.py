@@ -58,13 +58,9 @@ class CanaryAudit:
         Raises:
           ValueError: An argument is not allowed.
         """
-        self.num_canaries = _validate.positive_integer(
-            num_canaries=num_canaries
-        )
+        self.num_canaries = _validate.positive_integer(num_canaries=num_canaries)
         if self.num_canaries < 2:
-            raise ValueError(
-                f"num_canaries must be at least 2, got {num_canaries!r}."
-            )
+            raise ValueError(f"num_canaries must be at least 2, got {num_canaries!r}.")
         self.iterates = _validate.one_of((FINAL, ALL), iterates=iterates)
         self._engine: engine.CohortEngine | None = None
         self._rounds = 0
@@ -84,8 +80,7 @@ class CanaryAudit:
         """
         if self._engine is not None:
             raise ValueError(
-                "audit must be a new CanaryAudit for each fit, got one that "
-                "was used."
+                "audit must be a new CanaryAudit for each fit, got one that was used."
             )
         query = cohort_engine.query
         if (
@@ -159,8 +154,7 @@ class CanaryAudit:
             if self._before is not None:
                 # Where two rounds had the same noise, it is gone from this.
                 update, own = (
-                    new - old
-                    for new, old in zip(seen, self._before, strict=True)
+                    new - old for new, old in zip(seen, self._before, strict=True)
                 )
                 self._score(update, own)
             self._before = seen
@@ -179,9 +173,7 @@ class CanaryAudit:
             (1, self._others, nobody),
         ):
             # In the earlier of two rounds a canary counts against the update.
-            found = scores(canaries, moved, added, times) * np.where(
-                own < 0, -1, 1
-            )
+            found = scores(canaries, moved, added, times) * np.where(own < 0, -1, 1)
             np.maximum(self._best[row], found, out=self._best[row])
 
     def end(self) -> None:

@@ -49,10 +49,7 @@ class Canaries:
 
     def _in_turn(self, places: np.ndarray) -> list[np.ndarray]:
         step = max(1, _HELD // max(1, self.size))
-        return [
-            places[start : start + step]
-            for start in range(0, len(places), step)
-        ]
+        return [places[start : start + step] for start in range(0, len(places), step)]
 
     def sum_of(self, places: np.ndarray) -> np.ndarray:
         """Returns the sum of some directions, float32 [d].

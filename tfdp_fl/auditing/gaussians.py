@@ -57,9 +57,7 @@ def epsilon_of(
     def excess(epsilon: float) -> float:
         one, other = (mean, std), (other_mean, other_std)
         return (
-            max(
-                delta_of(epsilon, *one, *other), delta_of(epsilon, *other, *one)
-            )
+            max(delta_of(epsilon, *one, *other), delta_of(epsilon, *other, *one))
             - delta
         )
 

@@ -76,9 +76,7 @@ class Generator(abc.ABC):
         """Returns each model's noise variance for z of variance 1, [T]."""
 
     @abc.abstractmethod
-    def next_noise(
-        self, memory: Memory, draw: Draw
-    ) -> tuple[list[tf.Tensor], Memory]:
+    def next_noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
         """Returns n of one of the first T rounds, and the memory after it.
 
         Args:
@@ -86,9 +84,7 @@ class Generator(abc.ABC):
           draw: Fresh draws for this round.
         """
 
-    def noise(
-        self, memory: Memory, draw: Draw
-    ) -> tuple[list[tf.Tensor], Memory]:
+    def noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
         """Returns n of a round, and the memory after it.
 
         After T rounds the memory is emptied: a new segment begins, whose
@@ -196,9 +192,7 @@ class BandedGenerator(_Toeplitz):
         """The norm of one column: what one participation moves."""
         return float(np.linalg.norm(self.coefficients))
 
-    def next_noise(
-        self, memory: Memory, draw: Draw
-    ) -> tuple[list[tf.Tensor], Memory]:
+    def next_noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
         """See base class."""
         position, buffers = memory
         fresh = draw(0)
@@ -229,9 +223,7 @@ def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
     places = [[0, row] for row in range(rows)]
     sparse = tf.SparseTensor(places, weights, [1, rows])
     flat = tf.reshape(buffer, [rows, -1])
-    return tf.reshape(
-        tf.sparse.sparse_dense_matmul(sparse, flat), buffer.shape[1:]
-    )
+    return tf.reshape(tf.sparse.sparse_dense_matmul(sparse, flat), buffer.shape[1:])
 
 
 class BLTGenerator(_Toeplitz):
@@ -263,13 +255,11 @@ class BLTGenerator(_Toeplitz):
         distances = np.abs(poles[:, None] - poles) + np.eye(len(poles))
         if distances.min() == 0:
             raise ValueError(
-                "theta must hold numbers that differ in float32, got "
-                f"{tuple(theta)!r}."
+                f"theta must hold numbers that differ in float32, got {tuple(theta)!r}."
             )
         self.theta = poles
         weights = [
-            np.prod(pole - np.asarray(theta_hat))
-            / np.prod(np.delete(pole - poles, i))
+            np.prod(pole - np.asarray(theta_hat)) / np.prod(np.delete(pole - poles, i))
             for i, pole in enumerate(poles)
         ]
         self.weights = _as_float32(weights)
@@ -287,9 +277,7 @@ class BLTGenerator(_Toeplitz):
         """See base class."""
         return (*self.theta.tolist(), *self.weights.tolist())
 
-    def next_noise(
-        self, memory: Memory, draw: Draw
-    ) -> tuple[list[tf.Tensor], Memory]:
+    def next_noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
         """See base class."""
         position, buffers = memory
         weights = tf.constant(self.weights, tf.float32)
@@ -337,9 +325,7 @@ class TreeGenerator(Generator):
             self.participation.rounds, self.restart_every, workload
         )
 
-    def next_noise(
-        self, memory: Memory, draw: Draw
-    ) -> tuple[list[tf.Tensor], Memory]:
+    def next_noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
         """See base class."""
         position, buffers = memory
         place = position % self.restart_every
@@ -368,13 +354,9 @@ class TreeGenerator(Generator):
         noise, kept = [], []
         for estimate, buffer in zip(estimates, buffers, strict=True):
             # Rows up to the height were merged; row 0 is the sum, made below.
-            stays = tf.reshape(
-                rows > height + 1, [-1] + [1] * len(estimate.shape)
-            )
+            stays = tf.reshape(rows > height + 1, [-1] + [1] * len(estimate.shape))
             stack = tf.where(stays, buffer, 0.0)
-            stack = tf.tensor_scatter_nd_update(
-                stack, [[height + 1]], estimate[None]
-            )
+            stack = tf.tensor_scatter_nd_update(stack, [[height + 1]], estimate[None])
             total = tf.reduce_sum(stack, axis=0)
             noise.append(total - buffer[0])
             kept.append(tf.tensor_scatter_nd_update(stack, [[0]], total[None]))

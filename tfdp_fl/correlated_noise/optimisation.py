@@ -62,9 +62,7 @@ def _products(rounds: int, workload: Workload) -> np.ndarray:
     return sums
 
 
-def banded(
-    bands: int, participation: Participation, workload: Workload
-) -> np.ndarray:
+def banded(bands: int, participation: Participation, workload: Workload) -> np.ndarray:
     """Returns the best c_0, ..., c_(bands-1), float64 [bands].
 
     Choquette-Choo et al. (2023), section 3, for Toeplitz matrices.
@@ -88,9 +86,7 @@ def _products_of_sigmoids(free: np.ndarray) -> np.ndarray:
     return np.concatenate([[1.0], np.cumprod(special.expit(free))])
 
 
-def banded_loss(
-    bands: int, participation: Participation, workload: Workload
-) -> _Loss:
+def banded_loss(bands: int, participation: Participation, workload: Workload) -> _Loss:
     """Returns log(error^2 sensitivity^2) of c = `_products_of_sigmoids`."""
     error_of = _Error(participation.rounds, workload)
 
@@ -103,9 +99,7 @@ def banded_loss(
         error, by_output = error_of(output)
         # C b = input, so db = -C^-1 (dC) b: solve with C' first.
         solved = signal.lfilter([1.0], c, by_output[::-1])[::-1]
-        by_c -= (
-            signal.correlate(solved, output)[len(output) - 1 :][:bands] / error
-        )
+        by_c -= signal.correlate(solved, output)[len(output) - 1 :][:bands] / error
         by_log = (c * by_c)[1:]
         by_free = special.expit(-free) * np.cumsum(by_log[::-1])[::-1]
         return np.log(error) + np.log(square), by_free
@@ -132,13 +126,9 @@ def blt(
     return values[::2], values[1::2]
 
 
-def _blt_starts(
-    num_buffers: int, participation: Participation
-) -> Iterable[np.ndarray]:
+def _blt_starts(num_buffers: int, participation: Participation) -> Iterable[np.ndarray]:
     """Yields poles and zeros whose distances from 1 grow geometrically."""
-    for reach in sorted(
-        {participation.rounds, participation.min_separation, 8}
-    ):
+    for reach in sorted({participation.rounds, participation.min_separation, 8}):
         for lowest in (0.3, 0.8):
             distances = np.geomspace(0.5 / (reach + 1), lowest, 2 * num_buffers)
             values = 1 - distances
@@ -175,8 +165,7 @@ def blt_loss(
             of_output = signal.lfilter([0.0, 1.0], [1.0, -value], output)
             sign = 1 if i % 2 == 0 else -1
             by_values[i] = sign * (
-                2 * (columns @ of_columns) / square
-                - (by_output @ of_output) / error
+                2 * (columns @ of_columns) / square - (by_output @ of_output) / error
             )
         by_log = values * by_values
         by_free = special.expit(-free) * np.cumsum(by_log[::-1])[::-1]

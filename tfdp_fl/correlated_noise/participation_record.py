@@ -71,9 +71,7 @@ class ParticipationRecord:
     def eligible(self, clients: Iterable[_Client]) -> list[_Client]:
         """Returns those who may take part now, each once, in their order."""
         return [
-            client
-            for client in dict.fromkeys(clients)
-            if self.refusal(client) is None
+            client for client in dict.fromkeys(clients) if self.refusal(client) is None
         ]
 
     def check(self, clients: Sequence[Hashable]) -> None:

@@ -95,9 +95,7 @@ class BandedToeplitz(Strategy):
         """See base class."""
         if self.coefficients is not None:
             return generators.BandedGenerator(self.coefficients, participation)
-        bands = min(
-            self.bands or participation.min_separation, participation.rounds
-        )
+        bands = min(self.bands or participation.min_separation, participation.rounds)
         best = optimisation.banded(bands, participation, workload)
         return generators.BandedGenerator(best, participation)
 
@@ -153,17 +151,13 @@ class BLT(Strategy):
     ) -> generators.BLTGenerator:
         """See base class."""
         if self.theta is not None and self.theta_hat is not None:
-            return generators.BLTGenerator(
-                self.theta, self.theta_hat, participation
-            )
+            return generators.BLTGenerator(self.theta, self.theta_hat, participation)
         best = optimisation.blt(self.num_buffers, participation, workload)
         return generators.BLTGenerator(*without_pairs(*best), participation)
 
     def describe(self) -> str:
         """See base class."""
-        return (
-            f"a buffered linear Toeplitz strategy ({self.num_buffers} buffers)"
-        )
+        return f"a buffered linear Toeplitz strategy ({self.num_buffers} buffers)"
 
 
 def _poles_and_zeros_make_sense(
@@ -214,9 +208,7 @@ class Tree(Strategy):
 
     def __post_init__(self):
         if self.restart_every is not None:
-            rounds = _validate.positive_integer(
-                restart_every=self.restart_every
-            )
+            rounds = _validate.positive_integer(restart_every=self.restart_every)
             object.__setattr__(self, "restart_every", rounds)
 
     def make(
@@ -231,10 +223,7 @@ class Tree(Strategy):
         """See base class."""
         if self.restart_every is None:
             return "binary-tree aggregation"
-        return (
-            "binary-tree aggregation (a new tree every "
-            f"{self.restart_every} rounds)"
-        )
+        return f"binary-tree aggregation (a new tree every {self.restart_every} rounds)"
 
 
 # By the words that stand for them in flags and settings.
@@ -271,8 +260,7 @@ def _from_repr(text: str) -> Strategy:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("no call with names")
         options = {
-            str(each.arg): ast.literal_eval(each.value)
-            for each in call.keywords
+            str(each.arg): ast.literal_eval(each.value) for each in call.keywords
         }
         return _BY_NAME[text.partition("(")[0]](**options)
     except (SyntaxError, TypeError, ValueError) as error:

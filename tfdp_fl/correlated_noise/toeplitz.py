@@ -51,9 +51,7 @@ def checked(coefficients: Sequence[float] | np.ndarray) -> np.ndarray:
     return values
 
 
-def charges(
-    coefficients: np.ndarray, participation: Participation
-) -> np.ndarray:
+def charges(coefficients: np.ndarray, participation: Participation) -> np.ndarray:
     """Returns col, by which the noise multiplier of a round is divided.
 
     Kalinin & Lampert (2024), theorem 2 (https://arxiv.org/abs/2405.13763): if

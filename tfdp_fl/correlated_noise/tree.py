@@ -86,9 +86,7 @@ def stack_variances(rounds: int, restart_every: int) -> np.ndarray:
     return np.array(variances)
 
 
-def squared_errors(
-    rounds: int, restart_every: int, workload: Workload
-) -> np.ndarray:
+def squared_errors(rounds: int, restart_every: int, workload: Workload) -> np.ndarray:
     """Returns the variance of each model's noise for z of variance 1.
 
     Args:

@@ -38,9 +38,7 @@ class Workload:
         if self.rates is not None:
             rates = tuple(_validate.non_negative(rates=r) for r in self.rates)
             if not any(rates):
-                raise ValueError(
-                    "rates must hold a number above 0, got only zeros."
-                )
+                raise ValueError("rates must hold a number above 0, got only zeros.")
             object.__setattr__(self, "rates", rates)
 
     def coefficients(self, rounds: int) -> np.ndarray:

@@ -62,9 +62,7 @@ def load_digits(
     x = (digits.data / 16).astype(np.float32)
     y = digits.target.astype(np.int32)
     train, test = stratified_split(y, math.ceil(test_fraction * len(y)))
-    held_out = check_held_out(
-        len(train), validation_examples=validation_examples
-    )
+    held_out = check_held_out(len(train), validation_examples=validation_examples)
     if held_out:
         kept, validation = stratified_split(y[train], held_out)
         train, test = train[kept], train[validation]

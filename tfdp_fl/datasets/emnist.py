@@ -73,9 +73,7 @@ def load_emnist(
 def _read(
     client_data: Any, writer: str, shape: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    examples = sources.read_tf_dataset(
-        client_data.create_tf_dataset_for_client(writer)
-    )
+    examples = sources.read_tf_dataset(client_data.create_tf_dataset_for_client(writer))
     return examples["pixels"].reshape(-1, *shape), examples["label"]
 
 

@@ -199,9 +199,7 @@ class FederatedDataset:
           ValueError: A column is not there, holds something else than finite
             numbers, or has missing values; or a feature is the client column.
         """
-        x, y, rows, weight = frames.split(
-            frame, client, features, label, sample_weight
-        )
+        x, y, rows, weight = frames.split(frame, client, features, label, sample_weight)
         return cls.from_indices(x, y, rows, sample_weight=weight)
 
     @classmethod
@@ -227,8 +225,7 @@ class FederatedDataset:
     def from_client_data(
         cls,
         client_data: Any,
-        preprocess_fn: Callable[[tf.data.Dataset], tf.data.Dataset]
-        | None = None,
+        preprocess_fn: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None,
     ) -> FederatedDataset:
         """Makes a dataset of a `tff.simulation.datasets.ClientData`.
 
@@ -289,9 +286,7 @@ class FederatedDataset:
                 f"of tf.TensorSpec, got {element_spec!r}."
             )
         if element_spec is not None:
-            element_spec = tf_datasets.with_float_weights(
-                nests.pair(element_spec)
-            )
+            element_spec = tf_datasets.with_float_weights(nests.pair(element_spec))
         sources.at_least_one_client(client_ids=client_ids)
         distinct = ids_lib.distinct(client_ids) or ()
         source = sources.StreamedSource(distinct, fn, element_spec)
@@ -444,8 +439,7 @@ class FederatedDataset:
             return self.client_ids_digest
         if self._digest is None:
             self._digest = hashlib.sha256(
-                self.client_ids_digest.encode()
-                + self._source.content_digest().encode()
+                self.client_ids_digest.encode() + self._source.content_digest().encode()
             ).hexdigest()
         return self._digest
 
@@ -568,9 +562,7 @@ class FederatedDataset:
         fraction = _validate.inside_unit_interval(fraction=fraction)
         seed = _validate.non_negative_integer(seed=seed)
         if self.num_clients < 2:
-            raise ValueError(
-                "split_clients must have at least two clients, got one."
-            )
+            raise ValueError("split_clients must have at least two clients, got one.")
         held_out = round(fraction * self.num_clients)
         held_out = min(max(held_out, 1), self.num_clients - 1)
         order = np.random.default_rng(seed).permutation(self.num_clients)
@@ -579,9 +571,7 @@ class FederatedDataset:
             self.take(np.sort(order[:held_out])),
         )
 
-    def split_by_id(
-        self, fraction: float
-    ) -> tuple[FederatedDataset, FederatedDataset]:
+    def split_by_id(self, fraction: float) -> tuple[FederatedDataset, FederatedDataset]:
         """Splits the clients by their ids alone, each for itself.
 
         On which side a client is does not change when others come or go, as it
@@ -603,9 +593,7 @@ class FederatedDataset:
         """
         fraction = _validate.inside_unit_interval(fraction=fraction)
         if self.num_clients < 2:
-            raise ValueError(
-                "split_by_id must have at least two clients, got one."
-            )
+            raise ValueError("split_by_id must have at least two clients, got one.")
         places = np.array(
             [ids_lib.place_of(each) for each in self._client_ids], np.float64
         )
@@ -619,9 +607,7 @@ class FederatedDataset:
             self.take(np.flatnonzero(held_out)),
         )
 
-    def map(
-        self, fn: Callable[[Nest, Nest], tuple[Nest, ...]]
-    ) -> FederatedDataset:
+    def map(self, fn: Callable[[Nest, Nest], tuple[Nest, ...]]) -> FederatedDataset:
         """Returns the dataset with every example changed by a function.
 
         Args:
@@ -707,9 +693,7 @@ class FederatedDataset:
         """
         return self._indexed("client_rows").rows(self._checked(positions))
 
-    def read_clients(
-        self, positions: Any
-    ) -> Iterator[ClientExamples | ClientFailure]:
+    def read_clients(self, positions: Any) -> Iterator[ClientExamples | ClientFailure]:
         """Yields the examples of some clients, in the order asked for.
 
         Args:
@@ -734,9 +718,7 @@ class FederatedDataset:
         if positions is None:
             return np.arange(self.num_clients)
         positions = np.asarray(positions)
-        if positions.ndim != 1 or (
-            positions.size and positions.dtype.kind not in "iu"
-        ):
+        if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
             raise TypeError(
                 "positions must be a 1-D array of integers, got "
                 f"{positions.dtype}{list(positions.shape)}."

@@ -42,8 +42,7 @@ def readers(
     root = pathlib.Path(directory)
     if not root.is_dir():
         raise ValueError(
-            "directory must be one that is there, got "
-            f"{os.fspath(directory)!r}."
+            f"directory must be one that is there, got {os.fspath(directory)!r}."
         )
     found = _names(root, pattern)
     if not found:

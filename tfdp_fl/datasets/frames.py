@@ -140,9 +140,7 @@ def _known(names: list[str], **checked: Any) -> None:
 def _arrays(frame: Any, columns: Any, argument: str) -> Any:
     """Returns [n] of one column, [n, F] of a list of them, a dict of a dict."""
     if isinstance(columns, Mapping):
-        return {
-            key: _arrays(frame, each, argument) for key, each in columns.items()
-        }
+        return {key: _arrays(frame, each, argument) for key, each in columns.items()}
     if isinstance(columns, str):
         return _array(frame, columns, argument)
     return np.stack(

@@ -78,9 +78,7 @@ def readers(
 def _joined(held: Mapping[str, Any], columns: Any, argument: str) -> Any:
     """Returns [n, ...] of one column, [n, F] of a list, a dict of a dict."""
     if isinstance(columns, Mapping):
-        return {
-            key: _joined(held, each, argument) for key, each in columns.items()
-        }
+        return {key: _joined(held, each, argument) for key, each in columns.items()}
     if isinstance(columns, str):
         return np.asarray(held[columns])
     arrays = [np.asarray(held[name]) for name in columns]

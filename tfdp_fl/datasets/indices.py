@@ -22,9 +22,7 @@ def row_table(
       TypeError, ValueError: If they are neither, or out of range.
     """
     if num_rows > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"x must have at most 2**31 - 1 examples, got {num_rows}."
-        )
+        raise ValueError(f"x must have at most 2**31 - 1 examples, got {num_rows}.")
     if isinstance(indices, np.ndarray) and indices.dtype != object:
         if indices.ndim != 2:
             raise ValueError(
@@ -46,9 +44,7 @@ def row_table(
         flat = np.concatenate(rows) if rows else np.zeros(0, np.int32)
     if flat.size:
         if flat.dtype.kind not in "iu":
-            raise TypeError(
-                f"indices must be integers, got dtype {flat.dtype}."
-            )
+            raise TypeError(f"indices must be integers, got dtype {flat.dtype}.")
         if flat.min() < 0 or flat.max() >= num_rows:
             raise ValueError(
                 f"indices must be from 0 to {num_rows - 1}, the examples of x, "

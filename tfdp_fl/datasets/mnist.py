@@ -65,9 +65,7 @@ def load_mnist(
         config["path"] = os.path.abspath(path)
     _validate.instance_of(bool, flatten=flatten)
     x_train, y_train, x_test, y_test = _read(path)
-    held_out = check_held_out(
-        len(y_train), validation_examples=validation_examples
-    )
+    held_out = check_held_out(len(y_train), validation_examples=validation_examples)
     if held_out:
         train, validation = stratified_split(y_train, held_out)
         x_test, y_test = x_train[validation], y_train[validation]

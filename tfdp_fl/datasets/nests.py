@@ -343,9 +343,7 @@ def common_length(x: Nest, y: Nest) -> int:
     """
     lengths = [int(leaf.shape[0]) for leaf in tf.nest.flatten((x, y))]
     if not lengths:
-        raise ExamplesValueError(
-            "x and y must hold at least one array, got none."
-        )
+        raise ExamplesValueError("x and y must hold at least one array, got none.")
     if len(set(lengths)) > 1:
         x_lengths = sorted({int(leaf.shape[0]) for leaf in tf.nest.flatten(x)})
         y_lengths = sorted({int(leaf.shape[0]) for leaf in tf.nest.flatten(y)})
@@ -379,9 +377,7 @@ def _dtype(leaf: Any) -> tf.DType:
 
 def check_matches(x: Nest, y: Nest, element_spec: Nest) -> None:
     """Raises ValueError unless examples `(x, y)` are of the given spec."""
-    for name, nest, expected in zip(
-        ("x", "y"), (x, y), element_spec, strict=True
-    ):
+    for name, nest, expected in zip(("x", "y"), (x, y), element_spec, strict=True):
         try:
             tf.nest.assert_same_structure(nest, expected)
         except (TypeError, ValueError) as error:

@@ -109,9 +109,7 @@ def _encode(nest: nests.Nest, arrays: list[np.ndarray]) -> Any:
                 f"save_npz must be given dicts with keys that are strings, got "
                 f"{list(nest)}."
             )
-        return {
-            "dict": {key: _encode(part, arrays) for key, part in nest.items()}
-        }
+        return {"dict": {key: _encode(part, arrays) for key, part in nest.items()}}
     if type(nest) in (tuple, list):
         return {type(nest).__name__: [_encode(part, arrays) for part in nest]}
     raise TypeError(

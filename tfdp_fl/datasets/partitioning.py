@@ -72,9 +72,9 @@ def partition(
             rows = rows[np.argsort(labels[rows], kind="stable")]
         wanted = min(clients_in_pass, num_clients - first)
         dealt = rng.permutation(shards_in_pass)[: wanted * shards]
-        clients[first : first + wanted] = rows.reshape(-1, shard_size)[
-            dealt
-        ].reshape(wanted, size)
+        clients[first : first + wanted] = rows.reshape(-1, shard_size)[dealt].reshape(
+            wanted, size
+        )
     # Local training takes batches in order: one label after the other would
     # be another experiment.
     return rng.permuted(clients, axis=1, out=clients)
@@ -106,7 +106,6 @@ def check_held_out(available: int, **checked: int) -> int:
     value = _validate.non_negative_integer(**checked)
     if value >= available:
         raise ValueError(
-            f"{name} must be less than the {available} training examples, got "
-            f"{value}."
+            f"{name} must be less than the {available} training examples, got {value}."
         )
     return value

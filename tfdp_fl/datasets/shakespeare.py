@@ -13,9 +13,7 @@ from tfdp_fl.datasets.federated_dataset import FederatedDataset
 
 # All characters of the corpus, written down here because a vocabulary that is
 # read off the clients' own text would tell what they wrote.
-_CHARACTERS = (
-    "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-)
+_CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _PADDING = 0
 _UNKNOWN = 1
 _VOCABULARY = ("<pad>", "<unknown>", *_CHARACTERS)
@@ -38,9 +36,7 @@ def shakespeare_vocabulary() -> tuple[str, ...]:
 
 def encode_text(text: str) -> np.ndarray:
     """Returns the ids of a text's characters, int32[len(text)]."""
-    return np.array(
-        [_ID_OF.get(character, _UNKNOWN) for character in text], np.int32
-    )
+    return np.array([_ID_OF.get(character, _UNKNOWN) for character in text], np.int32)
 
 
 def decode_text(ids: Iterable[int]) -> str:
@@ -116,14 +112,10 @@ def load_shakespeare(
     length = _validate.positive_integer(sequence_length=sequence_length)
     test_fraction = _validate.non_negative(test_fraction=test_fraction)
     if test_fraction >= 1:
-        raise ValueError(
-            f"test_fraction must be less than 1, got {test_fraction}."
-        )
+        raise ValueError(f"test_fraction must be less than 1, got {test_fraction}.")
     _validate.one_of(("pad", "drop"), partial_sequences=partial_sequences)
     if max_sequences_per_role is not None:
-        _validate.positive_integer(
-            max_sequences_per_role=max_sequences_per_role
-        )
+        _validate.positive_integer(max_sequences_per_role=max_sequences_per_role)
     _validate.positive_integer(clients_per_role=clients_per_role)
     clients, test = {}, []
     for role, text in _speeches(path).items():
@@ -136,9 +128,7 @@ def load_shakespeare(
             name = role if clients_per_role == 1 else f"{role}/{part + 1}"
             clients[name] = x[kept], y[kept]
         test.append(_examples(ids[end:], length, partial_sequences))
-    x_test, y_test = (
-        np.concatenate(arrays) for arrays in zip(*test, strict=True)
-    )
+    x_test, y_test = (np.concatenate(arrays) for arrays in zip(*test, strict=True))
     dataset = FederatedDataset.from_client_arrays(clients)
     return dataset.with_config(config), (x_test, y_test)
 
@@ -160,8 +150,7 @@ def _speeches(path: str | os.PathLike[str]) -> dict[str, str]:
             speeches.setdefault(role[:-1], []).append(speech)
     if not speeches:
         raise ValueError(
-            "path must be a text in which somebody speaks, got "
-            f"{os.fspath(path)!r}."
+            f"path must be a text in which somebody speaks, got {os.fspath(path)!r}."
         )
     return {role: "\n".join(parts) for role, parts in speeches.items()}
 

@@ -249,9 +249,7 @@ class StreamedSource:
             if not specs:
                 why = "none has any"
                 if error is not None:
-                    why = (
-                        f"the first error was {ClientFailure(0, error).reason}"
-                    )
+                    why = f"the first error was {ClientFailure(0, error).reason}"
                 raise nests.ExamplesValueError(
                     "element_spec must be given, because no client with "
                     f"examples could be read; {why}."
@@ -346,13 +344,10 @@ def as_labels(y: nests.Nest, convert: Callable[[Any, str], Any]) -> nests.Nest:
     for leaf in tf.nest.flatten(weight):
         if leaf.dtype.kind not in "biuf":
             raise nests.ExamplesTypeError(
-                "sample_weight must be made of numbers, got dtype "
-                f"{leaf.dtype}."
+                f"sample_weight must be made of numbers, got dtype {leaf.dtype}."
             )
     with np.errstate(over="ignore"):  # What is infinite counts for nobody.
-        weight = tf.nest.map_structure(
-            lambda leaf: leaf.astype(np.float32), weight
-        )
+        weight = tf.nest.map_structure(lambda leaf: leaf.astype(np.float32), weight)
     return nests.Weighted(convert(y.y, "y"), convert(weight, "sample_weight"))
 
 
@@ -372,8 +367,7 @@ def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
     mapped = fn(x, nests.labels_of(y))
     if not (isinstance(mapped, tuple) and len(mapped) in (2, 3)):
         raise nests.ExamplesTypeError(
-            "fn must return (x, y) or (x, y, sample_weight), got "
-            f"{_outline(mapped)}."
+            f"fn must return (x, y) or (x, y, sample_weight), got {_outline(mapped)}."
         )
     return nests.pair((*mapped, nests.weights_of(y))[:3])
 
@@ -412,8 +406,7 @@ def pack(
             empty.append((x, y))
     if not (filled or empty):
         raise ValueError(
-            "clients must have at least one array among them, got only empty "
-            "lists."
+            "clients must have at least one array among them, got only empty lists."
         )
     if uneven:
         filled = _equally_wide(filled)
@@ -474,9 +467,7 @@ def read_tf_dataset(dataset: tf.data.Dataset) -> nests.Nest:
     # An iterator, and optimising its graph, would cost milliseconds.
     if int(dataset.cardinality()) > 0:
         return _single_batch(dataset)
-    chunks = list(
-        dataset.batch(1024).with_options(_UNCHANGED).as_numpy_iterator()
-    )
+    chunks = list(dataset.batch(1024).with_options(_UNCHANGED).as_numpy_iterator())
     if not chunks:
         return nests.no_examples(dataset.element_spec)
     return nests.concatenate(chunks) if len(chunks) > 1 else chunks[0]
@@ -525,9 +516,7 @@ def element_pair(element: Any) -> tuple[Any, Any]:
     if isinstance(element, dict) and {"x", "y"} <= set(element) <= {
         *("x", "y", "sample_weight")
     }:
-        return nests.pair(
-            (element["x"], element["y"], element.get("sample_weight"))
-        )
+        return nests.pair((element["x"], element["y"], element.get("sample_weight")))
     if isinstance(element, tuple) and len(element) in (2, 3):
         return nests.pair(element)
     raise nests.ExamplesTypeError(

@@ -55,9 +55,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     try:
         with open(path, "rb", buffering=0) as file:
             return {
-                entry.name.decode("ascii").removesuffix(_SUFFIX): _array(
-                    file, entry
-                )
+                entry.name.decode("ascii").removesuffix(_SUFFIX): _array(file, entry)
                 for entry in _directory(file)
             }
     except (_ForNumPy, OSError):
@@ -80,8 +78,8 @@ def _directory(file: io.FileIO) -> list[_Entry]:
     end = os.fstat(file.fileno()).st_size
     tail = _read(file, max(0, end - _TAIL_BYTES), _TAIL_BYTES)
     _require(len(tail) >= _END.size)
-    signature, disk, first_disk, here, count, size, start, comment = (
-        _END.unpack(tail[-_END.size :])
+    signature, disk, first_disk, here, count, size, start, comment = _END.unpack(
+        tail[-_END.size :]
     )
     _require(signature == _END_SIGNATURE and here == count)
     _require(disk == first_disk == comment == 0)
@@ -142,12 +140,8 @@ def _described(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     Clients' arrays of one shape have the same header, byte by byte.
     """
     try:
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(
-            io.BytesIO(header)
-        )
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(header))
     except Exception as error:  # Its parser is Python's, which has many.
         raise _ForNumPy from error
-    _require(
-        dtype.isbuiltin == 1 and not dtype.hasobject and dtype.itemsize > 0
-    )
+    _require(dtype.isbuiltin == 1 and not dtype.hasobject and dtype.itemsize > 0)
     return shape, fortran, dtype

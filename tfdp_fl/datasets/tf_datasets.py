@@ -64,17 +64,13 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
     """Returns the spec of what `_read_pair` makes of one example."""
     _validate.instance_of(tf.data.Dataset, dataset=dataset)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "A client's dataset must end, got one that repeats for ever."
-        )
+        raise ValueError("A client's dataset must end, got one that repeats for ever.")
     spec = sources.element_pair(dataset.element_spec)
     spec = tf.nest.map_structure(_dense_spec, spec)
     leaves = tf.nest.flatten(spec)
     for leaf in leaves:
         if not isinstance(leaf, tf.TensorSpec):
-            raise TypeError(
-                f"A client's examples must be dense tensors, got {leaf!r}."
-            )
+            raise TypeError(f"A client's examples must be dense tensors, got {leaf!r}.")
     if all(leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
         raise ValueError(
             "The elements of a client's dataset must be single examples, got "

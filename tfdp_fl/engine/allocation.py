@@ -35,9 +35,7 @@ def reserve_small_regions() -> None:
         with tf.device("CPU:0"):
             # All at once, as a region is made where no other has the room.
             held = [
-                tf.raw_ops.Empty(
-                    shape=[mib << 18], dtype=tf.float32, init=False
-                )
+                tf.raw_ops.Empty(shape=[mib << 18], dtype=tf.float32, init=False)
                 for mib in _REGIONS_MIB
             ]
         del held

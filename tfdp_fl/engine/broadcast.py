@@ -36,16 +36,13 @@ class Broadcast:
         self._unaggregated = unaggregated
         self._hook = hook
         numbers = sum(
-            each.shape.num_elements()
-            for each in (*server.variables, *unaggregated)
+            each.shape.num_elements() for each in (*server.variables, *unaggregated)
         )
         self._compiled = calls.Compiled(
             self.received, one_thread=numbers <= calls.FEW_NUMBERS
         )
 
-    def __call__(
-        self, state: Any, inputs: rounds.RoundInputs
-    ) -> cohort.Received:
+    def __call__(self, state: Any, inputs: rounds.RoundInputs) -> cohort.Received:
         """Returns what clients receive, in the state before the round."""
         numbers, seed = inputs.tensors()
         return self._compiled(state, numbers, seed, kind=seed.dtype)

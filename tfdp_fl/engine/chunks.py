@@ -167,9 +167,7 @@ class Reader:
             reading, self._element_spec, self._label_ranges, self._sizes
         )
         if lay_out is not None:
-            reading.chunks = (
-                lay_out(chunk, inputs) for chunk in reading.chunks
-            )
+            reading.chunks = (lay_out(chunk, inputs) for chunk in reading.chunks)
         reading.go_on()
         return reading
 
@@ -228,9 +226,7 @@ class _Reading:
 
     def is_of(self, dataset: FederatedDataset, positions: np.ndarray) -> bool:
         """Returns whether it is these clients', in this order."""
-        return self.dataset is dataset and np.array_equal(
-            self.positions, positions
-        )
+        return self.dataset is dataset and np.array_equal(self.positions, positions)
 
     def go_on(self) -> None:
         """Has the next chunk read, in the background."""
@@ -241,11 +237,7 @@ class _Reading:
         failures, self.failures = self.failures, []
         # Labels are looked at when the clients after them were read.
         failures.sort(key=lambda failure: failure.position)
-        if (
-            chunk is None
-            and self.then is not None
-            and not self.stopped.is_set()
-        ):
+        if chunk is None and self.then is not None and not self.stopped.is_set():
             self.then()
         return chunk, failures
 
@@ -342,9 +334,7 @@ class _Held:
       num_bytes: Of the examples.
     """
 
-    def __init__(
-        self, first: list[np.ndarray], expected: int, element_spec: Any
-    ):
+    def __init__(self, first: list[np.ndarray], expected: int, element_spec: Any):
         """Holds nobody.
 
         Args:
@@ -391,9 +381,7 @@ class _Held:
             return []
         wrong = []
         ends = np.cumsum(self._lengths).tolist()
-        for member, length, end in zip(
-            self._members, self._lengths, ends, strict=True
-        ):
+        for member, length, end in zip(self._members, self._lengths, ends, strict=True):
             own = [leaf[end - length : end] for leaf in leaves]
             problem = labels.problem_of_client(own, allowed)
             if problem is not None:

@@ -17,9 +17,7 @@ def has_rate_schedule(optimizer: Any) -> bool:
 
 def is_plain_sgd(optimizer: Any) -> bool:
     """Returns True for w <- w - lr g with a fixed rate, and nothing else."""
-    if type(optimizer) is not tf.keras.optimizers.SGD or has_rate_schedule(
-        optimizer
-    ):
+    if type(optimizer) is not tf.keras.optimizers.SGD or has_rate_schedule(optimizer):
         return False
     config = optimizer.get_config()
     extras = ("momentum", "nesterov", "weight_decay", "use_ema")
@@ -37,9 +35,7 @@ class ClientOptimizer:
     variables in place.
     """
 
-    def __init__(
-        self, optimizer: tf.keras.optimizers.Optimizer, variables: list[Any]
-    ):
+    def __init__(self, optimizer: tf.keras.optimizers.Optimizer, variables: list[Any]):
         """Makes the slots.
 
         Args:
@@ -94,9 +90,7 @@ class ClientOptimizer:
         """Resets the slots for a new client."""
         for variable, initial in self._slots:
             variable.assign(
-                tf.zeros_like(variable)
-                if initial is None
-                else tf.constant(initial)
+                tf.zeros_like(variable) if initial is None else tf.constant(initial)
             )
         if self._plain_sgd or not self._has_fixed_rate:
             return
@@ -108,9 +102,7 @@ class ClientOptimizer:
         if not self._plain_sgd:
             given = [
                 (gradient, variable)
-                for gradient, variable in zip(
-                    gradients, self._owned, strict=True
-                )
+                for gradient, variable in zip(gradients, self._owned, strict=True)
                 if gradient is not None
             ]
             if given:

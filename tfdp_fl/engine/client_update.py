@@ -109,9 +109,7 @@ class ClientTrainer:
         ids = {id(variable) for variable in aggregated}
         self.unaggregated = [
             variable
-            for variable in keras_versions.tf_variables(
-                model.non_trainable_weights
-            )
+            for variable in keras_versions.tf_variables(model.non_trainable_weights)
             if id(variable) not in ids
         ]
         self._optimizer = client_optimizer.ClientOptimizer(
@@ -206,9 +204,7 @@ class ClientTrainer:
         if not self.metric_variables:
             return
         if numbers_only:
-            y, predicted = tf.nest.map_structure(
-                _with_numbers_only, (y, predicted)
-            )
+            y, predicted = tf.nest.map_structure(_with_numbers_only, (y, predicted))
             weight = example_weights.numbers_only(weight)
         self._compiled.update_metrics(y, predicted, weight)
 
@@ -368,9 +364,7 @@ class ClientTrainer:
         (label,), (output,) = tf.nest.flatten(y), tf.nest.flatten(predicted)
         if weight is not None:
             (weight,) = tf.nest.flatten(weight)
-        loss = keras_versions.call_loss(
-            self._single_loss, label, output, weight
-        )
+        loss = keras_versions.call_loss(self._single_loss, label, output, weight)
         for extra in self.model.losses:
             loss += tf.reduce_sum(tf.cast(extra, loss.dtype))
         return loss
@@ -416,9 +410,7 @@ def _with_numbers_only(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor with 0 for NaN and Inf, and the mask that it had."""
     if not tensor.dtype.is_floating:
         return tensor
-    numbers = tf.where(
-        tf.math.is_finite(tensor), tensor, tf.zeros([], tensor.dtype)
-    )
+    numbers = tf.where(tf.math.is_finite(tensor), tensor, tf.zeros([], tensor.dtype))
     mask = getattr(tensor, "_keras_mask", None)
     if mask is not None:
         numbers._keras_mask = mask

@@ -109,10 +109,7 @@ class UpdateSpec:
         """Returns what is handed in about some variables."""
         return cls(
             [each.shape for each in variables],
-            [
-                as_handed_in(tf.zeros([], each.dtype)).dtype
-                for each in variables
-            ],
+            [as_handed_in(tf.zeros([], each.dtype)).dtype for each in variables],
         )
 
     @property
@@ -132,9 +129,7 @@ class UpdateSpec:
         parts = tf.split(flat, [shape.num_elements() for shape in self.shapes])
         return [
             tf.cast(tf.reshape(part, shape), dtype)
-            for part, shape, dtype in zip(
-                parts, self.shapes, self.dtypes, strict=True
-            )
+            for part, shape, dtype in zip(parts, self.shapes, self.dtypes, strict=True)
         ]
 
 
@@ -148,9 +143,7 @@ def as_handed_in(value: tf.Tensor | tf.Variable) -> tf.Tensor:
     return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)
 
 
-def flatten(
-    update: list[tf.Tensor], usable: tf.Tensor | None = None
-) -> tf.Tensor:
+def flatten(update: list[tf.Tensor], usable: tf.Tensor | None = None) -> tf.Tensor:
     """Returns an update as one vector, float32 [D]; zeros if not usable."""
     flat = tf.concat(
         [tf.reshape(tf.cast(part, tf.float32), [-1]) for part in update], 0

@@ -88,9 +88,7 @@ def supports(
         and all(_is_plain_dense(layer) for layer in dense)
         and all(layer.input_spec.min_ndim == 2 for layer in dense)
         and all(keras_versions.input_rank(layer) == 2 for layer in dense)
-        and all(
-            gram_norms.is_within_bound(*layer.kernel.shape) for layer in dense
-        )
+        and all(gram_norms.is_within_bound(*layer.kernel.shape) for layer in dense)
         and all(separable.is_layer(layer) for layer in others)
     )
 
@@ -114,9 +112,7 @@ class Kernels(NamedTuple):
 def kernels_of(model: tf.keras.Model) -> Kernels:
     """Returns the sizes of a supported model's kernels."""
     shapes = [
-        list(layer.kernel.shape)
-        for layer in model.layers
-        if hasattr(layer, "kernel")
+        list(layer.kernel.shape) for layer in model.layers if hasattr(layer, "kernel")
     ]
     largest = max(shapes, key=math.prod)
     return Kernels(

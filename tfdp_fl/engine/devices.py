@@ -37,9 +37,7 @@ def is_cpu(device: str) -> bool:
 
 def are_all_cpus() -> bool:
     """Returns True if TensorFlow has no device but CPUs."""
-    return all(
-        each.device_type == "CPU" for each in tf.config.list_logical_devices()
-    )
+    return all(each.device_type == "CPU" for each in tf.config.list_logical_devices())
 
 
 def enter(device: str) -> None:

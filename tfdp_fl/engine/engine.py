@@ -148,9 +148,7 @@ class CohortEngine:
 
         first = make_trainer()
         client = first.check_state()
-        example_weights.check_weighting(
-            element_spec[1], deployment.client_weighting
-        )
+        example_weights.check_weighting(element_spec[1], deployment.client_weighting)
         self._label_ranges = first.label_ranges
         self.query = mechanism.bind(
             dataclasses.replace(
@@ -193,9 +191,7 @@ class CohortEngine:
                 0 if mechanism.releases_weights else first.factored.most_rows
             ),
             weighting=deployment.client_weighting,
-            sizes=fixed_sizes.FixedSizes(
-                deployment.sampling, deployment.num_clients
-            ),
+            sizes=fixed_sizes.FixedSizes(deployment.sampling, deployment.num_clients),
         )
         self._broadcasts = broadcast.Broadcast(
             self.query, self.server, self._unaggregated, broadcast_hook

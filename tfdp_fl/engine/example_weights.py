@@ -29,9 +29,7 @@ def checked_class_weight(class_weight: Any) -> ClassWeight | None:
     """
     if class_weight is None:
         return None
-    allowed = (
-        "class_weight must map numbers of classes, from 0, to finite numbers"
-    )
+    allowed = "class_weight must map numbers of classes, from 0, to finite numbers"
     if not isinstance(class_weight, Mapping):
         raise TypeError(f"{allowed}, got a {type(class_weight).__name__}.")
     if not class_weight:
@@ -49,9 +47,7 @@ def checked_class_weight(class_weight: Any) -> ClassWeight | None:
     return {int(k): float(v) for k, v in class_weight.items()}
 
 
-def check(
-    label_spec: Any, predicted: Any, class_weight: ClassWeight | None
-) -> None:
+def check(label_spec: Any, predicted: Any, class_weight: ClassWeight | None) -> None:
     """Raises ValueError if weights cannot belong to a model.
 
     Args:
@@ -88,9 +84,7 @@ def check_weighting(label_spec: Any, weighting: ClientWeighting | None) -> None:
     """Raises ValueError if clients cannot count by their examples' weights."""
     if weighting is None or weighting.measure != client_weighting.SAMPLE_WEIGHT:
         return
-    if nests.weights_of(label_spec) is None or not are_numbers_of_rows(
-        label_spec
-    ):
+    if nests.weights_of(label_spec) is None or not are_numbers_of_rows(label_spec):
         raise ValueError(
             "client_weighting must be ClientWeighting.num_examples(cap), or "
             "clients must be (x, y, sample_weight) with one number for each "

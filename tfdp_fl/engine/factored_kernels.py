@@ -139,9 +139,7 @@ class FactoredKernels:
           gradients: Computes those of a batch's loss, and is traced; None where
             steps are not plain SGD, and no kernel may be held so.
         """
-        places = {
-            id(each.handle): place for place, each in enumerate(variables)
-        }
+        places = {id(each.handle): place for place, each in enumerate(variables)}
         self._step: _Step | None = None
         self._called: list[tuple[Any, Any]] | None = []
         self._layers: list[Any] = []

@@ -63,9 +63,7 @@ class FixedSizes:
       clients_per_round: The largest m of the rounds to come; 0: not known.
     """
 
-    def __init__(
-        self, sampling: str | None = None, num_clients: int | None = None
-    ):
+    def __init__(self, sampling: str | None = None, num_clients: int | None = None):
         """Knows no size yet.
 
         Args:
@@ -93,9 +91,7 @@ class FixedSizes:
             most = largest_sum(np.ones(1), expected, self._num_clients)
         return int(min(most, self._num_clients))
 
-    def sum_over_cohort(
-        self, values: np.ndarray, expected: float, whole: bool
-    ) -> int:
+    def sum_over_cohort(self, values: np.ndarray, expected: float, whole: bool) -> int:
         """Returns what clients' values add up to at most, over a cohort.
 
         Args:

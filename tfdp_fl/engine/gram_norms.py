@@ -81,7 +81,5 @@ def norm_bound(
     of_norm = 2.2 * ROUNDOFF * columns
     share = ROUNDOFF * tf.cast(rows, tf.float64)
     of_product = 1.05 * share / (1 - share)
-    bound = tf.sqrt(square + of_norm * q_squared) + of_product * tf.sqrt(
-        q_squared
-    )
+    bound = tf.sqrt(square + of_norm * q_squared) + of_product * tf.sqrt(q_squared)
     return tf.sqrt(square), bound

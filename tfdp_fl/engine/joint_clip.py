@@ -15,9 +15,7 @@ from tfdp_fl.mechanisms import cohort_query, contribution, noise
 class JointClip:
     """Clips a cohort's updates, once all their norms are known."""
 
-    def __init__(
-        self, query: cohort_query.CohortQuery, update_spec: cohort.UpdateSpec
-    ):
+    def __init__(self, query: cohort_query.CohortQuery, update_spec: cohort.UpdateSpec):
         """Prepares the functions; nothing is traced yet.
 
         Args:
@@ -118,9 +116,7 @@ class JointClip:
             return self._query.preprocess_record(
                 params,
                 self._spec.unflatten(update),
-                contribution.Client(
-                    weight=self._query.weight_of_scalars(scalars)
-                ),
+                contribution.Client(weight=self._query.weight_of_scalars(scalars)),
             )
 
     def _summed(self, params, updates, scalars, members, seed):
@@ -128,9 +124,7 @@ class JointClip:
         query, count = self._query, tf.shape(updates)[0]
 
         def client(k, total):
-            one = self._clipped(
-                params, updates[k], scalars[k], members[k], seed
-            )
+            one = self._clipped(params, updates[k], scalars[k], members[k], seed)
             return k + 1, query.accumulate_preprocessed_record(total, one)
 
         zeros = query.initial_sample_state(self._spec.zeros())

@@ -110,18 +110,14 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
         rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
         places = np.flatnonzero(outside[rows])
         if len(places):
-            position = int(
-                np.searchsorted(np.cumsum(lengths), places[0], side="right")
-            )
+            position = int(np.searchsorted(np.cumsum(lengths), places[0], side="right"))
             raise ValueError(
                 f"clients: {each.problem()} for client "
                 f"{dataset.client_ids[position]!r}."
             )
 
 
-def check(
-    y: Any, predicted: Any, compiled: keras_versions.CompiledModel
-) -> None:
+def check(y: Any, predicted: Any, compiled: keras_versions.CompiledModel) -> None:
     """Raises ValueError if labels cannot belong to the model's output.
 
     A loss of the user's own may take labels of any shape.

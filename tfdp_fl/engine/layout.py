@@ -152,9 +152,7 @@ class Layout:
             if self.collected_bytes is not None:
                 at_most = max(1, chunks.CHUNK_BYTES // self.collected_bytes)
             serving = clients if for_workers else None
-            bounds = functools.partial(
-                self._bounds, chunk, inputs, num_groups, at_most
-            )
+            bounds = functools.partial(self._bounds, chunk, inputs, num_groups, at_most)
             # Not by this cohort: one function is to serve those of all rounds.
             busy = self.cores is not None and num_groups >= self.cores
             factored = self._is_factored(clients)
@@ -171,9 +169,7 @@ class Layout:
                 ]
                 for group in tables.split(clients, num_groups, at_most)
             ]
-        small = dense_models.is_small(
-            self.kernels, chunk.lengths, inputs.local_epochs
-        )
+        small = dense_models.is_small(self.kernels, chunk.lengths, inputs.local_epochs)
         if small:
             num_groups = 1
         groups = tables.split(clients, num_groups)
@@ -309,9 +305,7 @@ def _side_by_side(
     num_steps = int(steps.max())
     way = Way(
         side_by_side=True,
-        full_batches=bool(
-            not serving.has_short_batches and (steps == num_steps).all()
-        ),
+        full_batches=bool(not serving.has_short_batches and (steps == num_steps).all()),
         num_steps=num_steps,
         in_groups=at_once is not None,
         optimistic=optimistic,

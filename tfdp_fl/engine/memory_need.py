@@ -54,9 +54,7 @@ def check(
     if replicas + collected <= free:
         return
     room = math.floor(max(0.0, free - replicas) / one)
-    advice = (
-        f"num_replicas must be lower than {num_replicas}, or the model smaller"
-    )
+    advice = f"num_replicas must be lower than {num_replicas}, or the model smaller"
     if collects and room >= 1:
         advice = (
             f"clients_per_round must be at most {room}, or the model smaller; "

@@ -109,9 +109,7 @@ class OneByOne:
                 row, scalars = cohort.flatten(one.update), one.scalars()
                 collected = self._with_row(collected, k, row, tf.stack(scalars))
             else:
-                added = query.accumulate_preprocessed_record(
-                    total.contribution, one
-                )
+                added = query.accumulate_preprocessed_record(total.contribution, one)
                 total = total._replace(contribution=added)
             return k + 1, total, collected, windows
 
@@ -132,9 +130,7 @@ class OneByOne:
         metrics = self.trainer.metric_values()
         return cohort.Trained(total, metrics, norms, collected)
 
-    def _weight(
-        self, table: tables.ClientTable, k: tf.Tensor
-    ) -> tf.Tensor | None:
+    def _weight(self, table: tables.ClientTable, k: tf.Tensor) -> tf.Tensor | None:
         """Returns what client k counts; None: 1."""
         if isinstance(table.measured, tuple):
             return None
@@ -181,9 +177,7 @@ class OneByOne:
             )
         if query.keeps_window:
             windows = rows_array(len(weights))
-        total = cohort.CohortSum(
-            contributions, tf.zeros([]), tf.zeros([]), moments
-        )
+        total = cohort.CohortSum(contributions, tf.zeros([]), tf.zeros([]), moments)
         return total, collected, windows
 
     def _with_row(
@@ -261,16 +255,11 @@ def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:
         )
 
 
-def _add_moments(
-    moments: cohort.Moments, update: list[tf.Tensor]
-) -> cohort.Moments:
-    usable = tf.reduce_all(
-        [tf.reduce_all(tf.math.is_finite(part)) for part in update]
-    )
+def _add_moments(moments: cohort.Moments, update: list[tf.Tensor]) -> cohort.Moments:
+    usable = tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in update])
     flag = tf.cast(usable, tf.float32)
     parts = [
-        tf.math.multiply_no_nan(tf.cast(part, tf.float32), flag)
-        for part in update
+        tf.math.multiply_no_nan(tf.cast(part, tf.float32), flag) for part in update
     ]
     return cohort.Moments(
         moments.count + flag,

@@ -37,9 +37,7 @@ class Release:
             self._released, one_thread=self.update_size <= calls.FEW_NUMBERS
         )
 
-    def __call__(
-        self, pending: rounds.PendingRound
-    ) -> tuple[Any, dict[str, float]]:
+    def __call__(self, pending: rounds.PendingRound) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
         answered = pending.cohort_size - len(pending.failures)
         state, values = self._compiled(
@@ -50,17 +48,13 @@ class Release:
             np.float32(answered),
             kind=(len(pending.sums), pending.tensors[1].dtype),
         )
-        return state, dict(
-            zip(self.log_names, values.numpy().tolist(), strict=True)
-        )
+        return state, dict(zip(self.log_names, values.numpy().tolist(), strict=True))
 
     def _released(self, sums, metric_states, state, numbers, seed, answered):
         state = self.query.begin_round(state, numbers[0], numbers[1])
         total = functools.reduce(cohort.added, sums)
         with noise.seeded(noise.fold_in(seed, -1)):
-            mean, new_state, _ = self.query.get_noised_result(
-                total.contribution, state
-            )
+            mean, new_state, _ = self.query.get_noised_result(total.contribution, state)
         if self.query.mechanism.releases_weights:  # If there are any.
             tf.cond(
                 total.contribution.weight > 0,
@@ -69,9 +63,7 @@ class Release:
             )
         else:
             self.server.apply(mean)
-        metrics = [
-            tf.add_n(list(each)) for each in zip(*metric_states, strict=True)
-        ]
+        metrics = [tf.add_n(list(each)) for each in zip(*metric_states, strict=True)]
         logs = self._logs(total, metrics, state, answered)
         self.log_names = list(logs)
         values = [tf.cast(value, tf.float32) for value in logs.values()]

@@ -171,9 +171,7 @@ def _measured(
         engine.num_replicas = before
         engine.has_trained = has_trained
         engine.layout.sizes.forget()  # Those of the clients with zeros.
-    return {
-        number: statistics.median(seconds) for number, seconds in taken.items()
-    }
+    return {number: statistics.median(seconds) for number, seconds in taken.items()}
 
 
 def _alternate(
@@ -204,9 +202,7 @@ def _rounds_of_zeros(
     """Returns what trains a cohort of clients who hold zeros."""
     rows = max(1, int(sizes.max()))  # The same ones serve all clients.
     x, y = (replicas.zeros_like_batch(spec, rows) for spec in element_spec)
-    dataset = FederatedDataset.from_indices(
-        x, y, [np.arange(size) for size in sizes]
-    )
+    dataset = FederatedDataset.from_indices(x, y, [np.arange(size) for size in sizes])
     windows = None
     if engine.query.keeps_window:
         shape = (len(sizes), engine.query.mechanism.window)

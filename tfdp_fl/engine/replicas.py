@@ -109,9 +109,7 @@ def zeros_like_batch(element_spec: Any, batch_size: int = 1) -> Any:
     )
 
 
-def changed_by_training(
-    model: tf.keras.Model, element_spec: Any
-) -> list[tf.Variable]:
+def changed_by_training(model: tf.keras.Model, element_spec: Any) -> list[tf.Variable]:
     """Returns the non-trainable float variables that a forward pass assigns.
 
     Such as the moving statistics of batch normalization; not the constants of
@@ -128,12 +126,8 @@ def changed_by_training(
     ]
     if not candidates:
         return []
-    assigned = graphs.assigned_resources(
-        _traced_forward_pass(model, element_spec)
-    )
-    return [
-        variable for variable in candidates if id(variable.handle) in assigned
-    ]
+    assigned = graphs.assigned_resources(_traced_forward_pass(model, element_spec))
+    return [variable for variable in candidates if id(variable.handle) in assigned]
 
 
 def check_state(client_step: Callable[[], Any], own: list[tf.Variable]) -> Any:

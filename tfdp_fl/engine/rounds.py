@@ -107,9 +107,7 @@ class PendingRound:
         collected = trained.collected
         if collected and count:
             if count < len(collected.norms):
-                collected = tf.nest.map_structure(
-                    lambda each: each[:count], collected
-                )
+                collected = tf.nest.map_structure(lambda each: each[:count], collected)
             self.collected[replica].append((members, collected))
         if self.window_norms is not None:
             self.window_norms[members] = trained.window_norms.numpy()[:count]

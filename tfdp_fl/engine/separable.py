@@ -68,9 +68,7 @@ METRICS = _named(
 _METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
 
 # Without weights of their own.
-LAYERS = _named(
-    _layers, "InputLayer", "Flatten", "Activation", "ReLU", "LeakyReLU"
-)
+LAYERS = _named(_layers, "InputLayer", "Flatten", "Activation", "ReLU", "LeakyReLU")
 
 
 def is_activation(function: Any) -> bool:

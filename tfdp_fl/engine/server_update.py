@@ -57,9 +57,7 @@ class ServerUpdate:
         """Moves the model by the released mean update."""
         count = len(self._trainable)
         if self.optimizer is None:
-            for variable, value in zip(
-                self._trainable, mean[:count], strict=True
-            ):
+            for variable, value in zip(self._trainable, mean[:count], strict=True):
                 if value.dtype == variable.dtype:
                     variable.assign_add(value)
                 else:  # Rounded once, with its noise.
@@ -75,9 +73,7 @@ class ServerUpdate:
                 ],
                 self._owned,
             )
-        for variable, value in zip(
-            self._non_trainable, mean[count:], strict=True
-        ):
+        for variable, value in zip(self._non_trainable, mean[count:], strict=True):
             variable.assign(_kept_valid(variable, _moved(variable, value)))
 
     def finalize(self) -> None:

@@ -103,8 +103,7 @@ class SideBySide:
         self._steps = steps
         self._full_batches = full_batches
         places = {
-            id(variable): index
-            for index, variable in enumerate(trainer.variables)
+            id(variable): index for index, variable in enumerate(trainer.variables)
         }
         chain = cast(list[Any], dense_models.chain_of(trainer.model))
         self._layers: list[Any] = [
@@ -168,9 +167,7 @@ class SideBySide:
             summed, counted = self._step(
                 weights,
                 tf.nest.map_structure(
-                    lambda each, step=step: _rows(
-                        each[step], keep=each.shape.rank - 3
-                    ),
+                    lambda each, step=step: _rows(each[step], keep=each.shape.rank - 3),
                     labels,
                 ),
                 mean,
@@ -231,8 +228,7 @@ class SideBySide:
             nothing._replace(update=()), tf.zeros([]), tf.zeros([]), ()
         )
         metrics = [
-            tf.zeros_like(variable)
-            for variable in self._trainer.metric_variables
+            tf.zeros_like(variable) for variable in self._trainer.metric_variables
         ]
         _, (total, metrics) = tf.while_loop(
             lambda start, _: start < tf.shape(table.rows)[1],
@@ -240,9 +236,7 @@ class SideBySide:
             (tf.constant(0), (nobody, metrics)),
             parallel_iterations=1,
         )
-        return _with_update(total, [each.read_value() for each in sums]), (
-            metrics
-        )
+        return _with_update(total, [each.read_value() for each in sums]), (metrics)
 
     def _first_memory(
         self,
@@ -364,18 +358,14 @@ class SideBySide:
             if weight is not None:
                 losses *= weight
             loss = tf.reduce_sum(losses * mean_weights)
-        for own, gradient in zip(
-            memory, tape.gradient(loss, outputs), strict=True
-        ):
+        for own, gradient in zip(memory, tape.gradient(loss, outputs), strict=True):
             gradient = tf.reshape(gradient, [*shape, gradient.shape[-1]])
             own.gradients.append(tf.cast(gradient, tf.float32))
         if valid is not None:
             y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
             if weight is not None:
                 weight = tf.boolean_mask(weight, valid)
-        self._trainer.update_metrics(
-            y, h, weight, numbers_only=not self._all_usable
-        )
+        self._trainer.update_metrics(y, h, weight, numbers_only=not self._all_usable)
         if self._all_usable:
             if valid is not None:
                 losses = tf.boolean_mask(losses, valid)
@@ -447,9 +437,7 @@ class SideBySide:
         )
         size = tf.abs(tf.cast(rate, tf.float64))
         # The scale, and each factor times it, are rounded as well.
-        norm = tf.cast(
-            size * (1 + 16 * gram_norms.ROUNDOFF) * bound, tf.float32
-        )
+        norm = tf.cast(size * (1 + 16 * gram_norms.ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
         each = self._query.mechanism.contribution_of_norm(
             tf.where(usable, norm, 0.0), usable, received.params
@@ -513,9 +501,7 @@ def _of_one_output(y: Any) -> Any:
 
 
 def _with_update(total: cohort.CohortSum, update: Any) -> cohort.CohortSum:
-    return total._replace(
-        contribution=total.contribution._replace(update=update)
-    )
+    return total._replace(contribution=total.contribution._replace(update=update))
 
 
 def _is_dense(layer: Any) -> bool:

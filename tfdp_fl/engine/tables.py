@@ -175,9 +175,7 @@ def client_table(
     )
     steps = steps_per_client(lengths, batch_size, local_epochs)
     return ClientTable(
-        rows=ordered[index]
-        if len(ordered)
-        else np.zeros((0, batch_size), np.int32),
+        rows=ordered[index] if len(ordered) else np.zeros((0, batch_size), np.int32),
         batch_sizes=batch_sizes.astype(np.int32),
         first_step=np.concatenate([[0], np.cumsum(steps)]).astype(np.int32),
         members=np.arange(num_clients, dtype=np.int32),
@@ -275,9 +273,7 @@ def select(table: ClientTable, group: np.ndarray) -> ClientTable:
         members=table.members[group],
         num_examples=table.num_examples[group],
         windows=table.windows[group],
-        measured=()
-        if isinstance(table.measured, tuple)
-        else table.measured[group],
+        measured=() if isinstance(table.measured, tuple) else table.measured[group],
     )
 
 

@@ -54,9 +54,7 @@ class CohortFunctions:
     element_spec: tuple[Any, Any]
     output: str
     moments: bool
-    variables: dict[int, list[tf.Variable]] = dataclasses.field(
-        default_factory=dict
-    )
+    variables: dict[int, list[tf.Variable]] = dataclasses.field(default_factory=dict)
     traced: dict[tuple[int, layout.Way, tf.DType], calls.TracedFunction] = (
         dataclasses.field(default_factory=dict)
     )
@@ -177,9 +175,7 @@ class CohortFunctions:
         def function(state, numbers, seed, weights, x, y, *tables):
             # Keras names things in ways that are no names by themselves.
             with tf.name_scope("clients"):
-                received = self.broadcasts.received(
-                    state, numbers, seed, weights
-                )
+                received = self.broadcasts.received(state, numbers, seed, weights)
                 return train(received, x, y, *tables)
 
         return calls.TracedFunction(
@@ -196,8 +192,7 @@ class CohortFunctions:
         """Returns a replica's variables by the ids of the first one's."""
         first, own = map(self.own_variables, (0, replica))
         return {
-            id(one.handle): other.handle
-            for one, other in zip(first, own, strict=True)
+            id(one.handle): other.handle for one, other in zip(first, own, strict=True)
         }
 
 

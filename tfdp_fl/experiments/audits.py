@@ -71,9 +71,7 @@ def run(
         "rounds": fed.rounds,
         "mechanism": fed.mechanism.name,
         "sampling": fed.sampling,
-        "runtime": "this process"
-        if prepared.workers is None
-        else "TFF workers",
+        "runtime": "this process" if prepared.workers is None else "TFF workers",
         "num_parameters": fed.model.count_params(),
         "seconds": round(time.perf_counter() - started, 2),
         "settings": dataclasses.asdict(settings),

@@ -60,9 +60,7 @@ def declared_class(class_name: str) -> type[Any]:
         )
         for name, used in users.items()
     ]
-    return dataclasses.make_dataclass(
-        class_name, made, frozen=True, kw_only=True
-    )
+    return dataclasses.make_dataclass(class_name, made, frozen=True, kw_only=True)
 
 
 def _kind(field: dataclasses.Field[Any]) -> Any:
@@ -85,9 +83,7 @@ def _help(used: list[tuple[str, dataclasses.Field[Any]]]) -> str:
         if value is not None:
             text += f" ({value})"
         by_text.setdefault(text, []).append(name)
-    return "; ".join(
-        f"{', '.join(names)}: {text}" for text, names in by_text.items()
-    )
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
 
 
 def usual(field: dataclasses.Field[Any]) -> Any:

@@ -151,15 +151,12 @@ def cnn(
         raise _no_images(input_shape, "model='cnn'")
     for channels in (32, 64):
         layers.append(
-            tf.keras.layers.Conv2D(
-                channels, 5, padding="same", activation="relu"
-            )
+            tf.keras.layers.Conv2D(channels, 5, padding="same", activation="relu")
         )
         layers.append(tf.keras.layers.MaxPooling2D())
     layers.append(tf.keras.layers.Flatten())
     layers += [
-        tf.keras.layers.Dense(units, activation="relu")
-        for units in hidden_units
+        tf.keras.layers.Dense(units, activation="relu") for units in hidden_units
     ]
     layers.append(tf.keras.layers.Dense(num_classes))
     return tf.keras.Sequential(layers)
@@ -174,8 +171,7 @@ def _as_image(input_shape: Sequence[int], what: str) -> tf.keras.layers.Layer:
 
 def _no_images(input_shape: Sequence[int], what: str) -> ValueError:
     return ValueError(
-        f"{what} must be given images, got examples of shape "
-        f"{list(input_shape)}."
+        f"{what} must be given images, got examples of shape {list(input_shape)}."
     )
 
 
@@ -198,9 +194,7 @@ def lstm(
                 _EMBEDDING_SIZE,
                 # Keras's own, 20 times smaller, delays learning by hundreds
                 # of rounds.
-                embeddings_initializer=tf.keras.initializers.RandomNormal(
-                    stddev=1.0
-                ),
+                embeddings_initializer=tf.keras.initializers.RandomNormal(stddev=1.0),
                 mask_zero=True,
                 input_shape=(None,),
             ),

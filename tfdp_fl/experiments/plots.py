@@ -202,8 +202,7 @@ def _plot_frontier(
             finished = [
                 (run.result["epsilon"], run.result["accuracy"])
                 for run in runs
-                if run.result.get("epsilon") is not None
-                and _guarantee(run) == kind
+                if run.result.get("epsilon") is not None and _guarantee(run) == kind
             ]
             if finished:
                 points[kind] += finished
@@ -365,12 +364,8 @@ def plot_audit(
       path: The file.
     """
     figure, axes = pyplot().subplots(figsize=(7, 4))
-    low = min(
-        min(observed), -3.5, *(unobserved if unobserved is not None else ())
-    )
-    high = max(
-        max(observed), 3.5, *(unobserved if unobserved is not None else ())
-    )
+    low = min(min(observed), -3.5, *(unobserved if unobserved is not None else ()))
+    high = max(max(observed), 3.5, *(unobserved if unobserved is not None else ()))
     edges = [low + (high - low) * k / 60 for k in range(61)]
     style = {"bins": edges, "density": True, "alpha": 0.55}
     if unobserved is None:

@@ -67,9 +67,7 @@ def check(
             "--overwrite or --resume."
         )
     if overwrite and path.is_dir():
-        strangers = sorted(
-            p.name for p in path.iterdir() if p.name not in _owned()
-        )
+        strangers = sorted(p.name for p in path.iterdir() if p.name not in _owned())
         if strangers:
             raise ValueError(
                 f"--overwrite: {path} holds what no run wrote: "
@@ -141,9 +139,7 @@ class HistoryFile(callbacks.FederatedCallback):
         del last_round
         if self._path.exists():
             self._rows = [
-                row
-                for row in read_rows(self._path)
-                if int(row["round"]) <= first_round
+                row for row in read_rows(self._path) if int(row["round"]) <= first_round
             ]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -66,9 +66,7 @@ class _OfDirectory(callbacks.Report):
     def __init__(self, run: Run, path: pathlib.Path):
         super().__init__(path)
         text = (run.path / run_directory.STATEMENT).read_text("utf-8")
-        facts = json.loads(
-            (run.path / run_directory.STATEMENT_JSON).read_text("utf-8")
-        )
+        facts = json.loads((run.path / run_directory.STATEMENT_JSON).read_text("utf-8"))
         target = run.settings.target_epsilon
         self._settings_of_run = run.settings.to_dict()
         self.set_federated_model(

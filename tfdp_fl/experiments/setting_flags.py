@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 from absl import flags
 
@@ -30,7 +30,10 @@ def define(names: Collection[str] | None = None) -> None:
         kind = field.metadata["kind"]
         if isinstance(kind, tuple):
             flags.DEFINE_enum(
-                field.name, field.default, kind, field.metadata["help"]
+                field.name,
+                cast(Any, field.default),
+                kind,
+                field.metadata["help"],
             )
         else:
             _DEFINE[kind](field.name, field.default, field.metadata["help"])

@@ -107,14 +107,10 @@ _TUNED_SERVER: dict[tuple[str, str], dict[str, Any]] = {
 
 def _option(default: Any, kind: Any, help_: str) -> Any:
     """Returns a field; `kind` is a type, or a tuple of the words allowed."""
-    return dataclasses.field(
-        default=default, metadata={"kind": kind, "help": help_}
-    )
+    return dataclasses.field(default=default, metadata={"kind": kind, "help": help_})
 
 
-_MechanismParameters: Any = mechanism_options.declared_class(
-    "_MechanismParameters"
-)
+_MechanismParameters: Any = mechanism_options.declared_class("_MechanismParameters")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,15 +293,11 @@ class Settings(_MechanismParameters):
     shuffle: bool = _option(
         False, bool, "Whether clients shuffle their examples for each epoch."
     )
-    client_optimizer: str = _option(
-        "sgd", ("sgd", "adam"), "The clients' optimizer."
-    )
+    client_optimizer: str = _option("sgd", ("sgd", "adam"), "The clients' optimizer.")
     client_learning_rate: float | None = _option(
         None, float, "The clients' learning rate."
     )
-    client_momentum: float = _option(
-        0.0, float, "Momentum of --client_optimizer=sgd."
-    )
+    client_momentum: float = _option(0.0, float, "Momentum of --client_optimizer=sgd.")
     client_loss: str = _option(
         "cross_entropy",
         ("cross_entropy", "balanced"),
@@ -335,9 +327,7 @@ class Settings(_MechanismParameters):
     server_learning_rate: float | None = _option(
         None, float, "The server optimizer's learning rate (1; adam: 0.01)."
     )
-    server_momentum: float = _option(
-        0.0, float, "Momentum of --server_optimizer=sgd."
-    )
+    server_momentum: float = _option(0.0, float, "Momentum of --server_optimizer=sgd.")
     server_schedule: str = _option(
         "constant",
         ("constant", "linear", "cosine"),
@@ -551,8 +541,7 @@ class Settings(_MechanismParameters):
             return _validate.positive_integer(num_replicas=int(text))
         except ValueError as error:
             raise ValueError(
-                "--num_replicas must be a positive integer or measured, got "
-                f"{text!r}."
+                f"--num_replicas must be a positive integer or measured, got {text!r}."
             ) from error
 
     def delta(self, num_clients: int) -> float:
@@ -640,15 +629,11 @@ class Settings(_MechanismParameters):
                     f"{self.mechanism}, which has: {', '.join(own) or 'none'}."
                 )
         if self.mechanism == "none" and self.target_epsilon is not None:
-            raise ValueError(
-                "--target_epsilon cannot be kept with --mechanism=none."
-            )
+            raise ValueError("--target_epsilon cannot be kept with --mechanism=none.")
         if self.target_epsilon is not None:
             _validate.positive(**{"--target_epsilon": self.target_epsilon})
         if self.target_delta is not None:
-            _validate.inside_unit_interval(
-                **{"--target_delta": self.target_delta}
-            )
+            _validate.inside_unit_interval(**{"--target_delta": self.target_delta})
             if self._implied_delta() is not None:
                 raise ValueError(
                     "--target_delta follows from the parameters of "
@@ -680,13 +665,9 @@ class Settings(_MechanismParameters):
             if self.server_ema:
                 raise ValueError("--server_ema needs --server_optimizer.")
             if self.server_learning_rate:
-                raise ValueError(
-                    "--server_learning_rate needs --server_optimizer."
-                )
+                raise ValueError("--server_learning_rate needs --server_optimizer.")
         if self.tff_workers and self.tff_hosts:
-            raise ValueError(
-                "--tff_workers and --tff_hosts exclude each other."
-            )
+            raise ValueError("--tff_workers and --tff_hosts exclude each other.")
         if self.tff_data and not (self.tff_workers or self.tff_hosts):
             raise ValueError("--tff_data needs --tff_workers or --tff_hosts.")
 

@@ -271,9 +271,7 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
             )
             groups.setdefault(trial.name, (trial, []))[1].append(result)
     root.mkdir(parents=True, exist_ok=True)
-    run_directory.write_csv(
-        root / RUNS_TABLE, [*varied, "seed", *FIGURES], rows
-    )
+    run_directory.write_csv(root / RUNS_TABLE, [*varied, "seed", *FIGURES], rows)
     summary = []
     for trial, results in groups.values():
         accuracies = [result["accuracy"] for result in results]
@@ -286,10 +284,7 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
                 _largest(results, "epsilon"),
                 results[0]["delta"],
                 _largest(results, "central_epsilon"),
-                *(
-                    statistics.fmean(r[name] for r in results)
-                    for name in _MEANS
-                ),
+                *(statistics.fmean(r[name] for r in results) for name in _MEANS),
             ]
         )
     header = [*varied, "runs", "accuracy", "stddev"]
@@ -322,9 +317,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return runs
 
 
-def groups_of(
-    runs: Sequence[Run], by: Sequence[str] = ()
-) -> dict[str, list[Run]]:
+def groups_of(runs: Sequence[Run], by: Sequence[str] = ()) -> dict[str, list[Run]]:
     """Returns runs that belong together, by the name of the group.
 
     Args:

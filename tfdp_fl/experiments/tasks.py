@@ -120,9 +120,7 @@ def _prepared(task: Task, features: bool, pixels: int, seed: int) -> Task:
         return layer.predict(x, batch_size=1000, verbose=0)
 
     x, y = map(np.asarray, task.clients.flat())
-    rows, lengths = task.clients.client_rows(
-        np.arange(task.clients.num_clients)
-    )
+    rows, lengths = task.clients.client_rows(np.arange(task.clients.num_clients))
     versions = [x]
     if pixels:
         versions = models.shifted(x, pixels)
@@ -182,8 +180,7 @@ def build_model(settings: settings_lib.Settings, task: Task) -> tf.keras.Model:
     spec = task.clients.element_spec[0]
     if not isinstance(spec, tf.TensorSpec):
         raise ValueError(
-            f"model={settings.model!r} must be given one array of features, "
-            f"got {spec}."
+            f"model={settings.model!r} must be given one array of features, got {spec}."
         )
     units = settings.units()
     widths: dict[str, Any] = {} if units is None else {"hidden_units": units}

@@ -67,6 +67,4 @@ def _draw(
     if temperature == 0:
         return int(np.argmax(logits))
     # The largest of logits with Gumbel noise is a draw from their softmax.
-    return int(
-        np.argmax(logits / temperature + generator.gumbel(size=logits.shape))
-    )
+    return int(np.argmax(logits / temperature + generator.gumbel(size=logits.shape)))

@@ -181,9 +181,7 @@ def _federated_model(
     else:
         budget = {"epsilon": settings.target_epsilon, "delta": delta}
         own = {field.name for field in dataclasses.fields(kind)}
-        made = kind(
-            **options, **{name: budget[name] for name in own & budget.keys()}
-        )
+        made = kind(**options, **{name: budget[name] for name in own & budget.keys()})
     return DPFederatedModel(
         model,
         made,
@@ -248,9 +246,7 @@ class _EpsilonByPLD(callbacks.FederatedCallback):
 
     def on_round_released(self, round_index: int, logs: Any) -> None:
         if (round_index + 1) % self._every == 0:
-            logs["epsilon_pld"] = self.federated_model.epsilon(
-                self._delta, "pld"
-            )
+            logs["epsilon_pld"] = self.federated_model.epsilon(self._delta, "pld")
 
 
 def run(
@@ -286,9 +282,7 @@ def run(
     if not resume:
         path.mkdir(parents=True, exist_ok=True)
         run_directory.clear(path)
-        run_directory.write_json(
-            path / run_directory.CONFIG, settings.to_dict()
-        )
+        run_directory.write_json(path / run_directory.CONFIG, settings.to_dict())
     listeners, budget = _callbacks(prepared, path)
     stopped = None
     started = time.perf_counter()
@@ -396,13 +390,9 @@ def _leave_files(
     }
     if settings.mechanism in settings_lib.CENTRAL:
         for each in ("rdp", "pld"):
-            result[f"epsilon_{each}"] = federated_model.epsilon(
-                prepared.delta, each
-            )
+            result[f"epsilon_{each}"] = federated_model.epsilon(prepared.delta, each)
     if mechanism.guarantee == mechanisms.LocalDP.guarantee:
-        result["central_epsilon"] = federated_model.central_epsilon(
-            prepared.delta, by
-        )
+        result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
     run_directory.write_json(path / run_directory.RESULT, result)
     if not federated_model.rounds:
         return result  # There is nothing to draw.

@@ -49,9 +49,7 @@ class OrientedGradients(tf.keras.layers.Layer):
         self.cell = _validate.positive_integer(cell=cell)
         self.directions = _validate.positive_integer(directions=directions)
         if self.directions < 2:
-            raise ValueError(
-                f"directions must be at least 2, got {directions!r}."
-            )
+            raise ValueError(f"directions must be at least 2, got {directions!r}.")
 
     def build(self, input_shape: Any) -> None:
         """Checks the images' shape."""

@@ -47,8 +47,7 @@ class DPFedAvgNumPyClient:
         """
         if not callable(getattr(client, "fit", None)):
             raise TypeError(
-                "client must have a method fit(parameters, config), got "
-                f"{client!r}."
+                f"client must have a method fit(parameters, config), got {client!r}."
             )
         self.client = client
         self.discarded_updates = 0

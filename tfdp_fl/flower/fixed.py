@@ -226,9 +226,7 @@ class DPFedAvgFixed(private_rounds.PrivateRounds):
             for client, fit_res, reply in answers.valid
         ]
         with strategies.metrics_errors_logged(self.strategy, self._api):
-            return self.strategy.aggregate_fit(
-                server_round, handed, answers.failures
-            )
+            return self.strategy.aggregate_fit(server_round, handed, answers.failures)
 
     def _current_mechanism(self) -> mechanisms.Mechanism:
         return mechanisms.FixedClipping(

@@ -163,9 +163,7 @@ def _array(array: Any, shape: tuple[int, ...]) -> np.ndarray:
 def array_record(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """Returns an ArrayRecord of the kind of another one, with these arrays."""
     kind = type(next(iter(like.values())))
-    return type(like)(
-        {name: kind(np.asarray(array)) for name, array in arrays.items()}
-    )
+    return type(like)({name: kind(np.asarray(array)) for name, array in arrays.items()})
 
 
 def handed_on(
@@ -180,9 +178,7 @@ def handed_on(
     all the others have as well: Flower's strategies refuse a round whose
     replies differ in that, and one client must not be able to end the run.
     """
-    record = array_record(
-        model.record, dict(zip(model.names, released, strict=True))
-    )
+    record = array_record(model.record, dict(zip(model.names, released, strict=True)))
     common = _common([reply.metrics for *_, reply in valid])
     metrics_key = _metrics_key([message for _, message, _ in valid])
     kinds = [
@@ -232,9 +228,7 @@ def _kind(value: Any) -> Any:
 def _metrics_key(messages: Sequence[Any]) -> str:
     """Returns what most clients call their MetricRecord."""
     called = collections.Counter(
-        key
-        for message in messages
-        for key in list(message.content.metric_records)[:1]
+        key for message in messages for key in list(message.content.metric_records)[:1]
     )
     return called.most_common(1)[0][0] if called else "metrics"
 

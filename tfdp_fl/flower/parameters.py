@@ -25,10 +25,7 @@ def to_arrays(parameters: Any) -> list[np.ndarray]:
     tensors = getattr(parameters, "tensors", None)
     if tensors is not None:
         # Pickled objects could execute code: they are never allowed.
-        return [
-            np.load(io.BytesIO(tensor), allow_pickle=False)
-            for tensor in tensors
-        ]
+        return [np.load(io.BytesIO(tensor), allow_pickle=False) for tensor in tensors]
     if isinstance(parameters, list | tuple):
         return [np.asarray(array) for array in parameters]
     raise TypeError(

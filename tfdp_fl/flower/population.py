@@ -146,9 +146,7 @@ class WatchedGrid:
         """As the grid's own; of these, the eligible ones."""
         nodes = list(self._grid.get_node_ids())
         self.connected = len(nodes)
-        self._listed = (
-            nodes if self._eligible is None else self._eligible(nodes)
-        )
+        self._listed = nodes if self._eligible is None else self._eligible(nodes)
         return list(self._listed)
 
     def population(
@@ -164,9 +162,7 @@ class WatchedGrid:
         """
         listed = frozenset(self._listed or ())
         drawn = (
-            uniformly
-            and len(set(chosen)) == len(chosen)
-            and listed.issuperset(chosen)
+            uniformly and len(set(chosen)) == len(chosen) and listed.issuperset(chosen)
         )
         return Population(
             max(len(listed), len(chosen)),

@@ -88,9 +88,7 @@ class PrivateRounds(abc.ABC):
         self.strategy = strategy
         self.num_sampled_clients = num_sampled_clients
         self.clip_norm = clip_norm
-        self.on_client_failure = _checked_failure(
-            on_client_failure, noised_by_clients
-        )
+        self.on_client_failure = _checked_failure(on_client_failure, noised_by_clients)
         if max_abandoned_rounds is not None:
             max_abandoned_rounds = _validate.positive_integer(
                 max_abandoned_rounds=max_abandoned_rounds
@@ -172,9 +170,7 @@ class PrivateRounds(abc.ABC):
         if delta is None:
             delta = self._history.target_delta
         if delta is None:
-            raise ValueError(
-                "delta must be given, as no target_delta was, got None."
-            )
+            raise ValueError("delta must be given, as no target_delta was, got None.")
         return self._history.epsilon(num_clients, delta, sampling, accountant)
 
     def privacy_report(
@@ -197,9 +193,7 @@ class PrivateRounds(abc.ABC):
           noise_added_by, on_client_failure, strategy, and caveats: sentences
           that have to be read with epsilon.
         """
-        epsilon = self.privacy_epsilon(
-            num_clients, delta, accountant=accountant
-        )
+        epsilon = self.privacy_epsilon(num_clients, delta, accountant=accountant)
         mechanism = self._current_mechanism()
         by_server = mechanism.noise_site == "server"
         return {
@@ -211,8 +205,7 @@ class PrivateRounds(abc.ABC):
             "noise_added_by": "server" if by_server else "clients",
             "on_client_failure": self.on_client_failure,
             "strategy": (
-                f"{type(self.strategy).__module__}."
-                f"{type(self.strategy).__qualname__}"
+                f"{type(self.strategy).__module__}.{type(self.strategy).__qualname__}"
             ),
             "averages": self.averages,
             "caveats": report.caveats(
@@ -370,9 +363,7 @@ class PrivateRounds(abc.ABC):
             message=message,
             sent=sent,
             asked=frozenset(
-                name
-                for name in map(answers_lib.name_of, clients)
-                if name is not None
+                name for name in map(answers_lib.name_of, clients) if name is not None
             ),
             plan=plan,
             mechanism=mechanism,
@@ -436,9 +427,7 @@ class PrivateRounds(abc.ABC):
             mu_squared=mu_squared,
         )
 
-    def _stop_before(
-        self, server_round: int, planned: rounds.ReleasedRound
-    ) -> None:
+    def _stop_before(self, server_round: int, planned: rounds.ReleasedRound) -> None:
         self.stopped_before_round = server_round
         _logger.warning(
             "Stopped before round %s, which would bring epsilon to %.4g "
@@ -489,9 +478,7 @@ class PrivateRounds(abc.ABC):
         )
         self.rejected_replies += len(answers.reasons)
         if not self._releasable(answers, configured):
-            self._abandon(
-                server_round, answers.summary(self.num_sampled_clients)
-            )
+            self._abandon(server_round, answers.summary(self.num_sampled_clients))
             return None
         outcome = self._sum(configured, [reply for *_, reply in answers.valid])
         self.discarded_updates += outcome.discarded
@@ -499,9 +486,7 @@ class PrivateRounds(abc.ABC):
             # On the disk before anything of the round can be seen; if this
             # raises, nothing has moved.
             self._history.add(
-                dataclasses.replace(
-                    configured.plan, num_replies=len(answers.valid)
-                )
+                dataclasses.replace(configured.plan, num_replies=len(answers.valid))
             )
         if self._remembered is not None:
             self._remembered.released(
@@ -511,9 +496,7 @@ class PrivateRounds(abc.ABC):
         self._abandoned_in_a_row = 0
         return answers, configured, outcome.model
 
-    def _taken(
-        self, server_round: int
-    ) -> configured_lib.ConfiguredRound | None:
+    def _taken(self, server_round: int) -> configured_lib.ConfiguredRound | None:
         """Returns the round that these results belong to, once."""
         configured = self._configured
         if configured is None or configured.server_round != server_round:
@@ -532,9 +515,7 @@ class PrivateRounds(abc.ABC):
     def _clients_clip(self) -> bool:
         return self._sum is client_clipping.release
 
-    def _told(
-        self, configured: configured_lib.ConfiguredRound
-    ) -> dict[str, Any]:
+    def _told(self, configured: configured_lib.ConfiguredRound) -> dict[str, Any]:
         """Returns what clients are told: to clip, or not to."""
         if self._clients_clip:
             return configured_lib.for_clients(configured)
@@ -555,9 +536,7 @@ class PrivateRounds(abc.ABC):
         if answers.complete(m):
             return True
         # Before anything is charged that the strategy would throw away.
-        if strategies.refuses(
-            self.strategy, len(answers.valid), len(answers.failures)
-        ):
+        if strategies.refuses(self.strategy, len(answers.valid), len(answers.failures)):
             return False
         if self.on_client_failure == "exclude":
             return True
@@ -578,9 +557,7 @@ class PrivateRounds(abc.ABC):
             )
 
 
-def _checked_failure(
-    on_client_failure: str | None, noised_by_clients: bool
-) -> str:
+def _checked_failure(on_client_failure: str | None, noised_by_clients: bool) -> str:
     """Returns what a client's failure means, by default what is right."""
     if on_client_failure is None:
         return "abort" if noised_by_clients else "exclude"

@@ -194,9 +194,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
         Once the budget is spent no more clients are asked to train, and the
         model stays as it is.
         """
-        return type(self.strategy).start(
-            self, grid, initial_arrays, *args, **kwargs
-        )
+        return type(self.strategy).start(self, grid, initial_arrays, *args, **kwargs)
 
     def summary(self) -> None:
         """Logs what is released, and the wrapped strategy's summary."""
@@ -295,9 +293,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
             self._weight_key,
         )
         with strategies.metrics_errors_logged(self.strategy, self._api):
-            return self.strategy.aggregate_train(
-                server_round, [*handed, *failures]
-            )
+            return self.strategy.aggregate_train(server_round, [*handed, *failures])
 
     def aggregate_evaluate(self, server_round: int, replies: Any) -> Any:
         """The wrapped strategy's; replies that it refuses end no run."""
@@ -326,9 +322,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     @property
     def _weight_key(self) -> str:
         return str(
-            getattr(
-                self.strategy, "weighted_by_key", messages.DEFAULT_WEIGHT_KEY
-            )
+            getattr(self.strategy, "weighted_by_key", messages.DEFAULT_WEIGHT_KEY)
         )
 
     def _current_mechanism(self) -> mechanisms.Mechanism:
@@ -419,10 +413,7 @@ def _sum_for(
     mechanism.check(deployment)
     if client_clipping.clients_can_clip(mechanism):
         if mechanism.guarantee == "local" and not (
-            cast(mechanisms.LocalDP, mechanism).noise_over_sensitivity(
-                deployment
-            )
-            > 0
+            cast(mechanisms.LocalDP, mechanism).noise_over_sensitivity(deployment) > 0
         ):
             raise ValueError(
                 f"mechanism must have noise, got {mechanism!r}: without, a "

@@ -105,20 +105,14 @@ def released(
       ValueError: unless both have the same number of arrays, of same shapes;
         if the noise is too small beside the model for any dtype.
     """
-    update = updates.clipped(
-        updates.difference(returned, received), asked.clip_norm
-    )
+    update = updates.clipped(updates.difference(returned, received), asked.clip_norm)
     if update.discarded:
-        _logger.warning(
-            "The update holds NaN or infinity: zero is sent in its place."
-        )
+        _logger.warning("The update holds NaN or infinity: zero is sent in its place.")
     if asked.noise_stddev > 0:
         noised = updates.noised(update.arrays, asked.noise_stddev)
         arrays = updates.applied_with_noise(
             received, noised, asked.noise_stddev, asked.clip_norm
         )
     else:
-        arrays = updates.applied_within(
-            received, update.arrays, asked.clip_norm
-        )
+        arrays = updates.applied_within(received, update.arrays, asked.clip_norm)
     return Release(arrays, update.within, update.discarded)

@@ -135,9 +135,7 @@ class Remembered:
         if state["made_for"] != self.mechanism.memory_key():
             # Other noise, in a segment of its own; the promise may be another.
             return
-        self.record = correlated_noise.ParticipationRecord.from_state(
-            state["record"]
-        )
+        self.record = correlated_noise.ParticipationRecord.from_state(state["record"])
         memory = state["memory"]
         if not goes_on or memory is None:
             self.begin_segment()
@@ -219,18 +217,14 @@ class SeparatedHistory(rounds.RoundHistory):
         return self._spent.epsilon(delta, accountant)
 
     def _charge_of(self, released: rounds.ReleasedRound) -> Any:
-        return dataclasses.replace(
-            released.charge(), sampling=charge_lib.SEPARATED
-        )
+        return dataclasses.replace(released.charge(), sampling=charge_lib.SEPARATED)
 
     def _charge_of_entry(
         self,
         entry: ledger_contents.LedgerEntry,
         ledger: ledger_lib.PrivacyLedger,
     ) -> Any:
-        if entry.charge is None or entry.charge.sampling != (
-            charge_lib.SEPARATED
-        ):
+        if entry.charge is None or entry.charge.sampling != (charge_lib.SEPARATED):
             raise ValueError(
                 "ledger must hold rounds of correlated noise in Flower only, "
                 f"got {ledger.path} with one of {entry.charge!r}: its "

@@ -71,9 +71,7 @@ def read(
     with readable():
         metrics = fit_res.metrics
         if not isinstance(metrics, Mapping):
-            raise ReplyError(
-                f"metrics must be a mapping, got {type(metrics).__name__}"
-            )
+            raise ReplyError(f"metrics must be a mapping, got {type(metrics).__name__}")
         bit = norm_bit(metrics) if wants_norm_bit else None
         others = {k: v for k, v in metrics.items() if k != keys.NORM_BIT}
         return Reply(_arrays(fit_res.parameters, shapes), bit, others)
@@ -106,27 +104,19 @@ def norm_bit(metrics: Mapping[str, Any]) -> bool:
     if isinstance(value, numbers.Real) and not math.isnan(value):
         # One client moves the count by one at most, whatever number it sends.
         return bool(value)
-    raise ReplyError(
-        f"{keys.NORM_BIT} must be a bool, got {type(value).__name__}"
-    )
+    raise ReplyError(f"{keys.NORM_BIT} must be a bool, got {type(value).__name__}")
 
 
-def _arrays(
-    parameters: Any, shapes: Sequence[tuple[int, ...]]
-) -> list[np.ndarray]:
+def _arrays(parameters: Any, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
     tensors = getattr(parameters, "tensors", None)
     serialised = tensors is not None
     items = tensors if serialised else parameters
     if not isinstance(items, list | tuple):
-        raise ReplyError(
-            f"parameters must hold a list, got {type(items).__name__}"
-        )
+        raise ReplyError(f"parameters must hold a list, got {type(items).__name__}")
     if len(items) != len(shapes):
         raise ReplyError(f"it must hold {len(shapes)} arrays, got {len(items)}")
     take = npy_array if serialised else _plain_array
-    return [
-        take(item, shape) for item, shape in zip(items, shapes, strict=True)
-    ]
+    return [take(item, shape) for item, shape in zip(items, shapes, strict=True)]
 
 
 def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -149,8 +139,7 @@ def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
     version = data[6:8]
     if data[:6] != _MAGIC or version not in (b"\x01\x00", b"\x02\x00"):
         raise ReplyError(
-            "a tensor must be in the .npy format, version 1.0 or 2.0, got "
-            f"{data[:8]!r}"
+            f"a tensor must be in the .npy format, version 1.0 or 2.0, got {data[:8]!r}"
         )
     start = 10 if version == b"\x01\x00" else 12
     length = int.from_bytes(data[8:start], "little")
@@ -166,9 +155,7 @@ def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
         int(size) for size in header[3].replace(b" ", b"").split(b",") if size
     )
     if stated != tuple(shape):
-        raise ReplyError(
-            f"a tensor must have the shape {tuple(shape)}, got {stated}"
-        )
+        raise ReplyError(f"a tensor must have the shape {tuple(shape)}, got {stated}")
     try:
         dtype = np.dtype(header[1].decode())
     except TypeError:

@@ -73,8 +73,7 @@ def caveats(
     if remembered is not None:
         said.append(_of_separation(mechanism, remembered))
     elif central and any(
-        r.available is not None
-        and r.num_clients == r.clients_per_round < r.available
+        r.available is not None and r.num_clients == r.clients_per_round < r.available
         for r in released
     ):
         said.append(

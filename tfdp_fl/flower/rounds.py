@@ -100,9 +100,7 @@ class RoundHistory:
             )
         if target_epsilon is not None:
             target_epsilon = _validate.positive(target_epsilon=target_epsilon)
-            target_delta = _validate.inside_unit_interval(
-                target_delta=target_delta
-            )
+            target_delta = _validate.inside_unit_interval(target_delta=target_delta)
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
         self.accountant = _validate.one_of(
@@ -303,8 +301,7 @@ class RoundHistory:
             released.charge(num_clients, sampling) for released in self.released
         )
         charges.update(
-            dataclasses.replace(charge, sampling=sampling)
-            for charge in self.earlier
+            dataclasses.replace(charge, sampling=sampling) for charge in self.earlier
         )
         history = accountant_lib.PrivacyAccountant()
         for charge, count in charges.items():
@@ -333,12 +330,8 @@ class RoundHistory:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over a state; to be called before `open_ledger`."""
-        self.released = [
-            ReleasedRound(**fields) for fields in state["released"]
-        ]
-        self.earlier = [
-            self._charge_from_json(each) for each in state["earlier"]
-        ]
+        self.released = [ReleasedRound(**fields) for fields in state["released"]]
+        self.earlier = [self._charge_from_json(each) for each in state["earlier"]]
         for charge in map(self._charge_of, self.released):
             self._spend(charge)
         for charge in self.earlier:

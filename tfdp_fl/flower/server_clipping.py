@@ -46,15 +46,11 @@ def release(
     """Returns w + (sum_k c_k Delta_k + noise) / m, as the mechanism says."""
     mechanism, this = configured.mechanism, configured.this
     changes = [
-        updates.clipped(
-            updates.difference(reply.arrays, configured.sent), math.inf
-        )
+        updates.clipped(updates.difference(reply.arrays, configured.sent), math.inf)
         for reply in answers
     ]
     discarded = np.array([each.discarded for each in changes], bool)
-    norms = tf.constant(
-        [updates.norm(each.arrays) for each in changes], tf.float32
-    )
+    norms = tf.constant([updates.norm(each.arrays) for each in changes], tf.float32)
     if mechanism.clip_to_cohort is not None:
         clip = mechanism.clip_to_cohort(norms, _as_tensors(this))
         this = this._replace(clip_norm=float(clip))

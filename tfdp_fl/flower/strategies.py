@@ -79,9 +79,7 @@ LEGACY = Api(
     abstract=_classes("flwr.server.strategy", "Strategy"),
     metrics="fit_metrics_aggregation_fn",
     m="num_sampled_clients",
-    advice=(
-        "For Flower's FedAvg set min_fit_clients to it and fraction_fit to 0."
-    ),
+    advice=("For Flower's FedAvg set min_fit_clients to it and fraction_fit to 0."),
     drawn_by="the client manager's sample",
 )
 # Read in flwr 1.42: `FedAvg.configure_train` takes `random.sample` of what the
@@ -132,9 +130,7 @@ def require_averaging(strategy: Any, vouched: bool, api: Api = LEGACY) -> None:
     """
     for method in (api.configure, api.aggregate):
         if not callable(getattr(strategy, method, None)):
-            raise TypeError(
-                f"strategy must have a method {method}, got {strategy!r}."
-            )
+            raise TypeError(f"strategy must have a method {method}, got {strategy!r}.")
     if vouched or not is_flowers(strategy):
         return
     method = api.aggregate
@@ -168,16 +164,14 @@ def samples_uniformly(strategy: Any, api: Api) -> bool:
     """Whether a strategy is known to draw from all that Flower lists."""
     return (
         is_flowers(strategy)
-        and _not_of(strategy, api.configure, api.sampling | api.abstract)
-        is None
+        and _not_of(strategy, api.configure, api.sampling | api.abstract) is None
     )
 
 
 def is_flowers(strategy: Any) -> bool:
     """Whether an object's class is Flower's, or derived from one."""
     return any(
-        cls.__module__.partition(".")[0] == "flwr"
-        for cls in type(strategy).__mro__
+        cls.__module__.partition(".")[0] == "flwr" for cls in type(strategy).__mro__
     )
 
 
@@ -215,8 +209,7 @@ def metrics_errors_logged(strategy: Any, api: Api = LEGACY) -> Iterator[None]:
             return function(*metrics)
         except Exception:
             _logger.warning(
-                "%s failed on the metrics that the clients sent; the round "
-                "has none.",
+                "%s failed on the metrics that the clients sent; the round has none.",
                 name,
                 exc_info=True,
             )

@@ -90,9 +90,7 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
         length = math.sqrt(sum(float(np.sum(array**2)) for array in arrays))
     if length >= _SQUARES_VANISH_BELOW or not math.isfinite(length):
         return length
-    largest = max(
-        (float(np.max(np.abs(a))) for a in arrays if a.size), default=0
-    )
+    largest = max((float(np.max(np.abs(a))) for a in arrays if a.size), default=0)
     if largest == 0:
         return 0.0
     return largest * math.sqrt(
@@ -127,10 +125,7 @@ def noised(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
     Each call takes its randomness anew from the operating system.
     """
     rng = np.random.default_rng()
-    return [
-        array + rng.normal(scale=stddev, size=np.shape(array))
-        for array in arrays
-    ]
+    return [array + rng.normal(scale=stddev, size=np.shape(array)) for array in arrays]
 
 
 def noised_number(number: float, stddev: float) -> float:
@@ -147,9 +142,7 @@ def applied(
     as float64: to round them would undo the clipping.
     """
     return [
-        np.asarray(
-            np.asarray(old, np.float64) + change, _result_dtype(np.asarray(old))
-        )
+        np.asarray(np.asarray(old, np.float64) + change, _result_dtype(np.asarray(old)))
         for old, change in zip(received, update, strict=True)
     ]
 
@@ -198,9 +191,7 @@ def applied_with_noise(
                 f"{largest:.3g}, got {noise_stddev:.3g}."
             )
         arrays.append(
-            new
-            if fits[0] == new.dtype
-            else np.asarray(old, np.float64) + change
+            new if fits[0] == new.dtype else np.asarray(old, np.float64) + change
         )
     return arrays
 

@@ -243,9 +243,7 @@ def _read(file: pathlib.Path) -> Checkpoint:
                 data = archive.read(_member(name))
                 if _digest(data) != entry["sha256"]:
                     raise _DamagedError(f"the checksum of {name} is wrong")
-                array = np.lib.format.read_array(
-                    io.BytesIO(data), allow_pickle=False
-                )
+                array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
                 arrays[name] = _as_dtype(array, entry["dtype"])
     except (_DamagedError, OSError):
         raise

@@ -78,9 +78,7 @@ def evaluate(
         if bar is not None:
             bar.update(done)
     if not columns:
-        columns = {
-            name: np.full(clients.num_clients, np.nan) for name in in_any_case
-        }
+        columns = {name: np.full(clients.num_clients, np.nan) for name in in_any_case}
     if raised and not columns:
         raise ValueError(
             "clients must have examples that the model can be evaluated on, "
@@ -100,9 +98,7 @@ def evaluate(
     return {NUM_EXAMPLES: counts, **loss, **columns}
 
 
-def _batches(
-    x: Any, y: Any, size: int, batch_size: int
-) -> Iterator[tuple[Any, Any]]:
+def _batches(x: Any, y: Any, size: int, batch_size: int) -> Iterator[tuple[Any, Any]]:
     def rows(start: int, nest: Any) -> Any:
         return tf.nest.map_structure(
             lambda each: tf.convert_to_tensor(each[start : start + batch_size]),

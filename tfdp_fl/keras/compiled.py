@@ -28,9 +28,7 @@ class Compiled:
     broadcast_hook: Any
     jit_compile: bool | None
 
-    def with_class_weight(
-        self, class_weight: Mapping[int, float] | None
-    ) -> Compiled:
+    def with_class_weight(self, class_weight: Mapping[int, float] | None) -> Compiled:
         """Returns this with what `fit` was told that classes count."""
         class_weight = engine.checked_class_weight(class_weight)
         training = dataclasses.replace(self.training, class_weight=class_weight)
@@ -44,9 +42,7 @@ class Compiled:
             return 0.0
         if isinstance(rate, tf.Variable):
             # A tenth of the time that `numpy()` takes, in every round.
-            rate = tf.raw_ops.ReadVariableOp(
-                resource=rate.handle, dtype=rate.dtype
-            )
+            rate = tf.raw_ops.ReadVariableOp(resource=rate.handle, dtype=rate.dtype)
         return float(rate)
 
     def set_learning_rate(self, value: float) -> None:

@@ -85,9 +85,7 @@ class RoundCosts:
           answered: How many clients answered; None: as many as expected.
         """
         ahead = round_index - self.first_round
-        event = self.mechanism.round_event(
-            self.first_event + ahead, self.deployment
-        )
+        event = self.mechanism.round_event(self.first_event + ahead, self.deployment)
         size = self.sampler.expected_cohort_size(round_index)
         if answered is not None:
             size = answered

@@ -60,9 +60,7 @@ def pay(
       LedgerError: A ledger could not be written; nothing may be released.
     """
     run = spending_lib.new_evaluation()
-    spent = spending_lib.OtherRun(
-        charges=collections.Counter([charge]), mu_squared=0.0
-    )
+    spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
     checkpoints = []
     for each in keeping:
         ledger = each

@@ -182,9 +182,7 @@ def _check_known(thing: Any) -> None:
     for each in (thing, *inner):
         if each is not thing and not callable(each):
             continue
-        _check_module(
-            getattr(each, "__module__", None) or type(each).__module__
-        )
+        _check_module(getattr(each, "__module__", None) or type(each).__module__)
     if isinstance(thing, tf.keras.layers.Lambda):
         raise _UnknownError
 

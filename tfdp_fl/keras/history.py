@@ -12,9 +12,7 @@ class History(tf.keras.callbacks.History):
     a model takes as long as a good part of what Python does in a small round.
     """
 
-    def on_epoch_end(
-        self, epoch: int, logs: dict[str, float] | None = None
-    ) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Notes a round's values."""
         if self.model.history is not self:
             super().on_epoch_end(epoch, logs)

@@ -107,8 +107,7 @@ INSTEAD = {
     "train_step": _STEP,
     "train_tf_function": _STEP,
     "trainable": (
-        "freeze layers of the Keras model before it is wrapped, and wrap it "
-        "anew"
+        "freeze layers of the Keras model before it is wrapped, and wrap it anew"
     ),
     "updates": _INSIDE,
     "with_name_scope": _INSIDE,
@@ -155,10 +154,7 @@ def missing(name: str) -> str:
     """Returns what to tell whoever asks for a name that is not handed on."""
     if name in INSTEAD:
         return f"DPFederatedModel has no {name}: {INSTEAD[name]}."
-    return (
-        f"DPFederatedModel has no attribute {name!r}; the Keras model is "
-        "fed.model."
-    )
+    return f"DPFederatedModel has no attribute {name!r}; the Keras model is fed.model."
 
 
 def refuse_arguments(given: Iterable[str], allowed: Iterable[str]) -> None:

@@ -205,9 +205,7 @@ def _maker(
     """
     if isinstance(mechanism, mechanisms.Mechanism):
         schedule = schedules.fixed(mechanism.noise_multiplier)
-        return lambda factor: mechanism.with_noise_multiplier(
-            _scaled(schedule, factor)
-        )
+        return lambda factor: mechanism.with_noise_multiplier(_scaled(schedule, factor))
     kind = mechanisms.by_name(mechanism)
     return lambda noise: kind.for_target(
         noise_multiplier=noise,
@@ -234,8 +232,7 @@ def _check_mechanism(
         return
     if options:
         raise TypeError(
-            f"{sorted(options)} cannot be given with a mechanism that is "
-            "already made."
+            f"{sorted(options)} cannot be given with a mechanism that is already made."
         )
     if (
         mechanism.guarantee != "central"

@@ -169,9 +169,7 @@ class DPFederatedModel:
         )
         self._given_mechanism = self.setup.mechanism
         self.run: Run | None = None
-        self._keep_target = (
-            None if target is None else callbacks_lib.KeepTarget(target)
-        )
+        self._keep_target = None if target is None else callbacks_lib.KeepTarget(target)
         self._compiled: Compiled | None = None
         self._prepared: PreparedEngine | None = None
         self._verbose = 0
@@ -290,9 +288,7 @@ class DPFederatedModel:
         )
         self._prepared = None  # A new engine; the run goes on.
         if self.run is None:
-            self.setup = self.setup.for_server(
-                self._given_mechanism, server_optimizer
-            )
+            self.setup = self.setup.for_server(self._given_mechanism, server_optimizer)
         self.model.compile(
             optimizer=optimizer,
             loss=loss,
@@ -347,9 +343,7 @@ class DPFederatedModel:
         verbose = 1 if verbose == "auto" else verbose
         silent = int(_validate.one_of((0, 1, 2), verbose=verbose))
         if private is None:
-            return client_metrics.evaluate(
-                self.model, dataset, batch_size, silent
-            )
+            return client_metrics.evaluate(self.model, dataset, batch_size, silent)
         _validate.instance_of(private_metrics.PrivateMetrics, private=private)
         generator = np.random.Generator(np.random.Philox())
         charge = private.charge(self.sampling, dataset.num_clients)
@@ -540,9 +534,7 @@ class DPFederatedModel:
             None if interrupted is None else interrupted.calibration,
         )
         if runtime is None and self.setup.num_replicas == MEASURED:
-            prepared = with_fastest_replicas(
-                prepared, run, compiled, clients, self.say
-            )
+            prepared = with_fastest_replicas(prepared, run, compiled, clients, self.say)
         self._prepared, engine = prepared, prepared.engine
         engine.state = run.mechanism_state
         if interrupted is not None:
@@ -595,14 +587,10 @@ class DPFederatedModel:
         self._keeping = [
             each
             for each in federated
-            if isinstance(
-                each, callbacks_lib.Ledger | callbacks_lib.RoundCheckpoint
-            )
+            if isinstance(each, callbacks_lib.Ledger | callbacks_lib.RoundCheckpoint)
         ]
         history = self.model.history = history_lib.History()
-        bar = progress.RoundProgress(
-            self._verbose, run.rounds, run.plan.last_round
-        )
+        bar = progress.RoundProgress(self._verbose, run.rounds, run.plan.last_round)
         round_loop.RoundLoop(
             model=self.model,
             setup=self.setup,
@@ -654,9 +642,7 @@ class DPFederatedModel:
         if not warned and self.mechanism.guarantee != spending_lib.RECORD:
             warn_of_large_delta("delta", self.delta, num_clients)
 
-    def _history_delta(
-        self, run: Run, callbacks: Iterable[Any]
-    ) -> float | None:
+    def _history_delta(self, run: Run, callbacks: Iterable[Any]) -> float | None:
         if self.delta is not None:
             return self.delta
         for each in callbacks:
@@ -668,8 +654,7 @@ class DPFederatedModel:
     def _require_compiled(self, what: str) -> Compiled:
         if self._compiled is None:
             raise NotCompiledError(
-                f"compile must be called before {what}, with an optimizer and "
-                "a loss."
+                f"compile must be called before {what}, with an optimizer and a loss."
             )
         return self._compiled
 
@@ -752,9 +737,7 @@ class DPFederatedModel:
             return 0.0
         return self.spending.epsilon(delta, accountant or self.accountant)
 
-    def central_epsilon(
-        self, delta: float, accountant: str | None = None
-    ) -> float:
+    def central_epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon against those who see the model only.
 
         For a local mechanism it is what the clients' noise adds up to; where
@@ -764,9 +747,7 @@ class DPFederatedModel:
         delta = _validate.inside_unit_interval(delta=delta)
         if self.spending is None:
             return 0.0
-        return self.spending.central_epsilon(
-            delta, accountant or self.accountant
-        )
+        return self.spending.central_epsilon(delta, accountant or self.accountant)
 
     def epsilon_after_round(
         self, round_index: int, delta: float, accountant: str | None = None
@@ -795,9 +776,7 @@ class DPFederatedModel:
         epsilon = _validate.non_negative(epsilon=epsilon)
         delta = _validate.inside_unit_interval(delta=delta)
         rounds = _validate.non_negative_integer(rounds=rounds)
-        return self._costs().affordable_rounds(
-            epsilon, delta, rounds, accountant
-        )
+        return self._costs().affordable_rounds(epsilon, delta, rounds, accountant)
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
@@ -831,15 +810,12 @@ class DPFederatedModel:
     def _require_trained(self, what: str) -> tuple[Run, CohortEngine]:
         if self.run is None or self.engine is None:
             raise ValueError(
-                f"fit must be called before {what}: there is nothing to state "
-                "yet."
+                f"fit must be called before {what}: there is nothing to state yet."
             )
         return self.run, self.engine
 
 
-def _check_runtime_and_audit(
-    runtime: Any, audit: Any, resume_from: Any
-) -> None:
+def _check_runtime_and_audit(runtime: Any, audit: Any, resume_from: Any) -> None:
     if runtime is not None and not hasattr(runtime, "collector"):
         raise TypeError(
             "runtime must be None, a tfdp_fl.runtimes.TFFWorkers or a "
@@ -855,9 +831,7 @@ def _check_runtime_and_audit(
         )
 
 
-def _is_comparable(
-    callbacks: list[Any], runtime: Any, resume_from: Any
-) -> bool:
+def _is_comparable(callbacks: list[Any], runtime: Any, resume_from: Any) -> bool:
     """Returns whether a lost round of this `fit` may be known to be the same.
 
     It keeps checkpoints, and trains on what its clients hold, not on what

@@ -129,22 +129,16 @@ class Preparation:
             deployment=dataclasses.replace(
                 deployment, num_variables=prepared.engine.num_variables
             ),
-            spending=spending_lib.Spending(
-                mechanism.guarantee, clients.num_clients
-            ),
+            spending=spending_lib.Spending(mechanism.guarantee, clients.num_clients),
             num_records=num_records,
             calibration=calibrated,
-            mechanism_state=self._mechanism_state(
-                prepared.engine, sampler, population
-            ),
+            mechanism_state=self._mechanism_state(prepared.engine, sampler, population),
             work=None
             if plan.seed is None or not self.comparable
             else fingerprint.of_work(self.model, self.compiled, clients),
         )
         if self.run is not None:
-            same_number = (
-                self.run.spending.clients.num_clients == clients.num_clients
-            )
+            same_number = self.run.spending.clients.num_clients == clients.num_clients
             run = dataclasses.replace(
                 self.run,
                 **{name: getattr(run, name) for name in _OF_THIS_FIT},
@@ -319,9 +313,7 @@ class Preparation:
                 element_spec=element_spec,
                 server_optimizer=compiled.server_optimizer,
                 broadcast_hook=compiled.broadcast_hook,
-                aggregate_non_trainable=(
-                    setup.non_trainable_state == "aggregate"
-                ),
+                aggregate_non_trainable=(setup.non_trainable_state == "aggregate"),
                 moments=self.moments,
                 collect_records=setup.secure_aggregation is not None,
                 num_replicas=None
@@ -382,9 +374,7 @@ def with_fastest_replicas(
     return dataclasses.replace(prepared, replicas_chosen=True)
 
 
-def _sizes(
-    clients: FederatedDataset, to_read: np.ndarray | None = None
-) -> np.ndarray:
+def _sizes(clients: FederatedDataset, to_read: np.ndarray | None = None) -> np.ndarray:
     """Returns the numbers of examples of all clients that can be read.
 
     Args:

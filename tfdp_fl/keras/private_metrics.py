@@ -72,8 +72,7 @@ class PrivateMetrics:
                 )
         _validate.non_negative(noise_multiplier=self.noise_multiplier)
         quantiles = tuple(
-            _validate.inside_unit_interval(quantiles=each)
-            for each in self.quantiles
+            _validate.inside_unit_interval(quantiles=each) for each in self.quantiles
         )
         object.__setattr__(self, "quantiles", quantiles)
         _validate.positive_integer(cells=self.cells)
@@ -143,17 +142,13 @@ class PrivateMetrics:
         usable = np.all(np.isfinite(columns), axis=0)
         parts: list[np.ndarray] = [np.ones([len(usable), 1])]
         shares = []
-        for column, (low, high) in zip(
-            columns, self.bounds.values(), strict=True
-        ):
+        for column, (low, high) in zip(columns, self.bounds.values(), strict=True):
             share = np.clip((column - low) / (high - low), 0.0, 1.0)
             shares.append(np.where(usable, share, 0.0))
             parts.append(2 * shares[-1][:, None] - 1)
         if self.quantiles:
             for share in shares:
-                cell = np.minimum(
-                    (share * self.cells).astype(int), self.cells - 1
-                )
+                cell = np.minimum((share * self.cells).astype(int), self.cells - 1)
                 parts.append(np.eye(self.cells)[cell])
         each = np.concatenate(parts, axis=1) / self._scale
         return np.where(usable[:, None], each, 0.0)
@@ -169,9 +164,7 @@ class PrivateMetrics:
         """
         total = self.contributions(values).sum(axis=0)
         noise = generator.normal(size=total.shape)
-        return self._result(
-            (total + self.noise_multiplier * noise) * self._scale
-        )
+        return self._result((total + self.noise_multiplier * noise) * self._scale)
 
     def _result(self, noisy: np.ndarray) -> dict[str, Any]:
         """Computes everything from the noisy sum: nothing else is used."""
@@ -187,10 +180,7 @@ class PrivateMetrics:
             centred = float(np.clip(noisy[1 + place] / count, -1.0, 1.0))
             result[name] = {
                 "mean": middle + half * centred,
-                "noise_stddev": half
-                * stddev
-                / count
-                * math.sqrt(1 + centred**2),
+                "noise_stddev": half * stddev / count * math.sqrt(1 + centred**2),
             }
             if self.quantiles:
                 start = 1 + k + place * self.cells

@@ -55,7 +55,6 @@ class RoundProgress:
             return
         words = " - ".join(f"{name}: {value:.4g}" for name, value in shown)
         print(
-            f"Round {round_index + 1}/{self._last_round} - {seconds:.2f}s - "
-            f"{words}",
+            f"Round {round_index + 1}/{self._last_round} - {seconds:.2f}s - {words}",
             flush=True,
         )

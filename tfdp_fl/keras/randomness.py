@@ -31,9 +31,7 @@ def round_seed(
         `noise.GENERATORS`, or `noise.EXACT`, whose noise is no seed's.
     """
     if seed is None:
-        return noise.fresh_seed(
-            noise.PHILOX if generator == noise.EXACT else generator
-        )
+        return noise.fresh_seed(noise.PHILOX if generator == noise.EXACT else generator)
     return (
         _sequence(
             seed,
@@ -46,9 +44,7 @@ def round_seed(
     )
 
 
-def shuffle_generator(
-    seed: int | None, round_index: int
-) -> np.random.Generator:
+def shuffle_generator(seed: int | None, round_index: int) -> np.random.Generator:
     """Returns the generator that shuffles the clients' examples in a round."""
     if seed is None:
         return np.random.default_rng()

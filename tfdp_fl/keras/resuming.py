@@ -107,9 +107,7 @@ def settings(
         "seed": plan.seed,
         "sampling": setup.sampling,
         "clients (their number)": num_clients,
-        "clients_per_round": described(
-            "clients_per_round", setup.clients_per_round
-        ),
+        "clients_per_round": described("clients_per_round", setup.clients_per_round),
         "mechanism": setup.mechanism.name,
         **{
             f"mechanism's {name}": described(name, value)
@@ -159,9 +157,7 @@ def _comparable(setting: Any) -> Any:
 
 def _weight_names(model: Any) -> list[str]:
     """Returns the last part of each weight's name; all Keras versions' own."""
-    return [
-        weight.name.split("/")[-1].split(":")[0] for weight in model.weights
-    ]
+    return [weight.name.split("/")[-1].split(":")[0] for weight in model.weights]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,9 +292,7 @@ class InterruptedRun:
                 f"{_short(own)}."
             )
 
-    def _check_keras(
-        self, model: tf.keras.Model, server_optimizer: Any
-    ) -> None:
+    def _check_keras(self, model: tf.keras.Model, server_optimizer: Any) -> None:
         """Raises ValueError for what cannot go from one Keras to another."""
         metadata = self.checkpoint.metadata
         began = metadata.get("keras", "Keras 2")
@@ -379,9 +373,7 @@ class InterruptedRun:
         run.known_ledgers[self._ledger_key] = (
             "" if self.ledger is None else self.ledger.head
         )
-        for variable, value in zip(
-            model.weights, self._group("weights"), strict=True
-        ):
+        for variable, value in zip(model.weights, self._group("weights"), strict=True):
             variable.assign(value)
         for variable, value in zip(server, slots, strict=True):
             variable.assign(tf.cast(value, variable.dtype))

@@ -88,9 +88,7 @@ class RoundLoop:
             logs: dict[str, float] = {}
             while run.rounds < plan.last_round and not self.model.stop_training:
                 round_index = run.rounds
-                if not all(
-                    each.allow_round(round_index) for each in self.federated
-                ):
+                if not all(each.allow_round(round_index) for each in self.federated):
                     break
                 started = time.perf_counter()
                 logs = self._round_with_callbacks(round_index)
@@ -144,9 +142,7 @@ class RoundLoop:
             each.on_round_released(round_index, logs)
         self.keras_callbacks.on_epoch_end(round_index, logs)
 
-    def _round(
-        self, round_index: int, whole: contextlib.ExitStack
-    ) -> dict[str, float]:
+    def _round(self, round_index: int, whole: contextlib.ExitStack) -> dict[str, float]:
         """Draws, collects, charges, releases; returns the round's logs.
 
         Args:
@@ -219,9 +215,7 @@ class RoundLoop:
         return dataclasses.replace(
             inputs,
             learning_rate=self.compiled.learning_rate,
-            windows=None
-            if run.windows is None
-            else run.windows[inputs.positions],
+            windows=None if run.windows is None else run.windows[inputs.positions],
         )
 
     def _draw_following(self, following: int) -> None:
@@ -257,9 +251,7 @@ class RoundLoop:
             positions=self._costs.draw(round_index),
             # The fixed m, also for the last, smaller cohort of a pass.
             clients_per_round=run.deployment.cohort_size(round_index),
-            noise_multiplier=self.setup.mechanism.noise_multiplier_at(
-                round_index
-            ),
+            noise_multiplier=self.setup.mechanism.noise_multiplier_at(round_index),
             batch_size=plan.batch_size,
             local_epochs=plan.local_epochs,
             learning_rate=math.nan,

@@ -145,9 +145,7 @@ class Run:
     )
     work: str | None = None
     rounds_drawn_anew: int = 0
-    lost_rounds: dict[int, list[LostRound]] = dataclasses.field(
-        default_factory=dict
-    )
+    lost_rounds: dict[int, list[LostRound]] = dataclasses.field(default_factory=dict)
 
     @property
     def repeated_rounds(self) -> int:
@@ -161,9 +159,7 @@ class Run:
             return repeated
         return repeated + self.facts.rounds_charged_twice
 
-    def draw_anew_unless_same(
-        self, round_index: int, fingerprint: str | None
-    ) -> None:
+    def draw_anew_unless_same(self, round_index: int, fingerprint: str | None) -> None:
         """Has a round drawn anew if a lost one may have been another.
 
         Args:
@@ -191,9 +187,7 @@ class Run:
         if shape is not None and self.windows is None:
             self.windows = np.full(shape, np.nan, np.float32)
 
-    def remember_norms(
-        self, positions: np.ndarray, norms: np.ndarray | None
-    ) -> None:
+    def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Moves clients' windows on by one round.
 
         Args:
@@ -260,17 +254,12 @@ class Run:
         while f"query/{len(values)}" in arrays:
             values.append(tf.constant(arrays[f"query/{len(values)}"]))
         if len(values) != len(tf.nest.flatten(prepared.mechanism_state)):
-            raise ValueError(
-                "mechanism must have the state of the interrupted run."
-            )
+            raise ValueError("mechanism must have the state of the interrupted run.")
         prepared.sampler.restore(metadata["sampler"])
         spending = spending_lib.Spending.from_state(
             {
                 **metadata["spending"],
-                **{
-                    each: arrays[f"spending/{each}"]
-                    for each in _SPENDING_ARRAYS
-                },
+                **{each: arrays[f"spending/{each}"] for each in _SPENDING_ARRAYS},
             }
         )
         populations = [
@@ -288,9 +277,7 @@ class Run:
             spending=spending,
             populations=populations,
             calibration=metadata.get("calibration") or prepared.calibration,
-            mechanism_state=tf.nest.pack_sequence_as(
-                prepared.mechanism_state, values
-            ),
+            mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
             windows=arrays["windows"].copy()
             if "windows" in arrays
             else prepared.windows,
@@ -306,8 +293,7 @@ class Run:
             rounds_drawn_anew=max(
                 prepared.rounds_drawn_anew, metadata.get("rounds_drawn_anew", 0)
             ),
-            fingerprint_key=metadata.get("fingerprint_key")
-            or prepared.fingerprint_key,
+            fingerprint_key=metadata.get("fingerprint_key") or prepared.fingerprint_key,
             # Others may hold rounds that were charged after the checkpoint.
             known_ledgers={**prepared.known_ledgers, **metadata["ledgers"]},
             ledgers_ahead=prepared.ledgers_ahead | set(metadata["ledgers"]),

@@ -36,14 +36,11 @@ def facts(
         mechanism=mechanism.name,
         mechanism_description=_description(setup),
         mechanism_parameters=_parameters(setup, run.rounds),
-        unit="record"
-        if spending.guarantee == spending_lib.RECORD
-        else "client",
+        unit="record" if spending.guarantee == spending_lib.RECORD else "client",
         sampling=setup.sampling,
         num_clients=spending.clients.num_clients,
         populations=[
-            size
-            for size, _ in dict.fromkeys(run.populations or [run.population])
+            size for size, _ in dict.fromkeys(run.populations or [run.population])
         ],
         num_records=run.num_records,
         clients_per_round=sizes,
@@ -55,9 +52,7 @@ def facts(
         rdp_computed_by=spending.central.computed_by("rdp"),
         pld_computed_by=spending.central.computed_by("pld"),
         epsilon_local=spending.epsilon if by_client else None,
-        max_participations=spending.clients.max_participations
-        if by_client
-        else None,
+        max_participations=spending.clients.max_participations if by_client else None,
         central_epsilon=spending.central_epsilon
         if spending.guarantee == spending_lib.LOCAL
         else None,
@@ -97,9 +92,7 @@ def _parameters(setup: TrainingSetup, rounds: int) -> dict[str, Any]:
     for name, value in mechanism.parameters().items():
         if value is None:
             continue
-        if name == "noise_multiplier" and (
-            callable(value) or isinstance(value, tuple)
-        ):
+        if name == "noise_multiplier" and (callable(value) or isinstance(value, tuple)):
             values = [mechanism.noise_multiplier_at(t) for t in charged]
             value = f"{min(values):g} to {max(values):g} (scheduled)"
         elif name == "server_rates":
@@ -152,13 +145,10 @@ def _caveats(
         and not at_clients
         and not local
         and private,
-        "secure_aggregation_norms_seen": securely
-        and cohort_engine.query.two_phase,
-        "non_trainable_released": private
-        and cohort_engine.server.has_non_trainable,
+        "secure_aggregation_norms_seen": securely and cohort_engine.query.two_phase,
+        "non_trainable_released": private and cohort_engine.server.has_non_trainable,
         "non_trainable_kept": cohort_engine.keeps_non_trainable,
-        "client_weighting_given": private
-        and setup.client_weighting is not None,
+        "client_weighting_given": private and setup.client_weighting is not None,
         "clients_excluded": seen.clients_excluded > 0,
         "rounds_abandoned": seen.rounds_abandoned > 0 and not local,
         "rounds_abandoned_charged": seen.rounds_abandoned > 0 and local,

@@ -53,9 +53,7 @@ class TrainingSetup:
         _validate.one_of(
             NON_TRAINABLE_STATES, non_trainable_state=self.non_trainable_state
         )
-        _check_generator(
-            self.noise_generator, self.mechanism, self.secure_aggregation
-        )
+        _check_generator(self.noise_generator, self.mechanism, self.secure_aggregation)
         _check_replicas(self.num_replicas)
         if self.target is not None:
             _validate.instance_of(PrivacyTarget, target=self.target)
@@ -75,9 +73,7 @@ class TrainingSetup:
             "delta": None
             if self.delta is None
             else _validate.inside_unit_interval(delta=self.delta),
-            "on_client_failure": _failure_rule(
-                self.on_client_failure, mechanism
-            ),
+            "on_client_failure": _failure_rule(self.on_client_failure, mechanism),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -89,9 +85,7 @@ class TrainingSetup:
                 f"{self.client_weighting!r}."
             )
         mechanism.check(
-            Deployment(
-                clients_per_round=self.clients_per_round, sampling=self.sampling
-            )
+            Deployment(clients_per_round=self.clients_per_round, sampling=self.sampling)
         )
 
     def for_server(self, mechanism: Mechanism, optimizer: Any) -> TrainingSetup:
@@ -106,8 +100,7 @@ class TrainingSetup:
             momentum, schedule = keras_versions.momentum_and_schedule(optimizer)
             if schedule is not None and mechanism.event_period is not None:
                 rates = [
-                    max(0.0, float(schedule(t)))
-                    for t in range(mechanism.event_period)
+                    max(0.0, float(schedule(t))) for t in range(mechanism.event_period)
                 ]
         if rates is not None and not any(rates):
             rates = None  # Nothing is moved, so all noise is as good.
@@ -145,14 +138,9 @@ def _check_replicas(num_replicas: Any) -> None:
 def _check_generator(
     generator: str, mechanism: Mechanism, secure_aggregation: Any
 ) -> None:
-    _validate.one_of(
-        (*noise.GENERATORS, noise.EXACT), noise_generator=generator
-    )
+    _validate.one_of((*noise.GENERATORS, noise.EXACT), noise_generator=generator)
     if generator == noise.EXACT:
-        if (
-            type(mechanism) is not FixedClipping
-            or mechanism.noise_site != "server"
-        ):
+        if type(mechanism) is not FixedClipping or mechanism.noise_site != "server":
             raise ValueError(
                 "noise_generator='exact' needs FixedClipping with noise_site="
                 f"'server', got {mechanism.name} with noise_site="
@@ -208,6 +196,5 @@ def check_model(model: Any) -> None:
         )
     if not model.trainable_variables:
         raise ValueError(
-            "model must have trainable variables, got "
-            f"{model.name!r} with none."
+            f"model must have trainable variables, got {model.name!r} with none."
         )

@@ -81,9 +81,7 @@ def _problems_in_training(model: Any, clients: Any, loss: Any) -> list[str]:
         dataset = datasets.as_federated(clients)
         engine = CohortEngine(
             model=model,
-            training=LocalTraining(
-                optimizer=tf.keras.optimizers.SGD(0.0), loss=loss
-            ),
+            training=LocalTraining(optimizer=tf.keras.optimizers.SGD(0.0), loss=loss),
             mechanism=NoPrivacy(),
             deployment=Deployment(clients_per_round=1),
             element_spec=dataset.element_spec,

@@ -119,9 +119,7 @@ def own_random_state(model: tf.keras.Model) -> list[tf.Variable]:
         source = getattr(layer, "_random_generator", None)
         if source is None or not hasattr(source, "_rng_type"):
             continue
-        generator = tf.random.Generator.from_state(
-            np.zeros(3, np.int64), alg="philox"
-        )
+        generator = tf.random.Generator.from_state(np.zeros(3, np.int64), alg="philox")
         source._rng_type = source.RNG_STATEFUL
         source._generator = generator
         source._built = True
@@ -268,9 +266,7 @@ class CompiledModel:
         """Returns the loss of a batch, as the model computes it."""
         return self._model.compute_loss(x, y, predicted, weight)
 
-    def update_metrics(
-        self, y: Any, predicted: Any, weight: Any = None
-    ) -> None:
+    def update_metrics(self, y: Any, predicted: Any, weight: Any = None) -> None:
         """Adds a batch to the metrics."""
         self._model.compiled_metrics.update_state(y, predicted, weight)
 
@@ -349,8 +345,6 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> list[tf.Variable]:
     ]
 
 
-def apply_gradients(
-    optimizer: Any, gradients: list[Any], variables: list[Any]
-) -> None:
+def apply_gradients(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     """Takes one step on variables that the optimizer was built for."""
     optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))

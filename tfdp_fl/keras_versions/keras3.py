@@ -260,9 +260,7 @@ class CompiledModel:
         losses = tf.nest.flatten(self._loss)
         if len(labels) < len(losses) and None in losses:
             rest = iter(labels)
-            labels = [
-                None if each is None else next(rest, None) for each in losses
-            ]
+            labels = [None if each is None else next(rest, None) for each in losses]
         return labels
 
     def build(self, x: Any, y: Any, predicted: Any, weight: Any = None) -> None:
@@ -285,9 +283,7 @@ class CompiledModel:
         """Returns the loss of a batch, as the model computes it."""
         return self._model._compute_loss(x, y, predicted, weight, training=True)
 
-    def update_metrics(
-        self, y: Any, predicted: Any, weight: Any = None
-    ) -> None:
+    def update_metrics(self, y: Any, predicted: Any, weight: Any = None) -> None:
         """Adds a batch to the metrics."""
         self._model._compile_metrics.update_state(y, predicted, weight)
 
@@ -297,9 +293,7 @@ class CompiledModel:
         metrics = self._model._compile_metrics
         if metrics is not None:
             for key, value in metrics.result().items():
-                results.update(
-                    value if isinstance(value, dict) else {key: value}
-                )
+                results.update(value if isinstance(value, dict) else {key: value})
         return results
 
 
@@ -372,8 +366,6 @@ def build_optimizer(optimizer: Any, variables: list[Any]) -> list[tf.Variable]:
     ]
 
 
-def apply_gradients(
-    optimizer: Any, gradients: list[Any], variables: list[Any]
-) -> None:
+def apply_gradients(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     """Takes one step on variables that the optimizer was built for."""
     optimizer.apply(gradients, variables)

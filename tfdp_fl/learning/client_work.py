@@ -74,9 +74,7 @@ def _repeated(
 
     @tff.federated_computation(state_type, weights_type, data_type)
     def next_fn(state, weights, client_data):
-        output = work.next(
-            state, weights, tff.federated_map(repeat, client_data)
-        )
+        output = work.next(state, weights, tff.federated_map(repeat, client_data))
         return tff.templates.MeasuredProcessOutput(
             state=output.state,
             result=tff.federated_map(reweight, output.result),
@@ -160,9 +158,7 @@ class FailedTrainingAsNaN(tff.aggregators.WeightedAggregationFactory):
         @tff.tensorflow.computation(value_type, weight_type)
         def mark(value, weight):
             return tf.nest.map_structure(
-                lambda part: tf.where(
-                    weight > 0, part, np.nan * tf.ones_like(part)
-                ),
+                lambda part: tf.where(weight > 0, part, np.nan * tf.ones_like(part)),
                 value,
             )
 

@@ -147,9 +147,7 @@ def build_dp_fed_avg(
     if server_optimizer_fn is None:
         server_optimizer_fn = tff.learning.optimizers.build_sgdm(1.0)
     if model_distributor is None:
-        model_distributor = tff.learning.templates.build_broadcast_process(
-            weights_type
-        )
+        model_distributor = tff.learning.templates.build_broadcast_process(weights_type)
     work = client_work.build_local_training(
         model_fn,
         client_optimizer_fn,
@@ -192,9 +190,7 @@ def _nbafl_process(
     )
     composed = tff.learning.templates.compose_learning_process(
         initial_weights,
-        nbafl.build_noised_broadcast(
-            weights_type, factory.downlink_noise_stddev
-        ),
+        nbafl.build_noised_broadcast(weights_type, factory.downlink_noise_stddev),
         work,
         _aggregator(factory, work),
         nbafl.build_replace_finalizer(weights_type),

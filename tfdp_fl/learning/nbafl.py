@@ -82,9 +82,7 @@ def noised(
 ) -> tff.learning.models.ModelWeights:
     """Returns the weights as they may be seen."""
     with noise.seeded(state.seed):
-        trainable = noise.add_normal(
-            tf.nest.flatten(weights.trainable), state.stddev
-        )
+        trainable = noise.add_normal(tf.nest.flatten(weights.trainable), state.stddev)
     return tff.learning.models.ModelWeights(
         trainable=tf.nest.pack_sequence_as(weights.trainable, trainable),
         non_trainable=weights.non_trainable,

@@ -43,9 +43,7 @@ class Epsilon(float):
         return cast(str, statement_of(self, cast(float, self.delta), "text"))
 
 
-def statement_of(
-    spent: Epsilon, delta: float, format: str
-) -> str | dict[str, Any]:
+def statement_of(spent: Epsilon, delta: float, format: str) -> str | dict[str, Any]:
     """Returns the statement of what `epsilon` returned, in some format."""
     facts = cast(accounting.StatementFacts, spent.facts)
     return accounting.privacy_statement(facts, delta, format)
@@ -225,9 +223,7 @@ def epsilon(
         or float(schedules.value_at(clients_per_round, 0, "clients_per_round")),
         rounds=len(sizes),
         max_participations=times,
-        implied_epsilon=mechanism.epsilon
-        if mechanism.guarantee == "record"
-        else None,
+        implied_epsilon=mechanism.epsilon if mechanism.guarantee == "record" else None,
         implied_delta=mechanism.implied_delta,
         caveats=(*_caveats(mechanism), *checked),
         **how,
@@ -422,9 +418,7 @@ def _check_last(
         )
 
 
-def _parameters(
-    mechanism: mechanism_lib.Mechanism, costs: Any
-) -> dict[str, Any]:
+def _parameters(mechanism: mechanism_lib.Mechanism, costs: Any) -> dict[str, Any]:
     parameters = {}
     for name, value in mechanism.parameters().items():
         if value is None:

@@ -61,7 +61,5 @@ class ProximalOptimizer(tff.learning.optimizers.Optimizer):
     def set_hparams(self, state: Any, hparams: Any) -> Any:
         """Implements `Optimizer.set_hparams`."""
         new_state = collections.OrderedDict(state)
-        new_state["inner"] = self._optimizer.set_hparams(
-            state["inner"], hparams
-        )
+        new_state["inner"] = self._optimizer.set_hparams(state["inner"], hparams)
         return new_state

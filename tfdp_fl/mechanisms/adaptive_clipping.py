@@ -91,9 +91,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         "mechanism='fixed'."
     )
 
-    noise_multiplier: schedules.Schedule = (
-        fixed_clipping.noise_multiplier_parameter()
-    )
+    noise_multiplier: schedules.Schedule = fixed_clipping.noise_multiplier_parameter()
     initial_clip_norm: float = parameters.parameter(
         parameters.clip, "the clip of the first round.", default=0.1, start=0.5
     )
@@ -119,9 +117,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         largest = self.noise_multiplier
         if isinstance(largest, tuple):
             largest = max(largest)
-        formulas.check_count_noise(
-            cast(float, largest), self.count_noise_stddev
-        )
+        formulas.check_count_noise(cast(float, largest), self.count_noise_stddev)
 
     def count_noise_stddev_of(self, clients_per_round: Any) -> Any:
         """Returns sigma_b of a round of so many clients (number or tensor)."""
@@ -216,13 +212,9 @@ class AdaptiveClipping(mechanism.Mechanism):
         """Implements `Mechanism.sums_of`: the centred bits."""
         return {BELOW: bits_below(norm, round.clip_norm)}
 
-    def next_clip_norm(
-        self, sums: Mapping[str, Any], round: contribution.Round
-    ) -> Any:
+    def next_clip_norm(self, sums: Mapping[str, Any], round: contribution.Round) -> Any:
         """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma))."""
-        return moved_clip(
-            sums, round, self.target_quantile, self.clip_learning_rate
-        )
+        return moved_clip(sums, round, self.target_quantile, self.clip_learning_rate)
 
     def round_event(
         self, round_index: int, deployment: contribution.Deployment

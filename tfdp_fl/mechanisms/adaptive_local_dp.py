@@ -59,9 +59,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
             "Each layer of the model was clipped and noised by itself and is "
             "charged as a release of its own."
         ),
-        "layers_joint": (
-            "All layers of one update are charged as one joint release."
-        ),
+        "layers_joint": ("All layers of one update are charged as one joint release."),
         "radius_from_unnoised_norms": (
             "Each client's clipping radius follows the un-noised norms of its "
             "own earlier updates; what the noise's size thereby reveals is not "
@@ -72,9 +70,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     epsilon: float = parameters.parameter(
         _validate.positive, "the budget of one client over the training."
     )
-    delta: float = parameters.parameter(
-        _validate.inside_unit_interval, "its delta."
-    )
+    delta: float = parameters.parameter(_validate.inside_unit_interval, "its delta.")
     clipping_radius: float = parameters.parameter(
         parameters.clip, "the most that a layer's radius may be.", default=1.0
     )
@@ -169,9 +165,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         del round
         radii = self.radii(client, deployment)
         layers = self._num_layers(deployment)
-        return tf.unstack(
-            self._layer_noise_multiplier(deployment) * radii, num=layers
-        )
+        return tf.unstack(self._layer_noise_multiplier(deployment) * radii, num=layers)
 
     def _layer_noise_multiplier(self, deployment: Deployment) -> float:
         """Returns sigma_l / r_l.
@@ -185,9 +179,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         ratio = self.noise_over_sensitivity(deployment)
         return local_dp.SENSITIVITY * ratio * together
 
-    def noise_stddevs(
-        self, round: Round, deployment: Deployment
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: m layers, largest radius."""
         one = self._layer_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}
@@ -221,8 +213,6 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
         layers = (
-            "layers_joint"
-            if self.layers == "joint"
-            else "layers_charged_separately"
+            "layers_joint" if self.layers == "joint" else "layers_charged_separately"
         )
         return (*super().caveats(), "radius_from_unnoised_norms", layers)

@@ -50,9 +50,7 @@ def key_stream(
         tf.constant(_CONSTANTS)[:, None] * ones,
         key[:4, None] * ones,
         key[4:, None] * ones,
-        tf.concat(
-            [tf.cast(counters, tf.uint32)[None], words[:, None] * ones], 0
-        ),
+        tf.concat([tf.cast(counters, tf.uint32)[None], words[:, None] * ones], 0),
     )
     _, *rows = tf.while_loop(
         lambda done, *_: done < _DOUBLE_ROUNDS,
@@ -66,9 +64,7 @@ def key_stream(
 def _double_round(rows: _Rows) -> _Rows:
     """Mixes the columns of each state, and then its diagonals."""
     a, b, c, d = _quarter_rounds(rows)
-    a, b, c, d = _quarter_rounds(
-        (a, _turned(b, 1), _turned(c, 2), _turned(d, 3))
-    )
+    a, b, c, d = _quarter_rounds((a, _turned(b, 1), _turned(c, 2), _turned(d, 3)))
     return a, _turned(b, 3), _turned(c, 2), _turned(d, 1)
 
 

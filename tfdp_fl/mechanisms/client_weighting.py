@@ -82,9 +82,7 @@ class ClientWeighting:
         object.__setattr__(self, "mean_weight", mean_weight)
 
     @classmethod
-    def num_examples(
-        cls, cap: float, mean_weight: float = 1.0
-    ) -> ClientWeighting:
+    def num_examples(cls, cap: float, mean_weight: float = 1.0) -> ClientWeighting:
         """Counts a client by its number of examples n: min(n / cap, 1).
 
         Args:
@@ -94,9 +92,7 @@ class ClientWeighting:
         return cls(measure=NUM_EXAMPLES, cap=cap, mean_weight=mean_weight)
 
     @classmethod
-    def sample_weight(
-        cls, cap: float, mean_weight: float = 1.0
-    ) -> ClientWeighting:
+    def sample_weight(cls, cap: float, mean_weight: float = 1.0) -> ClientWeighting:
         """Counts a client by the sum of its examples' weights.
 
         For clients of `(x, y, sample_weight)` with one number for each
@@ -115,9 +111,7 @@ class ClientWeighting:
           measured: Float32, any shape: what they have of `measure`, or any
             other number that a client makes up.
         """
-        share = tf.cast(measured, tf.float32) / tf.constant(
-            self.cap, tf.float32
-        )
+        share = tf.cast(measured, tf.float32) / tf.constant(self.cap, tf.float32)
         share = tf.where(tf.math.is_finite(share), share, 0.0)
         return tf.clip_by_value(share, 0.0, 1.0)
 

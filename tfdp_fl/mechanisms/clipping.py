@@ -138,13 +138,10 @@ def clip_by_norm(update: list[tf.Tensor], clip_norm: tf.Tensor) -> Clipped:
     )
 
 
-def mean_of_answers(
-    total: list[tf.Tensor], weight: tf.Tensor
-) -> list[tf.Tensor]:
+def mean_of_answers(total: list[tf.Tensor], weight: tf.Tensor) -> list[tf.Tensor]:
     """Returns a sum divided by the weight that answered; 0 for none."""
     return [
-        tf.math.divide_no_nan(tensor, tf.cast(weight, tensor.dtype))
-        for tensor in total
+        tf.math.divide_no_nan(tensor, tf.cast(weight, tensor.dtype)) for tensor in total
     ]
 
 

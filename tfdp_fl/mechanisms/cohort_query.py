@@ -115,10 +115,7 @@ class CohortQuery:
         Then a runtime that knows the norm need not have the update itself.
         Not so if the client adds noise.
         """
-        return (
-            self.mechanism.scales_updates
-            and self.mechanism.noise_site == "server"
-        )
+        return self.mechanism.scales_updates and self.mechanism.noise_site == "server"
 
     def initial_global_state(self) -> State:
         """Returns the state before the first round."""
@@ -164,9 +161,7 @@ class CohortQuery:
 
     def clip_to_cohort(self, state: State, norms: tf.Tensor) -> State:
         """Returns the state with the clip that the cohort's norms give."""
-        return state._replace(
-            clip_norm=self.mechanism.clip_to_cohort(norms, state)
-        )
+        return state._replace(clip_norm=self.mechanism.clip_to_cohort(norms, state))
 
     def derive_sample_params(self, state: State) -> State:
         """Returns what every client of a round gets to know."""
@@ -241,16 +236,12 @@ class CohortQuery:
         memory = state.memory
         if mechanism.noise_site == "server":
             stddevs = mechanism.noise_stddevs(state, self.deployment)
-            update, memory = mechanism.add_noise(
-                update, stddevs["update"], memory
-            )
+            update, memory = mechanism.add_noise(update, stddevs["update"], memory)
             sums = {
                 name: value + noise.normal([], stddevs[name])
                 for name, value in sums.items()
             }
-        mean = mechanism.mean(
-            update, sample_state.weight, state, self.deployment
-        )
+        mean = mechanism.mean(update, sample_state.weight, state, self.deployment)
         event = mechanism.query_event(state)
         state = state._replace(clip_norm=mechanism.next_clip_norm(sums, state))
         if memory != ():

@@ -45,9 +45,7 @@ class Deployment:
     def cohort_size(self, round_index: int) -> float:
         """Returns the expected cohort size m_t of one round."""
         return float(
-            schedules.value_at(
-                self.clients_per_round, round_index, "clients_per_round"
-            )
+            schedules.value_at(self.clients_per_round, round_index, "clients_per_round")
         )
 
 
@@ -148,9 +146,7 @@ class Contribution(NamedTuple):
         """
         if weight is None:
             return self
-        return self._replace(
-            update=self.update * weight, weight=self.weight * weight
-        )
+        return self._replace(update=self.update * weight, weight=self.weight * weight)
 
 
 # How many of `Contribution.scalars` are diagnostics, at their end.

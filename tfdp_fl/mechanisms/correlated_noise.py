@@ -219,8 +219,7 @@ class CorrelatedNoise(mechanism.Mechanism):
     )
     noise_multiplier: float = parameters.parameter(
         _validate.non_negative,
-        "z, stddev of the fresh noise on the sum of the clipped updates over "
-        "the clip.",
+        "z, stddev of the fresh noise on the sum of the clipped updates over the clip.",
     )
     strategy: strategies.Strategy = parameters.parameter(
         strategies.checked,
@@ -413,15 +412,9 @@ class CorrelatedNoise(mechanism.Mechanism):
             return self.count_noise_stddev
         made = self.generator
         of_one = math.sqrt(made.participation.most) / made.sensitivity
-        return (
-            noise_multiplier
-            * of_one
-            / math.sqrt(4 * comparison.SHARE_OF_COUNTS)
-        )
+        return noise_multiplier * of_one / math.sqrt(4 * comparison.SHARE_OF_COUNTS)
 
-    def noise_stddevs(
-        self, round: Round, deployment: Deployment
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: z S, and sigma_b."""
         stddevs = super().noise_stddevs(round, deployment)
         if self.adapts:

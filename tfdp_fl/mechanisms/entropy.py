@@ -58,8 +58,6 @@ def words(count: int) -> tf.Tensor:
         # "0" to "9" are 48 to 57, "a" to "f" 97 to 102.
         digits.append(letters % 16 + 9 * (letters // 64))
     used = tf.concat(digits, 0)[: count * _DIGITS_A_WORD]
-    powers = tf.constant(
-        [16**place for place in range(_DIGITS_A_WORD)], tf.int64
-    )
+    powers = tf.constant([16**place for place in range(_DIGITS_A_WORD)], tf.int64)
     rows = tf.reshape(used, [count, _DIGITS_A_WORD])
     return tf.cast(tf.reduce_sum(rows * powers, axis=1), tf.uint32)

@@ -73,9 +73,7 @@ def check_count_noise(
         )
 
 
-def update_noise_multiplier(
-    noise_multiplier: Any, count_noise_stddev: Any
-) -> Any:
+def update_noise_multiplier(noise_multiplier: Any, count_noise_stddev: Any) -> Any:
     """Returns z_delta, the noise multiplier left for the updates themselves.
 
     With adaptive clipping a round releases two noised sums: the updates and

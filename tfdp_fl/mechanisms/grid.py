@@ -57,9 +57,7 @@ class GridQuery(cohort_query.CohortQuery):
     def clip_share(self) -> float:
         """The part of S that updates are clipped to before they are rounded."""
         if self.deployment.shapes is None:
-            raise ValueError(
-                "shapes must be known to noise on a grid, got None."
-            )
+            raise ValueError("shapes must be known to noise on a grid, got None.")
         size = sum(math.prod(shape) for shape in self.deployment.shapes)
         share = 1 - _CLIP_ERROR - (math.sqrt(size) / 2 + 1) / STEPS
         if share < 0.5:
@@ -82,25 +80,16 @@ class GridQuery(cohort_query.CohortQuery):
         client: Client = Client(),  # noqa: B008
     ) -> Contribution:
         """Returns what a client hands in: its update in steps, float64."""
-        clipped_to = params._replace(
-            clip_norm=params.clip_norm * self.clip_share
-        )
-        one = self.mechanism.contribution(
-            record, clipped_to, client, self.deployment
-        )
+        clipped_to = params._replace(clip_norm=params.clip_norm * self.clip_share)
+        one = self.mechanism.contribution(record, clipped_to, client, self.deployment)
         to_steps = STEPS / tf.cast(params.clip_norm, tf.float64)
-        steps = [
-            tf.round(tf.cast(each, tf.float64) * to_steps)
-            for each in one.update
-        ]
+        steps = [tf.round(tf.cast(each, tf.float64) * to_steps) for each in one.update]
         # Whole numbers, so this is exact as long as it is below 2^53; and not
         # below 2^40 if it is not. False for a NaN.
         squares = tf.add_n([tf.reduce_sum(each * each) for each in steps])
         within = squares <= float(STEPS) ** 2
         return one._replace(
-            update=[
-                tf.where(within, each, tf.zeros_like(each)) for each in steps
-            ]
+            update=[tf.where(within, each, tf.zeros_like(each)) for each in steps]
         )
 
     def get_noised_result(
@@ -125,9 +114,7 @@ class GridQuery(cohort_query.CohortQuery):
                 strict=True,
             )
         ]
-        mean = mechanism.mean(
-            noised, sample_state.weight, state, self.deployment
-        )
+        mean = mechanism.mean(noised, sample_state.weight, state, self.deployment)
         event = mechanism.query_event(state)
         return mean, state, event
 

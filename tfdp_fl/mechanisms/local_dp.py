@@ -84,8 +84,7 @@ def calibration_parameter() -> str:
     """Returns the formula that makes noise of a budget."""
     return parameters.parameter(
         parameters.OneOf(*CALIBRATIONS),
-        "analytic (Balle & Wang 2018), or the classic formula, proven for "
-        "epsilon < 1.",
+        "analytic (Balle & Wang 2018), or the classic formula, proven for epsilon < 1.",
         default="analytic",
     )
 
@@ -94,8 +93,7 @@ def composition_parameter() -> str:
     """Returns how a client's rounds add up."""
     return parameters.parameter(
         parameters.OneOf(*COMPOSITIONS),
-        "how a client's rounds add up: rdp, or basic (epsilon / T for every "
-        "round).",
+        "how a client's rounds add up: rdp, or basic (epsilon / T for every round).",
         default="rdp",
     )
 
@@ -104,8 +102,7 @@ def max_participations_parameter() -> int | None:
     """Returns the limit of a client's rounds."""
     return parameters.parameter(
         parameters.Optional(_validate.positive_integer),
-        "after so many rounds a client sits out, which needs less noise in "
-        "each.",
+        "after so many rounds a client sits out, which needs less noise in each.",
         default=None,
     )
 
@@ -168,9 +165,7 @@ class LocalMechanism(mechanism.Mechanism):
         budget: dict[str, Any] = {"epsilon": epsilon, "delta": delta}
         return cls(**budget, **options)
 
-    def bind(
-        self, deployment: contribution.Deployment
-    ) -> cohort_query.CohortQuery:
+    def bind(self, deployment: contribution.Deployment) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`: the noise has to be known there."""
         self.noise_stddevs(contribution.Round(1.0, 0.0, 1.0), deployment)
         if self.epsilon is not None and self.calibration == "classic":
@@ -191,9 +186,7 @@ class LocalMechanism(mechanism.Mechanism):
         del deployment
         return 1
 
-    def noise_over_sensitivity(
-        self, deployment: contribution.Deployment
-    ) -> float:
+    def noise_over_sensitivity(self, deployment: contribution.Deployment) -> float:
         """Returns sigma / sensitivity of one release, calibrated if need be.
 
         Raises:
@@ -231,9 +224,7 @@ class LocalMechanism(mechanism.Mechanism):
             and self.epsilon is not None
             and self.epsilon >= 1
         )
-        return ("local_not_central",) + (
-            ("classic_above_one",) if above_one else ()
-        )
+        return ("local_not_central",) + (("classic_above_one",) if above_one else ())
 
 
 @registry.register("local")
@@ -326,17 +317,13 @@ class LocalDP(LocalMechanism):
         one = self.client_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}
 
-    def noise_over_sensitivity(
-        self, deployment: contribution.Deployment
-    ) -> float:
+    def noise_over_sensitivity(self, deployment: contribution.Deployment) -> float:
         """Implements `LocalMechanism.noise_over_sensitivity`."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier / SENSITIVITY
         return super().noise_over_sensitivity(deployment)
 
-    def client_noise_multiplier(
-        self, deployment: contribution.Deployment
-    ) -> float:
+    def client_noise_multiplier(self, deployment: contribution.Deployment) -> float:
         """Returns z_local, the noise of one client divided by S."""
         return SENSITIVITY * self.noise_over_sensitivity(deployment)
 

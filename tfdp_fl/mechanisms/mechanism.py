@@ -161,9 +161,7 @@ class Mechanism(abc.ABC):
         del deployment
         return ()
 
-    def noise_stddevs(
-        self, round: Round, deployment: Deployment
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
         """Returns the noise on the sum of updates, and on each released sum.
 
         Args:
@@ -451,6 +449,5 @@ class Mechanism(abc.ABC):
     def parameters(self) -> dict[str, Any]:
         """Returns the mechanism's parameters by name, for reports."""
         return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }

@@ -39,9 +39,7 @@ _SAFE_STDDEVS = 4.0
 _USUAL_RATIO, _LEAST_RATIO = 5.0, 1.5
 
 
-def private_median(
-    norms: tf.Tensor, median_noise_multiplier: float
-) -> tf.Tensor:
+def private_median(norms: tf.Tensor, median_noise_multiplier: float) -> tf.Tensor:
     """Returns a differentially private median of the norms of a cohort.
 
     A bisection over a geometric grid from `SMALLEST_NORM` to `LARGEST_NORM`.
@@ -157,9 +155,7 @@ class MedianClipping(mechanism.Mechanism):
         )
     }
 
-    noise_multiplier: schedules.Schedule = (
-        fixed_clipping.noise_multiplier_parameter()
-    )
+    noise_multiplier: schedules.Schedule = fixed_clipping.noise_multiplier_parameter()
     median_noise_multiplier: float | None = parameters.parameter(
         parameters.Optional(_validate.positive),
         "noise multiplier of a private median, whose cost is included (by "
@@ -184,8 +180,8 @@ class MedianClipping(mechanism.Mechanism):
             smallest: Any = noise_multiplier
             if isinstance(smallest, tuple):
                 smallest = min(smallest)
-            options["median_noise_multiplier"] = (
-                default_median_noise_multiplier(smallest, clients_per_round)
+            options["median_noise_multiplier"] = default_median_noise_multiplier(
+                smallest, clients_per_round
             )
         return super().for_target(
             noise_multiplier=noise_multiplier,
@@ -193,19 +189,13 @@ class MedianClipping(mechanism.Mechanism):
             **options,
         )
 
-    def bind(
-        self, deployment: contribution.Deployment
-    ) -> cohort_query.CohortQuery:
+    def bind(self, deployment: contribution.Deployment) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""
         if self.median_noise_multiplier is not None:
-            _warn_if_unreliable(
-                self.median_noise_multiplier, deployment.cohort_size(0)
-            )
+            _warn_if_unreliable(self.median_noise_multiplier, deployment.cohort_size(0))
         return super().bind(deployment)
 
-    def clip_to_cohort(
-        self, norms: tf.Tensor, round: contribution.Round
-    ) -> tf.Tensor:
+    def clip_to_cohort(self, norms: tf.Tensor, round: contribution.Round) -> tf.Tensor:
         """Returns the median of the cohort's norms (float32 vector).
 
         An empty cohort has no exact median, and keeps the S of the round
@@ -233,8 +223,7 @@ class MedianClipping(mechanism.Mechanism):
         ):
             return event
         return dp_accounting.GaussianDpEvent(
-            (event.noise_multiplier**-2 + self.median_noise_multiplier**-2)
-            ** -0.5
+            (event.noise_multiplier**-2 + self.median_noise_multiplier**-2) ** -0.5
         )
 
     def describe(self) -> str:

@@ -197,9 +197,7 @@ class NbAFL(mechanism.Mechanism):
         """Implements `Mechanism.first_clip_norm`: C."""
         return self.weight_clip
 
-    def noise_stddevs(
-        self, round: Round, deployment: Deployment
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: before broadcast."""
         del round
         return {"update": self.downlink_stddev(deployment)}

@@ -183,9 +183,7 @@ def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
     return tf.cast(draw, tf.float32)
 
 
-def _normals(
-    size: int | tf.Tensor, seed: tf.Tensor | None = None
-) -> list[tf.Tensor]:
+def _normals(size: int | tf.Tensor, seed: tf.Tensor | None = None) -> list[tf.Tensor]:
     """Draws `size` N(0, 1) as some vectors, to be read as one.
 
     A drawing operation runs on one thread; several can run side by side. The
@@ -204,9 +202,7 @@ def _normals(
     )
 
 
-def _side_by_side(
-    lengths: list[int | tf.Tensor], seed: tf.Tensor
-) -> list[tf.Tensor]:
+def _side_by_side(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
     """Draws vectors of N(0, 1) of some lengths, from a seed of any kind."""
     if seed.dtype == tf.uint32:
         return [
@@ -217,14 +213,10 @@ def _side_by_side(
     seed = _of_philox(seed)
     seeds = [seed]
     if len(lengths) > 1:
-        split = tf.random.experimental.stateless_split(
-            seed, len(lengths), alg=_PHILOX
-        )
+        split = tf.random.experimental.stateless_split(seed, len(lengths), alg=_PHILOX)
         seeds = tf.unstack(split)
     drawn = _by_tensorflow if of_a_user else _by_radius
-    return [
-        drawn(length, seed) for length, seed in zip(lengths, seeds, strict=True)
-    ]
+    return [drawn(length, seed) for length, seed in zip(lengths, seeds, strict=True)]
 
 
 def _by_tensorflow(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
@@ -264,9 +256,7 @@ def _by_radius(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     return tf.concat(pairs, 0)[:length]
 
 
-def _normals_of_key(
-    length: int | tf.Tensor, key: tf.Tensor, number: int
-) -> tf.Tensor:
+def _normals_of_key(length: int | tf.Tensor, key: tf.Tensor, number: int) -> tf.Tensor:
     """Draws float64 N(0, 1) [length] from a part of a key's stream.
 
     By inversion: of 64 bits, one is the sign, and 63 are r in a probability
@@ -287,9 +277,7 @@ def _normals_of_key(
     return tf.reshape(quantiles * sign, [-1])[:length]
 
 
-def standard_normals(
-    tensors: list[tf.Tensor], seed: tf.Tensor
-) -> list[tf.Tensor]:
+def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
     """Draws float32 N(0, 1) of the shapes of some tensors.
 
     They are what `add_normal` adds with a stddev of 1 and the same seed.
@@ -304,8 +292,7 @@ def standard_normals(
     for tensor, size in zip(tensors, sizes, strict=True):
         zeros = tf.zeros([size])
         parts = [
-            tf.cast(part, tf.float32)
-            for _, part in _pieces(zeros, size, draws, start)
+            tf.cast(part, tf.float32) for _, part in _pieces(zeros, size, draws, start)
         ]
         flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
         result.append(tf.reshape(flat, tf.shape(tensor)))

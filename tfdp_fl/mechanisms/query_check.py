@@ -71,8 +71,7 @@ def check_query(
             )
         _check_event(query, dp_event, _with_numbers(event))
         if not free and any(
-            not tf.reduce_any(tf.not_equal(each, 0))
-            for each in tf.nest.flatten(result)
+            not tf.reduce_any(tf.not_equal(each, 0)) for each in tf.nest.flatten(result)
         ):
             raise ValueError(
                 f"dp_event must not be {dp_event!r} for a query that adds no "

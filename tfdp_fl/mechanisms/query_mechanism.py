@@ -41,9 +41,7 @@ class WrappedState(NamedTuple):
 class WrappedQuery(cohort_query.CohortQuery):
     """Runs a TF-Privacy query inside the cohort query's interface."""
 
-    def __init__(
-        self, mechanism: QueryMechanism, deployment: contribution.Deployment
-    ):
+    def __init__(self, mechanism: QueryMechanism, deployment: contribution.Deployment):
         super().__init__(mechanism, deployment)
         self._query = query = mechanism.query
         self._is_normalized = isinstance(query, tfp.NormalizedQuery)
@@ -63,9 +61,7 @@ class WrappedQuery(cohort_query.CohortQuery):
     ) -> WrappedState:
         """Implements `CohortQuery.begin_round`; the query knows its noise."""
         del noise_multiplier
-        return state._replace(
-            clients_per_round=tf.cast(clients_per_round, tf.float32)
-        )
+        return state._replace(clients_per_round=tf.cast(clients_per_round, tf.float32))
 
     def derive_sample_params(self, state: WrappedState) -> Any:
         """Implements `DPQuery.derive_sample_params`."""
@@ -214,9 +210,7 @@ class QueryMechanism(mechanism.Mechanism):
     def bind(self, deployment: contribution.Deployment) -> WrappedQuery:
         """Implements `Mechanism.bind`."""
         if deployment.num_variables not in (None, 1):
-            query_check.check_query(
-                self.query, self.dp_event, deployment.num_variables
-            )
+            query_check.check_query(self.query, self.dp_event, deployment.num_variables)
         return WrappedQuery(self, deployment)
 
     def round_event(

@@ -139,9 +139,7 @@ class Connection:
         self._ping_channel = grpc.insecure_channel(address, _CHANNEL_OPTIONS)
         self._ping = self._ping_channel.unary_unary(_PING)
         self._stub: Any = None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(
             target=_work,
             args=(self._jobs,),
@@ -170,13 +168,9 @@ class Connection:
             WorkerUnavailable: If nobody answers, or somebody else.
         """
         deadline = time.monotonic() + timeout_seconds
-        while not self._answers(
-            min(_POLL_SECONDS, deadline - time.monotonic())
-        ):
+        while not self._answers(min(_POLL_SECONDS, deadline - time.monotonic())):
             if not alive():
-                raise WorkerUnavailable(
-                    self.address, "ended before it answered."
-                )
+                raise WorkerUnavailable(self.address, "ended before it answered.")
             if time.monotonic() >= deadline:
                 raise WorkerUnavailable(
                     self.address,
@@ -214,9 +208,7 @@ class Connection:
         if key in self._computations:
             self._computations.move_to_end(key)
             return self._computations[key][1]
-        remote = self._run(
-            executor.create_value(compiled, compiled.type_signature)
-        )
+        remote = self._run(executor.create_value(compiled, compiled.type_signature))
         # The computation is kept with it, so that no other has its id.
         self._computations[key] = (compiled, remote)
         if len(self._computations) > _REMEMBERED_COMPUTATIONS:

@@ -80,9 +80,7 @@ def computation_from_function(
             name="cohort",
         )
 
-    @tff.tensorflow.computation(
-        _tff_type(broadcast_spec), _tff_type(shard_spec)
-    )
+    @tff.tensorflow.computation(_tff_type(broadcast_spec), _tff_type(shard_spec))
     def computation(broadcast, shard):
         stand_ins = made.stand_ins()
         captured = [getattr(each, "handle", each) for each in stand_ins]

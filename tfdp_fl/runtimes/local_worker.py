@@ -116,8 +116,7 @@ class LocalWorker:
         command = [binary, f"--port={port}"]
         if max_concurrent_computation_calls is not None:
             command.append(
-                "--max_concurrent_computation_calls="
-                f"{max_concurrent_computation_calls}"
+                f"--max_concurrent_computation_calls={max_concurrent_computation_calls}"
             )
         environment = dict(os.environ)
         environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")

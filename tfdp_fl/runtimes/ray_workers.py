@@ -82,9 +82,7 @@ class _Actor:
         if name not in self._made:
             return None
         received = _opened(broadcast)
-        results = [
-            self._made[name]([*received, *each]) for each in _opened(shards)
-        ]
+        results = [self._made[name]([*received, *each]) for each in _opened(shards)]
         if by_sum:
             results = [functools.reduce(_added, results)]
         return _sealed(results)
@@ -312,9 +310,7 @@ class RayWorkers(ShardWorkers):
                 round_timeout_seconds=round_timeout_seconds
             )
         self._round_timeout = round_timeout_seconds
-        self._max_repeats = _validate.non_negative_integer(
-            max_repeats=max_repeats
-        )
+        self._max_repeats = _validate.non_negative_integer(max_repeats=max_repeats)
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
         self._close = weakref.finalize(self, self._cluster.close)
@@ -344,9 +340,7 @@ class RayWorkers(ShardWorkers):
             for place in range(self.num_workers)
             if place not in self._cluster.actors
         ]
-        waiting = {
-            place: self._cluster.actor(place).ready.remote() for place in places
-        }
+        waiting = {place: self._cluster.actor(place).ready.remote() for place in places}
         for place, ready in waiting.items():
             try:
                 _ray().get(ready, timeout=self._connect_timeout)
@@ -419,10 +413,7 @@ class RayWorkers(ShardWorkers):
         ordered = [each for place in sorted(results) for each in results[place]]
         if reduction == SUM:
             ordered = [functools.reduce(_added, ordered)]
-        packed = [
-            tf.nest.pack_sequence_as(program.structure, each)
-            for each in ordered
-        ]
+        packed = [tf.nest.pack_sequence_as(program.structure, each) for each in ordered]
         return (packed[0] if reduction == SUM else packed), records
 
     def _round(
@@ -460,9 +451,7 @@ class RayWorkers(ShardWorkers):
                     wanted, timeout=None if limit is None else max(0, limit)
                 )
             except ray.exceptions.RayTaskError as error:
-                raise WorkerError(
-                    self._address(place), f"failed: {error}"
-                ) from error
+                raise WorkerError(self._address(place), f"failed: {error}") from error
             except ray.exceptions.RayError as error:
                 self._lose(place, repeated, error)
                 asked[place] = ask(place)
@@ -482,17 +471,13 @@ class RayWorkers(ShardWorkers):
             )
         return results, records
 
-    def _lose(
-        self, place: int, repeated: dict[int, int], error: Exception
-    ) -> None:
+    def _lose(self, place: int, repeated: dict[int, int], error: Exception) -> None:
         """Notes that a worker is lost; raises if that was once too often."""
         self._cluster.drop(place)
         repeated[place] += 1
         timed_out = isinstance(error, _ray().exceptions.GetTimeoutError)
         if timed_out or sum(repeated.values()) > self._max_repeats:
-            raise WorkerLost(
-                self._address(place), f"is lost: {error}"
-            ) from error
+            raise WorkerLost(self._address(place), f"is lost: {error}") from error
         logging.warning(
             "Worker %s is lost, its shards are done again: %s",
             self._address(place),

@@ -168,7 +168,5 @@ class ShardWorkers(abc.ABC):
         done: dict[str, Any] = {}
         for record in records:
             before = done.get(record.address)
-            done[record.address] = (
-                record if before is None else before.joined(record)
-            )
+            done[record.address] = record if before is None else before.joined(record)
         self.last_round = tuple(done.values())

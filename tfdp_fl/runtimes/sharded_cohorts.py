@@ -138,9 +138,7 @@ class ShardedCohorts:
         )
         return dataclasses.replace(chunk, groups=groups)
 
-    def _sendable(
-        self, chunk: chunks.CohortChunk
-    ) -> Iterator[chunks.CohortChunk]:
+    def _sendable(self, chunk: chunks.CohortChunk) -> Iterator[chunks.CohortChunk]:
         """Yields pieces of a chunk whose examples fit into messages."""
         if self._data is not None:
             yield chunk
@@ -201,9 +199,7 @@ class ShardedCohorts:
                 pending.add(total.total, total.metrics)
                 continue
             replicas = self._engine.num_replicas
-            for number, (part, each) in enumerate(
-                zip(parts, trained, strict=True)
-            ):
+            for number, (part, each) in enumerate(zip(parts, trained, strict=True)):
                 pending.take(part.clients.members, each, number % replicas)
         return records
 
@@ -245,9 +241,7 @@ class ShardedCohorts:
             return [cohort.Trained(total, metrics, _NO_NORMS)], records
         return tf.nest.map_structure(tf.convert_to_tensor, results), records
 
-    def _shard(
-        self, chunk: chunks.CohortChunk, part: layout.Part
-    ) -> tuple[Any, ...]:
+    def _shard(self, chunk: chunks.CohortChunk, part: layout.Part) -> tuple[Any, ...]:
         """Returns what goes to a worker: the tables, and perhaps the data."""
         if self._data is not None:
             return part.tables
@@ -291,9 +285,7 @@ class ShardedCohorts:
                 (x, y), tables = data.read(), shard
             x, y = (
                 tf.nest.pack_sequence_as(spec, leaves)
-                for spec, leaves in zip(
-                    functions.example_specs, (x, y), strict=True
-                )
+                for spec, leaves in zip(functions.example_specs, (x, y), strict=True)
             )
             if part.way.optimistic and self._one_thread:
                 return calls.called_on_one_thread(of, broadcast, x, y, *tables)

@@ -45,9 +45,7 @@ def _addresses(hosts: Sequence[str]) -> tuple[str, ...]:
         _validate.instance_of(str, hosts=host)
         name, _, port = host.rpartition(":")
         if not name or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(
-                f"hosts must be 'host:port' strings, got {host!r}."
-            )
+            raise ValueError(f"hosts must be 'host:port' strings, got {host!r}.")
     if not hosts or len(set(hosts)) != len(hosts):
         raise ValueError(
             f"hosts must be one or more different addresses, got {hosts!r}."
@@ -90,10 +88,7 @@ def _in_order(value: Any, type_spec: Any) -> Any:
             (name, _in_order(value[name], type_spec[name])) for name in names
         )
     if isinstance(value, (list, tuple)) and len(value) == len(names):
-        items = [
-            _in_order(item, type_spec[index])
-            for index, item in enumerate(value)
-        ]
+        items = [_in_order(item, type_spec[index]) for index, item in enumerate(value)]
         is_plain = type(value) in (list, tuple)
         return type(value)(items) if is_plain else type(value)(*items)
     return value
@@ -300,9 +295,7 @@ class TFFWorkers(ShardWorkers):
             }
             self._workers = [
                 Worker(None, port=port, **start)
-                for port in (
-                    [None] * count if ports is None else _ports(ports, count)
-                )
+                for port in ([None] * count if ports is None else _ports(ports, count))
             ]
         self._connect_timeout = _validate.positive(
             connect_timeout_seconds=connect_timeout_seconds
@@ -323,9 +316,7 @@ class TFFWorkers(ShardWorkers):
         )
         self._are_started = hosts is None
         # Also run at exit, and when this object is no longer used.
-        self._close = weakref.finalize(
-            self, _close_all, self._workers, os.getpid()
-        )
+        self._close = weakref.finalize(self, _close_all, self._workers, os.getpid())
         self._compiled: collections.OrderedDict[Any, _Compiled] = (
             collections.OrderedDict()
         )
@@ -348,8 +339,7 @@ class TFFWorkers(ShardWorkers):
     def pids(self) -> tuple[int | None, ...]:
         """Process id of each worker; None for one not started here."""
         return tuple(
-            worker.process.pid if worker.process else None
-            for worker in self._workers
+            worker.process.pid if worker.process else None for worker in self._workers
         )
 
     def open(self) -> TFFWorkers:
@@ -463,9 +453,7 @@ class TFFWorkers(ShardWorkers):
     ) -> tuple[Any, tuple[WorkerRound, ...]]:
         """Does what `run_sharded` does; also returns who did what."""
         if not shards:
-            raise ValueError(
-                f"shards must have at least one element, got {shards!r}."
-            )
+            raise ValueError(f"shards must have at least one element, got {shards!r}.")
         _validate.one_of((SUM, NONE), reduction=reduction)
         compiled = self._compile(computation, reduction)
         parameter = computation.type_signature.parameter

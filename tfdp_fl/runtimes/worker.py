@@ -273,10 +273,7 @@ def wait_for(
             if reason is None and (
                 round_timeout is not None and elapsed > round_timeout
             ):
-                reason = (
-                    "is lost: it did not finish within "
-                    f"{round_timeout:g} seconds."
-                )
+                reason = f"is lost: it did not finish within {round_timeout:g} seconds."
             if reason is not None:
                 call.worker.lose()
                 raise call.lost(reason)

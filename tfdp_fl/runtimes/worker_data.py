@@ -134,9 +134,7 @@ class WorkerData:
 
     def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns the arrays as tensors, inside a function that is traced."""
-        return [each.read() for each in self.x], [
-            each.read() for each in self.y
-        ]
+        return [each.read() for each in self.x], [each.read() for each in self.y]
 
 
 def _same(path: pathlib.Path, held: np.ndarray) -> bool:

@@ -190,9 +190,7 @@ class AdditiveSecretSharing:
         """
         value = np.asarray(value)
         if value.dtype.kind not in "fiu":
-            raise TypeError(
-                f"{name} must hold real numbers, got dtype {value.dtype}."
-            )
+            raise TypeError(f"{name} must hold real numbers, got dtype {value.dtype}.")
         encoded = value.astype(np.float64)
         magnitude = np.max(np.abs(encoded), initial=0.0)
         if not magnitude <= self.max_share_value:

@@ -34,9 +34,7 @@ class Coordinator:
           TypeError: if the protocol is none.
           ValueError: if the protocol does not allow groups of that size.
         """
-        _validate.instance_of(
-            additive_sharing.AdditiveSecretSharing, protocol=protocol
-        )
+        _validate.instance_of(additive_sharing.AdditiveSecretSharing, protocol=protocol)
         if group_size is None:
             group_size = protocol.min_participants
         _validate.positive_integer(group_size=group_size)
@@ -50,9 +48,7 @@ class Coordinator:
         """The members that wait for a list, in the order of their coming."""
         return tuple(self._ready)
 
-    def receive(
-        self, message: messages.Message, now: float
-    ) -> list[messages.Message]:
+    def receive(self, message: messages.Message, now: float) -> list[messages.Message]:
         """Notes that a member is ready; returns the lists now due.
 
         A member that has waited longer than the deadline has given up, and is

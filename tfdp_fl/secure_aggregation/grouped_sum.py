@@ -63,9 +63,7 @@ def split_into_groups(
         number of groups keeps every one of them within the limits.
     """
     _validate.non_negative_integer(num_members=num_members)
-    _validate.instance_of(
-        additive_sharing.AdditiveSecretSharing, protocol=protocol
-    )
+    _validate.instance_of(additive_sharing.AdditiveSecretSharing, protocol=protocol)
     if group_size is None:
         group_size = protocol.min_participants
     _validate.positive_integer(group_size=group_size)

@@ -44,9 +44,7 @@ class Fault:
     seconds: float = 0.0
 
     def __post_init__(self):
-        _validate.one_of(
-            ("drop", "delay", "duplicate", "crash"), action=self.action
-        )
+        _validate.one_of(("drop", "delay", "duplicate", "crash"), action=self.action)
         _validate.one_of((1, 2, 3), step=self.step)
         _validate.non_negative(seconds=self.seconds)
 
@@ -154,9 +152,7 @@ class InMemoryNetwork:
             arrival = self.now + self._latency
             arrival += sum(f.seconds for f in hits if f.action == "delay")
             for _ in range(2 if "duplicate" in actions else 1):
-                heapq.heappush(
-                    self._in_flight, (arrival, next(self._order), message)
-                )
+                heapq.heappush(self._in_flight, (arrival, next(self._order), message))
 
 
 def aggregate_in_memory(
@@ -183,9 +179,7 @@ def aggregate_in_memory(
       TypeError: if an argument is of another type.
       ValueError: if the group is not allowed, or a value can not be shared.
     """
-    _validate.instance_of(
-        additive_sharing.AdditiveSecretSharing, protocol=protocol
-    )
+    _validate.instance_of(additive_sharing.AdditiveSecretSharing, protocol=protocol)
     if network is not None:
         _validate.instance_of(InMemoryNetwork, network=network)
     _validate.instance_of(Mapping, updates=updates)
@@ -193,8 +187,7 @@ def aggregate_in_memory(
     if network is None:
         network = InMemoryNetwork(faults, latency_seconds)
     members = {
-        name: member.Member(protocol, name, update)
-        for name, update in updates.items()
+        name: member.Member(protocol, name, update) for name, update in updates.items()
     }
     network.run(members, coordinator.Coordinator(protocol, len(members)))
     outcomes = {}

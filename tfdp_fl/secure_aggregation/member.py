@@ -94,13 +94,10 @@ class Member:
           ValueError: if a value is not finite or too large to share (the
             tensor and the value are named), or the group is not allowed.
         """
-        _validate.instance_of(
-            additive_sharing.AdditiveSecretSharing, protocol=protocol
-        )
+        _validate.instance_of(additive_sharing.AdditiveSecretSharing, protocol=protocol)
         if member_id == messages.COORDINATOR:
             raise ValueError(
-                f"member_id must not be {member_id!r}: it is the "
-                "coordinator's name."
+                f"member_id must not be {member_id!r}: it is the coordinator's name."
             )
         if (members is None) != (session is None):
             raise ValueError(
@@ -152,9 +149,7 @@ class Member:
             )
         ]
 
-    def receive(
-        self, message: messages.Message, now: float
-    ) -> list[messages.Message]:
+    def receive(self, message: messages.Message, now: float) -> list[messages.Message]:
         """Takes one message in; returns what is to be sent next.
 
         Raises:
@@ -165,13 +160,9 @@ class Member:
         """
         self.check_deadline(now)
         if self.outcome is not None:
-            raise messages.RejectedMessageError(
-                "This member's aggregation is over."
-            )
+            raise messages.RejectedMessageError("This member's aggregation is over.")
         if self.deadline is None:
-            raise messages.RejectedMessageError(
-                "This member has not begun yet."
-            )
+            raise messages.RejectedMessageError("This member has not begun yet.")
         if message.recipient != self._id:
             raise messages.RejectedMessageError(
                 f"A message for {message.recipient!r} reached {self._id!r}."
@@ -245,8 +236,7 @@ class Member:
     ) -> list[messages.Message]:
         if message.sender != messages.COORDINATOR:
             raise messages.RejectedMessageError(
-                f"Only the coordinator names the members, not "
-                f"{message.sender!r}."
+                f"Only the coordinator names the members, not {message.sender!r}."
             )
         if self._members:
             raise messages.RejectedMessageError("The members are known.")
@@ -281,9 +271,7 @@ class Member:
         self._sum_of_shares = [split[own_index] for split in shares]
         self._shares_from.add(self._id)
         return [
-            self._message(
-                messages.SHARE, member, tuple(split[i] for split in shares)
-            )
+            self._message(messages.SHARE, member, tuple(split[i] for split in shares))
             for i, member in enumerate(self._members)
             if member != self._id
         ]
@@ -297,9 +285,7 @@ class Member:
                 raise messages.RejectedMessageError(
                     f"A second share from {message.sender!r}."
                 )
-            for total, share in zip(
-                self._sum_of_shares, message.tensors, strict=True
-            ):
+            for total, share in zip(self._sum_of_shares, message.tensors, strict=True):
                 total += share
             self._shares_from.add(message.sender)
             if self._all_shares_are_here:
@@ -358,9 +344,7 @@ class Member:
             raise messages.RejectedMessageError(
                 f"{message.sender!r} is not another member of the group."
             )
-        expected = [
-            (self._protocol.share_dtype, t.shape) for t in self._encoded
-        ]
+        expected = [(self._protocol.share_dtype, t.shape) for t in self._encoded]
         got = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
         if got != expected:
             raise messages.RejectedMessageError(

@@ -71,9 +71,7 @@ class Message:
                 # turns a scalar into a vector.
                 "tensors": [
                     [tensor.dtype.str, list(original.shape)]
-                    for tensor, original in zip(
-                        tensors, self.tensors, strict=True
-                    )
+                    for tensor, original in zip(tensors, self.tensors, strict=True)
                 ],
             }
         ).encode()
@@ -116,9 +114,7 @@ class Message:
         offset = start + length
         sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in layout]
         if offset + sum(sizes) != len(data):
-            raise RejectedMessageError(
-                "The message is not as long as its header says."
-            )
+            raise RejectedMessageError("The message is not as long as its header says.")
         tensors = []
         for (dtype, shape), size in zip(layout, sizes, strict=True):
             raw = np.frombuffer(
@@ -138,8 +134,7 @@ def _known_dtype(name: str) -> np.dtype:
 def _known_shape(shape: object) -> tuple[int, ...]:
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(
-            f"A shape is a list of at most {_MOST_DIMENSIONS} sizes, got "
-            f"{shape!r}."
+            f"A shape is a list of at most {_MOST_DIMENSIONS} sizes, got {shape!r}."
         )
     # JSON knows 1.9, Infinity and true as well; `int` would take them.
     if not all(type(size) is int and size >= 0 for size in shape):
@@ -152,9 +147,7 @@ def _known_shape(shape: object) -> tuple[int, ...]:
 
 def _known_kind(kind: object) -> str:
     if not isinstance(kind, str) or kind not in STEP_OF_KIND:
-        raise ValueError(
-            f"kind must be one of {tuple(STEP_OF_KIND)}, got {kind!r}."
-        )
+        raise ValueError(f"kind must be one of {tuple(STEP_OF_KIND)}, got {kind!r}.")
     return kind
 
 

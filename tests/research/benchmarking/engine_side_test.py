@@ -44,9 +44,7 @@ class EngineSideTest(tf.test.TestCase, parameterized.TestCase):
         for how in ("files", "tf_data"):
             streamed = engine_side.streamed(clients, how, self.get_temp_dir())
             self.assertFalse(streamed.is_indexed)
-            for one, other in zip(
-                clients.client_ids, streamed.client_ids, strict=True
-            ):
+            for one, other in zip(clients.client_ids, streamed.client_ids, strict=True):
                 for own, read in zip(
                     clients.client(one), streamed.client(other), strict=True
                 ):

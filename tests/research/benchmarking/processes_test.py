@@ -12,9 +12,7 @@ class ProcessesTest(absltest.TestCase):
     def test_a_side_answers_until_it_is_closed(self):
         with processes.Side("products") as side:
             side.call("add", name="mlp_small")
-            rates = side.call(
-                "measure", name="mlp_small", seconds=0.01, repeats=2
-            )
+            rates = side.call("measure", name="mlp_small", seconds=0.01, repeats=2)
             self.assertLen(rates, 2)
             self.assertGreater(min(rates), 0)
             with self.assertRaisesRegex(processes.SideError, "must be one of"):

@@ -56,9 +56,7 @@ class ProfilingTest(parameterized.TestCase):
             line = plane.lines.add()
             line.events.add(metadata_id=2, offset_ps=0, duration_ps=10**9)
             for start in (1, 5 * 10**8):
-                line.events.add(
-                    metadata_id=1, offset_ps=start, duration_ps=10**8
-                )
+                line.events.add(metadata_id=1, offset_ps=start, duration_ps=10**8)
         found = profiling.operations(space.SerializeToString(), rounds=2)
         self.assertEqual(
             found,

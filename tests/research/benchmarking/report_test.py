@@ -176,10 +176,7 @@ def _complete():
             "correlated": _times(0.11),
             "ratio": 1.1,
         },
-        **{
-            f"bfloat16_{name}": _in_bfloat16(2.0)
-            for name in verdicts.BFLOAT16_TIMES
-        },
+        **{f"bfloat16_{name}": _in_bfloat16(2.0) for name in verdicts.BFLOAT16_TIMES},
         "bfloat16_accuracy": _accuracies(0.9, 0.897),
         "rivals": _rivals(3.5),
         "cohort": {
@@ -255,9 +252,7 @@ def _complete():
             },
         }
         is_small = work.name == "mlp_small"
-        found[f"profile_{work.name}"] = _profile(
-            0.86 if is_small else 0.75, is_small
-        )
+        found[f"profile_{work.name}"] = _profile(0.86 if is_small else 0.75, is_small)
     return found
 
 
@@ -273,13 +268,9 @@ class ReportTest(parameterized.TestCase):
 
     @parameterized.parameters((False, 1.5, [2.0, 1.1, 1.5]), (True, 2.0, [2.0]))
     def test_the_median_run_stands_for_all(self, quick, ratio, ratios):
-        runs = iter(
-            [{"ratio": each, "times": -each} for each in (2.0, 1.1, 1.5)]
-        )
+        runs = iter([{"ratio": each, "times": -each} for each in (2.0, 1.1, 1.5)])
         found = rows.in_runs(rows.Context(quick=quick), lambda: next(runs))
-        self.assertEqual(
-            found, {"ratio": ratio, "times": -ratio, "ratios": ratios}
-        )
+        self.assertEqual(found, {"ratio": ratio, "times": -ratio, "ratios": ratios})
 
     @parameterized.parameters(
         "products", "sharded", "sharded_ray", "stack_cnn", "correlated"
@@ -354,18 +345,14 @@ class ReportTest(parameterized.TestCase):
             "rivals",
             {
                 "ours": [0.1],
-                "rivals": {
-                    "pfl": {"title": "pfl-research", "unavailable": "No disk."}
-                },
+                "rivals": {"pfl": {"title": "pfl-research", "unavailable": "No disk."}},
             },
         ),
     )
     def test_a_miss_is_reported_with_its_figure_and_reason(self, name, result):
         self._put(**{name: result})
         (missed,) = [
-            each
-            for each in verdicts.all_verdicts(self.results)
-            if not each.holds
+            each for each in verdicts.all_verdicts(self.results) if not each.holds
         ]
         self.assertEqual(missed.row, name)
         self.assertNotEmpty(missed.reason)
@@ -377,9 +364,7 @@ class ReportTest(parameterized.TestCase):
         for ratio, missed in ((1.09, 0), (1.15, 1), (1.19, 2)):
             self._put(products=_over_products("mlp_batch60", ratio))
             judged = verdicts.of_products(self.results)
-            self.assertLen(
-                [each for each in judged if not each.holds], missed, ratio
-            )
+            self.assertLen([each for each in judged if not each.holds], missed, ratio)
 
     def test_ratios_have_their_spread_over_the_runs(self):
         measured = _against_tff(20.0, 1.0)
@@ -471,9 +456,7 @@ class RowsTest(parameterized.TestCase):
     def test_select(self, names, count):
         selected = rows.select(names)
         self.assertLen(selected, count)
-        self.assertEqual(
-            selected, [row for row in rows.ROWS if row in selected]
-        )
+        self.assertEqual(selected, [row for row in rows.ROWS if row in selected])
 
     def test_unknown_rows(self):
         with self.assertRaisesRegex(ValueError, "rows must be of .*got mpl"):

@@ -55,9 +55,7 @@ class FederatedCallback(tf.keras.callbacks.Callback):
             that a client has spent after the round.
         """
 
-    def on_round_released(
-        self, round_index: int, logs: dict[str, float]
-    ) -> None:
+    def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Called after a round changed the model, before `on_epoch_end`."""
 
     def on_train_ended(self) -> None:

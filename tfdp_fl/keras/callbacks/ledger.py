@@ -71,9 +71,7 @@ class Ledger(FederatedCallback):
             self.path,
             mode="append",
             target_epsilon=None if target is None else target.epsilon,
-            target_delta=federated_model.delta
-            if target is None
-            else target.delta,
+            target_delta=federated_model.delta if target is None else target.delta,
             mechanism={
                 "name": federated_model.mechanism.name,
                 "guarantee": federated_model.mechanism.guarantee,
@@ -106,9 +104,7 @@ class Ledger(FederatedCallback):
         self._catch_up(contents)
         self._remember()
 
-    def _check_runs(
-        self, contents: accounting.LedgerContents, known: bool
-    ) -> None:
+    def _check_runs(self, contents: accounting.LedgerContents, known: bool) -> None:
         """Refuses rounds that cannot be told apart from or added to our own."""
         federated_model = self.federated_model
         runs = contents.by_run()
@@ -211,9 +207,7 @@ class Ledger(FederatedCallback):
         )
         self._remember()
 
-    def record_evaluation(
-        self, run: str, charge: charge_lib.RoundCharge
-    ) -> None:
+    def record_evaluation(self, run: str, charge: charge_lib.RoundCharge) -> None:
         """Writes what was released beside the rounds, and closes the file.
 
         Args:

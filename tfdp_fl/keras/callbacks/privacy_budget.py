@@ -26,15 +26,11 @@ class PrivacyBudget(FederatedCallback):
 
     _name = "PrivacyBudget"
 
-    def __init__(
-        self, epsilon: float, delta: float, accountant: str | None = None
-    ):
+    def __init__(self, epsilon: float, delta: float, accountant: str | None = None):
         super().__init__()
         self.epsilon = _validate.positive(epsilon=epsilon)
         self.delta = _validate.inside_unit_interval(delta=delta)
-        self.accountant = _validate.one_of(
-            (None, "rdp", "pld"), accountant=accountant
-        )
+        self.accountant = _validate.one_of((None, "rdp", "pld"), accountant=accountant)
         self.stopped_before_round: int | None = None
         self._affordable_before = 0
 
@@ -92,25 +88,21 @@ class KeepTarget(PrivacyBudget):
     def __init__(self, target: PrivacyTarget):
         _validate.instance_of(PrivacyTarget, target=target)
         # Calibration may be off by rounding; that is no reason to stop.
-        super().__init__(
-            target.epsilon * (1 + 1e-9), target.delta, target.accountant
-        )
+        super().__init__(target.epsilon * (1 + 1e-9), target.delta, target.accountant)
         self._goes_on = target.on_overspend == "warn"
         self._warned = False
 
     def _say_what_is_allowed(self, message: str, will: str) -> None:
         if not self._goes_on:
             warnings.warn(
-                f"{message}; training {will} end there. (on_overspend='warn' "
-                "goes on.)",
+                f"{message}; training {will} end there. (on_overspend='warn' goes on.)",
                 RuntimeWarning,
                 stacklevel=4,
             )
         elif not self._warned:
             self._warned = True
             warnings.warn(
-                f"{message}; training goes on and spends more "
-                "(on_overspend='warn').",
+                f"{message}; training goes on and spends more (on_overspend='warn').",
                 RuntimeWarning,
                 stacklevel=4,
             )

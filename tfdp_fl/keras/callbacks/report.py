@@ -108,9 +108,7 @@ class Report(FederatedCallback):
         if self.log_dir is not None:
             self._scalars = Scalars(self.log_dir)
 
-    def on_round_released(
-        self, round_index: int, logs: dict[str, float]
-    ) -> None:
+    def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Keeps a round's values."""
         self._rounds.append((round_index + 1, dict(logs)))
         if self._scalars is not None:
@@ -122,9 +120,7 @@ class Report(FederatedCallback):
         scalars, self._scalars = self._scalars, None
         try:
             if scalars is not None:
-                scalars.close(
-                    self.federated_model.privacy_statement(self.delta)
-                )
+                scalars.close(self.federated_model.privacy_statement(self.delta))
             _files.write_text(self.path, self.page(ended_by_error))
         except Exception:
             if not ended_by_error:
@@ -145,8 +141,7 @@ class Report(FederatedCallback):
         return "".join(
             [
                 '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-                '<meta name="viewport" content="width=device-width, '
-                'initial-scale=1">',
+                '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 f"<title>{_text(fed.model.name)}: training with differential "
                 f"privacy</title><style>{_STYLE}</style></head><body>\n",
                 f"<h1>{_text(fed.model.name)}</h1>\n",
@@ -191,19 +186,15 @@ class Report(FederatedCallback):
         epsilon = facts["epsilon"]
         figures.append(
             (
-                f"epsilon at delta = {facts['delta']:g}, for one "
-                f"{facts['unit']}",
+                f"epsilon at delta = {facts['delta']:g}, for one {facts['unit']}",
                 "none" if epsilon is None else f"{_rounded_up(epsilon)}",
             )
         )
         return "".join(
-            f"<li><b>{_text(value)}</b>{_text(word)}</li>"
-            for word, value in figures
+            f"<li><b>{_text(value)}</b>{_text(word)}</li>" for word, value in figures
         )
 
-    def _series(
-        self, names: Sequence[str]
-    ) -> list[tuple[str, list[int], list[float]]]:
+    def _series(self, names: Sequence[str]) -> list[tuple[str, list[int], list[float]]]:
         """Returns the finite values of each name that has any."""
         found = []
         for name in names:
@@ -244,9 +235,7 @@ class Report(FederatedCallback):
             axes.plot(rounds, values, **style)
         target = self.federated_model.target
         if series[0][0] == "epsilon" and target is not None:
-            axes.axhline(
-                target.epsilon, color="#555", linestyle="--", label="target"
-            )
+            axes.axhline(target.epsilon, color="#555", linestyle="--", label="target")
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_xlabel("round")
         axes.set_ylabel(unit)

@@ -89,9 +89,7 @@ class RoundCheckpoint(FederatedCallback):
         self._charged_round = round_index
         self._ledger.on_round_charged(round_index, charge, details)
 
-    def on_round_released(
-        self, round_index: int, logs: dict[str, float]
-    ) -> None:
+    def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Saves, if it is time to."""
         del logs
         if (round_index + 1) % self.every == 0:
@@ -145,9 +143,7 @@ class RoundCheckpoint(FederatedCallback):
         return self._charged_round < run.rounds and not run.releasing
 
     def _save(self) -> None:
-        self._files.write(
-            self.federated_model.checkpoint(self._ledger.head), self.keep
-        )
+        self._files.write(self.federated_model.checkpoint(self._ledger.head), self.keep)
 
     def _write_statement(self) -> None:
         text = self.federated_model.privacy_statement(self.delta)

@@ -28,9 +28,7 @@ def _acts(message: Message, context: Context) -> set[str]:
         for act in str(context.run_config["hostile"]).split()
     ]
     return {
-        name
-        for name, when, who in acts
-        if (int(when), int(who)) == (server_round, me)
+        name for name, when, who in acts if (int(when), int(who)) == (server_round, me)
     }
 
 
@@ -65,8 +63,7 @@ def train(message: Message, context: Context) -> Message:
     x, y = task.digits()
     train_set = np.arange(len(x)) % 5 != 0
     x, y = (
-        each[train_set][me :: context.node_config["num-partitions"]]
-        for each in (x, y)
+        each[train_set][me :: context.node_config["num-partitions"]] for each in (x, y)
     )
     model = _model()
     model.set_weights(message.content["arrays"].to_numpy_ndarrays())

@@ -18,9 +18,7 @@ app = ServerApp()
 
 def _mechanism(name: str, noise_multiplier: float) -> tfdp_fl.FixedClipping:
     if name == "fixed":
-        return tfdp_fl.FixedClipping(
-            clip_norm=1.0, noise_multiplier=noise_multiplier
-        )
+        return tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=noise_multiplier)
     if name == "shares":
         return tfdp_fl.FixedClipping(
             clip_norm=1.0,
@@ -66,16 +64,12 @@ def main(grid: Grid, context: Context) -> None:
         timeout=config["round-timeout"],
     )
     weights = result.arrays.to_numpy_ndarrays()
-    moved = [
-        w - v for w, v in zip(weights, task.initial_weights(), strict=True)
-    ]
+    moved = [w - v for w, v in zip(weights, task.initial_weights(), strict=True)]
     report = {
         **strategy.privacy_report(1e-3),
         "accuracy": task.accuracy(weights),
         "norm": sum(float((each**2).sum()) for each in moved) ** 0.5,
-        "replies": {
-            r.server_round: r.num_replies for r in strategy.released_rounds
-        },
+        "replies": {r.server_round: r.num_replies for r in strategy.released_rounds},
         "charged": [r.num_clients for r in strategy.released_rounds],
         "discarded": strategy.discarded_updates,
         "rejected": strategy.rejected_replies,
