@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import math
 from typing import Any
 
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.keras import callbacks as callbacks_lib
+from tfdp_fl.keras import model_history
 
 
 def check(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
@@ -18,7 +18,7 @@ def check(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
       federated_model: The `DPFederatedModel`.
       charge: What it costs.
     """
-    spending, target = federated_model.spending, federated_model.target
+    spending = federated_model.spending
     if spending is None:
         raise ValueError(
             "private must be None before the first fit: there is no account "
@@ -31,51 +31,34 @@ def check(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
             "metrics first, so it has a central guarantee."
         )
     spending.central.would_be(charge)  # Of the same neighbouring relation.
-    if target is None or target.on_overspend != "stop":
-        return
-    after = spending.epsilon_after(charge, 0.0, target.delta, target.accountant)
-    if after > target.epsilon:
-        raise ValueError(
-            f"private would bring epsilon to {_up(after)} at delta="
-            f"{target.delta:g}, above the target_epsilon={target.epsilon:g} "
-            "that this model keeps: raise its noise_multiplier, ask fewer "
-            "clients, train fewer rounds, or make the model with "
-            "on_overspend='warn'. Nothing was evaluated."
-        )
+    for callback in federated_model.federated_callbacks:
+        callback.check_release(charge)
 
 
-def pay(
-    federated_model: Any,
-    charge: charge_lib.RoundCharge,
-    keeping: list[callbacks_lib.FederatedCallback],
-) -> None:
+def pay(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
     """Charges a release: first in every ledger, then in memory.
+
+    Budgets are asked again, where nothing else can spend what they allow.
 
     Args:
       federated_model: The `DPFederatedModel`.
       charge: What it costs.
-      keeping: The ledgers and checkpoints of its last `fit`.
 
     Raises:
+      ValueError: A budget does not allow it.
       LedgerError: A ledger could not be written; nothing may be released.
     """
     run = spending_lib.new_evaluation()
     spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
     checkpoints = []
-    for each in keeping:
-        ledger = each
-        if isinstance(each, callbacks_lib.RoundCheckpoint):
-            checkpoints.append(each)
-            ledger = each.ledger
-        assert isinstance(ledger, callbacks_lib.Ledger)
-        ledger.record_evaluation(run, charge)
-    federated_model.spending.keep_others({run: spent})
-    for checkpoint in checkpoints:
-        checkpoint.save_after_evaluation()
-
-
-def _up(epsilon: float) -> str:
-    """Returns epsilon rounded up to three decimals."""
-    if not math.isfinite(epsilon):
-        return "infinity"
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"
+    with model_history.history_of(federated_model.model).charging:
+        check(federated_model, charge)
+        for callback in federated_model.federated_callbacks:
+            if isinstance(callback, callbacks_lib.RoundCheckpoint):
+                checkpoints.append(callback)
+                callback.ledger.record_evaluation(run, charge)
+            elif isinstance(callback, callbacks_lib.Ledger):
+                callback.record_evaluation(run, charge)
+        federated_model.spending.keep_others({run: spent})
+        for checkpoint in checkpoints:
+            checkpoint.save_after_evaluation()

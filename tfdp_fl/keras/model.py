@@ -36,6 +36,7 @@ from tfdp_fl.keras import (
     evaluation_charge,
     features,
     keras_names,
+    model_history,
     private_metrics,
     progress,
     resuming,
@@ -173,8 +174,17 @@ class DPFederatedModel:
         self._compiled: Compiled | None = None
         self._prepared: PreparedEngine | None = None
         self._verbose = 0
-        # Of the last `fit`: what keeps its ledger.
-        self._keeping: list[callbacks_lib.FederatedCallback] = []
+        # Of the last `fit`: its budgets, ledgers and checkpoints.
+        self.federated_callbacks: list[callbacks_lib.FederatedCallback] = []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be copied or pickled: a copy would count on its own."""
+        raise TypeError(
+            "A DPFederatedModel cannot be copied or pickled: both would draw the same "
+            "noise, and each would count only its own rounds. To go on elsewhere, "
+            "train with a tfdp_fl.callbacks.RoundCheckpoint and give its directory "
+            "to fit(resume_from=...); `model` is the Keras model."
+        )
 
     # Keras's own methods.
 
@@ -248,6 +258,7 @@ class DPFederatedModel:
             broadcast; called on the list of weights that the clients of a
             round start from, with an int64 seed of shape [2].
         """
+        model_history.history_of(self.model).check_idle("compile")
         if loss is None:
             raise ValueError("loss must be given, got None.")
         for name, hook in (
@@ -345,6 +356,8 @@ class DPFederatedModel:
         if private is None:
             return client_metrics.evaluate(self.model, dataset, batch_size, silent)
         _validate.instance_of(private_metrics.PrivateMetrics, private=private)
+        if self.run is None:
+            model_history.history_of(self.model).check_owner(self)
         generator = np.random.Generator(np.random.Philox())
         charge = private.charge(self.sampling, dataset.num_clients)
         positions = private.draw(charge, generator)
@@ -363,7 +376,7 @@ class DPFederatedModel:
             values = {name: np.zeros(0) for name in private.bounds}
         with _interrupts.after_the_block():
             # Broken off between, a ledger has a line that the run knows not of.
-            evaluation_charge.pay(self, charge, self._keeping)
+            evaluation_charge.pay(self, charge)
             return private.released(values, generator)
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
@@ -399,6 +412,7 @@ class DPFederatedModel:
     # Training.
 
     @_interrupts.recognised()
+    @model_history.one_fit_at_a_time
     def fit(
         self,
         clients: Any,
@@ -584,11 +598,7 @@ class DPFederatedModel:
             federated.append(self._keep_target)
         for each in federated:
             each.set_federated_model(self)
-        self._keeping = [
-            each
-            for each in federated
-            if isinstance(each, callbacks_lib.Ledger | callbacks_lib.RoundCheckpoint)
-        ]
+        self.federated_callbacks = federated
         history = self.model.history = history_lib.History()
         bar = progress.RoundProgress(self._verbose, run.rounds, run.plan.last_round)
         round_loop.RoundLoop(
@@ -610,7 +620,7 @@ class DPFederatedModel:
                 epochs=run.plan.last_round,
                 steps=1,
             ),
-            federated=federated,
+            federated_model=self,
             audit=audit,
             say=self.say,
         ).train(bar)
@@ -734,6 +744,7 @@ class DPFederatedModel:
         """
         delta = _validate.inside_unit_interval(delta=delta)
         if self.spending is None:
+            model_history.history_of(self.model).check_owner(self)
             return 0.0
         return self.spending.epsilon(delta, accountant or self.accountant)
 
@@ -746,6 +757,7 @@ class DPFederatedModel:
         """
         delta = _validate.inside_unit_interval(delta=delta)
         if self.spending is None:
+            model_history.history_of(self.model).check_owner(self)
             return 0.0
         return self.spending.central_epsilon(delta, accountant or self.accountant)
 

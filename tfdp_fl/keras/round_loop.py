@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _interrupts, auditing
@@ -30,7 +32,7 @@ from tfdp_fl.engine import (
 )
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import costs as costs_lib
-from tfdp_fl.keras import fingerprint, progress, randomness
+from tfdp_fl.keras import fingerprint, model_history, progress, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
@@ -53,7 +55,7 @@ class RoundLoop:
       validation: What is validated, and when.
       delta: At which `History` has epsilon; None: it has none.
       keras_callbacks: Those of `fit`, as Keras calls them.
-      federated: Those that hear of rounds before they run.
+      federated_model: What is trained: its callbacks are asked and told of rounds.
       audit: Joins canary clients to each round, or None.
       say: Tells the user something.
     """
@@ -68,13 +70,18 @@ class RoundLoop:
     validation: Validation
     delta: float | None
     keras_callbacks: tf.keras.callbacks.CallbackList
-    federated: list[callbacks_lib.FederatedCallback]
+    federated_model: Any
     audit: auditing.CanaryAudit | None
     say: Callable[[str], None]
     # A round that was drawn ahead, with its index and `Run.repeated_rounds`.
     _ahead: tuple[tuple[int, int], RoundInputs] | None = None
     # Of the round that is run: see `fingerprint.of_round`.
     _fingerprint: str | None = None
+
+    @property
+    def federated(self) -> list[callbacks_lib.FederatedCallback]:
+        """The callbacks that hear of rounds before they run."""
+        return self.federated_model.federated_callbacks
 
     def train(self, progress_bar: progress.RoundProgress) -> None:
         """Runs the rounds, with everything that callbacks hear of them."""
@@ -84,6 +91,7 @@ class RoundLoop:
             # What a ledger tells of counts against every budget.
             for each in sorted(self.federated, key=_opens_ledger):
                 each.on_rounds_planned(run.rounds, plan.last_round)
+            begun_with: bytes | None = _digest(self.model)
             self.keras_callbacks.on_train_begin()
             logs: dict[str, float] = {}
             while run.rounds < plan.last_round and not self.model.stop_training:
@@ -91,7 +99,11 @@ class RoundLoop:
                 if not all(each.allow_round(round_index) for each in self.federated):
                     break
                 started = time.perf_counter()
-                logs = self._round_with_callbacks(round_index)
+                try:
+                    logs = self._round_with_callbacks(round_index, begun_with)
+                except _BudgetSpentError:
+                    break
+                begun_with = None
                 progress_bar.end_of_round(
                     round_index, logs, time.perf_counter() - started
                 )
@@ -114,9 +126,18 @@ class RoundLoop:
     def _costs(self) -> costs_lib.RoundCosts:
         return costs_lib.RoundCosts.of(self.setup, self.run)
 
-    def _round_with_callbacks(self, round_index: int) -> dict[str, float]:
+    def _round_with_callbacks(
+        self, round_index: int, begun_with: bytes | None
+    ) -> dict[str, float]:
         self.keras_callbacks.on_epoch_begin(round_index)
         self.keras_callbacks.on_train_batch_begin(0)
+        if begun_with is not None and _digest(self.model) != begun_with:
+            raise ValueError(
+                "callbacks must not change the model's weights before the first round "
+                "of a fit: nobody can tell what those weights cost. Set public weights "
+                "before fit; to go on with an interrupted run, use "
+                "tfdp_fl.callbacks.RoundCheckpoint and fit(resume_from=directory)."
+            )
         with contextlib.ExitStack() as whole:
             logs = self._round(round_index, whole)
             self._tell(round_index, logs)
@@ -293,9 +314,16 @@ class RoundLoop:
             details["fingerprint"] = self._fingerprint
         if self.setup.noise_generator != noise.PHILOX:
             details["noise_generator"] = self.setup.noise_generator
-        for each in self.federated:
-            each.on_round_charged(inputs.round_index, charge, details)
-        run.spending.charge(charge, positions, mu_squared)
+        history = model_history.history_of(self.model)
+        with history.charging:
+            if not all(
+                callback.allow_round(inputs.round_index) for callback in self.federated
+            ):
+                raise _BudgetSpentError
+            for callback in self.federated:
+                callback.on_round_charged(inputs.round_index, charge, details)
+            run.spending.charge(charge, positions, mu_squared)
+            history.claim(self.federated_model)
         if run.populations[-1:] != [run.population]:
             run.populations.append(run.population)
 
@@ -342,6 +370,18 @@ class RoundLoop:
                 f"{len(failed_groups)} client(s), who keep their own updates; "
                 f"{what}."
             )
+
+
+class _BudgetSpentError(Exception):
+    """A callback spent, while a cohort trained, what the round was to cost."""
+
+
+def _digest(model: tf.keras.Model) -> bytes:
+    """Returns a hash of all weights of a model."""
+    digest = hashlib.sha256()
+    for weight in model.get_weights():
+        digest.update(np.ascontiguousarray(weight).tobytes())
+    return digest.digest()
 
 
 def _opens_ledger(callback: callbacks_lib.FederatedCallback) -> int:

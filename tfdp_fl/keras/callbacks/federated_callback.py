@@ -35,9 +35,21 @@ class FederatedCallback(tf.keras.callbacks.Callback):
         """
 
     def allow_round(self, round_index: int) -> bool:
-        """Called before a round is drawn; False ends the training there."""
+        """Called before a round is drawn, and again before it is charged.
+
+        False ends the training there; nothing of the round is charged or seen.
+        """
         del round_index
         return True
+
+    def check_release(self, charge: Any) -> None:
+        """Called before metrics of clients are released beside the rounds.
+
+        Raising refuses the release.
+
+        Args:
+          charge: The `RoundCharge` that it costs.
+        """
 
     def on_round_charged(
         self, round_index: int, charge: Any, details: dict[str, Any]
@@ -83,5 +95,12 @@ def checked(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
             raise TypeError(
                 "callbacks must be a list of tf.keras.callbacks.Callback, got "
                 f"a {type(each).__name__} in it."
+            )
+        if isinstance(each, tf.keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "callbacks must not have a BackupAndRestore: it brings back weights "
+                "without what they cost, so epsilon would leave out the rounds that "
+                "made them. Use tfdp_fl.callbacks.RoundCheckpoint(directory), and "
+                "fit(resume_from=directory) to go on."
             )
     return given

@@ -208,7 +208,7 @@ class Ledger(FederatedCallback):
         self._remember()
 
     def record_evaluation(self, run: str, charge: charge_lib.RoundCharge) -> None:
-        """Writes what was released beside the rounds, and closes the file.
+        """Writes what was released beside the rounds.
 
         Args:
           run: The id under which it stands, as if it were another run.
@@ -216,6 +216,16 @@ class Ledger(FederatedCallback):
         """
         fed_run = self.federated_model.run
         key = resuming.ledger_key(self.path)
+        if self._opened is not None:  # Inside a callback of `fit`.
+            self._opened.record(
+                max(0, fed_run.rounds - 1),
+                charge,
+                round(charge.clients_per_round),
+                run=run,
+                evaluation=True,
+            )
+            self._remember()
+            return
         with accounting.PrivacyLedger(
             self.path,
             mode="append",

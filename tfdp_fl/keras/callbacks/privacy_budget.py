@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from typing import Any
 
 from tfdp_fl import _validate
+from tfdp_fl.accounting.charge import RoundCharge
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.privacy_target import PrivacyTarget
 
@@ -32,7 +35,10 @@ class PrivacyBudget(FederatedCallback):
         self.delta = _validate.inside_unit_interval(delta=delta)
         self.accountant = _validate.one_of((None, "rdp", "pld"), accountant=accountant)
         self.stopped_before_round: int | None = None
+        # Rounds before this one are known to fit, unless something else was
+        # charged since: `_counted` is what was known then.
         self._affordable_before = 0
+        self._counted: Any = None
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Says at the start if the budget ends before the rounds do."""
@@ -43,6 +49,7 @@ class PrivacyBudget(FederatedCallback):
         )
         # Rounds that are abandoned cost nothing, so it can only be more.
         self._affordable_before = first_round + allowed
+        self._counted = self.federated_model.spending.others
         if allowed < asked:
             fed = self.federated_model
             # Whom later cohorts draw is not known, but for shuffled ones.
@@ -60,7 +67,8 @@ class PrivacyBudget(FederatedCallback):
 
     def allow_round(self, round_index: int) -> bool:
         """Returns False if the round would overspend the budget."""
-        if round_index < self._affordable_before:
+        counted = self.federated_model.spending.others
+        if round_index < self._affordable_before and counted == self._counted:
             return True
         after = self.federated_model.epsilon_after_round(
             round_index, self.delta, self.accountant
@@ -74,6 +82,22 @@ class PrivacyBudget(FederatedCallback):
             f"delta={self.delta:g})."
         )
         return False
+
+    def check_release(self, charge: RoundCharge) -> None:
+        """Raises ValueError if a release would overspend the budget."""
+        spending = self.federated_model.spending
+        accountant = self.accountant or self.federated_model.accountant
+        after = spending.epsilon_after(charge, 0.0, self.delta, accountant)
+        if after > self.epsilon:
+            raise ValueError(
+                f"private would bring epsilon to {_rounded_up(after)} at delta="
+                f"{self.delta:g}, above {self._limit}: raise its noise_multiplier, ask "
+                "fewer clients, or train fewer rounds. Nothing was evaluated."
+            )
+
+    @property
+    def _limit(self) -> str:
+        return f"the epsilon={self.epsilon:g} of the PrivacyBudget"
 
 
 class KeepTarget(PrivacyBudget):
@@ -110,3 +134,22 @@ class KeepTarget(PrivacyBudget):
     def allow_round(self, round_index: int) -> bool:
         """Returns False if the round would pass a target that is to be kept."""
         return self._goes_on or super().allow_round(round_index)
+
+    def check_release(self, charge: RoundCharge) -> None:
+        """Raises ValueError if a release would pass a target that is to be kept."""
+        if not self._goes_on:
+            super().check_release(charge)
+
+    @property
+    def _limit(self) -> str:
+        return (
+            f"the target_epsilon={self.epsilon:g} that this model keeps unless it is "
+            "made with on_overspend='warn'"
+        )
+
+
+def _rounded_up(epsilon: float) -> str:
+    """Returns epsilon rounded up to three decimals."""
+    if not math.isfinite(epsilon):
+        return "infinity"
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"

@@ -1,0 +1,217 @@
+"""No way of calling `fit` has rounds that epsilon leaves out."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import pickle
+import tempfile
+import threading
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.keras import toy
+from tfdp_fl.accounting import PrivacyLedger
+
+_DELTA = 1e-3
+
+
+class _Do(tf.keras.callbacks.Callback):
+    """Calls a function once, when a round begins or ends."""
+
+    def __init__(self, function, when="on_epoch_end", round_index=0):
+        super().__init__()
+        self._function, self._round = function, round_index
+        setattr(self, when, self._called)
+
+    def _called(self, round_index=0, logs=None):
+        del logs
+        if round_index in (None, {}, self._round):  # Or `logs`, before training.
+            self._function()
+
+
+def _fit(fed, rounds=2, callbacks=(), **options):
+    return fed.fit(
+        toy.clients(), rounds, batch_size=10, verbose=0, callbacks=callbacks, **options
+    )
+
+
+class LostRoundsTest(parameterized.TestCase):
+    """Weights that come back without the rounds that made them."""
+
+    def test_backup_and_restore_is_refused_before_anything_starts(self):
+        fed = toy.federated()
+        with tempfile.TemporaryDirectory() as folder:
+            backup = tf.keras.callbacks.BackupAndRestore(folder)
+            with self.assertRaisesRegex(
+                ValueError, "BackupAndRestore.*RoundCheckpoint"
+            ):
+                _fit(fed, callbacks=[backup])
+        self.assertIsNone(fed.run)
+
+    @parameterized.parameters(
+        "on_train_begin", "on_epoch_begin", "on_train_batch_begin"
+    )
+    def test_weights_that_a_callback_brings_are_refused(self, when):
+        trained = toy.federated()
+        _fit(trained)
+        weights = trained.get_weights()
+        fed = toy.federated()
+        before = [np.zeros(0)]
+
+        def bring_back():
+            before[:] = fed.get_weights()
+            fed.set_weights(weights)
+
+        with self.assertRaisesRegex(ValueError, "must not change the model's weights"):
+            _fit(fed, callbacks=[_Do(bring_back, when)])
+        self.assertEqual(fed.epsilon(_DELTA), 0.0)
+
+    def test_a_later_round_may_go_back_to_weights_of_this_run(self):
+        fed = toy.federated()
+        kept = []
+        keep = _Do(lambda: kept.extend(fed.get_weights()))
+        restore = _Do(lambda: fed.set_weights(kept), "on_epoch_begin", round_index=2)
+        _fit(fed, 3, callbacks=[keep, restore])
+        self.assertEqual(fed.rounds, 3)
+
+
+class OneHistoryTest(parameterized.TestCase):
+    def test_fits_at_once(self):
+        fed = toy.federated()
+        _fit(fed, 1)
+        errors, start = [], threading.Barrier(4)
+
+        def train():
+            start.wait()
+            try:
+                _fit(fed, 20)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=train) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(fed.rounds, 1 + 20 * (4 - len(errors)))
+        self.assertEqual(fed.spending.rounds, fed.rounds)
+        for error in errors:
+            self.assertIn("fit", error)
+
+    @parameterized.parameters(False, True)
+    def test_a_fit_inside_a_fit(self, other_wrapper):
+        fed = toy.federated()
+        inner = toy.federated(model=fed.model) if other_wrapper else fed
+        with self.assertRaisesRegex(
+            RuntimeError, "while a fit of the same Keras model"
+        ):
+            _fit(fed, callbacks=[_Do(lambda: _fit(inner))])
+        self.assertEqual(fed.spending.rounds, 1)
+        _fit(fed)  # The failed one has let go.
+
+    def test_compile_inside_a_fit(self):
+        fed = toy.federated()
+        with self.assertRaisesRegex(RuntimeError, "compile was called while"):
+            _fit(fed, callbacks=[_Do(lambda: fed.compile("sgd", toy.loss()))])
+
+    @parameterized.parameters(
+        copy.copy, copy.deepcopy, lambda fed: pickle.loads(pickle.dumps(fed))
+    )
+    def test_copies(self, make_copy):
+        fed = toy.federated()
+        _fit(fed, 1, seed=5)
+        with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
+            make_copy(fed)
+
+    def test_a_second_wrapper_of_a_trained_model(self):
+        fed = toy.federated()
+        _fit(fed)
+        second = toy.federated(model=fed.model)
+        for use in (lambda: _fit(second), lambda: second.epsilon(_DELTA)):
+            with self.assertRaisesRegex(ValueError, "already trained on clients"):
+                use()
+        del fed
+        with self.assertRaisesRegex(ValueError, "already trained on clients"):
+            _fit(second)
+
+    @staticmethod
+    def _interrupt():
+        raise KeyboardInterrupt
+
+    def test_a_wrapper_that_resumes_brings_the_cost_along(self):
+        with tempfile.TemporaryDirectory() as folder:
+            fed = toy.federated()
+            keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
+            with self.assertRaises(KeyboardInterrupt):
+                _fit(fed, 3, callbacks=[keep, _Do(self._interrupt, round_index=1)])
+            second = toy.federated(model=fed.model)
+            _fit(second, 3, resume_from=folder)
+        self.assertEqual(second.spending.rounds, 3)
+        with self.assertRaisesRegex(ValueError, "already trained on clients"):
+            _fit(fed)
+
+
+class PromisedTwiceTest(parameterized.TestCase):
+    """What a budget allowed is spent by a private evaluation in a callback."""
+
+    def setUp(self):
+        super().setUp()
+        self.private = tfdp_fl.PrivateMetrics(
+            bounds={"loss": (0.0, 5.0)}, noise_multiplier=1.0
+        )
+
+    def _evaluate_in(self, fed, when):
+        def evaluate():
+            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
+
+        return _Do(evaluate, when, round_index=1)
+
+    @parameterized.parameters("on_epoch_begin", "on_epoch_end")
+    def test_a_budget_is_asked_in_the_act_of_charging(self, when):
+        plain = toy.federated()
+        _fit(plain, 4)
+        most = plain.epsilon(_DELTA)  # Four rounds, and nothing beside them.
+        fed = toy.federated()
+        budget = tfdp_fl.callbacks.PrivacyBudget(most * 1.001, _DELTA)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "ledger"
+            ledger = tfdp_fl.callbacks.Ledger(path)
+            _fit(fed, 4, callbacks=[budget, ledger, self._evaluate_in(fed, when)])
+            contents = PrivacyLedger.read(path)
+        self.assertEqual(fed.spending.evaluations, 1)
+        self.assertLess(fed.rounds, 4)
+        self.assertLessEqual(fed.epsilon(_DELTA), most * 1.001)
+        self.assertAlmostEqual(
+            contents.epsilon(_DELTA), fed.epsilon(_DELTA), delta=1e-6
+        )
+
+    def test_a_target_is_asked_in_the_act_of_charging(self):
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            target_epsilon=60.0,
+            target_delta=_DELTA,
+            num_clients=toy.NUM_CLIENTS,
+            clients_per_round=20,
+            rounds=4,
+            num_replicas=1,
+        )
+        fed.compile("sgd", toy.loss())
+        _fit(fed, 4, callbacks=[self._evaluate_in(fed, "on_epoch_begin")])
+        self.assertLessEqual(fed.epsilon(_DELTA), 60.0 * (1 + 1e-6))
+        self.assertLess(fed.rounds, 4)
+
+    def test_an_evaluation_asks_the_budget_of_the_fit(self):
+        fed = toy.federated()
+        budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
+        _fit(fed, 2, callbacks=[budget])
+        budget.epsilon = fed.epsilon(_DELTA) * 1.01
+        with self.assertRaisesRegex(ValueError, "of the PrivacyBudget"):
+            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
+
+
+if __name__ == "__main__":
+    absltest.main()
