@@ -9,7 +9,8 @@ import tensorflow_privacy as tfp
 from absl.testing import absltest, parameterized
 from tensorflow_federated.python.aggregators import differential_privacy
 
-from tfdp_fl import aggregators, mechanisms
+from tfdp_fl import aggregators, learning, mechanisms
+from tfdp_fl.aggregators import cohort_size
 
 SCALAR = tff.TensorType(np.float32)
 VECTOR = tff.TensorType(np.float32, [3])
@@ -92,6 +93,7 @@ class TypesTest(parameterized.TestCase):
             costs=tff.TensorType(np.float64, [None]),
             cohort_sizes=tff.TensorType(np.float64, [None]),
             populations=tff.TensorType(np.int64, [None]),
+            answered=tff.TensorType(np.float64, [None]),
         )
         event = [
             ("module_name", tff.TensorType(np.str_)),
@@ -276,6 +278,8 @@ class BehaviourTest(parameterized.TestCase):
         ("client_noise", {"noise_site": "client"}, 2, (1, 3)),
         ("fixed_size", {"sampling": "fixed_size"}, 2, (3,)),
         ("population", {"num_clients": 2}, 2, (3,)),
+        # Poisson sampling of 200 with rate .01 gives 17 with probability 1e-11.
+        ("poisson", {"num_clients": 200, "sampling": "poisson"}, 16, (20, 200)),
     )
     def test_wrong_cohort_size_fails_the_round(self, options, right, wrong):
         process = aggregators.FixedClippingFactory(
@@ -287,6 +291,27 @@ class BehaviourTest(parameterized.TestCase):
                 process.next(state, [1.0] * size)
         state = process.next(state, [1.0] * right).state
         self.assertEqual(state.rounds, 1)
+
+    def test_how_many_answered_is_written_down_and_priced(self):
+        """A cohort of 200 where 2 were planned is not what was declared."""
+        factory = aggregators.FixedClippingFactory(
+            clip_norm=1.0, noise_multiplier=1.0, clients_per_round=2
+        )
+        process = factory.create(SCALAR)
+        state = process.initialize()
+        for size in (2, 3, 60):
+            state = process.next(state, [1.0] * size).state
+            np.testing.assert_array_equal(state.history.answered[-1], size)
+        for sampling in ("fixed_size", "poisson", "shuffled"):
+            with self.assertRaisesRegex(ValueError, "answered in round [23]"):
+                learning.epsilon(
+                    state,
+                    factory.mechanism,
+                    sampling=sampling,
+                    num_clients=200,
+                    clients_per_round=2,
+                    delta=1e-5,
+                )
 
     def test_schedules(self):
         process = aggregators.FixedClippingFactory(
@@ -401,6 +426,25 @@ class CompositionTest(absltest.TestCase):
             aggregators.from_mechanism(
                 mechanism, 4, inner, rounds=3, max_participations=3
             )
+
+    def test_a_secure_sum_that_rounds_beside_the_clip_is_refused(self):
+        fixed = mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+        wide = tff.TensorType(np.float32, [4096])
+        for value_type, bound in ((SCALAR, 1e6), (wide, 1e3)):
+            secure = tff.aggregators.SecureSumFactory(bound)
+            with self.assertRaisesRegex(ValueError, "inner_factory must have closer"):
+                aggregators.from_mechanism(fixed, 4, secure).create(value_type)
+        with self.assertRaisesRegex(ValueError, "scalars_factory must have closer"):
+            aggregators.from_mechanism(
+                fixed, 4, scalars_factory=tff.aggregators.SecureSumFactory(1e6)
+            ).create(SCALAR)
+
+    def test_a_clip_that_falls_below_a_secure_sums_rounding(self):
+        check = cohort_size.CohortSizeCheck(smallest_clip=0.25)
+        four = tf.constant(4.0)
+        self.assertEqual(check.checked(four, four, four, clip_norm=0.25), 4)
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "counts beside"):
+            check.checked(four, four, four, clip_norm=0.24)
 
     def test_type_of_inner_factory(self):
         with self.assertRaisesRegex(TypeError, "inner_factory"):

@@ -938,5 +938,58 @@ class DigestOfContentsTest(absltest.TestCase):
             self.assertIsNone(self._of().digest_of_contents())
 
 
+class _ClientData:
+    """A `ClientData` that lists ids as it was told."""
+
+    def __init__(self, client_ids):
+        self.client_ids = client_ids
+
+    def create_tf_dataset_for_client(self, client_id):
+        del client_id
+        return tf.data.Dataset.from_tensor_slices(_examples(2))
+
+
+class RepeatedIdsTest(parameterized.TestCase):
+    """A client under two ids would be in a sum twice."""
+
+    @parameterized.named_parameters(
+        (
+            "client_data",
+            lambda ids: FederatedDataset.from_client_data(_ClientData(ids)),
+        ),
+        ("as_federated", lambda ids: as_federated(_ClientData(ids))),
+        (
+            "client_fn",
+            lambda ids: FederatedDataset.from_client_fn(ids, lambda _: _examples(2)),
+        ),
+        (
+            "indices",
+            lambda ids: FederatedDataset.from_indices(
+                *_examples(4), [[i] for i in range(4)], client_ids=ids
+            ),
+        ),
+        (
+            "constructor",
+            lambda ids: FederatedDataset(_streamed(_uneven())._source, ids[1:]),
+        ),
+        (
+            "with_ids",
+            lambda ids: _streamed(_uneven()).with_ids(ids[1:]),
+        ),
+    )
+    def test_are_refused(self, make):
+        with self.assertRaisesRegex(ValueError, "client_ids must be distinct"):
+            make(["b", "a", "a", "a"])
+        with self.assertRaisesRegex(ValueError, "missing value"):
+            make(["b", "a", float("nan"), "c"])
+        with self.assertWarnsRegex(RuntimeWarning, "differ only in type, Unicode"):
+            make(["d", "a", "A\u0301 1", "\u00c1  1"])
+
+    @parameterized.parameters(([1, "1"],), (["a", b"a"],), (["x", " x"],))
+    def test_that_only_a_program_tells_apart_are_warned_of(self, client_ids):
+        with self.assertWarnsRegex(RuntimeWarning, "differ only in type"):
+            FederatedDataset.from_client_fn(client_ids, lambda _: _examples(2))
+
+
 if __name__ == "__main__":
     absltest.main()

@@ -1,3 +1,4 @@
+import functools
 import json
 import math
 
@@ -44,6 +45,9 @@ def state_after(mechanism, rounds, clients_per_round=100, **facts):
                 [deployment.cohort_size(k) for k in range(rounds)], np.float64
             ),
             populations=np.full(rounds, deployment.num_clients or 0),
+            answered=np.array(
+                [deployment.cohort_size(k) for k in range(rounds)], np.float64
+            ),
         ),
     )
 
@@ -264,6 +268,30 @@ class EpsilonTest(parameterized.TestCase):
                 clients_per_round=100,
                 delta=DELTA,
             )
+
+    @parameterized.parameters(
+        ("fixed_size", 100, 101), ("poisson", 160, 190), ("shuffled", 100, 120)
+    )
+    def test_cohorts_larger_than_declared(self, sampling, possible, impossible):
+        # N = 1000, m = 100: Poisson cohorts above 172 have probability 1e-12.
+        for size in (possible, impossible):
+            state = state_after(fixed(1.0), 3)
+            answered = np.array([90.0, size, 100.0])
+            state = state._replace(history=state.history._replace(answered=answered))
+            call = functools.partial(
+                learning.epsilon,
+                state,
+                fixed(1.0),
+                sampling=sampling,
+                num_clients=1000,
+                clients_per_round=100,
+                delta=1e-5,
+            )
+            if size == possible:
+                self.assertGreater(call(), 0)
+                continue
+            with self.assertRaisesRegex(ValueError, f"{size} answered in round 2"):
+                call()
 
     def test_a_state_without_its_history(self):
         state = state_after(fixed(1.0), 2)._replace(rounds=3)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import dp_accounting
@@ -283,6 +284,33 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
 
         with self.assertRaises(ValueError):
             tfdp_fl.QueryMechanism(query=Own(), dp_event=_EVENT)
+
+    @parameterized.parameters(True, False)
+    def test_a_query_that_takes_the_models_shapes_only(self, tells_the_truth):
+        """Such a query cannot be tried before the shapes are known."""
+        reported = _EVENT if tells_the_truth else dp_accounting.GaussianDpEvent(0.05)
+
+        class OfTheModel(tfp.GaussianSumQuery):
+            def initial_sample_state(self, template=None):
+                assert [each.shape for each in template] == [(3, 2), (2,)]
+                return super().initial_sample_state(template)
+
+            def get_noised_result(self, sample_state, global_state):
+                result, state, _ = super().get_noised_result(sample_state, global_state)
+                return result, state, reported
+
+        mechanism = tfdp_fl.QueryMechanism(query=OfTheModel(0.5, 0.5), dp_event=_EVENT)
+        deployment = Deployment(
+            clients_per_round=8, num_variables=2, shapes=((3, 2), (2,))
+        )
+        if tells_the_truth:
+            mechanism.bind(deployment)
+            deployment = dataclasses.replace(deployment, shapes=((3, 3), (3,)))
+            message = "must take tensors of zeros of the model's shapes"
+        else:
+            message = "dp_event must not cost less"
+        with self.assertRaisesRegex(ValueError, message):
+            mechanism.bind(deployment)
 
     def test_the_noise_follows_tensorflows_seed_and_a_caveat_says_so(self):
         mechanism = tfdp_fl.QueryMechanism(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import dp_accounting
 import tensorflow as tf
@@ -16,6 +16,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.aggregators import (
     cohort_process,
     cohort_size,
+    record_sum,
     round_values,
     state,
     values,
@@ -184,21 +185,68 @@ class BoundMechanism:
           scalars_factory: Sums the other numbers of the records.
         """
         num_variables = values.check_value_type(value_type)
-        query = wrap(self.bind(num_variables, values.shapes(value_type)))
+        shapes = values.shapes(value_type)
+        if shapes is None and self.mechanism.draws_noise_itself:
+            raise TypeError(
+                "value_type must have tensors of known shapes for a query, on which "
+                f"what it costs can be tried, got {value_type}."
+            )
+        query = wrap(self.bind(num_variables, shapes))
+        rounding = self._rounding_of_sums(shapes, inner_factory, scalars_factory)
         return cohort_process.create_cohort_process(
             query,
             self._plan(num_variables),
             cohort_size.CohortSizeCheck(
                 exact=self.mechanism.needs_exact_cohort,
                 at_most_expected=self.deployment.sampling in _WHOLE_COHORTS,
-                at_most=self.deployment.num_clients,
+                at_most=self._largest_cohort(),
                 some_weight=self.mechanism.releases_weights,
+                smallest_clip=rounding / record_sum.LARGEST_ROUNDING,
             ),
             value_type,
             weight_type,
             inner_factory=inner_factory,
             scalars_factory=scalars_factory,
         )
+
+    def _largest_cohort(self) -> int | None:
+        """Returns how many clients may answer; None if there is no limit."""
+        population = self.deployment.num_clients
+        if population is None or self.deployment.sampling != "poisson":
+            return population
+        return cohort_size.largest_poisson_cohort(
+            population, max(self._clients.distinct)
+        )
+
+    def _rounding_of_sums(
+        self, shapes: tuple[tuple[int, ...], ...] | None, inner: Any, scalars: Any
+    ) -> float:
+        """Returns what secure sums may add to a client's share of the update.
+
+        Raises:
+          ValueError: It is not small beside the clip.
+        """
+        if self.mechanism.guarantee != "central":
+            return 0.0
+        if shapes is None and record_sum.largest_rounding(inner, 1):
+            raise ValueError(
+                "inner_factory must be a plain sum where shapes are not known: what "
+                "a secure sum rounds depends on how many numbers there are."
+            )
+        numbers = sum(math.prod(shape) for shape in shapes or ())
+        rounding = record_sum.largest_rounding(inner, numbers)
+        clip = self.mechanism.first_clip_norm()
+        for name, one, limit in (
+            ("inner_factory", rounding, clip or math.inf),
+            ("scalars_factory", record_sum.largest_rounding(scalars, 1), 1.0),
+        ):
+            if one > record_sum.LARGEST_ROUNDING * limit:
+                raise ValueError(
+                    f"{name} must have closer bounds: its sum rounds a client's share "
+                    f"by up to {one:.3g}, where {record_sum.LARGEST_ROUNDING:g} of "
+                    f"the {limit:g} that a client may add is allowed."
+                )
+        return rounding
 
     def _plan(self, num_variables: int) -> cohort_process.RoundPlan:
         event, event_noise = self._events(num_variables)

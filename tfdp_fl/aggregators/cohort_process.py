@@ -69,14 +69,15 @@ class RoundPlan:
         return event.to_named_tuple()
 
     def written_down(
-        self, history: state.RoundHistory, round_index: tf.Tensor
+        self, history: state.RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
     ) -> state.RoundHistory:
-        """Returns a history with one more round."""
+        """Returns a history with one more round, and how many were in its sum."""
         row = state.RoundHistory(
             kinds=tf.constant(self.kind, tf.int64),
             costs=self.cost.at(round_index),
             cohort_sizes=self.cohort_size.at(round_index),
             populations=tf.constant(self.population, tf.int64),
+            answered=tf.cast(answered, tf.float64),
         )
         return state.RoundHistory(
             *(
@@ -154,11 +155,12 @@ def create_cohort_process(
         )
         record = tff.federated_map(preprocess_record, (params, value, *weight))
         total = sum_process.next(server_state.sum_state, record)
-        mean, new_query_state, measurements = tff.federated_map(
+        mean, new_query_state, measurements, answered = tff.federated_map(
             get_noised_result, (total.result, query_state)
         )
         rounds, event, history = tff.federated_map(
-            at_server.finish_round, (server_state.rounds, server_state.history)
+            at_server.finish_round,
+            (server_state.rounds, server_state.history, answered),
         )
         new_state = state.AggregatorState(
             query_state=new_query_state,
@@ -195,8 +197,8 @@ class _ServerPhases(NamedTuple):
       sample_params: state -> what clients get to know.
       no_history: () -> a `RoundHistory` of nothing.
       event_of: round -> its event.
-      finish_round: (round, history) -> the next round, this one's event, and
-        the history with it.
+      finish_round: (round, history, clients in the sum) -> the next round,
+        this one's event, and the history with it.
     """
 
     initial_state: Any
@@ -234,7 +236,7 @@ def _server_phases(query: cohort_query.CohortQuery, plan: RoundPlan) -> _ServerP
         return state.RoundHistory(
             *(
                 tf.compat.v1.placeholder_with_default(np.zeros([0], dtype), [None])
-                for dtype in (np.int64, np.float64, np.float64, np.int64)
+                for dtype in (np.int64, np.float64, np.float64, np.int64, np.float64)
             )
         )
 
@@ -242,12 +244,12 @@ def _server_phases(query: cohort_query.CohortQuery, plan: RoundPlan) -> _ServerP
     def event_of(round_index):
         return plan.event_at(round_index)
 
-    @tff.tensorflow.computation(np.int32, no_history.type_signature.result)
-    def finish_round(round_index, history):
+    @tff.tensorflow.computation(np.int32, no_history.type_signature.result, np.float32)
+    def finish_round(round_index, history, answered):
         return (
             round_index + 1,
             plan.event_at(round_index),
-            plan.written_down(history, round_index),
+            plan.written_down(history, round_index, answered),
         )
 
     return _ServerPhases(
@@ -319,7 +321,9 @@ def _create_noised_result(
     value_type: tff.types.Type,
     packed: bool,
 ) -> tff.Computation:
-    """Returns what the server makes of the sum: mean, state, measurements.
+    """Returns what the server makes of the sum.
+
+    That is the mean, the new state, the measurements, and the cohort's size.
 
     Args:
       query: The query.
@@ -338,6 +342,7 @@ def _create_noised_result(
             tf.round(scalars.pop("cohort_size")),
             query_state.clients_per_round,
             scalars["weight"],
+            query.largest_norm(query_state),
         )
         update = values.to_list(total["update"]) if packed else total["update"]
         with tf.control_dependencies([size]):
@@ -352,7 +357,12 @@ def _create_noised_result(
             discarded_clients=tf.cast(tf.round(record.discarded), tf.int32),
             cohort_size=tf.cast(size, tf.int32),
         )
-        return values.from_list(list(mean), value_type), new_state, measurements
+        return (
+            values.from_list(list(mean), value_type),
+            new_state,
+            measurements,
+            size,
+        )
 
     return get_noised_result
 

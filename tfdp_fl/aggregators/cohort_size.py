@@ -1,10 +1,11 @@
-"""What a mechanism takes for granted about how many clients answer."""
+"""What a mechanism takes for granted about a round, checked in that round."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import tensorflow as tf
+from scipy import stats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,18 +23,22 @@ class CohortSizeCheck:
       at_most: No more than so many may answer (the population), or None.
       some_weight: Somebody has to answer with something usable, because the
         answers replace the model.
+      smallest_clip: The clip must be at least this, or a secure sum's rounding
+        would count beside it.
     """
 
     exact: bool = False
     at_most_expected: bool = False
     at_most: int | None = None
     some_weight: bool = False
+    smallest_clip: float = 0.0
 
     def checked(
         self,
         cohort_size: tf.Tensor,
         clients_per_round: tf.Tensor,
         weight: tf.Tensor,
+        clip_norm: tf.Tensor | float,
     ) -> tf.Tensor:
         """Returns the cohort size, once it was found to be allowed.
 
@@ -41,6 +46,7 @@ class CohortSizeCheck:
           cohort_size: Float32 scalar, the number of clients that answered.
           clients_per_round: Float32 scalar, the number that is expected.
           weight: Float32 scalar, the sum of the weights of the clients.
+          clip_norm: Float32 scalar, the largest norm of a client's share.
         """
         checks = []
         if self.exact:
@@ -73,8 +79,8 @@ class CohortSizeCheck:
                     cohort_size,
                     tf.constant(float(self.at_most)),
                     message=(
-                        f"cohort size exceeds num_clients={self.at_most}; "
-                        "the round is abandoned."
+                        f"cohort size exceeds {self.at_most}, the most that the "
+                        "declared sampling gives; the round is abandoned."
                     ),
                 )
             )
@@ -89,5 +95,32 @@ class CohortSizeCheck:
                     ),
                 )
             )
+        if self.smallest_clip:
+            checks.append(
+                tf.debugging.assert_greater_equal(
+                    tf.cast(clip_norm, tf.float32),
+                    tf.constant(self.smallest_clip, tf.float32),
+                    message=(
+                        "the clip has become so small that the secure sum's rounding "
+                        "counts beside it: give its inner_factory closer bounds; the "
+                        "round is abandoned."
+                    ),
+                )
+            )
         with tf.control_dependencies(checks):
             return tf.identity(cohort_size)
+
+
+# How often a cohort that was drawn as declared is refused.
+_REFUSED_BY_CHANCE = 1e-12
+
+
+def largest_poisson_cohort(num_clients: int, clients_per_round: float) -> int:
+    """Returns the size that Poisson sampling passes with probability below 1e-12.
+
+    Args:
+      num_clients: N.
+      clients_per_round: m, the expected size: Binomial(N, m / N).
+    """
+    rate = clients_per_round / num_clients
+    return int(stats.binom.isf(_REFUSED_BY_CHANCE, num_clients, rate))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import math
+from typing import Any
 
 import tensorflow_federated as tff
 
@@ -53,3 +55,25 @@ def create_record_sum(
         )
 
     return tff.templates.AggregationProcess(init_fn, next_fn)
+
+
+# A secure sum rounds each number to a grid of so many steps between its bounds.
+_STEPS = 2.0**24
+# What rounding may add to a client's share, relative to the clip.
+LARGEST_ROUNDING = 1e-3
+
+
+def largest_rounding(factory: Any, num_elements: int) -> float:
+    """Returns the most that a sum's rounding adds to the norm of a client's share.
+
+    Args:
+      factory: Sums the shares; None for a plain sum.
+      num_elements: How many numbers a share has.
+    """
+    if type(factory) is not tff.aggregators.SecureSumFactory:
+        return 0.0
+    upper, lower = factory._upper_bound_threshold, factory._lower_bound_threshold
+    if isinstance(upper, tff.templates.EstimationProcess):
+        return 0.0  # No epsilon is given for bounds that follow the clients' values.
+    lower = -upper if lower is None else lower
+    return math.sqrt(num_elements) * (float(upper) - float(lower)) / _STEPS

@@ -29,12 +29,14 @@ class RoundHistory(NamedTuple):
         (sensitivity / sigma)^2 of one client's part; of any other event 0.
       cohort_sizes: Float64 [T], the expected m.
       populations: Int64 [T], N, or 0 if the process was not told.
+      answered: Float64 [T], how many clients were in the sum.
     """
 
     kinds: Any
     costs: Any
     cohort_sizes: Any
     populations: Any
+    answered: Any
 
 
 def history_kind(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,14 +62,46 @@ def are_names(client_ids: Sequence[Any]) -> bool:
     return not isinstance(client_ids, range)
 
 
-def distinct(client_ids: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Returns ids as they are kept; raises ValueError if one is repeated."""
-    if client_ids is None or isinstance(client_ids, range):
+class DistinctIds(list):
+    """Ids of which none is repeated."""
+
+
+def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
+    """Returns ids as a dataset keeps them.
+
+    A client under two ids takes part twice, and its sum is bounded once. Ids that
+    a person would read as one are therefore warned of.
+
+    Raises:
+      ValueError: One is repeated, or does not equal itself.
+    """
+    if isinstance(client_ids, range | TakenIds | DistinctIds):
         return client_ids
-    client_ids = list(client_ids)
-    if len(set(client_ids)) < len(client_ids):
+    kept = DistinctIds(client_ids)
+    if any(client_id != client_id for client_id in kept):
+        raise ValueError("client_ids must name each client, got a missing value (NaN).")
+    if len(set(kept)) < len(kept):
         raise ValueError("client_ids must be distinct, got some repeatedly.")
-    return client_ids
+    read: dict[str, Any] = {}
+    for client_id in kept:
+        other = read.setdefault(_as_read(client_id), client_id)
+        if other is not client_id:
+            warnings.warn(
+                f"client_ids has {other!r} and {client_id!r}, which differ only in "
+                "type, Unicode form or spaces. If both are one client, the guarantee "
+                "does not cover that client: make their ids equal.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            break
+    return kept
+
+
+def _as_read(client_id: Any) -> str:
+    text = (
+        client_id.decode("latin-1") if isinstance(client_id, bytes) else str(client_id)
+    )
+    return "".join(unicodedata.normalize("NFKC", text).split())
 
 
 def digest(client_ids: Sequence[Any]) -> str:

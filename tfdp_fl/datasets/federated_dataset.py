@@ -83,7 +83,7 @@ class FederatedDataset:
                 f"{source.num_clients} clients, got {len(client_ids)}."
             )
         self._source = source
-        self._client_ids = client_ids
+        self._client_ids = ids_lib.distinct(client_ids)
         self._config = config
         self._position_of: dict[Any, int] | None = None
         self._ids_digest: str | None = None
@@ -165,7 +165,7 @@ class FederatedDataset:
             lengths=lengths,
             table=table,
         )
-        return cls(source, ids_lib.distinct(client_ids))
+        return cls(source, client_ids)
 
     @classmethod
     def from_dataframe(
@@ -288,7 +288,7 @@ class FederatedDataset:
         if element_spec is not None:
             element_spec = tf_datasets.with_float_weights(nests.pair(element_spec))
         sources.at_least_one_client(client_ids=client_ids)
-        distinct = ids_lib.distinct(client_ids) or ()
+        distinct = ids_lib.distinct(client_ids)
         source = sources.StreamedSource(distinct, fn, element_spec)
         return cls(source, distinct)
 

@@ -17,6 +17,7 @@ from tfdp_fl import _validate, accounting, schedules
 from tfdp_fl.accounting import pass_cohorts
 from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.local import epsilon_of_mu_squared
+from tfdp_fl.aggregators import cohort_size
 from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.correlated_noise import ParticipationRecord
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
@@ -364,7 +365,30 @@ def _history(
             f"round {other[0] + 1} of the state was run with, got "
             f"{deployment.num_clients!r}."
         )
+    if mechanism.guarantee == "central":
+        _check_answered(history, deployment)
     return history
+
+
+def _check_answered(
+    history: state_lib.RoundHistory, deployment: contribution.Deployment
+) -> None:
+    """Raises ValueError if more clients answered than the sampling draws."""
+    population = cast(int, deployment.num_clients)
+    for index, (answered, planned) in enumerate(
+        zip(history.answered, history.cohort_sizes, strict=True)
+    ):
+        most = planned
+        if deployment.sampling == "poisson":
+            most = cohort_size.largest_poisson_cohort(
+                population, min(planned, population)
+            )
+        if answered > most:
+            raise ValueError(
+                f"sampling={deployment.sampling!r} gives cohorts of at most {most:g} "
+                f"of {population} clients where {planned:g} are expected, got a state "
+                f"in which {answered:g} answered in round {index + 1}."
+            )
 
 
 def _event(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import attrs
@@ -24,7 +24,7 @@ _USE_INSTEAD = (
     f"TF-Privacy's {', '.join(_ALLOWED)}"
 )
 # Noise that is there is not zero in so many coordinates, however coarse.
-_COORDINATES = 1000
+VECTOR = (1000,)
 # Where an event is compared with another: the tails and the body of its
 # privacy loss, and what many rounds of it cost.
 _DELTAS = (1e-3, 1e-6, 1e-9)
@@ -36,31 +36,37 @@ _ROUNDING = 1e-5
 def check_query(
     query: tfp.SumAggregationDPQuery,
     dp_event: dp_accounting.DpEvent,
-    num_variables: int,
+    shapes: Sequence[Sequence[int]],
+    must_run: bool = False,
 ) -> None:
     """Raises ValueError unless a query can be run, and charged as declared.
-
-    A query that does not take vectors of zeros, one for each variable, cannot
-    be tried; only its class is looked at.
 
     Args:
       query: The query.
       dp_event: What one round of it is to be charged as.
-      num_variables: How many tensors an update has.
+      shapes: Those of the tensors of an update that it is tried on.
+      must_run: Whether they are those of the model, so that a query that does
+        not take them is refused. Else it is not looked at any further.
 
     Raises:
-      ValueError: It is a query of TF-Privacy that is not known to work, its
-        state does not keep its shape, it reports no event that can be
-        accounted for, or it costs more than is declared.
+      ValueError: It is a query of TF-Privacy that is not known to work, it fails
+        and must run, its state does not keep its shape, it reports no event that
+        can be accounted for, or it costs more than is declared.
     """
     _check_classes(query)
     with tf.init_scope():
-        if not tf.executing_eagerly():
-            return
         try:
-            rounds = list(_two_rounds(query, num_variables))
-        except Exception:  # Of whatever kind: the query is not ours.
-            return
+            if not tf.executing_eagerly():
+                raise RuntimeError("it can only be tried outside of graphs")
+            rounds = list(_two_rounds(query, shapes))
+        except Exception as error:  # Of whatever kind: the query is not ours.
+            if not must_run:
+                return
+            raise ValueError(
+                "query must take tensors of zeros of the model's shapes, so that the "
+                "event that it reports can be compared with dp_event, got "
+                f"{type(query).__name__}, which fails: {error}"
+            ) from error
     free = _epsilons(dp_event) == _epsilons(dp_accounting.NonPrivateDpEvent())
     for state, result, new_state, event in rounds:
         if _layout(state) != _layout(new_state):
@@ -70,9 +76,7 @@ def check_query(
                 f"{_USE_INSTEAD}."
             )
         _check_event(query, dp_event, _with_numbers(event))
-        if not free and any(
-            not tf.reduce_any(tf.not_equal(each, 0)) for each in tf.nest.flatten(result)
-        ):
+        if not free and not all(map(_has_noise, tf.nest.flatten(result))):
             raise ValueError(
                 f"dp_event must not be {dp_event!r} for a query that adds no "
                 f"noise, got {type(query).__name__}, whose result on zeros is "
@@ -110,11 +114,19 @@ def _why_not(query_class: type) -> str:
     return ""
 
 
+def _has_noise(result: tf.Tensor) -> bool:
+    """Returns False where noise would have moved some coordinate.
+
+    One of fewer coordinates may by chance be zero, when noise is coarse.
+    """
+    return tf.size(result) < VECTOR[0] or bool(tf.reduce_any(tf.not_equal(result, 0)))
+
+
 def _two_rounds(
-    query: tfp.SumAggregationDPQuery, num_variables: int
+    query: tfp.SumAggregationDPQuery, shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Any, Any, Any, dp_accounting.DpEvent]]:
     """Yields state, result, next state and event of rounds without data."""
-    template = [tf.zeros([_COORDINATES]) for _ in range(num_variables)]
+    template = [tf.zeros(shape) for shape in shapes]
     state = query.initial_global_state()
     for _ in range(2):
         params = query.derive_sample_params(state)

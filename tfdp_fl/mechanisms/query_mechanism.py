@@ -163,9 +163,9 @@ class QueryMechanism(mechanism.Mechanism):
 
     Of TF-Privacy's queries these are allowed: `GaussianSumQuery`,
     `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery`
-    and `NestedSumQuery` of them. A query of your own is tried on zeros, if it
-    takes a list of vectors: its state must keep its shape, its noise must be
-    there, and `dp_event` must not cost less than the event that it reports.
+    and `NestedSumQuery` of them. A query of your own is tried on zeros of the
+    model's shapes before it is used: its state must keep its shape, its noise must
+    be there, and `dp_event` must not cost less than the event that it reports.
 
     Attributes:
       query: A `tfp.SumAggregationDPQuery` over a list of tensors, one for
@@ -200,7 +200,7 @@ class QueryMechanism(mechanism.Mechanism):
                 "dp_event must be an event that can be accounted for, got "
                 f"{self.dp_event!r}."
             )
-        query_check.check_query(self.query, self.dp_event, num_variables=1)
+        query_check.check_query(self.query, self.dp_event, [query_check.VECTOR])
 
     @property
     def scales_updates(self) -> bool:
@@ -209,8 +209,12 @@ class QueryMechanism(mechanism.Mechanism):
 
     def bind(self, deployment: contribution.Deployment) -> WrappedQuery:
         """Implements `Mechanism.bind`."""
-        if deployment.num_variables not in (None, 1):
-            query_check.check_query(self.query, self.dp_event, deployment.num_variables)
+        vectors = [query_check.VECTOR] * (deployment.num_variables or 1)
+        query_check.check_query(self.query, self.dp_event, vectors)
+        if deployment.shapes is not None:
+            query_check.check_query(
+                self.query, self.dp_event, deployment.shapes, must_run=True
+            )
         return WrappedQuery(self, deployment)
 
     def round_event(
