@@ -46,6 +46,16 @@ class CoordinatorTest(parameterized.TestCase):
             sessions.add(lists[0].session)
         self.assertLen(sessions, 3)
 
+    def test_a_member_is_in_one_group_of_a_round(self):
+        coordinator = Coordinator(AdditiveSecretSharing())
+        for member in "abc":
+            coordinator.receive(_ready(member), 0.0)
+        with self.assertRaisesRegex(RejectedMessageError, "in a group of this round"):
+            coordinator.receive(_ready("a"), 1.0)
+        for member in "def":
+            lists = coordinator.receive(_ready(member), 1.0)
+        self.assertEqual(lists[0].members, ("d", "e", "f"))
+
     def test_who_has_waited_too_long_is_not_listed(self):
         coordinator = Coordinator(AdditiveSecretSharing(deadline_seconds=10.0))
         coordinator.receive(_ready("a"), 0.0)

@@ -76,9 +76,9 @@ def estimate(scores: Scores, delta: float) -> Estimate:
     - Of the K canaries: spread/sqrt(K).
     - Of the scores' unit, the norm of what is not canaries. It is one number
       for all canaries of a look, so that more canaries do not help. Of noise
-      that is equal in all d coordinates it is sigma chi_d, off by 1/sqrt(2d) of
-      itself, and the mean score by as much of itself. (The best of several
-      looks, each with a norm of its own, is off by that at most.)
+      that is equal in all d coordinates it is sigma chi_(d-1), of which the
+      quantiles are taken: for few weights they are far from symmetric. (The
+      best of several looks, each with a norm of its own, is off by that at most.)
     - Of unobserved canaries, where these are measured: that of their mean,
       and of their spread, by which scores are divided.
 
@@ -95,7 +95,11 @@ def estimate(scores: Scores, delta: float) -> Estimate:
         others = (others - null_mean) / null_std
     one_look = null_std if math.isnan(scores.null_std) else scores.null_std
     # From here on in units of the null's standard deviation.
-    unit_error = float(observed.mean()) / null_std * one_look / math.sqrt(2)
+    # `scores` takes one direction out of the update before the norm.
+    freedom = max(one_look**-2 - 1, 1.0)
+    smallest, largest = np.sqrt(stats.chi2.ppf([0.025, 0.975], freedom)) * one_look
+    in_units = abs(float(observed.mean())) / null_std
+    below, above = in_units * (1 - smallest), in_units * (largest - 1)
     observed = (observed - null_mean) / null_std
     mean, spread = float(observed.mean()), float(observed.std(ddof=1))
     count = len(observed)
@@ -107,16 +111,16 @@ def estimate(scores: Scores, delta: float) -> Estimate:
         null_spread_error = 1 / math.sqrt(len(others))
     spread_error = math.hypot(spread / math.sqrt(2 * count), null_spread_error)
     taken = spread if spread > 1 + _SAME_SPREAD * spread_error else 1.0
-    error = _Z95 * math.hypot(spread / math.sqrt(count), unit_error, null_error)
-    bound = _threshold_bound(observed - _Z95 * abs(unit_error), others, delta)
+    error = _Z95 * math.hypot(spread / math.sqrt(count), null_error)
+    bound = _threshold_bound(observed - below, others, delta)
 
     def epsilon(of_mean: float) -> float:
         return gaussians.epsilon_of(of_mean / taken, 1.0, 0.0, 1.0, delta)
 
     return Estimate(
         epsilon=max(bound, epsilon(mean)),
-        low=max(bound, epsilon(max(0.0, abs(mean) - error))),
-        high=max(bound, epsilon(abs(mean) + error)),
+        low=max(bound, epsilon(max(0.0, abs(mean) - math.hypot(error, below)))),
+        high=max(bound, epsilon(abs(mean) + math.hypot(error, above))),
         delta=delta,
         num_canaries=count,
         mean=mean,

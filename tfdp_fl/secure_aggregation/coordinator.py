@@ -15,7 +15,9 @@ class Coordinator:
     """Sends each group the list of its members, once enough are ready.
 
     Steps 1.1 to 1.3 of DISCO's document. It performs no input or output:
-    every method takes the time and returns the messages to send.
+    every method takes the time and returns the messages to send. It serves one
+    round: a member that is listed once is in no other group of that round, where
+    its update would count twice.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Coordinator:
         self._protocol = protocol
         self._group_size = group_size
         self._ready: dict[messages.MemberId, float] = {}
+        self._listed: set[messages.MemberId] = set()
 
     @property
     def ready(self) -> tuple[messages.MemberId, ...]:
@@ -63,7 +66,7 @@ class Coordinator:
 
         Raises:
           RejectedMessageError: if the message is of another kind, for
-            somebody else, or from a member already waiting.
+            somebody else, or from a member already waiting or listed.
         """
         if (
             message.kind != messages.READY
@@ -84,11 +87,16 @@ class Coordinator:
             raise messages.RejectedMessageError(
                 f"Member {message.sender!r} is waiting already."
             )
+        if message.sender in self._listed:
+            raise messages.RejectedMessageError(
+                f"Member {message.sender!r} is in a group of this round already."
+            )
         self._ready[message.sender] = now
         if len(self._ready) < self._group_size:
             return []
         members = tuple(self._ready)
         self._ready.clear()
+        self._listed.update(members)
         session = secrets.token_hex(16)
         return [
             messages.Message(
