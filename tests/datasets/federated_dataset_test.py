@@ -938,7 +938,7 @@ class DigestOfContentsTest(absltest.TestCase):
             self.assertIsNone(self._of().digest_of_contents())
 
 
-class _ClientData:
+class _RepeatingClientData:
     """A `ClientData` that lists ids as it was told."""
 
     def __init__(self, client_ids):
@@ -955,9 +955,9 @@ class RepeatedIdsTest(parameterized.TestCase):
     @parameterized.named_parameters(
         (
             "client_data",
-            lambda ids: FederatedDataset.from_client_data(_ClientData(ids)),
+            lambda ids: FederatedDataset.from_client_data(_RepeatingClientData(ids)),
         ),
-        ("as_federated", lambda ids: as_federated(_ClientData(ids))),
+        ("as_federated", lambda ids: as_federated(_RepeatingClientData(ids))),
         (
             "client_fn",
             lambda ids: FederatedDataset.from_client_fn(ids, lambda _: _examples(2)),

@@ -90,6 +90,14 @@ class ClipRangeTest(parameterized.TestCase):
             with self.assertRaisesRegex(ValueError, "clip_norm must be from"):
                 make()
 
+    @parameterized.parameters((1e-10, 1e-20), (1e18, 1e18), (1.0, 1e38))
+    def test_noise_that_float32_cannot_keep_is_refused(self, clip, noise):
+        for schedule in (noise, [noise], lambda _: noise):
+            with self.assertRaisesRegex(ValueError, "noise_multiplier times the clip"):
+                tfdp_fl.FixedClipping(
+                    clip_norm=clip, noise_multiplier=schedule
+                ).noise_multiplier_at(0)
+
 
 class FixedClippingNoiseTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(noise_site=["server", "client"], answered=[1, 10])

@@ -73,6 +73,12 @@ class ExactMedianTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(float(done.total.discarded), 1)
         self.assertTrue(np.isfinite(rounds.flat(done.mean)).all())
 
+    def test_one_of_two_clients_is_not_to_set_it(self):
+        with self.assertRaisesRegex(ValueError, "clients_per_round must be at least 3"):
+            tfdp_fl.MedianClipping(noise_multiplier=1.0).check(
+                Deployment(clients_per_round=2)
+            )
+
     def test_an_empty_cohort_keeps_the_last_median(self):
         query, state = _query()
         state = rounds.run_round(

@@ -31,7 +31,7 @@ def evaluate(
       batch_size: Examples in one batch.
       verbose: 1 shows a bar.
       in_any_case: Metrics that have a column even if nobody has a value; with
-        them no client's data raises anything, which would tell of it.
+        them nothing is raised or warned of, which would tell of a client.
 
     Returns:
       "num_examples", int64 [N], and "loss" and each metric by name, float64
@@ -85,7 +85,7 @@ def evaluate(
             f"and none of {clients.num_clients} has: the first error was "
             f"{failed[0].reason}."
         )
-    if failed:
+    if failed and not in_any_case:
         warnings.warn(
             f"The data of {len(failed)} of {clients.num_clients} client(s) "
             "could not be read, or evaluated on; their metrics are NaN. The "

@@ -40,6 +40,10 @@ from tfdp_fl.mechanisms.contribution import (
     Round,
 )
 
+# Between this and its inverse float32 has all its digits, and squares of noise
+# in many coordinates are still numbers.
+_LEAST_NOISE = 1e-18
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mechanism(abc.ABC):
@@ -118,6 +122,8 @@ class Mechanism(abc.ABC):
     def __post_init__(self) -> None:
         parameters.check_all(self)
         self.check_parameters()
+        if schedules.is_constant(self.noise_multiplier):
+            self.noise_multiplier_at(0)
 
     def check_parameters(self) -> None:  # noqa: B027
         """Raises ValueError where parameters do not go together."""
@@ -294,12 +300,25 @@ class Mechanism(abc.ABC):
     # What it costs, and what is said of it.
 
     def noise_multiplier_at(self, round_index: int) -> float:
-        """Returns the noise multiplier z of one round (counted from 0)."""
-        return _validate.non_negative(
+        """Returns the noise multiplier z of one round (counted from 0).
+
+        Raises:
+          ValueError: It is negative, or the noise that it makes of the first clip
+            is none that float32 holds.
+        """
+        noise_multiplier = _validate.non_negative(
             noise_multiplier=schedules.value_at(
                 self.noise_multiplier, round_index, "noise_multiplier"
             )
         )
+        stddev = noise_multiplier * self.first_clip_norm()
+        if stddev and not _LEAST_NOISE <= stddev <= 1 / _LEAST_NOISE:
+            raise ValueError(
+                "noise_multiplier times the clip must be from "
+                f"{_LEAST_NOISE:g} to {1 / _LEAST_NOISE:g}, which float32 holds, got "
+                f"{noise_multiplier:g} times {self.first_clip_norm():g}."
+            )
+        return noise_multiplier
 
     def noise_limit(self, round_index: int, deployment: Deployment) -> float:
         """Returns what a round's noise multiplier has to stay below."""

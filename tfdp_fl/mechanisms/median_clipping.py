@@ -189,6 +189,17 @@ class MedianClipping(mechanism.Mechanism):
             **options,
         )
 
+    def check(self, deployment: contribution.Deployment) -> None:
+        """Refuses an exact median of so few that one client sets it."""
+        super().check(deployment)
+        smallest = deployment.cohort_size(0)
+        if self.median_noise_multiplier is None and smallest < 3:
+            raise ValueError(
+                "clients_per_round must be at least 3 with the exact median, which "
+                "one of two clients can make as large as it likes, got "
+                f"{smallest:g}; a median_noise_multiplier gives a private one."
+            )
+
     def bind(self, deployment: contribution.Deployment) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""
         if self.median_noise_multiplier is not None:
