@@ -344,7 +344,7 @@ class ProcessesTest(absltest.TestCase):
 
 def _drawn_after_fork(sampler):
     cohort = tuple(sampler.cohort(0).tolist())
-    return cohort, randomness.round_seed(None, 0).tobytes()
+    return cohort, randomness.round_seed(None, (0,)).tobytes()
 
 
 if __name__ == "__main__":
