@@ -457,7 +457,7 @@ class DPFederatedModel:
             the statement says so. None: fresh entropy from the operating
             system.
           runtime: Where cohorts are trained: None for this process, or a
-            `tfdp_fl.runtimes.TFFWorkers`.
+            `tfdp_fl.runtimes.RayWorkers`.
           shuffle: Whether clients shuffle their examples for every epoch.
           class_weight: What each class counts in the loss, by its number, as
             in Keras's `fit`; times the weight of the example, if it has one.
@@ -822,8 +822,7 @@ class DPFederatedModel:
 def _check_runtime_and_audit(runtime: Any, audit: Any, resume_from: Any) -> None:
     if runtime is not None and not hasattr(runtime, "collector"):
         raise TypeError(
-            "runtime must be None, a tfdp_fl.runtimes.TFFWorkers or a "
-            f"tfdp_fl.runtimes.RayWorkers, got {runtime!r}."
+            f"runtime must be None or a tfdp_fl.runtimes.RayWorkers, got {runtime!r}."
         )
     if audit is None:
         return

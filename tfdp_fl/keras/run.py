@@ -66,8 +66,8 @@ class Facts:
 class Run:
     """What a training is between two rounds, from its first `fit` on.
 
-    The randomness of a round follows from the seed and `attempts`. The weights and the server optimizer's variables are the model's
-    and the engine's.
+    The randomness of a round follows from the seed and `attempts`. The weights
+    and the server optimizer's variables are the model's and the engine's.
 
     Attributes:
       plan: The present or last call of `fit`.
