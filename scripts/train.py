@@ -16,7 +16,6 @@ report.html (all of it as one page), config.json and result.json.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import pathlib
@@ -62,7 +61,7 @@ _RESUME = flags.DEFINE_bool(
     "resume",
     False,
     "Go on with the run in --output_dir, which was interrupted, with the "
-    "settings in its config.json; --tff_... may differ. A run that was killed "
+    "settings in its config.json. A run that was killed "
     "loses what came after the last --checkpoint_every.",
 )
 _TENSORBOARD_DIR = flags.DEFINE_string(
@@ -77,7 +76,6 @@ _VERBOSE = flags.DEFINE_enum(
     "0 nothing, 1 a progress bar, 2 a line a round; auto: 1 on a terminal, "
     "otherwise 2.",
 )
-_WHERE = ("tff_workers", "tff_hosts", "tff_data")
 _GROUPS = {
     **settings_groups(),
     "Output": (
@@ -149,10 +147,6 @@ def _write_report(result: dict[str, Any], path: pathlib.Path) -> None:
 def _settings_of(output_dir: str, given: dict[str, Any]) -> Settings:
     """Returns the settings of the run to resume."""
     settings = Settings.read(os.path.join(output_dir, run_directory.CONFIG))
-    where = {name: given.pop(name) for name in list(given) if name in _WHERE}
-    if where:  # A worker that was lost may be replaced.
-        where = {**dict.fromkeys(_WHERE), **where}
-        settings = dataclasses.replace(settings, **where)
     for name, value in given.items():
         if str(getattr(settings, name)) != str(value):
             raise ValueError(

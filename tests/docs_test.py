@@ -60,11 +60,8 @@ _NOT_RUN = {
         '"""A mechanism of': "tests/outside runs the file that it shows"
     },
     "distributed": {
-        "from tfdp_fl.runtimes import TFFWorkers": "tests/runtimes",
         "from tfdp_fl.runtimes import RayWorkers": "tests/runtimes",
-        "workers = TFFWorkers(\n": "needs other machines",
         "tfdp_fl.runtimes.export": "needs other machines",
-        "computation = tfdp_fl": "tests/runtimes",
     },
     "flower": {
         "# client_app.py": "tests/flower, by the app there",

@@ -191,7 +191,7 @@ class CyclicTest(parameterized.TestCase):
         sampler = sampling.make_sampler(kind, 4000, 100, 7, groups)
         first = sampler.cohort(3)
         np.testing.assert_array_equal(sampler.cohort(3), first)
-        sampler.repeated_rounds = 1
+        sampler.attempt = (4,)
         again = sampler.cohort(3)
         np.testing.assert_array_equal(sampler.cohort(3), again)
         # Some 3 or 10 in common, with one seed for good; the same would be 100.

@@ -2,9 +2,8 @@
 
 Without a seed, cohorts come from the operating system's entropy and cannot be
 predicted: Poisson and fixed-size cohorts from fresh entropy in every round,
-shuffled ones from a secret key drawn once. With a seed, the cohort of a round
-depends on the seed and the round alone (and on how many releases of it there
-were), so a resumed run draws the same ones.
+shuffled ones from a secret key drawn once. With a seed, a cohort depends on the
+seed and the number of the draw alone.
 
 Cohorts are sorted by position, which says nothing about how they were drawn.
 """
@@ -67,6 +66,23 @@ def make_sampler(
     return kind(num_clients, clients_per_round, seed)
 
 
+def seed_sequence(
+    seed: int, stream: int, attempt: tuple[int, ...]
+) -> np.random.SeedSequence:
+    """Returns what one draw of random numbers follows from.
+
+    NumPy strings all numbers together in words of 32 bits. The seed's own upper
+    words come last, so that they cannot pass for a stream or an attempt.
+
+    Args:
+      seed: The user's.
+      stream: What the numbers are for.
+      attempt: The number of the draw, and what else sets it apart.
+    """
+    upper = [seed >> 32] if seed >> 32 else []
+    return np.random.SeedSequence([seed & 0xFFFFFFFF, stream, *attempt, *upper])
+
+
 class CohortSampler(abc.ABC):
     """Draws the cohort of each round.
 
@@ -74,14 +90,14 @@ class CohortSampler(abc.ABC):
       sampling: The name that the accounting knows the sampling by.
       goes_by_releases: Whether a cohort depends on which rounds before it were
         released; if not, it can be drawn while they train.
-      repeated_rounds: How many releases there may be of rounds that are drawn
-        again (`Run.repeated_rounds`). With a seed, the same clients with other
-        noise would be one draw seen twice, and two draws are what is charged.
+      attempt: With a seed, the key of the coming draw (`keras.randomness`):
+        the same clients with other noise would be one draw seen twice, and two
+        draws are what is charged. None: the round is the key.
     """
 
     sampling: str
     goes_by_releases: ClassVar[bool] = False
-    repeated_rounds: int = 0
+    attempt: tuple[int, ...] | None = None
     _fractional_sizes = False
 
     def __init__(
@@ -206,10 +222,8 @@ class CohortSampler(abc.ABC):
         if self._seed is None:
             entropy = np.frombuffer(secrets.token_bytes(_ENTROPY_BYTES), np.uint32)
             return np.random.default_rng(np.random.SeedSequence(entropy))
-        words = [self._seed, _STREAM, round_index]
-        if self.repeated_rounds:
-            words.append(self.repeated_rounds)
-        return np.random.default_rng(np.random.SeedSequence(words))
+        attempt = (round_index,) if self.attempt is None else self.attempt
+        return np.random.default_rng(seed_sequence(self._seed, _STREAM, attempt))
 
     def _without_replacement(self, rng: np.random.Generator, size: int) -> np.ndarray:
         # Floyd's algorithm in NumPy: time and memory O(size), not O(N).

@@ -222,7 +222,6 @@ def _workers(
     clients: datasets.FederatedDataset,
     count: int,
     folder: str | None,
-    runtime: str,
 ) -> Any:
     """Returns workers that read the examples in a folder, or None."""
     if not count:
@@ -230,8 +229,7 @@ def _workers(
     from tfdp_fl import runtimes
 
     runtimes.export_for_workers(clients, folder)
-    kind = getattr(runtimes, runtime)
-    return kind(num_workers=count, data=folder)
+    return runtimes.RayWorkers(num_workers=count, data=folder)
 
 
 def _way_of(federated_model: keras.DPFederatedModel) -> str:
@@ -281,7 +279,6 @@ class EngineSide:
         even: bool = False,
         workers: int = 0,
         worker_data: str | None = None,
-        runtime: str = "TFFWorkers",
         mechanism: str = "fixed",
         stream: str | None = None,
         stream_folder: str | None = None,
@@ -304,7 +301,6 @@ class EngineSide:
           even: Whether to share the batches of `sizes` out evenly.
           workers: Workers that train and read the data; 0: this process.
           worker_data: A folder that they read it from; it is written here.
-          runtime: Whose workers they are, a name in `tfdp_fl.runtimes`.
           mechanism: A key of `MECHANISMS`.
           stream: "files" or "tf_data", see `streamed`; "population" or
             "population_mapped", see `population_on_disk`; None: in memory.
@@ -342,7 +338,7 @@ class EngineSide:
             sampling,
             mechanism,
             jit_compile,
-            _workers(clients, workers, worker_data, runtime),
+            _workers(clients, workers, worker_data),
             num_replicas,
         )
         made = make()
@@ -433,33 +429,6 @@ class EngineSide:
                 read(client)
             seconds.append(time.perf_counter() - start)
         return seconds
-
-    def messages(self, workload: str, workers: int) -> list[float]:
-        """Returns what TFF takes for a round's messages alone, in seconds.
-
-        A vector of the model's size goes to each worker, which does nothing
-        with it, and their sum comes back.
-
-        Args:
-          workload: A workload's name.
-          workers: How many TFF workers.
-        """
-        from tfdp_fl.runtimes import TFFWorkers, lifting
-
-        size = workloads.by_name(workload).make_model().count_params()
-        computation = lifting.computation_from_function(
-            lambda vector, place: vector + place,
-            tf.TensorSpec([size]),
-            tf.TensorSpec([]),
-        )
-        arguments = computation, [np.float32(0)] * workers, np.zeros(size, "f4")
-        seconds = []
-        with TFFWorkers(num_workers=workers) as here:
-            for _ in range(50):
-                start = time.perf_counter()
-                here.run_sharded(*arguments)
-                seconds.append(time.perf_counter() - start)
-        return seconds[10:]
 
     def versions(self) -> dict[str, str]:
         """Returns what runs here."""

@@ -397,12 +397,10 @@ def replicas(context: Context) -> Result:
     return {"cores": machine.cores(), "workloads": result}
 
 
-def sharded(runtime: str, context: Context) -> Result:
+def sharded(context: Context) -> Result:
     """Compares a cohort on workers, which read the data, with one here.
 
     Args:
-      runtime: "TFFWorkers", or "RayWorkers": those on the current stack, as Ray
-        is there for it.
       context: What a row is measured in.
     """
     workers = max(2, machine.cores())
@@ -410,7 +408,7 @@ def sharded(runtime: str, context: Context) -> Result:
         found = {
             name: in_runs(
                 context,
-                partial(_sharded, name, runtime, workers, context),
+                partial(_sharded, name, workers, context),
             )
             for name in ("mlp_small", "mlp", "mlp_batch60")
         }
@@ -423,9 +421,10 @@ class _UnavailableError(Exception):
     """Workers that cannot be started, with the reason."""
 
 
-def _sharded(name: str, runtime: str, workers: int, context: Context) -> Result:
+def _sharded(name: str, workers: int, context: Context) -> Result:
     """Compares a workload's rounds on workers with those here, in one run."""
-    python = context.current_python if runtime == "RayWorkers" else sys.executable
+    # On the current stack, as Ray is there for it.
+    python = context.current_python
     with (
         tempfile.TemporaryDirectory() as folder,
         Side("engine", python=python) as here,
@@ -438,7 +437,6 @@ def _sharded(name: str, runtime: str, workers: int, context: Context) -> Result:
                 workload=name,
                 workers=workers,
                 worker_data=folder,
-                runtime=runtime,
             )
         except SideError as error:
             raise _UnavailableError(str(error)) from error
@@ -451,9 +449,6 @@ def _sharded(name: str, runtime: str, workers: int, context: Context) -> Result:
                 "there": _measure(there, "run", seconds),
             },
         )
-        if runtime == "TFFWorkers":
-            messages = here.call("messages", workload=name, workers=workers)
-            both["messages"] = summary(messages)
     both["ratio"] = both["there"]["median"] / both["here"]["median"]
     context.say(f"{name}: {both['ratio']:.2f} times the round here")
     return both
@@ -982,15 +977,7 @@ def _rows() -> list[Row]:
             for work in works
         ],
         Row("products", "rate", "rounds over bare products", over_products),
-        *[
-            Row(
-                name,
-                "sharded",
-                f"on {of_whom} workers",
-                partial(sharded, f"{of_whom}Workers"),
-            )
-            for name, of_whom in verdicts.SHARDED.items()
-        ],
+        Row("sharded_ray", "sharded", "on Ray workers", sharded),
         Row("replicas", "replicas", "a client on each core", replicas),
         Row("cohort", "growth", "time by cohort", cohort_curve),
         Row("population", "growth", "time by population", population_curve),

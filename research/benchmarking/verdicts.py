@@ -18,7 +18,7 @@ PYTHON_SHARE = 0.15
 # are as long as a message.
 SHARDED_FACTOR = 1.5
 SHARDED_SMALLEST = {"mlp_small": (2.0, 3e-3)}
-SHARDED = {"sharded": "TFF", "sharded_ray": "Ray"}
+SHARDED = {"sharded_ray": "Ray"}
 POPULATION_FACTOR = 1.1
 REPLICAS_FACTOR = 1.1
 COPIES_PER_REPLICA = 4.0

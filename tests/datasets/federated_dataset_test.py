@@ -901,43 +901,6 @@ class ClientsDigestTest(absltest.TestCase):
         )
 
 
-class DigestOfContentsTest(absltest.TestCase):
-    """Known only where all that the clients hold has been looked at."""
-
-    @staticmethod
-    def _of(rows=((0, 1), (2, 3)), change=None):
-        x, y = _examples(4)
-        if change is not None:
-            array, place, value = change
-            (x if array == "x" else y)[place] = value
-        return FederatedDataset.from_indices(x, y, [*rows])
-
-    def test_every_number_counts_and_whose_it_is(self):
-        usual = self._of().digest_of_contents()
-        self.assertEqual(self._of().digest_of_contents(), usual)
-        for other in (
-            self._of(change=("x", (3, 2), 0.5)),
-            self._of(change=("y", 1, 3)),
-            self._of([(0, 1), (2,)]),
-            self._of([(2, 3), (0, 1)]),
-            self._of([(1, 0), (2, 3)]),
-        ):
-            self.assertNotEqual(other.digest_of_contents(), usual)
-
-    def test_arrays_that_were_changed_since(self):
-        x, y = _examples(4)
-        dataset = FederatedDataset.from_indices(x, y, [(0, 1), (2, 3)])
-        before = dataset.digest_of_contents()
-        x[0, 0] += 1
-        holds = bool(dataset.client(0)[0][0, 0] == x[0, 0])
-        self.assertEqual(dataset.digest_of_contents() != before, holds)
-
-    def test_what_is_not_known(self):
-        self.assertIsNone(_streamed(_uneven()).digest_of_contents())
-        with mock.patch.object(sources, "_DIGESTED_BYTES", 10):
-            self.assertIsNone(self._of().digest_of_contents())
-
-
 class _RepeatingClientData:
     """A `ClientData` that lists ids as it was told."""
 

@@ -683,26 +683,6 @@ class RetracingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(_Counting.calls, traced)
 
 
-@tf.keras.utils.register_keras_serializable("tfdp_fl_test")
-class _Jitter(tf.keras.layers.Layer):
-    """Draws a random number by no seed, and does not use it."""
-
-    def call(self, x):
-        return x + 0.0 * tf.random.uniform([])
-
-
-@tf.keras.utils.register_keras_serializable("tfdp_fl_test")
-class _Blur(tf.keras.layers.Layer):
-    """Draws its random numbers by a generator that goes on."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.generator = tf.random.Generator.from_seed(5)
-
-    def call(self, x):
-        return x + self.generator.normal(tf.shape(x))
-
-
 def _models():
     """Returns `{name: (model, optimizer)}` that keep all kinds of state."""
     layers, optimizers = tf.keras.layers, tf.keras.optimizers
@@ -724,8 +704,6 @@ def _models():
             model(layers.Reshape([2, 2]), layers.Bidirectional(layers.GRU(3))),
             optimizers.SGD(0.1, momentum=0.9),
         ),
-        "stateful": (model(_Jitter()), None),
-        "generator": (model(_Blur()), None),
     }
 
 
@@ -734,8 +712,8 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         *(("dense", "adaptive"), ("slots", "median"), ("rnn", "adaptive")),
-        *(("statistics", "nbafl"), ("dropout", "local"), ("stateful", "local")),
-        *(("generator", "adaptive"), ("dropout", "adaptive", True)),
+        *(("statistics", "nbafl"), ("dropout", "local")),
+        ("dropout", "adaptive", True),
     )
     def test_is_as_with_a_trace_for_each(self, name, mechanism, xla=False):
         dataset = FederatedDataset.from_client_arrays(
@@ -781,12 +759,9 @@ class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
         for one, other in zip(weights, other_weights, strict=True):
             self.assertAllEqual(one, other)  # To the last bit.
         self.assertEqual(logs, other_logs)
-        own = name == "stateful"
-        self.assertEqual(graphs[1], len(traced))
-        self.assertEqual(graphs[0], len(traced) if own else len(ways))
-        # Copies of the model.
-        self.assertEqual(copies, [1 + (own or name == "generator"), 2])
-        self.assertEqual(more, [not own and name != "generator", False])
+        self.assertEqual(graphs, [len(ways), len(traced)])
+        self.assertEqual(copies, [1, 2])  # Of the model.
+        self.assertEqual(more, [True, False])
 
     def test_what_is_not_among_a_replicas_variables_is_not_shared(self):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
-from tests.keras import files
+from tests.keras import files, toy
 from tfdp_fl import accounting, engine, features, losses
 from tfdp_fl.experiments import run_directory, training
 from tfdp_fl.experiments.settings import Settings
@@ -218,6 +218,7 @@ class InterruptedTest(parameterized.TestCase):
         self.assertEqual((result["stopped"], result["rounds"]), (None, 4))
 
     @parameterized.parameters((1, 0), (3, 0), (3, 2))
+    @toy.same_draws_when_resumed()
     def test_is_gone_on_with_where_it_was(self, interrupted, every):
         settings = Settings(**_SMALL, checkpoint_every=every)
         whole, path = files.directory(self), files.directory(self)

@@ -33,6 +33,7 @@ def has_checkpoint(directory: pathlib.Path) -> bool:
     return any(directory.glob("round-*.npz"))
 
 
+@toy.same_draws_when_resumed()
 def run(directory: str, mechanism: str) -> None:
     """Trains to the end, from where an earlier process was killed."""
     path = pathlib.Path(directory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from unittest import mock
 
 import numpy as np
@@ -9,22 +11,58 @@ from absl.testing import absltest
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.keras import toy
+from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import randomness, round_loop
 
 
-class RoundSeedTest(absltest.TestCase):
-    def test_repeats_but_for_what_was_interrupted(self):
-        first = randomness.round_seed(1, 0)
-        np.testing.assert_array_equal(first, randomness.round_seed(1, 0))
-        for other in (
-            randomness.round_seed(1, 0, 1),
-            randomness.round_seed(1, 1),
-            randomness.round_seed(2, 0),
-            randomness.round_seed(1, 0, 2),
-        ):
-            self.assertFalse(np.array_equal(first, other))
+class AttemptsTest(absltest.TestCase):
+    def test_every_attempt_has_a_seed_of_its_own(self):
+        attempts = randomness.Attempts()
+        taken = [attempts.take() for _ in range(3)]
+        taken += [each.take() for each in (copy.copy(attempts), attempts)]
+        taken.append(copy.deepcopy(attempts).take())
+        taken.append(pickle.loads(pickle.dumps(attempts)).take())
+        for _ in range(2):
+            attempts.renew()
+            taken.append(attempts.take())
+        words = 2**32
+        seeds = [
+            tuple(randomness.round_seed(seed, attempt))
+            for seed in (1, 1 + words, 1 + 2 * words, 2)
+            for attempt in taken
+        ]
+        self.assertLen(set(seeds), len(seeds))
+        np.testing.assert_array_equal(seeds[0], randomness.round_seed(1, (0,)))
 
+    def test_the_upper_words_of_a_seed_are_no_attempt(self):
+        # NumPy's `SeedSequence` of [s + 2**32, 1, 0] is that of [s, 1, 1].
+        self.assertFalse(
+            np.array_equal(
+                randomness.round_seed(5 + 2**32, (0,)),
+                randomness.round_seed(5, (1,)),
+            )
+        )
+
+    def test_copies_of_a_model_share_no_noise(self):
+        seeds, fed = [], toy.federated(clients_per_round=5)
+        other = object.__new__(type(fed))
+        other.__dict__.update(fed.__dict__)
+        collect = engine.CohortEngine.collect
+
+        def seen(self, dataset, inputs):
+            seeds.append(tuple(inputs.seed))
+            return collect(self, dataset, inputs)
+
+        with mock.patch.object(engine.CohortEngine, "collect", seen):
+            for model in (fed, other, fed):
+                model.fit(toy.clients(), 2, seed=1, verbose=0)
+        self.assertLen(seeds, 6)
+        self.assertLen(set(seeds), 6)
+
+
+class BrokenOffTest(absltest.TestCase):
     def test_an_interrupt_in_the_middle_of_a_release(self):
         fed = tfdp_fl.DPFederatedModel(
             cohorts.mlp(),

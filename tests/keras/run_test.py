@@ -63,39 +63,6 @@ class RunTest(absltest.TestCase):
         restored = _restored(fed.run, dataclasses.replace(fed.run))
         self.assertEqual(restored.facts, fed.run.facts)
 
-    def test_noise_that_may_be_used_up_is_in_the_state(self):
-        fed = _trained(tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1))
-        for saved, known, kept in ((2, 0, 2), (2, 3, 3)):
-            fed.run.interrupted_releases = saved
-            prepared = dataclasses.replace(fed.run, interrupted_releases=known)
-            restored = _restored(fed.run, prepared)
-            self.assertEqual(restored.interrupted_releases, kept)
-
-    def test_a_round_is_drawn_anew_unless_it_is_the_same(self):
-        fed = _trained(tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1))
-        for lost, now, anew in (
-            ([], None, False),
-            ([(0, "a")], "a", False),
-            ([(0, "a")], "b", True),
-            ([(0, "a")], None, True),
-            ([(0, None)], "a", True),
-            ([(None, None)], "a", True),
-            ([(3, "b")], "a", False),  # With other noise, then.
-            ([(0, "a"), (0, "b")], "a", True),
-        ):
-            run = dataclasses.replace(
-                fed.run, lost_rounds={2: [run_lib.LostRound(*o) for o in lost]}
-            )
-            run.draw_anew_unless_same(1, None)  # That was not lost.
-            self.assertEqual(run.repeated_rounds, 0)
-            run.draw_anew_unless_same(2, now)
-            self.assertEqual(run.repeated_rounds > 0, anew, (lost, now))
-            for repeated, _ in lost if anew else ():
-                self.assertGreater(run.repeated_rounds, repeated or 0)
-            restored = _restored(run, dataclasses.replace(fed.run))
-            self.assertEqual(restored.repeated_rounds, run.repeated_rounds)
-            self.assertEqual(restored.fingerprint_key, run.fingerprint_key)
-
     def test_state_of_another_mechanism_is_refused(self):
         fed = _trained(tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1))
         other = dataclasses.replace(fed.run, mechanism_state=[tf.zeros([])] * 17)

@@ -248,9 +248,9 @@ class WhatItRestsOnTest(parameterized.TestCase):
     def test_how_many_bits_of_the_noise_are_secret(self):
         # What "pseudorandom_noise" says: of a user's seed `fold_in` keeps 64
         # bits, next to a number that anybody can count.
-        seed = tf.constant(randomness.round_seed(7, 0))
+        seed = tf.constant(randomness.round_seed(7, (0,)))
         self.assertEqual(int(noise.fold_in(seed, -1)[1]), -1)
-        secret = tf.constant(randomness.round_seed(None, 0))
+        secret = tf.constant(randomness.round_seed(None, (0,)))
         self.assertNotIn(2**64 - 1, noise.fold_in(secret, -1).numpy())
         caveats = _trained(rounds=1).privacy_statement(_DELTA, "dict")["caveats"]
         self.assertIn("128 bits", caveats["pseudorandom_noise"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 
 import tfdp_fl
+from tfdp_fl.keras import resuming
 
 NUM_CLIENTS = 40
 NUM_CLASSES = 3
@@ -53,6 +57,23 @@ def two_layers() -> tf.keras.Model:
 def loss() -> tf.keras.losses.Loss:
     """Returns cross entropy of logits."""
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+@contextlib.contextmanager
+def same_draws_when_resumed() -> Iterator[None]:
+    """Has resumed runs draw what an uninterrupted one draws.
+
+    Nothing but a test may. It shows that all else goes on where it was.
+    """
+    restore = resuming.InterruptedRun.restore
+
+    def restored(*arguments: Any) -> Any:
+        run = restore(*arguments)
+        run.attempts._taken, run.attempts._entropy = run.rounds, ()
+        return run
+
+    with mock.patch.object(resuming.InterruptedRun, "restore", restored):
+        yield
 
 
 def federated(

@@ -280,7 +280,7 @@ MISTAKES = {
     "batch_size": Mistake(lambda: _fit(batch_size=0), "batch_size", "0", "at least 1"),
     "seed": Mistake(lambda: _fit(seed=1.5), "seed", "1.5", "integer", TypeError),
     "runtime": Mistake(
-        lambda: _fit(runtime="tff"), "runtime", "'tff'", "TFFWorkers", TypeError
+        lambda: _fit(runtime="tff"), "runtime", "'tff'", "RayWorkers", TypeError
     ),
     "verbose": Mistake(lambda: _fit(verbose="loud"), "verbose", "'loud'", "0, 1, 2"),
     "callbacks": Mistake(

@@ -303,11 +303,6 @@ def _secure() -> calling.Calls:
 
 def _runtimes() -> calling.Calls:
     r = tfdp_fl.runtimes
-    if names.can_be_made("runtimes.TFFWorkers"):
-        yield (
-            "runtimes.TFFWorkers",
-            lambda: calling.usual(r.TFFWorkers, num_workers=2),
-        )
     if names.can_be_made("runtimes.RayWorkers"):
         yield (
             "runtimes.RayWorkers",

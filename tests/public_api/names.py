@@ -15,7 +15,6 @@ TFF = importlib.util.find_spec("tensorflow_federated") is not None
 _ROOMS_OF_TFF = ("aggregators", "learning")
 # What a stack without the package cannot make.
 _NEEDS = {
-    "runtimes.TFFWorkers": "tensorflow_federated",
     "runtimes.RayWorkers": "ray",
 }
 
@@ -129,8 +128,6 @@ NOT_CALLED = {
     "mechanisms.register": "a decorator, for who writes mechanisms",
     "runtimes.MappedArray": "made by its `from_npy`",
     "runtimes.RayWorkerRound": _HANDED_OUT,
-    "runtimes.WorkerRound": _HANDED_OUT,
-    "runtimes.computation_from_function": "called by `TFFWorkers`",
     "sampling.CohortSampler": "abstract; its subclasses are called",
     "secure_aggregation.AggregationOutcome": _HANDED_OUT,
     "secure_aggregation.GroupedSum": _HANDED_OUT,

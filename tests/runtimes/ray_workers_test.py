@@ -18,10 +18,11 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
-from tests.runtimes import sharded_cohorts_test as cohorts
+from tests.runtimes import cohorts
 from tfdp_fl import runtimes
+from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.runtimes import program as program_lib
-from tfdp_fl.runtimes import ray_workers
+from tfdp_fl.runtimes import ray_workers, sharded_cohorts
 
 _INSTALLED = importlib.util.find_spec("ray") is not None
 _WHY_NOT = "ray is not installed (tests only)"
@@ -171,14 +172,25 @@ class SameResultTest(_RayTestCase):
         self.assertEqual(list(expected), list(actual))
         for name, values in expected.items():
             np.testing.assert_allclose(actual[name], values, atol=1e-4, rtol=1e-4)
-        return workers
+        if there.run.windows is not None:
+            np.testing.assert_allclose(here.run.windows, there.run.windows, atol=1e-5)
+            self.assertTrue(np.isfinite(there.run.windows).any())
+        for way, *_ in workers._computations[there.engine]:
+            self.assertEqual(way.side_by_side, case.side_by_side)
+        return workers, there
 
     @parameterized.named_parameters(
         (name, case) for name, case in cohorts._CASES.items()
     )
     def test_data_with_the_request(self, case):
-        workers = self._compare(case, case.clients())
-        cohorts.trained_by_workers(self, workers, case)
+        workers, there = self._compare(case, case.clients())
+        read = cohorts.trained_by_workers(self, workers, case)
+        drawn = set(there.run.sampler.cohort(cohorts._ROUNDS - 1).tolist())
+        if case.clients is cohorts._streamed:
+            drawn -= {3, 8}
+        if case.sampling == "cyclic":  # It is the other group's turn now.
+            drawn = set(range(cohorts._NUM_CLIENTS)) - drawn
+        self.assertEqual(read, drawn)
 
     @parameterized.parameters("side_by_side", "one_by_one")
     def test_large_arrays_that_ray_stores(self, name):
@@ -186,13 +198,14 @@ class SameResultTest(_RayTestCase):
         with mock.patch.object(ray_workers, "_INLINE_BYTES", 0):
             self._compare(case, case.clients())
 
-    def test_data_read_at_the_workers(self):
-        # Of features in a nest; for other cases see sharded_cohorts_test.
-        case = cohorts._CASES["nested_features"]
+    @parameterized.named_parameters(
+        (name, case) for name, case in cohorts._CASES.items() if case.mapped
+    )
+    def test_data_read_at_the_workers(self, case):
         clients = case.clients()
         with tempfile.TemporaryDirectory() as directory:
             runtimes.export_for_workers(clients, directory)
-            self._compare(case, clients, data=directory)
+            self._compare(case, clients, data=directory, shards_per_worker=2)
 
     @parameterized.parameters("float32", "mixed_bfloat16")
     def test_the_clip_holds_for_data_that_an_adversary_would_choose(self, policy):
@@ -200,6 +213,99 @@ class SameResultTest(_RayTestCase):
 
     def test_several_shards_for_each_worker(self):
         self._compare(cohorts._CASES["adaptive"], cohorts._alike(), shards_per_worker=2)
+
+    def test_a_nan_of_one_client_takes_nobody_with_it(self):
+        # A small cohort takes for granted that nobody has one, and finds out.
+        x, y = cohorts._arrays(8 * cohorts._NUM_CLIENTS)
+        x[8 * 3, 0] = np.nan
+        rows = np.arange(len(x)).reshape(cohorts._NUM_CLIENTS, 8)
+        clients = FederatedDataset.from_indices(x, y, rows)
+        case = dataclasses.replace(
+            cohorts._CASES["small"], sampling="poisson", fit={"rounds": 6}
+        )
+        workers, there = self._compare(case, clients)
+        self.assertTrue(np.isfinite(there.get_weights()[0]).all())
+        made = workers._computations[there.engine]
+        self.assertEqual({way.optimistic for way, *_ in made}, {True, False})
+
+    @parameterized.parameters((1, 2), (3, 4))
+    def test_a_client_that_trains_twice_counts_once(self, rounds, calls_of_workers):
+        x, y = cohorts._arrays(8 * 7)
+        x[8 * 3, 0] = np.nan
+        clients = FederatedDataset.from_indices(x, y, np.arange(len(x)).reshape(7, 8))
+        case = cohorts._CASES["small"]
+        federated = cohorts._federated(case)
+        with mock.patch.object(
+            self.shared, "_run_sharded", wraps=self.shared._run_sharded
+        ) as called:
+            cohorts._fit(federated, case, clients, runtime=self.shared, rounds=rounds)
+        self.assertEqual(called.call_count, calls_of_workers)
+        told = [place for each in self.shared.last_round for place in each.clients]
+        self.assertCountEqual(told, range(7))
+        self.assertEqual([each.shards for each in self.shared.last_round], [(0,)])
+
+    @parameterized.product(
+        # The divergence of an infinite output is 0, and its metric no number.
+        loss=["mean_absolute_error", "kl_divergence"],
+        batch_size=[4, 8],
+    )
+    def test_a_client_that_passes_all_bounds(self, loss, batch_size):
+        cohorts.assert_bounds_hold_history(self, self.shared, loss, batch_size)
+
+    def test_cohorts_of_any_size_are_one_program(self):
+        case = cohorts._Case(sampling="poisson")
+        federated = cohorts._federated(case)
+        history = cohorts._fit(
+            federated, case, cohorts._alike(), rounds=6, runtime=self.shared
+        ).history
+        self.assertGreater(len(set(history["cohort_size"])), 3)
+        self.assertLen(self.shared._computations[federated.engine], 1)
+
+    def test_a_cohort_without_clients(self):
+        case = cohorts._Case(
+            sampling="poisson",
+            mechanism=lambda: cohorts._fixed(noise_multiplier=1.0),
+            options={},
+        )
+        there, here = cohorts._federated(case), cohorts._federated(case)
+        for each in there, here:
+            each.setup = dataclasses.replace(each.setup, clients_per_round=0.01)
+        history = cohorts._fit(there, case, cohorts._alike(), runtime=self.shared)
+        cohorts._fit(here, case, cohorts._alike())
+        self.assertEqual(set(history.history["cohort_size"]), {0.0})
+        self.assertEqual(self.shared.last_round, ())
+        for a, b in zip(here.get_weights(), there.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+    def test_requests_of_bounded_size(self):
+        case = cohorts._Case(clients=cohorts._uneven, fit={"shuffle": True})
+        limit = 5 * 4 * (cohorts._FEATURES + 1)  # 5 examples.
+        with mock.patch.object(sharded_cohorts, "MESSAGE_BYTES", limit):
+            self._compare(case, cohorts._uneven())
+        records = self.shared.last_round
+        self.assertGreater(max(len(each.shards) for each in records), 1)
+        self.assertEqual(sum(len(each.clients) for each in records), 7)
+
+
+class HereTest(parameterized.TestCase):
+    """What must hold of workers, in this process."""
+
+    @parameterized.parameters("float32", "mixed_bfloat16")
+    def test_the_clip_holds_for_data_that_an_adversary_would_choose(self, policy):
+        cohorts.assert_clip_holds(self, None, policy)
+
+    @parameterized.product(
+        loss=["mean_absolute_error", "kl_divergence"], batch_size=[4, 8]
+    )
+    def test_a_client_that_passes_all_bounds(self, loss, batch_size):
+        cohorts.assert_bounds_hold_history(self, None, loss, batch_size)
+
+    def test_a_runtime_of_another_kind(self):
+        case = cohorts._Case()
+        with self.assertRaisesRegex(TypeError, "runtime .*'local'"):
+            cohorts._fit(
+                cohorts._federated(case), case, cohorts._alike(), runtime="local"
+            )
 
 
 class LostWorkerTest(_RayTestCase):

@@ -74,10 +74,8 @@ class WorkerDataTest(parameterized.TestCase):
             worker_data.WorkerData.of(clients(), self.path)
 
     def test_a_directory_without_examples(self):
-        workers = runtimes.TFFWorkers(data=self.path)
         with self.assertRaisesRegex(ValueError, "data must .*new/folder"):
-            workers.collector(None, _clients())
-        self.assertEqual(workers.pids, (None, None))
+            worker_data.WorkerData.of(_clients(), self.path)
 
     def test_an_export_that_was_not_finished(self):
         runtimes.export_for_workers(_clients(), self.path)

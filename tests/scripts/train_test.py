@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import pathlib
@@ -70,8 +69,6 @@ _REFUSED = (
     (["--client_optimizer=adam", "--client_momentum=0.1"], "--client_momentum"),
     (["--mechanism=nbafl", "--server_optimizer=sgd"], "server_optimizer"),
     (["--median_noise_multiplier=exact"], "--median_noise_multiplier"),
-    (["--tff_workers=1", "--tff_hosts=a:1"], "--tff_hosts"),
-    (["--tff_data=a"], "--tff_data"),
     (["--overwrite", "--resume"], "--overwrite"),
     (["--resume"], "--resume"),
     (["surplus"], "surplus"),
@@ -125,15 +122,6 @@ class TrainTest(absltest.TestCase):
             "--server_schedule=linear",
             f"--output_dir={cls.folder / 'adapts'}",
         ]
-        if importlib.util.find_spec("tensorflow_federated") is not None:
-            seeded = [*small, "--clients_per_round=10", "--seed=3"]
-            lines["here"] = [*seeded, f"--output_dir={cls.folder / 'here'}"]
-            lines["workers"] = [
-                *seeded,
-                f"--output_dir={cls.folder / 'workers'}",
-                "--tff_workers=1",
-                f"--tff_data={cls.folder / 'examples'}",
-            ]
         again = f"--output_dir={cls.folder / 'checkpoints'}"
         lines["not empty"] = [again]
         lines["resumed with others"] = ["--resume", "--rounds=9", again]
@@ -299,19 +287,6 @@ class TrainTest(absltest.TestCase):
         )
         self.assertLen(first, 2)
         self.assertEqual(first, again)
-
-    def test_on_workers_it_trains_the_same_model(self):
-        if "workers" not in self.outcomes:
-            self.skipTest("TensorFlow Federated is not installed.")
-        self._ended_well("here")
-        self._ended_well("workers")
-        here, there = (
-            tf.keras.models.load_model(self.folder / name / "model.keras")
-            for name in ("here", "workers")
-        )
-        for a, b in zip(here.get_weights(), there.get_weights(), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
-        self.assertTrue((self.folder / "examples" / "manifest.json").exists())
 
     def test_other_peoples_data_and_secure_aggregation(self):
         self._ended_well("npz")

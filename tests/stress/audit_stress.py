@@ -1,4 +1,4 @@
-"""Every mechanism audited through `scripts/audit.py`, here and on TFF workers.
+"""Every mechanism audited through `scripts/audit.py`.
 
 What the audit finds where something is broken is in
 `tests/auditing/audit_test.py` and `tests/experiments/audits_test.py`.
@@ -62,25 +62,23 @@ def _run(flags, folder):
 
 
 class AuditTest(parameterized.TestCase):
-    def _audit(self, iterates, runtime):
+    def _audit(self, iterates):
         started = time.time()
         for name, flags in _MECHANISMS.items():
             with tempfile.TemporaryDirectory() as folder:
                 more = ["--num_canaries=1000", f"--iterates={iterates}"]
-                code, said = _run([*_SMALL, *flags, *more, *runtime], folder)
+                code, said = _run([*_SMALL, *flags, *more], folder)
                 self.assertEqual(code, 0, said)
                 with open(f"{folder}/audit.json") as file:
                     result = json.load(file)
             print(
                 name,
                 iterates,
-                runtime,
                 {each: result[each] for each in ("claimed", "estimate", "low", "high")},
             )
             self.assertLessEqual(result["low"], result["claimed"])
         counts.held(
-            "No audit finds significantly more than is claimed "
-            f"({iterates} iterates{' on TFF workers' if runtime else ''})",
+            f"No audit finds significantly more than is claimed ({iterates} iterates)",
             len(_MECHANISMS),
             "audits",
             time.time() - started,
@@ -88,13 +86,7 @@ class AuditTest(parameterized.TestCase):
 
     @parameterized.parameters("final", "all")
     def test_nothing_above_the_claim(self, iterates):
-        self._audit(iterates, [])
-
-    @parameterized.parameters("final", "all")
-    def test_nothing_above_the_claim_on_tff_workers(self, iterates):
-        if _TFF is None:
-            self.skipTest("TensorFlow Federated is not installed.")
-        self._audit(iterates, ["--tff_workers=2"])
+        self._audit(iterates)
 
     def test_what_is_not_audited_is_said(self):
         started = time.time()

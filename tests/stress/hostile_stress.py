@@ -19,6 +19,7 @@ from tests.keras import hostile, hostile_test
 from tests.stress import counts
 
 _TFF = importlib.util.find_spec("tensorflow_federated")
+_RAY = importlib.util.find_spec("ray")
 
 
 class HostileClientTest(parameterized.TestCase):
@@ -47,12 +48,12 @@ class HostileClientTest(parameterized.TestCase):
     def test_in_this_process(self, way):
         self._attack(way)
 
-    @unittest.skipIf(_TFF is None, "TensorFlow Federated is not installed.")
-    def test_on_tff_workers(self):
+    @unittest.skipIf(_RAY is None, "Ray is not installed.")
+    def test_on_ray_workers(self):
         from tfdp_fl import runtimes
 
-        with runtimes.TFFWorkers(num_workers=2) as workers:
-            self._attack("tff_workers", workers)
+        with runtimes.RayWorkers(num_workers=2) as workers:
+            self._attack("ray_workers", workers)
 
     @unittest.skipIf(_TFF is None, "TensorFlow Federated is not installed.")
     @parameterized.parameters("fixed", "adaptive", "median", "correlated")

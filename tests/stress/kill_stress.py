@@ -21,7 +21,7 @@ from tfdp_fl import accounting
 from tfdp_fl.experiments import run_directory
 from tfdp_fl.keras import checkpoint
 
-_TFF = importlib.util.find_spec("tensorflow_federated")
+_RAY = importlib.util.find_spec("ray")
 _KILLS = int(os.environ.get("TFDP_FL_KILLS", "50"))
 
 
@@ -107,8 +107,8 @@ class KillTest(parameterized.TestCase):
 
     @parameterized.parameters(*killed_run.MODES)
     def test_every_released_round_is_charged(self, mode):
-        if mode == "workers" and _TFF is None:
-            self.skipTest("TensorFlow Federated is not installed.")
+        if mode == "workers" and _RAY is None:
+            self.skipTest("Ray is not installed.")
         started, killed, runs, charged, seen = time.time(), 0, 0, 0, 0
         while killed < _KILLS:
             directory = self.root / f"run-{runs}"

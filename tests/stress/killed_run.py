@@ -113,7 +113,7 @@ def run(directory: str, mode: str) -> None:
     if mode == "workers":
         from tfdp_fl import runtimes
 
-        runtime = runtimes.TFFWorkers(num_workers=2)
+        runtime = runtimes.RayWorkers(num_workers=2)
     fed.fit(
         toy.clients(),
         rounds=ROUNDS,

@@ -32,6 +32,7 @@ from tfdp_fl.keras import randomness
 from tfdp_fl.mechanisms import noise
 
 _TFF = importlib.util.find_spec("tensorflow_federated")
+_RAY = importlib.util.find_spec("ray")
 _WIDTH = 200_000
 _M, _S, _Z = noise_test.CLIENTS, noise_test.CLIP, noise_test.Z
 _FIXED = _Z * _S / _M
@@ -161,18 +162,18 @@ class NoiseTest(parameterized.TestCase):
             time.time() - started,
         )
 
-    @unittest.skipIf(_TFF is None, "TensorFlow Federated is not installed.")
+    @unittest.skipIf(_RAY is None, "Ray is not installed.")
     @parameterized.parameters("fixed", "fixed_client", "local")
-    def test_on_tff_workers(self, name):
+    def test_on_ray_workers(self, name):
         from tfdp_fl import runtimes
 
         started = time.time()
-        with runtimes.TFFWorkers(num_workers=2) as workers:
-            tries = self._check(name, "tff", {"runtime": workers})
+        with runtimes.RayWorkers(num_workers=2) as workers:
+            tries = self._check(name, "ray", {"runtime": workers})
         counts.held(
             "Noise has the formula's scale in every variable (a factor 1.02 is "
             "noticed), is Gaussian, and is independent between variables and "
-            f"rounds ({name} on TFF workers)",
+            f"rounds ({name} on Ray workers)",
             tries,
             "variables",
             time.time() - started,
@@ -344,7 +345,7 @@ class ProcessesTest(absltest.TestCase):
 
 def _drawn_after_fork(sampler):
     cohort = tuple(sampler.cohort(0).tolist())
-    return cohort, randomness.round_seed(None, 0).tobytes()
+    return cohort, randomness.round_seed(None, (0,)).tobytes()
 
 
 if __name__ == "__main__":

@@ -443,17 +443,6 @@ class FederatedDataset:
             ).hexdigest()
         return self._digest
 
-    def digest_of_contents(self) -> str | None:
-        """Tells all that the clients hold from anything else; hexadecimal.
-
-        None where that is not known: clients that are read when they are asked
-        for, more than 1 GiB, arrays of objects. Arrays may have changed since
-        the last call, so they are gone through each time.
-        """
-        if not isinstance(self._source, sources.IndexedSource):
-            return None
-        return self._source.whole_digest()
-
     def client_sizes(self, positions: Any = None) -> np.ndarray:
         """Returns the number of examples of clients, int64[k].
 

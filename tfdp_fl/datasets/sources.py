@@ -161,24 +161,6 @@ class IndexedSource:
                 )
         return digest.hexdigest()
 
-    def whole_digest(self) -> str | None:
-        """Returns a SHA-256 of all that is held; None of more than 1 GiB."""
-        arrays = [
-            self.starts,
-            self.lengths,
-            *([] if self.table is None else [self.table]),
-            *tf.nest.flatten(nests.views((self.x, self.y))),
-        ]
-        if sum(array.nbytes for array in arrays) > _DIGESTED_BYTES or any(
-            array.dtype.hasobject for array in arrays
-        ):
-            return None
-        digest = hashlib.sha256()
-        for array in arrays:
-            digest.update(repr((array.shape, array.dtype.str)).encode())
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
-
     def take(self, positions: np.ndarray) -> IndexedSource:
         """Returns the source of some of the clients, sharing everything."""
         return dataclasses.replace(

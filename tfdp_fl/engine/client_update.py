@@ -231,22 +231,11 @@ class ClientTrainer:
         ]
 
     @property
-    def generators(self) -> list[tf.Variable]:
-        """Returns states of generators that go on from client to client."""
-        ids = {id(each.handle) for each in self._random_state}
-        return [
-            state
-            for state in keras_versions.state_of_randomness(self.model)
-            if id(state.handle) not in ids
-        ]
-
-    @property
     def own_variables(self) -> list[tf.Variable]:
         """Returns all that training may change: no other replica's."""
         return [
             *self.assigned_variables,
             *self._compiled.noted,  # Written while training, and never read.
-            *self.generators,
         ]
 
     def check_state(self) -> Any:
@@ -256,7 +245,7 @@ class ClientTrainer:
           What a client with one batch does, a `ConcreteFunction`.
         """
 
-        def client() -> Any:
+        def client(x: Any, y: Any) -> Any:
             received = cohort.Received(
                 weights=[each.read_value() for each in self.variables],
                 unaggregated=[each.read_value() for each in self.unaggregated],
@@ -266,13 +255,16 @@ class ClientTrainer:
             )
             self.start_metrics()
             self.start(received, received.seed)
-            x, y = map(replicas.zeros_like_batch, self._element_spec)
             # Keras names things in ways that are no names by themselves.
             with tf.name_scope("client"):
                 self.step(x, y, received.weights, received.learning_rate)
             return self.handed_in(received.weights)
 
-        return replicas.check_state(client, self.own_variables)
+        specs = tf.nest.map_structure(
+            lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
+            self._element_spec,
+        )
+        return replicas.check_state(client, specs, self.model, self.own_variables)
 
     def start(
         self, received: cohort.Received, seed: tf.Tensor, factored: bool = False

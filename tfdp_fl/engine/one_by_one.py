@@ -7,7 +7,7 @@ A round runs as a few calls of compiled functions, however many clients it has:
     release:                         add up the replicas' sums, add noise,
                                      divide, update the model
 
-`OneByOne` is the loop, a function of tensors that TFF workers run as well.
+`OneByOne` is the loop, a function of tensors that workers run as well.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import calls, graphs
+from tfdp_fl.engine import calls, isolation
 
 
 def check_train_step(model: tf.keras.Model) -> None:
@@ -126,52 +126,51 @@ def changed_by_training(model: tf.keras.Model, element_spec: Any) -> list[tf.Var
     ]
     if not candidates:
         return []
-    assigned = graphs.assigned_resources(_traced_forward_pass(model, element_spec))
+    assigned = isolation.assigned(_traced_forward_pass(model, element_spec))
     return [variable for variable in candidates if id(variable.handle) in assigned]
 
 
-def check_state(client_step: Callable[[], Any], own: list[tf.Variable]) -> Any:
+def check_state(
+    client_step: Callable[..., Any],
+    specs: Any,
+    model: tf.keras.Model,
+    own: list[tf.Variable],
+) -> Any:
     """Raises ValueError if local training keeps what no client's start resets.
 
-    What one client leaves behind in such a variable (a memory of a layer, a
-    loss, a regulariser, an optimizer or a hook) would go on to the next. Python
-    code that TensorFlow calls back can keep what nobody sees, and is refused.
+    What one client leaves behind (in a memory of a layer, a loss, a regulariser,
+    an optimizer or a hook) would go on to the next.
 
     Args:
       client_step: All that a client does: start, train on a batch, hand in.
-      own: What training may change: what is assigned for every client before it
-        is read, what nobody reads, and generators' states.
+      specs: Of its arguments.
+      model: The replica.
+      own: What is assigned for every client before it is read, and what nobody
+        reads.
 
     Returns:
       What the client does, a `ConcreteFunction`.
     """
-    traced = calls.traced(tf.function(client_step, autograph=False))
-    assigned = graphs.assigned_resources(traced)
+    traced = calls.traced(tf.function(client_step, autograph=False), *specs)
+    isolation.check(traced, model)
     allowed = {id(variable.handle) for variable in own}
-    for variable in traced.graph.variables:
-        handle = id(variable.handle)
-        if handle in assigned and handle not in allowed:
-            if "seed_generator" in variable.name:
-                raise ValueError(
-                    "model must draw its random numbers by a "
-                    "keras.random.SeedGenerator that a layer holds and gives "
-                    "as seed=, so that they follow from the seed of the round; "
-                    "it draws from Keras's global one, which all clients would "
-                    "share."
-                )
+    names = {id(each.handle): each.name for each in traced.graph.variables}
+    for handle in isolation.assigned(traced).keys() - allowed:
+        name = names.get(handle, "of no name")
+        if "seed_generator" in name:
             raise ValueError(
-                "model, loss, optimizer and hooks must keep what training "
-                "changes in the model's weights or the optimizer's slots, "
-                "where every client starts afresh; training also assigns the "
-                f"variable {variable.name!r}, whose value would pass from one "
-                "client to the next."
+                "model must draw its random numbers by a "
+                "keras.random.SeedGenerator that a layer holds and gives "
+                "as seed=, so that they follow from the seed of the round; "
+                "it draws from Keras's global one, which all clients would "
+                "share."
             )
-    callbacks = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
-    if callbacks & {each.type for each in graphs.operations(traced.graph)}:
         raise ValueError(
-            "model, loss, metrics and hooks must be TensorFlow operations: "
-            "tf.py_function and tf.numpy_function may keep what one client "
-            "leaves behind for the next, and workers cannot run them."
+            "model, loss, optimizer and hooks must keep what training "
+            "changes in the model's weights or the optimizer's slots, "
+            "where every client starts afresh; training also assigns the "
+            f"variable {name!r}, whose value would pass from one "
+            "client to the next."
         )
     return traced
 

@@ -108,8 +108,6 @@ class CohortFunctions:
     def own_variables(self, replica: int) -> list[tf.Variable]:
         """Returns all that training may change in a replica; makes them."""
         first = self.trainers[0]
-        if first.generators:  # Each with a state of its own.
-            self._trainer(replica)
         if replica in self.trainers:
             return self.trainers[replica].own_variables
         if replica not in self.variables:

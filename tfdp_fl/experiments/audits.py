@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -42,18 +41,16 @@ def run(
     """
     settings, fed = prepared.settings, prepared.federated_model
     started = time.perf_counter()
-    with prepared.workers or contextlib.nullcontext():
-        fed.fit(
-            prepared.task.clients,
-            rounds=settings.rounds,
-            batch_size=settings.batch_size,
-            local_epochs=settings.local_epochs,
-            verbose=verbose,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            runtime=prepared.workers,
-            audit=audit,
-        )
+    fed.fit(
+        prepared.task.clients,
+        rounds=settings.rounds,
+        batch_size=settings.batch_size,
+        local_epochs=settings.local_epochs,
+        verbose=verbose,
+        seed=settings.seed,
+        shuffle=settings.shuffle,
+        audit=audit,
+    )
     found = audit.estimate(prepared.delta)
     claimed = {by: fed.epsilon(prepared.delta, by) for by in ("rdp", "pld")}
     result = {
@@ -71,7 +68,6 @@ def run(
         "rounds": fed.rounds,
         "mechanism": fed.mechanism.name,
         "sampling": fed.sampling,
-        "runtime": "this process" if prepared.workers is None else "TFF workers",
         "num_parameters": fed.model.count_params(),
         "seconds": round(time.perf_counter() - started, 2),
         "settings": dataclasses.asdict(settings),

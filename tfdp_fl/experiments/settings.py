@@ -376,22 +376,6 @@ class Settings(_MechanismParameters):
         "How many clients train at once (one for each core); measured: as many "
         "as is fastest on this machine, timed before the first round.",
     )
-    tff_workers: int | None = _option(
-        None, int, "Train cohorts on so many TFF workers, started here."
-    )
-    tff_hosts: str | None = _option(
-        None,
-        str,
-        "Train cohorts on TFF workers that run already: host:port, comma "
-        "separated (docs/distributed.md; their ports are open).",
-    )
-    tff_data: str | None = _option(
-        None,
-        str,
-        "A directory that all TFF workers see under this path; the examples "
-        "are written there and read by them. Otherwise they are sent, with "
-        "every round those of its cohort.",
-    )
     checkpoint_every: int = _option(
         0,
         int,
@@ -666,10 +650,6 @@ class Settings(_MechanismParameters):
                 raise ValueError("--server_ema needs --server_optimizer.")
             if self.server_learning_rate:
                 raise ValueError("--server_learning_rate needs --server_optimizer.")
-        if self.tff_workers and self.tff_hosts:
-            raise ValueError("--tff_workers and --tff_hosts exclude each other.")
-        if self.tff_data and not (self.tff_workers or self.tff_hosts):
-            raise ValueError("--tff_data needs --tff_workers or --tff_hosts.")
 
 
 # Those that no setting of another kind has the name of, as --rounds has.

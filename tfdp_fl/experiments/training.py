@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import math
 import os
@@ -54,14 +53,12 @@ class Prepared:
       task: The data.
       federated_model: The compiled model.
       delta: The delta at which epsilon is reported.
-      workers: The `TFFWorkers` to train on, not open yet; None: this process.
     """
 
     settings: settings_lib.Settings
     task: tasks.Task
     federated_model: DPFederatedModel
     delta: float
-    workers: Any = None
 
 
 def prepare(settings: settings_lib.Settings) -> Prepared:
@@ -71,7 +68,6 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
       ValueError, TypeError: A setting is not allowed, or does not go with
         another; the message names it.
       OSError: The data is not there.
-      ImportError: TFF workers are asked for, and TFF is not installed.
     """
     settings = settings.resolved()
     task = tasks.load_task(settings)
@@ -95,29 +91,7 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
         jit_compile=_JIT_COMPILE[settings.jit_compile],
         grad_clip=settings.grad_clip,
     )
-    workers = _workers(settings, task)
-    return Prepared(settings, task, federated_model, delta, workers)
-
-
-def _workers(settings: settings_lib.Settings, task: tasks.Task) -> Any:
-    if not (settings.tff_workers or settings.tff_hosts):
-        return None
-    from tfdp_fl import runtimes  # TFF takes seconds, and may not be there.
-
-    options: dict[str, Any] = {}
-    if settings.tff_data:
-        clients = task.clients
-        if not clients.is_indexed:
-            raise ValueError(
-                f"--tff_data is not for --dataset={settings.dataset}, whose "
-                "clients are read one by one."
-            )
-        runtimes.export_for_workers(clients, settings.tff_data)
-        options["data"] = settings.tff_data
-    if settings.tff_hosts:
-        hosts = settings.tff_hosts.split(",")
-        return runtimes.TFFWorkers(hosts=hosts, **options)
-    return runtimes.TFFWorkers(settings.tff_workers, **options)
+    return Prepared(settings, task, federated_model, delta)
 
 
 def _federated_model(
@@ -287,22 +261,20 @@ def run(
     stopped = None
     started = time.perf_counter()
     try:
-        with prepared.workers or contextlib.nullcontext():
-            prepared.federated_model.fit(
-                task.clients,
-                rounds=settings.rounds,
-                batch_size=settings.batch_size,
-                local_epochs=settings.local_epochs,
-                validation_data=task.test,
-                validation_freq=settings.validation_freq,
-                callbacks=listeners,
-                verbose=verbose,
-                seed=settings.seed,
-                shuffle=settings.shuffle,
-                resume_from=path / run_directory.CHECKPOINT if resume else None,
-                runtime=prepared.workers,
-                between_client_variance=settings.between_client_variance,
-            )
+        prepared.federated_model.fit(
+            task.clients,
+            rounds=settings.rounds,
+            batch_size=settings.batch_size,
+            local_epochs=settings.local_epochs,
+            validation_data=task.test,
+            validation_freq=settings.validation_freq,
+            callbacks=listeners,
+            verbose=verbose,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            resume_from=path / run_directory.CHECKPOINT if resume else None,
+            between_client_variance=settings.between_client_variance,
+        )
     except KeyboardInterrupt:
         stopped = "interrupted"
     if budget is not None and budget.stopped_before_round is not None:

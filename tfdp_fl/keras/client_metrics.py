@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
+from tfdp_fl.engine import isolation
 
 # The one column that is no metric.
 NUM_EXAMPLES = "num_examples"
@@ -46,37 +47,36 @@ def evaluate(
     failed: list[ClientFailure] = []
     raised = 0
 
-    # Keras's own functions take ten times as long for a small batch.
-    @tf.function(reduce_retracing=True)
-    def step(x: Any, y: Any) -> dict[str, tf.Tensor]:
-        return model.test_step(nests.unpaired(x, y))
-
+    step = _IsolatedStep(model)
     bar = (
         tf.keras.utils.Progbar(clients.num_clients, unit_name="client")
         if verbose
         else None
     )
-    for done, client in enumerate(
-        clients.read_clients(np.arange(clients.num_clients)), 1
-    ):
-        if isinstance(client, ClientFailure):
-            failed.append(client)
-        else:
-            counts[client.position] = size = len(tf.nest.flatten(client.y)[0])
-            model.reset_metrics()
-            values: dict[str, tf.Tensor] = {}
-            try:
-                for batch in _batches(client.x, client.y, size, batch_size):
-                    values = step(*batch)
-            except engine.CLIENT_ERRORS as error:
-                failed.append(ClientFailure(client.position, error))
-                raised, values = raised + 1, {}
-            for name, value in values.items():
-                if name not in columns:
-                    columns[name] = np.full(clients.num_clients, np.nan)
-                columns[name][client.position] = value.numpy()
-        if bar is not None:
-            bar.update(done)
+    try:
+        for done, client in enumerate(
+            clients.read_clients(np.arange(clients.num_clients)), 1
+        ):
+            if isinstance(client, ClientFailure):
+                failed.append(client)
+            else:
+                counts[client.position] = size = len(tf.nest.flatten(client.y)[0])
+                step.begin_client()
+                values: dict[str, tf.Tensor] = {}
+                try:
+                    for batch in _batches(client.x, client.y, size, batch_size):
+                        values = step(*batch)
+                except engine.CLIENT_ERRORS as error:
+                    failed.append(ClientFailure(client.position, error))
+                    raised, values = raised + 1, {}
+                for name, value in values.items():
+                    if name not in columns:
+                        columns[name] = np.full(clients.num_clients, np.nan)
+                    columns[name][client.position] = value.numpy()
+            if bar is not None:
+                bar.update(done)
+    finally:
+        step.begin_client()  # Nobody's data stays.
     if not columns:
         columns = {name: np.full(clients.num_clients, np.nan) for name in in_any_case}
     if raised and not columns:
@@ -96,6 +96,45 @@ def evaluate(
         )
     loss = {"loss": columns.pop("loss")} if "loss" in columns else {}
     return {NUM_EXAMPLES: counts, **loss, **columns}
+
+
+class _IsolatedStep:
+    """Keras's `test_step`, which passes nothing from one client to the next.
+
+    All that it assigns (metrics, states of layers) is put back before each
+    client and in the end, so that nobody's data stays in the model.
+    """
+
+    def __init__(self, model: tf.keras.Model):
+        self._model = model
+        # Keras's own functions take ten times as long for a small batch.
+        self._function = tf.function(
+            lambda x, y: model.test_step(nests.unpaired(x, y)), reduce_retracing=True
+        )
+        self._checked: list[Any] = []
+        self._held: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def __call__(self, x: Any, y: Any) -> dict[str, tf.Tensor]:
+        """Evaluates on one batch; returns the metrics so far.
+
+        Raises:
+          ValueError: The model or a metric has an operation that could pass
+            something on (see `engine.isolation`).
+        """
+        traced = self._function.get_concrete_function(x, y)
+        if not any(traced is each for each in self._checked):
+            isolation.check(traced, self._model)
+            for key, handle in isolation.assigned(traced).items():
+                if key not in self._held:
+                    self._held[key] = handle, isolation.read(handle)
+            self._checked.append(traced)
+        return self._function(x, y)
+
+    def begin_client(self) -> None:
+        """Puts everything in the state in which every client finds it."""
+        self._model.reset_metrics()
+        for handle, value in self._held.values():
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 def _batches(x: Any, y: Any, size: int, batch_size: int) -> Iterator[tuple[Any, Any]]:

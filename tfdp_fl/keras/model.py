@@ -39,6 +39,7 @@ from tfdp_fl.keras import (
     model_history,
     private_metrics,
     progress,
+    randomness,
     resuming,
     round_loop,
     statement,
@@ -170,6 +171,7 @@ class DPFederatedModel:
         )
         self._given_mechanism = self.setup.mechanism
         self.run: Run | None = None
+        self._attempts = randomness.Attempts()
         self._keep_target = None if target is None else callbacks_lib.KeepTarget(target)
         self._compiled: Compiled | None = None
         self._prepared: PreparedEngine | None = None
@@ -463,11 +465,13 @@ class DPFederatedModel:
           callbacks: Keras callbacks (a round is an epoch to them) and
             `tfdp_fl.callbacks`.
           verbose: 0 silent, 1 or "auto" a progress bar, 2 a line a round.
-          seed: Makes cohorts, order and noise repeat bit for bit; whoever
-            knows it can undo the noise, and the statement says so. None: fresh
-            entropy from the operating system.
+          seed: Makes cohorts, order and noise of a whole training repeat bit
+            for bit. A resumed one goes on with fresh noise, and so does a round
+            that was broken off. Anyone with the seed can undo the noise, and
+            the statement says so. None: fresh entropy from the operating
+            system.
           runtime: Where cohorts are trained: None for this process, or a
-            `tfdp_fl.runtimes.TFFWorkers`.
+            `tfdp_fl.runtimes.RayWorkers`.
           shuffle: Whether clients shuffle their examples for every epoch.
           class_weight: What each class counts in the loss, by its number, as
             in Keras's `fit`; times the weight of the example, if it has one.
@@ -542,7 +546,7 @@ class DPFederatedModel:
             clients=clients,
             plan=plan,
             moments=between_client_variance,
-            comparable=_is_comparable(callbacks, runtime, resume_from),
+            attempts=self._attempts,
         ).prepare(
             self._prepared,
             None if interrupted is None else interrupted.calibration,
@@ -830,8 +834,7 @@ class DPFederatedModel:
 def _check_runtime_and_audit(runtime: Any, audit: Any, resume_from: Any) -> None:
     if runtime is not None and not hasattr(runtime, "collector"):
         raise TypeError(
-            "runtime must be None, a tfdp_fl.runtimes.TFFWorkers or a "
-            f"tfdp_fl.runtimes.RayWorkers, got {runtime!r}."
+            f"runtime must be None or a tfdp_fl.runtimes.RayWorkers, got {runtime!r}."
         )
     if audit is None:
         return
@@ -841,19 +844,6 @@ def _check_runtime_and_audit(runtime: Any, audit: Any, resume_from: Any) -> None
             "audit must be None with resume_from: the rounds before had no "
             "canaries, or others, which no checkpoint keeps."
         )
-
-
-def _is_comparable(callbacks: list[Any], runtime: Any, resume_from: Any) -> bool:
-    """Returns whether a lost round of this `fit` may be known to be the same.
-
-    It keeps checkpoints, and trains on what its clients hold, not on what
-    workers find.
-    """
-    keeps = resume_from is not None or any(
-        isinstance(each, callbacks_lib.RoundCheckpoint) for each in callbacks
-    )
-    here = runtime is None or getattr(runtime, "data", None) == "request"
-    return keeps and here
 
 
 _FIT_ARGUMENTS = [

@@ -18,7 +18,7 @@ from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import replica_choice
-from tfdp_fl.keras import features, fingerprint, randomness
+from tfdp_fl.keras import features, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.fit_plan import FitPlan
@@ -35,7 +35,6 @@ _OF_THIS_FIT = (
     "calibration",
     "mechanism_state",
     "releasing",
-    "work",
 )
 
 
@@ -70,7 +69,7 @@ class Preparation:
       clients: The clients.
       plan: The call of `fit`.
       moments: Whether V_c and U_s are asked for.
-      comparable: Whether a lost round of it may be known to be the same.
+      attempts: Numbers the draws of the model's rounds.
     """
 
     model: tf.keras.Model
@@ -80,7 +79,7 @@ class Preparation:
     clients: FederatedDataset
     plan: FitPlan
     moments: bool
-    comparable: bool
+    attempts: randomness.Attempts
 
     def prepare(
         self, before: PreparedEngine | None, calibration: dict[str, int] | None
@@ -133,9 +132,7 @@ class Preparation:
             num_records=num_records,
             calibration=calibrated,
             mechanism_state=self._mechanism_state(prepared.engine, sampler, population),
-            work=None
-            if plan.seed is None or not self.comparable
-            else fingerprint.of_work(self.model, self.compiled, clients),
+            attempts=self.attempts,
         )
         if self.run is not None:
             same_number = self.run.spending.clients.num_clients == clients.num_clients
@@ -361,8 +358,8 @@ def with_fastest_replicas(
             # Of nobody's round; its dtype is that of the run's.
             seed=randomness.round_seed(
                 None if plan.seed is None else 0,
-                plan.first_round,
-                generator=deployment.noise_generator,
+                (plan.first_round,),
+                deployment.noise_generator,
             ),
             shuffle=np.random.default_rng() if plan.shuffle else None,
         ),

@@ -2,54 +2,77 @@
 
 from __future__ import annotations
 
+import secrets
+import threading
+
 import numpy as np
 
+from tfdp_fl import sampling
 from tfdp_fl.mechanisms import noise
 
 # What each stream of random numbers is for; cohorts have their own (sampling).
 NOISE_STREAM, SHUFFLE_STREAM = 1, 2
 
+# The number of a draw, and the entropy of the last resume (none: no words).
+Attempt = tuple[int, ...]
+
+
+class Attempts:
+    """Numbers the draws of a model's rounds; none has the number of another.
+
+    With a seed, two sums with one noise differ by a sum without any. So the key
+    of a round's noise is not the round, but the attempt at it. A round that is
+    run again, by whatever way, is another attempt. A resumed run does not know which
+    numbers were used after its checkpoint: it goes on with fresh entropy in its keys.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = 0
+        self._entropy: tuple[int, ...] = ()
+
+    @property
+    def coming(self) -> Attempt:
+        """The next attempt, unless another draw takes it first."""
+        return (self._taken, *self._entropy)
+
+    def take(self) -> Attempt:
+        """Returns an attempt that nothing had before, nor has afterwards."""
+        with self._lock:
+            attempt = self.coming
+            self._taken += 1
+        return attempt
+
+    def renew(self) -> None:
+        """Sets all later attempts apart from those of any other process."""
+        words = np.frombuffer(secrets.token_bytes(16), np.uint32)
+        with self._lock:
+            self._entropy = tuple(words.tolist())
+
 
 def round_seed(
-    seed: int | None,
-    round_index: int,
-    interrupted: int = 0,
-    generator: str = noise.PHILOX,
+    seed: int | None, attempt: Attempt, generator: str = noise.PHILOX
 ) -> np.ndarray:
     """Returns the seed of a round's noise and dropout.
 
     Without a seed it is fresh entropy from the operating system; with one it
-    depends on the seed and the round alone. Its dtype tells what draws from it
+    depends on the seed and the attempt alone. Its dtype tells what draws from it
     (see `mechanisms.noise`): int64 [2] is a user's.
 
     Args:
       seed: The user's seed, or None.
-      round_index: The round, counted from 0.
-      interrupted: How many releases were broken off half-way: the round that
-        is run again must not have the noise that may be in the model already.
+      attempt: Of `Attempts.take`.
       generator: What noise is drawn from, where there is no seed: one of
         `noise.GENERATORS`, or `noise.EXACT`, whose noise is no seed's.
     """
     if seed is None:
         return noise.fresh_seed(noise.PHILOX if generator == noise.EXACT else generator)
-    return (
-        _sequence(
-            seed,
-            NOISE_STREAM,
-            round_index,
-            *([interrupted] * bool(interrupted)),
-        )
-        .generate_state(2, np.uint64)
-        .view(np.int64)
-    )
+    sequence = sampling.seed_sequence(seed, NOISE_STREAM, attempt)
+    return sequence.generate_state(2, np.uint64).view(np.int64)
 
 
-def shuffle_generator(seed: int | None, round_index: int) -> np.random.Generator:
+def shuffle_generator(seed: int | None, attempt: Attempt) -> np.random.Generator:
     """Returns the generator that shuffles the clients' examples in a round."""
     if seed is None:
         return np.random.default_rng()
-    return np.random.default_rng(_sequence(seed, SHUFFLE_STREAM, round_index))
-
-
-def _sequence(*words: int) -> np.random.SeedSequence:
-    return np.random.SeedSequence(words)
+    return np.random.default_rng(sampling.seed_sequence(seed, SHUFFLE_STREAM, attempt))

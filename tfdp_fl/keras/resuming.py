@@ -360,6 +360,8 @@ class InterruptedRun:
             self.checkpoint.arrays,
             prepared,
         )
+        # Nobody knows what was drawn after the checkpoint, here or from a copy.
+        run.attempts.renew()
         if "run" not in metadata and self.ledger is not None:
             # In a ledger that names no runs, they are those without a name.
             run.run_id = self.ledger.identity or run.run_id
@@ -389,14 +391,6 @@ class InterruptedRun:
         saved = spending.rounds
         spending.absorb(self.ledger, run.run_id, self._ledger_key)
         run.facts.rounds_charged_twice += spending.rounds - saved
-        for entry in self.ledger.by_run().get(run.run_id, ()):
-            if entry.round_index >= run.rounds:
-                run.lost_rounds.setdefault(entry.round_index, []).append(
-                    run_lib.LostRound(
-                        entry.details.get("repeated_rounds"),
-                        entry.details.get("fingerprint"),
-                    )
-                )
         spending.lost_mu_squared = max(
             spending.lost_mu_squared,
             self.ledger.lost_mu_squared(run.rounds, run.run_id),

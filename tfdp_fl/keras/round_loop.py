@@ -32,7 +32,7 @@ from tfdp_fl.engine import (
 )
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import costs as costs_lib
-from tfdp_fl.keras import fingerprint, model_history, progress, randomness
+from tfdp_fl.keras import model_history, progress, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
 from tfdp_fl.keras.training_setup import TrainingSetup
@@ -73,10 +73,8 @@ class RoundLoop:
     federated_model: Any
     audit: auditing.CanaryAudit | None
     say: Callable[[str], None]
-    # A round that was drawn ahead, with its index and `Run.repeated_rounds`.
-    _ahead: tuple[tuple[int, int], RoundInputs] | None = None
-    # Of the round that is run: see `fingerprint.of_round`.
-    _fingerprint: str | None = None
+    # A round that was drawn ahead, with its index and the attempt.
+    _ahead: tuple[tuple[int, randomness.Attempt], RoundInputs] | None = None
 
     @property
     def federated(self) -> list[callbacks_lib.FederatedCallback]:
@@ -206,26 +204,12 @@ class RoundLoop:
     def _draw(self, round_index: int) -> RoundInputs:
         """Returns what is decided about a round before anybody trains."""
         run = self.run
-        self._fingerprint = None
-        if run.plan.seed is not None:
-            self._fingerprint = fingerprint.of_round(
-                run.fingerprint_key,
-                run.work,
-                self.compiled.learning_rate,
-                tf.nest.flatten(run.mechanism_state),
-                self.model.weights,
-            )
-            run.draw_anew_unless_same(round_index, self._fingerprint)
-        # Other noise, other clients: see `Run.repeated_rounds`.
-        run.sampler.repeated_rounds = run.repeated_rounds
+        attempt = run.attempts.take()
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == (
-            round_index,
-            run.repeated_rounds,
-        ):
+        if ahead is not None and ahead[0] == (round_index, attempt):
             inputs = ahead[1]
         else:
-            inputs = self._drawn(round_index)
+            inputs = self._drawn(round_index, attempt)
         following = round_index + 1
         if (
             following < run.plan.last_round
@@ -246,16 +230,16 @@ class RoundLoop:
         collected, so that nothing else uses the sampler meanwhile.
         """
         run, engine = self.run, self.engine
-        known = following, run.repeated_rounds
+        attempt = run.attempts.coming
 
         def draw() -> RoundInputs:
-            inputs = self._drawn(following)
+            inputs = self._drawn(following, attempt)
             if in_memory:
                 chunk = chunks.indexed(self.clients, inputs.positions)
                 inputs = dataclasses.replace(
                     inputs, chunk=self.collector.lay_out(chunk, inputs)
                 )
-            self._ahead = known, inputs
+            self._ahead = (following, attempt), inputs
             return inputs
 
         in_memory = self.clients.is_indexed
@@ -264,9 +248,10 @@ class RoundLoop:
         elif run.windows is None:
             engine.background.expect(draw)
 
-    def _drawn(self, round_index: int) -> RoundInputs:
+    def _drawn(self, round_index: int, attempt: randomness.Attempt) -> RoundInputs:
         """Returns a round's inputs but for what only the last one decides."""
         run, plan = self.run, self.run.plan
+        run.sampler.attempt = attempt
         return RoundInputs(
             round_index=round_index,
             positions=self._costs.draw(round_index),
@@ -278,11 +263,10 @@ class RoundLoop:
             learning_rate=math.nan,
             seed=randomness.round_seed(
                 plan.seed,
-                round_index,
-                run.repeated_rounds,
+                attempt,
                 self.setup.noise_generator,
             ),
-            shuffle=randomness.shuffle_generator(plan.seed, round_index)
+            shuffle=randomness.shuffle_generator(plan.seed, attempt)
             if plan.shuffle
             else None,
         )
@@ -310,8 +294,6 @@ class RoundLoop:
         }
         if self.run.plan.seed is not None:
             details["seeded"] = True
-            details["repeated_rounds"] = run.repeated_rounds
-            details["fingerprint"] = self._fingerprint
         if self.setup.noise_generator != noise.PHILOX:
             details["noise_generator"] = self.setup.noise_generator
         history = model_history.history_of(self.model)
@@ -331,9 +313,6 @@ class RoundLoop:
         """Lets the model change by what was paid for."""
         run = self.run
         run.releasing = True
-        # Counts as broken off until the round is counted: with a seed, what may
-        # be in the model is never run again with the same noise.
-        run.interrupted_releases += 1
         run.sampler.released(pending.inputs.positions)
         released = self.engine.release(pending)
         run.mechanism_state = self.engine.state
@@ -342,7 +321,6 @@ class RoundLoop:
         run.log_names = list(released)
         run.remember_norms(pending.inputs.positions, pending.window_norms)
         run.rounds += 1
-        run.interrupted_releases -= 1
         if self.audit is not None:
             self.audit.released()
         return released

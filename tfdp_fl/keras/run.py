@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +12,7 @@ import tensorflow as tf
 from tfdp_fl import sampling
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.keras import randomness
 from tfdp_fl.keras.fit_plan import FitPlan
 from tfdp_fl.mechanisms import Deployment, noise
 
@@ -62,25 +62,12 @@ class Facts:
         self.held_out = clients if before == clients else ""
 
 
-class LostRound(NamedTuple):
-    """A charged round of which no checkpoint knows.
-
-    Attributes:
-      repeated_rounds: The run's, when it was drawn; None: not known.
-      fingerprint: What its sum followed from; None: not known.
-    """
-
-    repeated_rounds: int | None
-    fingerprint: str | None
-
-
 @dataclasses.dataclass(kw_only=True)
 class Run:
     """What a training is between two rounds, from its first `fit` on.
 
-    The randomness of a round follows from the seed and the round, so it needs
-    no state. The weights and the server optimizer's variables are the model's
-    and the engine's.
+    The randomness of a round follows from the seed and `attempts`. The weights
+    and the server optimizer's variables are the model's and the engine's.
 
     Attributes:
       plan: The present or last call of `fit`.
@@ -103,20 +90,12 @@ class Run:
       facts: What else the statement tells.
       budget_delta: The delta of the last `PrivacyBudget`.
       audit: The last `CanaryAudit`; no checkpoint keeps it.
-      interrupted_releases: Releases that were broken off before their round
-        was counted.
       releasing: Whether one may be in the model that the run does not know of.
       known_ledgers: The hash of the last line that this run knows of each
         ledger, by the ledger's path.
       ledgers_ahead: Those which may hold rounds that came after the checkpoint
         from which this run was resumed.
-      fingerprint_key: A secret, for `fingerprint.of_round`.
-      work: What `fingerprint.of_work` said of the present `fit`; None without
-        a seed.
-      rounds_drawn_anew: How often a lost round was, or may have been, another
-        one than that which is run in its place.
-      lost_rounds: By round, those charges of which the checkpoint does not
-        know, from which this run was resumed.
+      attempts: Numbers the draws of all rounds; no checkpoint keeps it.
     """
 
     plan: FitPlan
@@ -136,51 +115,12 @@ class Run:
     facts: Facts = dataclasses.field(default_factory=Facts)
     budget_delta: float | None = None
     audit: Any = None
-    interrupted_releases: int = 0
     releasing: bool = False
     known_ledgers: dict[str, str] = dataclasses.field(default_factory=dict)
     ledgers_ahead: set[str] = dataclasses.field(default_factory=set)
-    fingerprint_key: str = dataclasses.field(
-        default_factory=lambda: secrets.token_hex(32)
+    attempts: randomness.Attempts = dataclasses.field(
+        default_factory=randomness.Attempts
     )
-    work: str | None = None
-    rounds_drawn_anew: int = 0
-    lost_rounds: dict[int, list[LostRound]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def repeated_rounds(self) -> int:
-        """How many releases there may be of rounds that are run again.
-
-        With a seed, a round that is run again must not have the noise it had
-        before, where later noise hangs on it, or where it may be another one.
-        """
-        repeated = self.interrupted_releases + self.rounds_drawn_anew
-        if self.mechanism_state.memory == ():
-            return repeated
-        return repeated + self.facts.rounds_charged_twice
-
-    def draw_anew_unless_same(self, round_index: int, fingerprint: str | None) -> None:
-        """Has a round drawn anew if a lost one may have been another.
-
-        Args:
-          round_index: The round.
-          fingerprint: What `fingerprint.of_round` says of it.
-        """
-
-        def may_differ(one: LostRound) -> bool:
-            same_noise = one.repeated_rounds in (None, self.repeated_rounds)
-            same = fingerprint is not None and one.fingerprint == fingerprint
-            return same_noise and not same
-
-        if any(map(may_differ, self.lost_rounds.get(round_index, ()))):
-            known = [
-                one.repeated_rounds or 0
-                for lost in self.lost_rounds.values()
-                for one in lost
-            ]
-            # An earlier version did not write it; no more than there are lines.
-            last = max(*known, self.spending.rounds, self.repeated_rounds)
-            self.rounds_drawn_anew += last + 1 - self.repeated_rounds
 
     def keep_windows(self, shape: tuple[int, int, int] | None) -> None:
         """Makes empty windows, unless they are there or None is asked for."""
@@ -222,9 +162,6 @@ class Run:
             "sampler": self.sampler.state(),
             "spending": spending,
             "facts": dataclasses.asdict(self.facts),
-            "interrupted_releases": self.interrupted_releases,
-            "rounds_drawn_anew": self.rounds_drawn_anew,
-            "fingerprint_key": self.fingerprint_key,
             "ledgers": dict(self.known_ledgers),
             "log_names": list(self.log_names),
         }, arrays
@@ -285,15 +222,6 @@ class Run:
             log_names=list(metadata["log_names"]),
             # An earlier version knew of no other generator.
             facts=Facts(**{"philox": True, **metadata["facts"]}),
-            # With a seed, as many noises of the coming round are used up.
-            interrupted_releases=max(
-                prepared.interrupted_releases,
-                metadata.get("interrupted_releases", 0),
-            ),
-            rounds_drawn_anew=max(
-                prepared.rounds_drawn_anew, metadata.get("rounds_drawn_anew", 0)
-            ),
-            fingerprint_key=metadata.get("fingerprint_key") or prepared.fingerprint_key,
             # Others may hold rounds that were charged after the checkpoint.
             known_ledgers={**prepared.known_ledgers, **metadata["ledgers"]},
             ledgers_ahead=prepared.ledgers_ahead | set(metadata["ledgers"]),

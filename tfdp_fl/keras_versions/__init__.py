@@ -38,7 +38,6 @@ name = _keras.name
 own_random_state = _keras.own_random_state
 random_state = _keras.random_state
 rebuilt = _keras.rebuilt
-state_of_randomness = _keras.state_of_randomness
 tf_variable = _keras.tf_variable
 tf_variables = _keras.tf_variables
 
@@ -62,7 +61,6 @@ __all__ = [
     "own_random_state",
     "random_state",
     "rebuilt",
-    "state_of_randomness",
     "tf_variable",
     "tf_variables",
 ]

@@ -136,20 +136,6 @@ def random_state(key: tf.Tensor) -> tf.Tensor:
     return tf.stack([0, 0, key])
 
 
-def state_of_randomness(model: tf.keras.Model) -> list[tf.Variable]:
-    """Returns the states of all generators that a model's layers hold."""
-    found = []
-    for layer in layers_of(model, include_self=True):
-        source = getattr(layer, "_random_generator", None)
-        for value in (
-            *vars(layer).values(),
-            *getattr(source, "__dict__", {}).values(),
-        ):
-            if isinstance(value, tf.random.Generator):
-                found.append(value.state)
-    return found
-
-
 # Losses and metrics.
 
 

@@ -166,16 +166,6 @@ def random_state(key: tf.Tensor) -> tf.Tensor:
     return tf.stack([key, 0])
 
 
-def state_of_randomness(model: tf.keras.Model) -> list[tf.Variable]:
-    """Returns the states of all generators that a model's layers hold."""
-    return own_random_state(model) + [
-        value.state
-        for layer in layers_of(model, include_self=True)
-        for value in vars(layer).values()
-        if isinstance(value, tf.random.Generator)
-    ]
-
-
 # Losses and metrics.
 
 

@@ -18,18 +18,22 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp_fl import _optional, _validate
-from tfdp_fl.runtimes import memory, sharded_cohorts
-from tfdp_fl.runtimes.errors import WorkerError, WorkerLost, WorkerUnavailable
 from tfdp_fl.runtimes.program import Program
-from tfdp_fl.runtimes.shard_workers import REQUEST, ShardWorkers, WorkerRecord
+from tfdp_fl.runtimes.shard_workers import (
+    REQUEST,
+    ShardWorkers,
+    WorkerError,
+    WorkerLost,
+    WorkerRecord,
+    WorkerUnavailable,
+)
+from tfdp_fl.runtimes.sharded_cohorts import SUM
 
 # What Ray sends with a call, rather than by its store of objects.
 _INLINE_BYTES = 64 * 2**10
 
 # Arrays as `_sealed` leaves them.
 _Sealed = Any
-
-SUM, NONE = sharded_cohorts.SUM, sharded_cohorts.NONE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,6 @@ class _Actor:
     """Runs programs; lives in a process of Ray's."""
 
     def __init__(self, threads: int):
-        memory.keep_freed_memory()
         self._threads = threads
         self._made: dict[str, Any] = {}
 
@@ -226,9 +229,8 @@ class RayWorkers(ShardWorkers):
         with RayWorkers(num_workers=2) as workers:
             federated_model.fit(clients, rounds=100, runtime=workers)
 
-    The same shards and sums as `TFFWorkers`, without TFF, on every TensorFlow
-    and Python that Ray is there for. This package has to be installed where
-    Ray's workers run.
+    Every worker trains shards of the cohort and returns their sum. This package
+    has to be installed where Ray's workers run.
 
     A round happens whole or not at all. The shards of a worker that is lost are
     done again by a new one, `max_repeats` times in a round: they hold their
@@ -241,8 +243,6 @@ class RayWorkers(ShardWorkers):
     Attributes:
         last_round: What each worker did in the last round that was completed.
     """
-
-    _lift = staticmethod(Program.of)
 
     def __init__(
         self,
@@ -380,7 +380,7 @@ class RayWorkers(ShardWorkers):
         reduction: str,
         sent: Callable[[], None],
     ) -> tuple[Any, tuple[RayWorkerRound, ...]]:
-        """Runs a program on every shard; as `TFFWorkers.run_sharded`.
+        """Runs a program on every shard; see `ShardWorkers._run_sharded`.
 
         The workers' sums are added in the order of the workers, so that the
         same shards give the same sum to the last bit.

@@ -11,13 +11,34 @@ from typing import Any, TypeVar
 from tfdp_fl import _products, _validate, engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import devices
-from tfdp_fl.runtimes import lifting, sharded_cohorts
+from tfdp_fl.runtimes import sharded_cohorts
+from tfdp_fl.runtimes.program import Program
 from tfdp_fl.runtimes.worker_data import WorkerData
 
 # The word for examples that come with every round.
 REQUEST = "request"
 
 _Self = TypeVar("_Self", bound="ShardWorkers")
+
+
+class WorkerError(RuntimeError):
+    """A worker could not run what it was asked to run.
+
+    Attributes:
+        address: The worker..
+    """
+
+    def __init__(self, address: str, message: str):
+        super().__init__(f"Worker {address} {message}")
+        self.address = address
+
+
+class WorkerUnavailable(WorkerError):  # noqa: N818
+    """A worker could not be started or reached; no round was begun."""
+
+
+class WorkerLost(WorkerError):  # noqa: N818
+    """A worker went away during a round; the round was abandoned whole."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +77,7 @@ class ShardWorkers(abc.ABC):
 
     last_round: tuple[Any, ...] = ()
     # Makes of a function what `_run_sharded` takes.
-    _lift: Callable[..., Any] = staticmethod(lifting.computation_from_function)
+    _lift: Callable[..., Any] = staticmethod(Program.of)
 
     def __init__(
         self,

@@ -19,13 +19,11 @@ from tfdp_fl.engine import (
     side_by_side,
     tracing,
 )
-from tfdp_fl.runtimes.lifting import computation_from_function
 from tfdp_fl.runtimes.worker_data import WorkerData
 
 SUM, NONE = "sum", "none"
 
-# How many bytes of examples one message to a worker may hold. (gRPC's own
-# limit is 2 GB, and both sides hold it more than once.)
+# How many bytes of examples one message to a worker may hold.
 MESSAGE_BYTES = 256 * 2**20
 
 _NO_NORMS = np.zeros([0, 0], np.float32)
@@ -38,9 +36,6 @@ class ShardedCohorts:
     the engine's compiled functions on its shard, and returns the sum of its
     clients' clipped updates; the sums are added up here. The noise, the
     division and the model's move are the engine's `release`, once.
-
-    The functions are the engine's own but for XLA, which TFF's workers do not
-    have: `jit_compile` is of no effect on them.
 
     Where a sum is not what the mechanism needs (a clip set from the whole
     cohort's norms, windows of norms, secure aggregation) the workers return a
@@ -59,7 +54,7 @@ class ShardedCohorts:
         computations: dict[Any, Any],
         float32_products: bool = True,
         one_thread: bool = False,
-        lift: Callable[..., Any] = computation_from_function,
+        lift: Callable[..., Any],
     ):
         """Prepares nothing; computations are made when a round needs them.
 

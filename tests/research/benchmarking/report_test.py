@@ -164,7 +164,6 @@ def _complete():
             "seconds": {"whole": 1e-3, "halves": 9e-4, "steps": 2e-3},
         },
         "replicas": _with_replicas(0.8),
-        "sharded": _on_workers("mlp", 0.12),
         "sharded_ray": _on_workers("mlp_small", 0.2025),
         "streaming": {
             "mlp": _streamed(0.11),
@@ -272,9 +271,7 @@ class ReportTest(parameterized.TestCase):
         found = rows.in_runs(rows.Context(quick=quick), lambda: next(runs))
         self.assertEqual(found, {"ratio": ratio, "times": -ratio, "ratios": ratios})
 
-    @parameterized.parameters(
-        "products", "sharded", "sharded_ray", "stack_cnn", "correlated"
-    )
+    @parameterized.parameters("products", "sharded_ray", "stack_cnn", "correlated")
     def test_runs_that_differ_say_so(self, name):
         result = dict(self.found[name])
         each = result
@@ -319,11 +316,10 @@ class ReportTest(parameterized.TestCase):
         ("products", _over_products("cnn", 1.11)),
         ("products", _over_products("lstm", 1.11)),
         ("profile_mlp_small", _profile(0.84, True)),
-        ("sharded", {"unavailable": "fit(runtime=TFFWorkers(...))"}),
+        ("sharded_ray", {"unavailable": "fit(runtime=RayWorkers(...))"}),
         ("replicas", _with_replicas(1.2)),
         ("replicas", _with_replicas(0.8, found=1, all_replicas=0.08)),
         ("replicas", _with_replicas(0.8, found=2, all_replicas=0.12)),
-        ("sharded", _on_workers("mlp", 0.16)),
         ("sharded_ray", _on_workers("mlp_small", 0.204)),
         ("mlp_small", _against_tff(0.5, 0.01)),
         ("mlp", _against_tff(1.1, 0.1)),
