@@ -8,6 +8,7 @@ from tfdp_fl.version import __version__
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
     from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Tree
+    from tfdp_fl.datasets import FederatedDataset
     from tfdp_fl.keras import (
         DPFederatedModel,
         PrivateMetrics,
@@ -22,38 +23,24 @@ if TYPE_CHECKING:
         CorrelatedNoise,
         FixedClipping,
         LocalDP,
+        Mechanism,
         MedianClipping,
         NbAFL,
         NoPrivacy,
         QueryMechanism,
     )
 
-# Each room opens when it is used: a server of Flower's that only adds up needs
-# no TensorFlow. What everybody may need is named in full, for the BUILD files;
-# few people enter the other rooms.
-_ROOMS = {
-    "accounting": lambda: importlib.import_module("tfdp_fl.accounting"),
-    "correlated_noise": lambda: importlib.import_module("tfdp_fl.correlated_noise"),
-    "datasets": lambda: importlib.import_module("tfdp_fl.datasets"),
-    "keras": lambda: importlib.import_module("tfdp_fl.keras"),
-    "losses": lambda: importlib.import_module("tfdp_fl.losses"),
-    "mechanisms": lambda: importlib.import_module("tfdp_fl.mechanisms"),
-}
-_OTHER_ROOMS = (
-    "aggregators",
-    "auditing",
-    "engine",
-    "experiments",
-    "features",
-    "flower",
-    "learning",
-    "runtimes",
-    "sampling",
-    "schedules",
-    "secure_aggregation",
+# A package is imported when it is first used: a Flower server that only adds up
+# needs no TensorFlow.
+_PACKAGES = frozenset(
+    [
+        *("accounting", "aggregators", "auditing", "correlated_noise", "datasets"),
+        *("engine", "experiments", "features", "flower", "keras", "learning"),
+        *("losses", "mechanisms", "runtimes", "sampling", "schedules"),
+        "secure_aggregation",
+    ]
 )
-# What rooms hand on under the package's own name.
-_FROM = {
+_PACKAGE_OF = {
     "AdaptiveClipping": "mechanisms",
     "AdaptiveLocalDP": "mechanisms",
     "BLT": "correlated_noise",
@@ -61,8 +48,10 @@ _FROM = {
     "ClientWeighting": "mechanisms",
     "CorrelatedNoise": "mechanisms",
     "DPFederatedModel": "keras",
+    "FederatedDataset": "datasets",
     "FixedClipping": "mechanisms",
     "LocalDP": "mechanisms",
+    "Mechanism": "mechanisms",
     "MedianClipping": "mechanisms",
     "NbAFL": "mechanisms",
     "NoPrivacy": "mechanisms",
@@ -82,8 +71,10 @@ __all__ = [
     "ClientWeighting",
     "CorrelatedNoise",
     "DPFederatedModel",
+    "FederatedDataset",
     "FixedClipping",
     "LocalDP",
+    "Mechanism",
     "MedianClipping",
     "NbAFL",
     "NoPrivacy",
@@ -101,11 +92,10 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in _FROM:
-        value = getattr(_ROOMS[_FROM[name]](), name)
-    elif name in _ROOMS:
-        value = _ROOMS[name]()
-    elif name in _OTHER_ROOMS:
+    if name in _PACKAGE_OF:
+        package = importlib.import_module(f"tfdp_fl.{_PACKAGE_OF[name]}")
+        value = getattr(package, name)
+    elif name in _PACKAGES:
         value = importlib.import_module(f"tfdp_fl.{name}")
     else:
         raise AttributeError(f"module 'tfdp_fl' has no attribute {name!r}")
@@ -114,4 +104,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FROM, *_ROOMS, *_OTHER_ROOMS})
+    return sorted({*globals(), *_PACKAGE_OF, *_PACKAGES})

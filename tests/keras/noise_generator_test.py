@@ -1,11 +1,10 @@
-"""Noise from a cryptographic generator: as it is in `noise_test`, by ChaCha20.
+"""Exact noise on a grid: its law is that of `noise_test`.
 
 Every mechanism and runtime is in `tests/stress/noise_stress.py`.
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shutil
 import tempfile
@@ -18,8 +17,8 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests.keras import hostile, noise_test, toy
 from tfdp_fl import accounting
-from tfdp_fl.keras import callbacks, randomness
-from tfdp_fl.mechanisms import chacha20, exact_gaussian, noise
+from tfdp_fl.keras import callbacks
+from tfdp_fl.mechanisms import exact_gaussian
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _STDDEV = noise_test.Z * noise_test.CLIP / noise_test.CLIENTS
@@ -27,57 +26,10 @@ _DELTA = 1e-3
 
 
 def _train(mechanism=None, rounds=2, options=None, **fit):
-    options = {"noise_generator": "cryptographic", **(options or {})}
+    options = {"noise_generator": "exact", **(options or {})}
     mechanism = mechanism or noise_test.fixed()
     moves, _ = noise_test.train(mechanism, rounds, options=options, **fit)
     return moves
-
-
-class NoiseTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ("server", {}),
-        ("client", {}),
-        ("client", {"jit_compile": True}),
-        ("client", {"num_replicas": 2}),
-    )
-    def test_of_every_variable_and_round(self, site, options):
-        moves = _train(noise_test.fixed(site), options=options)
-        noise_test.assert_is_noise(moves, [_STDDEV] * 2)
-        self.assertLen(moves[0], 6)
-
-    def test_on_workers(self):
-        moves = _train(noise_test.fixed("client"), runtime=hostile.HereWorkers())
-        noise_test.assert_is_noise(moves, [_STDDEV] * 2)
-
-    def test_is_drawn_from_the_key_stream_and_from_nothing_else(self):
-        # A key stream of zeros stands for the quantile of 1 - 2^-65.
-        def zeros(key, nonce, count, first=0):
-            del key, nonce, first
-            return tf.zeros([chacha20.BLOCK_WORDS, count], tf.uint32)
-
-        with mock.patch.object(chacha20, "key_stream", zeros):
-            ((first, *_),) = _train(rounds=1)
-        self.assertAlmostEqual(first.min() / _STDDEV, 9.15, 1)
-        self.assertAlmostEqual(first.max() / _STDDEV, 9.15, 1)
-
-    def test_one_key_in_two_rounds_is_noticed(self):
-        key = noise.fresh_seed("cryptographic")
-        with mock.patch.object(randomness.noise, "fresh_seed", lambda _: key):
-            moves = _train()
-        with self.assertRaisesRegex(AssertionError, "correlation"):
-            noise_test.assert_is_noise(moves, [_STDDEV] * 2)
-
-    def test_every_round_has_a_key_of_the_operating_systems(self):
-        asked = []
-        urandom = os.urandom
-
-        def noted(count):
-            asked.append(count)
-            return urandom(count)
-
-        with mock.patch.object(os, "urandom", noted):
-            _train(rounds=3)
-        self.assertEqual(asked.count(32), 3)
 
 
 class ExactNoiseTest(parameterized.TestCase):
@@ -173,17 +125,14 @@ class WhereItIsSaidTest(parameterized.TestCase):
         (entry,) = accounting.PrivacyLedger.read(path).entries
         return fed, entry.details
 
-    def test_in_the_statement_and_the_ledger(self):
-        fed, details = self._trained(noise_generator="cryptographic")
-        caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
-        self.assertIn("ChaCha20", caveats["cryptographic_noise"])
-        self.assertNotIn("pseudorandom_noise", caveats)
-        self.assertEqual(details["noise_generator"], "cryptographic")
+    def test_in_the_ledger(self):
+        _, details = self._trained(noise_generator="exact")
+        self.assertEqual(details["noise_generator"], "exact")
 
     def test_that_it_was_not(self):
         fed, details = self._trained()
         caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
-        self.assertNotIn("cryptographic_noise", caveats)
+        self.assertNotIn("exact_noise", caveats)
         self.assertIn("pseudorandom_noise", caveats)
         self.assertNotIn("noise_generator", details)
 
@@ -195,7 +144,7 @@ class WhereItIsSaidTest(parameterized.TestCase):
         )
         for generator, resume in (
             ("philox", None),
-            ("cryptographic", directory),
+            ("exact", directory),
         ):
             fed = toy.federated(noise_generator=generator)
             fed.fit(
@@ -207,18 +156,10 @@ class WhereItIsSaidTest(parameterized.TestCase):
             )
         self.assertEqual(fed.rounds, 2)
         caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
-        self.assertContainsSubset(
-            ["cryptographic_noise", "pseudorandom_noise"], caveats
-        )
+        self.assertContainsSubset(["exact_noise", "pseudorandom_noise"], caveats)
 
 
 class RefusedTest(parameterized.TestCase):
-    def test_a_seed(self):
-        fed = toy.federated(noise_generator="cryptographic")
-        with self.assertRaisesRegex(ValueError, "seed must be None.*got 3"):
-            fed.fit(toy.clients(), seed=3, verbose=0)
-        self.assertIsNone(fed.run)
-
     @parameterized.parameters("chacha", "", None, 3)
     def test_another_generator(self, name):
         with self.assertRaisesRegex((ValueError, TypeError), "noise_generator"):
@@ -226,7 +167,7 @@ class RefusedTest(parameterized.TestCase):
 
     def test_a_query_that_draws_by_itself(self):
         with self.assertRaisesRegex(ValueError, "noise_generator.*QueryMech"):
-            toy.federated(_query(), noise_generator="cryptographic")
+            toy.federated(_query(), noise_generator="exact")
 
     def test_make_private_hands_it_on(self):
         fed = tfdp_fl.make_private(
@@ -236,9 +177,11 @@ class RefusedTest(parameterized.TestCase):
             num_clients=100,
             clients_per_round=10,
             rounds=3,
-            noise_generator="cryptographic",
+            mechanism="fixed",
+            clip_norm=1.0,
+            noise_generator="exact",
         )
-        self.assertEqual(fed.setup.noise_generator, "cryptographic")
+        self.assertEqual(fed.setup.noise_generator, "exact")
 
 
 def _query():

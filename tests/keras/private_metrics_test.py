@@ -237,7 +237,7 @@ class ChargeTest(parameterized.TestCase):
             )
         statement = fed.privacy_statement(_DELTA)
         self.assertIn("What evaluate_clients released", statement)
-        # Also where the rounds' noise is exact, or ChaCha20's.
+        # Also where the rounds' noise is exact.
         self.assertIn("Philox4x64-10", statement)
         self.assertEqual(fed.rounds, 2)
         # And training goes on with it.

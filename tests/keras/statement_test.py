@@ -254,7 +254,6 @@ class WhatItRestsOnTest(parameterized.TestCase):
         self.assertNotIn(2**64 - 1, noise.fold_in(secret, -1).numpy())
         caveats = _trained(rounds=1).privacy_statement(_DELTA, "dict")["caveats"]
         self.assertIn("128 bits", caveats["pseudorandom_noise"])
-        self.assertNotIn("cryptographic_noise", caveats)
 
     def test_a_large_delta_is_warned_of_once_the_clients_are_known(self):
         fed = toy.federated(delta=0.03)

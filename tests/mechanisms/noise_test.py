@@ -10,14 +10,13 @@ from absl.testing import parameterized
 from scipy import stats
 
 from tests.mechanisms import rounds, statistics
-from tfdp_fl.mechanisms import chacha20, noise
+from tfdp_fl.mechanisms import noise
 
 _SEED = tf.constant([17, 4], tf.int64)
 # One of each kind.
 _KINDS = {
     "of_a_user": _SEED,
     "philox": tf.constant([2**63 + 17, 4], tf.uint64),
-    "cryptographic": tf.constant(range(8), tf.uint32),
 }
 
 
@@ -357,61 +356,11 @@ class KindsOfSeedTest(parameterized.TestCase, tf.test.TestCase):
         integers = noise.as_integers(_KINDS[kind])
         self.assertEqual((integers.dtype, integers.shape), (tf.int64, (2,)))
 
-    def test_a_draw_shares_nothing_with_children(self):
-        # Else who saw noise would know seeds: the words of a key stream.
-        seen = []
-        stream = chacha20.key_stream
-
-        def noted(key, nonce, count, first=0):
-            seen.append((tuple(key.numpy()), tuple(map(int, nonce))))
-            return stream(key, nonce, count, first)
-
-        key = _KINDS["cryptographic"]
-        with mock.patch.object(chacha20, "key_stream", noted):
-            noise.fold_in(key, 0)
-            noise.fold_in(key, 1)
-            noise.standard_normals([tf.zeros([10**5])], key)
-        self.assertLen(set(seen), len(seen))
-        self.assertLen(seen, 4)  # Two chunks.
-
-    @parameterized.parameters(0, 2**31 - 1, 2**31, 2**32 - 1)
-    def test_the_largest_and_the_smallest_word(self, word):
-        # 64 bits: one for the sign, 63 for a probability in (0, 1/2).
-        def words(key, nonce, count, first=0):
-            del key, nonce, first
-            low = tf.fill([8, count], tf.constant(word % 2**31, tf.uint32) * 2)
-            return tf.concat(
-                [low, tf.fill([8, count], tf.constant(word, tf.uint32))], 0
-            )
-
-        with mock.patch.object(chacha20, "key_stream", words):
-            draw = noise._normals_of_key(16, _KINDS["cryptographic"], 0)
-        high, low = word, word % 2**31 * 2
-        p = ((high % 2**31) * 2.0**32 + low + 0.5) * 2.0**-64
-        sign = 1 if high >= 2**31 else -1
-        self.assertAllClose(draw, [sign * stats.norm.ppf(p)] * 16, 1e-12)
-        self.assertAllLess(tf.abs(draw), 9.3)
-
-    def test_one_key_stream_twice_is_noticed(self):
-        stream = chacha20.key_stream
-
-        def same(key, nonce, count, first=0):
-            return stream(key, (nonce[0], 0, 0), count, first)
-
-        with mock.patch.object(chacha20, "key_stream", same):
-            draw = noise.standard_normals([tf.zeros([2**17])], _KINDS["cryptographic"])[
-                0
-            ]
-        half = noise._SMALLEST_CHUNK
-        with self.assertRaisesRegex(AssertionError, "correlation"):
-            statistics.assert_uncorrelated(draw[half:], draw[:half])
-
     def test_fresh_seeds(self):
-        for generator in noise.GENERATORS:
-            seeds = [noise.fresh_seed(generator) for _ in range(20)]
-            self.assertLen({each.tobytes() for each in seeds}, 20)
-            self.assertEqual(seeds[0].dtype, _KINDS[generator].dtype)
-            self.assertEqual(seeds[0].shape, _KINDS[generator].shape)
+        seeds = [noise.fresh_seed() for _ in range(20)]
+        self.assertLen({each.tobytes() for each in seeds}, 20)
+        self.assertEqual(seeds[0].dtype, _KINDS["philox"].dtype)
+        self.assertEqual(seeds[0].shape, _KINDS["philox"].shape)
 
 
 if __name__ == "__main__":

@@ -140,12 +140,6 @@ CAVEATS: dict[str, str] = {
         "who cannot guess that secret or tell the generator's output from true "
         "randomness."
     ),
-    "cryptographic_noise": (
-        "The noise came from the cryptographic generator ChaCha20, under a key "
-        "of 256 bits that was drawn from the operating system for each round; "
-        "the guarantee is towards those who cannot tell its output from true "
-        "randomness."
-    ),
     "exact_noise": (
         "Updates were rounded to a grid after the clip, in steps of 2^-20 of "
         "it, and added as whole numbers; the noise was the ideal Gaussian "

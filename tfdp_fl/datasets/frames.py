@@ -159,9 +159,14 @@ def _array(frame: Any, name: str, argument: str) -> np.ndarray:
     kind = getattr(column.dtype, "kind", "O")
     if kind not in "biuf":
         raise ValueError(
-            f"{argument} must be numbers, got column {name!r} of "
-            f"{column.dtype}: make it numbers first (for classes: "
-            f"pandas.factorize)."
+            f"{argument} must be numbers, got column {name!r} of {column.dtype}. "
+            + (
+                f"Of text or categories, make columns of zeros and ones: frame = "
+                f"pandas.get_dummies(frame, columns=[{name!r}], dtype=float)."
+                if argument == "features"
+                else f"Number its classes: frame[{name!r}], classes = "
+                f"pandas.factorize(frame[{name!r}], sort=True)."
+            )
         )
     if column.isna().any():
         raise ValueError(

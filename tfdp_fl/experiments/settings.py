@@ -357,10 +357,9 @@ class Settings(_MechanismParameters):
     )
     noise_generator: str = _option(
         noise.PHILOX,
-        (*noise.GENERATORS, noise.EXACT),
-        "What the noise is drawn from. cryptographic: ChaCha20 under the "
-        "operating system's keys. exact: of the operating system's bits, on a "
-        "grid (fixed clipping). Both are slower, and without a seed.",
+        noise.GENERATORS,
+        "What the noise is drawn from. exact: of the operating system's bits, on a "
+        "grid (fixed clipping); slower, and without a seed.",
     )
     validation_freq: Any = _option(
         None, int, "Evaluate every so many rounds, and after the last."

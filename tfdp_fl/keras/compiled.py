@@ -62,6 +62,8 @@ def optimizer(argument: str, value: Any) -> tf.keras.optimizers.Optimizer:
       ValueError, TypeError: It is none, or Keras has none of that name.
     """
     try:
+        if value is None:  # Keras takes it for RMSprop, or for none at all.
+            raise ValueError
         return tf.keras.optimizers.get(value)
     except (TypeError, ValueError, KeyError) as error:
         kind = ValueError if isinstance(error, KeyError) else type(error)

@@ -7,6 +7,7 @@ message says what to do.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -166,6 +167,33 @@ def refuse_arguments(given: Iterable[str], allowed: Iterable[str]) -> None:
     """
     for name in given:
         hint = _OF_FIT.get(name)
-        if hint is None:
+        meant = difflib.get_close_matches(name, [*allowed, *_OF_FIT], 1, cutoff=0.7)
+        if hint is None and meant:
+            hint = _OF_FIT.get(meant[0], f"{meant[0]}, if that is what you mean")
+        elif hint is None:
             hint = f"one of {', '.join(allowed)}"
         raise TypeError(f"fit takes no {name}; give {hint}.")
+
+
+_OF_COMPILE = {
+    "run_eagerly": "the clients' training is always compiled by TensorFlow; to see "
+    "what a layer computes, call the Keras model on a batch",
+    "steps_per_execution": "a whole cohort is one call already",
+    "auto_scale_loss": "give a tf.keras.optimizers.LossScaleOptimizer as optimizer",
+}
+
+
+def refuse_compile_arguments(given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raises TypeError for arguments that `compile` does not take.
+
+    Args:
+      given: Their names.
+      allowed: Those that it takes.
+    """
+    allowed = list(allowed)
+    for name in given:
+        meant = difflib.get_close_matches(name, allowed, 1)
+        hint = _OF_COMPILE.get(name) or (
+            f"do you mean {meant[0]}?" if meant else f"it takes {', '.join(allowed)}"
+        )
+        raise TypeError(f"compile takes no {name}: {hint.rstrip('.')}.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import difflib
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -278,10 +280,23 @@ def _check_options(name: str, kind: type, options: dict[str, Any]) -> None:
             )
     for option in options:
         if option not in allowed:
+            known = [*allowed, *_MODEL_OPTIONS, *_ARGUMENTS]
+            meant = difflib.get_close_matches(option, known, 1)
             raise TypeError(
-                f"{option} is not an argument of make_private or of "
-                f"{kind.__name__}, which takes {', '.join(sorted(allowed))}."
+                f"{option} is not an argument of make_private or of {kind.__name__}"
+                + (
+                    f": do you mean {meant[0]}?"
+                    if meant
+                    else f", which takes {', '.join(sorted(allowed))}."
+                )
             )
+
+
+_ARGUMENTS = [
+    name
+    for name, argument in inspect.signature(make_private).parameters.items()
+    if argument.kind != argument.VAR_KEYWORD
+]
 
 
 def _largest_noise(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -59,6 +60,9 @@ from tfdp_fl.keras.preparation import (
 from tfdp_fl.keras.privacy_target import PrivacyTarget, warn_of_large_delta
 from tfdp_fl.keras.run import Run
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism
+
+# Local steps after which the averages of an adaptive optimizer mean something.
+_STEPS_TO_ADAPT = 20
 
 
 class NotCompiledError(RuntimeError, ValueError):
@@ -135,12 +139,10 @@ class DPFederatedModel:
             folder for caches, for this machine, model and kind of cohort.
             Another number adds up in another order: the last bits are others.
           noise_generator: What the noise is drawn from: "philox", which is
-            fast; "cryptographic": ChaCha20, keyed by the operating system in
-            every round; or "exact", of `FixedClipping` with the server's
-            noise: updates are added on a grid, and the noise is the ideal
-            Gaussian rounded to it, without floating point's errors. The latter
-            two take no `seed`, and drawing takes several times as long (see
-            docs/floating_point.md).
+            fast; or "exact", of `FixedClipping` with the server's noise: updates
+            are added on a grid, and the noise is the ideal Gaussian rounded to it,
+            from the operating system's random bits and without floating point's
+            errors. It takes no `seed`, and several times as long.
           target: What the noise was calibrated for; kept in every `fit`, as
             its `on_overspend` says. `make_private` gives it.
           client_weighting: What clients count in the mean, such as
@@ -230,12 +232,16 @@ class DPFederatedModel:
         grad_clip: float = -1.0,
         upload_hook: Any = None,
         broadcast_hook: Any = None,
+        **others: Any,
     ) -> None:
         """Sets how clients train and how the server moves the model.
 
         Args:
-          optimizer: The clients' Keras optimizer; each client starts with
-            fresh slots. `LearningRateScheduler` changes its rate by round.
+          optimizer: The clients' Keras optimizer. Every client starts with a
+            new one in every round, so momentum and the averages of Adam begin
+            at zero each time: with few local steps, plain SGD is usually better,
+            and Adam belongs into `server_optimizer`. `LearningRateScheduler`
+            changes its rate by round.
           loss: As in Keras's `compile`.
           metrics: As in Keras's `compile`; training metrics are not noised.
           server_optimizer: A Keras optimizer that takes the negated mean
@@ -259,7 +265,9 @@ class DPFederatedModel:
           broadcast_hook: `f(weights, seed) -> weights`, a noise injector before
             broadcast; called on the list of weights that the clients of a
             round start from, with an int64 seed of shape [2].
+          **others: None; what is given is refused, with what to give instead.
         """
+        keras_names.refuse_compile_arguments(others, _COMPILE_ARGUMENTS)
         model_history.history_of(self.model).check_idle("compile")
         if loss is None:
             raise ValueError("loss must be given, got None.")
@@ -537,7 +545,10 @@ class DPFederatedModel:
             )
             plan = interrupted.plan
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
+        self._check_plan(clients.num_clients)
         self._warn_of_delta(clients.num_clients)
+        if self.run is None:
+            self._hint_at_optimizer(compiled, clients, batch_size, local_epochs)
         run, prepared = Preparation(
             model=self.model,
             setup=self.setup,
@@ -646,6 +657,37 @@ class DPFederatedModel:
             cohort_engine,
             ledger_head,
         )
+
+    def _check_plan(self, num_clients: int) -> None:
+        """Refuses far fewer clients than noise and rounds were planned for."""
+        if self.target is None or 2 * num_clients >= self.target.num_clients:
+            return
+        raise ValueError(
+            f"clients must be about the num_clients={self.target.num_clients} that "
+            f"make_private was told, got {num_clients}: of so few, each round draws "
+            "a larger share, costs more than was planned, and the target would be "
+            f"spent after a few. Call make_private with num_clients={num_clients}."
+        )
+
+    def _hint_at_optimizer(
+        self,
+        compiled: Compiled,
+        clients: FederatedDataset,
+        batch_size: int,
+        local_epochs: int,
+    ) -> None:
+        optimizer = compiled.training.optimizer
+        if isinstance(optimizer, tf.keras.optimizers.SGD) or not clients.is_indexed:
+            return
+        examples = clients.num_examples() / clients.num_clients
+        steps = local_epochs * math.ceil(examples / batch_size)
+        if steps < _STEPS_TO_ADAPT:
+            self.say(
+                f"Hint: each client starts {type(optimizer).__name__} anew in each "
+                f"round and takes about {steps} step{'s' * (steps != 1)}, too few for "
+                "it to adapt. SGD as optimizer, and Adam as server_optimizer, are "
+                "usually better."
+            )
 
     def _warn_of_delta(self, num_clients: int) -> None:
         if self.delta is None or self.spending is not None:
@@ -846,6 +888,11 @@ def _check_runtime_and_audit(runtime: Any, audit: Any, resume_from: Any) -> None
         )
 
 
+_COMPILE_ARGUMENTS = [
+    name
+    for name, argument in inspect.signature(DPFederatedModel.compile).parameters.items()
+    if argument.kind != argument.VAR_KEYWORD and name != "self"
+]
 _FIT_ARGUMENTS = [
     name
     for name, each in inspect.signature(DPFederatedModel.fit).parameters.items()

@@ -359,7 +359,6 @@ def with_fastest_replicas(
             seed=randomness.round_seed(
                 None if plan.seed is None else 0,
                 (plan.first_round,),
-                deployment.noise_generator,
             ),
             shuffle=np.random.default_rng() if plan.shuffle else None,
         ),

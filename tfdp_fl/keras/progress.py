@@ -7,14 +7,18 @@ from typing import Any
 
 import tensorflow as tf
 
+# They are in `History`; a line shows how good the model is, and what it costs.
 _HIDDEN = (
-    "noise_stddev",
-    "clipped_fraction",
-    "mean_update_norm",
-    "client_noise_stddev",
     "between_client_variance",
+    "client_noise_stddev",
+    "clip_norm",
+    "clipped_fraction",
+    "cohort_size",
+    "mean_update_norm",
+    "noise_stddev",
     "update_scale",
 )
+_LONGEST_LINE = 100
 # Of interest only where there is any.
 _RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
 
@@ -53,8 +57,9 @@ class RoundProgress:
             self._bar.stateful_metrics = {name for name, _ in shown}
             self._bar.update(round_index + 1 - self._first_round, shown)
             return
-        words = " - ".join(f"{name}: {value:.4g}" for name, value in shown)
-        print(
-            f"Round {round_index + 1}/{self._last_round} - {seconds:.2f}s - {words}",
-            flush=True,
-        )
+        line = f"Round {round_index + 1}/{self._last_round} - {seconds:.2f}s"
+        for name, value in shown:
+            word = f" - {name}: {value:.4g}"
+            if len(line) + len(word) <= _LONGEST_LINE:
+                line += word
+        print(line, flush=True)

@@ -50,23 +50,19 @@ class Attempts:
             self._entropy = tuple(words.tolist())
 
 
-def round_seed(
-    seed: int | None, attempt: Attempt, generator: str = noise.PHILOX
-) -> np.ndarray:
+def round_seed(seed: int | None, attempt: Attempt) -> np.ndarray:
     """Returns the seed of a round's noise and dropout.
 
-    Without a seed it is fresh entropy from the operating system; with one it
-    depends on the seed and the attempt alone. Its dtype tells what draws from it
+    Without a user's seed it is fresh entropy from the operating system. With one it
+    depends on that seed and the attempt alone. Its dtype tells what draws from it
     (see `mechanisms.noise`): int64 [2] is a user's.
 
     Args:
       seed: The user's seed, or None.
       attempt: Of `Attempts.take`.
-      generator: What noise is drawn from, where there is no seed: one of
-        `noise.GENERATORS`, or `noise.EXACT`, whose noise is no seed's.
     """
     if seed is None:
-        return noise.fresh_seed(noise.PHILOX if generator == noise.EXACT else generator)
+        return noise.fresh_seed()
     sequence = sampling.seed_sequence(seed, NOISE_STREAM, attempt)
     return sequence.generate_state(2, np.uint64).view(np.int64)
 

@@ -261,11 +261,7 @@ class RoundLoop:
             batch_size=plan.batch_size,
             local_epochs=plan.local_epochs,
             learning_rate=math.nan,
-            seed=randomness.round_seed(
-                plan.seed,
-                attempt,
-                self.setup.noise_generator,
-            ),
+            seed=randomness.round_seed(plan.seed, attempt),
             shuffle=randomness.shuffle_generator(plan.seed, attempt)
             if plan.shuffle
             else None,

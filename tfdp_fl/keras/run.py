@@ -29,7 +29,6 @@ class Facts:
     Attributes:
       seed_given: Whether any `fit` was given a seed.
       philox: Whether Philox drew noise.
-      cryptographic: Whether a cryptographic generator did.
       exact: Whether noise was drawn exactly, on a grid.
       validated: Whether any was given validation data.
       held_out: The digest of the clients that each `fit` so far held out for
@@ -42,7 +41,6 @@ class Facts:
 
     seed_given: bool = False
     philox: bool = False
-    cryptographic: bool = False
     exact: bool = False
     validated: bool = False
     rounds_abandoned: int = 0
@@ -52,7 +50,6 @@ class Facts:
 
     def note_generator(self, generator: str) -> None:
         """Notes what the rounds to come draw their noise from."""
-        self.cryptographic |= generator == noise.CRYPTOGRAPHIC
         self.philox |= generator == noise.PHILOX
         self.exact |= generator == noise.EXACT
 

@@ -158,10 +158,9 @@ def _caveats(
         "hyperparameter_search_not_counted": private and not other_runs,
         "only_runs_in_ledgers_counted": private and other_runs,
         "evaluations_counted": private and spending.evaluations > 0,
-        "floating_point_noise": private and (seen.philox or seen.cryptographic),
+        "floating_point_noise": private and seen.philox,
         "exact_noise": private and seen.exact,
         "pseudorandom_noise": private and seen.philox,
-        "cryptographic_noise": private and seen.cryptographic,
         "seed_given": private and seen.seed_given,
     }
     caveats.update(dict.fromkeys(key for key, true in holds.items() if true))

@@ -138,7 +138,7 @@ def _check_replicas(num_replicas: Any) -> None:
 def _check_generator(
     generator: str, mechanism: Mechanism, secure_aggregation: Any
 ) -> None:
-    _validate.one_of((*noise.GENERATORS, noise.EXACT), noise_generator=generator)
+    _validate.one_of(noise.GENERATORS, noise_generator=generator)
     if generator == noise.EXACT:
         if type(mechanism) is not FixedClipping or mechanism.noise_site != "server":
             raise ValueError(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import datasets, keras_versions
 from tfdp_fl.engine import CohortEngine, LocalTraining, replicas
 from tfdp_fl.mechanisms import Deployment, NoPrivacy
+
+# Clients whose features are looked at.
+_CLIENTS_READ = 64
 
 
 def validate(
@@ -79,6 +83,7 @@ def _problems(model: Any) -> list[str]:
 def _problems_in_training(model: Any, clients: Any, loss: Any) -> list[str]:
     def check() -> None:
         dataset = datasets.as_federated(clients)
+        _check_numbers(dataset)
         engine = CohortEngine(
             model=model,
             training=LocalTraining(optimizer=tf.keras.optimizers.SGD(0.0), loss=loss),
@@ -90,6 +95,28 @@ def _problems_in_training(model: Any, clients: Any, loss: Any) -> list[str]:
         engine.check_labels(dataset)
 
     return _raised_by(check)
+
+
+def _check_numbers(dataset: datasets.FederatedDataset) -> None:
+    """Raises ValueError where features of a few clients are no numbers.
+
+    Training replaces the update of such a client by zero, without a word.
+    """
+    places = np.linspace(0, dataset.num_clients - 1, _CLIENTS_READ).astype(np.int64)
+    for client in dataset.read_clients(np.unique(places)):
+        if isinstance(client, datasets.ClientFailure):
+            continue
+        for index, leaf in enumerate(tf.nest.flatten(client.x)):
+            if leaf.dtype.kind != "f" or np.isfinite(leaf).all():
+                continue
+            rows = leaf.reshape(len(leaf), -1)
+            columns = np.flatnonzero(~np.isfinite(rows).all(axis=0))
+            raise ValueError(
+                "clients must have finite features, got NaN or Inf in column(s) "
+                f"{', '.join(map(str, columns[:10]))} of input {index}. The update of "
+                "a client with one is replaced by zero: fill them in, or leave those "
+                "rows out."
+            )
 
 
 def _raised_by(check: Callable[[], Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,13 @@ def checked(data: Any) -> Any:
                     f"single {type(part).__name__}."
                 )
         return tuple(data)
-    raise TypeError(f"{_ALLOWED}, got a {type(data).__name__}.")
+    hint = ""
+    if isinstance(data, Mapping):
+        hint = (
+            " For clients that are held out: "
+            "tfdp_fl.FederatedDataset.from_client_arrays(clients)."
+        )
+    raise TypeError(f"{_ALLOWED}, got a {type(data).__name__}.{hint}")
 
 
 def split(
@@ -109,6 +115,14 @@ class Validation:
         """Returns the model's metrics on the data, by `val_` and name."""
         options = {"verbose": 0, "return_dict": True}
         data = self.data
+        with warnings.catch_warnings():
+            # Keras cannot know that the clients' data end where they should.
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            return self._evaluated(model, data, options)
+
+    def _evaluated(
+        self, model: tf.keras.Model, data: Any, options: dict[str, Any]
+    ) -> dict[str, float]:
         if isinstance(data, FederatedDataset):
             data = _batches(data, self.batch_size)
         if isinstance(data, tf.data.Dataset):

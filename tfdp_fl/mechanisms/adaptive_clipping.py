@@ -93,7 +93,7 @@ class AdaptiveClipping(mechanism.Mechanism):
 
     noise_multiplier: schedules.Schedule = fixed_clipping.noise_multiplier_parameter()
     initial_clip_norm: float = parameters.parameter(
-        parameters.clip, "the clip of the first round.", default=0.1, start=0.5
+        parameters.clip, "the clip of the first round.", default=0.1
     )
     target_quantile: float = parameters.parameter(
         _validate.probability,

@@ -6,18 +6,14 @@ once and run many times, on every client. A runtime that has to repeat itself
 bit for bit (or that brings the entropy) wraps the calls in `seeded` with a
 seed tensor that is new for every client of every round.
 
-A seed is of one of three kinds, told apart by its dtype, which `fold_in` and
-the draws keep to:
+A seed is of one of two kinds, told apart by its dtype, which `fold_in` and the
+draws keep to:
 
     int64  [2]  A user's. Philox4x32-10, derived and drawn (by TensorFlow) as
                 it always was, so that what was run with a seed runs again bit
                 for bit: each `fold_in` hands on 64 bits.
     uint64 [2]  128 bits of entropy. Philox4x32-10, of whose bits `_by_radius`
                 makes numbers; `fold_in` hands on all.
-    uint32 [8]  A key of 256 bits. ChaCha20 (`chacha20`), a cryptographic
-                generator: whoever knows all noise but one draw, and not the
-                key, cannot tell that draw from a uniform one by anything that
-                is known.
 """
 
 from __future__ import annotations
@@ -31,19 +27,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import chacha20, entropy
+from tfdp_fl.mechanisms import entropy
 
 _PHILOX = "philox"
 
-# The generators that noise can be drawn from here; and what draws it elsewhere,
-# exactly (`grid`), where Philox is for the rest.
-PHILOX, CRYPTOGRAPHIC = GENERATORS = ("philox", "cryptographic")
-EXACT = "exact"
-_ENTROPY_DTYPES = {PHILOX: (np.uint64, 2), CRYPTOGRAPHIC: (np.uint32, 8)}
+# What noise is drawn from: here, or exactly (`grid`), where Philox is for the rest.
+PHILOX, EXACT = GENERATORS = ("philox", "exact")
 
 # The number of the child that clients get; `engine` has others from -4 on.
 _CLIENTS = -5
-# First words of a nonce, or of a seed: what is made of it.
+# First words of a seed: what is made of it.
 _CHILD, _DRAW = 1, 2
 
 # How a long draw is cut up: no chunk shorter than this, no more of them than
@@ -81,17 +74,9 @@ def seeded(seed: tf.Tensor) -> Iterator[None]:
         _active.source = outer
 
 
-def fresh_seed(generator: str = PHILOX) -> np.ndarray:
-    """Returns a seed of the operating system's entropy, now.
-
-    Args:
-      generator: One of `GENERATORS`.
-
-    Returns:
-      Uint64 [2] or uint32 [8].
-    """
-    dtype, size = _ENTROPY_DTYPES[generator]
-    return np.frombuffer(os.urandom(np.dtype(dtype).itemsize * size), dtype)
+def fresh_seed() -> np.ndarray:
+    """Returns a seed (uint64 [2]) of the operating system's entropy, now."""
+    return np.frombuffer(os.urandom(16), np.uint64)
 
 
 def next_seed() -> tf.Tensor:
@@ -117,10 +102,6 @@ def fold_in(seed: tf.Tensor, data: tf.Tensor | int) -> tf.Tensor:
       A seed of the same kind.
     """
     data = tf.cast(data, tf.int64)
-    if seed.dtype == tf.uint32:
-        low, high = tf.unstack(tf.bitcast(data, tf.uint32))
-        block = chacha20.key_stream(seed, (_CHILD, low, high), 1)
-        return block[: chacha20.KEY_WORDS, 0]
     if seed.dtype == tf.uint64:
         # TensorFlow's own fold_in puts the data beside 64 fresh bits. Philox
         # is one-to-one for each key, so other data are another block.
@@ -138,16 +119,14 @@ def fold_in(seed: tf.Tensor, data: tf.Tensor | int) -> tf.Tensor:
 def for_clients(seed: tf.Tensor) -> tf.Tensor:
     """Returns what clients, and workers, may know of a round's seed.
 
-    From a key no way leads back, so they cannot tell the server's noise. (From
-    a seed of Philox one might; a user's stays as it is.)
+    A user's seed stays as it is. From another one a way might lead back, as Philox
+    is no cryptographic generator.
     """
     return seed if seed.dtype == tf.int64 else fold_in(seed, _CLIENTS)
 
 
 def as_integers(seed: tf.Tensor) -> tf.Tensor:
     """Returns a seed of any kind as int64 [2], for draws of one's own."""
-    if seed.dtype == tf.uint32:
-        return tf.bitcast(tf.reshape(seed[:4], [2, 2]), tf.int64)
     return seed if seed.dtype == tf.int64 else tf.bitcast(seed, tf.int64)
 
 
@@ -179,8 +158,7 @@ def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
     static = tf.get_static_value(shape)
     size = tf.reduce_prod(shape) if static is None else math.prod(static)
     (draw,) = _side_by_side([size], next_seed())
-    draw = tf.reshape(draw * tf.cast(stddev, draw.dtype), shape)
-    return tf.cast(draw, tf.float32)
+    return tf.reshape(draw * tf.cast(stddev, tf.float32), shape)
 
 
 def _normals(size: int | tf.Tensor, seed: tf.Tensor | None = None) -> list[tf.Tensor]:
@@ -190,7 +168,7 @@ def _normals(size: int | tf.Tensor, seed: tf.Tensor | None = None) -> list[tf.Te
     vectors' lengths, and so what is drawn, do not depend on the machine.
 
     Returns:
-      Float32 vectors; float64 ones from a key, to be rounded at the end.
+      Float32 vectors.
     """
     seed = next_seed() if seed is None else seed
     if not isinstance(size, int) or size <= _SMALLEST_CHUNK:
@@ -204,11 +182,6 @@ def _normals(size: int | tf.Tensor, seed: tf.Tensor | None = None) -> list[tf.Te
 
 def _side_by_side(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
     """Draws vectors of N(0, 1) of some lengths, from a seed of any kind."""
-    if seed.dtype == tf.uint32:
-        return [
-            _normals_of_key(length, seed, number)
-            for number, length in enumerate(lengths)
-        ]
     of_a_user = seed.dtype == tf.int64
     seed = _of_philox(seed)
     seeds = [seed]
@@ -256,27 +229,6 @@ def _by_radius(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     return tf.concat(pairs, 0)[:length]
 
 
-def _normals_of_key(length: int | tf.Tensor, key: tf.Tensor, number: int) -> tf.Tensor:
-    """Draws float64 N(0, 1) [length] from a part of a key's stream.
-
-    By inversion: of 64 bits, one is the sign, and 63 are r in a probability
-    p = (r + 1/2) / 2^64 below 1/2, of which the normal quantile is taken in
-    float64. All that is drawn is within 9.3 of zero; of a Gaussian, 2^-64 lies
-    beyond.
-    """
-    per_block = chacha20.BLOCK_WORDS // 2
-    blocks = -(-length // per_block)
-    stream = chacha20.key_stream(key, (_DRAW, number, 0), blocks)
-    low, high = stream[:per_block], stream[per_block:]
-    half = tf.constant(2**31, tf.uint32)
-    negative = tf.cast(tf.bitwise.bitwise_and(high, half), tf.float64)
-    rest = tf.cast(tf.bitwise.bitwise_and(high, half - 1), tf.float64)
-    steps = rest * 2.0**32 + tf.cast(low, tf.float64) + 0.5
-    quantiles = tf.math.ndtri(steps * 2.0**-64)  # All of them negative.
-    sign = negative * 2.0**-30 - 1.0
-    return tf.reshape(quantiles * sign, [-1])[:length]
-
-
 def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
     """Draws float32 N(0, 1) of the shapes of some tensors.
 
@@ -291,9 +243,7 @@ def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tenso
     result, start = [], 0
     for tensor, size in zip(tensors, sizes, strict=True):
         zeros = tf.zeros([size])
-        parts = [
-            tf.cast(part, tf.float32) for _, part in _pieces(zeros, size, draws, start)
-        ]
+        parts = [part for _, part in _pieces(zeros, size, draws, start)]
         flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
         result.append(tf.reshape(flat, tf.shape(tensor)))
         start += size
@@ -326,11 +276,7 @@ def add_normal(
     for tensor, size, scale in zip(tensors, sizes, stddevs, strict=True):
         flat = tf.reshape(tensor, [-1])
         parts = [
-            part
-            + tf.cast(
-                draw * tf.cast(tf.cast(scale, tf.float32), draw.dtype),
-                tensor.dtype,
-            )
+            part + tf.cast(draw * tf.cast(scale, tf.float32), tensor.dtype)
             for part, draw in _pieces(flat, size, draws, start)
         ]
         start += size
