@@ -185,9 +185,9 @@ class CyclicTest(parameterized.TestCase):
                 cohorts.append(cohort)
         return cohorts
 
-    @parameterized.parameters("poisson", "fixed_size", "cyclic_poisson")
+    @parameterized.parameters("poisson", "fixed_size", "cyclic")
     def test_a_round_that_is_run_again_has_a_draw_of_its_own(self, kind):
-        groups = 4 if kind == "cyclic_poisson" else None
+        groups = 4 if kind == "cyclic" else None
         sampler = sampling.make_sampler(kind, 4000, 100, 7, groups)
         first = sampler.cohort(3)
         np.testing.assert_array_equal(sampler.cohort(3), first)
@@ -211,15 +211,13 @@ class CyclicTest(parameterized.TestCase):
                 self.assertGreaterEqual(np.diff(rounds).min(), groups)
             self.assertLessEqual(len(rounds), -(-len(cohorts) // groups))
 
-    @parameterized.product(
-        name=["cyclic", "cyclic_poisson"], seed=[None, 3], n=[40, 43]
-    )
-    def test_a_client_s_released_rounds_are_far_enough_apart(self, name, seed, n):
-        sampler = sampling.make_sampler(name, n, 7, seed, num_groups=5)
+    @parameterized.product(seed=[None, 3], n=[40, 43])
+    def test_a_client_s_released_rounds_are_far_enough_apart(self, seed, n):
+        sampler = sampling.make_sampler("cyclic", n, 7, seed, num_groups=5)
         cohorts = self._released(sampler, 60, lambda t: t % 7 in (2, 3, 5))
         self._check_gaps(cohorts, n, 5)
         # A state goes on where it was; another fit is just later rounds.
-        later = sampling.make_sampler(name, n, 7, seed, num_groups=5)
+        later = sampling.make_sampler("cyclic", n, 7, seed, num_groups=5)
         later.restore(json.loads(json.dumps(sampler.state())))
         for t in range(60, 90):
             cohort = later.cohort(t)
@@ -239,21 +237,6 @@ class CyclicTest(parameterized.TestCase):
         self.assertEqual(sampler.num_groups, 4)
         cohorts = self._released(sampler, 4)
         np.testing.assert_array_equal(np.sort(np.concatenate(cohorts)), np.arange(20))
-
-    def test_random_cohorts_have_the_probability_that_is_charged(self):
-        # 8000 rounds of 4 groups; every client is drawn Binomial(2000, .3). A
-        # probability larger by a tenth would give a chi of about 410, and 120
-        # is where the test fails.
-        n, rounds, groups, m = 43, 8000, 4, 3
-        sampler = sampling.make_sampler("cyclic_poisson", n, m, num_groups=groups)
-        counts = np.zeros(n)
-        for t in range(rounds):
-            cohort = sampler.cohort(t)
-            sampler.released(cohort)
-            counts[cohort] += 1
-        q, each = m / (n // groups), rounds / groups
-        chi = np.sum((counts - each * q) ** 2) / (each * q * (1 - q))
-        self.assertGreater(stats.chi2.sf(chi, n), _FALSE_ALARM)
 
     def test_too_early_a_client_raises(self):
         sampler = sampling.make_sampler("cyclic", 20, 5, num_groups=4)
@@ -293,13 +276,12 @@ class CyclicTest(parameterized.TestCase):
 
     def test_nothing_is_claimed_for_the_draw(self):
         event = dp_accounting.GaussianDpEvent(2.0)
-        for name in ("cyclic", "cyclic_poisson"):
-            sampler = sampling.make_sampler(name, 1000, 5, num_groups=4)
-            charge = sampler.charge(0, event)
-            self.assertEqual(charge.sampling, name)
-            self.assertFalse(charge.is_amplified)
-            self.assertEqual(charge.dp_event(), event)
-            self.assertEqual(charge.sensitivity, 1.0)
+        sampler = sampling.make_sampler("cyclic", 1000, 5, num_groups=4)
+        charge = sampler.charge(0, event)
+        self.assertEqual(charge.sampling, "cyclic")
+        self.assertFalse(charge.is_amplified)
+        self.assertEqual(charge.dp_event(), event)
+        self.assertEqual(charge.sensitivity, 1.0)
 
 
 class ChargeTest(parameterized.TestCase):

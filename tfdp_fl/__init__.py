@@ -7,7 +7,7 @@ from tfdp_fl.version import __version__
 
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
-    from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Tree
+    from tfdp_fl.correlated_noise import BLT, BandedToeplitz
     from tfdp_fl.datasets import FederatedDataset
     from tfdp_fl.keras import (
         DPFederatedModel,
@@ -57,7 +57,6 @@ _PACKAGE_OF = {
     "NoPrivacy": "mechanisms",
     "PrivateMetrics": "keras",
     "QueryMechanism": "mechanisms",
-    "Tree": "correlated_noise",
     "callbacks": "keras",
     "make_private": "keras",
     "validate": "keras",
@@ -80,7 +79,6 @@ __all__ = [
     "NoPrivacy",
     "PrivateMetrics",
     "QueryMechanism",
-    "Tree",
     "__version__",
     "accounting",
     "callbacks",

@@ -39,14 +39,13 @@ def make_sampler(
     """Returns the sampler of that name.
 
     Args:
-      sampling: "poisson", "fixed_size", "shuffled", "cyclic" or
-        "cyclic_poisson".
+      sampling: "poisson", "fixed_size", "shuffled" or "cyclic".
       num_clients: N.
       clients_per_round: m, at most N: a number (whole, except for Poisson,
         where it is the expected size), a sequence with one per round, or a
         callable of the 0-based round.
       seed: None for secret, fresh entropy.
-      num_groups: For the cyclic ones: how many groups take turns, which is
+      num_groups: For "cyclic": how many groups take turns, which is
         the min separation of a client's rounds; None: as many as there are
         with m clients in each.
     """
@@ -55,7 +54,6 @@ def make_sampler(
         FixedSizeSampler,
         ShuffledSampler,
         CyclicSampler,
-        CyclicPoissonSampler,
     )
     by_name = {cls.sampling: cls for cls in samplers}
     _validate.one_of(by_name, sampling=sampling)
@@ -426,8 +424,10 @@ class CyclicSampler(CohortSampler):
         Raises:
           RuntimeError: One of the clients was in a round less than b ago.
         """
-        group = self._group()
-        members = self._drawn(group, self._generator(round_index))
+        size = int(self._nominal_size(0))
+        members = self._generator(round_index).choice(
+            self._group(), size=size, replace=False, shuffle=False
+        )
         cohort = np.sort(members.astype(np.int64))
         last = self._last[cohort]
         early = last[last >= 0] > self._released - self._num_groups
@@ -438,10 +438,6 @@ class CyclicSampler(CohortSampler):
                 "noise does not cover: the state of the sampler is damaged."
             )
         return cohort
-
-    def _drawn(self, group: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        size = int(self._nominal_size(0))
-        return rng.choice(group, size=size, replace=False, shuffle=False)
 
     def released(self, positions: np.ndarray) -> None:
         """See base class; the next group has its turn then."""
@@ -476,18 +472,3 @@ class CyclicSampler(CohortSampler):
         self._released = int(state["released"])
         self._last = np.array(state["last"], np.int64)
         self._order = None
-
-
-class CyclicPoissonSampler(CyclicSampler):
-    """Fixed groups in turn, each client of one independently of the others.
-
-    Its probability is m / floor(N / b) in every group. The draw within the
-    group is what amplified banded noise counts on.
-    """
-
-    sampling = "cyclic_poisson"
-    _fractional_sizes = True
-
-    def _drawn(self, group: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        size = rng.binomial(len(group), self._nominal_size(0) / self.group_size)
-        return rng.choice(group, size=size, replace=False, shuffle=False)

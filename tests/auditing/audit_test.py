@@ -72,18 +72,6 @@ _SCALED = (
         "shuffled",
     ),
     ("median", tfdp_fl.MedianClipping(noise_multiplier=0.1), "shuffled"),
-    (
-        "correlated_adaptive",
-        tfdp_fl.CorrelatedNoise(
-            clip_norm=0.022,
-            noise_multiplier=0.0,
-            strategy=tfdp_fl.BLT(2),
-            rounds=6,
-            min_separation=1,
-            target_quantile=0.5,
-        ),
-        "cyclic",
-    ),
 )
 
 
@@ -242,20 +230,6 @@ class TrainingTest(parameterized.TestCase):
                 strategy=tfdp_fl.BLT(2),
                 rounds=8,
                 min_separation=4,
-            ),
-            "cyclic",
-            8,
-            {"clients_per_round": 2},
-        ),
-        (
-            "correlated_adaptive",
-            tfdp_fl.CorrelatedNoise(
-                clip_norm=0.1,
-                noise_multiplier=2.0,
-                strategy=tfdp_fl.BLT(2),
-                rounds=8,
-                min_separation=4,
-                target_quantile=0.5,
             ),
             "cyclic",
             8,

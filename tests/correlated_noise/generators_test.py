@@ -4,13 +4,7 @@ import tensorflow as tf
 
 from tests.correlated_noise import references
 from tests.mechanisms import statistics
-from tfdp_fl.correlated_noise import (
-    BLT,
-    BandedToeplitz,
-    Participation,
-    Tree,
-    tree,
-)
+from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Participation
 
 SHAPES = ([3], [2, 2], [])
 ROUNDS = 37
@@ -21,10 +15,6 @@ STRATEGIES = {
     "all bands": BandedToeplitz(ROUNDS),
     "1 buffer": BLT(1),
     "3 buffers": BLT(3),
-    "tree": Tree(),
-    "restarts": Tree(8),
-    "restarts every 5": Tree(5),
-    "restarts every round": Tree(1),
 }
 
 
@@ -33,52 +23,34 @@ def promised(rounds=ROUNDS, gap=8):
 
 
 def stream(generator, draws, shapes=SHAPES, graph=True):
-    """Returns noise of all rounds, [rounds, size], from a table of draws.
-
-    Draw i of round t is row used(t) + i of the table, as in `tree.noise_rows`.
-    """
+    """Returns noise of all rounds, [rounds, size], from a table of draws."""
     sizes = [int(np.prod(shape)) for shape in shapes]
-    table = tf.constant(draws, tf.float32)
 
-    def one_round(memory, first):
-        def draw(i):
-            row = table[first + tf.cast(i, tf.int32)]
-            parts = tf.split(row, sizes)
-            return [
-                tf.reshape(part, shape)
-                for part, shape in zip(parts, shapes, strict=True)
-            ]
-
-        return generator.next_noise(memory, draw)
+    def one_round(memory, row):
+        parts = tf.split(row, sizes)
+        fresh = [
+            tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)
+        ]
+        return generator.next_noise(memory, fresh)
 
     if graph:
         one_round = tf.function(one_round)
     memory = generator.first_memory(shapes)
-    result, used = [], 0
-    for t in range(generator.participation.rounds):
-        noise, memory = one_round(memory, tf.constant(used))
+    result = []
+    for row in tf.constant(draws, tf.float32):
+        noise, memory = one_round(memory, row)
         result.append(np.concatenate([np.ravel(n) for n in noise]))
-        used += draws_of(generator, t)
-    assert used == len(draws)
     return np.array(result), memory
-
-
-def draws_of(generator, t):
-    every = getattr(generator, "restart_every", None)
-    return 1 if every is None else tree.node_count(t % every + 1)
 
 
 def dense_noise(generator, draws):
     rounds = generator.participation.rounds
-    if hasattr(generator, "restart_every"):
-        return tree.noise_rows(rounds, generator.restart_every) @ draws
-    dense = references.dense(generator.coefficients, rounds)
-    return np.linalg.solve(dense, draws)
+    return np.linalg.solve(references.dense(generator.coefficients, rounds), draws)
 
 
 def table_for(generator):
-    count = sum(draws_of(generator, t) for t in range(generator.participation.rounds))
-    return np.random.default_rng(7).normal(size=(count, 8))
+    shape = (generator.participation.rounds, 8)
+    return np.random.default_rng(7).normal(size=shape)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -93,7 +65,7 @@ def test_noise_is_what_the_dense_matrices_make_of_the_draws(name):
         assert buffer.shape == [generator.copies, *shape]
 
 
-@pytest.mark.parametrize("name", ["5 bands", "3 buffers", "tree"])
+@pytest.mark.parametrize("name", ["5 bands", "3 buffers"])
 def test_mixed_precision_of_products_does_not_touch_it(name, request):
     # With products in bfloat16 it was 0.01 off.
     optimizer = tf.config.optimizer
@@ -118,7 +90,7 @@ def test_draws_in_turn_are_told_apart():
     np.testing.assert_allclose(noise[:, 0], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["5 bands", "3 buffers", "tree"])
+@pytest.mark.parametrize("name", ["5 bands", "3 buffers"])
 def test_eager_and_compiled_noise_are_the_same(name):
     generator = STRATEGIES[name].generator(promised())
     draws = table_for(generator)
@@ -127,7 +99,7 @@ def test_eager_and_compiled_noise_are_the_same(name):
     np.testing.assert_allclose(compiled, eager, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", [BandedToeplitz(32), BLT(3), Tree()])
+@pytest.mark.parametrize("strategy", [BandedToeplitz(32), BLT(3)])
 def test_float32_is_exact_enough_over_two_thousand_rounds(strategy):
     generator = strategy.generator(promised(2048, 256))
     draws = table_for(generator)
@@ -139,29 +111,24 @@ def test_float32_is_exact_enough_over_two_thousand_rounds(strategy):
 @pytest.mark.parametrize("rounds", [1, 2, 3, 8, 9, 2047, 2048])
 def test_buffers_have_the_size_that_is_promised(rounds):
     where = promised(rounds, min(rounds, 256))
-    assert Tree().generator(where).copies == int(np.log2(rounds)) + 2
     assert BandedToeplitz(1).generator(where).copies == 0
     bands = min(rounds, 5)
     made = BandedToeplitz(5).generator(where)
-    assert (made.bands, made.copies) == (bands, bands - 1)
+    assert (len(made.coefficients), made.copies) == (bands, bands - 1)
     assert BLT(theta=(0.9, 0.5), theta_hat=(0.7, 0.2)).generator(where).copies == 2
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_charges_go_by_the_coefficients_that_are_used(name):
     generator = STRATEGIES[name].generator(promised())
-    if hasattr(generator, "coefficients"):
-        matrix = references.dense(generator.coefficients, ROUNDS)
-    else:
-        matrix = references.tree_matrix(ROUNDS, generator.restart_every)
+    matrix = references.dense(generator.coefficients, ROUNDS)
     first = references.worst_by_count(matrix[:, :ROUNDS], 8)[-1]
     assert generator.sensitivity**2 >= first * (1 - 1e-12)
     assert np.sum(generator.charges**2) == pytest.approx(generator.sensitivity**2)
-    if hasattr(generator, "coefficients"):
-        assert generator.sensitivity**2 == pytest.approx(first)
+    assert generator.sensitivity**2 == pytest.approx(first)
 
 
-@pytest.mark.parametrize("strategy", [BandedToeplitz(4), BLT(2), Tree(), Tree(3)])
+@pytest.mark.parametrize("strategy", [BandedToeplitz(4), BLT(2)])
 def test_covariance_is_that_of_the_strategy(strategy):
     # 40 000 short runs side by side. An entry of the covariance has a standard
     # error of at most sqrt(2 v_s v_t / runs); a false alarm of 6.2 of them in
@@ -172,19 +139,12 @@ def test_covariance_is_that_of_the_strategy(strategy):
     memory = generator.first_memory([[runs]])
     noise = []
     for t in range(rounds):
-
-        def draw(i, t=t):
-            inner = tf.random.experimental.stateless_fold_in(seed, 1000 * t + int(i))
-            return [tf.random.stateless_normal([runs], inner)]
-
-        n, memory = generator.next_noise(memory, draw)
+        inner = tf.random.experimental.stateless_fold_in(seed, 1000 * t)
+        fresh = [tf.random.stateless_normal([runs], inner)]
+        n, memory = generator.next_noise(memory, fresh)
         noise.append(n[0].numpy())
     found = np.cov(np.array(noise), bias=True)
-    rows = (
-        tree.noise_rows(rounds, generator.restart_every)
-        if hasattr(generator, "restart_every")
-        else np.linalg.inv(references.dense(generator.coefficients, rounds))
-    )
+    rows = np.linalg.inv(references.dense(generator.coefficients, rounds))
     expected = rows @ rows.T
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
     assert np.all(np.abs(found - expected) <= 6.2 * np.sqrt(2 / runs) * scale)

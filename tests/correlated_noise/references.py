@@ -13,21 +13,6 @@ def dense(coefficients, rounds):
     return linalg.toeplitz(column, np.zeros(rounds))
 
 
-def tree_matrix(rounds, restart_every):
-    """Returns C of a tree: one row for each node that gets finished."""
-    rows = []
-    for begin in range(0, rounds, restart_every):
-        end = min(rounds, begin + restart_every)
-        size = 1
-        while size <= end - begin:
-            for first in range(begin, end - size + 1, size):
-                row = np.zeros(rounds)
-                row[first : first + size] = 1
-                rows.append(row)
-            size *= 2
-    return np.array(rows)
-
-
 def worst_by_count(strategy, min_separation):
     """Returns max over patterns of sum |(C'C)_ij|, by how many rounds.
 

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from tests.correlated_noise import references
-from tfdp_fl.correlated_noise import participation, toeplitz, workload
+from tfdp_fl.correlated_noise import participation, toeplitz
+from tfdp_fl.correlated_noise.toeplitz import Workload
 
 
 def square_root(rounds):
@@ -80,10 +81,10 @@ def test_the_refused_example_would_have_been_undercharged():
 @pytest.mark.parametrize(
     "made",
     [
-        workload.Workload(),
-        workload.Workload(momentum=0.9),
-        workload.Workload(rates=np.linspace(1, 0, 12)),
-        workload.Workload(momentum=0.5, rates=np.linspace(0.1, 1, 12)),
+        Workload(),
+        Workload(momentum=0.9),
+        Workload(rates=np.linspace(1, 0, 12)),
+        Workload(momentum=0.5, rates=np.linspace(0.1, 1, 12)),
     ],
 )
 def test_errors_are_those_of_the_dense_matrices(made):

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from tfdp_fl.correlated_noise import workload
+from tfdp_fl.correlated_noise import Workload
 
 
 def test_momentum_is_that_of_sgd():
     beta, rounds = 0.8, 7
-    made = workload.Workload(momentum=beta)
+    made = Workload(momentum=beta)
     sums = np.eye(rounds)
     velocity, model = np.zeros(rounds), np.zeros(rounds)
     for t in range(rounds):
@@ -21,7 +21,7 @@ def test_momentum_is_that_of_sgd():
 
 
 def test_rates_scale_what_each_round_brings():
-    made = workload.Workload(rates=[1.0, 0.5, 0.0])
+    made = Workload(rates=[1.0, 0.5, 0.0])
     np.testing.assert_array_equal(
         made.applied(np.eye(3)), [[1, 0, 0], [1, 0.5, 0], [1, 0.5, 0]]
     )
@@ -29,7 +29,7 @@ def test_rates_scale_what_each_round_brings():
 
 def test_rates_have_to_be_one_a_round():
     with pytest.raises(ValueError, match=r"rates.*4.*3"):
-        workload.Workload(rates=[1, 1, 1]).applied(np.eye(4))
+        Workload(rates=[1, 1, 1]).applied(np.eye(4))
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_rates_have_to_be_one_a_round():
 )
 def test_what_makes_no_model_is_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
-        workload.Workload(**arguments)
+        Workload(**arguments)

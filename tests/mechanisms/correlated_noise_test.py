@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import dp_accounting
 import numpy as np
 import tensorflow as tf
@@ -52,7 +50,7 @@ def _mu_squared(events):
 
 
 class ReleaseTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters("blt:2", "banded", "tree", "banded:1")
+    @parameterized.parameters("blt:2", "banded", "banded:1")
     def test_without_noise_is_the_papers_mean(self, strategy):
         query, state = _query(_mechanism(strategy))
         norms = (0.0, 0.05, 0.3, 0.5, 7.0, 1e4)
@@ -108,18 +106,6 @@ class ReleaseTest(tf.test.TestCase, parameterized.TestCase):
             if t:
                 statistics.assert_uncorrelated(fresh[t], fresh[t - 1])
 
-    def test_a_tree_s_sums_have_the_noise_of_its_stack(self):
-        mechanism = _mechanism("tree")
-        query, state = _query(mechanism, _WIDE)
-        zeros = rounds.zero_updates(4, _WIDE)
-        total = 0.0
-        prefix = tfdp_fl.correlated_noise.Workload()
-        for variance in mechanism.generator.squared_errors(prefix):
-            done = rounds.run_round(query, state, zeros, noise_multiplier=1.0)
-            state = done.next_state
-            total = total + np.concatenate([np.ravel(v) for v in done.mean])
-            statistics.assert_gaussian(total, np.sqrt(variance) * 0.5 / 4)
-
     def test_a_clip_that_moves_scales_what_is_made_of_unit_noise(self):
         mechanism = _mechanism()
         memory = mechanism.first_memory(
@@ -172,9 +158,7 @@ class ReleaseTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ChargeTest(parameterized.TestCase):
-    @parameterized.parameters(
-        "blt:2", "blt:3", "banded", "banded:6", "banded:1", "tree", "tree:3"
-    )
+    @parameterized.parameters("blt:2", "blt:3", "banded", "banded:6", "banded:1")
     def test_rounds_add_up_to_one_gaussian(self, strategy):
         for most in (1, 2, None):
             mechanism = _mechanism(
@@ -232,38 +216,6 @@ class ChargeTest(parameterized.TestCase):
         self.assertAlmostEqual(kept, 2.5375, places=6)
         self.assertAlmostEqual(anew, 3.775, places=6)
 
-    def test_only_few_bands_of_random_groups_are_amplified(self):
-        deployment = Deployment(
-            clients_per_round=2, num_clients=43, sampling="cyclic_poisson"
-        )
-        mechanism = _mechanism("banded:3", noise_multiplier=2.0)
-        events = [mechanism.round_event(t, deployment) for t in range(12)]
-        column = np.linalg.norm(mechanism.generator.coefficients)
-        for t, event in enumerate(events):
-            if t % 4:
-                self.assertEqual(event, dp_accounting.NoOpDpEvent())
-                continue
-            self.assertAlmostEqual(event.sampling_probability, 2 / 10)
-            self.assertAlmostEqual(event.event.noise_multiplier, 2 / column)
-        for strategy in ("banded:5", "blt:2", "tree"):
-            other = _mechanism(strategy, noise_multiplier=2.0)
-            for t in range(12):
-                self.assertEqual(
-                    other.round_event(t, deployment),
-                    other.round_event(t, Deployment(clients_per_round=2)),
-                )
-        for sampling in ("cyclic", None):
-            plain = dataclasses.replace(deployment, sampling=sampling)
-            self.assertIsNone(mechanism.amplified_probability(plain))
-            self.assertEqual(
-                mechanism.round_event(1, plain),
-                mechanism.round_event(1, Deployment(clients_per_round=2)),
-            )
-        everybody = Deployment(
-            clients_per_round=10, num_clients=43, sampling="cyclic_poisson"
-        )
-        self.assertIsNone(mechanism.amplified_probability(everybody))
-
     def test_the_query_reports_no_less(self):
         mechanism = _mechanism(noise_multiplier=2.0)
         query, state = _query(mechanism)
@@ -292,215 +244,6 @@ class ChargeTest(parameterized.TestCase):
         self.assertEqual(mechanism.event_index(17, memory), 5)
         other = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
         self.assertEqual(other.event_index(17, ()), 17)
-
-
-class AdaptiveClipTest(tf.test.TestCase, parameterized.TestCase):
-    """A clip that follows a quantile, under correlated noise."""
-
-    @parameterized.product(strategy=["blt:2", "tree"], quantile=[0.3, 1.0])
-    def test_without_noise_is_algorithm_1_of_andrew(self, strategy, quantile):
-        query, state = _query(
-            _mechanism(strategy, target_quantile=quantile, noise_multiplier=0.0)
-        )
-        norms, bound = [0.1, 0.2, 0.5, 0.9, 1.5, 4.0], 0.5
-        updates = rounds.updates_with_norms(norms)
-        for _ in range(4):
-            done = rounds.run_round(query, state, updates, clients_per_round=8)
-            wanted = references.fixed_clipping_mean(updates, bound, 8)
-            for actual, expected in zip(done.mean, wanted, strict=True):
-                self.assertAllClose(actual, expected, rtol=1e-4, atol=1e-7)
-            bound = references.next_clip(bound, norms, quantile, 0.2, 8, 1.0)
-            state = done.next_state
-            self.assertAllClose(state.clip_norm, bound, rtol=1e-5)
-
-    @parameterized.parameters("blt:2", "banded:3")
-    def test_noise_of_a_unit_clip_times_the_clip_of_the_round(self, strategy):
-        mechanism = _mechanism(
-            strategy,
-            target_quantile=0.2,
-            clip_learning_rate=2.0,
-            count_noise_stddev=0.1,
-        )
-        query, state = _query(mechanism, _WIDE)
-        zeros = rounds.zero_updates(4, _WIDE)
-        clips, unit = [], []
-        for _ in range(8):
-            done = rounds.run_round(query, state, zeros, noise_multiplier=1.0)
-            clips.append(float(state.clip_norm))
-            unit.append(rounds.flat(done.mean) * 4 / clips[-1])
-            state = done.next_state
-        # All are below the clip: it falls, each time by e^(-1.6 + .05 N(0, 1)).
-        self.assertLess(clips[-1], 1e-2 * clips[0])
-        c = mechanism.generator.coefficients
-        for t in range(8):
-            terms = [c[j] * unit[t - j] for j in range(min(t + 1, len(c)))]
-            statistics.assert_gaussian(np.sum(terms, axis=0), 1.0)
-
-    @parameterized.parameters(None, 1.5)
-    def test_the_count_has_noise_of_its_own(self, stddev):
-        mechanism = _mechanism(
-            target_quantile=0.5,
-            count_noise_stddev=stddev,
-            noise_multiplier=3.0,
-        )
-        query, state = _query(mechanism)
-        begun = query.begin_round(state, 3.0, 8)
-        total = query.initial_sample_state([tf.zeros(shape) for shape in rounds.SHAPES])
-
-        @tf.function
-        def errors():
-            def one(_):
-                _, after, _ = query.get_noised_result(total, begun)
-                return -8 * tf.math.log(after.clip_norm / 0.5) / 0.2
-
-            return tf.map_fn(one, tf.zeros([20_000]))
-
-        made = mechanism.generator
-        usual = 3.0 * np.sqrt(3 * 20) / (2 * made.sensitivity)
-        statistics.assert_gaussian(errors(), stddev or usual)
-
-    @parameterized.product(
-        strategy=["blt:2", "banded", "banded:6", "tree", "tree:3"],
-        most=[1, 2, None],
-        stddev=[None, 0.7],
-    )
-    def test_no_client_moves_more_than_is_charged(self, strategy, most, stddev):
-        # After every round, against all patterns: rows of C over z, and the
-        # counts' rows, the identity over 2 sigma_b.
-        mechanism = _mechanism(
-            strategy,
-            noise_multiplier=3.0,
-            max_participations=most,
-            target_quantile=0.5,
-            count_noise_stddev=stddev,
-        )
-        deployment = Deployment(clients_per_round=4, sampling="cyclic")
-        stddev = mechanism.count_noise_stddev_of(3.0)
-        made = mechanism.generator
-        spent, moved = 0.0, 0.0
-        for t in range(1, 13):
-            event = mechanism.round_event(t - 1, deployment)
-            spent += _mu_squared([event])
-            if strategy.startswith("tree"):
-                rows = matrices.tree_matrix(t, made.restart_every)
-            else:
-                rows = matrices.dense(made.coefficients, t)
-            both = np.concatenate([rows / 3.0, np.eye(t) / (2 * stddev)])
-            moved = matrices.worst_by_count(both, 4)[min(most or 3, t)]
-            self.assertGreaterEqual(spent, moved * (1 - 1e-9))
-        if not strategy.startswith("tree"):  # There it is a bound.
-            self.assertAlmostEqual(spent, moved)
-        if mechanism.count_noise_stddev is None:
-            only_updates = (made.sensitivity / 3.0) ** 2
-            self.assertAlmostEqual(spent, 1.05 * only_updates)
-
-    def test_however_the_clip_moves_a_client_costs_the_same(self):
-        # The worst client of all clips: what it adds up to in the releases,
-        # against the covariance of the noise that is really made.
-        mechanism = _mechanism("banded:4", target_quantile=0.5)
-        size = 12
-        memory = mechanism.first_memory(
-            Deployment(clients_per_round=4, shapes=((size,),))
-        )
-        unit = []
-        for t in range(size):
-            made, memory = mechanism.generator.noise(
-                memory, lambda _, t=t: [tf.one_hot(t, size)]
-            )
-            unit.append(made[0].numpy().astype(np.float64))
-        rng = np.random.default_rng(5)
-        charged = mechanism.generator.sensitivity**2
-        for clips in (
-            np.ones(size),
-            10.0 ** rng.uniform(-3, 3, size),
-            10.0 ** -np.arange(size),
-            10.0 ** np.arange(size),
-        ):
-            shift = np.zeros(size)
-            shift[::4] = clips[::4]
-            kept = np.linalg.solve(clips[:, None] * unit, shift)
-            np.testing.assert_allclose(kept @ kept, charged, rtol=1e-4)
-
-    def test_noise_kept_at_the_clip_it_had_would_be_undercharged(self):
-        # What is not done: buffers in units of the update. With a clip that
-        # falls, what a client adds later hides behind less and less.
-        c = _mechanism("banded:4").generator.coefficients
-        clips = 10.0 ** np.arange(12)
-        noise = np.linalg.inv(matrices.dense(c, 12)) * clips
-        shift = np.zeros(12)
-        shift[::4] = clips[::4]
-        moved = np.sum(np.linalg.solve(noise, shift) ** 2)
-        charged = _mechanism("banded:4").generator.sensitivity ** 2
-        self.assertNotAlmostEqual(moved, charged, places=1)
-        falling = 10.0 ** -np.arange(12)
-        noise = np.linalg.inv(matrices.dense(c, 12)) * falling
-        shift[::4] = falling[::4]
-        moved = np.sum(np.linalg.solve(noise, shift) ** 2)
-        self.assertGreater(moved, 10 * charged)
-
-    def test_one_band_costs_what_independent_noise_does(self):
-        # One round of z_delta and sigma_b, as Andrew et al.'s theorem 1.
-        mechanism = _mechanism(
-            "banded:1",
-            min_separation=1,
-            noise_multiplier=2.0,
-            target_quantile=0.5,
-            count_noise_stddev=3.0,
-        )
-        deployment = Deployment(clients_per_round=4)
-        whole = (2.0**-2 + 6.0**-2) ** -0.5
-        self.assertAlmostEqual(
-            tfdp_fl.mechanisms.formulas.update_noise_multiplier(whole, 3.0), 2.0
-        )
-        for t in range(12):
-            event = mechanism.round_event(t, deployment)
-            self.assertAlmostEqual(event.noise_multiplier, whole)
-
-    def test_amplified_counts_are_in_the_event_of_their_cycle(self):
-        deployment = Deployment(
-            clients_per_round=2, num_clients=40, sampling="cyclic_poisson"
-        )
-        mechanism = _mechanism("banded:3", target_quantile=0.5, count_noise_stddev=0.8)
-        column = np.linalg.norm(mechanism.generator.coefficients)
-        whole = (column**2 + 1.6**-2) ** -0.5
-        for t in range(12):
-            event = mechanism.round_event(t, deployment)
-            if t % 4:
-                self.assertEqual(event, dp_accounting.NoOpDpEvent())
-            else:
-                self.assertAlmostEqual(event.event.noise_multiplier, whole)
-
-    @parameterized.parameters("blt:2", "banded:3", "tree")
-    def test_the_query_reports_no_less(self, strategy):
-        mechanism = _mechanism(strategy, noise_multiplier=2.0, target_quantile=0.5)
-        query, state = _query(mechanism)
-        deployment = Deployment(clients_per_round=4)
-        for t in range(14):
-            done = rounds.run_round(
-                query, state, rounds.zero_updates(2), noise_multiplier=2.0
-            )
-            state = done.next_state
-            charged = _mu_squared([mechanism.round_event(t, deployment)])
-            self.assertAllClose(
-                float(done.event.noise_multiplier) ** -2, charged, rtol=1e-5
-            )
-
-    @parameterized.parameters(
-        ({"count_noise_stddev": 1.0}, "count_noise_stddev"),
-        ({"target_quantile": 0.5, "count_noise_stddev": 0.0}, "count_noise"),
-        ({"target_quantile": 1.5}, "target_quantile"),
-        ({"target_quantile": 0.5, "clip_learning_rate": -1.0}, "clip_learning"),
-    )
-    def test_errors_name_the_argument(self, options, named):
-        with self.assertRaisesRegex(ValueError, named):
-            _mechanism(**options)
-
-    def test_it_says_that_the_clip_moves(self):
-        self.assertIn(
-            "follows the 0.5 quantile",
-            _mechanism(target_quantile=0.5).describe(),
-        )
-        self.assertNotIn("quantile", _mechanism().describe())
 
 
 class DeclarationTest(parameterized.TestCase):
@@ -568,8 +311,6 @@ class DeclarationTest(parameterized.TestCase):
         ("blt:2", tfdp_fl.BLT(2)),
         ("banded", tfdp_fl.BandedToeplitz()),
         ("banded:5", tfdp_fl.BandedToeplitz(5)),
-        ("tree", tfdp_fl.Tree()),
-        ("tree:3", tfdp_fl.Tree(3)),
     )
     def test_a_strategy_may_be_a_text(self, text, strategy):
         self.assertEqual(_mechanism(text).strategy, strategy)
@@ -593,7 +334,7 @@ class DeclarationTest(parameterized.TestCase):
             np.allclose(with_momentum.coefficients, _mechanism().generator.coefficients)
         )
 
-    @parameterized.parameters("blt:2", "banded:4", "tree")
+    @parameterized.parameters("blt:2", "banded:4")
     def test_the_server_s_rates_have_a_part_in_the_choice(self, strategy):
         rates = 0.1 * (1 - np.arange(12) / 12)
         made = _mechanism(strategy, server_momentum=0.5, server_rates=rates.tolist())
@@ -603,8 +344,6 @@ class DeclarationTest(parameterized.TestCase):
             _mechanism(strategy, server_momentum=0.5, server_rates=text), made
         )
         self.assertIsNone(_mechanism(server_rates=[0.3] * 12).server_rates)
-        if strategy == "tree":
-            return
         # By the dense A of a server that adds rate times velocity.
         a = np.zeros([12, 12])
         for s in range(12):
@@ -623,7 +362,7 @@ class DeclarationTest(parameterized.TestCase):
         self.assertLess(cost(made), 0.999 * cost(_mechanism(strategy)))
 
     def test_chosen_for_the_optimizer_that_runs(self):
-        given = _mechanism("blt:2", target_quantile=0.5)
+        given = _mechanism("blt:2")
         rates = [1 - t / 12 for t in range(12)]
         made = given.for_server(0.9, rates)
         self.assertEqual(made.noise_multiplier, given.noise_multiplier)
@@ -639,32 +378,25 @@ class DeclarationTest(parameterized.TestCase):
         fixed = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
         self.assertIs(fixed.for_server(0.9, rates, 5), fixed)
 
-    @parameterized.product(
-        strategy=["blt:2", "banded", "banded:2", "tree"],
-        rounds=[5, 12, 31],
-        quantile=[None, 0.5],
-    )
-    def test_where_a_target_is_kept_the_noise_follows(self, strategy, rounds, quantile):
-        given = _mechanism(strategy, target_quantile=quantile)
+    @parameterized.product(strategy=["blt:2", "banded", "banded:2"], rounds=[5, 12, 31])
+    def test_where_a_target_is_kept_the_noise_follows(self, strategy, rounds):
+        given = _mechanism(strategy)
         made = given.for_server(0.9, [1 - t / 12 for t in range(12)], rounds)
-        for sampling in ("cyclic", "cyclic_poisson"):
-            deployment = Deployment(
-                clients_per_round=2, num_clients=40, sampling=sampling
-            )
-            before = accounting.PrivacyAccountant()
-            after = accounting.PrivacyAccountant()
-            for history, mechanism in ((before, given), (after, made)):
-                for t in range(rounds):
-                    history.add(
-                        accounting.RoundCharge(
-                            sampling=sampling,
-                            num_clients=40,
-                            clients_per_round=2,
-                            event=mechanism.round_event(t, deployment),
-                        )
+        deployment = Deployment(clients_per_round=2, num_clients=40, sampling="cyclic")
+        before = accounting.PrivacyAccountant()
+        after = accounting.PrivacyAccountant()
+        for history, mechanism in ((before, given), (after, made)):
+            for t in range(rounds):
+                history.add(
+                    accounting.RoundCharge(
+                        sampling="cyclic",
+                        num_clients=40,
+                        clients_per_round=2,
+                        event=mechanism.round_event(t, deployment),
                     )
-            self.assertLessEqual(after.epsilon(1e-5), before.epsilon(1e-5))
-            self.assertGreater(after.epsilon(1e-5), 0.8 * before.epsilon(1e-5))
+                )
+        self.assertLessEqual(after.epsilon(1e-5), before.epsilon(1e-5))
+        self.assertGreater(after.epsilon(1e-5), 0.8 * before.epsilon(1e-5))
 
     def test_it_is_known_by_name(self):
         self.assertIs(tfdp_fl.mechanisms.by_name("correlated"), tfdp_fl.CorrelatedNoise)

@@ -267,7 +267,7 @@ _STRANGE = st.one_of(
         [0.0, -0.0, 1e-320, 1e308, 1e-10, 0.5, 1.0, float("nan"), 2**63, 1e30]
     ),
     st.text(max_size=5),
-    st.sampled_from(["poisson", "fixed_size", "rdp", "pld", "blt:2", "tree", "client"]),
+    st.sampled_from(["poisson", "fixed_size", "rdp", "pld", "blt:2", "client"]),
     st.binary(max_size=4),
     st.lists(st.floats(), max_size=3),
     st.tuples(st.integers(0, 5), st.floats(0, 2)),

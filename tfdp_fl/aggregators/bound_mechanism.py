@@ -83,12 +83,6 @@ class BoundMechanism:
             allowed = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
             _validate.one_of(allowed, sampling=sampling)
         period = mechanism.event_period
-        if period is not None and sampling == "cyclic_poisson":
-            raise ValueError(
-                "sampling must be 'cyclic' (or None, if unknown) in TFF with "
-                f"{mechanism.name}, whose amplification is not counted here, "
-                f"got {sampling!r}; what is charged then holds for it, too."
-            )
         clients = round_values.tabulated(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.correlated_noise import toeplitz, tree
+from tfdp_fl.correlated_noise import toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
-from tfdp_fl.correlated_noise.workload import Workload
-
-# draw(i), i a Python integer or an int32 scalar: float32 N(0, 1) tensors of the
-# update's shapes, others for every i and every round.
-Draw = Callable[[Any], list[Any]]  # Of tensors.
+from tfdp_fl.correlated_noise.toeplitz import Workload
 
 
 class Memory(NamedTuple):
@@ -43,24 +39,26 @@ class Memory(NamedTuple):
 
 
 class Generator(abc.ABC):
-    """The noise of a run of T rounds.
+    """The noise of a run of T rounds, by a Toeplitz matrix C.
 
     Attributes:
       participation: What it counts on.
+      coefficients: c_0, c_1, ..., float64, at most T; the rest is zero.
       copies: How many copies of the model its buffers hold.
     """
 
     participation: Participation
+    coefficients: np.ndarray
     copies: int
 
     @functools.cached_property
-    @abc.abstractmethod
     def charges(self) -> np.ndarray:
         """col, float64 [T]: round t costs a Gaussian of z / col_t.
 
         Their squares add up to the square of the sensitivity, also over the
         first rounds alone (nothing later has an effect on what was released).
         """
+        return toeplitz.charges(self.coefficients, self.participation)
 
     @property
     @abc.abstractmethod
@@ -72,19 +70,19 @@ class Generator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def squared_errors(self, workload: Workload) -> np.ndarray:
-        """Returns each model's noise variance for z of variance 1, [T]."""
-
-    @abc.abstractmethod
-    def next_noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
+    def next_noise(
+        self, memory: Memory, fresh: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], Memory]:
         """Returns n of one of the first T rounds, and the memory after it.
 
         Args:
           memory: Of the rounds before.
-          draw: Fresh draws for this round.
+          fresh: z of this round: float32 N(0, 1), of the update's shapes.
         """
 
-    def noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
+    def noise(
+        self, memory: Memory, fresh: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], Memory]:
         """Returns n of a round, and the memory after it.
 
         After T rounds the memory is emptied: a new segment begins, whose
@@ -92,15 +90,15 @@ class Generator(abc.ABC):
 
         Args:
           memory: Of the rounds before.
-          draw: Fresh draws for this round.
+          fresh: z of this round: float32 N(0, 1), of the update's shapes.
         """
-        shapes = [each.shape[1:] for each in memory.buffers]
+        shapes = [buffer.shape[1:] for buffer in memory.buffers]
         memory = tf.cond(
             memory.position < self.participation.rounds,
             lambda: memory,
             lambda: self.first_memory(shapes),
         )
-        return self.next_noise(memory, draw)
+        return self.next_noise(memory, fresh)
 
     def first_memory(self, shapes: Sequence[Sequence[int]]) -> Memory:
         """Returns the memory before the first round: zeros.
@@ -118,6 +116,12 @@ class Generator(abc.ABC):
         """How far one client moves C x, in clip norms."""
         return float(np.sqrt(np.sum(self.charges**2)))
 
+    def squared_errors(self, workload: Workload) -> np.ndarray:
+        """Returns each model's noise variance for z of variance 1, [T]."""
+        return toeplitz.squared_errors(
+            self.coefficients, self.participation.rounds, workload
+        )
+
     def max_error(self, workload: Workload) -> float:
         """Returns the noise stddev of the worst model for z of stddev 1."""
         return float(np.sqrt(self.squared_errors(workload).max()))
@@ -132,28 +136,7 @@ def _as_float32(values: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.array(values, np.float32).astype(np.float64)
 
 
-class _Toeplitz(Generator):
-    """A generator of a Toeplitz C.
-
-    Attributes:
-      coefficients: c_0, c_1, ..., float64, at most T; the rest is zero.
-    """
-
-    coefficients: np.ndarray
-
-    @functools.cached_property
-    def charges(self) -> np.ndarray:
-        """See base class."""
-        return toeplitz.charges(self.coefficients, self.participation)
-
-    def squared_errors(self, workload: Workload) -> np.ndarray:
-        """See base class."""
-        return toeplitz.squared_errors(
-            self.coefficients, self.participation.rounds, workload
-        )
-
-
-class BandedGenerator(_Toeplitz):
+class BandedGenerator(Generator):
     """n_t = z_t - sum over 0 < j < bands of c_j n_(t-j).
 
     Choquette-Choo et al. (2023), algorithm 2. The buffers are a ring: row
@@ -182,20 +165,11 @@ class BandedGenerator(_Toeplitz):
         """See base class."""
         return tuple(self.coefficients.tolist())
 
-    @property
-    def bands(self) -> int:
-        """How many diagonals of C are not zero."""
-        return len(self.coefficients)
-
-    @property
-    def largest_column(self) -> float:
-        """The norm of one column: what one participation moves."""
-        return float(np.linalg.norm(self.coefficients))
-
-    def next_noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
+    def next_noise(
+        self, memory: Memory, fresh: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], Memory]:
         """See base class."""
         position, buffers = memory
-        fresh = draw(0)
         if not self.copies:
             return fresh, Memory(position + 1, buffers)
         row = position % self.copies
@@ -226,7 +200,7 @@ def _weighted_sum(weights: tf.Tensor, buffer: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.sparse.sparse_dense_matmul(sparse, flat), buffer.shape[1:])
 
 
-class BLTGenerator(_Toeplitz):
+class BLTGenerator(Generator):
     """n_t = z_t - sum of w_i s_i; s_i <- theta_i s_i + n_t.
 
     Buffered linear Toeplitz: c_j = sum of w_i theta_i^(j-1). Dvijotham et al.
@@ -277,87 +251,17 @@ class BLTGenerator(_Toeplitz):
         """See base class."""
         return (*self.theta.tolist(), *self.weights.tolist())
 
-    def next_noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
+    def next_noise(
+        self, memory: Memory, fresh: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], Memory]:
         """See base class."""
         position, buffers = memory
         weights = tf.constant(self.weights, tf.float32)
         theta = tf.constant(self.theta, tf.float32)
         noise, kept = [], []
-        for z, buffer in zip(draw(0), buffers, strict=True):
+        for z, buffer in zip(fresh, buffers, strict=True):
             n = z - _weighted_sum(weights, buffer)
             column = tf.reshape(theta, [-1] + [1] * len(z.shape))
             noise.append(n)
             kept.append(column * buffer + n[None])
-        return noise, Memory(position + 1, kept)
-
-
-class TreeGenerator(Generator):
-    """Differences of the estimates of finished subtrees (module `tree`).
-
-    The first row of the buffers is the noise of the sum so far, row h + 1 the
-    estimate of the finished subtree of height h that waits for its sister.
-    """
-
-    def __init__(self, restart_every: int, participation: Participation):
-        """Makes a tree, or several.
-
-        Args:
-          restart_every: A new tree begins after so many rounds, at most T.
-          participation: (k, b) and T.
-        """
-        self.restart_every = min(restart_every, participation.rounds)
-        self.participation = participation
-        self.copies = 1 + tree.height_count(self.restart_every)
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """See base class."""
-        return (self.restart_every,)
-
-    @functools.cached_property
-    def charges(self) -> np.ndarray:
-        """See base class."""
-        return tree.charges(self.participation, self.restart_every)
-
-    def squared_errors(self, workload: Workload) -> np.ndarray:
-        """See base class."""
-        return tree.squared_errors(
-            self.participation.rounds, self.restart_every, workload
-        )
-
-    def next_noise(self, memory: Memory, draw: Draw) -> tuple[list[tf.Tensor], Memory]:
-        """See base class."""
-        position, buffers = memory
-        place = position % self.restart_every
-        begins = tf.cast(place > 0, tf.float32)
-        buffers = [begins * buffer for buffer in buffers]
-
-        def merges(height: tf.Tensor, *estimates: tf.Tensor) -> tf.Tensor:
-            del estimates
-            finished = tf.bitwise.right_shift(place + 1, height)
-            return tf.equal(finished % 2, 0)
-
-        def merge(height: tf.Tensor, *estimates: tf.Tensor) -> list[tf.Tensor]:
-            weight = 1.0 - 0.5 ** (tf.cast(height, tf.float32) + 1.0)
-            parents = [
-                (weight * (left[height + 1] + right) + own) / (weight + 1.0)
-                for left, right, own in zip(
-                    buffers, estimates, draw(height + 1), strict=True
-                )
-            ]
-            return [height + 1, *parents]
-
-        height, *estimates = tf.while_loop(
-            merges, merge, [tf.zeros([], tf.int32), *draw(0)]
-        )
-        rows = tf.range(self.copies)
-        noise, kept = [], []
-        for estimate, buffer in zip(estimates, buffers, strict=True):
-            # Rows up to the height were merged; row 0 is the sum, made below.
-            stays = tf.reshape(rows > height + 1, [-1] + [1] * len(estimate.shape))
-            stack = tf.where(stays, buffer, 0.0)
-            stack = tf.tensor_scatter_nd_update(stack, [[height + 1]], estimate[None])
-            total = tf.reduce_sum(stack, axis=0)
-            noise.append(total - buffer[0])
-            kept.append(tf.tensor_scatter_nd_update(stack, [[0]], total[None]))
         return noise, Memory(position + 1, kept)

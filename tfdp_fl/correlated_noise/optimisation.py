@@ -16,7 +16,7 @@ from scipy import optimize, signal, special
 
 from tfdp_fl.correlated_noise import toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
-from tfdp_fl.correlated_noise.workload import Workload
+from tfdp_fl.correlated_noise.toeplitz import Workload
 
 # A loss (a logarithm, so relative) and its gradient.
 _Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from tfdp_fl import _validate
 
@@ -44,3 +45,154 @@ class Participation:
     def most(self) -> int:
         """k: `max_participations`, which is never None once made."""
         return cast(int, self.max_participations)
+
+
+_Client = TypeVar("_Client", bound=Hashable)
+
+
+class ParticipationRecord:
+    """Sees to it that nobody takes part too soon again, or too often.
+
+    Correlated noise is charged for clients whose rounds are at least
+    `min_separation` released rounds apart, and no more than
+    `max_participations` in a segment of T rounds. Where nobody draws the
+    cohorts (devices come when they are charged and idle) this is what keeps
+    them to it. Once a round:
+
+        cohort = record.eligible(those_who_are_there)[:m]
+        ...                                 # Train, noise, and release.
+        record.add(those_who_were_in_it)    # Raises if one may not have been.
+
+    A round that is not released is not added: it moves nothing, or the
+    separation would shrink (Choquette-Choo et al. 2023, section 2.1, counts
+    rounds of the matrix). It is as good as the clients' names: who comes back
+    under another name is another client.
+
+    Attributes:
+      participation: (k, b) and T.
+      released: How many rounds were added, over all segments.
+    """
+
+    def __init__(self, participation: Participation):
+        self.participation = _validate.instance_of(
+            Participation, participation=participation
+        )
+        self.released = 0
+        self._position = 0  # Within the segment.
+        # In which released round each client was last, and how often it was
+        # in one of this segment.
+        self._last: dict[Hashable, int] = {}
+        self._times: dict[Hashable, int] = {}
+
+    @property
+    def position(self) -> int:
+        """How many rounds of the segment were released; T begins a new one."""
+        return self._position
+
+    def refusal(self, client: Hashable) -> str | None:
+        """Returns why a client may not take part now; None if it may."""
+        gap, most = self.participation.min_separation, self.participation.most
+        last = self._last.get(client)
+        if last is not None and self.released - last < gap:
+            return (
+                f"it took part {self.released - last} released round(s) ago, "
+                f"and min_separation={gap}"
+            )
+        begins = self._position >= self.participation.rounds
+        times = 0 if begins else self._times.get(client, 0)
+        if times >= most:
+            return (
+                f"it took part {times} time(s) in this segment, and "
+                f"max_participations={most}"
+            )
+        return None
+
+    def eligible(self, clients: Iterable[_Client]) -> list[_Client]:
+        """Returns those who may take part now, each once, in their order."""
+        return [
+            client for client in dict.fromkeys(clients) if self.refusal(client) is None
+        ]
+
+    def check(self, clients: Sequence[Hashable]) -> None:
+        """Raises if these may not all take part in the coming round.
+
+        Args:
+          clients: Their names: texts or whole numbers.
+
+        Raises:
+          ValueError: One may not, or is there twice.
+          TypeError: A name is neither a text nor a whole number.
+        """
+        seen: set[Hashable] = set()
+        for client in clients:
+            if isinstance(client, bool) or not isinstance(client, (str, int)):
+                raise TypeError(
+                    "clients must be texts or whole numbers, got "
+                    f"{client!r} of type {type(client).__name__}."
+                )
+            why = "it is there twice" if client in seen else None
+            why = why or self.refusal(client)
+            if why is not None:
+                raise ValueError(
+                    f"clients must all be allowed to take part, got "
+                    f"{client!r}: {why}. Correlated noise does not cover it."
+                )
+            seen.add(client)
+
+    def add(self, clients: Sequence[Hashable]) -> None:
+        """Notes one released round.
+
+        Args:
+          clients: Who was in its sum.
+
+        Raises:
+          ValueError: See `check`. Nothing is noted then.
+          TypeError: See `check`.
+        """
+        self.check(clients)
+        if self._position >= self.participation.rounds:
+            self.begin_segment()
+        for client in clients:
+            self._last[client] = self.released
+            self._times[client] = self._times.get(client, 0) + 1
+        self.released += 1
+        self._position += 1
+        gap = self.participation.min_separation
+        self._last = {
+            client: last
+            for client, last in self._last.items()
+            if self.released - last < gap
+        }
+
+    def begin_segment(self) -> None:
+        """Begins a new segment, in which everybody's rounds count anew.
+
+        To be called where the noise's memory is emptied. How long ago a
+        client was there still counts.
+        """
+        self._position = 0
+        self._times = {}
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a restarted server has to know, as JSON values."""
+        where = self.participation
+        return {
+            "rounds": where.rounds,
+            "min_separation": where.min_separation,
+            "max_participations": where.most,
+            "released": self.released,
+            "position": self._position,
+            "last": [[name, last] for name, last in self._last.items()],
+            "times": [[name, times] for name, times in self._times.items()],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> ParticipationRecord:
+        """Returns the record that `state` was taken of."""
+        names = ("rounds", "min_separation", "max_participations")
+        record = cls(Participation(**{name: state[name] for name in names}))
+        record.released = int(state["released"])
+        record._position = int(state["position"])
+        record._last = {name: int(last) for name, last in state["last"]}
+        record._times = {name: int(times) for name, times in state["times"]}
+        return record

@@ -12,7 +12,7 @@ import numpy as np
 from tfdp_fl import _validate
 from tfdp_fl.correlated_noise import generators, optimisation, toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
-from tfdp_fl.correlated_noise.workload import Workload
+from tfdp_fl.correlated_noise.toeplitz import Workload
 
 # Poles and zeros that are closer than this cancel out.
 _SAME = 1e-6
@@ -193,41 +193,8 @@ def without_pairs(
     return np.array(left[::2]), np.array(left[1::2])
 
 
-@dataclasses.dataclass(frozen=True)
-class Tree(Strategy):
-    """Binary-tree aggregation (DP-FTRL as first published).
-
-    Kairouz et al. (2021), https://arxiv.org/abs/2103.00039. It keeps
-    floor(log2 T) + 2 copies of the model. Every tuned strategy beats it.
-
-    Attributes:
-      restart_every: A new tree begins after so many rounds; None for one tree.
-    """
-
-    restart_every: int | None = None
-
-    def __post_init__(self):
-        if self.restart_every is not None:
-            rounds = _validate.positive_integer(restart_every=self.restart_every)
-            object.__setattr__(self, "restart_every", rounds)
-
-    def make(
-        self, participation: Participation, workload: Workload
-    ) -> generators.TreeGenerator:
-        """See base class."""
-        del workload
-        every = self.restart_every or participation.rounds
-        return generators.TreeGenerator(every, participation)
-
-    def describe(self) -> str:
-        """See base class."""
-        if self.restart_every is None:
-            return "binary-tree aggregation"
-        return f"binary-tree aggregation (a new tree every {self.restart_every} rounds)"
-
-
 # By the words that stand for them in flags and settings.
-_BY_WORD = {"banded": BandedToeplitz, "blt": BLT, "tree": Tree}
+_BY_WORD = {"banded": BandedToeplitz, "blt": BLT}
 _BY_NAME = {kind.__name__: kind for kind in _BY_WORD.values()}
 
 
@@ -235,9 +202,8 @@ def from_text(text: str) -> Strategy:
     """Returns the strategy that a text stands for.
 
     Args:
-      text: "blt", "banded" or "tree", with a colon and the number of buffers,
-        of bands, or of rounds after which a tree begins anew: "blt:2"; or the
-        `repr` of a strategy.
+      text: "blt" or "banded", with a colon and the number of buffers or of
+        bands: "blt:2"; or the `repr` of a strategy.
 
     Raises:
       ValueError: It stands for none.
@@ -248,8 +214,8 @@ def from_text(text: str) -> Strategy:
     if text.partition("(")[0] in _BY_NAME:
         return _from_repr(text)
     raise ValueError(
-        "strategy must be blt, banded or tree, or one of them with a number, "
-        f"as in blt:2, got {text!r}."
+        "strategy must be blt or banded, or one of them with a number, as in "
+        f"blt:2, got {text!r}."
     )
 
 
@@ -277,7 +243,7 @@ def checked(**checked: Strategy | str) -> Strategy:
         return from_text(value)
     if not isinstance(value, Strategy):
         raise TypeError(
-            f"{name} must be a BandedToeplitz, a BLT or a Tree, or a text that "
-            f"stands for one, got {value!r}."
+            f"{name} must be a BandedToeplitz or a BLT, or a text that stands for "
+            f"one, got {value!r}."
         )
     return value

@@ -261,9 +261,8 @@ class Settings(_MechanismParameters):
         SAMPLINGS,
         "How a cohort is drawn: poisson (every client with probability m/N; "
         "for fixed, adaptive, median), fixed_size (m of N; for local ones), "
-        "shuffled (every client once per pass), cyclic (fixed groups in turn; "
-        "for correlated), or cyclic_poisson (each client of the group whose "
-        "turn it is with the same probability).",
+        "shuffled (every client once per pass), or cyclic (fixed groups in turn; "
+        "for correlated).",
     )
     clients_per_round: str | float | None = _option(
         None,

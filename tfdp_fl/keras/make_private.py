@@ -71,8 +71,7 @@ def make_private(
         target) or one of your own (`mechanisms.register`); or a mechanism
         whose `noise_multiplier` is replaced (a schedule of it is scaled as a
         whole).
-      sampling: "poisson", "fixed_size", "shuffled", "cyclic" or
-        "cyclic_poisson".
+      sampling: "poisson", "fixed_size", "shuffled" or "cyclic".
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
         returned model; None: PLD, the tighter one, wherever it is tight and
         quick (`accounting.tightest`), and RDP elsewhere.

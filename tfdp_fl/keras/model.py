@@ -118,9 +118,8 @@ class DPFederatedModel:
             what it says then is what is used and what is charged.
           sampling: "poisson": every client takes part with probability m/N;
             "fixed_size": m of N without replacement; "shuffled": every client
-            once per pass; "cyclic": fixed groups in turn, m of the group;
-            "cyclic_poisson": each client of the group with the same
-            probability (see `sampling.CyclicSampler`).
+            once per pass; "cyclic": fixed groups in turn, m of the group (see
+            `sampling.CyclicSampler`).
           delta: Where given, `History` has epsilon at this delta.
           accountant: "rdp" or "pld", by which epsilon is computed unless told
             otherwise. PLD is tighter, and costs about 0.1 s a round where

@@ -314,12 +314,6 @@ def _check_memory(
     """
     if mechanism.event_period is None:
         return
-    if deployment.sampling == "cyclic_poisson":
-        raise ValueError(
-            "sampling must be 'cyclic' with a mechanism whose noise has a "
-            "memory, whose amplification is not counted here, got "
-            "'cyclic_poisson'; the epsilon of 'cyclic' holds for it, too."
-        )
     mechanism.check(deployment)
 
 

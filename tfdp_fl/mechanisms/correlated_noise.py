@@ -1,7 +1,6 @@
 """DP-FTRL at client level: noise that is correlated across rounds.
 
-A mechanism is one file, so this one holds the proof of its adaptive clip too;
-how noise is correlated is `tfdp_fl.correlated_noise`.
+How it is correlated, and what that costs, is in `tfdp_fl.correlated_noise`.
 """
 
 from __future__ import annotations
@@ -10,23 +9,22 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import dp_accounting
 
 from tfdp_fl import _validate, correlated_noise, schedules
 from tfdp_fl._on_use import tf
-from tfdp_fl.correlated_noise import comparison, generators, strategies
+from tfdp_fl.correlated_noise import generators, strategies
 from tfdp_fl.mechanisms import (
-    adaptive_clipping,
     mechanism,
     noise,
     parameters,
     registry,
 )
-from tfdp_fl.mechanisms.contribution import Deployment, Round
+from tfdp_fl.mechanisms.contribution import Deployment
 
-_SAMPLINGS = ("cyclic", "cyclic_poisson", "separated")
+_SAMPLINGS = ("cyclic", "separated")
 
 
 def _momentum(**checked: Any) -> float:
@@ -71,39 +69,11 @@ def _server_only(**checked: Any) -> str:
     return "server"
 
 
-def _measures(made: generators.Generator, rounds: int) -> list[float]:
-    """Returns by how much noise may be less, where any of them is less.
-
-    A run costs by the sensitivity of its rounds, its counts by that of a
-    segment, and amplified cycles by one column.
-    """
+def _charged(made: generators.Generator, rounds: int) -> float:
+    """Returns how far one client moves C x in so many rounds, in clips."""
     squares = made.charges**2
     whole, rest = divmod(rounds, len(squares))
-    measures = [
-        math.sqrt(whole * squares.sum() + squares[:rest].sum()),
-        made.sensitivity,
-    ]
-    if isinstance(made, generators.BandedGenerator):
-        measures.append(made.largest_column)
-    return measures
-
-
-def _gaussian(
-    column: float, noise_multiplier: float, counts: float
-) -> dp_accounting.DpEvent:
-    """Returns one Gaussian for updates and a count.
-
-    Args:
-      column: How far C x is moved, in clips.
-      noise_multiplier: z > 0.
-      counts: The count's mu^2.
-    """
-    if counts:
-        squares = (column / noise_multiplier) ** 2 + counts
-        return dp_accounting.GaussianDpEvent(squares**-0.5)
-    if column == 0:
-        return dp_accounting.NoOpDpEvent()
-    return dp_accounting.GaussianDpEvent(noise_multiplier / column)
+    return math.sqrt(whole * squares.sum() + squares[:rest].sum())
 
 
 @registry.register("correlated")
@@ -122,48 +92,17 @@ class CorrelatedNoise(mechanism.Mechanism):
     (`correlated_noise.Generator.charges`).
 
     That needs no assumption about who is sampled, only that two rounds of a
-    client are at least b apart, which `sampling="cyclic"` sees to. With
-    `sampling="cyclic_poisson"` and no more than b bands the draw within the
-    groups amplifies as well.
+    client are at least b apart, which `sampling="cyclic"` sees to.
 
     After T released rounds a new segment begins, with empty buffers and
     charges of its own.
 
-    With `target_quantile` the clip adapts as in `AdaptiveClipping` (Andrew et
-    al. 2021): S_t <- S_t exp(-eta (b_t - gamma)), b_t from the count of
-    unclipped updates with noise of its own, N(0, sigma_b^2), that is
-    independent over the rounds. A round then releases S_t (x_t + z n_t) / m,
-    x_t the sum of Delta_k min(1/S_t, 1/||Delta_k||): the noise is that of a
-    clip of 1, scaled by the clip of its round, and needs no new segment when
-    the clip moves. Why one client moves C x no further than sens(C), whatever
-    the clips were:
-
-    1. Before round t is released, S_t is known to whoever knows the releases
-       before it: it follows from S_0 and the noised counts. To divide by it
-       loses nothing, and round t tells as much as x_t + z n_t and the count.
-    2. In each of its rounds a client moves x_t by at most 1 in norm, and the
-       centred count by 1/2, whatever S_t is; in all others by 0. Only what it
-       hands in depends on earlier releases, as it does without a moving clip.
-    3. (x_t + z n_t) for all t tells as much as y_t = (C x)_t + z w_t, w fresh
-       (C is lower triangular and c_0 = 1). One client moves the mean of y_t
-       by some u_t, given all that was released before, and by no choice of
-       its updates is the sum of ||u_t||^2 above sens(C)^2: the sensitivity is
-       a maximum over all of them. Such Gaussians cost together what one with
-       that mean costs, also where u_t is chosen as one goes (Denisov et al.
-       2022, theorem 2.1; Smith & Thakurta 2022, https://arxiv.org/abs/
-       2210.17520).
-    4. The counts are further coordinates, with a C of their own, the identity:
-       at most k rounds of 1 / (2 sigma_b), which by round s are at most
-       ceil(s / b). So mu^2 = (sens/z)^2 + k / (2 sigma_b)^2, of which rounds
-       0, b, 2b, ... (k of them) are charged 1 / (2 sigma_b)^2 each.
-
     Attributes:
-      clip_norm: The clip S > 0, an L2 norm over all variables of the model;
-        of the first round, if it adapts.
+      clip_norm: The clip S > 0, an L2 norm over all variables of the model.
       noise_multiplier: z >= 0, stddev of the fresh noise on the sum divided by
         S, the same in every round.
-      strategy: C: a `BandedToeplitz`, `BLT` or `Tree`, or a text that stands
-        for one, such as "blt:2". What it leaves open is chosen so that the
+      strategy: C: a `BandedToeplitz` or `BLT`, or a text that stands for one,
+        such as "blt:2". What it leaves open is chosen so that the
         noise of the last model is the smallest.
       rounds: T, the rounds of a segment.
       min_separation: b.
@@ -176,12 +115,6 @@ class CorrelatedNoise(mechanism.Mechanism):
         which C is chosen as well; only how they relate to each other counts.
         None: those of the optimizer's schedule, or the same in all rounds.
       noise_site: "server".
-      target_quantile: gamma, the fraction of clients that should remain
-        unclipped; None: the clip stays.
-      clip_learning_rate: eta.
-      count_noise_stddev: sigma_b > 0, in clients, of a clip that adapts; it is
-        charged on top of z. None: so much that the counts cost a twentieth of
-        what the updates do.
     """
 
     # The last two are for where clients come as they like.
@@ -223,8 +156,8 @@ class CorrelatedNoise(mechanism.Mechanism):
     )
     strategy: strategies.Strategy = parameters.parameter(
         strategies.checked,
-        "how the noise is correlated: blt, banded or tree, with a number of "
-        "buffers or bands, as in blt:2.",
+        "how the noise is correlated: blt or banded, with a number of buffers "
+        "or bands, as in blt:2.",
         default="blt",
     )
     rounds: int = parameters.parameter(
@@ -256,30 +189,9 @@ class CorrelatedNoise(mechanism.Mechanism):
     noise_site: str = parameters.parameter(
         _server_only, "who adds the noise: the server.", default="server"
     )
-    target_quantile: float | None = parameters.parameter(
-        parameters.Optional(_validate.probability),
-        "the fraction of clients that should remain unclipped, by which the "
-        "clip moves; it stays unless given.",
-        default=None,
-    )
-    clip_learning_rate: float = parameters.parameter(
-        _validate.non_negative, "how fast the clip follows.", default=0.2
-    )
-    count_noise_stddev: float | None = parameters.parameter(
-        parameters.Optional(_validate.positive),
-        "noise on the count of unclipped clients, charged on top; unless "
-        "given, so much that it costs a twentieth of the noise on the updates.",
-        default=None,
-    )
 
     def check_parameters(self) -> None:
         """Implements `Mechanism.check_parameters`; makes the coefficients."""
-        if self.count_noise_stddev is not None and not self.adapts:
-            raise ValueError(
-                "count_noise_stddev must be left out without target_quantile, "
-                "because a clip that stays needs no count, got "
-                f"{self.count_noise_stddev!r}."
-            )
         rates = self.server_rates
         if rates is not None and len(rates) != self.rounds:
             raise ValueError(
@@ -287,16 +199,6 @@ class CorrelatedNoise(mechanism.Mechanism):
                 f"{self.rounds}, got {len(rates)}."
             )
         self.generator  # noqa: B018
-
-    @property
-    def adapts(self) -> bool:
-        """Whether the clip follows a quantile of the update norms."""
-        return self.target_quantile is not None
-
-    @property
-    def released_sums(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The count of unclipped updates, where the clip adapts."""
-        return (adaptive_clipping.BELOW,) if self.adapts else ()
 
     @property
     def participation(self) -> correlated_noise.Participation:
@@ -338,13 +240,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         made = dataclasses.replace(self, **changes)
         if charged_rounds is None or made.generator is self.generator:
             return made
-        ratio = max(
-            new / old
-            for new, old in zip(
-                _measures(made.generator, charged_rounds),
-                _measures(self.generator, charged_rounds),
-                strict=True,
-            )
+        ratio = _charged(made.generator, charged_rounds) / _charged(
+            self.generator, charged_rounds
         )
         # A hair more, for what floating point rounds.
         noise_multiplier = self.noise_multiplier * ratio * (1 + 1e-9)
@@ -359,11 +256,10 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.check`."""
         if deployment.sampling not in (*_SAMPLINGS, None):
             raise ValueError(
-                "sampling must be 'cyclic', 'cyclic_poisson' or, of clients "
-                "who come as they like, 'separated' with "
-                f"{self.name}, because its noise counts on a client's rounds "
-                f"being min_separation={self.min_separation} apart, got "
-                f"sampling={deployment.sampling!r}."
+                "sampling must be 'cyclic' or, of clients who come as they like, "
+                f"'separated' with {self.name}, because its noise counts on a "
+                f"client's rounds being min_separation={self.min_separation} apart, "
+                f"got sampling={deployment.sampling!r}."
             )
         if deployment.sampling is not None and not schedules.is_constant(
             deployment.clients_per_round
@@ -399,45 +295,6 @@ class CorrelatedNoise(mechanism.Mechanism):
         """Implements `Mechanism.first_clip_norm`."""
         return self.clip_norm
 
-    def count_noise_stddev_of(self, noise_multiplier: Any) -> Any:
-        """Returns sigma_b (number or tensor) of a clip that adapts.
-
-        It does not go by the size of a cohort: k rounds of it are charged
-        wherever they lie, so that it must be the same in all of them.
-
-        Args:
-          noise_multiplier: z.
-        """
-        if self.count_noise_stddev is not None:
-            return self.count_noise_stddev
-        made = self.generator
-        of_one = math.sqrt(made.participation.most) / made.sensitivity
-        return noise_multiplier * of_one / math.sqrt(4 * comparison.SHARE_OF_COUNTS)
-
-    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
-        """Implements `Mechanism.noise_stddevs`: z S, and sigma_b."""
-        stddevs = super().noise_stddevs(round, deployment)
-        if self.adapts:
-            stddevs[adaptive_clipping.BELOW] = self.count_noise_stddev_of(
-                round.noise_multiplier
-            )
-        return stddevs
-
-    def sums_of(self, norm: tf.Tensor, round: Round) -> dict[str, tf.Tensor]:
-        """Implements `Mechanism.sums_of`: the centred bits, if it adapts."""
-        if not self.adapts:
-            return {}
-        bits = adaptive_clipping.bits_below(norm, round.clip_norm)
-        return {adaptive_clipping.BELOW: bits}
-
-    def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
-        """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma))."""
-        if self.target_quantile is None:
-            return super().next_clip_norm(sums, round)
-        return adaptive_clipping.moved_clip(
-            sums, round, self.target_quantile, self.clip_learning_rate
-        )
-
     def first_memory(self, deployment: Deployment) -> generators.Memory:
         """Implements `Mechanism.first_memory`: buffers of zeros."""
         if deployment.shapes is None:
@@ -453,19 +310,9 @@ class CorrelatedNoise(mechanism.Mechanism):
         stddev: tf.Tensor,
         memory: generators.Memory,
     ) -> tuple[list[tf.Tensor], generators.Memory]:
-        """Implements `Mechanism.add_noise`: adds stddev n_t.
-
-        The buffers hold n for noise of stddev 1, so that they outlive a clip
-        that moves.
-        """
-        first, others = noise.next_seed(), noise.next_seed()
-
-        def draw(index: Any) -> list[tf.Tensor]:
-            if isinstance(index, int) and index == 0:
-                return noise.standard_normals(update, first)
-            return noise.standard_normals(update, noise.fold_in(others, index))
-
-        made, memory = self.generator.noise(memory, draw)
+        """Implements `Mechanism.add_noise`: adds stddev n_t."""
+        fresh = noise.standard_normals(update, noise.next_seed())
+        made, memory = self.generator.noise(memory, fresh)
         scale = tf.cast(stddev, tf.float32)
         noised = [
             tensor + tf.cast(each * scale, tensor.dtype)
@@ -479,94 +326,39 @@ class CorrelatedNoise(mechanism.Mechanism):
         return int(memory.position)
 
     def query_event(self, round: Any) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.query_event`, without amplification."""
+        """Implements `Mechanism.query_event`."""
         charges = tf.constant(self.generator.charges, tf.float32)
-        position = round.memory.position % self.rounds
-        squares = tf.gather(charges**2, position) / round.noise_multiplier**2
-        if self.adapts:
-            stddev = self.count_noise_stddev_of(round.noise_multiplier)
-            counted = tf.gather(
-                [float(self._counts_at(t)) for t in range(self.rounds)],
-                position,
-            )
-            squares += counted / (2.0 * stddev) ** 2
-        return dp_accounting.GaussianDpEvent(squares**-0.5)
-
-    def _counts_at(self, position: int) -> bool:
-        """Whether a count is charged: at rounds 0, b, 2b, ..., k times."""
-        visit, between = divmod(position, self.min_separation)
-        return not between and visit < self.generator.participation.most
+        column = tf.gather(charges, round.memory.position % self.rounds)
+        return dp_accounting.GaussianDpEvent(round.noise_multiplier / column)
 
     def round_event(
         self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:
-        """Implements `Mechanism.round_event`.
+        """Implements `Mechanism.round_event`: a Gaussian of z / col_t.
 
         Args:
           round_index: How many rounds had noise of this memory; past T it
             begins anew.
           deployment: Where it is.
         """
-        z = self.noise_multiplier
-        if z == 0:
+        del deployment
+        if self.noise_multiplier == 0:
             return dp_accounting.NonPrivateDpEvent()
-        position = round_index % self.rounds
-        counts = 0.0
-        if self.adapts and self._counts_at(position):
-            counts = (2 * self.count_noise_stddev_of(z)) ** -2
-        probability = self.amplified_probability(deployment)
-        if probability is not None:
-            if position % self.min_separation:
-                return dp_accounting.NoOpDpEvent()  # Its cycle is paid for.
-            # What one participation moves, the count among it: further
-            # coordinates, in which every column of C has one entry. (After k
-            # rounds a client sits out; who is drawn is not known then.)
-            banded = cast(generators.BandedGenerator, self.generator)
-            if self.adapts:
-                counts = (2 * self.count_noise_stddev_of(z)) ** -2
-            return dp_accounting.PoissonSampledDpEvent(
-                probability, _gaussian(banded.largest_column, z, counts)
-            )
-        return _gaussian(float(self.generator.charges[position]), z, counts)
-
-    def amplified_probability(self, deployment: Deployment) -> float | None:
-        """Returns q = m / floor(N / b) where sampling amplifies, else None.
-
-        Choquette-Choo et al. (2023), theorem 4: with no more bands than
-        groups, a cycle over the groups is one Poisson-sampled Gaussian of
-        z / ||c|| to every client.
-        """
-        made = self.generator
-        if (
-            deployment.sampling != "cyclic_poisson"
-            or deployment.num_clients is None
-            or not isinstance(made, generators.BandedGenerator)
-            or made.bands > self.min_separation
-        ):
-            return None
-        group = deployment.num_clients // self.min_separation
-        probability = deployment.cohort_size(0) / max(1, group)
-        return probability if probability < 1 else None
+        column = float(self.generator.charges[round_index % self.rounds])
+        if column == 0:
+            return dp_accounting.NoOpDpEvent()
+        return dp_accounting.GaussianDpEvent(self.noise_multiplier / column)
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
         most = self.generator.participation.max_participations
         return (
             "DP-FedAvg with noise that is correlated across rounds (DP-FTRL): "
-            f"every client's update is clipped to {self._clip_phrase()}, and "
-            "the server adds to the sum Gaussian "
+            f"every client's update is clipped to an L2 norm of {self.clip_norm:g}, "
+            "and the server adds to the sum Gaussian "
             f"noise that goes by {self.strategy.describe()} over "
             f"{self.rounds} rounds, of which a client is in at most {most}, at "
             f"least {self.min_separation} apart."
-        )
-
-    def _clip_phrase(self) -> str:
-        if self.target_quantile is None:
-            return f"an L2 norm of {self.clip_norm:g}"
-        return (
-            f"an L2 norm (at first {self.clip_norm:g}) that follows the "
-            f"{self.target_quantile:g} quantile of the update norms, estimated "
-            "from a noised count whose cost is included"
         )
 
     def caveats(self) -> tuple[str, ...]:

@@ -108,8 +108,8 @@ def _why_not(query_class: type) -> str:
         return (
             ", whose noise is correlated over the rounds (it is seeded by the "
             "clock, its state changes shape, and it reports no event that can "
-            "be accounted for round by round; tfdp_fl.CorrelatedNoise with "
-            "strategy=tfdp_fl.Tree() does what it is for)"
+            "be accounted for round by round; tfdp_fl.CorrelatedNoise does what it "
+            "is for, with less noise)"
         )
     return ""
 
