@@ -72,7 +72,7 @@ def train(device, model, mechanism, jit_compile):
         seen.update(
             variable.device
             for replica in range(self.num_replicas)
-            for variable in self.functions.own_variables(replica)
+            for variable in self.functions._trainer(replica).own_variables
         )
         threads = self._pool.map(lambda _: tf.zeros([2]).device, range(2))
         seen.update(threads)

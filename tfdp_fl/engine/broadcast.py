@@ -35,17 +35,12 @@ class Broadcast:
         self._server = server
         self._unaggregated = unaggregated
         self._hook = hook
-        numbers = sum(
-            each.shape.num_elements() for each in (*server.variables, *unaggregated)
-        )
-        self._compiled = calls.Compiled(
-            self.received, one_thread=numbers <= calls.FEW_NUMBERS
-        )
+        self._compiled = calls.Compiled(self.received)
 
     def __call__(self, state: Any, inputs: rounds.RoundInputs) -> cohort.Received:
         """Returns what clients receive, in the state before the round."""
         numbers, seed = inputs.tensors()
-        return self._compiled(state, numbers, seed, kind=seed.dtype)
+        return self._compiled(state, numbers, seed, (), kind=seed.dtype)
 
     def changed_weights(self, state: Any, inputs: rounds.RoundInputs) -> Any:
         """Returns one set of weights for all replicas; () without a hook."""

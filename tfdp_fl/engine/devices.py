@@ -1,13 +1,12 @@
 """Where a cohort is trained: on the device that holds the user's model.
 
-What was measured on CPUs is chosen on CPUs only: a replica for each core,
-functions on one thread, XLA for small dense models. On any other device there
-is one replica, TensorFlow's own executor, and XLA where the user asks for it.
+What was measured on CPUs is chosen on CPUs only: a replica for each core, and
+XLA for small dense models. On any other device there is one replica, and XLA
+where the user asks for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -46,31 +45,6 @@ def enter(device: str) -> None:
     `tf.device` holds for the thread that enters it, not for those it starts.
     """
     tf.device(device).__enter__()
-
-
-class ThreadCores:
-    """Which of its cores a thread uses: all, or the upper half of them.
-
-    Half of them for what runs beside one thread that computes alone: Linux may
-    wake a thread that waited for Python's lock on the core of the one that let
-    go of it, where another core is idle, and each then waits for the other.
-    Threads that this one starts stay on the cores that it has then.
-    """
-
-    def __init__(self) -> None:
-        """Changes nothing."""
-        self._are_half = False
-        self._all: set[int] = set()
-
-    def use(self, half: bool) -> None:
-        """Has the calling thread, always the same one, use half of them."""
-        if half == self._are_half:
-            return
-        self._are_half = half
-        with contextlib.suppress(AttributeError, OSError):  # Not everywhere.
-            self._all = self._all or os.sched_getaffinity(0)
-            cores = sorted(self._all)
-            os.sched_setaffinity(0, cores[len(cores) // 2 :] if half else cores)
 
 
 def at_home(method: _Method) -> _Method:

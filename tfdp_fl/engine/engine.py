@@ -33,10 +33,8 @@ import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
-    allocation,
     background,
     broadcast,
-    calls,
     chunks,
     client_update,
     cohort,
@@ -44,7 +42,6 @@ from tfdp_fl.engine import (
     dense_models,
     devices,
     example_weights,
-    fixed_sizes,
     joint_clip,
     labels,
     layout,
@@ -133,7 +130,6 @@ class CohortEngine:
         self._collect_records = collect_records
         self.has_trained = False
         replicas.check_layers(model)
-        allocation.reserve_small_regions()
         self.device = devices.home_of(model)
         count = num_replicas or devices.default_num_replicas(self.device)
 
@@ -147,7 +143,7 @@ class CohortEngine:
                 )
 
         first = make_trainer()
-        client = first.check_state()
+        first.check_state()
         example_weights.check_weighting(element_spec[1], deployment.client_weighting)
         self._label_ranges = first.label_ranges
         self.query = mechanism.bind(
@@ -182,16 +178,7 @@ class CohortEngine:
             kernels=dense_models.kernels_of(first.model) if beside else None,
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=xla,
-            cores=(
-                devices.default_num_replicas(self.device)
-                if devices.are_all_cpus() and calls.suits_one_thread(client)
-                else None
-            ),
-            factored_rows=(
-                0 if mechanism.releases_weights else first.factored.most_rows
-            ),
             weighting=deployment.client_weighting,
-            sizes=fixed_sizes.FixedSizes(deployment.sampling, deployment.num_clients),
         )
         self._broadcasts = broadcast.Broadcast(
             self.query, self.server, self._unaggregated, broadcast_hook
@@ -208,7 +195,7 @@ class CohortEngine:
         self.read_chunks = chunks.Reader(
             element_spec=element_spec,
             label_ranges=first.label_ranges,
-            sizes=self.layout.sizes if xla else None,
+            padded=xla,
         )
         self._joint_clip = joint_clip.JointClip(self.query, self.update_spec)
         self._release = release.Release(
@@ -263,7 +250,6 @@ class CohortEngine:
         Raises:
           ValueError: A round of so many clients cannot fit here.
         """
-        self.layout.sizes.clients_per_round = clients_per_round
         memory_need.check(
             elements=self.update_spec.size,
             clients_per_round=clients_per_round,
@@ -271,15 +257,6 @@ class CohortEngine:
             collects=self.output != cohort.SUM,
             mechanism=self.query.mechanism.name,
         )
-
-    def use_replicas(self, count: int) -> None:
-        """Trains at most so many clients at once from now on.
-
-        Args:
-          count: At most `num_replicas`; the others are given up.
-        """
-        self.functions.keep_replicas(count)
-        self.num_replicas = count
 
     # Half one: train and add up. Its steps are public for runtimes that run
     # the functions elsewhere.
@@ -349,7 +326,6 @@ class CohortEngine:
         if chunk.groups is None:
             chunk = self.lay_out(chunk, pending.inputs)
         groups: list[list[layout.Part]] = chunk.groups
-        self.background.cores_are_idle = len(groups) < self.num_replicas
         prepared = [
             [
                 (part, self.functions.prepared(replica, pending, chunk, part))
@@ -412,11 +388,7 @@ class CohortEngine:
 
         def train(places: list[int]) -> None:
             clients = tables.select(part.clients, np.array(places, np.int64))
-            alone = self.layout.one_by_one(
-                clients,
-                one_thread=part.way.one_thread,
-                factored=part.way.factored,
-            )
+            alone = self.layout.one_by_one(clients)
             trained = self.functions.prepared(0, pending, chunk, alone)()
             pending.take(clients.members, trained)
 
