@@ -6,7 +6,7 @@ The way of a client's update, from the dataset to the released model:
       train_chunk               layout.lay_out: who trains with whom, on what
                                   tables.client_table, tables.split
         tracing.prepared        the compiled function and its arguments: a Call
-          broadcast.received      what the server sends
+          server_update.received  what the server sends
           OneByOne              one client after the other (or SideBySide):
             ClientTrainer         start, step by step, handed_in
             query                 preprocess_record (clip), accumulate (add)
@@ -34,18 +34,15 @@ import tensorflow as tf
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
     background,
-    broadcast,
     chunks,
     client_update,
     cohort,
-    compile_choice,
     dense_models,
     devices,
     example_weights,
     joint_clip,
     labels,
     layout,
-    memory_need,
     release,
     replicas,
     rounds,
@@ -100,7 +97,7 @@ class CohortEngine:
         deployment: contribution.Deployment,
         element_spec: tuple[Any, Any],
         server_optimizer: tf.keras.optimizers.Optimizer | None = None,
-        broadcast_hook: broadcast.BroadcastHook | None = None,
+        broadcast_hook: server_update.BroadcastHook | None = None,
         aggregate_non_trainable: bool = True,
         moments: bool = False,
         collect_records: bool = False,
@@ -124,7 +121,7 @@ class CohortEngine:
           collect_records: Whether each client's contribution is wanted itself.
           num_replicas: Clients trained at once; None: one for each core.
           jit_compile: Whether XLA compiles local training; None decides by
-            `compile_choice`.
+            `devices.prefers_xla`.
           batch_size: The usual batch size, for that decision.
         """
         self._collect_records = collect_records
@@ -163,7 +160,7 @@ class CohortEngine:
         )
         self._unaggregated = [own[id(each)] for each in first.unaggregated]
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
-        prefers_xla = compile_choice.prefers_xla(model, batch_size)
+        prefers_xla = devices.prefers_xla(model, batch_size)
         xla = prefers_xla if jit_compile is None else bool(jit_compile)
         summed = self.output == cohort.SUM
         beside = (
@@ -180,7 +177,7 @@ class CohortEngine:
             xla=xla,
             weighting=deployment.client_weighting,
         )
-        self._broadcasts = broadcast.Broadcast(
+        self._broadcasts = server_update.Broadcast(
             self.query, self.server, self._unaggregated, broadcast_hook
         )
         self.functions = tracing.CohortFunctions(
@@ -250,7 +247,7 @@ class CohortEngine:
         Raises:
           ValueError: A round of so many clients cannot fit here.
         """
-        memory_need.check(
+        devices.check_memory(
             elements=self.update_spec.size,
             clients_per_round=clients_per_round,
             num_replicas=self.num_replicas,

@@ -1,7 +1,7 @@
 """Who of a chunk's clients trains where, with whom, and by which function.
 
 All that is decided about a cohort's training stands here; what it hangs on is
-measured in `dense_models` (side by side or not) and `compile_choice` (XLA).
+measured in `dense_models` (side by side or not) and `devices` (XLA).
 """
 
 from __future__ import annotations

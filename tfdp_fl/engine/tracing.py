@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.engine import (
-    broadcast,
     calls,
     chunks,
     client_update,
@@ -19,6 +18,7 @@ from tfdp_fl.engine import (
     layout,
     one_by_one,
     rounds,
+    server_update,
     side_by_side,
 )
 from tfdp_fl.mechanisms import cohort_query
@@ -48,7 +48,7 @@ class CohortFunctions:
     trainers: dict[int, client_update.ClientTrainer]
     make_trainer: Callable[[], client_update.ClientTrainer]
     query: cohort_query.CohortQuery
-    broadcasts: broadcast.Broadcast
+    broadcasts: server_update.Broadcast
     element_spec: tuple[Any, Any]
     output: str
     moments: bool
