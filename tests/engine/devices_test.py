@@ -125,7 +125,6 @@ class DevicesTest(tf.test.TestCase):
         self.assertFalse(devices.is_cpu(gpu))
         self.assertEqual(devices.default_num_replicas(gpu), 1)
         self.assertTrue(devices.is_cpu(gpu.replace("GPU", "CPU")))
-        self.assertTrue(devices.are_all_cpus())
         small = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(2)])
         self.assertTrue(devices.prefers_xla(small, 8))
         with absltest.mock.patch.object(devices, "home_of", return_value=gpu):

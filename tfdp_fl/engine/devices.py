@@ -62,11 +62,6 @@ def is_cpu(device: str) -> bool:
     return tf.DeviceSpec.from_string(device).device_type == "CPU"
 
 
-def are_all_cpus() -> bool:
-    """Returns True if TensorFlow has no device but CPUs."""
-    return all(each.device_type == "CPU" for each in tf.config.list_logical_devices())
-
-
 def enter(device: str) -> None:
     """Has this thread, which is a pool's, compute on a device for good.
 
