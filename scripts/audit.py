@@ -35,7 +35,6 @@ registry.load_named_in(sys.argv[1:], "mechanism_module")
 from tfdp_fl import auditing
 from tfdp_fl.experiments import Settings, audits, setting_flags, training
 from tfdp_fl.experiments.settings import groups as settings_groups
-from tfdp_fl.runtimes import errors
 
 # An audit is one fit, and saves nothing to go on from.
 _LEFT_OUT = {"checkpoint_every", "validation_freq", "secure_aggregation"}
@@ -76,17 +75,11 @@ def main(argv: Sequence[str]) -> None:
         path = pathlib.Path(_OUTPUT_DIR.value)
         path.mkdir(parents=True, exist_ok=True)
         result = audits.run(prepared, audit, path, int(_VERBOSE.value))
-    except (
-        ImportError,
-        OSError,
-        TypeError,
-        ValueError,
-        errors.WorkerError,
-    ) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         sys.exit(f"audit.py: {error}")
     print(
         f"\n{result['mechanism']}, {result['rounds']} rounds, "
-        f"{result['sampling']} sampling, on {result['runtime']}, with "
+        f"{result['sampling']} sampling, with "
         f"{result['num_canaries']} canaries in {result['seconds']:.0f} s:\n"
         f"Claimed:  {result['claimed']:.3f} at delta = {result['delta']:.3g}.\n"
         f"Found:    {result['estimate']:.3f} (95 % interval "

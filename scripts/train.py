@@ -44,7 +44,6 @@ from tfdp_fl.experiments import (
 )
 from tfdp_fl.experiments.settings import groups as settings_groups
 from tfdp_fl.keras.callbacks import report
-from tfdp_fl.runtimes import errors
 
 setting_flags.define()
 
@@ -122,12 +121,6 @@ def main(argv: Sequence[str]) -> None:
             verbose=_verbosity(),
         )
         _write_report(result, pathlib.Path(output_dir))
-    except errors.WorkerError as error:
-        saved = os.path.join(output_dir, run_directory.CHECKPOINT)
-        sys.exit(
-            f"train.py: {error}\nThe round did not happen and nothing was "
-            "charged for it." + (" --resume goes on." if os.path.isdir(saved) else "")
-        )
     except KeyboardInterrupt:  # While files were written, at the end.
         sys.exit("train.py: interrupted; --resume goes on.")
     _print_result(result, output_dir)

@@ -112,9 +112,7 @@ class InterruptsTest(parameterized.TestCase):
             return x
 
         with self.assertRaises(KeyboardInterrupt):
-            calls.TracedFunction(
-                tf.function(function), False, tf.TensorSpec([], tf.float32)
-            )
+            calls.TracedFunction(tf.function(function), tf.TensorSpec([], tf.float32))
         self.assertEqual(ends, [True])
         self.assertFalse(tf.inside_function())
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
 import pathlib
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -90,7 +86,7 @@ class _Run:
         mechanism: str,
         jit_compile: bool | None,
         runtime: Any,
-        num_replicas: int | str | None = None,
+        num_replicas: int | None = None,
     ):
         self._workload = workload
         self._clients = clients
@@ -123,16 +119,6 @@ class _Run:
             runtime=self._runtime,
         )
         return times.seconds
-
-
-@contextlib.contextmanager
-def _without_choices_kept() -> Iterator[None]:
-    """Has nobody find what was measured before, or keep what is now."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.dict(os.environ, XDG_CACHE_HOME=folder),
-    ):
-        yield
 
 
 def evenly(sizes: np.ndarray, batch_size: int) -> np.ndarray:
@@ -264,7 +250,6 @@ class EngineSide:
         if one_thread_per_operation:
             training.use_one_thread_per_operation()
         self._runs: dict[str, _Run] = {}
-        self._makers: dict[str, Callable[[], _Run]] = {}
 
     def add(
         self,
@@ -283,7 +268,7 @@ class EngineSide:
         stream: str | None = None,
         stream_folder: str | None = None,
         policy: str = "float32",
-        num_replicas: int | str | None = None,
+        num_replicas: int | None = None,
         warm_up: int = 3,
     ) -> dict[str, Any]:
         """Makes a run, and runs its first rounds.
@@ -306,8 +291,7 @@ class EngineSide:
             "population_mapped", see `population_on_disk`; None: in memory.
           stream_folder: Where files are written.
           policy: Keras's dtype policy.
-          num_replicas: How many clients train at once; None: one a core;
-            "measured": chosen now, whatever was found before.
+          num_replicas: How many clients train at once; None: one a core.
           warm_up: Rounds after the first.
 
         Returns:
@@ -330,8 +314,7 @@ class EngineSide:
                 clients = streamed(clients, stream, stream_folder)
         constructed = time.perf_counter() - started
         tf.keras.mixed_precision.set_global_policy(policy)
-        make = functools.partial(
-            _Run,
+        made = _Run(
             work,
             clients,
             cohort,
@@ -341,18 +324,15 @@ class EngineSide:
             _workers(clients, workers, worker_data),
             num_replicas,
         )
-        made = make()
         before = machine.memory_bytes()
         machine.reset_peak()
         start = time.perf_counter()
-        with _without_choices_kept():
-            made.fit(1)
+        made.fit(1)
         first = time.perf_counter() - start
         made.estimate = first
         if warm_up:
             made.estimate = float(np.min(made.fit(warm_up)))
         self._runs[run] = made
-        self._makers[run] = make
         peak = machine.memory_bytes(field="VmHWM")
         engine = made.federated_model.engine
         return {
@@ -541,9 +521,7 @@ class EngineSide:
     def profile(self, run: str) -> dict[str, Any]:
         """Returns where the time of rounds goes, see `profiling`.
 
-        As many rounds as one call of `measure` runs, which comes before. The
-        profiler sees nothing of what runs on one thread; where anything does,
-        everything is profiled as it runs on several.
+        As many rounds as one call of `measure` runs, which comes before.
         """
         made = self._runs[run]
         spans: list[tuple[float, float]] = []
@@ -551,21 +529,9 @@ class EngineSide:
             times = made.fit(made.rounds)
         inside = profiling.covered(spans) / np.sum(times)
         found = self._profiled(made)
-        engine = made.federated_model.engine
-        one_thread = not found["operations"] or any(
-            way.one_thread for _, way, _ in engine.functions.traced
-        )
-        if one_thread:
-            with calls.by_default_executor():
-                anew = self._makers[run]()
-                anew.rounds = made.rounds
-                anew.fit(1)
-                anew.fit(anew.rounds)
-                found = self._profiled(anew)
         return {
             **found,
             "inside_functions": float(inside),
-            "one_thread": one_thread,
             "hooks_seconds": _hooks_seconds(),
         }
 

@@ -425,10 +425,7 @@ def _profile(results: Results) -> str:
         table(
             (
                 "share of the cores' time",
-                *[
-                    f"{name} (see below)" if found[name]["one_thread"] else name
-                    for name in shares
-                ],
+                *shares,
             ),
             [
                 (

@@ -363,36 +363,23 @@ def jit_choice(workload: workloads.Workload, context: Context) -> Result:
 
 
 def replicas(context: Context) -> Result:
-    """Compares a client on each core with one whose operations are split.
-
-    And, where TensorFlow's threads are its own choice, what
-    `num_replicas="measured"` finds with what is there to be found.
-    """
+    """Compares a client on each core with one whose operations are split."""
     result: Result = {}
     options = {"one_thread_per_operation": False}
     for name in workloads.WORKLOADS:
         with Side("engine") as beside, Side("engine", options) as split:
             beside.call("add", run="run", workload=name)
             split.call("add", run="run", workload=name, num_replicas=1)
-            split.call("add", run="all", workload=name)
-            measured = split.call(
-                "add", run="found", workload=name, num_replicas="measured"
-            )
             seconds = context.seconds(1.5)
             each = alternate(
                 min(context.blocks, 3),
                 {
                     "beside": _measure(beside, "run", seconds),
                     "split": _measure(split, "run", seconds),
-                    "all": _measure(split, "all", seconds),
                 },
             )
         each["ratio"] = each["beside"]["median"] / each["split"]["median"]
-        each["found"] = measured["num_replicas"]
-        context.say(
-            f"{name}: {each['ratio']:.2f} times the round of one; with "
-            f"TensorFlow's threads {each['found']} measured to be best"
-        )
+        context.say(f"{name}: {each['ratio']:.2f} times the round of one")
         result[name] = each
     return {"cores": machine.cores(), "workloads": result}
 

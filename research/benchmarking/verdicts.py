@@ -290,31 +290,6 @@ def of_replicas(results: Results) -> list[Verdict]:
         )
         for name, each in result["workloads"].items()
     ]
-    for name, each in result["workloads"].items():
-        if "found" not in each:  # A row of an earlier version.
-            continue
-        rounds = {
-            1: each["split"]["median"],
-            result["cores"]: each["all"]["median"],
-        }
-        ratio = rounds[each["found"]] / min(rounds.values())
-        verdicts.append(
-            Verdict(
-                "replicas",
-                f"{workloads.WORKLOADS[name].title}: the number of replicas "
-                'that `num_replicas="measured"` finds under TensorFlow\'s own '
-                "threads, over the best one",
-                f"{ratio:.2f} times ({each['found']} found; "
-                + ", ".join(
-                    f"{number}: {milliseconds(seconds)}"
-                    for number, seconds in rounds.items()
-                )
-                + ")",
-                f"at most {REPLICAS_FACTOR:g} times",
-                ratio <= REPLICAS_FACTOR,
-                "It times a few rounds of zeros, on a machine whose speed varies.",
-            )
-        )
     return verdicts
 
 

@@ -14,7 +14,7 @@ from tests.engine import cohorts
 from tests.keras import toy
 from tfdp_fl import sampling
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import chunks, devices, labels
+from tfdp_fl.engine import chunks, labels
 
 
 class _Files:
@@ -124,42 +124,6 @@ class ReaderTest(tf.test.TestCase):
         self.assertEqual(other.read, [3, 4])
         reader.close()
 
-    def test_on_half_of_the_cores_where_training_leaves_them(self):
-        asked = []
-
-        def use(pid, cores):
-            self.assertEqual(pid, 0)  # The thread that asks.
-            asked.append((threading.current_thread(), list(cores)))
-
-        files = _Files()
-        dataset = files.dataset()
-        reader = _reader(dataset)
-        with (
-            mock.patch.object(
-                devices.os, "sched_getaffinity", return_value={7, 1, 4, 3}
-            ),
-            mock.patch.object(devices.os, "sched_setaffinity", use),
-        ):
-            for idle in (False, True, True, False, False):
-                reader.thread.cores_are_idle = idle
-                (chunk,) = reader(dataset, _pending(dataset, [0, 1]))
-                self.assertAllEqual(chunk.lengths, [4, 5])
-            self.assertEqual([cores for _, cores in asked], [[4, 7], [1, 3, 4, 7]])
-            self.assertContainsSubset({thread for thread, _ in asked}, files.threads)
-            reader.close()
-            # Another thread begins on all of them.
-            reader.thread.cores_are_idle = True
-            list(reader(dataset, _pending(dataset, [0, 1])))
-            self.assertEqual(asked[-1][1], [4, 7])
-            reader.close()
-        for refused in (AttributeError, PermissionError):
-            with mock.patch.object(
-                devices.os, "sched_setaffinity", side_effect=refused
-            ):
-                (chunk,) = reader(dataset, _pending(dataset, [0, 1]))
-                self.assertAllEqual(chunk.lengths, [4, 5])
-                reader.close()
-
     def test_closed_in_the_middle(self):
         files = _Files()
         dataset = files.dataset()
@@ -245,23 +209,6 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         for one, other in zip(weights, own, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
         self.assertEqual(history["cohort_size"], wanted["cohort_size"])
-
-    def test_who_trains_on_one_core_leaves_the_others(self):
-        dataset = _Files().dataset()
-        for jit_compile in (None, False):
-            dense = tf.keras.layers.Dense
-            model = tf.keras.Sequential(
-                [tf.keras.Input([8]), dense(64), dense(64), dense(3)]
-            )
-            fed = toy.federated(
-                model=model,
-                num_replicas=2,
-                clients_per_round=4,
-                compile_options={"jit_compile": jit_compile},
-            )
-            fed.fit(dataset, rounds=1, batch_size=5, verbose=0)
-            # Small, side by side on one thread; or one by one on two.
-            self.assertEqual(fed.engine.background.cores_are_idle, jit_compile is None)
 
     def test_nobody_is_read_who_takes_no_part(self):
         # Of whom the last round draws, nobody comes after.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import threading
 from unittest import mock
 
@@ -16,11 +15,8 @@ from tests.engine import cohorts
 from tests.mechanisms import references, rounds, statistics
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
-    calls,
     chunks,
-    client_update,
     dense_models,
-    devices,
     tracing,
 )
 from tfdp_fl.mechanisms import noise
@@ -311,38 +307,6 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         two, two_logs = self._weights(mechanism, num_replicas=2)
         self.assertAllClose(one, two, rtol=1e-4, atol=1e-6)
         self.assertAllClose(one_logs, two_logs, rtol=1e-4)
-
-    @parameterized.product(
-        name=("dense", "slots", "statistics", "dropout", "rnn", "generator"),
-        mechanism=("adaptive", "nbafl"),
-    )
-    def test_a_step_on_one_thread_or_on_several(self, name, mechanism):
-        found = []
-        for cores in (2, None):
-            model, optimizer = _models()[name]
-            engine = cohorts.make_engine(
-                model,
-                self.dataset,
-                mechanism=_mechanisms()[mechanism],
-                optimizer=optimizer,
-                num_replicas=2,
-            )
-            has_loops = name == "rnn"
-            if devices.are_all_cpus():
-                self.assertEqual(engine.layout.cores is None, has_loops)
-            # Whatever this machine has; one with loops does not profit.
-            engine.layout = dataclasses.replace(engine.layout, cores=cores)
-            logs = [
-                cohorts.run_round(engine, self.dataset, round_index=index)
-                for index in range(2)
-            ]
-            ways = {way.one_thread for _, way, _ in engine.functions.traced}
-            self.assertEqual(ways, {cores is not None})
-            found.append((rounds.flat(model.get_weights()), logs))
-        (one, one_logs), (several, several_logs) = found
-        self.assertAllClose(one, several, rtol=1e-5, atol=1e-7)
-        for ours, theirs in zip(one_logs, several_logs, strict=True):
-            self.assertAllClose(ours, theirs, rtol=1e-5)
 
     def test_compiled_by_xla_or_not(self):
         # Equal clients: a batch that is short is never compiled by XLA.
@@ -681,99 +645,6 @@ class RetracingTest(tf.test.TestCase, parameterized.TestCase):
         for positions in ([], [1], [0], [2], [1, 2, 3, 4], range(8), [3, 4]):
             run(positions)
         self.assertEqual(_Counting.calls, traced)
-
-
-def _models():
-    """Returns `{name: (model, optimizer)}` that keep all kinds of state."""
-    layers, optimizers = tf.keras.layers, tf.keras.optimizers
-    normalization = layers.Normalization()
-    normalization.adapt(np.float32([[1, 2, 3, 4], [2, 1, 0, -1]]))
-
-    def model(*inner):
-        tf.keras.utils.set_random_seed(1)
-        return tf.keras.Sequential(
-            [tf.keras.Input([cohorts.FEATURES]), *inner, layers.Dense(3)]
-        )
-
-    return {
-        "dense": (cohorts.mlp(), None),
-        "slots": (model(layers.Dense(5)), optimizers.Adam(0.1)),
-        "statistics": (model(normalization, layers.BatchNormalization()), None),
-        "dropout": (model(layers.Dense(8), layers.Dropout(0.5)), None),
-        "rnn": (
-            model(layers.Reshape([2, 2]), layers.Bidirectional(layers.GRU(3))),
-            optimizers.SGD(0.1, momentum=0.9),
-        ),
-    }
-
-
-class SharedTracesTest(tf.test.TestCase, parameterized.TestCase):
-    """Replicas run one function, each on variables of its own."""
-
-    @parameterized.parameters(
-        *(("dense", "adaptive"), ("slots", "median"), ("rnn", "adaptive")),
-        *(("statistics", "nbafl"), ("dropout", "local")),
-        ("dropout", "adaptive", True),
-    )
-    def test_is_as_with_a_trace_for_each(self, name, mechanism, xla=False):
-        dataset = FederatedDataset.from_client_arrays(
-            cohorts.client_arrays([5, 10, 5, 0, 15, 3, 5, 20])
-        )
-        multiplier = _mechanisms()[mechanism].noise_multiplier_at(0)
-        found, graphs, copies, more = [], [], [], []
-        for shared in (True, False):
-            model, optimizer = _models()[name]
-            with mock.patch.multiple(
-                dense_models,
-                is_worthwhile=lambda *_: True,
-                is_small=lambda *_: False,
-            ):
-                engine = cohorts.make_engine(
-                    model,
-                    dataset,
-                    mechanism=_mechanisms()[mechanism],
-                    optimizer=optimizer,
-                    num_replicas=2,
-                    jit_compile=xla or None,
-                    training={"metrics": ["accuracy"]},
-                )
-            can = calls.TracedFunction.can_run_on_others
-            with mock.patch.object(
-                calls.TracedFunction,
-                "can_run_on_others",
-                can if shared else lambda *_: False,
-            ):
-                logs = [
-                    cohorts.run_round(engine, dataset, noise_multiplier=multiplier)
-                    for _ in range(2)
-                ]
-            traced = engine.functions.traced
-            graphs.append(len({id(each.concrete) for each in traced.values()}))
-            copies.append(len(engine.functions.trainers))
-            more.append(bool(engine.functions.variables))
-            replicas = {replica for replica, *_ in traced}
-            self.assertEqual(replicas, {0, 1})
-            found.append((model.get_weights(), logs))
-            ways = {way for _, way, _ in traced}
-        (weights, logs), (other_weights, other_logs) = found
-        for one, other in zip(weights, other_weights, strict=True):
-            self.assertAllEqual(one, other)  # To the last bit.
-        self.assertEqual(logs, other_logs)
-        self.assertEqual(graphs, [len(ways), len(traced)])
-        self.assertEqual(copies, [1, 2])  # Of the model.
-        self.assertEqual(more, [True, False])
-
-    def test_what_is_not_among_a_replicas_variables_is_not_shared(self):
-        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
-        engine = cohorts.make_engine(cohorts.mlp(), dataset, num_replicas=2)
-        with mock.patch.object(
-            client_update.ClientTrainer,
-            "own_variables",
-            property(lambda self: self.variables[1:]),
-        ):
-            cohorts.run_round(engine, dataset)
-        traced = engine.functions.traced.values()
-        self.assertLen({id(each.concrete) for each in traced}, 2)
 
 
 @tf.keras.utils.register_keras_serializable("tfdp_fl_test")

@@ -142,7 +142,7 @@ class LayOutTest(parameterized.TestCase):
         for group in groups:
             self.assertEqual([part.clients.num_clients for part in group], [3, 3, 3, 1])
 
-    def test_a_few_small_clients_train_on_one_thread(self):
+    def test_a_few_small_clients_are_one_part(self):
         made = dataclasses.replace(_PLAIN, kernels=_KERNELS)
         ((part,),) = _lay_out(made, [8] * 4, 2, worthwhile=True)
         self.assertTrue(part.way.optimistic)
@@ -157,26 +157,8 @@ class LayOutTest(parameterized.TestCase):
         made = dataclasses.replace(_PLAIN, xla=True)
         ((full,), (short,)) = _lay_out(made, [8, 7], 2)
         self.assertTrue(full.way.xla)
-        self.assertGreater(len(full.tables[0].members), 1)  # Padded.
         self.assertEqual(full.tables[1], 1)
         self.assertFalse(short.way.xla)
-
-    @parameterized.product(
-        lengths=([8] * 5, [8, 7, 3], [4]),
-        num_groups=(1, 2, 3),
-        cores=(None, 2),
-        xla=(False, True),
-        for_workers=(False, True),
-    )
-    def test_where_each_core_has_clients_one_thread_takes_a_step(
-        self, lengths, num_groups, cores, xla, for_workers
-    ):
-        made = dataclasses.replace(_PLAIN, xla=xla, cores=cores)
-        groups = _lay_out(made, lengths, num_groups, for_workers=for_workers)
-        busy = cores is not None and num_groups >= cores and not for_workers
-        for part in (part for group in groups for part in group):
-            # Even of a cohort that is too small for all cores.
-            self.assertEqual(part.way.one_thread, busy and not part.way.xla)
 
     def test_nobody_is_a_part_too(self):
         ((part,),) = _lay_out(_PLAIN, [])

@@ -8,7 +8,7 @@ from absl.testing import absltest
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl.engine import memory_need
+from tfdp_fl.engine import devices
 
 
 def _check(free, **changes):
@@ -20,8 +20,8 @@ def _check(free, **changes):
         "mechanism": "MedianClipping",
         **changes,
     }
-    with mock.patch.object(memory_need, "available_bytes", lambda: free):
-        memory_need.check(**values)
+    with mock.patch.object(devices, "available_bytes", lambda: free):
+        devices.check_memory(**values)
 
 
 class MemoryNeedTest(absltest.TestCase):
@@ -42,12 +42,12 @@ class MemoryNeedTest(absltest.TestCase):
             _check(31e6)
 
     def test_this_machine_tells(self):
-        self.assertGreater(memory_need.available_bytes(), 1e6)
+        self.assertGreater(devices.available_bytes(), 1e6)
 
     def test_before_anything_of_a_training_begins(self):
         fed = toy.federated(tfdp_fl.MedianClipping(noise_multiplier=1.0))
         with (
-            mock.patch.object(memory_need, "available_bytes", lambda: 1000.0),
+            mock.patch.object(devices, "available_bytes", lambda: 1000.0),
             self.assertRaisesRegex(ValueError, "at most 5, or the model"),
         ):
             fed.fit(toy.clients(), verbose=0)

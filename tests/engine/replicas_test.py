@@ -5,7 +5,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import stacks
-from tfdp_fl.engine import compile_choice, replicas
+from tfdp_fl.engine import devices, replicas
 
 _layers = tf.keras.layers
 
@@ -175,8 +175,8 @@ class CompileChoiceTest(parameterized.TestCase):
         small = tf.keras.Sequential(
             [_layers.Dense(16, "relu", input_shape=(8,)), _layers.Dense(3)]
         )
-        self.assertTrue(compile_choice.prefers_xla(small, 10))
-        self.assertFalse(compile_choice.prefers_xla(small, 100_000))
+        self.assertTrue(devices.prefers_xla(small, 10))
+        self.assertFalse(devices.prefers_xla(small, 100_000))
 
     @parameterized.named_parameters(
         ("convolution", lambda: [_layers.Conv2D(2, 3, input_shape=(8, 8, 1))]),
@@ -185,7 +185,7 @@ class CompileChoiceTest(parameterized.TestCase):
     )
     def test_nothing_else(self, make_layers):
         model = tf.keras.Sequential(make_layers())
-        self.assertFalse(compile_choice.prefers_xla(model, 10))
+        self.assertFalse(devices.prefers_xla(model, 10))
 
 
 if __name__ == "__main__":

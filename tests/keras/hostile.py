@@ -34,7 +34,8 @@ import tfdp_fl
 from tests.outside.loading import smooth_clipping
 from tfdp_fl import secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import dense_models, factored_kernels
+from tfdp_fl.engine import dense_models
+from tfdp_fl.keras import randomness
 from tfdp_fl.runtimes import shard_workers
 
 FEATURES, CLASSES, EXAMPLES, CLIENTS = 4, 3, 6, 4
@@ -267,14 +268,12 @@ WAYS = (
     "one_by_one",
     "side_by_side",
     "few_side_by_side",
-    "factored",
     "xla",
     "streamed",
     "streamed_xla",
     "sharded",
     "sharded_side_by_side",
     "sharded_few_side_by_side",
-    "sharded_factored",
     "streamed_sharded",
     "secure_aggregation",
     "secure_aggregation_float",
@@ -339,11 +338,6 @@ class Trainer:
         return self.way.endswith("side_by_side")
 
     @property
-    def is_factored(self) -> bool:
-        """Whether kernels are held as factors of the clients' updates."""
-        return self._fed.engine.layout.factored_rows > 0
-
-    @property
     def run(self) -> Any:
         """The model's run; None where nothing was begun."""
         return self._fed.run
@@ -369,22 +363,15 @@ class Trainer:
             data = {k: others(client) for k, client in data.items()}
         self._fed.set_weights(self._start)
         self._fed.run = None
+        self._fed._attempts = randomness.Attempts()  # The same noise again.
         if self._fed.engine is not None:
             query = self._fed.engine.query
             self._fed.engine.state = query.initial_global_state()
         beside, few = self._is_beside, "few" in self.way
-        factored = self.way.endswith("factored")
-        with (
-            mock.patch.multiple(
-                dense_models,
-                is_worthwhile=lambda *_: beside,
-                is_small=lambda *_: few,
-            ),
-            mock.patch.multiple(
-                factored_kernels,
-                FEWEST_ELEMENTS=1 if factored else math.inf,
-                NARROW=math.inf if factored else 0,
-            ),
+        with mock.patch.multiple(
+            dense_models,
+            is_worthwhile=lambda *_: beside,
+            is_small=lambda *_: few,
         ):
             history = self._fed.fit(
                 self._dataset(data, change),

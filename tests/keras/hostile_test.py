@@ -61,14 +61,13 @@ class HostileClientTest(parameterized.TestCase):
             check_failure(self, trainer, without, failure)
 
     @parameterized.parameters(
-        *("side_by_side", "few_side_by_side", "factored", "xla"),
+        *("side_by_side", "few_side_by_side", "xla"),
         *("sharded_side_by_side", "sharded_few_side_by_side"),
-        *("sharded_factored", "secure_aggregation"),
+        "secure_aggregation",
     )
     def test_other_ways(self, way):
         trainer = hostile.Trainer(hostile.CASES["fixed"], way)
         without = trainer.without()
-        self.assertEqual(trainer.is_factored, way.endswith("factored"))
         for attack in _FEW:
             check_attack(self, trainer, without, attack)
 

@@ -9,6 +9,8 @@ from absl.testing import absltest
 
 import tfdp_fl
 from tests.engine import cohorts
+from tests.keras import files, toy
+from tfdp_fl import engine
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import randomness, round_loop
 
@@ -37,6 +39,23 @@ class AttemptsTest(absltest.TestCase):
                 randomness.round_seed(5, (1,)),
             )
         )
+
+    def test_runs_that_share_a_ledger_share_no_noise(self):
+        # What they cost together is what two noises cost.
+        seeds, path = [], files.directory(self) / "ledger.jsonl"
+        collect = engine.CohortEngine.collect
+
+        def seen(self, dataset, inputs):
+            seeds.append(tuple(inputs.seed))
+            return collect(self, dataset, inputs)
+
+        with mock.patch.object(engine.CohortEngine, "collect", seen):
+            for _ in range(2):
+                ledger = tfdp_fl.callbacks.Ledger(path, append=True)
+                toy.federated(clients_per_round=5).fit(
+                    toy.clients(), 2, seed=1, verbose=0, callbacks=[ledger]
+                )
+        self.assertLen(set(seeds), 4)
 
 
 class BrokenOffTest(absltest.TestCase):

@@ -128,6 +128,7 @@ NOT_CALLED = {
     "mechanisms.register": "a decorator, for who writes mechanisms",
     "runtimes.MappedArray": "made by its `from_npy`",
     "runtimes.RayWorkerRound": _HANDED_OUT,
+    "sampling.seed_sequence": "called by samplers and `fit`",
     "sampling.CohortSampler": "abstract; its subclasses are called",
     "secure_aggregation.AggregationOutcome": _HANDED_OUT,
     "secure_aggregation.GroupedSum": _HANDED_OUT,

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest
 
-from tests.runtimes import sharded_cohorts_test as cohorts
+from tests.runtimes import cohorts
 from tests.stress import counts
 from tfdp_fl import runtimes
 

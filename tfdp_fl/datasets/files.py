@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from tfdp_fl import _optional
-from tfdp_fl.datasets import frames, nests, stored_npz
+from tfdp_fl.datasets import frames, nests
 
 _TABLES = {".csv": "read_csv", ".parquet": "read_parquet"}
 _ARRAYS, _PARQUET = ".npz", ".parquet"
@@ -118,7 +120,8 @@ def _check_readable(suffixes: set[str]) -> None:
 
 
 def _arrays(path: str) -> tuple[Any, ...]:
-    arrays = stored_npz.load(path)
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
     x: Any = arrays.pop("x", None)
     if x is None:
         x = {

@@ -7,29 +7,19 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tfdp_fl.engine import devices
-
 
 class BackgroundThread:
-    """One thread, which works while others compute.
-
-    Attributes:
-      cores_are_idle: Whether these leave cores to it.
-    """
-
-    cores_are_idle = False
+    """One thread, which works while others compute."""
 
     def __init__(self) -> None:
         """Starts nothing."""
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._cores = devices.ThreadCores()
         self._expected: Callable[[], Any] | None = None
 
     def start(self) -> None:
         """Takes work from now on."""
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1)
-            self._cores = devices.ThreadCores()
 
     def submit(self, function: Callable[[], Any]) -> concurrent.futures.Future:
         """Has a function called, after all that was asked for before.
@@ -39,7 +29,7 @@ class BackgroundThread:
         """
         if self._pool is None:
             raise RuntimeError("The thread takes no work.")
-        return self._pool.submit(self._run, self.cores_are_idle, function)
+        return self._pool.submit(function)
 
     def expect(self, function: Callable[[], Any]) -> None:
         """Has a function called beside the next `computing`.
@@ -85,7 +75,3 @@ class BackgroundThread:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
-
-    def _run(self, cores_are_idle: bool, function: Callable[[], Any]) -> Any:
-        self._cores.use(cores_are_idle)
-        return function()

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import background, fixed_sizes, labels, rounds
+from tfdp_fl.engine import background, labels, rounds, tables
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
@@ -35,8 +35,6 @@ class CohortChunk:
       rows: Int [sum of lengths], the clients' rows of them.
       lengths: Int64 [K].
       members: Int64 [K], the clients' places in the cohort.
-      all_lengths: Returns the examples of all clients of the dataset, int [N];
-        None where nobody knows before they are read.
       groups: Who of them trains where (see `layout.Layout.lay_out`); None
         where that is not known yet.
     """
@@ -46,7 +44,6 @@ class CohortChunk:
     rows: np.ndarray
     lengths: np.ndarray
     members: np.ndarray
-    all_lengths: Callable[[], np.ndarray] | None = None
     groups: Any = None
 
     @property
@@ -75,19 +72,19 @@ class Reader:
         *,
         element_spec: tuple[Any, Any],
         label_ranges: list[labels.LabelRange],
-        sizes: fixed_sizes.FixedSizes | None = None,
+        padded: bool = False,
     ):
         """Starts nothing.
 
         Args:
           element_spec: `(features, labels)` specs of one example.
           label_ranges: What class labels may be.
-          sizes: Say how many rows a streamed chunk has, those after its
-            examples being zeros; None: just its examples'.
+          padded: Whether the rows of a streamed chunk are a power of two, those
+            after its examples being zeros.
         """
         self._label_ranges = label_ranges
         self._element_spec = element_spec
-        self._sizes = sizes
+        self._padded = padded
         self.thread = background.BackgroundThread()
         self._expected: Callable[[], rounds.RoundInputs] | None = None
         # What is being asked for, and what comes after it.
@@ -164,7 +161,7 @@ class Reader:
         """Begins to read a cohort, once what is being read is there."""
         reading = _Reading(dataset, inputs.positions, self.thread)
         reading.chunks = _chunks(
-            reading, self._element_spec, self._label_ranges, self._sizes
+            reading, self._element_spec, self._label_ranges, self._padded
         )
         if lay_out is not None:
             reading.chunks = (lay_out(chunk, inputs) for chunk in reading.chunks)
@@ -195,7 +192,7 @@ def indexed(dataset: FederatedDataset, positions: np.ndarray) -> CohortChunk:
         x, y = tf.nest.map_structure(_with_a_row, (x, y))
     rows, lengths = dataset.client_rows(positions)
     members = np.arange(len(positions))
-    return CohortChunk(x, y, rows, lengths, members, dataset.client_sizes)
+    return CohortChunk(x, y, rows, lengths, members)
 
 
 class _Reading:
@@ -275,7 +272,7 @@ def _chunks(
     reading: _Reading,
     element_spec: tuple[Any, Any],
     label_ranges: list[labels.LabelRange],
-    sizes: fixed_sizes.FixedSizes | None,
+    padded: bool,
 ) -> Iterator[CohortChunk]:
     """Yields clients whose examples fit into one chunk; at least one chunk.
 
@@ -287,7 +284,7 @@ def _chunks(
       reading: Whom to read.
       element_spec: `(features, labels)` specs of one example.
       label_ranges: What class labels may be.
-      sizes: See `Reader`.
+      padded: See `Reader`.
     """
     held: _Held | None = None
     sent = False
@@ -296,7 +293,7 @@ def _chunks(
         for member, problem in held.leave_out_wrong_labels(label_ranges):
             position = int(reading.positions[member])
             reading.failures.append(ClientFailure(position, problem))
-        return held.chunk(sizes)
+        return held.chunk(padded)
 
     for member, arrays in _clients(reading):
         if held is not None and held.shapes != _shapes(arrays):
@@ -393,14 +390,11 @@ class _Held:
         self._lengths = list(itertools.compress(self._lengths, kept))
         return wrong
 
-    def chunk(self, sizes: fixed_sizes.FixedSizes | None) -> CohortChunk:
+    def chunk(self, padded: bool) -> CohortChunk:
         """Returns the clients, who are not held any more."""
         lengths = np.asarray(self._lengths, np.int64)
         total = int(lengths.sum())
-        num_rows = total
-        if sizes is not None:
-            row_bytes = sum(column.row_bytes for column in self._columns)
-            num_rows = sizes.rows(lengths, self.shapes, row_bytes, CHUNK_BYTES)
+        num_rows = tables.power_of_two(total) if padded else total
         if total:
             tensors = [column.tensor(num_rows) for column in self._columns]
         else:  # A gather needs a tensor to read nothing from.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,6 @@ from tfdp_fl.engine import (
     client_optimizer,
     cohort,
     example_weights,
-    factored_kernels,
     labels,
     layers,
     replicas,
@@ -75,7 +73,6 @@ class ClientTrainer:
         what the moving statistics are where they stay at the server.
       metric_variables: The state of the compiled metrics.
       label_ranges: What class labels may be (see `labels.ranges`).
-      factored: The kernels that may be held as factors of a client's update.
     """
 
     def __init__(
@@ -116,30 +113,6 @@ class ClientTrainer:
             training.optimizer, model.trainable_weights
         )
         self._build_loss(element_spec)
-        self.factored = self._factored_kernels()
-
-    def _factored_kernels(self) -> factored_kernels.FactoredKernels:
-        def gradients() -> list[tf.Tensor | None]:
-            x, y = map(replicas.zeros_like_batch, self._element_spec)
-            y, weight = self.labels_and_weights(y)
-            with (
-                # Keras names things in ways that are no names by themselves.
-                tf.name_scope("gradients"),
-                tf.GradientTape(watch_accessed_variables=False) as tape,
-            ):
-                tape.watch(self._trainable)
-                predicted = self.model(x, training=True)
-                loss = self._loss(x, y, predicted, weight)
-            return tape.gradient(loss, self._trainable)
-
-        is_plain = (
-            self._optimizer.is_plain_sgd
-            and not self._training.proximal_weight
-            and not self._training.grad_clip > 0
-        )
-        return factored_kernels.FactoredKernels(
-            self.model, self.variables, gradients if is_plain else None
-        )
 
     def _build_loss(self, element_spec: tuple[Any, Any]) -> None:
         training, model = self._training, self.model
@@ -258,7 +231,7 @@ class ClientTrainer:
             # Keras names things in ways that are no names by themselves.
             with tf.name_scope("client"):
                 self.step(x, y, received.weights, received.learning_rate)
-            return self.handed_in(received.weights)
+            return self.handed_in(received.weights, received.seed)
 
         specs = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
@@ -266,24 +239,16 @@ class ClientTrainer:
         )
         return replicas.check_state(client, specs, self.model, self.own_variables)
 
-    def start(
-        self, received: cohort.Received, seed: tf.Tensor, factored: bool = False
-    ) -> None:
+    def start(self, received: cohort.Received, seed: tf.Tensor) -> None:
         """Puts the replica in the state in which a client receives it.
 
         Args:
           received: What the server sends.
           seed: Of a kind of `mechanisms.noise`, new for every client of every
             round.
-          factored: Whether the `factored` kernels are held as factors; their
-            variables are left alone then.
         """
-        left = self.factored.places if factored else []
-        for place, (variable, value) in enumerate(
-            zip(self.variables, received.weights, strict=True)
-        ):
-            if place not in left:
-                variable.assign(value)
+        for variable, value in zip(self.variables, received.weights, strict=True):
+            variable.assign(value)
         for variable, value in zip(
             self.unaggregated, received.unaggregated, strict=True
         ):
@@ -299,36 +264,25 @@ class ClientTrainer:
         y: Any,
         weights: list[tf.Tensor],
         learning_rate: tf.Tensor,
-        factors: list[factored_kernels.Factors] | tuple[()] = (),
-    ) -> tuple[tf.Tensor, Any]:
+    ) -> tf.Tensor:
         """Takes one step on one batch.
 
         Args:
           x: Nest of features.
           y: Nest of labels, perhaps with weights beside them.
-          weights: What the client received; as `FactoredKernels` computes with
-            them where there are factors.
+          weights: What the client received.
           learning_rate: Float32 scalar.
-          factors: Of the client's steps so far; (): no kernel is held so.
 
         Returns:
-          The batch's loss (float32 scalar), and the factors after the step.
+          The batch's loss (float32 scalar).
         """
         training = self._training
         y, weight = self.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(self._trainable)
-            held: Any = contextlib.nullcontext()
-            if factors:
-                held = self.factored.step(tape, weights, factors)
-            with held as own:
-                predicted = self.model(x, training=True)
+            predicted = self.model(x, training=True)
             loss = self._loss(x, y, predicted, weight)
-        products = own.products if own else []
-        found = tape.gradient(loss, [*self._trainable, *products])
-        gradients = found[: len(self._trainable)]
-        if own:
-            factors = own.after(found[len(gradients) :], learning_rate)
+        gradients = tape.gradient(loss, self._trainable)
         if training.proximal_weight:
             gradients = [
                 _plus(gradient, training.proximal_weight * (variable - start))
@@ -344,7 +298,7 @@ class ClientTrainer:
         self.update_metrics(y, predicted, weight)
         if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
             loss = tf.reduce_mean(loss)
-        return tf.cast(loss, tf.float32), factors
+        return tf.cast(loss, tf.float32)
 
     def _loss(self, x: Any, y: Any, predicted: Any, weight: Any) -> tf.Tensor:
         masked = any(
@@ -373,29 +327,26 @@ class ClientTrainer:
         return keras_versions.losses_of_rows(self._single_loss, label, output)
 
     def handed_in(
-        self,
-        received: list[tf.Tensor] | None,
-        factors: list[factored_kernels.Factors] | tuple[()] = (),
+        self, received: list[tf.Tensor] | None, seed: tf.Tensor
     ) -> list[tf.Tensor]:
         """Returns what the client hands to the mechanism.
 
         Args:
           received: The weights that it started from: it hands in its update,
             Delta = w - w_received. None: it hands in its weights w.
-          factors: Of the client's steps; (): no kernel is held so.
+          seed: The client's, as in `start`.
         """
-        updates = self.factored.updates(factors)
-        tensors = []
-        for place, variable in enumerate(self.variables):
-            if place in updates:
-                tensors.append(updates[place])
-                continue
-            tensor = cohort.as_handed_in(variable)
-            if received is not None:
-                tensor -= cohort.as_handed_in(received[place])
-            tensors.append(tensor)
+        tensors = list(map(cohort.as_handed_in, self.variables))
+        if received is not None:
+            tensors = [
+                tensor - cohort.as_handed_in(start)
+                for tensor, start in zip(tensors, received, strict=True)
+            ]
         hook = self._training.upload_hook
-        return tensors if hook is None else list(hook(tensors))
+        if hook is None:
+            return tensors
+        with noise.seeded(noise.fold_in(seed, -1)):
+            return list(hook(tensors))
 
 
 def _with_numbers_only(tensor: tf.Tensor) -> tf.Tensor:

@@ -13,7 +13,6 @@ from tfdp_fl.engine import (
     client_optimizer,
     client_update,
     example_weights,
-    factored_kernels,
     gram_norms,
     separable,
     tables,
@@ -42,8 +41,25 @@ def chain_of(model: tf.keras.Model) -> list[Any] | None:
 
 
 def _is_plain_dense(layer: Any) -> bool:
-    return factored_kernels.is_plain_dense(layer) and separable.is_activation(
-        layer.activation
+    """Returns whether a layer is Keras's dense one, and trains all it has."""
+    plain = all(
+        getattr(layer, name, None) is None
+        for name in (
+            "kernel_regularizer",
+            "bias_regularizer",
+            "activity_regularizer",
+            "kernel_constraint",
+            "bias_constraint",
+        )
+    )
+    return (
+        type(layer) is tf.keras.layers.Dense
+        and plain
+        and not keras_versions.has_adapted_weights(layer)
+        and layer.trainable
+        and tf.as_dtype(layer.kernel.dtype) == tf.float32
+        and layer.compute_dtype in ("float32", "bfloat16")
+        and separable.is_activation(layer.activation)
     )
 
 

@@ -1,15 +1,18 @@
-"""Where a cohort is trained: on the device that holds the user's model.
+"""Where a cohort is trained, and what that place can do.
 
-What was measured on CPUs is chosen on CPUs only: a replica for each core,
-functions on one thread, XLA for small dense models. On any other device there
-is one replica, TensorFlow's own executor, and XLA where the user asks for it.
+It is trained on the device that holds the user's model.
+
+What was measured on CPUs is chosen on CPUs only: a replica for each core, and
+XLA for small dense models. On any other device there is one replica, and XLA
+where the user asks for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +22,30 @@ from tensorflow.python.eager import context
 from tfdp_fl import keras_versions
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+# Layers whose compiled code does not depend on how fast XLA convolves or loops.
+_DENSE_LAYERS = (
+    tf.keras.layers.InputLayer,
+    tf.keras.layers.Dense,
+    tf.keras.layers.Flatten,
+    tf.keras.layers.Reshape,
+    tf.keras.layers.Activation,
+    tf.keras.layers.ReLU,
+    tf.keras.layers.LeakyReLU,
+    tf.keras.layers.ELU,
+    tf.keras.layers.Softmax,
+    tf.keras.layers.Rescaling,
+    tf.keras.layers.Dropout,
+)
+
+# Multiply-adds of one training step's largest matrix product, above which
+# TensorFlow's kernels are the faster ones.
+_LARGEST_PRODUCT = 300_000
+
+_GIB = 2.0**30
+# A replica's weights, the gradients, the update, and what it started from.
+_COPIES_OF_A_REPLICA = 4
+_CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 
 def home_of(model: tf.keras.Model) -> str:
@@ -35,42 +62,12 @@ def is_cpu(device: str) -> bool:
     return tf.DeviceSpec.from_string(device).device_type == "CPU"
 
 
-def are_all_cpus() -> bool:
-    """Returns True if TensorFlow has no device but CPUs."""
-    return all(each.device_type == "CPU" for each in tf.config.list_logical_devices())
-
-
 def enter(device: str) -> None:
     """Has this thread, which is a pool's, compute on a device for good.
 
     `tf.device` holds for the thread that enters it, not for those it starts.
     """
     tf.device(device).__enter__()
-
-
-class ThreadCores:
-    """Which of its cores a thread uses: all, or the upper half of them.
-
-    Half of them for what runs beside one thread that computes alone: Linux may
-    wake a thread that waited for Python's lock on the core of the one that let
-    go of it, where another core is idle, and each then waits for the other.
-    Threads that this one starts stay on the cores that it has then.
-    """
-
-    def __init__(self) -> None:
-        """Changes nothing."""
-        self._are_half = False
-        self._all: set[int] = set()
-
-    def use(self, half: bool) -> None:
-        """Has the calling thread, always the same one, use half of them."""
-        if half == self._are_half:
-            return
-        self._are_half = half
-        with contextlib.suppress(AttributeError, OSError):  # Not everywhere.
-            self._all = self._all or os.sched_getaffinity(0)
-            cores = sorted(self._all)
-            os.sched_setaffinity(0, cores[len(cores) // 2 :] if half else cores)
 
 
 def at_home(method: _Method) -> _Method:
@@ -105,3 +102,92 @@ def default_num_replicas(device: str) -> int:
         return max(1, len(os.sched_getaffinity(0)))
     except AttributeError:  # Not on every platform.
         return max(1, os.cpu_count() or 1)
+
+
+def prefers_xla(model: tf.keras.Model, batch_size: int) -> bool:
+    """Returns True if the model is small and dense all through, on a CPU.
+
+    Measured (docs/benchmarks.md): XLA makes small dense models more than twice as
+    fast, because it fuses away the cost of starting each operation. It makes
+    convolutions some twenty times slower, and recurrent layers and large matrix
+    products somewhat slower, because it does not use TensorFlow's own kernels for
+    them.
+
+    Args:
+      model: A built Keras model.
+      batch_size: The rows of one step's batch.
+    """
+    if not is_cpu(home_of(model)):
+        return False
+    largest = 0
+    for layer in keras_versions.layers_of(model):
+        if isinstance(layer, tf.keras.Model):
+            continue
+        if type(layer) not in _DENSE_LAYERS:
+            return False
+        if isinstance(layer, tf.keras.layers.Dense):
+            largest = max(largest, math.prod(layer.kernel.shape))
+    return 0 < largest * batch_size <= _LARGEST_PRODUCT
+
+
+def available_bytes() -> float:
+    """Returns the memory that is free here; infinite where nothing tells."""
+    found = math.inf
+    try:
+        for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found = 1024.0 * int(line.split()[1])
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((_CGROUP / "memory.current").read_text())
+            found = min(found, float(int(limit) - used))
+    except (OSError, ValueError, IndexError):
+        pass
+    return found
+
+
+def check_memory(
+    *,
+    elements: int,
+    clients_per_round: float,
+    num_replicas: int,
+    collects: bool,
+    mechanism: str,
+) -> None:
+    """Raises where the least that a round takes is more than there is.
+
+    Args:
+      elements: D, of one client's update.
+      clients_per_round: m, the largest expected cohort.
+      num_replicas: How many clients train at once.
+      collects: Whether each client's update is kept until all are there.
+      mechanism: Its name.
+
+    Raises:
+      ValueError: It says what is needed, what there is, and what to lower.
+    """
+    one = 4.0 * elements
+    replicas = _COPIES_OF_A_REPLICA * one * num_replicas
+    collected = one * clients_per_round if collects else 0.0
+    free = available_bytes()
+    if replicas + collected <= free:
+        return
+    room = math.floor(max(0.0, free - replicas) / one)
+    advice = f"num_replicas must be lower than {num_replicas}, or the model smaller"
+    if collects and room >= 1:
+        advice = (
+            f"clients_per_round must be at most {room}, or the model smaller; "
+            "a mechanism whose updates are summed at once (adaptive clipping "
+            "in place of the median, no secure aggregation) needs none of it"
+        )
+    raise ValueError(
+        f"{advice}: with {mechanism} a round takes {num_replicas} replicas of "
+        f"{elements} parameters ({replicas / _GIB:.1f} GiB)"
+        + (
+            f" and keeps the updates of {clients_per_round:g} clients until "
+            f"all are there ({collected / _GIB:.1f} GiB)"
+            if collects
+            else ""
+        )
+        + f", and {free / _GIB:.1f} GiB are free."
+    )

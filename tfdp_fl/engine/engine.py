@@ -6,7 +6,7 @@ The way of a client's update, from the dataset to the released model:
       train_chunk               layout.lay_out: who trains with whom, on what
                                   tables.client_table, tables.split
         tracing.prepared        the compiled function and its arguments: a Call
-          broadcast.received      what the server sends
+          server_update.received  what the server sends
           OneByOne              one client after the other (or SideBySide):
             ClientTrainer         start, step by step, handed_in
             query                 preprocess_record (clip), accumulate (add)
@@ -33,22 +33,16 @@ import tensorflow as tf
 
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
-    allocation,
     background,
-    broadcast,
-    calls,
     chunks,
     client_update,
     cohort,
-    compile_choice,
     dense_models,
     devices,
     example_weights,
-    fixed_sizes,
     joint_clip,
     labels,
     layout,
-    memory_need,
     release,
     replicas,
     rounds,
@@ -103,7 +97,7 @@ class CohortEngine:
         deployment: contribution.Deployment,
         element_spec: tuple[Any, Any],
         server_optimizer: tf.keras.optimizers.Optimizer | None = None,
-        broadcast_hook: broadcast.BroadcastHook | None = None,
+        broadcast_hook: server_update.BroadcastHook | None = None,
         aggregate_non_trainable: bool = True,
         moments: bool = False,
         collect_records: bool = False,
@@ -127,13 +121,12 @@ class CohortEngine:
           collect_records: Whether each client's contribution is wanted itself.
           num_replicas: Clients trained at once; None: one for each core.
           jit_compile: Whether XLA compiles local training; None decides by
-            `compile_choice`.
+            `devices.prefers_xla`.
           batch_size: The usual batch size, for that decision.
         """
         self._collect_records = collect_records
         self.has_trained = False
         replicas.check_layers(model)
-        allocation.reserve_small_regions()
         self.device = devices.home_of(model)
         count = num_replicas or devices.default_num_replicas(self.device)
 
@@ -147,7 +140,7 @@ class CohortEngine:
                 )
 
         first = make_trainer()
-        client = first.check_state()
+        first.check_state()
         example_weights.check_weighting(element_spec[1], deployment.client_weighting)
         self._label_ranges = first.label_ranges
         self.query = mechanism.bind(
@@ -167,7 +160,7 @@ class CohortEngine:
         )
         self._unaggregated = [own[id(each)] for each in first.unaggregated]
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
-        prefers_xla = compile_choice.prefers_xla(model, batch_size)
+        prefers_xla = devices.prefers_xla(model, batch_size)
         xla = prefers_xla if jit_compile is None else bool(jit_compile)
         summed = self.output == cohort.SUM
         beside = (
@@ -182,18 +175,9 @@ class CohortEngine:
             kernels=dense_models.kernels_of(first.model) if beside else None,
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=xla,
-            cores=(
-                devices.default_num_replicas(self.device)
-                if devices.are_all_cpus() and calls.suits_one_thread(client)
-                else None
-            ),
-            factored_rows=(
-                0 if mechanism.releases_weights else first.factored.most_rows
-            ),
             weighting=deployment.client_weighting,
-            sizes=fixed_sizes.FixedSizes(deployment.sampling, deployment.num_clients),
         )
-        self._broadcasts = broadcast.Broadcast(
+        self._broadcasts = server_update.Broadcast(
             self.query, self.server, self._unaggregated, broadcast_hook
         )
         self.functions = tracing.CohortFunctions(
@@ -208,7 +192,7 @@ class CohortEngine:
         self.read_chunks = chunks.Reader(
             element_spec=element_spec,
             label_ranges=first.label_ranges,
-            sizes=self.layout.sizes if xla else None,
+            padded=xla,
         )
         self._joint_clip = joint_clip.JointClip(self.query, self.update_spec)
         self._release = release.Release(
@@ -263,23 +247,13 @@ class CohortEngine:
         Raises:
           ValueError: A round of so many clients cannot fit here.
         """
-        self.layout.sizes.clients_per_round = clients_per_round
-        memory_need.check(
+        devices.check_memory(
             elements=self.update_spec.size,
             clients_per_round=clients_per_round,
             num_replicas=self.num_replicas,
             collects=self.output != cohort.SUM,
             mechanism=self.query.mechanism.name,
         )
-
-    def use_replicas(self, count: int) -> None:
-        """Trains at most so many clients at once from now on.
-
-        Args:
-          count: At most `num_replicas`; the others are given up.
-        """
-        self.functions.keep_replicas(count)
-        self.num_replicas = count
 
     # Half one: train and add up. Its steps are public for runtimes that run
     # the functions elsewhere.
@@ -349,7 +323,6 @@ class CohortEngine:
         if chunk.groups is None:
             chunk = self.lay_out(chunk, pending.inputs)
         groups: list[list[layout.Part]] = chunk.groups
-        self.background.cores_are_idle = len(groups) < self.num_replicas
         prepared = [
             [
                 (part, self.functions.prepared(replica, pending, chunk, part))
@@ -412,11 +385,7 @@ class CohortEngine:
 
         def train(places: list[int]) -> None:
             clients = tables.select(part.clients, np.array(places, np.int64))
-            alone = self.layout.one_by_one(
-                clients,
-                one_thread=part.way.one_thread,
-                factored=part.way.factored,
-            )
+            alone = self.layout.one_by_one(clients)
             trained = self.functions.prepared(0, pending, chunk, alone)()
             pending.take(clients.members, trained)
 

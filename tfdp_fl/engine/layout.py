@@ -1,22 +1,20 @@
 """Who of a chunk's clients trains where, with whom, and by which function.
 
 All that is decided about a cohort's training stands here; what it hangs on is
-measured in `dense_models` (side by side or not) and `compile_choice` (XLA).
+measured in `dense_models` (side by side or not) and `devices` (XLA).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _products
-from tfdp_fl.engine import chunks, dense_models, fixed_sizes, rounds, tables
+from tfdp_fl.engine import chunks, dense_models, rounds, tables
 from tfdp_fl.mechanisms import ClientWeighting
 
 
@@ -30,10 +28,8 @@ class Way(NamedTuple):
       num_steps: Side by side, how many steps there are.
       in_groups: Side by side, whether so many at once is an argument.
       optimistic: Side by side, whether nobody is taken to have a NaN: a few
-        clients at a time, on one thread.
+        clients at a time.
       xla: Whether XLA compiles it.
-      one_thread: One by one, whether one thread takes all of a step: each core
-        has clients of its own, and need not fetch what another has computed.
     """
 
     side_by_side: bool
@@ -42,8 +38,6 @@ class Way(NamedTuple):
     in_groups: bool = False
     optimistic: bool = False
     xla: bool = False
-    one_thread: bool = False
-    factored: bool = False
 
 
 class Part(NamedTuple):
@@ -78,23 +72,13 @@ class Layout:
       collected_bytes: What a client's update takes where each is kept; None
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one.
-      cores: With how many groups each core has clients of its own, so that one
-        thread takes all of a step; None: TensorFlow hands operations out.
-      factored_rows: Up to how many examples of a client its updates of large
-        dense kernels are worth holding as factors; 0: never.
       weighting: What clients count; None: all the same.
-      sizes: Of the tables of functions that XLA compiles.
     """
 
     kernels: dense_models.Kernels | None
     collected_bytes: int | None
     xla: bool
-    cores: int | None = None
-    factored_rows: float = 0
     weighting: ClientWeighting | None = None
-    sizes: fixed_sizes.FixedSizes = dataclasses.field(
-        default_factory=fixed_sizes.FixedSizes
-    )
 
     def lay_out(
         self,
@@ -152,21 +136,8 @@ class Layout:
             if self.collected_bytes is not None:
                 at_most = max(1, chunks.CHUNK_BYTES // self.collected_bytes)
             serving = clients if for_workers else None
-            bounds = functools.partial(self._bounds, chunk, inputs, num_groups, at_most)
-            # Not by this cohort: one function is to serve those of all rounds.
-            busy = self.cores is not None and num_groups >= self.cores
-            factored = self._is_factored(clients)
             return [
-                [
-                    self.one_by_one(
-                        each,
-                        serving,
-                        bounds,
-                        one_thread=busy,
-                        factored=factored,
-                    )
-                    for each in group
-                ]
+                [self.one_by_one(each, serving) for each in group]
                 for group in tables.split(clients, num_groups, at_most)
             ]
         small = dense_models.is_small(self.kernels, chunk.lengths, inputs.local_epochs)
@@ -192,100 +163,22 @@ class Layout:
         self,
         clients: tables.ClientTable,
         serving: tables.ClientTable | None = None,
-        bounds: Callable[[], tuple[int, int]] | None = None,
-        one_thread: bool = False,
-        factored: bool = False,
     ) -> Part:
         """Returns the part in which clients train one by one.
 
         Args:
           clients: The clients.
           serving: Whom the function has to serve, without XLA; None: just them.
-          bounds: Returns how many clients and steps the parts of any round will
-            have at most; None: unknown.
-          one_thread: Whether each core has clients of its own.
-          factored: Whether holding updates as factors is worthwhile.
         """
         full = not (serving or clients).has_short_batches
         xla = self.xla and full and serving is None
-        table = self._padded(clients, bounds) if xla else clients
+        # XLA compiles anew, for seconds, for every shape that it meets.
+        table = tables.padded(clients) if xla else clients
         return Part(
-            Way(
-                side_by_side=False,
-                full_batches=full,
-                xla=xla,
-                one_thread=one_thread and not xla and serving is None,
-                factored=factored and not xla,
-            ),
+            Way(side_by_side=False, full_batches=full, xla=xla),
             (table, np.int32(clients.num_clients)),
             clients,
         )
-
-    def _is_factored(self, clients: tables.ClientTable) -> bool:
-        """Returns whether these clients' updates are worth holding as factors.
-
-        What that costs grows with a client's examples, what it saves does not:
-        the mean over examples decides, so that one large client does not.
-        """
-        if not self.factored_rows:
-            return False
-        rows = clients.steps.astype(np.float64) * clients.rows.shape[1]
-        return bool((rows * rows).sum() <= self.factored_rows * rows.sum())
-
-    def _padded(
-        self,
-        clients: tables.ClientTable,
-        bounds: Callable[[], tuple[int, int]] | None,
-    ) -> tables.ClientTable:
-        """Pads a table so that XLA knows its shapes from earlier rounds."""
-
-        def size(name: str, needed: int, place: int) -> int:
-            def bound() -> int:
-                return needed if bounds is None else bounds()[place]
-
-            return max(1, self.sizes.of(name, needed, bound))
-
-        return tables.padded(
-            clients,
-            size("clients", clients.num_clients, 0),
-            size("steps", len(clients.rows), 1),
-        )
-
-    def _bounds(
-        self,
-        chunk: chunks.CohortChunk,
-        inputs: rounds.RoundInputs,
-        num_groups: int,
-        at_most: int | None,
-    ) -> tuple[int, int]:
-        """Returns how many clients and steps a part of a round has at most.
-
-        Args:
-          chunk: Of one round.
-          inputs: Of the same.
-          num_groups: Among how many groups clients are shared out.
-          at_most: How many clients a part may have; None: any number.
-        """
-        whole = chunk.all_lengths is not None
-        each = tables.steps_per_client(
-            chunk.all_lengths() if chunk.all_lengths else chunk.lengths,
-            inputs.batch_size,
-            inputs.local_epochs,
-        )
-        m = inputs.clients_per_round
-        clients = self.sizes.cohort(m)
-        largest = int(each.max(initial=0))
-        steps = self.sizes.sum_over_cohort(each, m, whole)
-        if not whole:  # XLA's batches are full.
-            passes = math.ceil(chunk.num_rows / inputs.batch_size)
-            steps = min(steps, inputs.local_epochs * passes)
-        # No group takes longer than its share and one client more (Graham).
-        steps = largest + math.ceil(steps / num_groups)
-        if (each == largest).all():
-            clients = math.ceil(clients / num_groups)
-        if at_most is not None and at_most < clients:
-            clients, steps = at_most, min(steps, at_most * largest)
-        return clients, steps
 
 
 def _evenly(clients: tables.ClientTable, at_most: int) -> int:

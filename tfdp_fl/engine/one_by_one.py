@@ -13,13 +13,11 @@ A round runs as a few calls of compiled functions, however many clients it has:
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl.engine import calls, client_update, cohort, tables
+from tfdp_fl.engine import client_update, cohort, tables
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 
 
@@ -34,8 +32,6 @@ class OneByOne:
       full_batches: Every batch has exactly B rows, so shapes are fixed.
       moments: Whether to return `Moments`.
       xla: Whether XLA compiles the function.
-      one_thread: Whether one thread takes all of a step, if it can.
-      factored: Whether the trainer's `factored` kernels are held so.
     """
 
     trainer: client_update.ClientTrainer
@@ -44,8 +40,6 @@ class OneByOne:
     full_batches: bool = False
     moments: bool = False
     xla: bool = False
-    one_thread: bool = False
-    factored: bool = False
 
     def __call__(
         self,
@@ -66,21 +60,16 @@ class OneByOne:
         """
         query = self.query
         self.trainer.start_metrics()
-        weights = received.weights
-        if self.factored:
-            weights = self.trainer.factored.as_computed_with(weights)
 
         def client(
             k: tf.Tensor, total: cohort.CohortSum, collected: Any, windows: Any
         ) -> tuple[tf.Tensor, cohort.CohortSum, Any, Any]:
             seed = noise.fold_in(received.seed, table.members[k])
-            self.trainer.start(received, seed, self.factored)
-            total, factors = self._local_steps(
-                k, total, weights, received.learning_rate, x, y, table
-            )
+            self.trainer.start(received, seed)
+            total = self._local_steps(k, total, received, x, y, table)
             released = query.mechanism.releases_weights
             update = self.trainer.handed_in(
-                None if released else received.weights, factors
+                None if released else received.weights, seed
             )
             window = None
             if query.keeps_window:
@@ -195,22 +184,14 @@ class OneByOne:
         self,
         k: tf.Tensor,
         total: cohort.CohortSum,
-        weights: list[tf.Tensor],
-        learning_rate: tf.Tensor,
+        received: cohort.Received,
         x: Any,
         y: Any,
         table: tables.ClientTable,
-    ) -> tuple[cohort.CohortSum, Any]:
-        """Takes client k's steps; adds its loss and examples.
+    ) -> cohort.CohortSum:
+        """Takes client k's steps; adds its loss and examples to the sum."""
 
-        Returns:
-          The sum, and the factors of its kernels: () where none is held so.
-        """
-        take: Callable[..., Any] = self.trainer.step
-        if self.one_thread:
-            take = functools.partial(calls.called_on_one_thread, take)
-
-        def step(s, loss, examples, factors):
+        def step(s, loss, examples):
             size = table.batch_sizes[s]
             rows = table.rows[s]
             if not self.full_batches:
@@ -218,30 +199,23 @@ class OneByOne:
             batch_x, batch_y = tf.nest.map_structure(
                 lambda tensor: tf.gather(tensor, rows), (x, y)
             )
-            batch_loss, factors = take(
-                batch_x, batch_y, weights, learning_rate, factors
+            batch_loss = self.trainer.step(
+                batch_x, batch_y, received.weights, received.learning_rate
             )
             # One client's NaN is no reason not to know the others' loss.
             counts = tf.math.is_finite(batch_loss)
             weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
             batch_loss = tf.where(counts, cohort.bounded_loss(batch_loss), 0.0)
             loss += batch_loss * weight
-            return s + 1, loss, examples + weight, factors
+            return s + 1, loss, examples + weight
 
-        scalar = tf.TensorShape([])
-        factors: Any = ()
-        shapes: Any = ()
-        if self.factored:
-            factors = self.trainer.factored.unchanged()
-            shapes = self.trainer.factored.shapes()
-        _, loss, examples, factors = tf.while_loop(
+        _, loss, examples = tf.while_loop(
             lambda s, *_: s < table.first_step[k + 1],
             step,
-            (table.first_step[k], total.loss, total.examples, factors),
-            shape_invariants=(scalar, scalar, scalar, shapes),
+            (table.first_step[k], total.loss, total.examples),
             parallel_iterations=1,
         )
-        return total._replace(loss=loss, examples=examples), factors
+        return total._replace(loss=loss, examples=examples)
 
 
 def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:

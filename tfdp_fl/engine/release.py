@@ -33,9 +33,7 @@ class Release:
     log_names: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._compiled = calls.Compiled(
-            self._released, one_thread=self.update_size <= calls.FEW_NUMBERS
-        )
+        self._compiled = calls.Compiled(self._released)
 
     def __call__(self, pending: rounds.PendingRound) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""

@@ -310,14 +310,14 @@ def side_by_side(table: ClientTable, num_steps: int) -> SideBySideTable:
     )
 
 
-def padded(table: ClientTable, clients: int, steps: int) -> ClientTable:
-    """Pads a table; `first_step` ends the loops.
+def power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not less, and at least 1."""
+    return 1 << max(0, number - 1).bit_length()
 
-    Args:
-      table: The clients.
-      clients: For how many clients it has room then, at least its own.
-      steps: For how many steps, at least its own.
-    """
+
+def padded(table: ClientTable) -> ClientTable:
+    """Pads clients and steps to powers of two; `first_step` ends the loops."""
+    clients, steps = power_of_two(table.num_clients), power_of_two(len(table.rows))
 
     def pad(array: np.ndarray, length: int, value: Any = 0) -> np.ndarray:
         width = [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1)

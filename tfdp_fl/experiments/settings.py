@@ -368,11 +368,10 @@ class Settings(_MechanismParameters):
         ("auto", "true", "false"),
         "Whether XLA compiles local training; auto decides by the model.",
     )
-    num_replicas: Any = _option(
+    num_replicas: int | None = _option(
         None,
-        str,
-        "How many clients train at once (one for each core); measured: as many "
-        "as is fastest on this machine, timed before the first round.",
+        int,
+        "How many clients train at once; one for each core unless given.",
     )
     checkpoint_every: int = _option(
         0,
@@ -453,7 +452,8 @@ class Settings(_MechanismParameters):
         filled.schedule("clients_per_round")
         filled.schedule("noise_multiplier")
         filled.units()
-        filled.replicas()
+        if filled.num_replicas is not None:
+            _validate.positive_integer(**{"--num_replicas": filled.num_replicas})
         return filled
 
     def for_population(self, num_clients: int) -> Settings:
@@ -513,18 +513,6 @@ class Settings(_MechanismParameters):
                 f"{self.hidden_units!r}."
             ) from error
         return units
-
-    def replicas(self) -> int | str | None:
-        """Returns `num_replicas` as `DPFederatedModel` takes it."""
-        text = self.num_replicas
-        if text in (None, "measured"):
-            return text
-        try:
-            return _validate.positive_integer(num_replicas=int(text))
-        except ValueError as error:
-            raise ValueError(
-                f"--num_replicas must be a positive integer or measured, got {text!r}."
-            ) from error
 
     def delta(self, num_clients: int) -> float:
         """Returns the delta at which epsilon is reported."""

@@ -114,7 +114,7 @@ def _federated_model(
         "clients_per_round": settings.schedule("clients_per_round"),
         "sampling": settings.sampling,
         "on_client_failure": settings.on_client_failure,
-        "num_replicas": settings.replicas(),
+        "num_replicas": settings.num_replicas,
         "noise_generator": settings.noise_generator,
         "secure_aggregation": None
         if settings.secure_aggregation is None

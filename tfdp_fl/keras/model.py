@@ -29,7 +29,6 @@ from tfdp_fl import (
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine, LocalTraining
-from tfdp_fl.engine.replica_choice import MEASURED
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import checkpoint as checkpoint_lib
 from tfdp_fl.keras import (
@@ -55,7 +54,6 @@ from tfdp_fl.keras.fit_plan import FitPlan
 from tfdp_fl.keras.preparation import (
     Preparation,
     PreparedEngine,
-    with_fastest_replicas,
 )
 from tfdp_fl.keras.privacy_target import PrivacyTarget, warn_of_large_delta
 from tfdp_fl.keras.run import Run
@@ -102,7 +100,7 @@ class DPFederatedModel:
         on_client_failure: str | None = None,
         non_trainable_state: str = "aggregate",
         secure_aggregation: Any = None,
-        num_replicas: int | str | None = None,
+        num_replicas: int | None = None,
         noise_generator: str = "philox",
         target: PrivacyTarget | None = None,
         client_weighting: ClientWeighting | None = None,
@@ -133,9 +131,6 @@ class DPFederatedModel:
           secure_aggregation: An `AdditiveSecretSharing`, through which the
             clients' records are summed; None sums them in the engine.
           num_replicas: How many clients train at once; None: one a core.
-            "measured": as many as is fastest in this process, found by timing
-            a few rounds of zeros before the first one, and kept in the user's
-            folder for caches, for this machine, model and kind of cohort.
             Another number adds up in another order: the last bits are others.
           noise_generator: What the noise is drawn from: "philox", which is
             fast; or "exact", of `FixedClipping` with the server's noise: updates
@@ -561,8 +556,6 @@ class DPFederatedModel:
             self._prepared,
             None if interrupted is None else interrupted.calibration,
         )
-        if runtime is None and self.setup.num_replicas == MEASURED:
-            prepared = with_fastest_replicas(prepared, run, compiled, clients, self.say)
         self._prepared, engine = prepared, prepared.engine
         engine.state = run.mechanism_state
         if interrupted is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import tensorflow as tf
 from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import replica_choice
 from tfdp_fl.keras import features, randomness
 from tfdp_fl.keras import run as run_lib
 from tfdp_fl.keras.compiled import Compiled
@@ -38,10 +36,6 @@ _OF_THIS_FIT = (
 )
 
 
-# Of how many clients the sizes are read, where nobody knows them before.
-_CLIENTS_READ = 16
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedEngine:
     """An engine, and what it was made for.
@@ -49,12 +43,10 @@ class PreparedEngine:
     Attributes:
       engine: The engine.
       key: Equal keys: the same engine serves.
-      replicas_chosen: Whether its replicas were chosen by measurement.
     """
 
     engine: engine.CohortEngine
     key: str
-    replicas_chosen: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,9 +305,7 @@ class Preparation:
                 aggregate_non_trainable=(setup.non_trainable_state == "aggregate"),
                 moments=self.moments,
                 collect_records=setup.secure_aggregation is not None,
-                num_replicas=None
-                if isinstance(setup.num_replicas, str)  # To be measured.
-                else setup.num_replicas,
+                num_replicas=setup.num_replicas,
                 jit_compile=compiled.jit_compile,
                 batch_size=self.plan.batch_size,
             )
@@ -324,65 +314,11 @@ class Preparation:
         return PreparedEngine(engine=made, key=key)
 
 
-def with_fastest_replicas(
-    prepared: PreparedEngine,
-    run: run_lib.Run,
-    compiled: Compiled,
-    clients: FederatedDataset,
-    say: Callable[[str], None],
-) -> PreparedEngine:
-    """Has an engine train as many clients at once as is fastest here.
-
-    Args:
-      prepared: The engine; one that was asked before stays as it is.
-      run: The run, of which the coming round's cohort is the measure.
-      compiled: What `compile` was given.
-      clients: Their sizes are those of the clients that are timed: all, or, if
-        they are read when they take part, those of a few.
-      say: Tells the user what was found.
-    """
-    if prepared.replicas_chosen:
-        return prepared
-    plan, deployment = run.plan, run.deployment
-    some = np.linspace(0, clients.num_clients - 1, _CLIENTS_READ)
-    choice = replica_choice.choose(
-        prepared.engine,
-        engine.RoundInputs(
-            round_index=plan.first_round,
-            positions=np.zeros(0, np.int64),
-            clients_per_round=deployment.cohort_size(plan.first_round),
-            noise_multiplier=1.0,
-            batch_size=plan.batch_size,
-            local_epochs=plan.local_epochs,
-            learning_rate=compiled.learning_rate,
-            # Of nobody's round; its dtype is that of the run's.
-            seed=randomness.round_seed(
-                None if plan.seed is None else 0,
-                (plan.first_round,),
-            ),
-            shuffle=np.random.default_rng() if plan.shuffle else None,
-        ),
-        _sizes(clients, np.unique(some.astype(np.int64))),
-        clients.element_spec,
-    )
-    if choice is not None:
-        say(choice.describe())
-    return dataclasses.replace(prepared, replicas_chosen=True)
-
-
-def _sizes(clients: FederatedDataset, to_read: np.ndarray | None = None) -> np.ndarray:
-    """Returns the numbers of examples of all clients that can be read.
-
-    Args:
-      clients: The clients.
-      to_read: Where each has to be read for it, the positions of those who
-        are; None: all.
-    """
+def _sizes(clients: FederatedDataset) -> np.ndarray:
+    """Returns the numbers of examples of all clients that can be read."""
     if clients.is_indexed:
         return clients.client_sizes()
-    if to_read is None:
-        to_read = np.arange(clients.num_clients)
-    read = clients.read_clients(to_read)
+    read = clients.read_clients(np.arange(clients.num_clients))
     return np.array(
         [
             nests.common_length(each.x, each.y)

@@ -89,6 +89,9 @@ class RoundLoop:
             # What a ledger tells of counts against every budget.
             for each in sorted(self.federated, key=_opens_ledger):
                 each.on_rounds_planned(run.rounds, plan.last_round)
+            if run.spending.rounds_of_others:
+                # On the same clients, and perhaps with the same seed.
+                run.attempts.renew()
             begun_with: bytes | None = _digest(self.model)
             self.keras_callbacks.on_train_begin()
             logs: dict[str, float] = {}

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate, keras_versions, schedules
 from tfdp_fl.accounting.charge import ACCOUNTANTS, SAMPLINGS
-from tfdp_fl.engine import replica_choice, replicas
+from tfdp_fl.engine import replicas
 from tfdp_fl.keras.privacy_target import PrivacyTarget
 from tfdp_fl.mechanisms import (
     ClientWeighting,
@@ -41,7 +41,7 @@ class TrainingSetup:
     on_client_failure: str | None = None
     non_trainable_state: str = "aggregate"
     secure_aggregation: Any = None
-    num_replicas: int | str | None = None
+    num_replicas: int | None = None
     noise_generator: str = noise.PHILOX
     target: PrivacyTarget | None = None
     client_weighting: ClientWeighting | None = None
@@ -54,7 +54,8 @@ class TrainingSetup:
             NON_TRAINABLE_STATES, non_trainable_state=self.non_trainable_state
         )
         _check_generator(self.noise_generator, self.mechanism, self.secure_aggregation)
-        _check_replicas(self.num_replicas)
+        if self.num_replicas is not None:
+            _validate.positive_integer(num_replicas=self.num_replicas)
         if self.target is not None:
             _validate.instance_of(PrivacyTarget, target=self.target)
         _check_protocol(self.secure_aggregation)
@@ -122,17 +123,6 @@ class TrainingSetup:
     def aborts_on_failure(self) -> bool:
         """Whether a round in which somebody's data fails is abandoned."""
         return self.on_client_failure == "abort"
-
-
-def _check_replicas(num_replicas: Any) -> None:
-    if num_replicas in (None, replica_choice.MEASURED):
-        return
-    if isinstance(num_replicas, str):
-        raise ValueError(
-            "num_replicas must be an integer of at least 1, None or "
-            f"{replica_choice.MEASURED!r}, got {num_replicas!r}."
-        )
-    _validate.positive_integer(num_replicas=num_replicas)
 
 
 def _check_generator(

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from tfdp_fl import _products, _validate, engine
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import devices
 from tfdp_fl.runtimes import sharded_cohorts
 from tfdp_fl.runtimes.program import Program
 from tfdp_fl.runtimes.worker_data import WorkerData
@@ -180,7 +179,6 @@ class ShardWorkers(abc.ABC):
             data=data,
             computations=self._computations.setdefault(cohort_engine, {}),
             float32_products=float32_products,
-            one_thread=self._are_started_here and devices.are_all_cpus(),
             lift=self._lift,
         )
 

@@ -53,7 +53,6 @@ class ShardedCohorts:
         data: WorkerData | None,
         computations: dict[Any, Any],
         float32_products: bool = True,
-        one_thread: bool = False,
         lift: Callable[..., Any],
     ):
         """Prepares nothing; computations are made when a round needs them.
@@ -68,8 +67,6 @@ class ShardedCohorts:
             computations: The computations made of this engine before.
             float32_products: Whether the workers compute products of float32
                 numbers as such, on which training side by side rests.
-            one_thread: Whether the workers have no devices but CPUs, where
-                cohorts that are not worth several threads train on one.
             lift: Makes of a function what `run_sharded` takes.
         """
         self._engine = cohort_engine
@@ -80,7 +77,6 @@ class ShardedCohorts:
         self._data = data
         self._computations = computations
         self._float32_products = float32_products
-        self._one_thread = one_thread
         self._lift = lift
         self._careful = False
         only_sum = cohort_engine.output == cohort.SUM
@@ -282,11 +278,6 @@ class ShardedCohorts:
                 tf.nest.pack_sequence_as(spec, leaves)
                 for spec, leaves in zip(functions.example_specs, (x, y), strict=True)
             )
-            if part.way.optimistic and self._one_thread:
-                return calls.called_on_one_thread(of, broadcast, x, y, *tables)
-            return of(broadcast, x, y, *tables)
-
-        def of(broadcast, x, y, *tables):
             trained = train(packing.unpack(broadcast), x, y, *tables)
             if not by_sum:
                 return trained
@@ -335,9 +326,8 @@ class _Packing:
             tf.TensorSpec([sum(self._sizes[place] for place in places)], dtype)
             for dtype, places in self._vectors.items()
         ]
-        few = sum(self._sizes) <= calls.FEW_NUMBERS
-        self.packed = calls.Compiled(self.pack, one_thread=few)
-        self.unpacked = calls.Compiled(self.unpack, one_thread=few)
+        self.packed = calls.Compiled(self.pack)
+        self.unpacked = calls.Compiled(self.unpack)
 
     def pack(self, nest: Any) -> list[tf.Tensor]:
         """Returns the vectors of a nest of tensors."""

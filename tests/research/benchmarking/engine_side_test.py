@@ -123,17 +123,13 @@ class EngineSideTest(tf.test.TestCase, parameterized.TestCase):
         ]
         self.assertNotEmpty(products)
         self.assertBetween(profile["inside_functions"], 0.01, 0.99)
-        cores = side._runs["run"].federated_model.engine.layout.cores
-        steps_on_one_thread = cores is not None and num_replicas >= cores
-        self.assertEqual(profile["one_thread"], steps_on_one_thread)
 
-    def test_profile_names_operations_of_functions_on_one_thread(self):
+    def test_profile_of_clients_side_by_side(self):
         side = self._side()
         made = side.add("run", "mlp_small", warm_up=0)
         self.assertEqual(made["way"], "side by side")
         side.measure("run", 0.0, min_rounds=2)
         profile = side.profile("run")
-        self.assertTrue(profile["one_thread"])
         self.assertNotEmpty(profile["operations"])
 
     def test_tff_does_the_same_work(self):
