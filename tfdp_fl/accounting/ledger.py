@@ -31,7 +31,7 @@ import os
 import pathlib
 import secrets
 import threading
-from typing import Any
+from typing import Any, cast
 
 from tfdp_fl import _json, _validate, version
 from tfdp_fl.accounting import accountant as accountant_lib
@@ -297,8 +297,8 @@ class PrivacyLedger:
         elif entry.charge is None or any(known.charge is None for known in entries):
             epsilon = math.inf
         else:
-            for known in self._entries[self._composed :]:
-                self._history.add(known.charge)
+            for known in entries[self._composed : -1]:
+                self._history.add(cast(charge_lib.RoundCharge, known.charge))
                 self._composed += 1
             epsilon = self._history.epsilon_after(
                 entry.charge, budget.delta, budget.accountant
