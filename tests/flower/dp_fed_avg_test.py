@@ -405,11 +405,12 @@ class AdaptiveTest(parameterized.TestCase):
     )
     def test_a_client_without_a_bit_has_failed_and_pulls_neither_way(self, **changed):
         strategy = DPFedAvgAdaptive(older_api.Strategy(), 3, noise_multiplier=0.0)
-        strategy.configure_fit(1, [np.zeros(2)], older_api.Manager("abc"))
-        bits = {"a": True, "c": False, "b": changed.get("bit")}
+        told = strategy.configure_fit(1, [np.zeros(2)], older_api.Manager("abc"))
         results = [
-            (name, older_api.FitRes([np.zeros(2)], 1, {"dpfedavg_norm_bit": bit}))
-            for name, bit in bits.items()
+            (client, older_api.FitRes([np.zeros(2)], 1, {"dpfedavg_norm_bit": bit}))
+            for (client, _), bit in zip(
+                told, (True, False, changed.get("bit")), strict=True
+            )
         ]
         if not changed:
             results[-1][1].metrics = {}

@@ -17,7 +17,7 @@ from typing import Any
 class Api:
     """One of Flower's two APIs for strategies.
 
-    Classes are listed by module and name, as nothing here imports Flower.
+    Classes are listed by their full names, as nothing here imports Flower.
 
     Attributes:
       configure: the method that makes the clients' messages.
@@ -29,14 +29,14 @@ class Api:
 
     configure: str
     aggregate: str
-    averaging: frozenset[tuple[str, str]]
+    averaging: frozenset[str]
     metrics: str
 
 
-def _averaging(package: str, *more: tuple[str, str]) -> frozenset[tuple[str, str]]:
+def _averaging(package: str, *more: str) -> frozenset[str]:
     names = "Strategy FedAdagrad FedAdam FedAvg FedAvgM FedOpt FedProx FedYogi"
-    listed = {(f"{package}.{name.lower()}", name) for name in names.split()}
-    return frozenset(listed | set(more))
+    listed = [f"{package}.{name.lower()}.{name}" for name in names.split()]
+    return frozenset([*listed, *more])
 
 
 # Read in flwr 1.12 and 1.42.
@@ -45,7 +45,7 @@ LEGACY = Api(
     aggregate="aggregate_fit",
     averaging=_averaging(
         "flwr.server.strategy",
-        ("flwr.server.strategy.fault_tolerant_fedavg", "FaultTolerantFedAvg"),
+        "flwr.server.strategy.fault_tolerant_fedavg.FaultTolerantFedAvg",
     ),
     metrics="fit_metrics_aggregation_fn",
 )
@@ -89,20 +89,18 @@ def require_averaging(strategy: Any, vouched: bool, api: Api) -> None:
         )
     if not is_flowers(strategy):
         return
-    for where, name in _defining(strategy, api.aggregate):
-        if (where, name) in api.averaging:
+    for where in _defining(strategy, api.aggregate):
+        if where in api.averaging or (vouched and not _is_of_flower(where)):
             continue
-        if vouched and not _is_of_flower(where):
-            continue
-        known = ", ".join(sorted(n for _, n in api.averaging if n != "Strategy"))
+        names = {where.rpartition(".")[2] for where in api.averaging}
+        known = ", ".join(sorted(names - {"Strategy"}))
         raise ValueError(
             f"strategy must be one that averages ({known}, or a subclass "
             f"without an {api.aggregate} of its own), got {strategy!r} with the "
-            f"{api.aggregate} of {where}.{name}. All it would be handed is the "
-            "clients' noised average, as one reply: a median, a trimmed mean or "
-            f"Krum over the clients cannot be made of it. For an {api.aggregate} "
-            "of your own that makes of one reply what it should, say "
-            "averages=True."
+            f"{api.aggregate} of {where}. All it would be handed is the clients' "
+            "noised average, as one reply: a median, a trimmed mean or Krum over "
+            f"the clients cannot be made of it. For an {api.aggregate} of your own "
+            "that makes of one reply what it should, say averages=True."
         )
 
 
@@ -128,16 +126,16 @@ def _is_of_flower(module: str) -> bool:
     return module.partition(".")[0] == "flwr"
 
 
-def _defining(strategy: Any, method: str) -> list[tuple[str, str]]:
+def _defining(strategy: Any, method: str) -> list[str]:
     """Returns the classes that define a method.
 
     All of them, not the first: each may call the next one.
     """
     found = [
-        (cls.__module__, cls.__qualname__)
+        f"{cls.__module__}.{cls.__qualname__}"
         for cls in type(strategy).__mro__
         if method in vars(cls)
     ]
     if method in getattr(strategy, "__dict__", {}):
-        found.append(("the object", "itself"))
+        found.append("the object itself")
     return found
