@@ -92,6 +92,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
           ValueError: if fewer than N clients are connected before the first round,
             or the strategy sends them different instructions, or a model that is
             not of real numbers.
+          RoundsAbandonedError: see `aggregate_fit`.
         """
         if self._is_over(server_round):
             return []

@@ -86,6 +86,7 @@ class RoundHistory:
         self.budget = budget
         self._sampling, self._local = sampling, local
         self._ledger: ledger_lib.PrivacyLedger | None = None
+        self._read: Sequence[ledger_lib.LedgerEntry] = ()
 
     def open_ledger(
         self,
@@ -155,8 +156,11 @@ class RoundHistory:
         if self._ledger is not None:
             self._ledger.close()
 
-    def _entries(self) -> Sequence[Any]:
-        return () if self._ledger is None else self._ledger.contents().entries
+    def _entries(self) -> Sequence[ledger_lib.LedgerEntry]:
+        """Returns the ledger's rounds; the file is read when there are more."""
+        if self._ledger is not None and len(self._read) != self._ledger.rounds:
+            self._read = self._ledger.contents().entries
+        return self._read
 
     @property
     def num_rounds(self) -> int:
@@ -187,26 +191,24 @@ class RoundHistory:
         """Charges a round, on disk first; asks the budget in the same act.
 
         Raises:
-          BudgetExceededError: if it would pass the budget.
+          BudgetExceededError: if it would pass the budget, because others wrote
+            into the ledger since it was asked.
           LedgerWriteError: if its line could not be written.
           In both cases nothing is charged, and it must not be released.
         """
         if self._ledger is not None:
             self._record(released, budget=self.budget)
-        elif not self.affords(released):
-            raise ledger_lib.BudgetExceededError("The budget is spent.")
         self.released.append(released)
 
     def _record(self, released: ReleasedRound, **details: Any) -> None:
         ledger = cast(ledger_lib.PrivacyLedger, self._ledger)
         entries, local = self._entries(), None
         if released.mu_squared is not None:
-            earlier = [
-                e.local["max_mu_squared"] for e in entries if e.run == ledger.run
-            ]
+            own = [entry.local for entry in entries if entry.run == ledger.run]
+            spent = [line["max_mu_squared"] for line in own if line is not None]
             local = {
                 "mu_squared": released.mu_squared,
-                "max_mu_squared": max(earlier, default=0.0) + released.mu_squared,
+                "max_mu_squared": max(spent, default=0.0) + released.mu_squared,
             }
         ledger.record(
             len(entries),
@@ -250,7 +252,7 @@ class RoundHistory:
             composed.add(charge, count)
         return composed.epsilon(delta, accountant)
 
-    def _cost_of(self, entry: Any, ledger: Any) -> Any:
+    def _cost_of(self, entry: ledger_lib.LedgerEntry, ledger: Any) -> Any:
         """Returns what a ledger's line costs here, or raises."""
         if self._local:
             if entry.local is None:

@@ -93,6 +93,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
           ValueError: if fewer than N nodes are connected before the first round
             (in a later one the round is abandoned), or the strategy sends them
             different messages, or a model that is not of real numbers.
+          RoundsAbandonedError: see `aggregate_train`.
         """
         self._sent: list[Any] = []
         if self._is_over(server_round):
