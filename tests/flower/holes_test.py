@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pathlib
 import pickle
@@ -212,6 +213,28 @@ class WithoutTheModTest(parameterized.TestCase):
         strategy = _private(mechanism)
         self.assertEqual(_round(strategy, _grid(change=changed)), (None, None))
         self.assertEqual(strategy.rejected_replies, 4)
+
+
+class OtherModsTest(parameterized.TestCase):
+    """Mods around `private_mod`, and a client that forgets all between rounds."""
+
+    @parameterized.product(outside=(True, False), mechanism=(_NOISY, _LOCAL, _SHARES))
+    def test_a_mod_that_makes_updates_longer(self, outside, mechanism):
+        def longer(message, context, call_next):
+            reply = call_next(message, context)
+            reply.content["arrays"] = fm.model(np.full(3, 1e6))
+            return reply
+
+        def mod(message, context, call_next):
+            order = [longer, tfdp_fl.flower.private_mod]
+            outer, inner = order if outside else order[::-1]
+            return outer(message, context, lambda m, c: inner(m, c, call_next))
+
+        quiet = dataclasses.replace(mechanism, noise_multiplier=1e-9)
+        grid = _grid(mod=mod)
+        # The context of a `ClientApp`, where state would be, is None here.
+        got, _ = _round(_private(quiet), grid)
+        self.assertLessEqual(np.linalg.norm(fm.arrays(got)[0]), 0.5 * (1 + 1e-6))
 
 
 class RepliesTest(parameterized.TestCase):
