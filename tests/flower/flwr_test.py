@@ -71,34 +71,11 @@ class FlowerTest(parameterized.TestCase):
         ]
 
     def _manager(self, clients):
-        """A client manager whose proxies run wrapped clients in process."""
-
-        class Proxy(self.flwr.server.client_proxy.ClientProxy):
-            def __init__(self, cid, client):
-                super().__init__(cid)
-                self.client = client
-
-            def fit(self, ins, timeout, group_id):
-                return self.client.fit(ins)
-
-            def evaluate(self, ins, timeout, group_id):
-                return self.client.evaluate(ins)
-
-            def get_properties(self, ins, timeout, group_id):
-                raise NotImplementedError
-
-            def get_parameters(self, ins, timeout, group_id):
-                raise NotImplementedError
-
-            def reconnect(self, ins, timeout, group_id):
-                raise NotImplementedError
-
-        manager = self.flwr.server.SimpleClientManager()
-        for i, client in enumerate(clients):
-            wrapped = DPFedAvgNumPyClient(client).to_client()
-            self.assertIsInstance(wrapped, self.flwr.client.Client)
-            manager.register(Proxy(str(i), wrapped))
-        return manager
+        """A client manager with wrapped clients."""
+        wrapped = [DPFedAvgNumPyClient(client).to_client() for client in clients]
+        for client in wrapped:
+            self.assertIsInstance(client, self.flwr.client.Client)
+        return real_flower.manager(wrapped)
 
     def _fed_avg(self):
         return self.flwr.server.strategy.FedAvg(
@@ -232,27 +209,6 @@ class FlowerTest(parameterized.TestCase):
             atol=2e-6,
         )
         self.assertEqual(strategy.rejected_replies, 1)
-
-    def test_half_of_the_replies_are_enough(self):
-        clients = self._clients([(8,)])
-        strategy = self._strategy(DPFedAvgFixed, 1000.0, 0.0, True)
-        instructions = strategy.configure_fit(
-            1,
-            self.flwr.common.ndarrays_to_parameters([np.zeros(8, np.float32)]),
-            self._manager(clients),
-        )
-        results = [
-            (proxy, proxy.fit(ins, timeout=None, group_id=1))
-            for proxy, ins in instructions[:3]
-        ]
-        parameters, _ = strategy.aggregate_fit(1, results, [OSError()] * 3)
-        chosen = [clients[int(p.cid)].update[0] for p, _ in instructions[:3]]
-        np.testing.assert_allclose(
-            self.flwr.common.parameters_to_ndarrays(parameters)[0],
-            np.sum(chosen, axis=0) / _SAMPLED,
-            rtol=0,
-            atol=2e-6,
-        )
 
     def test_nobody_is_in_the_sum_twice_or_unasked(self):
         clients = self._clients([(8,)])

@@ -75,6 +75,29 @@ class StateTest(parameterized.TestCase):
         self.assertGreater(charged, _central(5))
         self.assertLess(charged, _central(10))
 
+    def test_a_schedule_goes_on(self):
+        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=(1.0, 3.0))
+        first = _private(mechanism)
+        _run(first, 1)
+        again = _again(first)
+        _run(again, 1, 2)
+        self.assertEqual([r.noise_multiplier for r in again.released_rounds], [1, 3])
+
+    @parameterized.parameters("rdp", "pld")
+    def test_epsilon_is_that_of_the_rounds_released(self, accountant):
+        strategy = _private()
+        self.assertEqual(strategy.privacy_epsilon(_DELTA, accountant), 0.0)
+        _run(strategy, 5)
+        wanted = accounting.epsilon(1.0, "fixed_size", 6, 3, 5, _DELTA, accountant)
+        got = strategy.privacy_epsilon(_DELTA, accountant)
+        self.assertAlmostEqual(got, wanted)
+        bare = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0)
+        strategy = _private(bare)
+        _run(strategy, 1)
+        self.assertEqual(strategy.privacy_epsilon(_DELTA, accountant), np.inf)
+        with self.assertRaisesRegex(ValueError, "delta"):
+            strategy.privacy_epsilon()
+
     def test_a_round_under_way_is_not_in_it(self):
         first = _private()
         first.configure_train(1, _MODEL, fm.ConfigRecord(), _GRID)

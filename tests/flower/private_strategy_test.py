@@ -149,6 +149,17 @@ class RoundTest(parameterized.TestCase):
         got, _ = fm.a_round(strategy, _grid([zeros] * 4), fm.model(zeros))
         statistics.assert_gaussian(np.ravel(fm.arrays(got)[0]), stddev / 4)
 
+    def test_the_noise_is_what_was_configured_whatever_is_set_since(self):
+        zeros = np.zeros([200, 200])
+        strategy, grid = _private(_NOISY, 4), _grid([zeros] * 4)
+        told = strategy.configure_train(1, fm.model(zeros), fm.ConfigRecord(), grid)
+        strategy.clip_norm, strategy.clients_per_round = 1e-6, 1000
+        with self.assertRaises(AttributeError):
+            strategy.mechanism = _FIXED
+        got, _ = strategy.aggregate_train(1, grid.send_and_receive(told))
+        strategy.clients_per_round = 4
+        statistics.assert_gaussian(np.ravel(fm.arrays(got)[0]), 0.5 / 4)
+
     def test_the_clip_follows_the_quantile_and_not_the_inverted_bit(self):
         # All norms are 1, S begins at 0.1 and has to come up to them.
         mechanism = tfdp_fl.AdaptiveClipping(noise_multiplier=0.0)
@@ -330,9 +341,14 @@ class HostileReplyTest(parameterized.TestCase):
         np.testing.assert_allclose(fm.arrays(got)[0], [0.25, 0])
         self.assertEqual(strategy.discarded_updates, 1)
 
-    @parameterized.parameters(1e-170, 1.0, 1e20, 1e300)
-    def test_without_the_mod_it_moves_the_mean_by_s_over_m(self, value):
-        strategy = _private(m=2)
+    @parameterized.product(
+        value=(1e-170, 1.0, 1e20, 1e300, np.nan, np.inf), by_server=(False, True)
+    )
+    def test_without_the_mod_it_moves_the_mean_by_s_over_m(self, value, by_server):
+        mechanism = _FIXED
+        if by_server:
+            mechanism = smooth_clipping()(start_norm=0.5, noise_multiplier=0.0)
+        strategy = _private(mechanism, m=2)
 
         def changed(replies):
             _put(np.full(2, value))(replies[0])
