@@ -111,7 +111,14 @@ class ChargedStrategy:
             rounds = _validate.positive_integer(rounds=rounds)
         self.rounds = rounds
         self._clients_clip = sums.clients_clip(mechanism, self._deployment)
-        self._remembered = correlated.remembered_for(mechanism, client_of)
+        self._remembered: correlated.Remembered | None = None
+        if isinstance(mechanism, mechanisms.CorrelatedNoise):
+            self._remembered = correlated.Remembered(mechanism, client_of)
+        elif client_of is not None:
+            raise ValueError(
+                "client_of must be left out, as it does not matter with "
+                f"{mechanism.name} which clients take part when, got {client_of!r}."
+            )
         if clip_norm is not None:
             clip_norm = _validate.positive(clip_norm=clip_norm)
         # A clip that only the cohort tells is 0 before there is one.

@@ -162,24 +162,6 @@ class Remembered:
         )
 
 
-def remembered_for(
-    mechanism: mechanisms.Mechanism, client_of: ClientOf | None
-) -> Remembered | None:
-    """Returns what is kept for a mechanism; None if it needs nothing.
-
-    Raises:
-      ValueError: `client_of` is given, and nothing needs it.
-    """
-    if isinstance(mechanism, mechanisms.CorrelatedNoise):
-        return Remembered(mechanism, client_of)
-    if client_of is not None:
-        raise ValueError(
-            "client_of must be left out, as it does not matter with "
-            f"{mechanism.name} which clients take part when, got {client_of!r}."
-        )
-    return None
-
-
 def noised(
     mechanism: mechanisms.Mechanism,
     total: Sequence[np.ndarray],

@@ -194,8 +194,8 @@ class DPFedAvgFixed(DPFedAvg):
           TypeError, ValueError: if an argument is not what it should be.
         """
         mechanism = mechanisms.FixedClipping(
-            clip_norm=_validate.positive(clip_norm=clip_norm),
-            noise_multiplier=_validate.non_negative(noise_multiplier=noise_multiplier),
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
             noise_site=_noise_site(server_side_noising),
         )
         super().__init__(strategy, num_sampled_clients, mechanism, **options)

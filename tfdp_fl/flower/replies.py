@@ -222,9 +222,7 @@ def _norm_bit(metrics: Mapping[str, Any], wanted: Wanted) -> bool | None:
             "DPFedAvgNumPyClient, or private_mod among its mods?)"
         )
     value = metrics[client_lib.NORM_BIT]
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if isinstance(value, numbers.Real) and not math.isnan(value):
+    if isinstance(value, numbers.Real | np.bool_) and not math.isnan(value):
         # One client moves the count by one at most, whatever number it sends.
         return bool(value)
     raise ReplyError(
