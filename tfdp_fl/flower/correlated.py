@@ -78,7 +78,7 @@ class Remembered:
             self.memory = self.mechanism.first_memory(
                 mechanisms.Deployment(clients_per_round=1, shapes=shapes)
             )
-        known = tuple(tuple(each.shape[1:]) for each in self.memory.buffers)
+        known = tuple(tuple(b.shape[1:]) for b in self.memory.buffers)
         if shapes != known:
             raise ValueError(
                 "The wrapped strategy must send a model of the same shapes in "
@@ -138,8 +138,8 @@ class Remembered:
         named = self.client_of is not None
         if state["named_by_the_server"] != named:
             raise ValueError(
-                "client_of must be given if and only if the run whose state "
-                f"this is had one, got {self.client_of!r}."
+                "client_of must be given if and only if the run that the "
+                f"state was taken of had one, got {self.client_of!r}."
             )
         if state["made_for"] != self.mechanism.memory_key():
             # Other noise, in a segment of its own; the promise may be another.
@@ -151,10 +151,10 @@ class Remembered:
             return
         self.segment = state["segment"]
         buffers = [
-            np.frombuffer(base64.b64decode(each["float32"]), "<f4").reshape(
-                each["shape"]
+            np.frombuffer(base64.b64decode(saved["float32"]), "<f4").reshape(
+                saved["shape"]
             )
-            for each in memory["buffers"]
+            for saved in memory["buffers"]
         ]
         self.memory = correlated_noise.Memory(
             tf.constant(memory["position"], tf.int32),
@@ -184,7 +184,7 @@ def noised(
             zeros, tf.constant(stddev, tf.float32), memory
         )
     added = [
-        array + each.numpy().astype(np.float64)
-        for array, each in zip(total, made, strict=True)
+        array + draw.numpy().astype(np.float64)
+        for array, draw in zip(total, made, strict=True)
     ]
     return added, memory

@@ -111,7 +111,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
                     "The wrapped strategy sends its clients different models or "
                     "configs; the noise hides an update to one model only."
                 )
-        clients = client_manager.all().values()
+        clients = list(client_manager.all().values())  # Clients come and go.
         configured = self._begin(
             server_round, {_name_of(c): c for c in clients}, sent, told.parameters
         )

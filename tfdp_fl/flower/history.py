@@ -240,9 +240,9 @@ class RoundHistory:
             rounds = self.released + rounds
         costs = [self._cost_of(entry, self._ledger) for entry in self._entries()]
         if self._local:
-            spent = [*costs, *(each.mu_squared for each in rounds)]
+            spent = [*costs, *(r.mu_squared for r in rounds)]
             return local_lib.epsilon_of_mu_squared(math.fsum(spent), delta)
-        charges = collections.Counter([*costs, *(each.charge() for each in rounds)])
+        charges = collections.Counter([*costs, *(r.charge() for r in rounds)])
         composed = accountant_lib.PrivacyAccountant()
         for charge, count in charges.items():
             if cohorts_known and charge.sampling == "fixed_size":
@@ -281,7 +281,7 @@ class RoundHistory:
                 "run": entries[-1].run if entries else None,
             }
         return {
-            "released": [dataclasses.asdict(each) for each in self.released],
+            "released": [dataclasses.asdict(r) for r in self.released],
             "ledger": known,
         }
 

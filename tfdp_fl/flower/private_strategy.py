@@ -38,7 +38,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     wrapped strategy is handed that model as one reply, and nothing else: no
     metrics, no errors. Whatever it makes of it costs nothing more.
 
-    Who clips: the clients, and the server once more what it noises itself, for
+    The clients clip, and the server once more what it noises itself, for
     `FixedClipping`, `AdaptiveClipping` and `LocalDP`, and for mechanisms of
     your own that change no more than the noise or how S moves. The server needs
     numpy and dp-accounting then, and no TensorFlow. All other central
@@ -46,7 +46,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     own TensorFlow functions.
 
     With `LocalDP` each client noises its own update, and the mean is that of
-    those who answered. A round is charged when its clients are asked, to every
+    the clients that answered. A round is charged when its clients are asked, to every
     client: what a client sends has left it.
 
     With `CorrelatedNoise` clients come as they like: only nodes are drawn that

@@ -68,7 +68,7 @@ class ConfiguredRound:
       mechanism: what is released.
       deployment: where.
       this: S, z and m, as floats.
-      clients_clip: who clips, and the server only once more.
+      clients_clip: whether the clients clip, and the server only once more.
       template: the model as Flower sent it; its form is that of the result.
       names: message API: the names of the arrays.
     """
@@ -214,7 +214,7 @@ def of_clipped(
     Computed in float64 and rounded once, after the noise: what rounding adds
     to single updates (much, in float16) is not in the sum. A missing client
     only lowers it: noise and m are those of the plan. Where each client is
-    private by itself ("local"), the mean is that of those who answered.
+    private by itself ("local"), the mean is that of the clients that answered.
 
     The server clips once more what it is about to noise. Where clients noise,
     it scales down what no honest client sends. Their norm bits are counted
