@@ -176,6 +176,15 @@ class WhoTest(parameterized.TestCase):
         text = " ".join(named.privacy_report(_DELTA)["caveats"])
         self.assertIn("names that the server gave", text)
 
+    def test_a_model_of_other_shapes_is_refused_before_anybody_is_asked(self):
+        made, grid = _private(), _grid()
+        _run(made, grid, 1)
+        grid.sent = []
+        with self.assertRaisesRegex(ValueError, "same shapes"):
+            fm.a_round(made, grid, fm.model(np.zeros(5)), 2)
+        self.assertEmpty(grid.sent)
+        self.assertLen(made.released_rounds, 1)
+
     def test_what_does_not_fit_is_refused(self):
         with self.assertRaisesRegex(ValueError, "min_separation"):
             _private(num_clients=11)

@@ -100,6 +100,13 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
             self._idle_round = server_round
             return None
         mechanism, plan = self.mechanism, self._planned(server_round)
+        if self._remembered is not None:
+            self._remembered.memory_for(sent)  # Or raises, before anybody is asked.
+        this = mechanisms.Round(
+            self.clip_norm,
+            mechanism.noise_multiplier_at(self._round_index),
+            float(self.clients_per_round),
+        )
         try:
             if not self._history.affords(plan):
                 raise ledger_lib.BudgetExceededError()
@@ -117,11 +124,7 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
             plan=plan,
             mechanism=mechanism,
             deployment=self._deployment,
-            this=mechanisms.Round(
-                self.clip_norm,
-                mechanism.noise_multiplier_at(self._round_index),
-                float(self.clients_per_round),
-            ),
+            this=this,
             clients_clip=self._clients_clip,
             template=template,
             names=names,
