@@ -71,8 +71,9 @@ def _caveats(
     elif epsilon != known:
         said.append(
             "Epsilon holds towards those who do not know which clients were in "
-            "which round, so that must stay secret; the server, which draws them, "
-            f"knows it. Towards those who know it, epsilon is {known:.4g}."
+            "which round, so that must stay secret, and with it the server's log, "
+            "which names clients that failed. The server itself, which draws them, "
+            f"knows. Towards those who know, epsilon is {known:.4g}."
         )
     if any(r.num_replies < r.clients_per_round for r in history.released):
         said.append(
