@@ -1,11 +1,16 @@
-"""The client wrapper: what leaves the client is clipped and noised."""
+"""The client's side: what leaves the client is clipped and noised."""
 
 from __future__ import annotations
+
+import unittest
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from tfdp_fl.flower import DPFedAvgNumPyClient
+from tests.flower import flower_messages as fm
+from tests.mechanisms import statistics
+from tfdp_fl.flower import DPFedAvgNumPyClient, private_mod
+from tfdp_fl.flower import client as client_lib
 
 _SHAPES = ((3, 2), (), (4,))
 
@@ -56,6 +61,14 @@ class _Client:
         return "something else"
 
 
+def _applied(clip_norm, noise_stddev=0.0) -> dict[str, float]:
+    """What a client says that it did."""
+    return {
+        "dpfedavg_applied_clip_norm": clip_norm,
+        "dpfedavg_applied_noise_stddev": noise_stddev,
+    }
+
+
 def _norm(returned, received) -> float:
     return np.sqrt(
         sum(
@@ -77,7 +90,7 @@ class ClippingTest(parameterized.TestCase):
         for got, old, change in zip(returned, received, client.update, strict=True):
             np.testing.assert_allclose(got, old + change * factor, rtol=1e-8)
         self.assertEqual((num_examples, type(num_examples)), (1, int))
-        self.assertEqual(metrics, {"loss": 0.5})
+        self.assertEqual(metrics, {"loss": 0.5, **_applied(1.0)})
 
     @parameterized.parameters(np.float16, np.float32, np.float64)
     def test_dtypes_and_shapes_are_those_received(self, dtype):
@@ -154,7 +167,9 @@ class NormBitTest(parameterized.TestCase):
                 "dpfedavg_noise_stddev": 5.0,
             },
         )
-        self.assertEqual(metrics, {"loss": 0.5, "dpfedavg_norm_bit": bit})
+        self.assertEqual(
+            metrics, {"loss": 0.5, "dpfedavg_norm_bit": bit, **_applied(1.0, 5.0)}
+        )
         self.assertEqual(client.metrics, {"loss": 0.5})
 
     def test_a_norm_that_equals_the_clip_norm_is_within(self):
@@ -248,6 +263,204 @@ class ContractTest(parameterized.TestCase):
     def test_something_that_can_not_fit_is_refused(self):
         with self.assertRaisesRegex(TypeError, "fit"):
             DPFedAvgNumPyClient(object())
+
+
+def _message(record, message_type="train", **config):
+    config = {"dpfedavg_clip_norm": 0.5, **config}
+    config = {k: v for k, v in config.items() if v is not None}
+    content = fm.RecordDict({"arrays": record, "config": fm.ConfigRecord(config)})
+    return fm.Message(content, 7, message_type)
+
+
+def _trained(train, record, **config):
+    reply = private_mod(_message(record, **config), None, fm.app(train))
+    return reply, fm.arrays(reply.content["arrays"])
+
+
+class ModTest(parameterized.TestCase):
+    @parameterized.parameters((0.3, 1), (0.5, 1), (0.500001, 0), (1e-170, 1), (1e18, 0))
+    def test_it_clips_the_whole_update_and_says_if_it_was_within(self, norm, bit):
+        update = [np.array([0.6, 0.0]) * norm, np.array(0.8) * norm]
+        reply, got = _trained(
+            fm.adds(update),
+            fm.model(np.zeros(2), np.array(0.0)),
+            dpfedavg_adaptive_clip_enabled=True,
+        )
+        scale = min(1, 0.5 / norm)
+        for new, change in zip(got, update, strict=True):
+            np.testing.assert_allclose(new, scale * change, rtol=1e-12)
+        self.assertEqual(reply.content["metrics"]["dpfedavg_norm_bit"], bit)
+
+    def test_float32_rounding_does_not_lead_out_of_s(self):
+        w = np.ones(1000, np.float32)
+        _, (got,) = _trained(
+            fm.adds([np.full(1000, 1e-3)]),
+            fm.model(w),
+            dpfedavg_clip_norm=1e-6,
+        )
+        self.assertEqual(got.dtype, np.float32)
+        self.assertLessEqual(np.linalg.norm(got.astype(np.float64) - w), 1e-6)
+
+    @parameterized.parameters(np.nan, np.inf)
+    def test_what_is_not_finite_becomes_zero(self, value):
+        _, (got,) = _trained(fm.adds([np.array([value, 1.0])]), fm.model(np.ones(2)))
+        np.testing.assert_array_equal(got, np.ones(2))
+
+    def test_noise_on_request(self):
+        zeros = np.zeros([200, 200])
+        _, (got,) = _trained(
+            fm.adds([zeros]), fm.model(zeros), dpfedavg_noise_stddev=0.25
+        )
+        statistics.assert_gaussian(np.ravel(got), 0.25)
+
+    @parameterized.parameters("num-examples", "weight")
+    def test_the_weight_is_one_and_the_true_number_stays(self, key):
+        reply, _ = _trained(
+            lambda arrays, config: (arrays, {key: 1234, "loss": 0.5}),
+            fm.model(np.zeros(2)),
+            dpfedavg_weight_key=None if key == "num-examples" else key,
+        )
+        self.assertEqual(
+            dict(reply.content["metrics"]), {key: 1, "loss": 0.5, **_applied(0.5)}
+        )
+
+    @parameterized.parameters("evaluate", "query", "evaluate.twice")
+    def test_other_messages_pass(self, message_type):
+        message = _message(fm.model(np.zeros(2)), message_type, dpfedavg_clip_norm=None)
+        reply = private_mod(message, None, fm.app(fm.adds([np.full(2, 9.0)])))
+        np.testing.assert_array_equal(
+            fm.arrays(reply.content["arrays"])[0], np.full(2, 9.0)
+        )
+
+    def test_named_train_functions_are_clipped_too(self):
+        message = _message(fm.model(np.zeros(2)), "train.again")
+        reply = private_mod(message, None, fm.app(fm.adds([np.full(2, 9.0)])))
+        np.testing.assert_allclose(
+            np.linalg.norm(fm.arrays(reply.content["arrays"])[0]), 0.5
+        )
+
+    def test_an_error_is_handed_on(self):
+        def fails(message, context):
+            return fm.Message(fm.Error(3, "no data"), reply_to=message)
+
+        reply = private_mod(_message(fm.model(np.zeros(2))), None, fails)
+        self.assertTrue(reply.has_error())
+        self.assertEqual(reply.error.reason, "no data")
+
+    @unittest.skipUnless(fm.INSTALLED, fm.WHY_NOT)
+    def test_what_was_received_is_not_changed(self):
+        # An app may send back the very content it got, trained in place.
+        def echo(message, context):
+            content = message.content
+            content["arrays"] = fm.model(np.full(2, 9.0))
+            return fm.Message(content, reply_to=message)
+
+        message = _message(fm.model(np.zeros(2)))
+        reply = private_mod(message, None, echo)
+        np.testing.assert_allclose(
+            np.linalg.norm(fm.arrays(reply.content["arrays"])[0]), 0.5
+        )
+        self.assertEqual(
+            dict(reply.content["metrics"]), {"num-examples": 1, **_applied(0.5)}
+        )
+
+    @parameterized.parameters(
+        ({"dpfedavg_clip_norm": None}, KeyError, "Is its strategy wrapped"),
+        ({"dpfedavg_clip_norm": 0.0}, ValueError, "dpfedavg_clip_norm"),
+        ({"dpfedavg_clip_norm": float("nan")}, ValueError, "clip_norm"),
+        ({"dpfedavg_clip_norm": "big"}, TypeError, "dpfedavg_clip_norm"),
+        ({"dpfedavg_noise_stddev": -1.0}, ValueError, "noise_stddev"),
+        ({"dpfedavg_adaptive_clip_enabled": 1}, TypeError, "adaptive"),
+    )
+    def test_nothing_is_trained_on_a_bad_instruction(self, config, error, pattern):
+        def never(message, context):
+            raise AssertionError("It was trained.")
+
+        with self.assertRaisesRegex(error, pattern):
+            private_mod(_message(fm.model(np.zeros(2)), **config), None, never)
+
+    @parameterized.named_parameters(
+        ("names", {"arrays": {"x": np.zeros(2)}}, "those it received"),
+        ("fewer", {"arrays": {}}, "those it received"),
+        (
+            "shapes",
+            {"arrays": {"0": np.zeros(3)}},
+            "the shapes of those it received",
+        ),
+        (
+            "two_records",
+            {"arrays": {"0": np.zeros(2)}, "data": {"x": np.zeros(9)}},
+            "leaves in another is not clipped",
+        ),
+        ("none", {}, "must send one ArrayRecord"),
+    )
+    def test_other_arrays_do_not_leave(self, records, pattern):
+        def sends(message, context):
+            content = fm.RecordDict(
+                {
+                    key: fm.ArrayRecord({k: fm.Array(v) for k, v in arrays.items()})
+                    for key, arrays in records.items()
+                }
+            )
+            return fm.Message(content, reply_to=message)
+
+        with self.assertRaisesRegex(ValueError, pattern):
+            private_mod(_message(fm.model(np.zeros(2))), None, sends)
+
+
+# What rounding to the model's dtype leaves of clips and noise.
+
+
+def _sent(received, update, clip_norm, stddev):
+    """Returns what a client sends whose training added `update`."""
+    asked = client_lib.Instruction(clip_norm, stddev, False)
+    returned = [np.asarray(received, np.float64) + update]
+    (array,) = client_lib.release([received], returned, asked).arrays
+    return array
+
+
+class RoundingTest(parameterized.TestCase):
+    # The gaps are 9.8e-4, 7.8e-3 and 1.2e-7: a share would be rounded away.
+    @parameterized.parameters(
+        (np.float16, 1.0, 6.5e-4),
+        (np.float32, 1e5, 5.2e-3),
+        (np.float32, 1.0, 8e-8),
+        (np.float64, 1.0, 6.5e-4),
+        (np.int64, 7, 6.5e-4),
+    )
+    def test_shares_that_are_rounded_add_up_to_what_is_charged(
+        self, dtype, weight, clip_norm
+    ):
+        # 20 000 sums: 5 % are ten standard deviations of the estimate.
+        received, clients = np.full(20_000, weight, dtype), 100
+        total = np.zeros(len(received))
+        for _ in range(clients):
+            sent = _sent(received, 0.0, clip_norm, clip_norm / clients**0.5)
+            total += np.asarray(sent, np.float64) - weight
+        self.assertAlmostEqual(total.std() / clip_norm, 1.0, delta=0.05)
+        self.assertAlmostEqual(total.mean() / clip_norm, 0.0, delta=0.07)
+
+    @parameterized.parameters(
+        (np.float32, 1.0, 0.1, np.float32),
+        (np.float32, 1e5, 0.1, np.float64),
+        (np.float32, 1e5, 0.2, np.float32),
+        (np.float16, 1.0, 0.1, np.float16),
+        (np.float16, 1.0, 0.01, np.float64),
+        (np.float16, 1e-3, 2.0, np.float16),
+        (np.float16, 1.0, 1e4, np.float64),
+        (np.float64, 1e5, 0.1, np.float64),
+    )
+    def test_the_dtype_goes_by_the_model_and_the_noise_alone(
+        self, dtype, weight, stddev, expected
+    ):
+        received = np.full(3, weight, dtype)
+        for update in (0.0, 1e-9, 1e3, np.nan):
+            sent = _sent(received, update, 1e-3, stddev)
+            self.assertEqual(sent.dtype, expected)
+
+    def test_noise_that_no_dtype_has_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "dpfedavg_noise_stddev.*1e-07"):
+            _sent(np.full(3, 1e9), 0.0, 1e-6, 1e-7)
 
 
 if __name__ == "__main__":

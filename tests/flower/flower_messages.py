@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tfdp_fl import flower
+from tfdp_fl.flower import client
 
 
 def _is_there() -> bool:
@@ -100,7 +101,16 @@ else:
     class Message:
         """As `flwr.app.Message`."""
 
-        def __init__(self, content, dst_node_id=0, message_type="", *, reply_to=None):
+        def __init__(
+            self,
+            content,
+            dst_node_id=0,
+            message_type="",
+            *,
+            ttl=None,
+            group_id=None,
+            reply_to=None,
+        ):
             there = reply_to and reply_to.metadata
             self.metadata = types.SimpleNamespace(
                 message_id="",
@@ -108,12 +118,17 @@ else:
                 dst_node_id=there.src_node_id if there else dst_node_id,
                 reply_to_message_id=there.message_id if there else "",
                 message_type=there.message_type if there else message_type,
+                ttl=ttl,
+                group_id=group_id,
             )
             self.error = content if isinstance(content, Error) else None
             self.content = None if self.error else content
 
         def has_error(self):
             return self.error is not None
+
+    # What stands in for Flower's records, where the package makes some.
+    client.flower = lambda name: globals()[name]
 
 
 class Strategy:

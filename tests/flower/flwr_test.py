@@ -1,15 +1,17 @@
-"""One round through the real Flower: its strategy, its clients, no network."""
+"""Rounds through the real Flower's older API: strategies, clients, no network."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
 import logging
+import random
 import unittest
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from tests.flower import real_flower
 from tfdp_fl.flower import (
     DPFedAvgAdaptive,
     DPFedAvgFixed,
@@ -69,34 +71,11 @@ class FlowerTest(parameterized.TestCase):
         ]
 
     def _manager(self, clients):
-        """A client manager whose proxies run wrapped clients in process."""
-
-        class Proxy(self.flwr.server.client_proxy.ClientProxy):
-            def __init__(self, cid, client):
-                super().__init__(cid)
-                self.client = client
-
-            def fit(self, ins, timeout, group_id):
-                return self.client.fit(ins)
-
-            def evaluate(self, ins, timeout, group_id):
-                return self.client.evaluate(ins)
-
-            def get_properties(self, ins, timeout, group_id):
-                raise NotImplementedError
-
-            def get_parameters(self, ins, timeout, group_id):
-                raise NotImplementedError
-
-            def reconnect(self, ins, timeout, group_id):
-                raise NotImplementedError
-
-        manager = self.flwr.server.SimpleClientManager()
-        for i, client in enumerate(clients):
-            wrapped = DPFedAvgNumPyClient(client).to_client()
-            self.assertIsInstance(wrapped, self.flwr.client.Client)
-            manager.register(Proxy(str(i), wrapped))
-        return manager
+        """A client manager with wrapped clients."""
+        wrapped = [DPFedAvgNumPyClient(client).to_client() for client in clients]
+        for client in wrapped:
+            self.assertIsInstance(client, self.flwr.client.Client)
+        return real_flower.manager(wrapped)
 
     def _fed_avg(self):
         return self.flwr.server.strategy.FedAvg(
@@ -104,7 +83,6 @@ class FlowerTest(parameterized.TestCase):
             min_fit_clients=_SAMPLED,
             min_available_clients=_NUM_CLIENTS,
             on_fit_config_fn=lambda server_round: {"lr": 0.1},
-            fit_metrics_aggregation_fn=lambda metrics: {"count": len(metrics)},
         )
 
     def _round(self, strategy, clients, model):
@@ -121,7 +99,7 @@ class FlowerTest(parameterized.TestCase):
             for proxy, ins in instructions
         ]
         parameters, metrics = strategy.aggregate_fit(1, results, [])
-        self.assertEqual(metrics, {"count": _SAMPLED})
+        self.assertEqual(metrics, {})
         chosen = [int(proxy.cid) for proxy, _ in instructions]
         return common.parameters_to_ndarrays(parameters), chosen
 
@@ -188,7 +166,7 @@ class FlowerTest(parameterized.TestCase):
         # has probability < 1e-18.
         np.testing.assert_allclose(np.std(noise), z * 0.8, rtol=0.02)
         self.assertLess(abs(np.mean(noise)), 8 * z * 0.8 / np.sqrt(size))
-        self.assertGreater(strategy.privacy_epsilon(_NUM_CLIENTS, 1e-5), 0)
+        self.assertGreater(strategy.privacy_epsilon(1e-5), 0)
 
     @parameterized.named_parameters(
         ("no_bit", lambda res: res.metrics.clear()),
@@ -222,7 +200,7 @@ class FlowerTest(parameterized.TestCase):
             parameters, metrics = strategy.aggregate_fit(1, results, [])
         hostile = results[2][0].cid
         self.assertIn(f"client {hostile!r}: ", logs.output[0])
-        self.assertEqual(metrics, {"count": _SAMPLED - 1})
+        self.assertEqual(metrics, {})
         others = [clients[int(p.cid)].update[0] for p, _ in instructions]
         np.testing.assert_allclose(
             self.flwr.common.parameters_to_ndarrays(parameters)[0],
@@ -231,27 +209,6 @@ class FlowerTest(parameterized.TestCase):
             atol=2e-6,
         )
         self.assertEqual(strategy.rejected_replies, 1)
-
-    def test_half_of_the_replies_are_enough(self):
-        clients = self._clients([(8,)])
-        strategy = self._strategy(DPFedAvgFixed, 1000.0, 0.0, True)
-        instructions = strategy.configure_fit(
-            1,
-            self.flwr.common.ndarrays_to_parameters([np.zeros(8, np.float32)]),
-            self._manager(clients),
-        )
-        results = [
-            (proxy, proxy.fit(ins, timeout=None, group_id=1))
-            for proxy, ins in instructions[:3]
-        ]
-        parameters, _ = strategy.aggregate_fit(1, results, [OSError()] * 3)
-        chosen = [clients[int(p.cid)].update[0] for p, _ in instructions[:3]]
-        np.testing.assert_allclose(
-            self.flwr.common.parameters_to_ndarrays(parameters)[0],
-            np.sum(chosen, axis=0) / _SAMPLED,
-            rtol=0,
-            atol=2e-6,
-        )
 
     def test_nobody_is_in_the_sum_twice_or_unasked(self):
         clients = self._clients([(8,)])
@@ -295,6 +252,7 @@ class FlowerTest(parameterized.TestCase):
             self._fed_avg(),
             _SAMPLED,
             0.5,
+            num_clients=_NUM_CLIENTS,
             target_epsilon=40.0,
             target_delta=1e-5,
         )
@@ -322,6 +280,140 @@ class FlowerTest(parameterized.TestCase):
         history, _ = server.fit(num_rounds=2, timeout=None)
         self.assertLen(server.strategy.released_rounds, 2)
         self.assertLen(history.losses_distributed, 2)
+
+
+@unittest.skipUnless(real_flower.INSTALLED, real_flower.WHY_NOT)
+class FlowersStrategiesTest(parameterized.TestCase):
+    @parameterized.parameters(
+        "FedAvg",
+        "FedAvgM",
+        "FedProx",
+        "FaultTolerantFedAvg",
+        "FedAdagrad",
+        "FedAdam",
+        "FedYogi",
+        "FedOpt",
+    )
+    def test_what_averages_is_accepted_and_makes_the_same_of_the_mean(self, name):
+        arguments = {}
+        if name == "FedProx":
+            arguments["proximal_mu"] = 0.1
+        if name in ("FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedOpt"):
+            arguments["initial_parameters"] = real_flower.parameters(np.zeros(2))
+        updates = [[3.0, 0.0], [0.0, 0.3], [-0.1, 0.1], [0.2, 0.5]]
+        clients = [real_flower.client([np.array(u)]) for u in updates]
+        wrapper = DPFedAvgFixed(real_flower.strategy(name, 4, **arguments), 4, 1.0, 0.0)
+        got, _ = real_flower.round_of(
+            wrapper,
+            real_flower.manager(clients),
+            real_flower.parameters(np.zeros(2)),
+        )
+        clipped = [u / np.maximum(1, np.linalg.norm(u)) for u in updates]
+        # The same strategy alone, with one client that sends the mean.
+        alone = real_flower.strategy(name, 1, **arguments)
+        mean = real_flower.client([np.mean(clipped, axis=0)], wrapped=False)
+        wanted, _ = real_flower.round_of(
+            alone,
+            real_flower.manager([mean]),
+            real_flower.parameters(np.zeros(2)),
+        )
+        np.testing.assert_allclose(
+            real_flower.arrays(got)[0],
+            real_flower.arrays(wanted)[0],
+            rtol=1e-12,
+        )
+
+    @parameterized.parameters((0.9, 0), (0.5, 1))
+    def test_nothing_is_charged_for_what_a_strategy_will_not_take(
+        self, completion_rate, released
+    ):
+        wrapper = DPFedAvgFixed(
+            real_flower.strategy(
+                "FaultTolerantFedAvg",
+                4,
+                min_completion_rate_fit=completion_rate,
+            ),
+            4,
+            1.0,
+        )
+        clients = [real_flower.client([np.zeros(2)]) for _ in range(4)]
+        got, _ = real_flower.round_of(
+            wrapper,
+            real_flower.manager(clients),
+            real_flower.parameters(np.zeros(2)),
+            change=lambda results: setattr(results[0][1], "parameters", None),
+        )
+        self.assertEqual(got is not None, bool(released))
+        self.assertLen(wrapper.released_rounds, released)
+
+    @parameterized.product(
+        name=("FedMedian", "FedTrimmedAvg", "Krum", "Bulyan", "QFedAvg"),
+        wrapper=(DPFedAvgFixed, DPFedAvgAdaptive),
+    )
+    def test_what_does_not_is_refused_by_name(self, name, wrapper):
+        strategy = real_flower.strategy(name, 40)
+        for averages in (False, True):
+            with self.assertRaisesRegex(ValueError, f"{name}.*averages=True"):
+                wrapper(strategy, 40, 1.0, averages=averages)
+
+    def test_flowers_own_wrappers_are_refused(self):
+        import flwr
+
+        inner = flwr.server.strategy.DifferentialPrivacyServerSideFixedClipping(
+            real_flower.strategy("FedAvg", 2), 1.0, 1.0, 2
+        )
+        with self.assertRaisesRegex(ValueError, "averages=True"):
+            DPFedAvgFixed(inner, 2, 1.0)
+
+    def test_a_subclass_is_accepted_unless_it_aggregates_itself(self):
+        import flwr
+
+        class Logged(flwr.server.strategy.FedAvg):
+            def evaluate(self, server_round, parameters):
+                return None
+
+        class Best(Logged):
+            def aggregate_fit(self, server_round, results, failures):
+                return results[0][1].parameters, {}
+
+        class Below(Best):
+            pass
+
+        class Between(flwr.server.strategy.FedAdam, Best):
+            """FedAdam's `super().aggregate_fit` is that of `Best`."""
+
+        DPFedAvgFixed(Logged(), 2, 1.0)
+        initial = real_flower.parameters(np.zeros(2))
+        for made in (Best(), Below(), Between(initial_parameters=initial)):
+            with self.assertRaisesRegex(ValueError, r"aggregate_fit of .*Best"):
+                DPFedAvgFixed(made, 2, 1.0)
+            self.assertTrue(DPFedAvgFixed(made, 2, 1.0, averages=True).averages)
+        patched = Logged()
+        patched.aggregate_fit = lambda *_: (None, {})
+        with self.assertRaisesRegex(ValueError, "the object itself"):
+            DPFedAvgFixed(patched, 2, 1.0)
+
+    def test_a_function_for_the_clients_metrics_is_refused(self):
+        strategy = real_flower.strategy(
+            "FedAvg", 2, fit_metrics_aggregation_fn=lambda metrics: {}
+        )
+        with self.assertRaisesRegex(ValueError, "fit_metrics_aggregation_fn"):
+            DPFedAvgFixed(strategy, 2, 1.0)
+
+    def test_pythons_seed_foretells_no_cohort(self):
+        def cohorts():
+            random.seed(42)
+            manager = real_flower.manager([None] * 12)
+            wrapper = DPFedAvgFixed(
+                real_flower.strategy("FedAvg", 6), 6, 1.0, num_clients=12
+            )
+            model = real_flower.parameters(np.zeros(2))
+            return [
+                sorted(p.cid for p, _ in wrapper.configure_fit(i, model, manager))
+                for i in range(9)
+            ]
+
+        self.assertNotEqual(cohorts(), cohorts())  # But for 924^-9.
 
 
 if __name__ == "__main__":

@@ -181,6 +181,7 @@ def secagg_round(
     model: Any,
     gone: Sequence[int] = (),
     mods: Sequence[Any] = (),
+    before: Sequence[Any] = (),
     **arguments: Any,
 ) -> list[np.ndarray]:
     """Runs one round under Flower's SecAgg+ workflow; returns the new model.
@@ -191,6 +192,7 @@ def secagg_round(
       model: Flower's parameters.
       gone: clients that fall silent when it is their turn to train.
       mods: of the clients, between `secaggplus_mod` and them.
+      before: and around it.
       **arguments: of `SecAggPlusWorkflow`.
     """
     from flwr.common import Context
@@ -204,7 +206,7 @@ def secagg_round(
         def client_fn(context: Context):
             return one
 
-        return words.app(client_fn=client_fn, mods=[words.mod, *mods])
+        return words.app(client_fn=client_fn, mods=[*before, words.mod, *mods])
 
     apps = [app(one) for one in clients]
     contexts = [words.context(i) for i in range(len(clients))]

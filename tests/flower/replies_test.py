@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from tests.flower import older_api
 from tfdp_fl.flower import DPFedAvgAdaptive, replies
 
 
@@ -105,6 +106,9 @@ class NpyTest(parameterized.TestCase):
         self.assertLess(tracemalloc.get_traced_memory()[1], 100_000)
 
 
+_WANTED = replies.Wanted([(3,)], norm_bit=True)
+
+
 class ReadTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("no_result", None),
@@ -124,7 +128,7 @@ class ReadTest(parameterized.TestCase):
     )
     def test_it_is_a_reply_error(self, result):
         with self.assertRaises(replies.ReplyError):
-            replies.read(result, [(3,)], wants_norm_bit=False)
+            replies.read_result(result, replies.Wanted([(3,)]))
 
     def test_metrics_that_raise(self):
         class Metrics(dict):
@@ -132,7 +136,7 @@ class ReadTest(parameterized.TestCase):
                 raise SystemError("gotcha")
 
         with self.assertRaisesRegex(replies.ReplyError, "SystemError: gotcha"):
-            replies.read(_Result([np.zeros(3)], 1, Metrics()), [(3,)], True)
+            replies.read_result(_Result([np.zeros(3)], 1, Metrics()), _WANTED)
 
     @parameterized.parameters(
         (True, True),
@@ -143,16 +147,31 @@ class ReadTest(parameterized.TestCase):
     )
     def test_bits(self, sent, bit):
         result = _Result([np.zeros(3)], 1, {"dpfedavg_norm_bit": sent})
-        self.assertIs(replies.read(result, [(3,)], True).norm_bit, bool(bit))
+        self.assertIs(replies.read_result(result, _WANTED).norm_bit, bool(bit))
 
 
-class _Strategy:
-    def configure_fit(self, server_round, parameters, client_manager):
-        ins = types.SimpleNamespace(parameters=parameters, config={})
-        return [(name, ins) for name in client_manager]
+def _read(reply):
+    if reply == "garbled":
+        raise replies.ReplyError("it is garbled")
+    return reply
 
-    def aggregate_fit(self, server_round, results, failures):
-        return results[0][1].parameters, {}
+
+class CollectTest(parameterized.TestCase):
+    """Of the clients 1 and 2; what is dropped spoils nothing beside it."""
+
+    @parameterized.parameters(
+        ([(1, "a"), (2, "b")], {1: "a", 2: "b"}, 2),
+        ([(1, "a"), (1, "b"), (2, "c")], {1: "a", 2: "c"}, 2),
+        ([(3, "a"), (1, "b"), ("1", "c")], {1: "b"}, 1),
+        ([(1, "garbled"), (2, "b")], {2: "b"}, 2),
+        ([(1, "garbled"), (1, "b")], {1: "b"}, 1),
+        ([], {}, 0),
+    )
+    def test_replies(self, results, usable, num_replied):
+        got = replies.collect(1, results, {1, 2}, _read)
+        self.assertEqual(got.replies, usable)
+        self.assertEqual(got.num_replied, num_replied)
+        self.assertEqual(got.rejected, len(results) - len(usable))
 
 
 class FuzzTest(parameterized.TestCase):
@@ -241,12 +260,12 @@ class FuzzTest(parameterized.TestCase):
             return result
 
         strategy = DPFedAvgAdaptive(
-            _Strategy(), 4, 1.0, 0.5, max_abandoned_rounds=None,
+            older_api.Strategy(), 4, 1.0, 0.5, max_abandoned_rounds=None,
             clip_count_stddev=0.5,
         )  # fmt: skip
         model = _tensors(_npy(np.zeros((3, 2))), _npy(np.float32(0)))
         for server_round in range(1000):
-            strategy.configure_fit(server_round, model, "abcd")
+            strategy.configure_fit(server_round, model, older_api.Manager("abcd"))
             got, _ = strategy.aggregate_fit(
                 server_round, [(name, reply()) for name in "abcd"], []
             )

@@ -102,6 +102,38 @@ class SecAggTest(parameterized.TestCase):
         ]
         self._assert_bits(clients, mods=[private_mod])
 
+    @unittest.skipUnless(flower_messages.INSTALLED, flower_messages.WHY_NOT)
+    def test_mods_in_the_other_order_release_nothing(self):
+        # `private_mod` then sees SecAgg+'s messages, in which there is no model.
+        clients = [
+            real_flower.client([np.array([5.0, 0])], wrapped=False) for _ in range(3)
+        ]
+        wrapper = DPFedAvgFixed(real_flower.strategy("FedAvg", 3), 3, 1.0, 0.0)
+        with self.assertRaisesRegex(Exception, "dpfedavg_clip_norm"):
+            real_flower.secagg_round(
+                wrapper,
+                clients,
+                real_flower.parameters(np.zeros(2)),
+                before=[private_mod],
+            )
+        self.assertEqual(wrapper.released_rounds, ())
+
+    @unittest.skipUnless(flower_messages.INSTALLED, flower_messages.WHY_NOT)
+    def test_shares_of_noise_are_said_to_be_applied(self):
+        size = 100_000
+        clients = [
+            real_flower.client([np.zeros(size)], wrapped=False) for _ in range(4)
+        ]
+        for mods, released in (([private_mod], 1), ([], 0)):
+            wrapper = DPFedAvgFixed(
+                real_flower.strategy("FedAvg", 4), 4, 1.0, 1.0, False
+            )
+            (model,) = real_flower.secagg_round(
+                wrapper, clients, real_flower.parameters(np.zeros(size)), mods=mods
+            )
+            self.assertLen(wrapper.released_rounds, released)
+        np.testing.assert_array_equal(model, np.zeros(size))
+
     def _assert_bits(self, clients, **arguments):
         wrapper = DPFedAvgAdaptive(real_flower.strategy("FedAvg", 3), 3, 2.0, 0.0)
         real_flower.secagg_round(

@@ -109,6 +109,7 @@ def _accounting() -> calling.Calls:
         (a.gaussian_delta, {"noise_multiplier": 1.0, "epsilon": 1.0}),
         (a.gaussian_epsilon, {"noise_multiplier": 1.0, "delta": 1e-3}),
         (a.epsilon_of_mu_squared, {"mu_squared": 1.0, "delta": 1e-3}),
+        (a.Budget, {"epsilon": 2.0, "delta": 1e-3}),
         (a.LocalAccount, {"num_clients": 5}),
         (a.PrivacyAccountant, {}),
     ):

@@ -19,8 +19,8 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
-from tests.flower import any_mechanism_test
 from tests.flower import flower_messages as fm
+from tests.flower import older_api
 from tests.keras import noise_test
 from tests.stress import counts
 from tfdp_fl import flower
@@ -327,7 +327,7 @@ class FlowerTest(parameterized.TestCase):
     )
     def test_legacy_wrapper(self, site, name):
         started = time.time()
-        strategy, at_server = any_mechanism_test._Strategy(), site == "server"
+        strategy, at_server = older_api.Strategy(), site == "server"
         z = _Z
         if name == "DPFedAvgFixed":
             wrapper = flower.DPFedAvgFixed(strategy, _M, _S, _Z, at_server)
@@ -344,9 +344,7 @@ class FlowerTest(parameterized.TestCase):
             z, count = (_Z**-2 - (2 * 2.0) ** -2) ** -0.5, 1
         received, rounds = [np.zeros(_WIDTH)] * 2, []
         for number in range(1, count + 1):
-            model = any_mechanism_test._run_round(
-                wrapper, number, received, [[0.0, 0.0]] * _M
-            )
+            model = older_api.a_round(wrapper, received, [[0.0, 0.0]] * _M, number)
             rounds.append([n - o for n, o in zip(model, received, strict=True)])
             received = model
         noise_test.assert_is_noise(rounds, [z * _S / _M] * count)

@@ -16,7 +16,12 @@ from tfdp_fl.accounting.gaussian import (
     gaussian_delta,
     gaussian_epsilon,
 )
-from tfdp_fl.accounting.ledger import PrivacyLedger, epsilon_from_ledger
+from tfdp_fl.accounting.ledger import (
+    Budget,
+    BudgetExceededError,
+    PrivacyLedger,
+    epsilon_from_ledger,
+)
 from tfdp_fl.accounting.ledger_contents import (
     LedgerContents,
     LedgerEntry,
@@ -34,6 +39,8 @@ from tfdp_fl.accounting.statement import StatementFacts, privacy_statement
 
 __all__ = [
     "CAVEATS",
+    "Budget",
+    "BudgetExceededError",
     "LedgerContents",
     "LedgerEntry",
     "LedgerEntryError",

@@ -21,20 +21,25 @@ what another one wrote here.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import errno
 import fcntl
 import json
+import math
 import os
 import pathlib
 import secrets
-from typing import Any
+import threading
+from typing import Any, cast
 
 from tfdp_fl import _json, _validate, version
+from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import events, ledger_lines
 from tfdp_fl.accounting.ledger_contents import (
     LedgerContents,
+    LedgerEntry,
     LedgerError,
     LedgerForkedError,
     LedgerInUseError,
@@ -44,8 +49,35 @@ from tfdp_fl.accounting.ledger_contents import (
 )
 
 
+class BudgetExceededError(RuntimeError):
+    """The release would spend more than the budget; nothing was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The most that all releases in one ledger may cost together.
+
+    Attributes:
+      epsilon: Above 0.
+      delta: Between 0 and 1.
+      accountant: "rdp" or "pld": what epsilon is computed by.
+
+    Raises:
+      TypeError, ValueError: An argument is not allowed.
+    """
+
+    epsilon: float
+    delta: float
+    accountant: str = "rdp"
+
+    def __post_init__(self):
+        _validate.positive(epsilon=self.epsilon)
+        _validate.inside_unit_interval(delta=self.delta)
+        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=self.accountant)
+
+
 class PrivacyLedger:
-    """Writes a ledger; one process at a time.
+    """Writes a ledger; one process at a time, and its threads one by one.
 
     Use as a context manager, or `close`.
     """
@@ -102,7 +134,12 @@ class PrivacyLedger:
         self._run = new_run() if run is None else _checked_run(run)
         self._key = key
         self._head = ledger_lines.GENESIS
-        self._rounds = 0
+        self._entries: list[LedgerEntry] = []
+        self._by_client = False
+        # What the entries cost centrally, and how many of them are in it.
+        self._history, self._composed = accountant_lib.PrivacyAccountant(), 0
+        # Flower's strategies share an open ledger: one of them records at a time.
+        self._recording = threading.Lock()
         self._broken = False
         self._descriptor: int | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -141,6 +178,8 @@ class PrivacyLedger:
                     }
                 )
                 self._sync_folder()
+            stated = contents.header.get("mechanism", mechanism) or {}
+            self._by_client = stated.get("guarantee") in ("local", "record")
         except BaseException as error:
             if mode == "create" and not isinstance(error, LedgerInUseError):
                 os.unlink(self._place)  # Made here, and empty.
@@ -160,7 +199,7 @@ class PrivacyLedger:
     @property
     def rounds(self) -> int:
         """How many rounds the ledger holds."""
-        return self._rounds
+        return len(self._entries)
 
     @property
     def run(self) -> str:
@@ -175,11 +214,14 @@ class PrivacyLedger:
         *,
         local: dict[str, float] | None = None,
         run: str | None = None,
+        budget: Budget | None = None,
         **details: Any,
     ) -> None:
         """Writes one round's line, and returns when it is on the disk.
 
-        To be called before anything of the round's result is shown.
+        To be called before anything of the round's result is shown. The budget
+        is asked in the same act: nobody can write between the answer and the
+        line.
 
         Args:
           round_index: The round, from 0.
@@ -188,10 +230,15 @@ class PrivacyLedger:
           local: See `LedgerEntry`.
           run: The id of the run that released it, where it is another than
             that of the rounds.
+          budget: The most that all rounds of the ledger, those of other runs
+            and this one included, may cost. With `local`, or in the ledger of
+            a guarantee for each client, that is the local epsilon.
           **details: The mechanism's parameters of this round and whatever else
             is worth keeping, as JSON values or NumPy numbers.
 
         Raises:
+          BudgetExceededError: If the round would spend more than the budget, or
+            if what was spent cannot be known. Nothing is written.
           LedgerWriteError: If the line could not be written and synced (disk
             full, for instance). The ledger is as it was before; the round must
             not be released.
@@ -210,19 +257,59 @@ class PrivacyLedger:
             _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         if local is not None:
             local = ledger_lines.checked_local(local, charge)
-        self._append(
-            {
-                "kind": "round",
-                "run": self._run if run is None else _checked_run(run),
-                "round": _validate.non_negative_integer(round_index=round_index),
-                "cohort_size": _validate.non_negative_integer(cohort_size=cohort_size),
-                "charge": charge and json.loads(charge.to_json()),
-                "local": local,
-                "time": _now(),
-                "details": _json.plain(details, _refuse),
-            }
+        if budget is not None:
+            _validate.instance_of(Budget, budget=budget)
+        entry = LedgerEntry(
+            round_index=_validate.non_negative_integer(round_index=round_index),
+            cohort_size=_validate.non_negative_integer(cohort_size=cohort_size),
+            charge=charge,
+            local=local,
+            time=_now(),
+            details=_json.plain(details, _refuse),
+            run=self._run if run is None else _checked_run(run),
         )
-        self._rounds += 1
+        self._check_process()
+        with self._recording:
+            self._check_file()
+            if budget is not None:
+                self._ask(budget, entry)
+            self._append(
+                {
+                    "kind": "round",
+                    "run": entry.run,
+                    "round": entry.round_index,
+                    "cohort_size": entry.cohort_size,
+                    "charge": charge and json.loads(charge.to_json()),
+                    "local": local,
+                    "time": entry.time,
+                    "details": entry.details,
+                }
+            )
+            self._entries.append(dataclasses.replace(entry, line_hash=self._head))
+
+    def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
+        """Raises BudgetExceededError if one more round would pass the budget."""
+        entries = (*self._entries, entry)
+        if self._by_client or entry.local is not None:
+            epsilon = LedgerContents(
+                header={}, entries=entries, truncated=False, head="", identity=""
+            ).local_epsilon(budget.delta)
+        elif entry.charge is None or any(known.charge is None for known in entries):
+            epsilon = math.inf
+        else:
+            for known in entries[self._composed : -1]:
+                self._history.add(cast(charge_lib.RoundCharge, known.charge))
+                self._composed += 1
+            epsilon = self._history.epsilon_after(
+                entry.charge, budget.delta, budget.accountant
+            )
+        if not epsilon <= budget.epsilon:
+            raise BudgetExceededError(
+                f"Round {entry.round_index} would bring epsilon to {epsilon:.6g} at "
+                f"delta={budget.delta:g} by all {len(entries)} rounds of the ledger "
+                f"{self._path}, and the budget is {budget.epsilon:g}. Nothing was "
+                "written; the round must not be released."
+            )
 
     def require(self, expected_head: str) -> None:
         """Raises LedgerTamperedError unless it contains a `head` seen before.
@@ -307,7 +394,7 @@ class PrivacyLedger:
         if whole and not data[:whole].endswith(b"\n"):
             self._write(b"\n")
         self._head = contents.head
-        self._rounds = len(contents.entries)
+        self._entries = list(contents.entries)
         return contents
 
     def _append(self, body: dict[str, Any]) -> None:
@@ -342,8 +429,8 @@ class PrivacyLedger:
             ) from error
         self._end += len(data)
 
-    def _check_file(self) -> None:
-        """Raises unless a line written now is found by whoever reads next."""
+    def _check_process(self) -> None:
+        """Raises in a fork, which shares the lock and the place of the next line."""
         if os.getpid() != self._process:
             raise LedgerForkedError(
                 f"The ledger {self._path} was opened by process "
@@ -351,6 +438,10 @@ class PrivacyLedger:
                 f"{os.getpid()}: both would write in the same place. Open one "
                 "in each process, or release rounds in one process only."
             )
+
+    def _check_file(self) -> None:
+        """Raises unless a line written now is found by whoever reads next."""
+        self._check_process()
         own = os.fstat(self._file)
         try:
             found = os.stat(self._place)

@@ -1,21 +1,18 @@
 """Client-level differential privacy around Flower's strategies and clients.
 
 Nothing here imports Flower: the wrappers go by the shape of what they wrap.
-TensorFlow is imported only by what clips at the server (`server_clipping`).
+TensorFlow is imported only where the server clips, or correlates the noise.
 """
 
-from tfdp_fl.flower.adaptive import DPFedAvgAdaptive
-from tfdp_fl.flower.any_mechanism import DPFedAvg
-from tfdp_fl.flower.client import DPFedAvgNumPyClient
-from tfdp_fl.flower.errors import (
+from tfdp_fl.flower.client import DPFedAvgNumPyClient, private_mod
+from tfdp_fl.flower.dp_fed_avg import DPFedAvg, DPFedAvgAdaptive, DPFedAvgFixed
+from tfdp_fl.flower.history import ReleasedRound
+from tfdp_fl.flower.private_rounds import (
     RoundError,
     RoundNotConfiguredError,
     RoundsAbandonedError,
 )
-from tfdp_fl.flower.fixed import DPFedAvgFixed
-from tfdp_fl.flower.mod import private_mod
 from tfdp_fl.flower.private_strategy import PrivateStrategy
-from tfdp_fl.flower.rounds import ReleasedRound
 
 __all__ = [
     "DPFedAvg",

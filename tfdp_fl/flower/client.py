@@ -1,13 +1,130 @@
-"""The client's side: whatever the wrapped client learned is clipped."""
+"""The client's side: whatever a client learned is clipped, and noised if asked.
+
+The same for both of Flower's APIs: a wrapper for a `NumPyClient`, a mod for a
+`ClientApp`. Neither keeps anything from one round to the next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdp_fl.flower import keys, release
+from tfdp_fl import _validate
+from tfdp_fl.flower import updates
+
+_logger = logging.getLogger(__name__)
+
+# What server and client tell each other. Config of a train message:
+CLIP_NORM = "dpfedavg_clip_norm"  # S (float)
+NOISE_STDDEV = "dpfedavg_noise_stddev"  # Of the client's noise (float), if any.
+ADAPTIVE_CLIP_ENABLED = "dpfedavg_adaptive_clip_enabled"  # Whether to send the bit.
+WEIGHT_KEY = "dpfedavg_weight_key"  # Message API: the metric to average by.
+# Metrics of the reply:
+NORM_BIT = "dpfedavg_norm_bit"  # Whether the update's norm was at most S.
+APPLIED_CLIP_NORM = "dpfedavg_applied_clip_norm"  # S, by which it was clipped.
+APPLIED_NOISE_STDDEV = "dpfedavg_applied_noise_stddev"  # 0.0 without noise.
+
+DEFAULT_WEIGHT_KEY = "num-examples"
+
+# The weight of every client in every average downstream. With SecAgg+ it is the
+# client itself that multiplies its model by this number, under its mask, where no
+# server can put it right: the true number of examples would be the client's share
+# of the average, whatever it was clipped to.
+_NUM_EXAMPLES = 1
+
+# How Flower packs what a client of the older API returns.
+_LEGACY_MODEL = "fitres.parameters"
+_LEGACY_METRICS = "fitres.metrics"
+_LEGACY_WEIGHT = "num_examples"
+
+
+class Instruction(NamedTuple):
+    """What the server asks of a client.
+
+    Attributes:
+      clip_norm: S.
+      noise_stddev: what the client adds to each coordinate, 0 for nothing.
+      wants_norm_bit: whether it has to say if its norm was within S.
+    """
+
+    clip_norm: float
+    noise_stddev: float
+    wants_norm_bit: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Instruction:
+        """Reads the config that came with the model, or raises."""
+        if CLIP_NORM not in config:
+            raise KeyError(
+                f"The server sent no clip norm: config has no {CLIP_NORM}"
+                f", only {sorted(config)}. Is its strategy wrapped?"
+            )
+        wants_bit = config.get(ADAPTIVE_CLIP_ENABLED, False)
+        return cls(
+            _validate.positive(dpfedavg_clip_norm=config[CLIP_NORM]),
+            _validate.non_negative(dpfedavg_noise_stddev=config.get(NOISE_STDDEV, 0.0)),
+            _validate.instance_of(bool, dpfedavg_adaptive_clip_enabled=wants_bit),
+        )
+
+
+class Release(NamedTuple):
+    """What leaves the client.
+
+    Attributes:
+      arrays: w + clip(Delta) (+ noise), in the dtypes received; in float64
+        where those are too coarse for the noise.
+      metrics: which clip and noise were applied; the norm bit, if asked for.
+      discarded: whether the update was not finite, and zero replaced it.
+    """
+
+    arrays: list[np.ndarray]
+    metrics: dict[str, Any]
+    discarded: bool
+
+
+def release(
+    received: Sequence[np.ndarray],
+    returned: Sequence[np.ndarray],
+    asked: Instruction,
+) -> Release:
+    """Returns w + clip(Delta) (+ noise).
+
+    Without noise it is within S of what was received, after rounding too. An
+    update with a NaN or an infinity is zero.
+
+    Source: McMahan et al. (2018), Algorithm 1, UserUpdate; Andrew et al.
+    (2021), Algorithm 1, for the bit.
+
+    Args:
+      received: w, the model that the server sent.
+      returned: w + Delta, what the client made of it.
+      asked: what the server asked for.
+
+    Raises:
+      ValueError: unless both have the same number of arrays, of same shapes;
+        if the noise is too small beside the model for any dtype.
+    """
+    update = updates.clipped(updates.difference(returned, received), asked.clip_norm)
+    if update.discarded:
+        _logger.warning("The update holds NaN or infinity: zero is sent in its place.")
+    if asked.noise_stddev > 0:
+        noised = updates.noised(update.arrays, asked.noise_stddev)
+        arrays = updates.applied_with_noise(
+            received, noised, asked.noise_stddev, asked.clip_norm
+        )
+    else:
+        arrays = updates.applied_within(received, update.arrays, asked.clip_norm)
+    metrics: dict[str, Any] = {
+        APPLIED_CLIP_NORM: asked.clip_norm,
+        APPLIED_NOISE_STDDEV: asked.noise_stddev,
+    }
+    if asked.wants_norm_bit:
+        metrics[NORM_BIT] = update.within
+    return Release(arrays, metrics, update.discarded)
 
 
 class DPFedAvgNumPyClient:
@@ -23,8 +140,10 @@ class DPFedAvgNumPyClient:
       * `dpfedavg_adaptive_clip_enabled`: True asks for the metric
         `dpfedavg_norm_bit`, which is true if and only if ||Delta|| <= S.
 
-    The number of examples that goes with the update is always 1: every client
-    has the same weight, and the true number stays where it is.
+    The metrics `dpfedavg_applied_clip_norm` and `dpfedavg_applied_noise_stddev`
+    tell the server what was done. The number of examples that goes with the
+    update is always 1: every client has the same weight, and the true number
+    stays where it is.
 
     Everything else (`get_parameters`, `get_properties`, `evaluate`, ...) is
     the wrapped client's. What leaves the client by those ways, and the other
@@ -64,8 +183,7 @@ class DPFedAvgNumPyClient:
         Returns:
           The parameters in the dtypes received (without noise they are within
           S of those received, after rounding too); 1 as the number of examples,
-          whatever the wrapped client says; and its metrics (with the norm bit,
-          if asked for).
+          whatever the wrapped client says; and its metrics with those above.
 
         Raises:
           KeyError: if the server sent no clip norm. Nothing was trained then.
@@ -73,15 +191,13 @@ class DPFedAvgNumPyClient:
             be (nothing was trained then), or the wrapped client returns arrays
             of other shapes.
         """
-        asked = release.instruction(config)
+        asked = Instruction.of(config)
         # The wrapped client may train in place.
         received = [np.array(array) for array in parameters]
         returned, _, metrics = self.client.fit(parameters, config)
-        done = release.released(received, returned, asked)
+        done = release(received, returned, asked)
         self.discarded_updates += done.discarded
-        if asked.wants_norm_bit:
-            metrics = {**metrics, keys.NORM_BIT: done.norm_bit}
-        return done.arrays, release.NUM_EXAMPLES, metrics
+        return done.arrays, _NUM_EXAMPLES, {**metrics, **done.metrics}
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
         """The wrapped client's `get_parameters`."""
@@ -109,3 +225,127 @@ class DPFedAvgNumPyClient:
         if name == "client" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.client, name)
+
+
+def private_mod(
+    message: Any, context: Any, call_next: Callable[[Any, Any], Any]
+) -> Any:
+    """Clips, and on request noises, the update that a `ClientApp` returns.
+
+    To be named among the mods of a `ClientApp`, or of its train function, after
+    `secaggplus_mod` if that is there, and before whatever is to see the update
+    unclipped:
+
+        app = ClientApp(mods=[tfdp_fl.flower.private_mod])
+
+    What the server asks for stands in the ConfigRecord of a train message,
+    under the names that `DPFedAvgNumPyClient` knows. The reply's one
+    ArrayRecord is replaced by w + clip(Delta) (+ noise), in the dtypes
+    received; its weight (the metric that the strategy averages by,
+    `num-examples`) by 1, so that the true number stays where it is. Beside the
+    weight stand `dpfedavg_applied_clip_norm` and
+    `dpfedavg_applied_noise_stddev`, which tell the server what was done, and if
+    the server asks, `dpfedavg_norm_bit`: whether ||Delta|| <= S (1) or not (0).
+    Clients that were made by a `client_fn` are treated alike.
+
+    Everything else in the reply, its other metrics, and whatever is no train
+    message (evaluation, queries) leaves the client as it is, without noise.
+
+    Args:
+      message: what the server sent.
+      context: handed on.
+      call_next: the next mod, or the app.
+
+    Returns:
+      The reply. An error of the app's is handed on.
+
+    Raises:
+      KeyError: if the server sent no clip norm. Nothing was trained then. (To
+        the server this and what follows is a client that failed.)
+      TypeError, ValueError: if what the server asks for is not what it should
+        be (nothing was trained then), or the reply is none: arrays of other
+        names or shapes, or more than one ArrayRecord.
+    """
+    if message.metadata.message_type.partition(".")[0] != "train":
+        return call_next(message, context)
+    config = _config(message.content)
+    asked = Instruction.of(config)
+    weight_key = str(config.get(WEIGHT_KEY, DEFAULT_WEIGHT_KEY))
+    # The app may train in place.
+    _, record = _only_record(message.content, "The server")
+    received = {name: np.array(a.numpy()) for name, a in record.items()}
+    reply = call_next(message, context)
+    if reply.has_error():
+        return reply
+
+    key, record = _only_record(reply.content, "The ClientApp")
+    if set(record) != set(received):
+        raise ValueError(
+            "The arrays that a ClientApp returns must be those it received, "
+            f"{list(received)}, got {list(record)}."
+        )
+    done = release(
+        list(received.values()),
+        [record[name].numpy() for name in received],
+        asked,
+    )
+    records = dict(reply.content)  # The app may have sent back what it got.
+    records[key] = array_record(record, dict(zip(received, done.arrays, strict=True)))
+    weight: dict[str, Any] = {weight_key: _NUM_EXAMPLES}
+    if key == _LEGACY_MODEL:
+        old = records[_LEGACY_METRICS]
+        records[_LEGACY_METRICS] = type(old)({**old, **done.metrics})
+        weight = {_LEGACY_WEIGHT: _NUM_EXAMPLES}
+    else:
+        # A MetricRecord holds no truth values.
+        for name, value in done.metrics.items():
+            weight[name] = int(value) if name == NORM_BIT else value
+    _set_metrics(records, reply.content.metric_records, weight)
+    reply.content = type(reply.content)(records)
+    return reply
+
+
+def _config(content: Any) -> Mapping[str, Any]:
+    """Returns the config that tells the clip norm, or all that there is."""
+    merged: dict[str, Any] = {}
+    for record in content.config_records.values():
+        if CLIP_NORM in record:
+            return dict(record)
+        merged.update(record)
+    return merged
+
+
+def _only_record(content: Any, sender: str) -> tuple[str, Any]:
+    records = dict(content.array_records)
+    if len(records) != 1:
+        raise ValueError(
+            f"{sender} must send one ArrayRecord, the model, got "
+            f"{sorted(records)}: what leaves in another is not clipped."
+        )
+    return next(iter(records.items()))
+
+
+def _set_metrics(
+    records: dict[str, Any], there: Mapping[str, Any], metrics: Mapping[str, Any]
+) -> None:
+    """Sets metrics wherever the first of them, the weight, stands."""
+    if not there:
+        free = "metrics" if "metrics" not in records else "dpfedavg_metrics"
+        records[free] = flower("MetricRecord")(metrics)
+        return
+    with_weight = [
+        key for key, record in there.items() if next(iter(metrics)) in record
+    ]
+    for key in with_weight or [next(iter(there))]:
+        records[key] = type(there[key])({**there[key], **metrics})
+
+
+def array_record(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Returns an ArrayRecord of the kind of another one, with these arrays."""
+    kind = type(next(iter(like.values())))
+    return type(like)({name: kind(np.asarray(array)) for name, array in arrays.items()})
+
+
+def flower(name: str) -> Any:
+    """Returns a class of Flower's, which has sent messages by now."""
+    return getattr(importlib.import_module("flwr.app"), name)

@@ -2,23 +2,27 @@
 
 A reply is what somebody else's machine made: it may hold anything. Nothing is
 allocated before its size is known to be what the model says, nothing is
-unpickled or unzipped, and whatever is wrong with a reply is a `ReplyError`
-that names it.
+unpickled or unzipped, Flower's own deserialiser is not let near it, and whatever
+is wrong with a reply is a `ReplyError` that names it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import numbers
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
-from tfdp_fl.flower import keys
+from tfdp_fl.flower import client as client_lib
+
+_logger = logging.getLogger(__name__)
 
 _MAGIC = b"\x93NUMPY"
 
@@ -31,6 +35,7 @@ _HEADER = re.compile(
 )
 _LONGEST_HEADER = 4096
 _REAL_KINDS = "fiub"
+_NUMPY = "numpy.ndarray"
 
 
 class ReplyError(ValueError):
@@ -38,47 +43,154 @@ class ReplyError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a reply has to hold.
+
+    Attributes:
+      shapes: of the arrays that the client was sent.
+      norm_bit: whether it has to say if its norm was within S.
+      applied: the clip norm and the noise that the client has to say that it
+        applied; None where the server clips and noises by itself, whatever a
+        client did.
+      names: message API: the names of the arrays.
+      answers_to: message API: the id of the message that each node was sent.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    norm_bit: bool = False
+    applied: tuple[float, float] | None = None
+    names: Sequence[str] = ()
+    answers_to: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Reply:
-    """A reply in the shape that was asked for.
+    """A reply in the shape that was asked for; all else in it is dropped.
 
     Attributes:
       arrays: the model that the client returned, in the shapes it was sent;
         its values may be anything, NaN and infinity among them.
       norm_bit: whether its update was within the clip norm, by its own word;
         None if that was not asked for.
-      metrics: its other metrics. The exact bit is not among them: the wrapped
-        strategy may publish what it makes of metrics.
     """
 
     arrays: list[np.ndarray]
-    norm_bit: bool | None
-    metrics: dict[str, Any]
+    norm_bit: bool | None = None
 
 
-def read(
-    fit_res: Any, shapes: Sequence[tuple[int, ...]], wants_norm_bit: bool
-) -> Reply:
-    """Returns what a client replied, or raises.
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What came back in a round.
+
+    Attributes:
+      replies: by client, those that can be used.
+      num_replied: how many of the clients asked replied, be it with something
+        that cannot be used.
+      rejected: how many replies cannot be used.
+    """
+
+    replies: dict[Hashable, Reply]
+    num_replied: int
+    rejected: int
+
+
+def collect(
+    server_round: int,
+    results: Iterable[tuple[Hashable, Any]],
+    asked: AbstractSet[Hashable],
+    read: Callable[[Any], Reply],
+) -> Answers:
+    """Reads a round's results; those that cannot be used are logged and dropped.
+
+    Args:
+      server_round: the round's number, for the log.
+      results: the names of clients and what they replied, in any number.
+      asked: the names of the clients that were asked.
+      read: reads one result, or raises `ReplyError`.
+    """
+    replies: dict[Hashable, Reply] = {}
+    replied: set[Hashable] = set()
+    rejected = 0
+    for client, result in results:
+        try:
+            if client not in asked:
+                raise ReplyError("it was not asked")
+            if client in replies:
+                raise ReplyError("it has replied before")
+            replied.add(client)
+            replies[client] = read(result)
+        except ReplyError as error:
+            rejected += 1
+            _logger.warning(
+                "Round %s, a reply is not used: client %.100r: %s.",
+                server_round,
+                client,
+                error,
+            )
+    return Answers(replies, len(replied), rejected)
+
+
+def read_result(fit_res: Any, wanted: Wanted) -> Reply:
+    """Returns what a client of the older API replied, or raises.
 
     Args:
       fit_res: the result as Flower hands it over; trusted in nothing.
-      shapes: of the arrays that the client was sent.
-      wants_norm_bit: whether it has to say if its norm was within S.
+      wanted: what it has to hold.
 
     Raises:
       ReplyError: if the reply is not what a wrapped client sends.
     """
-    with readable():
+    with _readable():
         metrics = fit_res.metrics
         if not isinstance(metrics, Mapping):
             raise ReplyError(f"metrics must be a mapping, got {type(metrics).__name__}")
-        bit = norm_bit(metrics) if wants_norm_bit else None
-        others = {k: v for k, v in metrics.items() if k != keys.NORM_BIT}
-        return Reply(_arrays(fit_res.parameters, shapes), bit, others)
+        bit = _norm_bit(metrics, wanted)
+        return Reply(_arrays(fit_res.parameters, wanted.shapes), bit)
+
+
+def read_message(message: Any, wanted: Wanted) -> Reply:
+    """Returns what a client of the message API replied, or raises.
+
+    Args:
+      message: the reply as Flower hands it over; trusted in nothing.
+      wanted: what it has to hold.
+
+    Raises:
+      ReplyError: if the reply is not what `private_mod` sends.
+    """
+    with _readable():
+        metadata = message.metadata
+        answered = wanted.answers_to.get(metadata.src_node_id)
+        if answered and metadata.reply_to_message_id != answered:
+            raise ReplyError("it answers another message")
+        records = list(message.content.array_records.values())
+        if len(records) != 1:
+            raise ReplyError(f"it must hold one ArrayRecord, got {len(records)}")
+        record = dict(records[0])
+        if record.keys() != set(wanted.names):
+            raise ReplyError(
+                f"its arrays must be {list(wanted.names)!r:.80}, got "
+                f"{list(record)!r:.80}"
+            )
+        arrays = []
+        for name, shape in zip(wanted.names, wanted.shapes, strict=True):
+            # What it says of its own shape and dtype is not asked.
+            if record[name].stype != _NUMPY:
+                raise ReplyError(
+                    f"an array must be of stype {_NUMPY}, got "
+                    f"{record[name].stype!r:.40}"
+                )
+            arrays.append(npy_array(record[name].data, shape))
+        metrics = {
+            name: value
+            for metric_record in message.content.metric_records.values()
+            for name, value in metric_record.items()
+        }
+        return Reply(arrays, _norm_bit(metrics, wanted))
 
 
 @contextlib.contextmanager
-def readable() -> Iterator[None]:
+def _readable() -> Iterator[None]:
     """Makes a `ReplyError` of whatever is raised while a reply is read."""
     try:
         yield
@@ -91,20 +203,31 @@ def readable() -> Iterator[None]:
         raise ReplyError(f"it cannot be read ({what})") from error
 
 
-def norm_bit(metrics: Mapping[str, Any]) -> bool:
-    """Returns the bit among a client's metrics, or raises `ReplyError`."""
-    if keys.NORM_BIT not in metrics:
+def _norm_bit(metrics: Mapping[str, Any], wanted: Wanted) -> bool | None:
+    """Returns the bit among a client's metrics, and checks what it applied."""
+    if wanted.applied is not None:
+        names = (client_lib.APPLIED_CLIP_NORM, client_lib.APPLIED_NOISE_STDDEV)
+        applied = tuple(metrics.get(name) for name in names)
+        if applied != wanted.applied:
+            raise ReplyError(
+                f"it must say that it applied (clip norm, noise) {wanted.applied}, "
+                f"got {applied!r:.80} (is the client wrapped in "
+                "DPFedAvgNumPyClient, or private_mod among its mods?)"
+            )
+    if not wanted.norm_bit:
+        return None
+    if client_lib.NORM_BIT not in metrics:
         raise ReplyError(
-            f"it has no {keys.NORM_BIT} (is the client wrapped in "
+            f"it has no {client_lib.NORM_BIT} (is the client wrapped in "
             "DPFedAvgNumPyClient, or private_mod among its mods?)"
         )
-    value = metrics[keys.NORM_BIT]
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if isinstance(value, numbers.Real) and not math.isnan(value):
+    value = metrics[client_lib.NORM_BIT]
+    if isinstance(value, numbers.Real | np.bool_) and not math.isnan(value):
         # One client moves the count by one at most, whatever number it sends.
         return bool(value)
-    raise ReplyError(f"{keys.NORM_BIT} must be a bool, got {type(value).__name__}")
+    raise ReplyError(
+        f"{client_lib.NORM_BIT} must be a bool, got {type(value).__name__}"
+    )
 
 
 def _arrays(parameters: Any, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:

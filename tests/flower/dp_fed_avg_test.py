@@ -1,0 +1,534 @@
+"""The names of Flower's older API: what they ask, hand on, and translate."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.flower import older_api
+from tfdp_fl import accounting
+from tfdp_fl.flower import (
+    DPFedAvg,
+    DPFedAvgAdaptive,
+    DPFedAvgFixed,
+    RoundNotConfiguredError,
+    RoundsAbandonedError,
+    updates,
+)
+
+_MODEL = [np.linspace(-1, 1, 50), np.array(0.25)]
+
+
+def _updates(m, size=50, scale=1.0):
+    rng = np.random.default_rng(5)
+    return [[rng.normal(scale=scale, size=size), rng.normal(size=())] for _ in range(m)]
+
+
+def _flat(parameters):
+    return np.concatenate([np.ravel(part) for part in parameters])
+
+
+def _clipped_mean(changes, clip_norm, model, m=None):
+    """The reference: McMahan et al. (2018), without noise."""
+    deltas = [_flat(change) for change in changes]
+    deltas = [d * min(1, clip_norm / np.linalg.norm(d)) for d in deltas]
+    return _flat(model) + np.sum(deltas, axis=0) / (m or len(changes))
+
+
+def _zeros(size):
+    return [np.zeros(size), np.array(0.0)]
+
+
+def _manager(changes):
+    return older_api.Manager(older_api.Trainer(change) for change in changes)
+
+
+class ConfigureTest(parameterized.TestCase):
+    @parameterized.parameters(True, False)
+    def test_the_noise_stddev_is_sent_only_if_clients_are_to_add_noise(self, by_server):
+        inner = older_api.Strategy({"lr": 0.1})
+        strategy = DPFedAvgFixed(inner, 4, 0.5, 2.0, by_server)
+        told = strategy.configure_fit(3, _MODEL, older_api.Manager("abcd"))
+        self.assertEqual(sorted(client for client, _ in told), list("abcd"))
+        for _, ins in told:
+            self.assertIs(ins.parameters, _MODEL)
+            wanted = {"lr": 0.1, "dpfedavg_clip_norm": 0.5}
+            if not by_server:  # z S / sqrt(m)
+                wanted["dpfedavg_noise_stddev"] = 0.5
+            self.assertEqual(ins.config, wanted)
+            self.assertIsInstance(ins.config["dpfedavg_clip_norm"], float)
+        self.assertEqual(inner.config, {"lr": 0.1})
+
+    @parameterized.parameters(True, False)
+    def test_adaptive_clipping_asks_for_the_bit(self, by_server):
+        strategy = DPFedAvgAdaptive(
+            older_api.Strategy(), 50, 0.2, 1.0, by_server, clip_count_stddev=1.0
+        )
+        ((_, ins), *_) = strategy.configure_fit(
+            1, [np.zeros(2)], older_api.Manager(range(50))
+        )
+        stddev = ins.config.pop("dpfedavg_noise_stddev", None)
+        self.assertEqual(
+            ins.config,
+            {"dpfedavg_clip_norm": 0.2, "dpfedavg_adaptive_clip_enabled": True},
+        )
+        if by_server:
+            self.assertIsNone(stddev)
+        else:
+            self.assertAlmostEqual(stddev, 0.2 / math.sqrt(0.75) / math.sqrt(50))
+
+    def test_m_of_those_connected_are_asked_whatever_the_strategy_asks(self):
+        strategy = DPFedAvgFixed(older_api.Strategy(), 3, 0.5, num_clients=8)
+        told = strategy.configure_fit(1, _MODEL, older_api.Manager("abcdefghij"))
+        self.assertLen({client for client, _ in told}, 3)
+
+    def test_fewer_than_declared_are_an_error(self):
+        strategy = DPFedAvgFixed(older_api.Strategy(), 3, 0.5, num_clients=8)
+        with self.assertRaisesRegex(ValueError, "num_clients .* 7, got 8"):
+            strategy.configure_fit(1, _MODEL, older_api.Manager("abcdefg"))
+
+    def test_a_strategy_that_asks_nobody_is_no_round(self):
+        inner = older_api.Strategy()
+        inner.configure_fit = lambda *_: []
+        strategy = DPFedAvgFixed(inner, 3, 0.5)
+        manager = older_api.Manager("abc")
+        self.assertEqual(strategy.configure_fit(1, _MODEL, manager), [])
+        self.assertEqual(strategy.aggregate_fit(1, [], []), (None, {}))
+
+    def test_different_models_are_an_error(self):
+        class Personal(older_api.Strategy):
+            def configure_fit(self, server_round, parameters, client_manager):
+                return [
+                    (client, older_api.FitIns([np.full(2, float(i))], {}))
+                    for i, client in enumerate(client_manager.all().values())
+                ]
+
+        with self.assertRaisesRegex(ValueError, "different models"):
+            DPFedAvgFixed(Personal(), 3, 0.5).configure_fit(
+                1, _MODEL, older_api.Manager("abc")
+            )
+
+
+class AggregateTest(parameterized.TestCase):
+    @parameterized.parameters(True, False)
+    def test_without_noise_it_is_the_mean_of_clipped_updates(self, by_server):
+        inner, changes = older_api.Strategy(), _updates(5)
+        strategy = DPFedAvgFixed(inner, 5, 1.5, 0.0, by_server)
+        got = older_api.a_round(strategy, _MODEL, changes)
+        np.testing.assert_allclose(
+            _flat(got), _clipped_mean(changes, 1.5, _MODEL), rtol=1e-12
+        )
+        # The strategy is handed nothing else.
+        (((_, handed),),) = inner.handed
+        self.assertEqual((handed.num_examples, handed.metrics), (1, {}))
+        self.assertEqual(strategy.evaluate(4, None), (0.5, {"round": 4}))
+        self.assertFalse(hasattr(strategy, "configure_evaluate"))
+        self.assertIn("clip_norm=1.5", repr(strategy))
+
+    @parameterized.parameters(True, False)
+    def test_the_noise_on_the_sum_is_z_times_s(self, by_server):
+        # Once, wherever it is added (one framework adds it in both places).
+        # 200 001 coordinates: the sample stddev varies by 0.16 %; 1.5 % is
+        # more than 9 of these, a false alarm below 1e-19.
+        changes, model = _updates(4, 200_000), _zeros(200_000)
+        strategy = DPFedAvgFixed(older_api.Strategy(), 4, 0.7, 1.3, by_server)
+        got = older_api.a_round(strategy, model, changes)
+        noise = _flat(got) - _clipped_mean(changes, 0.7, model)
+        np.testing.assert_allclose(np.std(4 * noise), 1.3 * 0.7, rtol=0.015)
+        self.assertLess(abs(np.mean(4 * noise)), 8 * 1.3 * 0.7 / np.sqrt(200_001))
+
+    def test_the_noise_of_two_rounds_is_independent(self):
+        size, noises = 20_000, []
+        strategy = DPFedAvgFixed(older_api.Strategy(), 3, 1.0)
+        for number in (1, 2, 3):
+            np.random.seed(0)
+            got = older_api.a_round(strategy, _zeros(size), [_zeros(size)] * 3, number)
+            noises.append(got[0])
+        correlations = np.corrcoef(noises) - np.eye(3)
+        # stddev 0.007 each: a false alarm at 0.06 has probability < 1e-15.
+        self.assertLess(np.abs(correlations).max(), 0.06)
+
+    def test_clients_that_do_not_clip_are_clipped_by_the_server(self):
+        changes = _updates(3, scale=100.0)
+        strategy = DPFedAvgFixed(older_api.Strategy(), 3, 0.5, 0.0)
+        told = strategy.configure_fit(1, _MODEL, _manager(changes))
+        results = [
+            (c, older_api.FitRes(*c.fit(ins.parameters, ins.config))) for c, ins in told
+        ]
+        before = copy.deepcopy([result for _, result in results])
+        got, _ = strategy.aggregate_fit(1, results, [])
+        np.testing.assert_allclose(
+            _flat(got), _clipped_mean(changes, 0.5, _MODEL), rtol=1e-9
+        )
+        for old, (_, new) in zip(before, results, strict=True):
+            self.assertEqual(
+                (new.num_examples, new.metrics), (old.num_examples, old.metrics)
+            )
+            np.testing.assert_array_equal(_flat(new.parameters), _flat(old.parameters))
+
+    @parameterized.product(by_server=(True, False), bad=(np.nan, np.inf))
+    def test_an_update_that_is_not_finite_counts_as_zero(self, by_server, bad):
+        size = 50_000
+        strategy = DPFedAvgFixed(older_api.Strategy(), 4, 1.0, 1.0, by_server)
+        told = strategy.configure_fit(1, _zeros(size), _manager([_zeros(size)] * 4))
+        results = older_api.fit(told)
+        results[2][1].parameters[0][7] = bad
+        got, _ = strategy.aggregate_fit(1, results, [])
+        # Its share of the noise is there all the same: 4 noises of 1/2 (stddev
+        # of the sample stddev 0.3 %; 3 % is 9 of these).
+        np.testing.assert_allclose(np.std(4 * _flat(got)), 1.0, rtol=0.03)
+        self.assertEqual(strategy.discarded_updates, 1)
+
+
+class FailureTest(parameterized.TestCase):
+    def _round(self, strategy, changes, change, number=1, model=_MODEL):
+        told = strategy.configure_fit(number, model, _manager(changes))
+        results = older_api.fit(told)
+        return strategy.aggregate_fit(number, change(results) or results, [])[0]
+
+    @parameterized.parameters(1, 5, 9, 10)
+    def test_the_divisor_is_the_planned_one(self, num_replies):
+        changes = _updates(10)
+        strategy = DPFedAvgFixed(older_api.Strategy(), 10, 0.5, 0.0)
+        replied = []
+
+        def some(results):
+            replied.extend(client.update for client, _ in results[:num_replies])
+            return results[:num_replies]
+
+        got = self._round(strategy, changes, some)
+        wanted = _clipped_mean(replied, 0.5, _MODEL, 10)
+        np.testing.assert_allclose(_flat(got), wanted, rtol=1e-12, atol=1e-15)
+        (released,) = strategy.released_rounds
+        self.assertEqual(
+            (released.num_replies, released.clients_per_round), (num_replies, 10)
+        )
+        caveats = " ".join(strategy.privacy_report(1e-5)["caveats"])
+        self.assertEqual("left out of their round's sum" in caveats, num_replies < 10)
+
+    @parameterized.named_parameters(
+        ("silent", lambda results: results[:2]),
+        ("shapes", lambda r: setattr(r[1][1], "parameters", [np.zeros(3)])),
+        ("none", lambda results: [("nobody", None)]),
+    )
+    def test_abort_is_the_users_choice(self, change):
+        inner = older_api.Strategy()
+        strategy = DPFedAvgFixed(inner, 3, 0.5, on_client_failure="abort")
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
+            self.assertIsNone(self._round(strategy, _updates(3), change))
+        self.assertIn("Round 1 is abandoned", logs.output[-1])
+        self.assertEqual(inner.handed, [])
+        self.assertEqual(strategy.privacy_epsilon(1e-5), 0.0)
+        self.assertIsNotNone(self._round(strategy, _updates(3), list, 2))
+        self.assertEqual([r.server_round for r in strategy.released_rounds], [2])
+
+    def test_it_is_not_for_ever(self):
+        strategy = DPFedAvgFixed(
+            older_api.Strategy(), 3, 0.5, 1.0, False, max_abandoned_rounds=3
+        )
+        changes = _updates(3)
+        for number in (1, 2):
+            self._round(strategy, changes, lambda results: results[:1], number)
+        with self.assertRaisesRegex(
+            RoundsAbandonedError, "3 rounds in a row.*round 3: 1 of 3"
+        ):
+            self._round(strategy, changes, lambda results: results[:1], 3)
+        self.assertEqual(strategy.released_rounds, ())
+
+    @parameterized.parameters((0.9, 3, 0), (0.75, 3, 1), (0.9, 4, 1), (None, 3, 0))
+    def test_a_strategy_that_refuses_a_round_gets_and_costs_none(
+        self, rate, replied, released
+    ):
+        inner = older_api.Strategy()
+        if rate is None:
+            inner.accept_failures = False
+        else:
+            inner.completion_rate_fit = rate
+        strategy = DPFedAvgFixed(inner, 4, 0.5)
+        got = self._round(strategy, _updates(4), lambda results: results[:replied])
+        self.assertEqual(got is not None, bool(released))
+        self.assertLen(strategy.released_rounds, released)
+
+    @parameterized.parameters(1, 3)
+    def test_the_server_adds_the_share_that_is_missing(self, garbled):
+        strategy = DPFedAvgFixed(older_api.Strategy(), 4, 1.0, 1.0, False)
+
+        def garble(results):
+            for _, result in results[:garbled]:
+                result.parameters = [np.zeros(3)]
+
+        size = 50_000
+        got = self._round(strategy, [_zeros(size)] * 4, garble, 1, _zeros(size))
+        # 4 noises of 1/2 (stddev of the sample stddev 0.3 %; 3 % is 9 of
+        # these).
+        np.testing.assert_allclose(np.std(4 * _flat(got)), 1.0, rtol=0.03)
+        self.assertEqual(strategy.rejected_replies, garbled)
+        (released,) = strategy.released_rounds
+        self.assertEqual(released.num_replies, 4 - garbled)
+
+    def test_one_client_does_not_end_the_run_by_what_it_sends(self):
+        strategy = DPFedAvgFixed(older_api.Strategy(), 4, 1.0, 1.0, False)
+        for number in range(1, 13):
+            got = self._round(
+                strategy,
+                [_zeros(2)] * 4,
+                lambda results: setattr(results[0][1], "metrics", {}),
+                number,
+                _zeros(2),
+            )
+            self.assertIsNotNone(got)
+        self.assertLen(strategy.released_rounds, 12)
+
+    def test_without_their_round_results_are_refused(self):
+        strategy = DPFedAvgFixed(older_api.Strategy(), 3, 0.5)
+        told = strategy.configure_fit(1, _MODEL, _manager(_updates(3)))
+        results = older_api.fit(told)
+        for number in (2, 1, 1):
+            if not strategy.released_rounds and number == 1:
+                strategy.aggregate_fit(1, results, [])
+                continue
+            with self.assertRaisesRegex(
+                RoundNotConfiguredError, f"Round {number} has no configure_fit"
+            ):
+                strategy.aggregate_fit(number, results, [])
+        self.assertLen(strategy.released_rounds, 1)
+
+    def test_an_unwrapped_client_moves_the_model_by_no_more_than_noise(self):
+        strategy = DPFedAvgFixed(older_api.Strategy(), 5, 0.5, 1.0, False)
+
+        def huge(results):
+            results[0][1].parameters = [np.full(50, 1e30), np.array(0.0)]
+
+        got = self._round(strategy, _updates(5), huge)
+        stddev = 0.5 / math.sqrt(5)
+        bound = updates.largest_honest_norm(0.5, stddev, 51)
+        self.assertLess(bound, 0.5 + stddev * (math.sqrt(51) + 9))
+        moved = np.linalg.norm(_flat(got) - _flat(_MODEL))
+        self.assertLessEqual(moved, bound)
+        self.assertLen(strategy.released_rounds, 1)
+
+    @parameterized.parameters(1, 50, 5000)
+    def test_honest_clients_are_not_cut_short(self, size):
+        # Each exceeds the bound with a probability below 5e-18.
+        rng = np.random.default_rng()
+        bound = updates.largest_honest_norm(0.5, 0.3, size)
+        for _ in range(200):
+            update = rng.normal(scale=0.3, size=size)
+            update[0] += 0.5
+            self.assertLess(np.linalg.norm(update), bound)
+
+
+class AdaptiveTest(parameterized.TestCase):
+    def _run(self, strategy, norms, rounds=1, size=4):
+        """Runs rounds with clients with updates of these norms."""
+        clips = []
+        for number in range(1, rounds + 1):
+            changes = [[np.eye(1, size)[0] * norm] for norm in norms]
+            self.model = older_api.a_round(strategy, [np.zeros(size)], changes, number)
+            clips.append(strategy.clip_norm)
+        return clips
+
+    @parameterized.parameters(
+        # (norms, how many are within the clip norm of 1)
+        ((0.5, 0.6, 0.7, 0.8), 4),
+        ((2.0, 3.0, 4.0, 5.0), 0),
+        ((0.5, 1.0, 2.0, 8.0), 2),
+    )
+    def test_one_step_is_the_papers(self, norms, within):
+        strategy = DPFedAvgAdaptive(
+            older_api.Strategy(),
+            4,
+            init_clip_norm=1.0,
+            noise_multiplier=0.0,
+            clip_norm_lr=0.3,
+            clip_norm_target_quantile=0.4,
+        )
+        (clip_norm,) = self._run(strategy, norms)
+        self.assertAlmostEqual(
+            clip_norm, math.exp(-0.3 * (within / 4 - 0.4)), places=12
+        )
+
+    @parameterized.parameters(0.1, 30.0)
+    def test_it_finds_the_quantile_from_below_and_above(self, start):
+        # The published fault, the bit the wrong way round, runs away: all
+        # norms 1 and a clip norm of 0.1 goes to 0.0018.
+        strategy = DPFedAvgAdaptive(
+            older_api.Strategy(), 10, init_clip_norm=start, noise_multiplier=0.0
+        )
+        clips = self._run(strategy, np.linspace(0.55, 1.45, 10), rounds=80)
+        self.assertBetween(clips[-1], 0.9, 1.1)
+
+    def test_the_round_is_clipped_and_noised_with_its_own_clip_norm(self):
+        # All norms exceed S, so S is to grow a thousandfold: noise made for
+        # the new S would be a thousand times too large.
+        strategy = DPFedAvgAdaptive(
+            older_api.Strategy(),
+            50,
+            init_clip_norm=0.2,
+            noise_multiplier=1.0,
+            clip_norm_lr=math.log(1000) / 0.5,
+            clip_count_stddev=1.0,
+        )
+        (clip_norm,) = self._run(strategy, [5.0] * 50, size=100_000)
+        self.assertGreater(clip_norm, 50.0)
+        # z_delta = (1 - 1/4)^-1/2. The sample stddev varies by 0.22 %; 2 % is
+        # 9 of these (false alarm < 1e-18).
+        np.testing.assert_allclose(
+            np.std(50 * self.model[0][1:]), 0.2 / math.sqrt(0.75), rtol=0.02
+        )
+        self.assertEqual(strategy.released_rounds[0].clip_norm, 0.2)
+
+    def test_the_count_is_noised(self):
+        # b = 1/2 = gamma: every move of log S is eta sigma_b / m noise. Of
+        # 4000 draws the sample stddev varies by 1.1 %; 9 % is 8 of these.
+        strategy = DPFedAvgAdaptive(
+            older_api.Strategy(),
+            4,
+            init_clip_norm=1.0,
+            noise_multiplier=0.0,
+            clip_norm_lr=0.01,
+            clip_count_stddev=0.4,
+        )
+        np.random.seed(0)
+        clips = self._run(strategy, [1e-9, 1e-9, 1e9, 1e9], rounds=4000)
+        moves = np.diff(np.log([1.0, *clips]))
+        np.testing.assert_allclose(np.std(moves), 0.001, rtol=0.09)
+        self.assertLess(abs(np.mean(moves)), 8 * 0.001 / math.sqrt(4000))
+
+    @parameterized.parameters(
+        {}, {"bit": None}, {"bit": "yes"}, {"bit": np.nan}, {"bit": np.ones(2)}
+    )
+    def test_a_client_without_a_bit_has_failed_and_pulls_neither_way(self, **changed):
+        strategy = DPFedAvgAdaptive(older_api.Strategy(), 3, noise_multiplier=0.0)
+        told = strategy.configure_fit(1, [np.zeros(2)], older_api.Manager("abc"))
+        results = [
+            (client, older_api.FitRes([np.zeros(2)], 1, {"dpfedavg_norm_bit": bit}))
+            for (client, _), bit in zip(
+                told, (True, False, changed.get("bit")), strict=True
+            )
+        ]
+        if not changed:
+            results[-1][1].metrics = {}
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
+            strategy.aggregate_fit(1, results, [])
+        self.assertIn("dpfedavg_norm_bit", logs.output[0])
+        self.assertEqual(strategy.released_rounds[0].num_replies, 2)
+        # One within, one not, one unknown: b = 1/2 = gamma.
+        self.assertAlmostEqual(strategy.clip_norm, 0.1, places=15)
+
+
+class TranslationTest(parameterized.TestCase):
+    def test_of_arguments(self):
+        self.assertEqual(
+            DPFedAvgFixed(older_api.Strategy(), 3, 0.5, 2.0, False).mechanism,
+            tfdp_fl.FixedClipping(
+                clip_norm=0.5, noise_multiplier=2.0, noise_site="client"
+            ),
+        )
+        self.assertEqual(
+            DPFedAvgAdaptive(older_api.Strategy(), 50).mechanism,
+            tfdp_fl.AdaptiveClipping(
+                noise_multiplier=1.0,
+                initial_clip_norm=0.1,
+                target_quantile=0.5,
+                clip_learning_rate=0.2,
+                count_noise_stddev=2.5,
+            ),
+        )
+        silent = DPFedAvgAdaptive(older_api.Strategy(), 50, noise_multiplier=0.0)
+        self.assertEqual(silent.mechanism.count_noise_stddev, 0.0)
+
+    @parameterized.parameters((None, 5), (50, 50))
+    def test_nothing_is_claimed_for_sampling_unless_n_is_declared(self, said, charged):
+        strategy = DPFedAvgFixed(older_api.Strategy(), 5, 0.5, num_clients=said)
+        for number in range(1, 4):
+            older_api.a_round(strategy, [np.zeros(2)], [[np.zeros(2)]] * 50, number)
+        self.assertAlmostEqual(
+            strategy.privacy_epsilon(1e-5),
+            accounting.epsilon(1.0, "fixed_size", charged, 5, 3, 1e-5),
+        )
+
+    def test_the_documented_figure(self):
+        # Flower's own snippet passes z where z / 2 belongs, and says 14.05.
+        strategy = DPFedAvgFixed(older_api.Strategy(), 100, 0.5, num_clients=1000)
+        changes = [[np.zeros(1)]] * 1000
+        for number in range(1, 101):
+            older_api.a_round(strategy, [np.zeros(1)], changes, number)
+        self.assertAlmostEqual(strategy.privacy_epsilon(1e-5), 83.9369, delta=0.05)
+
+    @parameterized.parameters(DPFedAvgFixed, DPFedAvgAdaptive)
+    def test_a_restarted_server_goes_on(self, kind):
+        first = kind(older_api.Strategy(), 2, 1.0, 0.1)
+        older_api.a_round(first, [np.zeros(2)], [[np.ones(2)]] * 2)
+        state = json.loads(json.dumps(first.state()))
+        again = kind.from_state(state, older_api.Strategy())
+        self.assertEqual(again.state(), first.state())
+        self.assertEqual(again.clip_norm, first.clip_norm)
+        older_api.a_round(again, [np.zeros(2)], [[np.ones(2)]] * 2, 2)
+        self.assertLen(again.released_rounds, 2)
+
+    def test_a_median_is_clipped_by_the_server(self):
+        mechanism = tfdp_fl.MedianClipping(noise_multiplier=0.0)
+        strategy = DPFedAvg(older_api.Strategy(), 3, mechanism)
+        changes = [[np.array([norm, 0.0])] for norm in (0.5, 1.0, 8.0)]
+        got = older_api.a_round(strategy, [np.zeros(2)], changes)
+        np.testing.assert_allclose(got[0], [2.5 / 3, 0], rtol=1e-5)
+
+    @parameterized.parameters(
+        (tfdp_fl.NoPrivacy(),),
+        (tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0),),
+        (
+            tfdp_fl.CorrelatedNoise(
+                clip_norm=1.0, noise_multiplier=1.0, rounds=8, min_separation=2
+            ),
+        ),
+    )
+    def test_other_mechanisms_are_refused(self, mechanism):
+        with self.assertRaisesRegex(ValueError, "mechanism must be a central"):
+            DPFedAvg(older_api.Strategy(), 2, mechanism)
+
+    @parameterized.parameters(
+        ({"num_sampled_clients": 0}, ValueError),
+        ({"num_sampled_clients": 2.5}, TypeError),
+        ({"num_clients": 2}, ValueError),
+        ({"clip_norm": 0.0}, ValueError),
+        ({"clip_norm": float("nan")}, ValueError),
+        ({"noise_multiplier": -1.0}, ValueError),
+        ({"server_side_noising": 1}, TypeError),
+        ({"strategy": object()}, TypeError),
+        ({"on_client_failure": "ignore"}, ValueError),
+        ({"server_side_noising": False, "on_client_failure": "exclude"}, ValueError),
+        ({"averages": 1}, TypeError),
+        ({"target_delta": 1e-5}, ValueError),
+        ({"accountant": "moments"}, ValueError),
+    )
+    def test_bad_arguments_are_named(self, changes, error):
+        arguments = {
+            "strategy": older_api.Strategy(),
+            "num_sampled_clients": 3,
+            "clip_norm": 1.0,
+        }
+        with self.assertRaisesRegex(error, next(iter(changes))):
+            DPFedAvgFixed(**{**arguments, **changes})
+
+    @parameterized.parameters(
+        ({"init_clip_norm": 0.0}, "init_clip_norm"),
+        ({"clip_norm_lr": -0.1}, "clip_norm_lr"),
+        ({"clip_norm_target_quantile": 1.5}, "clip_norm_target_quantile"),
+        ({"clip_count_stddev": -1.0}, "clip_count_stddev"),
+        ({"clip_count_stddev": 0.5}, "less than 2 . clip_count_stddev"),
+        ({"num_sampled_clients": 10}, "less than 2 . clip_count_stddev"),
+    )
+    def test_bad_arguments_of_adaptive_clipping_are_named(self, changes, pattern):
+        arguments = {"num_sampled_clients": 50, **changes}
+        with self.assertRaisesRegex(ValueError, pattern):
+            DPFedAvgAdaptive(older_api.Strategy(), **arguments)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,424 @@
+"""A server that restarts, a ledger that cannot be written, a budget."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tempfile
+from unittest import mock
+
+import dp_accounting
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.flower import flower_messages as fm
+from tfdp_fl import accounting
+from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl.flower import PrivateStrategy, RoundNotConfiguredError
+
+_DELTA = 1e-5
+_GRID = fm.Grid({i: fm.adds([np.ones(2)]) for i in range(6)})
+_MODEL = fm.model(np.zeros(2))
+_FIXED = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
+_ADAPTIVE = tfdp_fl.AdaptiveClipping(
+    noise_multiplier=1.0, initial_clip_norm=0.1, count_noise_stddev=1.0
+)
+
+
+def _private(mechanism=_FIXED, **options):
+    return PrivateStrategy(
+        fm.Strategy(3), mechanism, num_clients=6, clients_per_round=3, **options
+    )
+
+
+def _run(strategy, rounds, first=1):
+    """Runs rounds; returns how many were released."""
+    before = len(strategy.released_rounds)
+    for server_round in range(first, first + rounds):
+        fm.a_round(strategy, _GRID, _MODEL, server_round)
+    return len(strategy.released_rounds) - before
+
+
+def _again(strategy, **options):
+    state = json.loads(json.dumps(strategy.state()))
+    return PrivateStrategy.from_state(state, fm.Strategy(3), **options)
+
+
+def _central(rounds, z=1.0):
+    return accounting.epsilon(z, "fixed_size", 6, 3, rounds, _DELTA)
+
+
+class StateTest(parameterized.TestCase):
+    @parameterized.parameters(_FIXED, _ADAPTIVE)
+    def test_a_restarted_server_knows_its_rounds_and_its_clip_norm(self, mechanism):
+        first = _private(mechanism, max_abandoned_rounds=4, on_client_failure="abort")
+        _run(first, 5)
+        first.configure_train(6, _MODEL, fm.ConfigRecord(), _GRID)
+        first.aggregate_train(6, [])
+        again = _again(first)
+        self.assertEqual(again.released_rounds, first.released_rounds)
+        self.assertEqual(again.clip_norm, first.clip_norm)
+        self.assertEqual(again.state(), first.state())
+        self.assertEqual(repr(again)[-60:], repr(first)[-60:])
+        _run(again, 5)
+        self.assertAlmostEqual(again.privacy_epsilon(delta=_DELTA), _central(10))
+
+    def test_arguments_may_change(self):
+        first = _private()
+        _run(first, 5)
+        other = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=2.0)
+        again = _again(first, mechanism=other, clip_norm=0.7)
+        self.assertEqual((again.clip_norm, again.mechanism), (0.7, other))
+        _run(again, 5)
+        charged = again.privacy_epsilon(delta=_DELTA)
+        self.assertGreater(charged, _central(5))
+        self.assertLess(charged, _central(10))
+
+    def test_a_schedule_goes_on(self):
+        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=(1.0, 3.0))
+        first = _private(mechanism)
+        _run(first, 1)
+        again = _again(first)
+        _run(again, 1, 2)
+        self.assertEqual([r.noise_multiplier for r in again.released_rounds], [1, 3])
+
+    @parameterized.parameters("rdp", "pld")
+    def test_epsilon_is_that_of_the_rounds_released(self, accountant):
+        strategy = _private()
+        self.assertEqual(strategy.privacy_epsilon(_DELTA, accountant), 0.0)
+        _run(strategy, 5)
+        wanted = accounting.epsilon(1.0, "fixed_size", 6, 3, 5, _DELTA, accountant)
+        got = strategy.privacy_epsilon(_DELTA, accountant)
+        self.assertAlmostEqual(got, wanted)
+        bare = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0)
+        strategy = _private(bare)
+        _run(strategy, 1)
+        self.assertEqual(strategy.privacy_epsilon(_DELTA, accountant), np.inf)
+        with self.assertRaisesRegex(ValueError, "delta"):
+            strategy.privacy_epsilon()
+
+    def test_a_round_under_way_is_not_in_it(self):
+        first = _private()
+        first.configure_train(1, _MODEL, fm.ConfigRecord(), _GRID)
+        with self.assertRaises(RoundNotConfiguredError):
+            _again(first).aggregate_train(1, [])
+
+    def test_a_state_of_something_else_is_refused(self):
+        other = {**_private().state(), "wrapper": "DPFedAvgFixed"}
+        for state in ({}, other):
+            with self.assertRaisesRegex(ValueError, "state must be one of"):
+                PrivateStrategy.from_state(state, fm.Strategy(3))
+
+
+class LedgerTestCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        self.path = pathlib.Path(folder) / "ledger.jsonl"
+
+    def _entries(self):
+        return accounting.PrivacyLedger.read(self.path).entries
+
+
+class BudgetTest(LedgerTestCase):
+    def test_it_stops_before_the_round_that_would_overspend(self):
+        strategy = _private(target_epsilon=_central(4) + 1e-6, target_delta=_DELTA)
+        self.assertEqual(_run(strategy, 4), 4)
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
+            told = strategy.configure_train(5, _MODEL, fm.ConfigRecord(), _GRID)
+        self.assertEqual(told, [])
+        self.assertIn("Stopped before round 5", logs.output[0])
+        self.assertEqual(strategy.stopped_before_round, 5)
+        self.assertEqual(strategy.aggregate_train(5, []), (None, None))
+        self.assertEqual(_run(strategy, 10, first=6), 0)
+        self.assertLessEqual(strategy.privacy_epsilon(), _central(4) + 1e-6)
+
+    def test_results_of_a_stopped_round_are_not_released(self):
+        strategy = _private(target_epsilon=1e-3, target_delta=_DELTA)
+        strategy.configure_train(1, _MODEL, fm.ConfigRecord(), _GRID)
+        told = _private().configure_train(1, _MODEL, fm.ConfigRecord(), _GRID)
+        got = strategy.aggregate_train(1, _GRID.send_and_receive(told))
+        self.assertEqual(got, (None, None))
+        self.assertEmpty(strategy.strategy.handed)
+        self.assertEqual(strategy.released_rounds, ())
+
+    def test_a_restart_spends_no_second_budget(self):
+        first = _private(target_epsilon=_central(6) + 1e-6, target_delta=_DELTA)
+        _run(first, 4)
+        self.assertEqual(_run(_again(first), 10), 2)
+
+    def test_without_noise_nothing_is_affordable(self):
+        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0)
+        strategy = _private(mechanism, target_epsilon=1e6, target_delta=_DELTA)
+        self.assertEqual(_run(strategy, 3), 0)
+
+    def test_the_same_script_started_again_counts_what_it_released(self):
+        target = {
+            "target_epsilon": _central(6) + 1e-6,
+            "target_delta": _DELTA,
+            "ledger": self.path,
+        }
+        first = _private(**target)
+        self.assertEqual(_run(first, 4), 4)
+        first.close()
+        with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
+            again = _private(**target)
+        self.assertIn("holds 4 rounds", logs.output[0])
+        self.assertAlmostEqual(again.privacy_epsilon(), _central(4))
+        self.assertEqual(_run(again, 10), 2)
+        self.assertEqual(again.privacy_report()["rounds_from_ledger"], 4)
+        self.assertLen(self._entries(), 6)
+
+    def test_two_runs_with_one_ledger_have_one_budget(self):
+        target = {"target_epsilon": _central(6) + 1e-6, "target_delta": _DELTA}
+        with accounting.PrivacyLedger(self.path) as ledger:
+            one = _private(ledger=ledger, **target)
+            other = _private(_ADAPTIVE, ledger=ledger, **target)
+            self.assertEqual(_run(one, 2), 2)
+            self.assertEqual(_run(other, 2), 2)
+            self.assertEqual(_run(one, 9), 2)
+            self.assertEqual(_run(other, 9), 0)
+            self.assertAlmostEqual(one.privacy_epsilon(), _central(6))
+            self.assertAlmostEqual(other.privacy_epsilon(), _central(6))
+
+
+class LedgerTest(LedgerTestCase):
+    def test_each_round_is_on_the_disk_before_it_is_released(self):
+        seen = []
+        strategy = _private(_ADAPTIVE, ledger=self.path)
+        strategy.strategy.aggregate_train = lambda *_: (
+            seen.append(len(self._entries())) or (None, None)
+        )
+        _run(strategy, 3)
+        self.assertEqual(seen, [1, 2, 3])
+        contents = accounting.PrivacyLedger.read(self.path)
+        self.assertAlmostEqual(contents.epsilon(_DELTA), _central(3))
+        self.assertEqual(
+            [e.details["clip_norm"] for e in contents.entries],
+            [r.clip_norm for r in strategy.released_rounds],
+        )
+        self.assertEqual([e.round_index for e in contents.entries], [0, 1, 2])
+        self.assertEqual([e.cohort_size for e in contents.entries], [3] * 3)
+
+    def test_what_cannot_be_written_is_not_released(self):
+        strategy = _private(_ADAPTIVE, ledger=self.path)
+        _run(strategy, 1)
+        before = strategy.state()
+        with (
+            mock.patch.object(
+                ledger_lib.PrivacyLedger,
+                "record",
+                side_effect=ledger_lib.LedgerWriteError("disk full"),
+            ),
+            self.assertRaisesRegex(ledger_lib.LedgerWriteError, "disk full"),
+        ):
+            _run(strategy, 1, 2)
+        self.assertLen(strategy.strategy.handed, 1)
+        self.assertEqual(strategy.state(), before)
+        self.assertLen(self._entries(), 1)
+
+    def test_abandoned_rounds_are_not_in_it(self):
+        strategy = _private(ledger=self.path)
+        strategy.configure_train(1, _MODEL, fm.ConfigRecord(), _GRID)
+        strategy.aggregate_train(1, [])
+        self.assertEqual(self._entries(), ())
+
+    def test_rounds_that_the_state_missed_are_charged(self):
+        first = _private(ledger=self.path)
+        _run(first, 3)
+        state = json.loads(json.dumps(first.state()))
+        _run(first, 2)  # And then it crashed.
+        first.close()
+        again = PrivateStrategy.from_state(state, fm.Strategy(3), ledger=self.path)
+        self.assertLen(again.released_rounds, 3)
+        self.assertAlmostEqual(again.privacy_epsilon(delta=_DELTA), _central(5))
+        _run(again, 1)
+        self.assertAlmostEqual(again.privacy_epsilon(delta=_DELTA), _central(6))
+        self.assertLen(self._entries(), 6)
+        saved = again.state()
+        again.close()
+        third = PrivateStrategy.from_state(saved, fm.Strategy(3), ledger=self.path)
+        self.assertAlmostEqual(third.privacy_epsilon(delta=_DELTA), _central(6))
+
+    def test_a_state_that_had_a_ledger_does_not_go_on_without(self):
+        first = _private(ledger=self.path)
+        _run(first, 3)
+        state = first.state()
+        first.close()
+
+        def again(ledger):
+            return PrivateStrategy.from_state(state, fm.Strategy(3), ledger=ledger)
+
+        with self.assertRaisesRegex(ValueError, "ledger must be given"):
+            again(None)
+        other = self.path.with_name("other")
+        with self.assertRaisesRegex(ValueError, "held 3 rounds"):
+            again(other)
+        self.assertFalse(other.exists())
+        with (
+            accounting.PrivacyLedger(self.path.with_name("third")) as third,
+            self.assertRaisesRegex(ValueError, "held 3 rounds"),
+        ):
+            again(third)
+        # Nor with that of another run, even if it holds as many rounds.
+        fourth = self.path.with_name("fourth")
+        others = _private(ledger=fourth)
+        _run(others, 3)
+        others.close()
+        with (
+            accounting.PrivacyLedger(fourth, "append") as opened,
+            self.assertRaisesRegex(ValueError, "held 3 rounds"),
+        ):
+            again(opened)
+        with accounting.PrivacyLedger(self.path, "append") as opened:
+            self.assertAlmostEqual(
+                again(opened).privacy_epsilon(delta=_DELTA), _central(3)
+            )
+
+    def test_a_ledger_that_is_begun_later_holds_all_rounds(self):
+        first = _private()
+        _run(first, 3)
+        again = _again(first, ledger=self.path)
+        _run(again, 1)
+        self.assertLen(self._entries(), 4)
+        self.assertAlmostEqual(
+            accounting.PrivacyLedger.read(self.path).epsilon(_DELTA), _central(4)
+        )
+        self.assertAlmostEqual(again.privacy_epsilon(delta=_DELTA), _central(4))
+
+    def test_a_ledger_of_another_relation_is_refused_and_let_go(self):
+        poisson = accounting.RoundCharge(
+            sampling="poisson",
+            num_clients=100,
+            clients_per_round=10,
+            event=dp_accounting.GaussianDpEvent(1.0),
+        )
+        with accounting.PrivacyLedger(self.path) as ledger:
+            ledger.record(0, poisson, 10)
+        with self.assertRaisesRegex(ValueError, "neighbouring relation"):
+            _private(ledger=self.path)
+        accounting.PrivacyLedger(self.path, mode="append").close()
+
+    def test_wrong_arguments_leave_no_file(self):
+        with self.assertRaises(ValueError):
+            _private(ledger=self.path, max_abandoned_rounds=0)
+        self.assertFalse(self.path.exists())
+
+
+def _local(rounds):
+    """The reference: mu of one release is 2 / 3, and mu^2 adds up."""
+    return accounting.gaussian_epsilon(3 / (2 * rounds**0.5), _DELTA)
+
+
+class LocalLedgerTest(LedgerTestCase):
+    """The ledger says what the last strategy says: all that was sent."""
+
+    def _opened(self, **options):
+        return self.enter_context(
+            accounting.PrivacyLedger(self.path, mode="append", **options)
+        )
+
+    def _strategy(self, ledger, **options):
+        mechanism = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=3.0)
+        return _private(mechanism, ledger=ledger, **options)
+
+    def _again(self, state, ledger):
+        return PrivateStrategy.from_state(
+            json.loads(json.dumps(state)), fm.Strategy(3), ledger=ledger
+        )
+
+    def _assert_says(self, rounds, *strategies):
+        contents = accounting.PrivacyLedger.read(self.path)
+        self.assertLen(contents.entries, rounds)
+        self.assertAlmostEqual(contents.epsilon(_DELTA), _local(rounds))
+        for strategy in strategies:
+            self.assertAlmostEqual(
+                strategy.privacy_epsilon(delta=_DELTA), _local(rounds)
+            )
+
+    def test_one_after_the_other(self):
+        ledger = self._opened()
+        for done in (2, 4, 6):
+            strategy = self._strategy(ledger)
+            _run(strategy, 2)
+            self._assert_says(done, strategy)
+
+    def test_in_turn(self):
+        ledger = self._opened()
+        one, other = self._strategy(ledger), self._strategy(ledger)
+        for server_round in range(1, 4):
+            _run(one, 1, server_round)
+            self._assert_says(2 * server_round - 1, one)
+            _run(other, 1, server_round)
+            self._assert_says(2 * server_round, other)
+
+    def test_from_its_state(self):
+        ledger = self._opened()
+        first = self._strategy(ledger)
+        _run(first, 2)
+        again = self._again(first.state(), ledger)
+        _run(again, 2, 3)
+        self._assert_says(4, again)
+
+    def test_from_a_state_that_misses_rounds(self):
+        ledger = self._opened()
+        first = self._strategy(ledger)
+        _run(first, 2)
+        state = first.state()
+        _run(first, 2, 3)
+        again = self._again(state, ledger)
+        self._assert_says(4, again)
+        _run(again, 1, 5)
+        self._assert_says(5, again)
+
+    def test_from_a_state_without_a_ledger(self):
+        ledger = self._opened()
+        _run(self._strategy(ledger), 2)
+        alone = self._strategy(None)
+        _run(alone, 2)
+        again = self._again(alone.state(), ledger)
+        self._assert_says(4, again)
+        _run(again, 1, 3)
+        self._assert_says(5, again)
+
+    @parameterized.parameters(None, "a run that was resumed")
+    def test_opened_again(self, run):
+        for done in (2, 4):
+            ledger = self._opened(run=run)
+            strategy = self._strategy(ledger)
+            _run(strategy, 2)
+            self._assert_says(done, strategy)
+            ledger.close()
+
+    def test_by_its_path(self):
+        for done in (2, 4):
+            strategy = self._strategy(self.path)
+            _run(strategy, 2)
+            self._assert_says(done, strategy)
+            state = strategy.state()
+            strategy.close()
+        again = self._again(state, self.path)
+        _run(again, 1)
+        self._assert_says(5, again)
+        again.close()
+
+    def test_a_round_that_could_not_be_written_is_not_counted(self):
+        ledger = self._opened()
+        strategy = self._strategy(ledger)
+        _run(strategy, 1)
+        with (
+            mock.patch.object(
+                ledger_lib.PrivacyLedger,
+                "_write",
+                side_effect=ledger_lib.LedgerWriteError("disk full"),
+            ),
+            self.assertRaises(ledger_lib.LedgerWriteError),
+        ):
+            _run(strategy, 1, 2)
+        _run(strategy, 1, 3)
+        self._assert_says(2, strategy)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,323 @@
+"""The server's side for Flower's older API, under the names it has there."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import numbers
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdp_fl import _validate, mechanisms
+from tfdp_fl.flower import correlated, private_rounds, replies, wrapped
+from tfdp_fl.mechanisms import formulas
+
+# A client of the last round (a proxy) and what it was sent or returned.
+_Messages = list[tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _MeanResult:
+    """The noised mean in the shape of Flower's `FitRes`."""
+
+    parameters: Any
+    num_examples: int = 1
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class DPFedAvg(private_rounds.PrivateRounds):
+    """Any central mechanism around a strategy of `flwr.server` that averages.
+
+    As `PrivateStrategy`, for objects with `configure_fit(server_round,
+    parameters, client_manager)` and `aggregate_fit(server_round, results,
+    failures)`; the clients are wrapped in `DPFedAvgNumPyClient`, and the m of a
+    round are drawn from the client manager's `all()`. Mechanisms with a clip that
+    goes by all updates (`MedianClipping`, say) clip at the server: it is trusted
+    with each update then, and SecAgg+ has nothing to add up.
+    """
+
+    _api = wrapped.LEGACY
+
+    def __init__(
+        self,
+        strategy: Any,
+        num_sampled_clients: int,
+        mechanism: mechanisms.Mechanism,
+        *,
+        num_clients: int | None = None,
+        **options: Any,
+    ):
+        """Wraps a strategy.
+
+        Args:
+          strategy: what is to be wrapped.
+          num_sampled_clients: m, how many clients are asked in each round.
+          mechanism: a central mechanism without a memory.
+          num_clients: N; None means m, which claims nothing for the sampling: a
+            round costs as much as if all clients were in it.
+          **options: the other keyword-only arguments of `PrivateStrategy`.
+
+        Raises:
+          TypeError, ValueError: if an argument is not what it should be.
+          LedgerError: if the ledger cannot be gone on with.
+        """
+        m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
+        _validate.instance_of(mechanisms.Mechanism, mechanism=mechanism)
+        if mechanism.guarantee != "central" or correlated.remembers(mechanism):
+            raise ValueError(
+                "mechanism must be a central one whose noise is new in each round, "
+                f"got {mechanism!r}; for this one there is PrivateStrategy."
+            )
+        super().__init__(
+            strategy,
+            mechanism,
+            num_clients=m if num_clients is None else num_clients,
+            clients_per_round=m,
+            **options,
+        )
+
+    def configure_fit(
+        self, server_round: int, parameters: Any, client_manager: Any
+    ) -> _Messages:
+        """Draws the round's clients, and tells them what to clip to (and to noise).
+
+        Returns:
+          The drawn clients, and copies of what the wrapped strategy tells its own.
+          None if it tells nobody, or if the round would overspend the budget.
+
+        Raises:
+          ValueError: if fewer than N clients are connected before the first round,
+            or the strategy sends them different instructions, or a model that is
+            not of real numbers.
+          RoundsAbandonedError: see `aggregate_fit`.
+        """
+        if self._is_over(server_round):
+            return []
+        made = self.strategy.configure_fit(server_round, parameters, client_manager)
+        if not made:
+            self._idle_round = server_round
+            return []
+        _, told = made[0]
+        sent = _to_arrays(told.parameters)
+        for _, other in made[1:]:
+            if other is not told and not (
+                other.config == told.config
+                and _equal(_to_arrays(other.parameters), sent)
+            ):
+                raise ValueError(
+                    "The wrapped strategy sends its clients different models or "
+                    "configs; the noise hides an update to one model only."
+                )
+        clients = list(client_manager.all().values())  # Clients come and go.
+        configured = self._begin(
+            server_round, {_name_of(c): c for c in clients}, sent, told.parameters
+        )
+        if configured is None:
+            return []
+        config = {**told.config, **configured.instruction}
+        return [
+            (client, _replaced(told, config=dict(config)))
+            for client in configured.asked.values()
+        ]
+
+    def aggregate_fit(
+        self, server_round: int, results: _Messages, failures: Sequence[Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Hands the noised mean, as the only result, to the strategy.
+
+        Whatever a client replied, it is no error here: such a client counts
+        as failed, or where clients noise its update as zero.
+
+        Returns:
+          What the wrapped strategy makes of it; `(None, {})` if the round is
+          abandoned, as it is if the strategy is known to refuse it.
+
+        Raises:
+          RoundNotConfiguredError: if the round's `configure_fit` was not
+            called, or its results were here before. Nothing is released then.
+          RoundsAbandonedError: if `max_abandoned_rounds` are in a row.
+          LedgerWriteError: if the round could not be written down. Nothing is
+            released then.
+        """
+        del failures  # Of clients whose results are missing.
+        configured = self._taken(server_round)
+        if configured is None:
+            return None, {}
+        wanted = configured.wanted()
+        model = self._finish(
+            configured,
+            [(_name_of(client), fit_res) for client, fit_res in results],
+            lambda fit_res: replies.read_result(fit_res, wanted),
+        )
+        if model is None:
+            return None, {}
+        result = _MeanResult(_like(configured.template, model))
+        somebody = next(iter(configured.asked.values()))
+        return self.strategy.aggregate_fit(server_round, [(somebody, result)], [])
+
+
+class DPFedAvgFixed(DPFedAvg):
+    """DP-FedAvg with a fixed clip norm around a strategy that averages.
+
+    Flower's name and arguments for `DPFedAvg` with `FixedClipping`. The noise
+    N(0, (z S)^2) is added by the server to the sum, or, where
+    `server_side_noising` is False, by each client to its update before it sends
+    it, with stddev z S / sqrt(m).
+
+    Source: Flower's "Differential Privacy Wrappers", `DPFedAvgFixed`, with the
+    noise where `server_side_noising` says; McMahan et al. (2018), Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        num_sampled_clients: int,
+        clip_norm: float,
+        noise_multiplier: float = 1,
+        server_side_noising: bool = True,
+        **options: Any,
+    ):
+        """Wraps a strategy.
+
+        Args:
+          strategy: see `DPFedAvg`.
+          num_sampled_clients: m.
+          clip_norm: S.
+          noise_multiplier: z.
+          server_side_noising: whether the server adds the noise.
+          **options: the keyword-only arguments of `DPFedAvg`.
+
+        Raises:
+          TypeError, ValueError: if an argument is not what it should be.
+        """
+        mechanism = mechanisms.FixedClipping(
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
+            noise_site=_noise_site(server_side_noising),
+        )
+        super().__init__(strategy, num_sampled_clients, mechanism, **options)
+
+
+class DPFedAvgAdaptive(DPFedAvg):
+    """DP-FedAvg with adaptive clipping around a strategy that averages.
+
+    Flower's name and arguments for `DPFedAvg` with `AdaptiveClipping`: each
+    client reports whether its update's norm was at most S, and S moves by the
+    noised fraction b of those that were, S <- S exp(-eta (b - gamma)). Updates
+    and count together cost z. The bits reach the server without noise, which it
+    adds to their count: `server_side_noising=False` does not hide a client's bit
+    from the server.
+
+    Source: Flower's "Differential Privacy Wrappers", `DPFedAvgAdaptive`;
+    Andrew et al. (2021), Algorithm 1 and Theorem 1.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        num_sampled_clients: int,
+        init_clip_norm: float = 0.1,
+        noise_multiplier: float = 1,
+        server_side_noising: bool = True,
+        clip_norm_lr: float = 0.2,
+        clip_norm_target_quantile: float = 0.5,
+        clip_count_stddev: float | None = None,
+        **options: Any,
+    ):
+        """Wraps a strategy.
+
+        Args:
+          strategy: see `DPFedAvg`.
+          num_sampled_clients: m.
+          init_clip_norm: S of the first round.
+          noise_multiplier: z, what a round's two releases together cost.
+          server_side_noising: whether the server adds the updates' noise.
+          clip_norm_lr: eta.
+          clip_norm_target_quantile: gamma.
+          clip_count_stddev: sigma_b, above z / 2; None means m / 20, or 0 if
+            there is no noise at all.
+          **options: the keyword-only arguments of `DPFedAvg`.
+
+        Raises:
+          TypeError, ValueError: if an argument is not what it should be.
+        """
+        z = _validate.non_negative(noise_multiplier=noise_multiplier)
+        m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
+        if clip_count_stddev is None:
+            clip_count_stddev = m * formulas.COUNT_NOISE_FRACTION if z > 0 else 0.0
+        formulas.check_count_noise(
+            z,
+            _validate.non_negative(clip_count_stddev=clip_count_stddev),
+            "clip_count_stddev",
+            "num_sampled_clients",
+        )
+        mechanism = mechanisms.AdaptiveClipping(
+            noise_multiplier=z,
+            initial_clip_norm=_validate.positive(init_clip_norm=init_clip_norm),
+            target_quantile=_validate.probability(
+                clip_norm_target_quantile=clip_norm_target_quantile
+            ),
+            clip_learning_rate=_validate.non_negative(clip_norm_lr=clip_norm_lr),
+            count_noise_stddev=clip_count_stddev,
+            noise_site=_noise_site(server_side_noising),
+        )
+        super().__init__(strategy, num_sampled_clients, mechanism, **options)
+
+
+def _noise_site(server_side_noising: bool) -> str:
+    _validate.instance_of(bool, server_side_noising=server_side_noising)
+    return "server" if server_side_noising else "client"
+
+
+def _name_of(client: Any) -> Hashable:
+    """Returns a client's `cid`; of an object without one, which object it is."""
+    cid = getattr(client, "cid", None)
+    return str(cid) if isinstance(cid, str | numbers.Integral) else id(client)
+
+
+def _to_arrays(parameters: Any) -> list[np.ndarray]:
+    """Returns the arrays that the server's own parameters hold.
+
+    Two forms are understood: a list of numpy arrays, and an object with a list
+    `tensors` of arrays in numpy's own file format (`flwr.common.Parameters`).
+
+    Raises:
+      TypeError: if the parameters have neither form.
+    """
+    tensors = getattr(parameters, "tensors", None)
+    if tensors is not None:
+        # Pickled objects could execute code: they are never allowed.
+        return [np.load(io.BytesIO(tensor), allow_pickle=False) for tensor in tensors]
+    if isinstance(parameters, list | tuple):
+        return [np.asarray(array) for array in parameters]
+    raise TypeError(
+        "parameters must be a list of numpy arrays or have a list `tensors` "
+        f"of serialised ones, got {type(parameters).__name__}."
+    )
+
+
+def _equal(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    return len(arrays) == len(others) and all(map(np.array_equal, arrays, others))
+
+
+def _like(parameters: Any, arrays: Sequence[np.ndarray]) -> Any:
+    """Returns parameters of the same form that hold other arrays."""
+    if getattr(parameters, "tensors", None) is None:
+        return list(arrays)
+    tensors = []
+    for array in arrays:
+        buffer = io.BytesIO()
+        np.save(buffer, array, allow_pickle=False)
+        tensors.append(buffer.getvalue())
+    return _replaced(parameters, tensors=tensors)
+
+
+def _replaced(message: Any, **changes: Any) -> Any:
+    """Returns a shallow copy with other attributes; the original stays."""
+    other = copy.copy(message)
+    for name, value in changes.items():
+        setattr(other, name, value)
+    return other

@@ -1,0 +1,141 @@
+"""What may be wrapped: strategies that take one averaged reply for the mean.
+
+The guarantee does not depend on this. A wrapped strategy is handed the noised
+mean and nothing else, so that whatever it does with it is post-processing. But a
+strategy that needs the clients' replies one by one would fail, or make something
+else of it than its user expects, and it is refused when it is wrapped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Api:
+    """One of Flower's two APIs for strategies.
+
+    Classes are listed by their full names, as nothing here imports Flower.
+
+    Attributes:
+      configure: the method that makes the clients' messages.
+      aggregate: the method that averages.
+      averaging: of the classes, those whose `aggregate` averages with the
+        weights it is given, and does no more to the clients' replies.
+      metrics: the attribute of the function that aggregates clients' metrics.
+    """
+
+    configure: str
+    aggregate: str
+    averaging: frozenset[str]
+    metrics: str
+
+
+def _averaging(package: str, *more: str) -> frozenset[str]:
+    names = "Strategy FedAdagrad FedAdam FedAvg FedAvgM FedOpt FedProx FedYogi"
+    listed = [f"{package}.{name.lower()}.{name}" for name in names.split()]
+    return frozenset([*listed, *more])
+
+
+# Read in flwr 1.12 and 1.42.
+LEGACY = Api(
+    configure="configure_fit",
+    aggregate="aggregate_fit",
+    averaging=_averaging(
+        "flwr.server.strategy",
+        "flwr.server.strategy.fault_tolerant_fedavg.FaultTolerantFedAvg",
+    ),
+    metrics="fit_metrics_aggregation_fn",
+)
+MESSAGES = Api(
+    configure="configure_train",
+    aggregate="aggregate_train",
+    averaging=_averaging("flwr.serverapp.strategy"),
+    metrics="train_metrics_aggr_fn",
+)
+
+
+def require_averaging(strategy: Any, vouched: bool, api: Api) -> None:
+    """Raises unless a strategy can do with one averaged reply.
+
+    Accepted are Flower's strategies that are known to average, their subclasses
+    that leave the averaging alone (or not, if the user says so), and objects that
+    are none of Flower's.
+
+    Args:
+      strategy: what is to be wrapped.
+      vouched: the user's word (`averages=True`) for the methods that are none of
+        Flower's.
+      api: the API it is to be of.
+
+    Raises:
+      TypeError: if it does not have the methods of that API.
+      ValueError: if it is one of Flower's, or derived from one, and not known
+        to average; or if it has a function of its own for clients' metrics.
+    """
+    for method in (api.configure, api.aggregate):
+        if not callable(getattr(strategy, method, None)):
+            raise TypeError(f"strategy must have a method {method}, got {strategy!r}.")
+    function = getattr(strategy, api.metrics, None)
+    if function is not None and not _is_of_flower(
+        getattr(function, "__module__", None) or ""
+    ):
+        raise ValueError(
+            f"strategy must have no {api.metrics}, got {function!r}: a wrapped "
+            "strategy is handed the noised mean alone, and no client's metrics. "
+            "Compute metrics in an evaluation."
+        )
+    if not is_flowers(strategy):
+        return
+    for where in _defining(strategy, api.aggregate):
+        if where in api.averaging or (vouched and not _is_of_flower(where)):
+            continue
+        names = {where.rpartition(".")[2] for where in api.averaging}
+        known = ", ".join(sorted(names - {"Strategy"}))
+        raise ValueError(
+            f"strategy must be one that averages ({known}, or a subclass "
+            f"without an {api.aggregate} of its own), got {strategy!r} with the "
+            f"{api.aggregate} of {where}. All it would be handed is the clients' "
+            "noised average, as one reply: a median, a trimmed mean or Krum over "
+            f"the clients cannot be made of it. For an {api.aggregate} of your own "
+            "that makes of one reply what it should, say averages=True."
+        )
+
+
+def refuses(strategy: Any, num_results: int, num_failures: int) -> bool:
+    """Whether a strategy is known to make nothing of a round with failures.
+
+    Those that accept no failures, and `FaultTolerantFedAvg` below its rate.
+    """
+    if getattr(strategy, "accept_failures", True) is False:
+        return True
+    rate = getattr(strategy, "completion_rate_fit", 0.0)
+    return isinstance(rate, numbers.Real) and (
+        num_results / (num_results + num_failures) < float(rate)
+    )
+
+
+def is_flowers(strategy: Any) -> bool:
+    """Whether an object's class is Flower's, or derived from one."""
+    return any(_is_of_flower(cls.__module__) for cls in type(strategy).__mro__)
+
+
+def _is_of_flower(module: str) -> bool:
+    return module.partition(".")[0] == "flwr"
+
+
+def _defining(strategy: Any, method: str) -> list[str]:
+    """Returns the classes that define a method.
+
+    All of them, not the first: each may call the next one.
+    """
+    found = [
+        f"{cls.__module__}.{cls.__qualname__}"
+        for cls in type(strategy).__mro__
+        if method in vars(cls)
+    ]
+    if method in getattr(strategy, "__dict__", {}):
+        found.append("the object itself")
+    return found
