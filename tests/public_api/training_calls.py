@@ -80,7 +80,6 @@ def _keras() -> calling.Calls:
             tfdp_fl.PrivateMetrics,
             bounds={"loss": (0.0, 1.0)},
             noise_multiplier=1.0,
-            quantiles=(0.5,),
             clients_per_round=3.0,
         ),
     )

@@ -334,10 +334,9 @@ class DPFederatedModel:
           clients: Clients' data, as `fit` takes it.
           batch_size: Examples in one batch.
           verbose: 0 silent, 1 or "auto" a progress bar.
-          private: Release noisy means (and quantiles) over clients instead,
-            and charge them, before they are seen, to this model's epsilon and
-            to the ledgers and checkpoints of its last `fit`. A model of
-            `make_private` refuses what would pass its target.
+          private: Release noisy means over clients instead, and charge them, before
+            they are seen, to this model's epsilon and to the ledgers and checkpoints
+            of its last `fit`. Budgets and targets refuse what would pass them.
 
         Returns:
           "num_examples", int64 [N], and "loss" and each compiled metric by
@@ -345,8 +344,8 @@ class DPFederatedModel:
           without examples, or whose data cannot be read or evaluated on (a
           label that is no class). With `private`:
           "num_clients" (noisy, with "num_clients_stddev"), and for each metric
-          of its bounds "mean", "noise_stddev" (of the mean, by the noise alone,
-          about) and "quantiles".
+          of its bounds "mean" and "noise_stddev" (of the mean, by the noise alone,
+          about).
 
         Raises:
           ValueError: An argument is not allowed; or `private`, before `fit`,

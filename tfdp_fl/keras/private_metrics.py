@@ -1,26 +1,23 @@
-"""Means and quantiles of clients' own metrics, with a guarantee.
+"""Means of clients' own metrics, with a guarantee.
 
 One Gaussian release over a cohort of clients. Client i with values v_ij of k
-metrics, each in its declared range [a_j, b_j], hands in the vector
+metrics, each in its declared range [a_j, b_j], contributes the vector
 
-    g_i = (1, c_i1, ..., c_ik, e_i1, ..., e_ik) / sqrt(1 + k + q),
-    c_ij = (2 v_ij - a_j - b_j) / (b_j - a_j), in [-1, 1],
+    g_i = (1, c_i1, ..., c_ik) / sqrt(1 + k),
+    c_ij = (2 v_ij - a_j - b_j) / (b_j - a_j), in [-1, 1].
 
-where e_ij is the one-hot vector of the cell of [a_j, b_j] that holds v_ij (for
-the q metrics of which quantiles are asked for, q = 0 or k). So ||g_i|| <= 1: a
-client that is added or removed moves the sum by at most 1, and one that is
-replaced by at most 2. The sum gets Gaussian noise of standard deviation z, and
-everything that is reported is computed from that alone: also the number of
-clients. (Counts over fixed cells are the histogram query of Dwork & Roth, The
-Algorithmic Foundations of Differential Privacy, 2014, section 3.3; the Gaussian
-mechanism is in its appendix A. Quantiles are read off the noisy counts.)
+So ||g_i|| <= 1: a client that is added or removed moves the sum by at most 1, and
+one that is replaced by at most 2. The sum gets Gaussian noise of standard
+deviation z, and everything that is reported is computed from that alone, also the
+number of clients (Dwork & Roth, The Algorithmic Foundations of Differential
+Privacy, 2014, appendix A).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting
@@ -40,18 +37,12 @@ class PrivateMetrics:
         chosen by looking at the clients.
       noise_multiplier: z, the noise's standard deviation over the most that a
         client adds to the sum. 0 releases without privacy.
-      quantiles: Which quantiles of each metric, between 0 and 1; none by
-        default.
-      cells: Into how many equal cells a range is cut for them: a quantile is
-        right up to a cell, and what the noise does.
       clients_per_round: How many clients to draw (the expected number, where
         the model's sampling is not "fixed_size"); None: all.
     """
 
     bounds: Mapping[str, tuple[float, float]]
     noise_multiplier: float
-    quantiles: Sequence[float] = ()
-    cells: int = 20
     clients_per_round: float | None = None
 
     def __post_init__(self) -> None:
@@ -71,18 +62,12 @@ class PrivateMetrics:
                     f"{name!r}: {ends!r}."
                 )
         _validate.non_negative(noise_multiplier=self.noise_multiplier)
-        quantiles = tuple(
-            _validate.inside_unit_interval(quantiles=each) for each in self.quantiles
-        )
-        object.__setattr__(self, "quantiles", quantiles)
-        _validate.positive_integer(cells=self.cells)
         if self.clients_per_round is not None:
             _validate.positive(clients_per_round=self.clients_per_round)
 
     @property
     def _scale(self) -> float:
-        blocks = 2 if self.quantiles else 1
-        return math.sqrt(1 + blocks * len(self.bounds))
+        return math.sqrt(1 + len(self.bounds))
 
     def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
         """Returns what the release costs.
@@ -122,7 +107,7 @@ class PrivateMetrics:
         return np.flatnonzero(generator.random(n) < probability)
 
     def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns what each client hands in, float64 [N, D], of norm <= 1.
+        """Returns what each client contributes, float64 [N, 1 + k], of norm <= 1.
 
         Zeros for a client with a metric that is no number.
 
@@ -141,17 +126,11 @@ class PrivateMetrics:
         columns = [np.asarray(values[name], np.float64) for name in self.bounds]
         usable = np.all(np.isfinite(columns), axis=0)
         parts: list[np.ndarray] = [np.ones([len(usable), 1])]
-        shares = []
         for column, (low, high) in zip(columns, self.bounds.values(), strict=True):
             share = np.clip((column - low) / (high - low), 0.0, 1.0)
-            shares.append(np.where(usable, share, 0.0))
-            parts.append(2 * shares[-1][:, None] - 1)
-        if self.quantiles:
-            for share in shares:
-                cell = np.minimum((share * self.cells).astype(int), self.cells - 1)
-                parts.append(np.eye(self.cells)[cell])
-        each = np.concatenate(parts, axis=1) / self._scale
-        return np.where(usable[:, None], each, 0.0)
+            parts.append(2 * np.where(usable, share, 0.0)[:, None] - 1)
+        vectors = np.concatenate(parts, axis=1) / self._scale
+        return np.where(usable[:, None], vectors, 0.0)
 
     def released(
         self, values: Mapping[str, np.ndarray], generator: np.random.Generator
@@ -170,7 +149,6 @@ class PrivateMetrics:
         """Computes everything from the noisy sum: nothing else is used."""
         stddev = self.noise_multiplier * self._scale
         count = max(float(noisy[0]), 1.0)
-        k = len(self.bounds)
         result: dict[str, Any] = {
             "num_clients": float(noisy[0]),
             "num_clients_stddev": stddev,
@@ -182,29 +160,4 @@ class PrivateMetrics:
                 "mean": middle + half * centred,
                 "noise_stddev": half * stddev / count * math.sqrt(1 + centred**2),
             }
-            if self.quantiles:
-                start = 1 + k + place * self.cells
-                result[name]["quantiles"] = self._quantiles(
-                    noisy[start : start + self.cells], low, high
-                )
         return result
-
-    def _quantiles(
-        self, counts: np.ndarray, low: float, high: float
-    ) -> dict[float, float]:
-        """Returns where the noisy counts reach each share, between cells' ends.
-
-        The sums over cells are made to rise, by the mean of the running
-        largest from below and the running smallest from above.
-        """
-        sums = np.cumsum(counts)
-        rising = np.maximum.accumulate(sums)
-        falling = np.minimum.accumulate(sums[::-1])[::-1]
-        sums = np.concatenate([[0.0], np.maximum((rising + falling) / 2, 0.0)])
-        edges = np.linspace(low, high, self.cells + 1)
-        if sums[-1] <= 0:
-            return dict.fromkeys(self.quantiles, math.nan)
-        return {
-            each: float(np.interp(each * sums[-1], sums, edges))
-            for each in self.quantiles
-        }
