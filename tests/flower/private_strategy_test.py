@@ -776,7 +776,8 @@ class ArgumentTest(parameterized.TestCase):
             {
                 "mechanism": tfdp_fl.MedianClipping(
                     noise_multiplier=1.0, noise_site="client"
-                )
+                ),
+                "clients_per_round": 3,
             },
             "mechanism must be a central",
         ),
