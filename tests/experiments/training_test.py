@@ -65,7 +65,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 0.75 * old + 0.25 * new for old, new in zip(average, after, strict=True)
             ]
         self.assertAllClose(found, average, atol=1e-5)
-        self.assertNotAllClose(found, after, atol=1e-2)
+        self.assertNotAllClose(found, after, atol=1e-3)
 
     def test_a_run_with_balanced_clients_and_geyers_figures(self):
         prepared = training.prepare(

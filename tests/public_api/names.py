@@ -21,7 +21,7 @@ _NEEDS = {
 
 def rooms() -> dict[str, types.ModuleType]:
     """Returns the public modules that this stack can open, by name."""
-    names = [*tfdp_fl._ROOMS, *tfdp_fl._OTHER_ROOMS]
+    names = sorted(tfdp_fl._PACKAGES)
     found = {
         name: importlib.import_module(f"tfdp_fl.{name}")
         for name in names
