@@ -27,7 +27,7 @@ class LocalAccountTest(parameterized.TestCase):
         np.testing.assert_allclose(
             account.epsilons(1e-5),
             [
-                local.epsilon_of_mu_squared(value, 1e-5)
+                gaussian.epsilon_of_mu_squared(value, 1e-5)
                 for value in (0.25, 0, 0, 1.5, 2)
             ],
         )

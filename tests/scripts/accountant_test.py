@@ -1,4 +1,4 @@
-"""The planner from the command line."""
+"""The planning from the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from absl.testing import absltest, flagsaver, parameterized
 
 from scripts import accountant
 from tfdp_fl import accounting
-from tfdp_fl.accounting import planner
+from tfdp_fl.accounting import planning
 
 _PLAN = {
     "num_clients": 1000,
@@ -54,23 +54,6 @@ class AccountantTest(parameterized.TestCase):
         ):
             self.assertRegex(text, rf"{sampling} +{epsilon}\n")
 
-    def test_kinds_of_noise_are_compared(self):
-        plan = {**_PLAN, "noise_multiplier": None, "epsilon": 8.0}
-        text = _run(**plan, compare_noise=True, min_separation=10)
-        rows = [line.split() for line in text.splitlines()]
-        names = [" ".join(row[:2]) for row in rows]
-        self.assertLess(names.index("b bands"), names.index("2 buffers"))
-        self.assertIn("at most 10 of 100 rounds, at least 10 apart", text)
-
-    @parameterized.parameters(
-        ({"compare_noise": True}, "noise_multiplier"),
-        ({"min_separation": 3}, "--compare_noise"),
-        ({"adaptive_clip": True}, "--compare_noise"),
-    )
-    def test_what_the_comparison_needs(self, flags_given, named):
-        with self.assertRaisesRegex(SystemExit, named):
-            _run(**_PLAN, **flags_given)
-
     def test_both_accountants_side_by_side(self):
         text = _run(
             **{**_PLAN, "rounds": 10, "noise_multiplier": 5.0},
@@ -82,7 +65,7 @@ class AccountantTest(parameterized.TestCase):
         by_rdp, by_pld = map(float, row.split()[1:])
         self.assertLess(by_pld, by_rdp)
 
-    @parameterized.parameters(*planner.QUANTITIES)
+    @parameterized.parameters(*planning.QUANTITIES)
     def test_any_one_quantity_may_be_missing(self, missing):
         values = {**_PLAN, "epsilon": 20.0, missing: None}
         text = _run(**values, sampling=["poisson"])
@@ -105,15 +88,6 @@ class AccountantTest(parameterized.TestCase):
         )
         self.assertRegex(text, r"fixed_size +-\n")
         self.assertIn("fixed_size, rdp: not even one round", text)
-
-    def test_schedules(self):
-        text = _run(
-            **{**_PLAN, "noise_multiplier": 4.0, "rounds": 30},
-            sampling=["poisson"],
-            suggest_schedule=True,
-        )
-        self.assertIn("fixed sigma^2/m", text)
-        self.assertIn("more rounds for the same epsilon", text)
 
     def test_a_missing_matplotlib_is_named_before_anything_is_computed(self):
         with (

@@ -153,10 +153,6 @@ class RoundCharge:
 
         Returns:
           The event; `NonPrivateDpEvent` when there is no noise.
-
-        Raises:
-          NotImplementedError: If dp-accounting is too old for PLD and
-            fixed-size cohorts (0.4.x reports 4.38 where 10.0 is right).
         """
         _validate.one_of(ACCOUNTANTS, accountant=accountant)
         event, z = self.event, self.noise_multiplier
@@ -169,7 +165,6 @@ class RoundCharge:
         if self.sampling == "fixed_size":
             z = cast(float, z)  # Anything else was refused when it was made.
             if accountant == "pld":
-                require_fixed_size_pld()
                 return dp_accounting.TruncatedSubsampledGaussianDpEvent(
                     self.num_clients, 1.0, self.clients_per_round, z
                 )
@@ -221,19 +216,3 @@ def relation_of(sampling: str) -> dp_accounting.NeighboringRelation:
     if sampling == "fixed_size":
         return dp_accounting.NeighboringRelation.REPLACE_ONE
     return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-
-
-def has_fixed_size_pld() -> bool:
-    """Returns whether dp-accounting can do PLD for fixed-size cohorts."""
-    return hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent")
-
-
-def require_fixed_size_pld() -> None:
-    """Raises where dp-accounting cannot do PLD for fixed-size cohorts."""
-    if not has_fixed_size_pld():
-        raise NotImplementedError(
-            "accountant='pld' with fixed_size sampling needs dp-accounting 0.5 "
-            f"or newer, found {events.dp_accounting_version()}, which gets "
-            "the sensitivity of replace-one wrong; use accountant='rdp' or "
-            "upgrade dp-accounting."
-        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import local
+from tfdp_fl.accounting import gaussian
 
 
 class LedgerError(RuntimeError):
@@ -149,7 +149,7 @@ class LedgerContents:
         spent = math.fsum(
             largest_mu_squared(entries) for entries in self.by_run().values()
         )
-        return local.epsilon_of_mu_squared(spent, delta)
+        return gaussian.epsilon_of_mu_squared(spent, delta)
 
     def lost_mu_squared(self, next_round: int, run: str) -> float:
         """Returns what one client may have spent in rounds that were lost.

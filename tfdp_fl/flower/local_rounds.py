@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from tfdp_fl import _validate
+from tfdp_fl.accounting import gaussian, ledger_contents
 from tfdp_fl.accounting import ledger as ledger_lib
-from tfdp_fl.accounting import ledger_contents
-from tfdp_fl.accounting import local as local_lib
 from tfdp_fl.flower import rounds
 
 
@@ -37,7 +36,7 @@ class LocalHistory(rounds.RoundHistory):
 
     def epsilon_after(self, planned: rounds.ReleasedRound) -> float:
         """Implements `RoundHistory.epsilon_after`: exact, for one client."""
-        return local_lib.epsilon_of_mu_squared(
+        return gaussian.epsilon_of_mu_squared(
             self._mu_squared + self._charge_of(planned),
             cast(float, self.target_delta),
         )
@@ -52,7 +51,7 @@ class LocalHistory(rounds.RoundHistory):
         """Returns epsilon at delta of a client that was in every round."""
         del num_clients, accountant  # Nothing hangs on them here.
         _validate.one_of(rounds.SAMPLINGS, sampling=sampling)
-        return local_lib.epsilon_of_mu_squared(self._mu_squared, delta)
+        return gaussian.epsilon_of_mu_squared(self._mu_squared, delta)
 
     def _spend(self, charge: float) -> None:
         self._mu_squared += charge
