@@ -354,6 +354,39 @@ class PrivacyAccountantTest(parameterized.TestCase):
             _history(_charge()).epsilon(delta)
 
 
+class KnownParticipationTest(parameterized.TestCase):
+    """An observer who knows who took part meets no amplification."""
+
+    @parameterized.parameters(("poisson", 1), ("fixed_size", 2))
+    def test_every_round_that_a_client_could_have_been_in(self, sampling, moved):
+        history = _history((_charge(sampling, z=2.0), 60), _charge(sampling, m=50))
+        mu_squared = moved**2 * (60 / 4 + 1)
+        self.assertAlmostEqual(
+            history.epsilon_if_participation_is_known(1e-5),
+            gaussian.epsilon_of_mu_squared(mu_squared, 1e-5),
+            places=9,
+        )
+
+    def test_an_event_s_own_sampling_does_not_count(self):
+        event = dp_accounting.PoissonSampledDpEvent(0.1, _G(1.5))
+        history = _history((_charge("cyclic_poisson", m=10, event=event), 3))
+        self.assertAlmostEqual(
+            history.epsilon_if_participation_is_known(1e-5),
+            gaussian.gaussian_epsilon(1.5 / 3**0.5, 1e-5),
+            places=9,
+        )
+        event = dp_accounting.TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 3.0)
+        history = _history(_charge("cyclic", event=event))
+        self.assertEqual(history.epsilon_if_participation_is_known(1e-5), math.inf)
+
+    def test_shuffled_is_the_same(self):
+        history = _history((_charge("shuffled", pass_index=0, pass_offset=0), 2))
+        self.assertEqual(
+            history.epsilon_if_participation_is_known(1e-5),
+            history.epsilon(1e-5, "pld"),
+        )
+
+
 class MonotoneTest(absltest.TestCase):
     @settings(max_examples=60, deadline=None)
     @given(

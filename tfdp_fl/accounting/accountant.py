@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+import attr
 import dp_accounting
 import numpy as np
 from dp_accounting import pld
@@ -184,6 +186,24 @@ class PrivacyAccountant:
             return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
 
+    def epsilon_if_participation_is_known(self, delta: float) -> float:
+        """Returns epsilon against an observer who knows who took part when.
+
+        Sampling then amplifies nothing: a client counts as being in every round
+        that it could have been in.
+
+        Args:
+          delta: Between 0 and 1.
+        """
+        known = PrivacyAccountant()
+        for charge, count in self._counts.items():
+            event = _unsampled(charge.event)
+            if charge.is_amplified:
+                everybody = float(charge.num_clients)
+                charge = dataclasses.replace(charge, clients_per_round=everybody)
+            known.add(dataclasses.replace(charge, event=event), count)
+        return known.epsilon(delta, "pld" if known._is_one_gaussian else "rdp")
+
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
         """Returns delta at epsilon; 1 where a round had no noise.
 
@@ -282,6 +302,26 @@ class PrivacyAccountant:
         except ValueError:
             return interval
         return max(interval, by_rdp / _PLD_MAX_CELLS)
+
+
+def _unsampled(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+    """Returns an event without the samplings that it claims itself."""
+    fields = {
+        field.name: getattr(event, field.name) for field in attr.fields(type(event))
+    }
+    sampled = (
+        dp_accounting.PoissonSampledDpEvent,
+        dp_accounting.SampledWithoutReplacementDpEvent,
+    )
+    if isinstance(event, sampled):
+        return _unsampled(event.event)
+    if "sampling_probability" in fields or "sample_size" in fields:
+        return dp_accounting.NonPrivateDpEvent()  # What it costs is not known.
+    if "event" in fields:
+        return attr.evolve(event, event=_unsampled(event.event))
+    if "events" in fields:
+        return attr.evolve(event, events=tuple(map(_unsampled, event.events)))
+    return event
 
 
 class _PassCosts:

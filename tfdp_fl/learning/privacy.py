@@ -205,7 +205,11 @@ def epsilon(
         for charge in charges:
             record.add(charge)
         value = record.epsilon(delta, accountant)
-        how = {f"epsilon_{accountant}": value}
+        known = record.epsilon_if_participation_is_known(delta)
+        how = {
+            f"epsilon_{accountant}": value,
+            "epsilon_if_participation_is_known": known,
+        }
         sizes = [charge.clients_per_round for charge in charges]
         costs = {charge.noise_multiplier for charge in charges}
         times = None
