@@ -73,13 +73,6 @@ _PLOT = flags.DEFINE_string(
 _LEDGER = flags.DEFINE_string(
     "ledger", None, "Read the epsilon of this ledger at --delta."
 )
-_EXPECTED_HEAD = flags.DEFINE_string(
-    "expected_head", None, "With --ledger: a hash that it must contain."
-)
-_KEY_FILE = flags.DEFINE_string(
-    "key_file", None, "With --ledger: file with the key it was written with."
-)
-
 _GROUPS = {
     "The plan; five of these, and the sixth is solved for": (
         *("num_clients", "clients_per_round", "rounds", "noise_multiplier"),
@@ -87,7 +80,7 @@ _GROUPS = {
     ),
     "What is compared": ("sampling", "accountant"),
     "What is shown besides": ("plot",),
-    "A ledger instead of a plan": ("ledger", "expected_head", "key_file"),
+    "A ledger instead of a plan": ("ledger",),
 }
 
 
@@ -129,12 +122,9 @@ def _check_flags(plan: planning.Plan) -> None:
             raise ValueError(f"--ledger goes with --delta only, not {others}.")
         if plan.delta is None:
             raise ValueError("--ledger needs --delta.")
-        for path in (_LEDGER.value, _KEY_FILE.value):
-            if path and not pathlib.Path(path).is_file():
-                raise ValueError(f"there is no file {path}.")
+        if not pathlib.Path(_LEDGER.value).is_file():
+            raise ValueError(f"there is no file {_LEDGER.value}.")
         return
-    if _EXPECTED_HEAD.value or _KEY_FILE.value:
-        raise ValueError("--expected_head and --key_file need --ledger.")
     plan.missing  # noqa: B018 - it raises.
     if _PLOT.value:
         plots.pyplot()  # Missed before anything is computed.
@@ -183,14 +173,14 @@ def _compare(plan: planning.Plan) -> dict[str, planning.Plan]:
 
 
 def _print_ledger(delta: float) -> None:
-    key = _KEY_FILE.value and pathlib.Path(_KEY_FILE.value).read_bytes()
-    contents = accounting.PrivacyLedger.read(
-        _LEDGER.value, key=key, expected_head=_EXPECTED_HEAD.value
-    )
+    contents = accounting.PrivacyLedger.read(_LEDGER.value)
     sizes = [entry.cohort_size for entry in contents.entries]
+    mechanism = contents.header.get("mechanism", {})
     table = [
-        ["ledger", _LEDGER.value],
-        ["mechanism", str(contents.header.get("mechanism", {}))],
+        ["ledger", _LEDGER.value[-66:]],
+        ["mechanism", mechanism.get("name", "-")],
+        ["guarantee", mechanism.get("guarantee", "-")],
+        ["runs", str(len(contents.by_run()))],
         ["rounds", str(len(sizes))],
         ["cohort sizes", f"{min(sizes)} to {max(sizes)}" if sizes else "-"],
         ["cut short by a crash", "yes" if contents.truncated else "no"],

@@ -299,7 +299,7 @@ class LedgerTest(parameterized.TestCase):
         self.assertAlmostEqual(again.privacy_epsilon(delta=1e-5), _epsilon(4))
 
     def test_a_ledger_of_ones_own(self):
-        with accounting.PrivacyLedger(self.path, key=b"secret") as ledger:
+        with accounting.PrivacyLedger(self.path) as ledger:
             strategy = _fixed(ledger=ledger)
             _run(strategy, 2)
             self.assertEqual(ledger.rounds, 2)

@@ -54,9 +54,7 @@ class StatementTest(parameterized.TestCase):
                 "start_and_callbacks_trusted",
             },
         )
-        self.assertGreater(
-            facts["epsilon_if_participation_is_known"], facts["epsilon"]
-        )
+        self.assertGreater(facts["epsilon_if_participation_is_known"], facts["epsilon"])
         text = fed.privacy_statement()
         for needed in (
             r"epsilon = \d",

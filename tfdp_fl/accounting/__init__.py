@@ -24,7 +24,6 @@ from tfdp_fl.accounting.ledger_contents import (
     LedgerForkedError,
     LedgerInUseError,
     LedgerMovedError,
-    LedgerTampered,
     LedgerTamperedError,
     LedgerWriteError,
 )
@@ -49,7 +48,6 @@ __all__ = [
     "LedgerForkedError",
     "LedgerInUseError",
     "LedgerMovedError",
-    "LedgerTampered",
     "LedgerTamperedError",
     "LedgerWriteError",
     "LocalAccount",

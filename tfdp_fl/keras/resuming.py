@@ -360,9 +360,6 @@ class InterruptedRun:
             self.checkpoint.arrays,
             prepared,
         )
-        if "run" not in metadata and self.ledger is not None:
-            # In a ledger that names no runs, they are those without a name.
-            run.run_id = self.ledger.identity or run.run_id
         query = cohort_engine.query
         lost = self._count_ledger(run)
         if lost or metadata.get("memory_of") != query.mechanism.memory_key():
