@@ -93,7 +93,9 @@ def _epsilon(case):
 def test_no_epsilon_is_smaller_or_much_larger(first):
     for case in json.loads(_PATH.read_text())["cases"][first::10]:
         epsilon = _epsilon(case)
-        assert epsilon >= case["epsilon"] * (1 - 1e-9), case
+        # PLD is dp-accounting's, as it was; another NumPy's FFT rounds otherwise.
+        rounding = 1e-7 if case.get("accountant") == "pld" else 1e-9
+        assert epsilon >= case["epsilon"] * (1 - rounding), case
         assert epsilon <= case["epsilon"] * 1.02, case
 
 

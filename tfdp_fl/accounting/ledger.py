@@ -119,6 +119,8 @@ class PrivacyLedger:
         """
         _validate.one_of(("create", "append"), mode=mode)
         _check_head(expected_head)
+        if mechanism is not None:
+            _validate.instance_of(dict, mechanism=mechanism)
         self._path = pathlib.Path(path)
         # Where it is, wherever the process goes.
         self._place = os.path.abspath(self._path)
