@@ -330,7 +330,7 @@ class MaxRoundsTest(parameterized.TestCase):
             return n <= answer
 
         self.assertEqual(
-            planning.last_true(predicate, limit, guess), min(answer, limit)
+            planning.bracket(predicate, limit, guess)[0], min(answer, limit)
         )
 
 
@@ -342,7 +342,7 @@ class PassCohortsTest(parameterized.TestCase):
     )
     def test_every_pass_covers_every_position_once(self, n, sizes):
         sizes = [min(n, size) for size in sizes]
-        plan = planning.PassCohorts(n, sizes)
+        plan = charge_lib.PassCohorts(n, sizes)
         covered: dict[int, list[int]] = {}
         for t, size in enumerate(sizes):
             index, start, stop = plan.cohort(t)
@@ -357,20 +357,20 @@ class PassCohortsTest(parameterized.TestCase):
 
     @parameterized.parameters((10, 5), (10, 3), (7, 7), (1, 1))
     def test_a_constant_is_its_equal_sequence(self, n, m):
-        constant = planning.PassCohorts(n, m)
-        sequence = planning.PassCohorts(n, [m] * 30)
-        function = planning.PassCohorts(n, lambda t: m)
+        constant = charge_lib.PassCohorts(n, m)
+        sequence = charge_lib.PassCohorts(n, [m] * 30)
+        function = charge_lib.PassCohorts(n, lambda t: m)
         for t in (17, 0, 29):
             self.assertEqual(constant.cohort(t), sequence.cohort(t))
             self.assertEqual(constant.cohort(t), function.cohort(t))
 
     def test_sizes_are_checked(self):
         with self.assertRaisesRegex(ValueError, "clients_per_round"):
-            planning.PassCohorts(10, 11)
+            charge_lib.PassCohorts(10, 11)
         with self.assertRaisesRegex(ValueError, "whole number"):
-            planning.PassCohorts(10, 2.5)
+            charge_lib.PassCohorts(10, 2.5)
         with self.assertRaisesRegex(ValueError, "clients_per_round"):
-            planning.PassCohorts(10, lambda t: 10 + t).cohort(20)
+            charge_lib.PassCohorts(10, lambda t: 10 + t).cohort(20)
 
 
 if __name__ == "__main__":

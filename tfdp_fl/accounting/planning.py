@@ -331,11 +331,11 @@ def _most(history_of, target, delta, accountant, limit) -> int:
     """Returns how many rounds keep the target, looking near RDP's answer."""
 
     def most(by, guess):
-        return last_true(
+        return bracket(
             lambda count: history_of(count).epsilon(delta, by) <= target,
             limit,
             guess,
-        )
+        )[0]
 
     by_rdp = most("rdp", 1)
     return by_rdp if accountant == "rdp" else most(accountant, by_rdp)
@@ -343,7 +343,7 @@ def _most(history_of, target, delta, accountant, limit) -> int:
 
 def _max_shuffled_rounds(z, n, m, target, delta, accountant):
     """Whole passes: the first round of a pass costs as much as all of it."""
-    per_pass = -(-n // checked_size(m, n))
+    per_pass = -(-n // charge_lib.checked_size(m, n))
     event = dp_accounting.GaussianDpEvent(_noise(z))
 
     def history_of(passes):
@@ -394,8 +394,8 @@ def _history(z, sampling, n, m, rounds):
     return history
 
 
-def _in_passes(sampling, n, m) -> PassCohorts | None:
-    return PassCohorts(n, m) if sampling == "shuffled" else None
+def _in_passes(sampling, n, m) -> charge_lib.PassCohorts | None:
+    return charge_lib.PassCohorts(n, m) if sampling == "shuffled" else None
 
 
 def _noise(z) -> float:
@@ -407,7 +407,7 @@ def _one_charge(z, sampling, n, m, t, in_passes) -> charge_lib.RoundCharge:
     if in_passes is not None:
         place = in_passes.place(t)
     else:
-        size = checked_size(
+        size = charge_lib.checked_size(
             schedules.value_at(m, t, "clients_per_round"),
             n,
             fractional=sampling == "poisson",
@@ -419,72 +419,6 @@ def _one_charge(z, sampling, n, m, t, in_passes) -> charge_lib.RoundCharge:
         event=dp_accounting.GaussianDpEvent(z),
         **place,
     )
-
-
-def checked_size(value: float, num_clients: int, fractional: bool = False) -> float:
-    """Returns a cohort size, checked against the number of clients.
-
-    Args:
-      value: The size.
-      num_clients: N.
-      fractional: Whether an expected size need not be whole (Poisson).
-    """
-    size = _validate.positive(clients_per_round=value)
-    if size > num_clients:
-        raise ValueError(
-            f"clients_per_round must be at most num_clients={num_clients}, "
-            f"got {size:g}."
-        )
-    if size.is_integer():
-        return int(size)
-    if not fractional:
-        raise ValueError(f"clients_per_round must be a whole number, got {value!r}.")
-    return size
-
-
-class PassCohorts:
-    """Cuts passes over N clients into cohorts of scheduled sizes.
-
-    A cohort never straddles two passes: the last of a pass takes what is left.
-    So every client is in exactly one cohort of each full pass.
-    """
-
-    def __init__(self, num_clients: int, clients_per_round: schedules.Schedule):
-        self._num_clients = _validate.positive_integer(num_clients=num_clients)
-        self._schedule = clients_per_round
-        self._constant: int | None = None
-        if schedules.is_constant(clients_per_round):
-            self._constant = int(checked_size(clients_per_round, num_clients))
-        self._cohorts: list[tuple[int, int, int]] = []
-
-    def place(self, round_index: int) -> dict[str, int]:
-        """Returns what a `RoundCharge` says of a round's place in its pass."""
-        index, start, stop = self.cohort(round_index)
-        return {
-            "clients_per_round": stop - start,
-            "pass_index": index,
-            "pass_offset": start,
-        }
-
-    def cohort(self, round_index: int) -> tuple[int, int, int]:
-        """Returns (pass, first position, one past the last) of a round."""
-        n = self._num_clients
-        if self._constant is not None:
-            m = self._constant
-            index, place = divmod(round_index, -(-n // m))
-            return index, place * m, min(n, (place + 1) * m)
-        while len(self._cohorts) <= round_index:
-            index, _, start = self._cohorts[-1] if self._cohorts else (0, 0, 0)
-            if start == n:
-                index, start = index + 1, 0
-            size = checked_size(
-                schedules.value_at(
-                    self._schedule, len(self._cohorts), "clients_per_round"
-                ),
-                n,
-            )
-            self._cohorts.append((index, start, min(n, start + int(size))))
-        return self._cohorts[round_index]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -672,17 +606,6 @@ def epsilon_curve(
     for count in rounds:
         part = dataclasses.replace(plan, rounds=count)
         yield count, _history_of(part, sampling).epsilon(plan.delta, accountant)
-
-
-def last_true(predicate: Callable[[int], bool], limit: int, guess: int = 1) -> int:
-    """Returns the largest n <= limit with a falling predicate still true.
-
-    Args:
-      predicate: True up to some n >= 0, False from there on; true at 0.
-      limit: Where to stop looking.
-      guess: Where to begin; near the answer, few calls are made.
-    """
-    return bracket(predicate, limit, guess)[0]
 
 
 def bracket(

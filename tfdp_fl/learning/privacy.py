@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, schedules
-from tfdp_fl.accounting import planning
+from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.aggregators import state as state_lib
@@ -106,7 +106,7 @@ def privacy_charges(
     sizes = tuple(float(size) for size in history.cohort_sizes)
     in_passes = None
     if sampling == "shuffled" and done:
-        in_passes = planning.PassCohorts(num_clients, sizes)
+        in_passes = charge_lib.PassCohorts(num_clients, sizes)
     charges = []
     for index, event in enumerate(events):
         place: dict[str, Any] = {"clients_per_round": sizes[index]}
