@@ -105,18 +105,6 @@ class LocalAccount:
         """Returns the exact epsilon of the client that spent most."""
         return gaussian.epsilon_of_mu_squared(self.max_mu_squared, delta)
 
-    def delta(self, epsilon: float) -> float:
-        """Returns the exact delta of the client that spent most."""
-        if self.max_mu_squared == 0:
-            return 0.0
-        return gaussian.gaussian_delta(self.max_mu_squared**-0.5, epsilon)
-
-    def epsilons(self, delta: float) -> np.ndarray:
-        """Returns every client's own epsilon, float64 [N]."""
-        values, inverse = np.unique(self._mu_squared, return_inverse=True)
-        each = [gaussian.epsilon_of_mu_squared(value, delta) for value in values]
-        return np.array(each)[inverse]
-
     def get_state(self) -> dict[str, np.ndarray]:
         """Returns the account as NumPy arrays, for a checkpoint."""
         return {
