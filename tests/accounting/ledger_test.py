@@ -215,6 +215,12 @@ class RunsTest(_Folder):
             ledger.record(1, _charge(), 5)
         self.assertEqual(PrivacyLedger.read(self.path).local_epsilon(1e-5), math.inf)
 
+    def test_a_round_without_a_central_guarantee_has_no_central_epsilon(self):
+        with PrivacyLedger(self.path) as ledger:
+            ledger.record(0, _charge(), 5)
+            ledger.record(1, None, 5, local={"mu_squared": 0.5, "max_mu_squared": 0.5})
+        self.assertEqual(accounting.epsilon_from_ledger(self.path, 1e-5), math.inf)
+
     @parameterized.parameters("tfdp_fl privacy ledger 2", "tfdp_fl privacy ledger 4")
     def test_another_format_is_refused_and_left_alone(self, name):
         PrivacyLedger(self.path).close()
