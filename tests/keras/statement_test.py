@@ -51,8 +51,10 @@ class StatementTest(parameterized.TestCase):
                 "floating_point_noise",
                 "pseudorandom_noise",
                 "population_stated",
+                "start_and_callbacks_trusted",
             },
         )
+        self.assertGreater(facts["epsilon_if_participation_is_known"], facts["epsilon"])
         text = fed.privacy_statement()
         for needed in (
             r"epsilon = \d",
@@ -238,7 +240,7 @@ class WhatItRestsOnTest(parameterized.TestCase):
         amplified = _trained(sampling="poisson", rounds=1)
         how = amplified.privacy_statement(_DELTA, "dict")["how"]
         self.assertRegex(how, "by the privacy loss distributions of dp-acc")
-        self.assertRegex(how, "by tfdp_fl's own Renyi accounting")
+        self.assertRegex(how, "by the Renyi accounting of dp-acc")
         plain = _trained(sampling="shuffled", rounds=1)
         facts = plain.privacy_statement(_DELTA, "dict")
         self.assertRegex(facts["how"], "exact conversion of one Gaussian")

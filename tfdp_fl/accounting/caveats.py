@@ -6,6 +6,11 @@ from collections.abc import Mapping
 
 # Each caveat is one full sentence that stands by itself.
 CAVEATS: dict[str, str] = {
+    "start_and_callbacks_trusted": (
+        "The weights that the run began with are taken as knowing nothing of these "
+        "clients, and callbacks are trusted to use only this run's releases and "
+        "public data."
+    ),
     "unnoised_metrics": (
         "The training loss, the training metrics and the diagnostics of each "
         "round (such as norms and clipped fractions) were computed from "
