@@ -6,16 +6,10 @@ and by both accountants, side by side:
     python scripts/accountant.py --num_clients=1000 --clients_per_round=100 \
         --rounds=100 --epsilon=8 --delta=1e-5
 
-Draw epsilon against rounds, and see what schedules at fixed sigma^2/m buy:
+Draw epsilon against rounds:
 
     python scripts/accountant.py --num_clients=1000 --clients_per_round=100 \
-        --noise_multiplier=1 --rounds=100 --delta=1e-5 \
-        --plot=epsilon.png --suggest_schedule
-
-See which noise is best where a client's rounds are so far apart (DP-FTRL):
-
-    python scripts/accountant.py --num_clients=1024 --clients_per_round=32 \
-        --rounds=128 --epsilon=8 --delta=1e-5 --compare_noise
+        --noise_multiplier=1 --rounds=100 --delta=1e-5 --plot=epsilon.png
 
 Read a ledger, without the model:
 
@@ -34,8 +28,8 @@ _console.load_tensorflow()
 
 from absl import app, flags
 
-from tfdp_fl import accounting, correlated_noise
-from tfdp_fl.accounting import charge, planner
+from tfdp_fl import accounting
+from tfdp_fl.accounting import charge, planning
 from tfdp_fl.experiments import plots
 
 # Those that are compared unless told otherwise.
@@ -74,63 +68,26 @@ _ACCOUNTANT = flags.DEFINE_multi_enum(
 _PLOT = flags.DEFINE_string(
     "plot", None, "Draw epsilon against rounds into this .png or .pdf file."
 )
-_SUGGEST_SCHEDULE = flags.DEFINE_bool(
-    "suggest_schedule",
-    False,
-    "Suggest schedules m_t, sigma_t at fixed sigma^2/m (Geyer et al. 2017).",
-)
-
-_COMPARE_NOISE = flags.DEFINE_bool(
-    "compare_noise",
-    False,
-    "Compare independent noise with noise that is correlated across rounds, "
-    "for --sampling=cyclic; needs --epsilon.",
-)
-_MIN_SEPARATION = flags.DEFINE_integer(
-    "min_separation",
-    None,
-    "With --compare_noise: b, from one round of a client to its next (N / m).",
-)
-_SERVER_MOMENTUM = flags.DEFINE_float(
-    "server_momentum",
-    0.0,
-    "With --compare_noise: of the server optimizer.",
-)
-_ADAPTIVE_CLIP = flags.DEFINE_bool(
-    "adaptive_clip",
-    False,
-    "With --compare_noise: count what moves the clip as well.",
-)
 
 # Reading a ledger instead.
 _LEDGER = flags.DEFINE_string(
     "ledger", None, "Read the epsilon of this ledger at --delta."
 )
-_EXPECTED_HEAD = flags.DEFINE_string(
-    "expected_head", None, "With --ledger: a hash that it must contain."
-)
-_KEY_FILE = flags.DEFINE_string(
-    "key_file", None, "With --ledger: file with the key it was written with."
-)
-
 _GROUPS = {
     "The plan; five of these, and the sixth is solved for": (
         *("num_clients", "clients_per_round", "rounds", "noise_multiplier"),
         *("epsilon", "delta"),
     ),
     "What is compared": ("sampling", "accountant"),
-    "What is shown besides": (
-        *("plot", "suggest_schedule", "compare_noise", "min_separation"),
-        *("server_momentum", "adaptive_clip"),
-    ),
-    "A ledger instead of a plan": ("ledger", "expected_head", "key_file"),
+    "What is shown besides": ("plot",),
+    "A ledger instead of a plan": ("ledger",),
 }
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"{argv[1]!r} is not a flag.")
-    plan = planner.Plan(
+    plan = planning.Plan(
         num_clients=_NUM_CLIENTS.value,
         clients_per_round=_CLIENTS_PER_ROUND.value,
         noise_multiplier=_NOISE_MULTIPLIER.value,
@@ -148,22 +105,16 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"accountant: {error}") from error
     if _PLOT.value:
         _draw(solved[_SAMPLING.value[0]], _PLOT.value)
-    if _SUGGEST_SCHEDULE.value:
-        _print_schedules(solved)
-    if _COMPARE_NOISE.value:
-        _print_noise(plan)
 
 
-def _check_flags(plan: planner.Plan) -> None:
+def _check_flags(plan: planning.Plan) -> None:
     plan.check()
     if _LEDGER.value:
         others = [
             name
             for name in (
-                *planner.QUANTITIES,
+                *planning.QUANTITIES,
                 "plot",
-                "suggest_schedule",
-                "compare_noise",
             )
             if name != "delta" and flags.FLAGS[name].value not in (None, False)
         ]
@@ -171,27 +122,10 @@ def _check_flags(plan: planner.Plan) -> None:
             raise ValueError(f"--ledger goes with --delta only, not {others}.")
         if plan.delta is None:
             raise ValueError("--ledger needs --delta.")
-        for path in (_LEDGER.value, _KEY_FILE.value):
-            if path and not pathlib.Path(path).is_file():
-                raise ValueError(f"there is no file {path}.")
+        if not pathlib.Path(_LEDGER.value).is_file():
+            raise ValueError(f"there is no file {_LEDGER.value}.")
         return
-    if _EXPECTED_HEAD.value or _KEY_FILE.value:
-        raise ValueError("--expected_head and --key_file need --ledger.")
-    if plan.missing != "noise_multiplier" and _COMPARE_NOISE.value:
-        raise ValueError(
-            "--compare_noise needs all of "
-            f"{', '.join(planner.QUANTITIES)} but noise_multiplier, which is "
-            f"what it is for, got none for {plan.missing}."
-        )
-    if not _COMPARE_NOISE.value and (
-        _MIN_SEPARATION.value is not None
-        or _SERVER_MOMENTUM.value
-        or _ADAPTIVE_CLIP.value
-    ):
-        raise ValueError(
-            "--min_separation, --server_momentum and --adaptive_clip need "
-            "--compare_noise."
-        )
+    plan.missing  # noqa: B018 - it raises.
     if _PLOT.value:
         plots.pyplot()  # Missed before anything is computed.
         path = pathlib.Path(_PLOT.value)
@@ -201,12 +135,12 @@ def _check_flags(plan: planner.Plan) -> None:
             raise ValueError(f"--plot's folder {path.parent} does not exist.")
 
 
-def _compare(plan: planner.Plan) -> dict[str, planner.Plan]:
+def _compare(plan: planning.Plan) -> dict[str, planning.Plan]:
     """Prints the solved quantity; returns the first accountant's plans."""
     missing = plan.missing
     given = ", ".join(
         f"{name} = {getattr(plan, name):g}"
-        for name in planner.QUANTITIES
+        for name in planning.QUANTITIES
         if name != missing
     )
     print(f"Given {given}:\n")
@@ -215,10 +149,10 @@ def _compare(plan: planner.Plan) -> dict[str, planner.Plan]:
         row = [sampling]
         for accountant in _ACCOUNTANT.value:
             try:
-                solved = planner.solve(plan, sampling, accountant)
+                solved = planning.solve(plan, sampling, accountant)
                 row.append(_show(getattr(solved, missing), missing))
                 plans.setdefault(sampling, solved)
-            except (ValueError, NotImplementedError) as error:
+            except ValueError as error:
                 row.append("-")
                 reasons.append(f"{sampling}, {accountant}: {error}")
         rows.append(row)
@@ -238,120 +172,15 @@ def _compare(plan: planner.Plan) -> dict[str, planner.Plan]:
     return plans
 
 
-def _print_schedules(solved: dict[str, planner.Plan]) -> None:
-    accountant = _ACCOUNTANT.value[0]
-    for sampling in _SAMPLING.value:
-        plan = solved[sampling]
-        print(
-            f"\nSchedules at fixed sigma^2/m, {sampling} sampling, by "
-            f"{accountant.upper()}, last rounds at m = "
-            f"{_show(plan.clients_per_round)}, sigma = "
-            f"{_show(plan.noise_multiplier)}:\n"
-        )
-        suggestions = planner.suggest_schedules(plan, sampling, accountant)
-        table = [
-            [
-                "schedule",
-                "m",
-                "sigma",
-                f"epsilon of {plan.rounds} rounds",
-                "rounds for the constant's epsilon",
-                "clients trained",
-            ]
-        ]
-        for found in suggestions:
-            table.append(
-                [
-                    found.name,
-                    f"{found.sizes[0]} to {found.sizes[-1]}",
-                    f"{found.noise_multipliers[0]:.3g} to "
-                    f"{found.noise_multipliers[-1]:.3g}",
-                    _show(found.epsilon),
-                    str(found.rounds),
-                    str(found.client_rounds),
-                ]
-            )
-        _print_table(table)
-        best = max(suggestions, key=lambda found: found.rounds)
-        if best.rounds > plan.rounds:
-            print(
-                f"\n  {best.name!r} buys {best.rounds - plan.rounds} more "
-                "rounds for the same epsilon."
-            )
-        else:
-            print(
-                "\n  None of them buys a round here: fixed sigma^2/m pays "
-                "only while sigma_t\n  stays well above 1; below, less noise "
-                "costs more than a smaller cohort saves."
-            )
-    print(
-        "\nThe noise on the average is sigma S/m: in a round with m/4 clients "
-        "it is twice\nthe last rounds'. Early updates are large and alike "
-        "(watch update_scale and\nbetween_client_variance), so they bear it."
-    )
-
-
-def _print_noise(plan: planner.Plan) -> None:
-    """Prints what each kind of noise comes to at the same guarantee."""
-    separation = _MIN_SEPARATION.value or max(
-        1, plan.num_clients // plan.clients_per_round
-    )
-    where = correlated_noise.Participation(
-        rounds=plan.rounds, min_separation=separation
-    )
-    found = correlated_noise.compare(
-        where,
-        plan.clients_per_round,
-        plan.epsilon,
-        plan.delta,
-        workload=correlated_noise.Workload(momentum=_SERVER_MOMENTUM.value),
-        adaptive_clip=_ADAPTIVE_CLIP.value,
-    )
-    print(
-        f"\nNoise for a client in at most {where.max_participations} of "
-        f"{plan.rounds} rounds, at least {separation} apart, without "
-        "amplification\n(--mechanism=correlated --sampling=cyclic), the best "
-        "first:\n"
-    )
-    table = [
-        [
-            "noise",
-            "worst error x sensitivity",
-            "mean",
-            "noise multiplier",
-            "worst model's noise / clip",
-            "copies of the model",
-        ]
-    ]
-    for each in found:
-        table.append(
-            [
-                each.name,
-                f"{each.max_error * each.sensitivity:.2f}",
-                f"{each.rms_error * each.sensitivity:.2f}",
-                _show(each.noise_multiplier, "noise_multiplier"),
-                f"{each.worst_stddev:.3g}",
-                str(each.copies),
-            ]
-        )
-    _print_table(table)
-    print(
-        "\nThe worst model's noise is the stddev in every coordinate, with a "
-        "server that adds\nthe mean update. Poisson cohorts that are drawn in "
-        "secret amplify independent noise\n(the table at the top): compare "
-        "with noise_multiplier sqrt(T) / m of it."
-    )
-
-
 def _print_ledger(delta: float) -> None:
-    key = _KEY_FILE.value and pathlib.Path(_KEY_FILE.value).read_bytes()
-    contents = accounting.PrivacyLedger.read(
-        _LEDGER.value, key=key, expected_head=_EXPECTED_HEAD.value
-    )
+    contents = accounting.PrivacyLedger.read(_LEDGER.value)
     sizes = [entry.cohort_size for entry in contents.entries]
+    mechanism = contents.header.get("mechanism", {})
     table = [
-        ["ledger", _LEDGER.value],
-        ["mechanism", str(contents.header.get("mechanism", {}))],
+        ["ledger", _LEDGER.value[-66:]],
+        ["mechanism", mechanism.get("name", "-")],
+        ["guarantee", mechanism.get("guarantee", "-")],
+        ["runs", str(len(contents.by_run()))],
         ["rounds", str(len(sizes))],
         ["cohort sizes", f"{min(sizes)} to {max(sizes)}" if sizes else "-"],
         ["cut short by a crash", "yes" if contents.truncated else "no"],
@@ -361,7 +190,7 @@ def _print_ledger(delta: float) -> None:
         for name in _ACCOUNTANT.value:
             try:
                 value = _show(contents.accountant().epsilon(delta, name))
-            except (ValueError, NotImplementedError) as error:
+            except ValueError as error:
                 value = f"- ({error})"
             label = f"epsilon by {name.upper()} at delta = {delta:g}"
             table.append([label, value])
@@ -375,15 +204,15 @@ def _print_ledger(delta: float) -> None:
     _print_table(table)
 
 
-def _draw(plan: planner.Plan, path: str) -> None:
+def _draw(plan: planning.Plan, path: str) -> None:
     pyplot = plots.pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for sampling in _SAMPLING.value:
         for accountant in _ACCOUNTANT.value:
             points = 200 if accountant == "rdp" else 12
             try:
-                curve = list(planner.epsilon_curve(plan, sampling, accountant, points))
-            except (ValueError, NotImplementedError):
+                curve = list(planning.epsilon_curve(plan, sampling, accountant, points))
+            except ValueError:
                 continue  # The table above says why.
             curve = [(t, e) for t, e in curve if math.isfinite(e)]
             if curve:

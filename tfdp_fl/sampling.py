@@ -20,7 +20,6 @@ import numpy as np
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import pass_cohorts
 
 # Keeps the cohorts' random numbers apart from other uses of the same seed.
 _STREAM = 0x636F686F7274  # "cohort"
@@ -205,9 +204,7 @@ class CohortSampler(abc.ABC):
                 )
 
     def _checked(self, size: Any) -> float:
-        return pass_cohorts.checked_size(
-            size, self._num_clients, self._fractional_sizes
-        )
+        return charge_lib.checked_size(size, self._num_clients, self._fractional_sizes)
 
     def _nominal_size(self, round_index: int) -> float:
         return self._checked(
@@ -275,7 +272,7 @@ class ShuffledSampler(CohortSampler):
         seed: int | None = None,
     ):
         super().__init__(num_clients, clients_per_round, seed)
-        self._cohorts = pass_cohorts.PassCohorts(num_clients, self._clients_per_round)
+        self._cohorts = charge_lib.PassCohorts(num_clients, self._clients_per_round)
         self._key = None if seed is not None else secrets.token_hex(32)
         # Public, and says nothing of the order: tells the ledger which rounds
         # follow the same one.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import unittest.mock
-
 import dp_accounting
 from absl.testing import absltest, parameterized
 from hypothesis import given, settings
@@ -69,25 +67,6 @@ class RoundChargeTest(parameterized.TestCase):
                 _charge(sampling, event=event).dp_event(accountant),
                 dp_accounting.NonPrivateDpEvent(),
             )
-
-    def test_old_dp_accounting_refuses_fixed_size_by_pld(self):
-        with (
-            unittest.mock.patch.object(
-                charge_lib.dp_accounting,
-                "TruncatedSubsampledGaussianDpEvent",
-                create=True,
-            ),
-            unittest.mock.patch.object(
-                charge_lib.events, "dp_accounting_version", lambda: "0.4.3"
-            ),
-        ):
-            del charge_lib.dp_accounting.TruncatedSubsampledGaussianDpEvent
-            with self.assertRaisesRegex(
-                NotImplementedError, r"dp-accounting 0\.5 .* found 0\.4\.3"
-            ):
-                _charge("fixed_size").dp_event("pld")
-            _charge("fixed_size").dp_event("rdp")
-            _charge("poisson").dp_event("pld")
 
     @settings(max_examples=60, deadline=None)
     @given(

@@ -44,7 +44,7 @@ class GaussianTest(parameterized.TestCase):
             self.assertAlmostEqual(delta / expected, 1, delta=1e-8)
 
     @parameterized.product(
-        z=[0.05, 3.0, 900.0, 7.1e8, 2.5e14, 6.8e15, 2.2e17],
+        z=[0.05, 3.0, 900.0, 9.9e5, 7.1e8, 2.5e14, 6.8e15, 2.2e17],
         epsilon_z=[0.0, 0.3, 12.0],
     )
     def test_delta_is_never_less_than_it_is(self, z, epsilon_z):
@@ -52,7 +52,7 @@ class GaussianTest(parameterized.TestCase):
         epsilon = epsilon_z / z
         delta = gaussian.gaussian_delta(z, epsilon)
         self.assertGreaterEqual(delta, _mp_delta(z, epsilon))
-        self.assertLessEqual(delta, _mp_delta(z, epsilon) * (1 + 1e-9) + 1e-14)
+        self.assertLessEqual(delta, _mp_delta(z, epsilon) * (1 + 1e-6) + 1e-12)
 
     def test_what_is_too_small_for_a_float_is_rounded_up(self):
         for z in (0.0, 1e-320, 1e-200, 1e-155):

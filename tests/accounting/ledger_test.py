@@ -18,8 +18,8 @@ import dp_accounting
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from tfdp_fl import accounting
-from tfdp_fl.accounting import ledger_lines
+from tfdp_fl import accounting, version
+from tfdp_fl.accounting import ledger_contents
 
 PrivacyLedger = accounting.PrivacyLedger
 
@@ -50,11 +50,7 @@ class _Folder(parameterized.TestCase):
 
 
 class LedgerTest(_Folder):
-    def test_a_key_that_is_none_writes_nothing_and_is_not_told(self):
-        for key, error in ((b"", ValueError), ("s3cret", TypeError)):
-            with self.assertRaisesRegex(error, "^key must") as caught:
-                PrivacyLedger(self.path, key=key)
-            self.assertNotIn("s3cret", str(caught.exception))
+    def test_a_head_that_is_none_writes_nothing(self):
         with self.assertRaisesRegex(TypeError, "^expected_head must"):
             PrivacyLedger(self.path, "append", expected_head=3)
         self.assertEmpty(list(self.folder.iterdir()))
@@ -219,71 +215,26 @@ class RunsTest(_Folder):
             ledger.record(1, _charge(), 5)
         self.assertEqual(PrivacyLedger.read(self.path).local_epsilon(1e-5), math.inf)
 
-    def _first_format(self, rounds):
-        """Writes what version 0.6 wrote."""
-        head, lines = "0" * 64, []
-        bodies = [
-            {
-                "kind": "header",
-                "format": "tfdp_fl privacy ledger 1",
-                "authentication": "sha256",
-                "mechanism": {},
-            }
-        ]
-        bodies += [
-            {
-                "kind": "round",
-                "round": t,
-                "cohort_size": 7,
-                "charge": json.loads(_charge().to_json()),
-                "local": {"mu_squared": 0.5, "max_mu_squared": 0.5 + t / 2},
-                "time": "2025-01-01T00:00:00.000+00:00",
-                "details": {},
-            }
-            for t in range(rounds)
-        ]
-        for body in bodies:
-            body["previous"] = head
-            head = ledger_lines.digest_of(body, None)
-            text = json.dumps(
-                {**body, "hash": head}, sort_keys=True, separators=(",", ":")
-            )
-            lines.append(f"{text}\n")
-        self.path.write_text("".join(lines))
+    def test_a_round_without_a_central_guarantee_has_no_central_epsilon(self):
+        with PrivacyLedger(self.path) as ledger:
+            ledger.record(0, _charge(), 5)
+            ledger.record(1, None, 5, local={"mu_squared": 0.5, "max_mu_squared": 0.5})
+        self.assertEqual(accounting.epsilon_from_ledger(self.path, 1e-5), math.inf)
 
-    def test_the_first_format_is_read_and_gone_on_with(self):
-        self._first_format(3)
-        contents = PrivacyLedger.read(self.path)
-        self.assertEqual([entry.run for entry in contents.entries], [None] * 3)
-        self.assertEqual(list(contents.by_run()), [contents.identity])
-        with PrivacyLedger(self.path, "append") as ledger:
-            self._local(ledger, 2)
-        contents = PrivacyLedger.read(self.path)
-        self.assertEqual(
-            [entry.run for entry in contents.entries],
-            [None, None, None, ledger.run, ledger.run],
-        )
-        # The old lines are one other run.
-        self.assertEqual(
-            contents.local_epsilon(1e-5),
-            accounting.epsilon_of_mu_squared(1.5 + 1.0, 1e-5),
-        )
-        self.assertAlmostEqual(
-            contents.accountant().epsilon(1e-5),
-            accounting.epsilon(1.0, "poisson", 1000, 100, 5, 1e-5),
-        )
-
-    def test_a_format_of_the_future_is_refused(self):
-        self._first_format(0)
-        body = json.loads(self.path.read_text())
-        body["format"] = "tfdp_fl privacy ledger 3"
+    @parameterized.parameters("tfdp_fl privacy ledger 2", "tfdp_fl privacy ledger 4")
+    def test_another_format_is_refused_and_left_alone(self, name):
+        PrivacyLedger(self.path).close()
+        body = {**json.loads(self.path.read_bytes()), "format": name}
         del body["hash"]
-        body["hash"] = ledger_lines.digest_of(body, None)
-        self.path.write_text(
-            json.dumps(body, sort_keys=True, separators=(",", ":")) + "\n"
-        )
-        with self.assertRaisesRegex(accounting.LedgerError, "ledger 3"):
-            PrivacyLedger.read(self.path)
+        body["hash"] = ledger_contents.digest_of(body)
+        data = json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+        self.path.write_bytes(data)
+        for use in (PrivacyLedger.read, lambda path: PrivacyLedger(path, "append")):
+            with self.assertRaisesRegex(
+                accounting.LedgerError, f"{name}.*which version {version.__version__}"
+            ):
+                use(self.path)
+        self.assertEqual(self.path.read_bytes(), data)
 
 
 class TamperingTest(_Folder):
@@ -320,7 +271,9 @@ class TamperingTest(_Folder):
             PrivacyLedger.read,
             lambda path: PrivacyLedger(path, "append"),
         ):
-            with self.assertRaisesRegex(accounting.LedgerTampered, f"Line {number} of"):
+            with self.assertRaisesRegex(
+                accounting.LedgerTamperedError, f"Line {number} of"
+            ):
                 use(self.path)
 
     def test_any_changed_byte_is_found(self):
@@ -334,7 +287,7 @@ class TamperingTest(_Folder):
             self.path.write_bytes(changed)
             try:
                 contents = PrivacyLedger.read(self.path)
-            except accounting.LedgerTampered:
+            except accounting.LedgerTamperedError:
                 continue
             self.fail(f"byte {position} changed unseen: {contents}")
 
@@ -343,25 +296,12 @@ class TamperingTest(_Folder):
         lines = self._lines()
         self.path.write_bytes(b"".join(lines[:-1]))
         self.assertLen(PrivacyLedger.read(self.path).entries, 4)
-        with self.assertRaisesRegex(accounting.LedgerTampered, head):
+        with self.assertRaisesRegex(accounting.LedgerTamperedError, head):
             PrivacyLedger.read(self.path, expected_head=head)
         # A ledger that has grown since still contains the head.
         earlier = PrivacyLedger.read(self.path).head
         self.path.write_bytes(b"".join(lines))
         PrivacyLedger.read(self.path, expected_head=earlier)
-
-    def test_a_key_keeps_others_from_rewriting(self):
-        self._write(3, key=b"secret")
-        self.assertLen(PrivacyLedger.read(self.path, key=b"secret").entries, 3)
-        with self.assertRaisesRegex(accounting.LedgerTampered, "needs its key"):
-            PrivacyLedger.read(self.path)
-        with self.assertRaisesRegex(accounting.LedgerTampered, "Line 1"):
-            PrivacyLedger.read(self.path, key=b"other")
-        # A forger without the key writes the whole file anew.
-        forged = self.folder / "forged.jsonl"
-        self._write(1, forged)
-        with self.assertRaisesRegex(accounting.LedgerTampered, "no key"):
-            PrivacyLedger.read(forged, key=b"secret")
 
 
 class CrashTest(_Folder):
@@ -388,17 +328,16 @@ class CrashTest(_Folder):
             at_an_end = any(size in (end, end - 1) for end in ends)
             self.assertEqual(contents.truncated, not at_an_end)
 
-    @parameterized.parameters(None, b"key")
-    def test_no_bit_of_the_last_newline_undoes_a_round(self, key):
-        self._write(3, key=key)
+    def test_no_bit_of_the_last_newline_undoes_a_round(self):
+        self._write(3)
         data = self.path.read_bytes()
         changed = [data[:-1] + bytes([10 ^ 1 << bit]) for bit in range(8)]
         changed += [data[:-1] + rest for rest in (b"}", b"\0" * 9, b"\xff")]
         for each in changed:
             self.path.write_bytes(each)
-            contents = PrivacyLedger.read(self.path, key=key)
+            contents = PrivacyLedger.read(self.path)
             self.assertLen(contents.entries, 3)
-            with PrivacyLedger(self.path, "append", key=key) as ledger:
+            with PrivacyLedger(self.path, "append") as ledger:
                 self.assertEqual(ledger.rounds, 3)
             self.assertEqual(self.path.read_bytes(), data)
 
@@ -564,7 +503,7 @@ class OpenFileTest(_Folder):
         # Nor does a reader believe it.
         with (
             unittest.mock.patch.object(
-                ledger_lines, "checked_local", lambda local, charge: local
+                ledger_contents, "checked_local", lambda local, charge: local
             ),
         ):
             self.ledger.record(1, _charge(), 5, local=local)
@@ -692,7 +631,7 @@ class RefusalTest(_Folder):
             self.assertIn("hash", json.loads(line))
         self.assertEqual(
             json.loads(self.path.read_text().splitlines()[0])["format"],
-            ledger_lines.FORMAT,
+            ledger_contents.FORMAT,
         )
 
 

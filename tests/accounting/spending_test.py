@@ -74,7 +74,6 @@ class SpendingTest(parameterized.TestCase):
             entries=tuple(entries),
             truncated=False,
             head="head",
-            identity=f"ledger {len(lines)}",
         )
 
     def test_what_a_ledger_tells_of_is_counted_once(self):
@@ -86,7 +85,7 @@ class SpendingTest(parameterized.TestCase):
             ("own", 2.0, None),
             ("own", 3.0, None),
             ("other", 2.0, None),
-            (None, 2.0, None),
+            ("third", 2.0, None),
         )
         for _ in range(2):
             spending.absorb(contents, "own", "a.jsonl")

@@ -7,7 +7,7 @@ import math
 
 from absl.testing import absltest, parameterized
 
-from tfdp_fl import accounting
+from tfdp_fl import accounting, mechanisms  # noqa: F401 - it adds caveats.
 from tfdp_fl.accounting import caveats
 
 _FACTS = {
@@ -104,10 +104,6 @@ class StatementTest(parameterized.TestCase):
         text = _text(sampling="cyclic")
         self.assertIn("replaced by nothing, in its place", text)
         self.assertIn("No amplification by sampling is claimed", text)
-        content = _text(sampling="cyclic_poisson", format="dict")
-        self.assertEqual(content["relation"], "REPLACE_SPECIAL")
-        self.assertIn("cyclic_poisson_secrecy", content["caveats"])
-        self.assertNotIn("cyclic_no_amplification", content["caveats"])
         self.assertNotIn("cyclic_zero_out", _text(format="dict")["caveats"])
 
     def test_local_and_central_are_kept_apart(self):
@@ -182,6 +178,40 @@ class StatementTest(parameterized.TestCase):
             _text(format="html")
 
 
+class SecrecyTest(parameterized.TestCase):
+    @parameterized.parameters("poisson", "fixed_size")
+    def test_sampled_cohorts_must_stay_secret(self, sampling):
+        facts = {"sampling": sampling, "epsilon_if_participation_is_known": 14.24}
+        content = _text(format="dict", **facts)
+        self.assertEqual(content["epsilon_if_participation_is_known"], 14.24)
+        self.assertIn("must stay secret", content["secrecy"])
+        for format in ("text", "markdown"):
+            text = _text(format=format, **facts)
+            self.assertIn(content["secrecy"], text)
+            self.assertIn("14.24", text)
+            self.assertNotIn("odds", text)
+
+    @parameterized.parameters("shuffled", "cyclic", "separated")
+    def test_without_amplification_the_figure_is_the_same(self, sampling):
+        content = _text(format="dict", sampling=sampling)
+        self.assertEqual(
+            content["epsilon_if_participation_is_known"], content["epsilon"]
+        )
+        self.assertIn("need not be secret", content["secrecy"])
+
+    def test_what_is_not_known_is_not_answered(self):
+        content = _text(format="dict")
+        self.assertIsNone(content["epsilon_if_participation_is_known"])
+        self.assertIn("No figure", content["secrecy"])
+        content = _text(format="dict", epsilon_if_participation_is_known=math.inf)
+        self.assertIn("no finite epsilon", content["secrecy"])
+
+    def test_start_and_callbacks_are_trusted(self):
+        for guarantee in ("central", "local"):
+            content = _text(format="dict", guarantee=guarantee, epsilon_local=1.0)
+            self.assertIn("start_and_callbacks_trusted", content["caveats"])
+
+
 class WordingTest(parameterized.TestCase):
     """What is promised is no more than what is charged."""
 
@@ -212,7 +242,7 @@ class WordingTest(parameterized.TestCase):
     def test_no_more_is_claimed_than_the_generator_gives(self):
         text = _text(caveats=("pseudorandom_noise",))
         self.assertNotIn("computing power", text)
-        self.assertIn("as long as they cannot foretell the noise", text)
+        self.assertIn("cannot foretell the noise", text)
         self.assertRegex(text, "Philox4x32-10.*no longer than 128 bits")
 
     def test_a_seed_that_is_used_again_is_pointed_out(self):

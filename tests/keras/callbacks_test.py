@@ -249,15 +249,15 @@ class LedgerTest(parameterized.TestCase):
 
     def test_local_spending_is_that_of_the_client_seen_most(self):
         fed = toy.federated(tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0))
-        ledger = tfdp_fl.callbacks.Ledger(self.path, key=b"secret")
+        ledger = tfdp_fl.callbacks.Ledger(self.path)
         fed.fit(toy.clients(), rounds=4, verbose=0, callbacks=[ledger])
-        contents = accounting.PrivacyLedger.read(self.path, key=b"secret")
+        contents = accounting.PrivacyLedger.read(self.path)
         self.assertAlmostEqual(contents.epsilon(_DELTA), fed.epsilon(_DELTA), places=12)
         self.assertLess(fed.epsilon(_DELTA), math.inf)
         self.assertEqual(contents.header["mechanism"]["guarantee"], "local")
 
-    def _append(self, key=None):
-        return tfdp_fl.callbacks.Ledger(self.path, append=True, key=key)
+    def _append(self):
+        return tfdp_fl.callbacks.Ledger(self.path, append=True)
 
     @parameterized.named_parameters(
         ("central", None, 4, "poisson", 4.847),

@@ -275,7 +275,7 @@ class LedgerTest(absltest.TestCase):
 
     def test_the_line_comes_first_and_the_run_goes_on(self):
         fed = _federated()
-        callback = tfdp_fl.callbacks.Ledger(self.path / "a.jsonl", key=b"k")
+        callback = tfdp_fl.callbacks.Ledger(self.path / "a.jsonl")
         also = tfdp_fl.callbacks.Ledger(self.path / "b.jsonl")
         fed.fit(toy.clients(), 2, callbacks=[callback, also], verbose=0)
         order = []
@@ -283,9 +283,7 @@ class LedgerTest(absltest.TestCase):
             PrivateMetrics,
             "released",
             lambda *_: order.append(
-                accounting.PrivacyLedger.read(self.path / "a.jsonl", key=b"k").epsilon(
-                    _DELTA
-                )
+                accounting.PrivacyLedger.read(self.path / "a.jsonl").epsilon(_DELTA)
             ),
         ):
             _evaluated(fed, _private())

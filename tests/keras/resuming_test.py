@@ -6,7 +6,6 @@ But for the draws of seeded rounds, which a resumed run makes anew; see
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import shutil
@@ -21,8 +20,7 @@ import tfdp_fl
 from tests import stacks
 from tests.keras import files, toy
 from tfdp_fl import engine
-from tfdp_fl.accounting import ledger_lines
-from tfdp_fl.keras import callbacks, checkpoint, resuming
+from tfdp_fl.keras import callbacks, resuming
 
 _DELTA = 1e-3
 _ROUNDS = 6
@@ -349,58 +347,6 @@ class RefusalTest(parameterized.TestCase):
     def test_the_same_clients_in_another_order_are_refused(self):
         other = self.clients.take(np.arange(toy.NUM_CLIENTS)[::-1])
         self._refused(toy.federated(), "clients' ids .* must be", clients=other)
-
-    def _of_an_earlier_version(self):
-        """Returns a copy of the run as it was written before runs had ids."""
-        copy = files.directory(self) / "run"
-        shutil.copytree(self.path, copy)
-        path, heads = copy / "ledger.jsonl", {"0" * 64: "0" * 64}
-        lines = []
-        for line in path.read_text().splitlines():
-            body = json.loads(line)
-            body.pop("run", None)
-            if body["kind"] == "header":
-                body["format"] = "tfdp_fl privacy ledger 1"
-            body["previous"] = heads[body["previous"]]
-            before = body.pop("hash")
-            heads[before] = ledger_lines.digest_of(body, None)
-            body["hash"] = heads[before]
-            lines.append(json.dumps(body, sort_keys=True, separators=(",", ":")) + "\n")
-        path.write_text("".join(lines))
-        kept = checkpoint.CheckpointDirectory(copy)
-        for round_index in kept.rounds():
-            metadata = (saved := checkpoint._read(kept.file(round_index))).metadata
-            for name in ("run", "populations", "calibration"):
-                del metadata[name]
-            del metadata["settings"][resuming._CLIENT_IDS]
-            del metadata["spending"]["others"]
-            metadata["ledger_head"] = heads.get(metadata["ledger_head"])
-            metadata["ledgers"] = {}
-            kept.write(saved, keep=99)
-        return copy
-
-    def test_an_earlier_version_did_not_keep_who_the_clients_are(self):
-        copy = self._of_an_earlier_version()
-        (copy / "round-00000002.npz").unlink()
-        resumed = toy.federated()
-        with self.assertWarnsRegex(
-            RuntimeWarning, "not checked that they are the same clients"
-        ):
-            resumed.fit(
-                self.clients,
-                rounds=2,
-                batch_size=5,
-                seed=1,
-                verbose=0,
-                resume_from=copy,
-            )
-        self.assertEqual(resumed.rounds, 2)
-        # Its lines without a run's id are of this run, and one was run again.
-        self.assertEqual(resumed.spending.rounds, 3)
-        self.assertEqual(resumed.spending.rounds_of_others, 0)
-        contents = tfdp_fl.accounting.PrivacyLedger.read(copy / "ledger.jsonl")
-        self.assertLen(contents.by_run(), 1)
-        self.assertEqual(contents.epsilon(_DELTA), resumed.epsilon(_DELTA))
 
     def test_missing_checkpoints_and_ledger_are_named(self):
         empty = files.directory(self)

@@ -51,8 +51,10 @@ class StatementTest(parameterized.TestCase):
                 "floating_point_noise",
                 "pseudorandom_noise",
                 "population_stated",
+                "start_and_callbacks_trusted",
             },
         )
+        self.assertGreater(facts["epsilon_if_participation_is_known"], facts["epsilon"])
         text = fed.privacy_statement()
         for needed in (
             r"epsilon = \d",
@@ -72,19 +74,22 @@ class StatementTest(parameterized.TestCase):
             self.assertAlmostEqual(facts["delta"], 40**-1.1)
 
     def test_seed_and_clipped_non_trainable_state(self):
-        model = tf.keras.Sequential(
-            [
-                tf.keras.layers.BatchNormalization(input_shape=(8,)),
-                tf.keras.layers.Dense(toy.NUM_CLASSES),
-            ]
-        )
-        fed = _trained(model=model, sampling="shuffled", fit={"seed": 1})
+        def model():
+            return tf.keras.Sequential(
+                [
+                    tf.keras.Input((8,)),
+                    tf.keras.layers.BatchNormalization(),
+                    tf.keras.layers.Dense(toy.NUM_CLASSES),
+                ]
+            )
+
+        fed = _trained(model=model(), sampling="shuffled", fit={"seed": 1})
         caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
         self.assertIn("seed_given", caveats)
         self.assertIn("non_trainable_released", caveats)
         self.assertIn("shuffled_zero_out", caveats)
         kept = _trained(
-            model=model,
+            model=model(),
             sampling="shuffled",
             non_trainable_state="keep",
             rounds=1,
@@ -238,7 +243,7 @@ class WhatItRestsOnTest(parameterized.TestCase):
         amplified = _trained(sampling="poisson", rounds=1)
         how = amplified.privacy_statement(_DELTA, "dict")["how"]
         self.assertRegex(how, "by the privacy loss distributions of dp-acc")
-        self.assertRegex(how, "by tfdp_fl's own Renyi accounting")
+        self.assertRegex(how, "by the Renyi accounting of dp-acc")
         plain = _trained(sampling="shuffled", rounds=1)
         facts = plain.privacy_statement(_DELTA, "dict")
         self.assertRegex(facts["how"], "exact conversion of one Gaussian")

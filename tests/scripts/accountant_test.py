@@ -1,4 +1,4 @@
-"""The planner from the command line."""
+"""The planning from the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from absl.testing import absltest, flagsaver, parameterized
 
 from scripts import accountant
 from tfdp_fl import accounting
-from tfdp_fl.accounting import planner
+from tfdp_fl.accounting import planning
 
 _PLAN = {
     "num_clients": 1000,
@@ -54,23 +54,6 @@ class AccountantTest(parameterized.TestCase):
         ):
             self.assertRegex(text, rf"{sampling} +{epsilon}\n")
 
-    def test_kinds_of_noise_are_compared(self):
-        plan = {**_PLAN, "noise_multiplier": None, "epsilon": 8.0}
-        text = _run(**plan, compare_noise=True, min_separation=10)
-        rows = [line.split() for line in text.splitlines()]
-        names = [" ".join(row[:2]) for row in rows]
-        self.assertLess(names.index("b bands"), names.index("2 buffers"))
-        self.assertIn("at most 10 of 100 rounds, at least 10 apart", text)
-
-    @parameterized.parameters(
-        ({"compare_noise": True}, "noise_multiplier"),
-        ({"min_separation": 3}, "--compare_noise"),
-        ({"adaptive_clip": True}, "--compare_noise"),
-    )
-    def test_what_the_comparison_needs(self, flags_given, named):
-        with self.assertRaisesRegex(SystemExit, named):
-            _run(**_PLAN, **flags_given)
-
     def test_both_accountants_side_by_side(self):
         text = _run(
             **{**_PLAN, "rounds": 10, "noise_multiplier": 5.0},
@@ -82,7 +65,7 @@ class AccountantTest(parameterized.TestCase):
         by_rdp, by_pld = map(float, row.split()[1:])
         self.assertLess(by_pld, by_rdp)
 
-    @parameterized.parameters(*planner.QUANTITIES)
+    @parameterized.parameters(*planning.QUANTITIES)
     def test_any_one_quantity_may_be_missing(self, missing):
         values = {**_PLAN, "epsilon": 20.0, missing: None}
         text = _run(**values, sampling=["poisson"])
@@ -106,15 +89,6 @@ class AccountantTest(parameterized.TestCase):
         self.assertRegex(text, r"fixed_size +-\n")
         self.assertIn("fixed_size, rdp: not even one round", text)
 
-    def test_schedules(self):
-        text = _run(
-            **{**_PLAN, "noise_multiplier": 4.0, "rounds": 30},
-            sampling=["poisson"],
-            suggest_schedule=True,
-        )
-        self.assertIn("fixed sigma^2/m", text)
-        self.assertIn("more rounds for the same epsilon", text)
-
     def test_a_missing_matplotlib_is_named_before_anything_is_computed(self):
         with (
             mock.patch.dict(sys.modules, matplotlib=None),
@@ -137,7 +111,8 @@ class AccountantTest(parameterized.TestCase):
             clients_per_round=100,
             event=dp_accounting.GaussianDpEvent(1.0),
         )
-        with accounting.PrivacyLedger(path) as ledger:
+        mechanism = {"name": "Fixed", "guarantee": "central", "description": "d" * 300}
+        with accounting.PrivacyLedger(path, mechanism=mechanism) as ledger:
             for t in range(20):
                 ledger.record(t, charge, 95 + t % 10)
         epsilon = accounting.epsilon(1.0, "poisson", 1000, 100, 20, 1e-5)
@@ -145,6 +120,7 @@ class AccountantTest(parameterized.TestCase):
         self.assertRegex(text, rf"by RDP at delta = 1e-05 +{epsilon:.4f}\n")
         self.assertRegex(text, r"cohort sizes +95 to 104\n")
         self.assertIn(ledger.head, text)
+        self.assertLessEqual(max(map(len, text.splitlines())), 100)
         path.write_bytes(
             path.read_bytes().replace(b'multiplier":1.0', b'multiplier":2.0')
         )
@@ -163,7 +139,6 @@ class AccountantTest(parameterized.TestCase):
         ({**_PLAN, "ledger": "ledger.jsonl"}, "--ledger"),
         ({"ledger": "ledger.jsonl"}, "needs --delta"),
         ({"ledger": "missing.jsonl", "delta": 1e-5}, "missing.jsonl"),
-        ({**_PLAN, "expected_head": "00"}, "--ledger"),
     )
     def test_bad_combinations_are_refused_before_anything(self, values, words):
         with self.assertRaisesRegex(SystemExit, words):

@@ -1,18 +1,12 @@
 """Privacy accounting of what really ran."""
 
 from tfdp_fl.accounting.accountant import PrivacyAccountant, tightest
-from tfdp_fl.accounting.calibration import calibrate
 from tfdp_fl.accounting.caveats import CAVEATS
 from tfdp_fl.accounting.charge import RoundCharge
-from tfdp_fl.accounting.forecast import (
-    calibrate_noise_multiplier,
-    delta,
-    epsilon,
-    max_rounds,
-)
 from tfdp_fl.accounting.gaussian import (
     analytic_noise_multiplier,
     classic_noise_multiplier,
+    epsilon_of_mu_squared,
     gaussian_delta,
     gaussian_epsilon,
 )
@@ -30,11 +24,17 @@ from tfdp_fl.accounting.ledger_contents import (
     LedgerForkedError,
     LedgerInUseError,
     LedgerMovedError,
-    LedgerTampered,
     LedgerTamperedError,
     LedgerWriteError,
 )
-from tfdp_fl.accounting.local import LocalAccount, epsilon_of_mu_squared
+from tfdp_fl.accounting.local import LocalAccount
+from tfdp_fl.accounting.planning import (
+    calibrate,
+    calibrate_noise_multiplier,
+    delta,
+    epsilon,
+    max_rounds,
+)
 from tfdp_fl.accounting.statement import StatementFacts, privacy_statement
 
 __all__ = [
@@ -48,7 +48,6 @@ __all__ = [
     "LedgerForkedError",
     "LedgerInUseError",
     "LedgerMovedError",
-    "LedgerTampered",
     "LedgerTamperedError",
     "LedgerWriteError",
     "LocalAccount",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+import attr
 import dp_accounting
 import numpy as np
 from dp_accounting import pld
 from dp_accounting.pld import common as pld_common
 from dp_accounting.pld import privacy_loss_distribution
+from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import events, gaussian, pass_costs
-from tfdp_fl.accounting import rdp as rdp_lib
+from tfdp_fl.accounting import events, gaussian, rdp
 
 # PLD keeps a probability for every multiple of this up to the largest loss.
 _PLD_INTERVAL = 1e-4
@@ -40,25 +42,12 @@ class PrivacyAccountant:
     (replace-one) next to all others (add-or-remove-one) are refused, as no
     single guarantee of either kind covers both. Those others may be mixed.
 
-    RDP is kept incrementally: each distinct charge is computed once, and a
-    round costs a vector addition. PLD is composed on demand, equal charges by
-    self-composition.
+    RDP adds up one cached curve for each distinct charge. PLD is composed on
+    demand, equal charges by self-composition.
     """
 
-    def __init__(self, orders: Iterable[float] | None = None):
-        """Makes an accountant with an empty history.
-
-        Args:
-          orders: Renyi orders, above 1. Default `rdp.DENSE_ORDERS`, which
-            include dp_accounting's own default orders.
-        """
-        if orders is None:
-            self._orders = rdp_lib.DENSE_ORDERS
-        else:
-            self._orders = tuple(sorted({float(order) for order in orders}))
-            if not self._orders or self._orders[0] <= 1:
-                raise ValueError(f"orders must be numbers above 1, got {orders!r}.")
-        self._orders_array = np.array(self._orders)
+    def __init__(self) -> None:
+        """Makes an accountant with an empty history."""
         self._counts: dict[charge_lib.RoundCharge, int] = {}
         self._rounds = 0
         self._relation: dp_accounting.NeighboringRelation | None = None
@@ -67,16 +56,8 @@ class PrivacyAccountant:
         self._mu_squared = 0.0  # Of all Gaussians without amplification.
         self._other: dict[dp_accounting.DpEvent, int] = {}
         self._no_privacy = False
-        self._passes = pass_costs.PassCosts()
-        # The Renyi curve of `_amplified`, up to the pending charges.
-        self._rdp = np.zeros(len(self._orders))
-        self._pending: list[tuple[charge_lib.RoundCharge, int]] = []
-        self._pld = None
-
-    @property
-    def orders(self) -> tuple[float, ...]:
-        """The Renyi orders."""
-        return self._orders
+        self._passes = _PassCosts()
+        self._pld: privacy_loss_distribution.PrivacyLossDistribution | None = None
 
     @property
     def rounds(self) -> int:
@@ -101,8 +82,6 @@ class PrivacyAccountant:
         other._amplified = dict(self._amplified)
         other._other = dict(self._other)
         other._passes = self._passes.copy()
-        other._rdp = self._rdp.copy()
-        other._pending = list(self._pending)
         return other
 
     def would_be(
@@ -148,7 +127,6 @@ class PrivacyAccountant:
             pass
         elif charge.is_amplified:
             self._amplified[charge] = self._amplified.get(charge, 0) + count
-            self._pending.append((charge, count))
         elif z is not None:
             one = (charge.sensitivity / z) ** 2
             self._mu_squared += self._pass_increase(charge, count, one)
@@ -203,10 +181,28 @@ class PrivacyAccountant:
         if not (self._amplified or self._other or self._mu_squared):
             return 0.0
         if accountant == "rdp":
-            return rdp_lib.compute_epsilon(self._orders_array, self.rdp(), delta)[0]
+            return self._least(dp_accounting.rdp.compute_epsilon, delta)
         if self._is_one_gaussian:
             return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
+
+    def epsilon_if_participation_is_known(self, delta: float) -> float:
+        """Returns epsilon against an observer who knows who took part when.
+
+        Sampling then amplifies nothing: a client counts as being in every round
+        that it could have been in.
+
+        Args:
+          delta: Between 0 and 1.
+        """
+        known = PrivacyAccountant()
+        for charge, count in self._counts.items():
+            event = _unsampled(charge.event)
+            if charge.is_amplified:
+                everybody = float(charge.num_clients)
+                charge = dataclasses.replace(charge, clients_per_round=everybody)
+            known.add(dataclasses.replace(charge, event=event), count)
+        return known.epsilon(delta, "pld" if known._is_one_gaussian else "rdp")
 
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
         """Returns delta at epsilon; 1 where a round had no noise.
@@ -222,7 +218,7 @@ class PrivacyAccountant:
         if not (self._amplified or self._other or self._mu_squared):
             return 0.0
         if accountant == "rdp":
-            return rdp_lib.compute_delta(self._orders_array, self.rdp(), epsilon)[0]
+            return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
         if self._is_one_gaussian:
             return gaussian.gaussian_delta(self._mu_squared**-0.5, epsilon)
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
@@ -235,28 +231,37 @@ class PrivacyAccountant:
             if self._is_one_gaussian:
                 return "the exact conversion of one Gaussian (Balle & Wang 2018)"
             return f"the privacy loss distributions of {package}"
-        foreign = any(
-            charge.noise_multiplier is None for charge in self._amplified
-        ) or not all(map(rdp_lib.is_sampled_gaussian, self._other))
-        return (
-            "tfdp_fl's own Renyi accounting, which is tested against that of "
-            + package
-            + (f", and {package}'s of all that is no Gaussian" * bool(foreign))
-        )
+        return f"the Renyi accounting of {package}"
 
-    def rdp(self) -> np.ndarray:
-        """Returns the history's Renyi curve, float64 [len(orders)]."""
-        if self._no_privacy:
-            return np.full(len(self._orders), np.inf)
-        while self._pending:
-            charge, count = self._pending[-1]
-            self._rdp = self._rdp + count * rdp_lib.charge_rdp(charge, self._orders)
-            self._pending.pop()
-        curve = self._rdp + self._orders_array * (self._mu_squared / 2)
-        for event, count in self._other.items():
-            curve = curve + count * rdp_lib.event_rdp(
-                event, self._relation, self._orders
-            )
+    def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
+        """Returns the least figure over the Renyi orders, rounded up.
+
+        Any order gives a bound. The best one is looked for from order 8 on, as
+        long as the figure falls.
+        """
+        # The lowest orders bound the total variation: they say where it is all.
+        least = convert(rdp.PARTS[0], self._curve(0), at)[0]
+        if least == 0:
+            return 0.0
+        part, seen = rdp.FIRST_PART, {0}
+        while part < len(rdp.PARTS) and part not in seen:
+            seen.add(part)
+            orders = rdp.PARTS[part]
+            value, order = convert(orders, self._curve(part), at)
+            least = min(least, value)
+            if order == orders[-1]:
+                part += 1
+            elif order == orders[0]:
+                part -= 1
+        # More than what the roundings of thousands of sums can hide.
+        return float(least) * (1 + 1e-12)
+
+    def _curve(self, part: int) -> np.ndarray:
+        """Returns the history's Renyi divergence at one part of the orders."""
+        curve = rdp.PARTS[part] * (self._mu_squared / 2)
+        events = [(c.dp_event("rdp"), count) for c, count in self._amplified.items()]
+        for event, count in (*events, *self._other.items()):
+            curve = curve + count * rdp.curve(event, self._relation, part)
         return curve
 
     @property
@@ -293,10 +298,95 @@ class PrivacyAccountant:
     def _pld_interval(self, interval: float) -> float:
         """Returns a cell width that keeps a huge epsilon computable."""
         try:
-            by_rdp = rdp_lib.compute_epsilon(self._orders_array, self.rdp(), 1e-9)[0]
+            by_rdp = self.epsilon(1e-9)
         except ValueError:
             return interval
         return max(interval, by_rdp / _PLD_MAX_CELLS)
+
+
+def _unsampled(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+    """Returns an event without the samplings that it claims itself."""
+    fields = {
+        field.name: getattr(event, field.name) for field in attr.fields(type(event))
+    }
+    sampled = (
+        dp_accounting.PoissonSampledDpEvent,
+        dp_accounting.SampledWithoutReplacementDpEvent,
+    )
+    if isinstance(event, sampled):
+        return _unsampled(event.event)
+    if "sampling_probability" in fields or "sample_size" in fields:
+        return dp_accounting.NonPrivateDpEvent()  # What it costs is not known.
+    if "event" in fields:
+        return attr.evolve(event, event=_unsampled(event.event))
+    if "events" in fields:
+        return attr.evolve(event, events=tuple(map(_unsampled, event.events)))
+    return event
+
+
+class _PassCosts:
+    """What the most exposed client of each pass has spent.
+
+    Within a pass every client is in one cohort, so the pass costs the maximum
+    over its cohorts, not the sum (parallel composition); passes add up. A
+    cohort that is run again, after a crash for instance, meets the same
+    clients: cohorts are intervals of positions in the pass's order, and the
+    cost is the largest sum of weights over any position.
+    """
+
+    def __init__(self) -> None:
+        # key -> (cost, end of the last interval, intervals)
+        self._passes: dict[Hashable, tuple[float, int, tuple]] = {}
+
+    def copy(self) -> _PassCosts:
+        """Returns an independent copy."""
+        other = _PassCosts()
+        other._passes = dict(self._passes)
+        return other
+
+    def next_start(self, key: Hashable, num_positions: int) -> int:
+        """Returns where the pass's next cohort begins; 0 once it is full."""
+        _, end, intervals = self._passes.get(key, (0.0, 0, ()))
+        last = intervals[-1][1] if intervals else end
+        return last if last < num_positions else 0
+
+    def add(self, key: Hashable, start: int, stop: int, weight: float) -> float:
+        """Adds one cohort and returns by how much its pass's cost rose.
+
+        Args:
+          key: The pass.
+          start: First position in the pass's order.
+          stop: One past the last.
+          weight: What the round costs a client in it.
+        """
+        cost, end, intervals = self._passes.get(key, (0.0, 0, ()))
+        if intervals and intervals[-1][1:] == (start, weight):
+            # Goes on where the last cohort ended, at the same cost.
+            intervals = (*intervals[:-1], (intervals[-1][0], stop, weight))
+        else:
+            intervals = (*intervals, (start, stop, weight))
+        if start >= end:  # The usual case: cohorts come in order.
+            new = max(cost, weight)
+        else:
+            new = _largest_sum(intervals)
+        self._passes[key] = (new, max(end, stop), intervals)
+        return new - cost
+
+
+def _largest_sum(intervals: tuple) -> float:
+    edges = sorted(
+        edge
+        for start, stop, weight in intervals
+        # At one position, ends come before beginnings.
+        for edge in ((start, 1, weight), (stop, 0, -weight))
+    )
+    largest = current = 0.0
+    open_intervals = 0
+    for _, begins, weight in edges:
+        open_intervals += 1 if begins else -1
+        current = current + weight if open_intervals else 0.0
+        largest = max(largest, current)
+    return largest
 
 
 def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
@@ -319,12 +409,11 @@ def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
             amplified.add(charge)
     if len(amplified) > _MOST_KINDS_FOR_PLD:
         return "rdp"
-    if any(each.sampling == "fixed_size" for each in amplified) and (
-        not charge_lib.has_fixed_size_pld()
-        or any(each.sampling_probability >= 0.5 for each in amplified)
-    ):
-        return "rdp"
-    return "pld"
+    near_full = any(
+        charge.sampling == "fixed_size" and charge.sampling_probability >= 0.5
+        for charge in amplified
+    )
+    return "rdp" if near_full else "pld"
 
 
 @functools.lru_cache(maxsize=32)

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 
 # Each caveat is one full sentence that stands by itself.
 CAVEATS: dict[str, str] = {
+    "start_and_callbacks_trusted": (
+        "The weights that the run began with are taken as knowing nothing of these "
+        "clients, and callbacks are trusted to use only this run's releases and "
+        "public data."
+    ),
     "unnoised_metrics": (
         "The training loss, the training metrics and the diagnostics of each "
         "round (such as norms and clipped fractions) were computed from "
@@ -90,10 +95,6 @@ CAVEATS: dict[str, str] = {
         "place in a round, and so the number of clients N, is not protected, "
         "and no amplification by sampling is claimed: epsilon holds also "
         "towards those who know who takes part when."
-    ),
-    "cyclic_poisson_secrecy": (
-        "Who of a group takes part is drawn in secret; where epsilon counts "
-        "on that draw, it does not hold towards those who know who was drawn."
     ),
     "population_stated": (
         "The number of clients N and the sizes of the cohorts that were drawn "

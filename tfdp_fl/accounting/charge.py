@@ -10,18 +10,14 @@ from typing import Any, cast
 
 import dp_accounting
 
-from tfdp_fl import _json, _validate
+from tfdp_fl import _json, _validate, schedules
 from tfdp_fl.accounting import events
 
-# "cyclic" and "cyclic_poisson": fixed groups of clients in turn.
-SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic", "cyclic_poisson")
+SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.
 SEPARATED = "separated"
-# Those that make a round cheaper than its event. (Under "cyclic_poisson" an
-# event says itself which sampling makes it cheaper.)
+# Those that make a round cheaper than its event.
 _AMPLIFIED = ("poisson", "fixed_size")
-# Those whose cohorts have no fixed size.
-RANDOM_SIZE = ("poisson", "cyclic_poisson")
 ACCOUNTANTS = ("rdp", "pld")
 
 
@@ -37,10 +33,8 @@ class RoundCharge:
         probability q = m/N), "fixed_size" (m of N without replacement),
         "shuffled" (each client once per pass; no amplification claimed),
         "cyclic" (fixed groups in turn, m of a group without replacement; no
-        amplification claimed) or "cyclic_poisson" (fixed groups in turn, each
-        client of a group with the same probability; only an event that is
-        itself a `PoissonSampledDpEvent` is cheaper for it); or "separated":
-        clients came as they liked, and nothing is claimed for it.
+        amplification claimed); or "separated": clients came as they liked, and
+        nothing is claimed for it.
       num_clients: N, the number of clients in the population.
       clients_per_round: m, the expected number of clients in this round.
       event: What the mechanism releases about the cohort, without sampling.
@@ -68,7 +62,7 @@ class RoundCharge:
         _validate.one_of((*SAMPLINGS, SEPARATED), sampling=self.sampling)
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
-        if self.sampling not in RANDOM_SIZE:
+        if self.sampling != "poisson":
             if not m.is_integer():
                 raise ValueError(
                     "clients_per_round must be a whole number under "
@@ -153,10 +147,6 @@ class RoundCharge:
 
         Returns:
           The event; `NonPrivateDpEvent` when there is no noise.
-
-        Raises:
-          NotImplementedError: If dp-accounting is too old for PLD and
-            fixed-size cohorts (0.4.x reports 4.38 where 10.0 is right).
         """
         _validate.one_of(ACCOUNTANTS, accountant=accountant)
         event, z = self.event, self.noise_multiplier
@@ -169,7 +159,6 @@ class RoundCharge:
         if self.sampling == "fixed_size":
             z = cast(float, z)  # Anything else was refused when it was made.
             if accountant == "pld":
-                require_fixed_size_pld()
                 return dp_accounting.TruncatedSubsampledGaussianDpEvent(
                     self.num_clients, 1.0, self.clients_per_round, z
                 )
@@ -223,17 +212,67 @@ def relation_of(sampling: str) -> dp_accounting.NeighboringRelation:
     return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
-def has_fixed_size_pld() -> bool:
-    """Returns whether dp-accounting can do PLD for fixed-size cohorts."""
-    return hasattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent")
+def checked_size(value: float, num_clients: int, fractional: bool = False) -> float:
+    """Returns a cohort size, checked against the number of clients.
 
-
-def require_fixed_size_pld() -> None:
-    """Raises where dp-accounting cannot do PLD for fixed-size cohorts."""
-    if not has_fixed_size_pld():
-        raise NotImplementedError(
-            "accountant='pld' with fixed_size sampling needs dp-accounting 0.5 "
-            f"or newer, found {events.dp_accounting_version()}, which gets "
-            "the sensitivity of replace-one wrong; use accountant='rdp' or "
-            "upgrade dp-accounting."
+    Args:
+      value: The size.
+      num_clients: N.
+      fractional: Whether an expected size need not be whole (Poisson).
+    """
+    size = _validate.positive(clients_per_round=value)
+    if size > num_clients:
+        raise ValueError(
+            f"clients_per_round must be at most num_clients={num_clients}, "
+            f"got {size:g}."
         )
+    if size.is_integer():
+        return int(size)
+    if not fractional:
+        raise ValueError(f"clients_per_round must be a whole number, got {value!r}.")
+    return size
+
+
+class PassCohorts:
+    """Cuts passes over N clients into cohorts of scheduled sizes.
+
+    A cohort never straddles two passes: the last of a pass takes what is left.
+    So every client is in exactly one cohort of each full pass.
+    """
+
+    def __init__(self, num_clients: int, clients_per_round: schedules.Schedule):
+        self._num_clients = _validate.positive_integer(num_clients=num_clients)
+        self._schedule = clients_per_round
+        self._constant: int | None = None
+        if schedules.is_constant(clients_per_round):
+            self._constant = int(checked_size(clients_per_round, num_clients))
+        self._cohorts: list[tuple[int, int, int]] = []
+
+    def place(self, round_index: int) -> dict[str, int]:
+        """Returns what a `RoundCharge` says of a round's place in its pass."""
+        index, start, stop = self.cohort(round_index)
+        return {
+            "clients_per_round": stop - start,
+            "pass_index": index,
+            "pass_offset": start,
+        }
+
+    def cohort(self, round_index: int) -> tuple[int, int, int]:
+        """Returns (pass, first position, one past the last) of a round."""
+        n = self._num_clients
+        if self._constant is not None:
+            m = self._constant
+            index, place = divmod(round_index, -(-n // m))
+            return index, place * m, min(n, (place + 1) * m)
+        while len(self._cohorts) <= round_index:
+            index, _, start = self._cohorts[-1] if self._cohorts else (0, 0, 0)
+            if start == n:
+                index, start = index + 1, 0
+            size = checked_size(
+                schedules.value_at(
+                    self._schedule, len(self._cohorts), "clients_per_round"
+                ),
+                n,
+            )
+            self._cohorts.append((index, start, min(n, start + int(size))))
+        return self._cohorts[round_index]

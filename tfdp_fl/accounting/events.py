@@ -11,9 +11,7 @@ from typing import Any
 import attr
 import dp_accounting
 
-# Beyond, an epsilon is above 1e5 or below 1e-6 for any use, and accountants'
-# grids and powers fail.
-_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e6
+from tfdp_fl.accounting import gaussian
 
 
 def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
@@ -92,10 +90,10 @@ def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
 
 
 def _within_reach(noise_multiplier: float) -> float:
-    if 0 < noise_multiplier < _LEAST_NOISE:
+    if 0 < noise_multiplier < gaussian.LEAST_NOISE:
         return 0.0
-    if _MOST_NOISE < noise_multiplier < math.inf:
-        return _MOST_NOISE
+    if gaussian.MOST_NOISE < noise_multiplier < math.inf:
+        return gaussian.MOST_NOISE
     return noise_multiplier
 
 

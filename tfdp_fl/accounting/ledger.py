@@ -5,8 +5,7 @@ a crash can only make the ledger say too much, never too little. Each line
 carries the hash of the line before it: a removed, changed or reordered line is
 detected. Whole lines cut off at the end are not, by any file alone; they are
 detected by a reader who knows the last hash it saw (`head`,
-`expected_head`). Whoever can rewrite the whole file can make new hashes, unless
-the lines are authenticated by a secret `key` (HMAC).
+`expected_head`). Whoever can rewrite the whole file can make new hashes.
 
 A last line without its end is what a crash in mid-write leaves. Its round's
 result was never shown, as `record` had not returned, so it is not charged. (If
@@ -36,7 +35,7 @@ from typing import Any, cast
 from tfdp_fl import _json, _validate, version
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import events, ledger_lines
+from tfdp_fl.accounting import events, ledger_contents
 from tfdp_fl.accounting.ledger_contents import (
     LedgerContents,
     LedgerEntry,
@@ -91,7 +90,6 @@ class PrivacyLedger:
         target_epsilon: float | None = None,
         target_delta: float | None = None,
         mechanism: dict[str, Any] | None = None,
-        key: bytes | None = None,
         expected_head: str | None = None,
         run: str | None = None,
     ):
@@ -106,8 +104,6 @@ class PrivacyLedger:
           target_epsilon: The budget, if known, for the header.
           target_delta: Its delta, for the header.
           mechanism: Describes the mechanism, for the header.
-          key: Secret that authenticates the lines (HMAC-SHA256). None: plain
-            SHA-256.
           expected_head: With "append": a `head` seen before, which the file
             must still contain.
           run: The id of the run whose rounds will be recorded; None: a new,
@@ -119,21 +115,19 @@ class PrivacyLedger:
           LedgerTamperedError: The existing lines do not verify.
           LedgerError: It has a format that is not known here.
           LedgerWriteError: It cannot be created or written.
-          TypeError, ValueError: An argument is not allowed; or mode "create"
-            with a key of no bytes.
+          TypeError, ValueError: An argument is not allowed.
         """
         _validate.one_of(("create", "append"), mode=mode)
-        ledger_lines.check_secrets(key, expected_head)
-        if mode == "create" and key == b"":
-            raise ValueError("key must have at least one byte, got none.")
+        _check_head(expected_head)
+        if mechanism is not None:
+            _validate.instance_of(dict, mechanism=mechanism)
         self._path = pathlib.Path(path)
         # Where it is, wherever the process goes.
         self._place = os.path.abspath(self._path)
         # A fork inherits the file, its lock and the place of the next line.
         self._process = os.getpid()
         self._run = new_run() if run is None else _checked_run(run)
-        self._key = key
-        self._head = ledger_lines.GENESIS
+        self._head = ledger_contents.GENESIS
         self._entries: list[LedgerEntry] = []
         self._by_client = False
         # What the entries cost centrally, and how many of them are in it.
@@ -166,11 +160,10 @@ class PrivacyLedger:
                 self._append(
                     {
                         "kind": "header",
-                        "format": ledger_lines.FORMAT,
+                        "format": ledger_contents.FORMAT,
                         "version": version.__version__,
                         "dp_accounting": events.dp_accounting_version(),
                         "created": _now(),
-                        "authentication": ledger_lines.scheme(key),
                         "unit": unit,
                         "target_epsilon": target_epsilon,
                         "target_delta": target_delta,
@@ -256,7 +249,7 @@ class PrivacyLedger:
         if charge is not None:
             _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         if local is not None:
-            local = ledger_lines.checked_local(local, charge)
+            local = ledger_contents.checked_local(local, charge)
         if budget is not None:
             _validate.instance_of(Budget, budget=budget)
         entry = LedgerEntry(
@@ -292,7 +285,7 @@ class PrivacyLedger:
         entries = (*self._entries, entry)
         if self._by_client or entry.local is not None:
             epsilon = LedgerContents(
-                header={}, entries=entries, truncated=False, head="", identity=""
+                header={}, entries=entries, truncated=False, head=""
             ).local_epsilon(budget.delta)
         elif entry.charge is None or any(known.charge is None for known in entries):
             epsilon = math.inf
@@ -317,11 +310,11 @@ class PrivacyLedger:
         Args:
           expected_head: That head.
         """
-        PrivacyLedger.read(self._place, key=self._key, expected_head=expected_head)
+        PrivacyLedger.read(self._place, expected_head=expected_head)
 
     def contents(self) -> LedgerContents:
         """Returns what the ledger holds now."""
-        return PrivacyLedger.read(self._place, key=self._key)
+        return PrivacyLedger.read(self._place)
 
     def close(self) -> None:
         """Releases the file and its lock."""
@@ -342,24 +335,24 @@ class PrivacyLedger:
     def read(
         path: str | os.PathLike[str],
         *,
-        key: bytes | None = None,
         expected_head: str | None = None,
     ) -> LedgerContents:
         """Reads and verifies a ledger, without a lock.
 
         Args:
           path: The file.
-          key: The secret it was written with, if any.
           expected_head: A `head` seen before; the ledger must contain it.
 
         Raises:
           FileNotFoundError: There is no such file.
           LedgerTamperedError: A line does not verify; the error names it.
-          TypeError: `key` or `expected_head` is of another type.
+          LedgerError: It has another format; the error names the version that
+            reads it.
+          TypeError: `expected_head` is of another type.
         """
-        ledger_lines.check_secrets(key, expected_head)
-        return ledger_lines.parse(
-            pathlib.Path(path).read_bytes(), str(path), key, expected_head
+        _check_head(expected_head)
+        return ledger_contents.parse(
+            pathlib.Path(path).read_bytes(), str(path), expected_head
         )[0]
 
     @property
@@ -384,9 +377,7 @@ class PrivacyLedger:
         data = os.pread(self._file, size, 0)
         self._end = size
         self._check_file()
-        contents, whole = ledger_lines.parse(
-            data, str(self._path), self._key, expected_head
-        )
+        contents, whole = ledger_contents.parse(data, str(self._path), expected_head)
         if whole < size:
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
@@ -401,7 +392,7 @@ class PrivacyLedger:
         if self._descriptor is None:
             raise LedgerError(f"The ledger {self._path} is closed.")
         body["previous"] = self._head
-        digest = ledger_lines.digest_of(body, self._key)
+        digest = ledger_contents.digest_of(body)
         line = _json.canonical({**body, "hash": digest}) + "\n"
         self._write(line.encode())
         self._head = digest
@@ -487,7 +478,6 @@ def epsilon_from_ledger(
     delta: float,
     accountant: str = "rdp",
     *,
-    key: bytes | None = None,
     expected_head: str | None = None,
 ) -> float:
     """Returns the epsilon of a ledger's rounds, without the model.
@@ -496,10 +486,9 @@ def epsilon_from_ledger(
       path: The ledger.
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
-      key: See `PrivacyLedger.read`.
       expected_head: See `PrivacyLedger.read`.
     """
-    contents = PrivacyLedger.read(path, key=key, expected_head=expected_head)
+    contents = PrivacyLedger.read(path, expected_head=expected_head)
     return contents.epsilon(delta, accountant)
 
 
@@ -512,6 +501,14 @@ def _checked_run(run: Any) -> str:
     if not isinstance(run, str) or not run:
         raise ValueError(f"run must be a text that is not empty, got {run!r}.")
     return run
+
+
+def _check_head(expected_head: object) -> None:
+    if expected_head is not None and not isinstance(expected_head, str):
+        raise TypeError(
+            "expected_head must be a str or None, got a "
+            f"{type(expected_head).__name__}."
+        )
 
 
 def _now() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -104,19 +103,7 @@ class LocalAccount:
 
     def epsilon(self, delta: float) -> float:
         """Returns the exact epsilon of the client that spent most."""
-        return epsilon_of_mu_squared(self.max_mu_squared, delta)
-
-    def delta(self, epsilon: float) -> float:
-        """Returns the exact delta of the client that spent most."""
-        if self.max_mu_squared == 0:
-            return 0.0
-        return gaussian.gaussian_delta(self.max_mu_squared**-0.5, epsilon)
-
-    def epsilons(self, delta: float) -> np.ndarray:
-        """Returns every client's own epsilon, float64 [N]."""
-        values, inverse = np.unique(self._mu_squared, return_inverse=True)
-        each = [epsilon_of_mu_squared(value, delta) for value in values]
-        return np.array(each)[inverse]
+        return gaussian.epsilon_of_mu_squared(self.max_mu_squared, delta)
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Returns the account as NumPy arrays, for a checkpoint."""
@@ -164,26 +151,3 @@ class LocalAccount:
         if not np.all(mu_squared >= 0):
             raise ValueError(f"mu_squared must be at least 0, got {mu_squared!r}.")
         return positions, mu_squared
-
-
-def epsilon_of_mu_squared(mu_squared: float, delta: float) -> float:
-    """Returns the exact epsilon of Gaussian releases whose mu^2 add up.
-
-    Args:
-      mu_squared: Sum of (sensitivity / sigma)^2; 0 for nothing released,
-        infinity for a release without noise.
-      delta: Between 0 and 1.
-
-    Raises:
-      ValueError: mu_squared is negative or NaN.
-    """
-    if not mu_squared >= 0:
-        raise ValueError(
-            f"mu_squared must be a number of at least 0, got {mu_squared!r}."
-        )
-    delta = _validate.inside_unit_interval(delta=delta)
-    if mu_squared == 0:
-        return 0.0
-    return gaussian.gaussian_epsilon(
-        0.0 if math.isinf(mu_squared) else mu_squared**-0.5, delta
-    )

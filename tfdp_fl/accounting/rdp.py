@@ -1,9 +1,8 @@
-"""Renyi divergences of Gaussian rounds, vectorised over the orders.
+"""Renyi curves of one release, by dp-accounting, kept for the next round.
 
-dp_accounting computes the same quantities one order at a time, which is too
-slow for an epsilon after every round of a schedule, and from 0.5 on it bounds
-or drops fractional orders of the Poisson-sampled Gaussian. What is here is
-tested against dp_accounting, which does everything that is not Gaussian.
+dp-accounting computes one order after the other, in Python: up to a second for
+all orders of one kind of round. So a curve is computed once, only near the orders
+that give the least epsilon; rounds are multiples of it.
 """
 
 from __future__ import annotations
@@ -13,103 +12,87 @@ import math
 
 import dp_accounting
 import numpy as np
-from scipy import special
+from dp_accounting.rdp import rdp_privacy_accountant
 
-from tfdp_fl.accounting import charge as charge_lib
-
-# dp_accounting's own default, with which the published tables were made.
-DEFAULT_DP_ACCOUNTING_ORDERS: tuple[float, ...] = (
-    *(1 + x / 10.0 for x in range(1, 100)),
-    *(float(x) for x in range(11, 64)),
-    128.0,
-    256.0,
-    512.0,
-    1024.0,
-)
-
-# Orders between 1 and 11 for a large epsilon, every half up to 32, integers
-# from there to 8192 for a small one. Neighbours differ by at most 5 % in
-# (order - 1) up to 1024: off the best order by a factor 1 + t, a Gaussian's
-# epsilon rises by about t^2/2.
-DENSE_ORDERS: tuple[float, ...] = tuple(
+# Integers to 8192 for a small epsilon; every half to 32, and orders near 1 for a
+# large one. Under sampling the best order is sharp, so neighbours differ by about
+# 5 % in (order - 1). dp-accounting takes no order up to 1.01 for an epsilon.
+_ORDERS = np.array(
     sorted(
         {
-            *DEFAULT_DP_ACCOUNTING_ORDERS,
-            *(float(x) for x in 1 + np.geomspace(1e-3, 10, 190)),
+            *map(float, rdp_privacy_accountant.DEFAULT_RDP_ORDERS),
+            *(1 + np.geomspace(1e-3, 10, 190)[48:]),
             *(x / 2 for x in range(22, 64)),
-            *(float(round(x)) for x in np.geomspace(64, 1024, 72)),
-            *(float(round(x)) for x in np.geomspace(1024, 8192, 12)),
+            *np.round(np.geomspace(64, 1024, 72)),
+            *np.round(np.geomspace(1024, 8192, 12)),
         }
     )
 )
-
-# Above this order Theorem 27's forward differences are not worth their cost
-# (dp_accounting stops at the same one).
-_MAX_EXACT_ORDER = 256
-_MAX_GRID_POINTS = 20_000
+_INTEGERS = _ORDERS[np.floor(_ORDERS) == _ORDERS].astype(int)
+# For a cohort of a fixed size an order takes its square of steps.
+_INTEGERS_OF_FIXED_SIZE = np.array([*_INTEGERS[:64], *_INTEGERS[65::3], 8192])
+# Most curves are needed near one order: they are computed in these parts.
+PARTS = np.split(
+    _ORDERS,
+    np.searchsorted(_ORDERS, [1.3, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]),
+)
+FIRST_PART = 4  # From order 8.
+# What rounding may hide of a divergence that is next to nothing.
+_ROUNDING = 1e-15
 _TAIL = 13.0  # Standard deviations; exp(-13^2/2) = 2e-37.
-
-
-def charge_rdp(charge: charge_lib.RoundCharge, orders: tuple[float, ...]) -> np.ndarray:
-    """Returns one round's Renyi divergence at each order.
-
-    Args:
-      charge: The round.
-      orders: Increasing, all above 1.
-
-    Returns:
-      float64 of shape [len(orders)]; infinite without noise.
-    """
-    return _charge_rdp(charge, orders)
+_MAX_GRID_POINTS = 20_000
 
 
 @functools.lru_cache(maxsize=8192)
-def _charge_rdp(charge, orders):
-    z = charge.noise_multiplier
-    if z is None:
-        rdp = event_rdp(charge.dp_event("rdp"), charge.relation, orders)
-    elif charge.sampling == "fixed_size":
-        q = charge.sampling_probability
-        rdp = fixed_size_gaussian_rdp(q, z / 2, orders)
+def curve(
+    event: dp_accounting.DpEvent,
+    relation: dp_accounting.NeighboringRelation,
+    part: int,
+) -> np.ndarray:
+    """Returns an event's Renyi divergence at each of `PARTS[part]`.
+
+    That of `dp_accounting.rdp.RdpAccountant`. A sampled Gaussian is computed at
+    integer orders. Between them log A = (order - 1) divergence is convex (Wang,
+    Balle & Kasiviswanathan 2019, corollary 10), which bounds the others.
+
+    Raises:
+      ValueError: dp-accounting knows no bound for the event.
+    """
+    alpha = PARTS[part]
+    if _is_sampled_gaussian(event):
+        fixed_size = isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent)
+        integers = _INTEGERS_OF_FIXED_SIZE if fixed_size else _INTEGERS
+        first = max(0, np.searchsorted(integers, alpha[0], "right") - 1)
+        integers = integers[first : np.searchsorted(integers, alpha[-1]) + 1]
+        log_a = (integers - 1) * _dp_accountings(event, relation, integers)
+        log_a = np.interp(alpha, [1, *integers], [0, *log_a])
+        if not fixed_size:
+            log_a = _with_fractional_orders(log_a, alpha, event)
+        # Sampling never costs more than taking everybody.
+        everybody = alpha / (2 * event.event.noise_multiplier**2)
+        rdp = np.minimum(log_a / (alpha - 1), everybody)
     else:
-        rdp = poisson_gaussian_rdp(charge.sampling_probability, z, orders)
+        rdp = _dp_accountings(event, relation, alpha)
+    rdp = np.maximum(rdp, _ROUNDING)
     rdp.setflags(write=False)
     return rdp
 
 
-def is_sampled_gaussian(event: dp_accounting.DpEvent) -> bool:
-    """Returns whether an event is a Poisson-sampled Gaussian."""
-    return isinstance(event, dp_accounting.PoissonSampledDpEvent) and (
+def _is_sampled_gaussian(event: dp_accounting.DpEvent) -> bool:
+    sampled = (
+        dp_accounting.PoissonSampledDpEvent,
+        dp_accounting.SampledWithoutReplacementDpEvent,
+    )
+    return isinstance(event, sampled) and (
         isinstance(event.event, dp_accounting.GaussianDpEvent)
+        and event.event.noise_multiplier > 0
     )
 
 
-@functools.lru_cache(maxsize=256)
-def event_rdp(
+def _dp_accountings(
     event: dp_accounting.DpEvent,
     relation: dp_accounting.NeighboringRelation,
-    orders: tuple[float, ...],
-) -> np.ndarray:
-    """Returns the Renyi divergences of an event that is no Gaussian.
-
-    They are those of dp_accounting's own accountant, but for a Poisson-sampled
-    Gaussian under add-or-remove-one (`poisson_gaussian_rdp`).
-    """
-    by_removal = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    if relation is by_removal and is_sampled_gaussian(event):
-        rdp = poisson_gaussian_rdp(
-            event.sampling_probability, event.event.noise_multiplier, orders
-        )
-    else:
-        rdp = _dp_accountings_rdp(event, relation, orders)
-    rdp.setflags(write=False)
-    return rdp
-
-
-def _dp_accountings_rdp(
-    event: dp_accounting.DpEvent,
-    relation: dp_accounting.NeighboringRelation,
-    orders: tuple[float, ...],
+    orders: np.ndarray,
 ) -> np.ndarray:
     accountant = dp_accounting.rdp.RdpAccountant(orders, relation)
     try:
@@ -119,240 +102,31 @@ def _dp_accountings_rdp(
             f"event {event!r} has no RDP bound in dp_accounting; "
             f"accountant='pld' may have one. {error}"
         ) from error
-    return np.array(accountant._rdp)
+    return accountant._rdp
 
 
-def gaussian_rdp(noise_multiplier: float, orders: tuple[float, ...]) -> np.ndarray:
-    """Returns alpha / (2 z^2) (Mironov 2017, proposition 7)."""
-    if noise_multiplier == 0:
-        return np.full(len(orders), np.inf)
-    return np.asarray(orders) / (2 * noise_multiplier**2)
-
-
-def poisson_gaussian_rdp(
-    sampling_probability: float,
-    noise_multiplier: float,
-    orders: tuple[float, ...],
+def _with_fractional_orders(
+    log_a: np.ndarray, orders: np.ndarray, event: dp_accounting.PoissonSampledDpEvent
 ) -> np.ndarray:
-    """Returns the divergences of the Poisson-sampled Gaussian.
+    """Returns log A with its fractional orders as they are, not as bounded.
 
-    log A_alpha / (alpha - 1) with A_alpha = E_x~N(0, z^2) [w(x)^alpha],
-    w = (1 - q) + q exp((2x - 1) / (2 z^2)) (Mironov, Talwar & Zhang 2019,
-    https://arxiv.org/abs/1908.10530, section 3.3). Integer orders: its finite
-    sum. Fractional ones: the trapezoidal rule, which converges exponentially
-    for an analytic integrand (1e-12 here); under very little noise, where the
-    grid would be too fine, the upper bound from the convexity of log A.
-
-    Args:
-      sampling_probability: q, from 0 to 1.
-      noise_multiplier: z, against sensitivity 1 (a client added or removed).
-      orders: Increasing, all above 1.
-
-    Returns:
-      float64 of shape [len(orders)].
+    dp-accounting's series for them does not converge below an order of about 2.4
+    (it warns, and drops the order), and the bound costs up to a tenth of epsilon.
+    A = E_x~N(0, z^2) [((1 - q) + q exp((2x - 1) / (2 z^2)))^order] (Mironov,
+    Talwar & Zhang 2019, https://arxiv.org/abs/1908.10530, section 3.3) by the
+    trapezoidal rule, which converges exponentially for an analytic integrand.
     """
-    q, z = sampling_probability, noise_multiplier
-    if q == 0 or z == math.inf:
-        return np.zeros(len(orders))
-    unsampled = gaussian_rdp(z, orders)
-    if q == 1 or z == 0:
-        return unsampled
-    alpha = np.asarray(orders)
-    log_q, log_1mq = math.log(q), math.log1p(-q)
+    q, z = event.sampling_probability, event.event.noise_multiplier
+    fractional = np.floor(orders) != orders
+    if not fractional.any():
+        return log_a
+    alpha = orders[fractional, None]
     step = min(z / 8, 0.4 * z * z)
-    fractional = alpha != np.floor(alpha)
-    points = (np.max(alpha[fractional], initial=0) + 2 * _TAIL * z) / step
-    by_grid = points <= _MAX_GRID_POINTS
-    table = _binomial_table(_integers(orders, bracket=not by_grid))
-    i = table.i
-    log_a_integer = table.log_sum(
-        i * log_q + (table.alpha - i) * log_1mq + (i * i - i) / (2 * z * z)
-    )
-    log_a = _interpolated(alpha, table.orders, log_a_integer)
-    if by_grid and np.any(fractional):
-        log_a[fractional] = _log_a_by_grid(alpha[fractional], z, step, log_q, log_1mq)
-    # Sampling never costs more than taking everybody.
-    return np.clip(log_a / (alpha - 1), 0.0, unsampled)
-
-
-def _log_a_by_grid(alpha, z, step, log_q, log_1mq):
-    x = np.arange(-_TAIL * z, alpha[-1] + _TAIL * z, step)
-    log_w = np.logaddexp(log_1mq, log_q + (2 * x - 1) / (2 * z * z))
-    log_density = -x * x / (2 * z * z) + math.log(step / (z * math.sqrt(2 * math.pi)))
-    terms = alpha[:, None] * log_w + log_density
-    top = np.max(terms, axis=1)
-    return top + np.log(np.sum(np.exp(terms - top[:, None]), axis=1))
-
-
-def fixed_size_gaussian_rdp(
-    sampling_fraction: float, noise_multiplier: float, orders: tuple[float, ...]
-) -> np.ndarray:
-    """Returns the divergences under sampling without replacement.
-
-    Wang, Balle & Kasiviswanathan 2019, https://arxiv.org/abs/1808.00087,
-    theorem 27 (the form for the Gaussian), under replace-one. It bounds
-    integer orders; between them log A is convex (corollary 10), which bounds
-    the fractional ones. As in dp_accounting, but the even forward differences
-    are taken as what they are, E |p/q - 1|^l, a sum without cancellation.
-
-    Args:
-      sampling_fraction: m/N.
-      noise_multiplier: Against the sensitivity of a replaced client: z/2 where
-        the noise is z times the clip norm.
-      orders: Increasing, all above 1.
-
-    Returns:
-      float64 of shape [len(orders)].
-    """
-    q, z = sampling_fraction, noise_multiplier
-    if q == 0 or z == math.inf:
-        return np.zeros(len(orders))
-    unsampled = gaussian_rdp(z, orders)
-    if q == 1 or z == 0:
-        return unsampled
-    alpha = np.asarray(orders)
-    table = _binomial_table(_integers(orders, bracket=True))
-    moment = _even_log_moments(z)
-    j = np.arange(int(table.orders[-1]) + 1)
-    cgf = j * (j - 1) / (2 * z * z)  # (j - 1) times the divergence at j.
-    simple = math.log(2) + cgf
-    tight = simple.copy()
-    top = min(len(tight) - 1, _MAX_EXACT_ORDER)
-    k = j[3 : top + 1]
-    tight[3 : top + 1] = np.minimum(
-        simple[3 : top + 1],
-        math.log(4) + 0.5 * (moment[k // 2] + moment[(k + 1) // 2]),
-    )
-    two = 1 / (z * z)  # The divergence at order 2.
-    tight[2] = simple[2] = min(
-        math.log(4) + two + math.log1p(-math.exp(-two)), math.log(2) + two
-    )
-    i = table.i.astype(np.int64)
-    terms = np.where(table.alpha <= _MAX_EXACT_ORDER, tight[i], simple[i])
-    terms = terms + i * math.log(q)
-    terms[i == 0] = 0.0  # The leading 1.
-    terms[i == 1] = -np.inf
-    log_a = _interpolated(alpha, table.orders, table.log_sum(terms))
-    return np.clip(log_a / (alpha - 1), 0.0, unsampled)
-
-
-@functools.lru_cache(maxsize=256)
-def _even_log_moments(z: float) -> np.ndarray:
-    """Returns log E_x~N(0,z^2) (e^((2x-1)/(2z^2)) - 1)^(2h) at index h."""
-    step = z / 8
-    chunks = []
-    h = np.arange(1, _MAX_EXACT_ORDER // 2 + 1)
-    # The integrand of order l peaks near l: a chunk of orders shares a grid.
-    for part in np.array_split(h, 8):
-        x = np.arange(-_TAIL * z, 2 * part[-1] + _TAIL * z, step)
-        # With so little noise the simple bound is as good.
-        if len(x) > _MAX_GRID_POINTS:
-            chunks.append(np.full(len(part), np.inf))
-            continue
-        u = (2 * x - 1) / (2 * z * z)
-        with np.errstate(divide="ignore"):
-            log_abs = np.where(
-                u > 0,
-                u + np.log(-np.expm1(-np.abs(u))),
-                np.log(-np.expm1(-np.abs(u))),
-            )
-        log_density = -x * x / (2 * z * z) + math.log(
-            step / (z * math.sqrt(2 * math.pi))
-        )
-        terms = 2 * part[:, None] * log_abs + log_density
-        chunks.append(special.logsumexp(terms, axis=1))
-    moments = np.concatenate([[0.0], *chunks])
-    moments.setflags(write=False)
-    return moments
-
-
-class _BinomialTable:
-    """Rows of log C(alpha, i), i = 0..alpha, for several integer orders."""
-
-    def __init__(self, orders: tuple[int, ...]):
-        sizes = np.array(orders) + 1
-        self.orders = np.array(orders, dtype=np.float64)
-        self.starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        self.sizes = sizes
-        self.alpha = np.repeat(self.orders, sizes)
-        self.i = np.concatenate([np.arange(s, dtype=np.float64) for s in sizes])
-        log_factorial = special.gammaln(np.arange(max(orders) + 2) + 1.0)
-        index = self.i.astype(np.int64)
-        top = self.alpha.astype(np.int64)
-        self.log_comb = (log_factorial[top] - log_factorial[index]) - log_factorial[
-            top - index
-        ]
-
-    def log_sum(self, log_terms: np.ndarray) -> np.ndarray:
-        """Returns log sum_i C(alpha, i) exp(log_terms) for each alpha."""
-        terms = self.log_comb + log_terms
-        top = np.maximum.reduceat(terms, self.starts)
-        scaled = np.exp(terms - np.repeat(top, self.sizes))
-        return top + np.log(np.add.reduceat(scaled, self.starts))
-
-
-@functools.lru_cache(maxsize=16)
-def _binomial_table(orders: tuple[int, ...]) -> _BinomialTable:
-    return _BinomialTable(orders)
-
-
-@functools.lru_cache(maxsize=16)
-def _integers(orders: tuple[float, ...], bracket: bool) -> tuple[int, ...]:
-    """Returns the integer orders, with the fractional ones' neighbours."""
-    found = {int(a) for a in orders if float(a).is_integer()}
-    if bracket or not found:
-        for a in orders:
-            found |= {math.floor(a), math.ceil(a)}
-    return tuple(sorted(found - {1})) or (2,)
-
-
-def _interpolated(alpha, integers, log_a_integer):
-    """Bounds log A at every order by its convexity; log A is 0 at order 1."""
-    return np.interp(
-        alpha,
-        np.concatenate([[1.0], integers]),
-        np.concatenate([[0.0], log_a_integer]),
-    )
-
-
-def compute_epsilon(
-    orders: np.ndarray, rdp: np.ndarray, delta: float
-) -> tuple[float, float]:
-    """Returns the best (epsilon, order) of a Renyi curve at delta.
-
-    epsilon = rdp + log(1 - 1/alpha) - log(delta alpha) / (alpha - 1)
-    (Canonne, Kamath & Steinke 2020, https://arxiv.org/abs/2004.00010,
-    proposition 12), and 0 where delta >= sqrt(1 - exp(-rdp)) already bounds
-    the total variation; dp_accounting's `compute_epsilon`, vectorised.
-
-    Args:
-      orders: float64 [n], above 1.
-      rdp: float64 [n].
-      delta: Between 0 and 1.
-    """
-    epsilon = (
-        rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-    )
-    epsilon = np.where(delta**2 + np.expm1(-rdp) > 0, 0.0, epsilon)
-    best = int(np.argmin(epsilon))
-    return max(0.0, float(epsilon[best])), float(orders[best])
-
-
-def compute_delta(
-    orders: np.ndarray, rdp: np.ndarray, epsilon: float
-) -> tuple[float, float]:
-    """Returns the best (delta, order) of a Renyi curve at epsilon.
-
-    The inverse of `compute_epsilon`, by the same two bounds.
-
-    Args:
-      orders: float64 [n], above 1.
-      rdp: float64 [n].
-      epsilon: At least 0.
-    """
-    log_delta = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
-    with np.errstate(divide="ignore"):
-        by_variation = 0.5 * np.log(-np.expm1(-rdp))
-    log_delta = np.minimum(np.minimum(log_delta, by_variation), 0.0)
-    best = int(np.argmin(log_delta))
-    return math.exp(log_delta[best]), float(orders[best])
+    if not 0 < q < 1 or (alpha[-1, 0] + 2 * _TAIL * z) / step > _MAX_GRID_POINTS:
+        return log_a  # Too little noise: the bound does.
+    x = np.arange(-_TAIL * z, alpha[-1, 0] + _TAIL * z, step)
+    weight = np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z))
+    density = math.log(step / (z * math.sqrt(2 * math.pi))) - x * x / (2 * z * z)
+    exact = log_a.copy()
+    exact[fractional] = np.logaddexp.reduce(alpha * weight + density, axis=1)
+    return exact

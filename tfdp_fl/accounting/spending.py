@@ -12,7 +12,7 @@ from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger, ledger_contents
 from tfdp_fl.accounting import local as local_lib
-from tfdp_fl.accounting.local import epsilon_of_mu_squared
+from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 
 CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
 

@@ -22,7 +22,6 @@ _CAVEATS_OF_SAMPLING = {
     "fixed_size": ("fixed_size_population_known",),
     "shuffled": ("shuffled_zero_out",),
     "cyclic": ("cyclic_zero_out", "cyclic_no_amplification"),
-    "cyclic_poisson": ("cyclic_zero_out", "cyclic_poisson_secrecy"),
     "separated": ("separated_zero_out",),
 }
 
@@ -59,6 +58,8 @@ class StatementFacts:
       epsilon_pld: Central epsilon by privacy loss distributions.
       rdp_computed_by: What computed `epsilon_rdp`, in words.
       pld_computed_by: What computed `epsilon_pld`, in words.
+      epsilon_if_participation_is_known: Central epsilon against an observer who
+        knows who took part in which round; needed for a sampling that amplifies.
       epsilon_local: Local (or per-record) epsilon of the client that spent
         most.
       max_participations: In how many rounds the most-seen client took part.
@@ -88,6 +89,7 @@ class StatementFacts:
     epsilon_pld: Epsilon = None
     rdp_computed_by: str = "tfdp_fl's own Renyi accounting"
     pld_computed_by: str = "the privacy loss distributions of dp-accounting"
+    epsilon_if_participation_is_known: Epsilon = None
     epsilon_local: Epsilon = None
     max_participations: int | None = None
     central_epsilon: Epsilon = None
@@ -118,7 +120,9 @@ def privacy_statement(
       delta: At which the epsilons are stated.
       format: "text" (paragraphs), "markdown" (a heading, the paragraphs, a
         table of facts) or "dict" (the facts and sentences as JSON values;
-        an infinite epsilon is None, with "has_guarantee" False).
+        an infinite epsilon is None, with "has_guarantee" False;
+        "epsilon_if_participation_is_known" is the epsilon that holds without the
+        secrecy of "secrecy").
     """
     _validate.instance_of(StatementFacts, facts=facts)
     delta = _validate.inside_unit_interval(delta=delta)
@@ -128,7 +132,7 @@ def privacy_statement(
         return content
     if format == "markdown":
         return statement_text.markdown(content)
-    paragraphs = [content["summary"], content["meaning"], content["how"]]
+    paragraphs = [content[name] for name in ("summary", "meaning", "secrecy", "how")]
     if content["caveats"]:
         paragraphs.append(
             "To be read with it: " + " ".join(content["caveats"].values())
@@ -143,6 +147,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             "epsilon_rdp",
             "epsilon_pld",
             "epsilon_local",
+            "epsilon_if_participation_is_known",
             "central_epsilon",
         )
     }
@@ -156,13 +161,20 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     best = min(stated, default=math.inf)
     if facts.guarantee == "none":
         best = math.inf
+    central = facts.guarantee == "central" and math.isfinite(best)
+    known = values["epsilon_if_participation_is_known"] if central else None
+    if central and facts.sampling not in statement_text.SECRET:
+        known = best
+    elif known is not None:
+        known = max(known, best)
+    values["epsilon_if_participation_is_known"] = known
     relation = facts.relation
     if relation is None:
         relation = (
             dp_accounting.NeighboringRelation.REPLACE_ONE
             if local or facts.sampling == "fixed_size"
             else dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-            if facts.sampling in ("cyclic", "cyclic_poisson", "separated")
+            if facts.sampling in ("cyclic", "separated")
             else dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
         )
     populations = list(facts.populations) or [facts.num_clients]
@@ -196,10 +208,9 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             key: CAVEATS[key] for key in dict.fromkeys([*facts.caveats, *implied])
         },
     }
-    content["summary"] = statement_text.summary(
-        facts, content, values, best, relation, delta
-    )
+    content["summary"] = statement_text.summary(facts, values, best, relation, delta)
     content["meaning"] = statement_text.meaning(facts, best, delta)
+    content["secrecy"] = statement_text.secrecy(facts, known, delta) if central else ""
     content["how"] = statement_text.how(facts, content)
     if facts.audit is not None:
         content["caveats"]["audited"] = facts.audit(delta)
@@ -212,7 +223,7 @@ def _implied_caveats(
     """Returns the caveats that follow from what is stated."""
     if not math.isfinite(best):
         return []
-    found = []
+    found = ["start_and_callbacks_trusted"]
     if facts.guarantee == "local":
         found.append("local_not_central")
     elif facts.guarantee == "record":

@@ -1,12 +1,14 @@
-"""How a privacy statement is worded.
-
-Each function takes the `StatementFacts` and what `statement` made of them.
-"""
+"""How a privacy statement is worded."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import dp_accounting
+
+if TYPE_CHECKING:
+    from tfdp_fl.accounting.statement import StatementFacts
 
 SAMPLING = {
     "poisson": (
@@ -23,11 +25,6 @@ SAMPLING = {
         "of the N clients at most m a round took part, as they came, and the "
         "same one not too soon again"
     ),
-    "cyclic_poisson": (
-        "the N clients were divided into fixed groups, which took part in "
-        "turn, each client of a group with the same probability, independently "
-        "of the others"
-    ),
 }
 
 _RELATION = {
@@ -36,8 +33,17 @@ _RELATION = {
     "REPLACE_SPECIAL": "one {unit} is replaced by nothing, in its place",
 }
 
+# Those that make epsilon smaller for a draw that nobody knows.
+SECRET = ("poisson", "fixed_size")
 
-def summary(facts, content, values, best, relation, delta) -> str:
+
+def summary(
+    facts: StatementFacts,
+    values: dict[str, float | None],
+    best: float,
+    relation: dp_accounting.NeighboringRelation,
+    delta: float,
+) -> str:
     """Returns the paragraph that says what was guaranteed, and to whom."""
     after = f"after {_count(facts.rounds, 'round')} of training"
     if facts.rounds_of_others:
@@ -59,8 +65,8 @@ def summary(facts, content, values, best, relation, delta) -> str:
             f"Central differential privacy per {facts.unit}: {after}, "
             "the sequence of all models published is (epsilon, "
             f"delta)-differentially private with epsilon = {_up(best)} at "
-            f"delta = {delta:g}{by}, for data sets that are neighbours when "
-            f"{neighbours} (the whole of a {facts.unit}'s data counts as one)."
+            f"delta = {delta:g}{by}. Two data sets are neighbours when "
+            f"{neighbours}; all data of a {facts.unit} count as one."
         )
     kind = {
         "local": "Local differential privacy per client",
@@ -80,7 +86,12 @@ def summary(facts, content, values, best, relation, delta) -> str:
     if central is not None:
         text += " Against those who see only the averages, the same noise gives " + (
             f"a central epsilon of {_up(central)} at delta = {delta:g}, "
-            "for the same neighbours."
+            "for the same neighbours"
+            + (
+                ", as long as who took part in which round stays secret."
+                if facts.sampling in SECRET
+                else "."
+            )
             if math.isfinite(central)
             else "no finite central epsilon."
         )
@@ -97,7 +108,7 @@ def summary(facts, content, values, best, relation, delta) -> str:
     return text
 
 
-def _by_accountants(facts, values) -> str:
+def _by_accountants(facts: StatementFacts, values: dict[str, float | None]) -> str:
     rdp, pld = values["epsilon_rdp"], values["epsilon_pld"]
     exact = "exact" in facts.pld_computed_by
     by_pld = (
@@ -114,7 +125,7 @@ def _by_accountants(facts, values) -> str:
     return " (by Renyi accounting, an upper bound)"
 
 
-def meaning(facts, best, delta) -> str:
+def meaning(facts: StatementFacts, best: float, delta: float) -> str:
     """Returns the paragraph that says what epsilon means in plain words."""
     if not math.isfinite(best):
         return (
@@ -126,16 +137,46 @@ def meaning(facts, best, delta) -> str:
         "what a client sent" if facts.guarantee in ("local", "record") else "the models"
     )
     return (
-        f"In plain words: whatever anyone concludes from {seen}, with any "
-        "other knowledge, as long as they cannot foretell the noise, the odds "
-        "they give it can differ by a factor of at most exp(epsilon) = "
-        f"{factor} because of one "
-        f"{facts.unit}'s data, except for events of probability about delta = "
-        f"{delta:g}."
+        "In plain words: from one of two neighbouring data sets to the other, the "
+        f"probability of anything that {seen} can show changes by a factor of at most "
+        f"exp(epsilon) = {factor}, apart from delta = {delta:g}. This holds against "
+        "observers with any other knowledge, as long as they cannot foretell the noise"
+        + (
+            " and do not know who took part in which round."
+            if facts.guarantee == "central" and facts.sampling in SECRET
+            else "."
+        )
     )
 
 
-def how(facts, content) -> str:
+def secrecy(facts: StatementFacts, known: float | None, delta: float) -> str:
+    """Returns what a central guarantee needs to be kept secret, and without it."""
+    if facts.sampling not in SECRET:
+        return (
+            "Who took part in which round need not be secret for this: no "
+            "amplification by sampling is claimed, and against an observer who knows "
+            "it epsilon is the same."
+        )
+    without = (
+        "No figure that holds without this secrecy was computed."
+        if known is None
+        else "Without this secrecy no finite epsilon holds."
+        if math.isinf(known)
+        else "Against an observer who knows it, such as a server that samples the "
+        f"clients, epsilon is {_up(known)} at delta = {delta:g}, which counts every "
+        "round in which such a client could have been."
+    )
+    return (
+        "Who took part in which round must stay secret for this epsilon, because it "
+        "counts on the sampling. Keep secret with it all that says so: checkpoints, "
+        "which hold how often each client took part, warnings and logs that name "
+        "clients, a seed, and the records of a server that samples them. Progress "
+        "lines, and the ledger of a run without a seed, hold only how many took part. "
+        f"{without}"
+    )
+
+
+def how(facts: StatementFacts, content: dict[str, Any]) -> str:
     """Returns the paragraph on mechanism, sampling and accounting."""
     expected, drawn = content["clients_per_round"], content["cohort_sizes"]
     text = facts.mechanism
@@ -181,7 +222,7 @@ def how(facts, content) -> str:
         )
     return (
         f"{text}. Epsilon was computed exactly (analytic Gaussian) from what "
-        "each client itself released; sampling is not counted in its favour."
+        "each client itself released; sampling does not make it smaller."
     )
 
 
@@ -194,6 +235,10 @@ def markdown(content: dict[str, Any]) -> str:
         "Unit of privacy": content["unit"],
         "Neighbouring relation": content["relation"].lower().replace("_", " "),
         "delta": f"{content['delta']:g}",
+        "epsilon": content["epsilon"],
+        "epsilon (if participation is known)": content[
+            "epsilon_if_participation_is_known"
+        ],
         "epsilon (RDP)": content["epsilon_rdp"],
         "epsilon (PLD)": content["epsilon_pld"],
         "epsilon (local)": content["epsilon_local"],
@@ -212,7 +257,9 @@ def markdown(content: dict[str, Any]) -> str:
         },
     }
     lines = ["# Privacy statement", "", content["summary"], ""]
-    lines += [content["meaning"], "", content["how"], ""]
+    for paragraph in ("meaning", "secrecy", "how"):
+        if content[paragraph]:
+            lines += [content[paragraph], ""]
     lines += ["| Fact | Value |", "|---|---|"]
     for name, value in rows.items():
         if value is None or value == "":

@@ -362,9 +362,6 @@ class InterruptedRun:
         )
         # Nobody knows what was drawn after the checkpoint, here or from a copy.
         run.attempts.renew()
-        if "run" not in metadata and self.ledger is not None:
-            # In a ledger that names no runs, they are those without a name.
-            run.run_id = self.ledger.identity or run.run_id
         query = cohort_engine.query
         lost = self._count_ledger(run)
         if lost or metadata.get("memory_of") != query.mechanism.memory_key():

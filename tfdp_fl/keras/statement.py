@@ -49,6 +49,9 @@ def facts(
         rounds_of_others=spending.rounds_of_others,
         epsilon_rdp=None if by_client else _epsilon(spending, "rdp"),
         epsilon_pld=None if by_client else _epsilon(spending, "pld"),
+        epsilon_if_participation_is_known=None
+        if by_client
+        else spending.central.epsilon_if_participation_is_known,
         rdp_computed_by=spending.central.computed_by("rdp"),
         pld_computed_by=spending.central.computed_by("pld"),
         epsilon_local=spending.epsilon if by_client else None,

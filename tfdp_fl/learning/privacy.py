@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, schedules
-from tfdp_fl.accounting import pass_cohorts
+from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import SEPARATED
-from tfdp_fl.accounting.local import epsilon_of_mu_squared
+from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.aggregators import cohort_size
 from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.correlated_noise import ParticipationRecord
@@ -107,7 +107,7 @@ def privacy_charges(
     sizes = tuple(float(size) for size in history.cohort_sizes)
     in_passes = None
     if sampling == "shuffled" and done:
-        in_passes = pass_cohorts.PassCohorts(num_clients, sizes)
+        in_passes = charge_lib.PassCohorts(num_clients, sizes)
     charges = []
     for index, event in enumerate(events):
         place: dict[str, Any] = {"clients_per_round": sizes[index]}
@@ -206,7 +206,11 @@ def epsilon(
         for charge in charges:
             record.add(charge)
         value = record.epsilon(delta, accountant)
-        how = {f"epsilon_{accountant}": value}
+        known = record.epsilon_if_participation_is_known(delta)
+        how = {
+            f"epsilon_{accountant}": value,
+            "epsilon_if_participation_is_known": known,
+        }
         sizes = [charge.clients_per_round for charge in charges]
         costs = {charge.noise_multiplier for charge in charges}
         times = None

@@ -31,7 +31,6 @@ class Ledger(FederatedCallback):
         self,
         path: str | os.PathLike[str],
         append: bool = False,
-        key: bytes | None = None,
     ):
         """Nothing is opened before training starts.
 
@@ -40,12 +39,10 @@ class Ledger(FederatedCallback):
           append: Whether to go on with a ledger of another run, so that it
             and the model count all runs on the same clients together: what the
             other runs spent is part of the model's epsilon from then on.
-          key: A secret that authenticates the lines (HMAC).
         """
         super().__init__()
         self.path = pathlib.Path(path)
         self._append = append
-        self._key = key
         self._opened: accounting.PrivacyLedger | None = None
         self._elsewhere = 0.0
 
@@ -78,7 +75,6 @@ class Ledger(FederatedCallback):
                 "description": federated_model.mechanism.describe(),
             },
             unit=statement.unit(federated_model.mechanism),
-            key=self._key,
             expected_head=known or None,
             run=run.run_id,
         )
@@ -229,7 +225,6 @@ class Ledger(FederatedCallback):
         with accounting.PrivacyLedger(
             self.path,
             mode="append",
-            key=self._key,
             expected_head=fed_run.known_ledgers.get(key) or None,
             run=run,
         ) as ledger:

@@ -1,18 +1,113 @@
-"""The four questions, and schedules."""
+"""What is asked before a run, and the passes over shuffled clients."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import dp_accounting
 from absl.testing import absltest, parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdp_fl import accounting
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import forecast
+from tfdp_fl.accounting import planning
 
 _SAMPLINGS = charge_lib.SAMPLINGS
+_PLAN = planning.Plan(
+    num_clients=1000,
+    clients_per_round=100,
+    noise_multiplier=3.0,
+    rounds=60,
+    epsilon=9.0,
+    delta=1e-5,
+)
+
+
+def _epsilon(plan, sampling, accountant="rdp"):
+    return accounting.epsilon(
+        plan.noise_multiplier,
+        sampling,
+        plan.num_clients,
+        plan.clients_per_round,
+        plan.rounds,
+        plan.delta,
+        accountant,
+    )
+
+
+class SolveTest(parameterized.TestCase):
+    @parameterized.product(
+        missing=planning.QUANTITIES,
+        sampling=("poisson", "fixed_size", "shuffled"),
+    )
+    def test_the_solution_holds_and_one_step_further_does_not(self, missing, sampling):
+        plan = dataclasses.replace(_PLAN, **{missing: None})
+        solved = planning.solve(plan, sampling)
+        # Everything else is as it was given.
+        self.assertEqual(dataclasses.replace(solved, **{missing: None}), plan)
+        slack = 1 + 1e-9
+        self.assertLessEqual(_epsilon(solved, sampling), solved.epsilon * slack)
+        step = {
+            "num_clients": -1,
+            "clients_per_round": 1,
+            "rounds": 1,
+            "noise_multiplier": -0.01,
+        }.get(missing)
+        if step is None:
+            self.assertAlmostEqual(_epsilon(solved, sampling), solved.epsilon, places=6)
+        elif getattr(solved, missing) + step <= 1000 or missing != (
+            "clients_per_round"
+        ):
+            further = dataclasses.replace(
+                solved, **{missing: getattr(solved, missing) + step}
+            )
+            self.assertGreater(_epsilon(further, sampling), 9.0)
+
+    def test_by_pld_it_is_on_the_safe_side(self):
+        plan = planning.Plan(
+            num_clients=200,
+            noise_multiplier=4.0,
+            rounds=10,
+            epsilon=1.0,
+            delta=1e-4,
+        )
+        solved = planning.solve(plan, "poisson", "pld")
+        self.assertLessEqual(_epsilon(solved, "poisson", "pld"), 1.0)
+        by_rdp = planning.solve(plan, "poisson")
+        self.assertGreaterEqual(solved.clients_per_round, by_rdp.clients_per_round)
+
+    @parameterized.parameters(
+        ({"rounds": None, "delta": None}, "exactly five"),
+        ({}, "exactly five"),
+        ({"delta": 2.0, "rounds": None}, "delta"),
+        ({"clients_per_round": 2000, "rounds": None}, "clients_per_round"),
+        ({"rounds": 0, "epsilon": None}, "rounds"),
+        ({"epsilon": -1.0, "rounds": None}, "epsilon"),
+        ({"noise_multiplier": 0.01, "rounds": None}, "not even one round"),
+        (
+            {"noise_multiplier": 0.01, "clients_per_round": None},
+            "no clients_per_round",
+        ),
+    )
+    def test_errors_name_the_quantity(self, changes, words):
+        with self.assertRaisesRegex(ValueError, words):
+            planning.solve(dataclasses.replace(_PLAN, **changes), "poisson")
+
+    def test_no_population_is_large_enough(self):
+        plan = dataclasses.replace(_PLAN, noise_multiplier=0.1, num_clients=None)
+        with self.assertRaisesRegex(ValueError, "no num_clients"):
+            planning.solve(plan, "shuffled")
+
+
+class CurveTest(absltest.TestCase):
+    def test_the_curve_ends_at_the_plan_and_rises(self):
+        curve = list(planning.epsilon_curve(_PLAN, "poisson", points=20))
+        self.assertEqual(curve[-1], (60, _epsilon(_PLAN, "poisson")))
+        self.assertLen(curve, 20)
+        epsilons = [epsilon for _, epsilon in curve]
+        self.assertEqual(epsilons, sorted(epsilons))
 
 
 class EpsilonTest(parameterized.TestCase):
@@ -23,7 +118,7 @@ class EpsilonTest(parameterized.TestCase):
     def test_noise_out_of_reach_is_taken_for_less(self, sampling, accountant):
         # It was an OverflowError, a NaN, or, shuffled, an epsilon of 0.
         def of(z):
-            return forecast.epsilon(z, sampling, 100, 10, 3, 1e-3, accountant)
+            return planning.epsilon(z, sampling, 100, 10, 3, 1e-3, accountant)
 
         for z in (1e-200, 1e-160, 1e-9):
             self.assertEqual(of(z), math.inf)
@@ -161,8 +256,8 @@ class CalibrateTest(parameterized.TestCase):
                     sampling="poisson",
                     num_clients=100,
                     clients_per_round=10,
-                    event=forecast.dp_accounting.ComposedDpEvent(
-                        [forecast.dp_accounting.GaussianDpEvent(z)] * 2
+                    event=dp_accounting.ComposedDpEvent(
+                        [dp_accounting.GaussianDpEvent(z)] * 2
                     ),
                 ),
                 10,
@@ -186,7 +281,7 @@ class CalibrateTest(parameterized.TestCase):
                 sampling="poisson",
                 num_clients=100,
                 clients_per_round=10,
-                event=forecast.dp_accounting.GaussianDpEvent(0.0),
+                event=dp_accounting.GaussianDpEvent(0.0),
             )
 
         with self.assertRaisesRegex(ValueError, "target_epsilon=2 "):
@@ -235,8 +330,47 @@ class MaxRoundsTest(parameterized.TestCase):
             return n <= answer
 
         self.assertEqual(
-            forecast.last_true(predicate, limit, guess), min(answer, limit)
+            planning.bracket(predicate, limit, guess)[0], min(answer, limit)
         )
+
+
+class PassCohortsTest(parameterized.TestCase):
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.integers(1, 30),
+        st.lists(st.integers(1, 30), min_size=40, max_size=40),
+    )
+    def test_every_pass_covers_every_position_once(self, n, sizes):
+        sizes = [min(n, size) for size in sizes]
+        plan = charge_lib.PassCohorts(n, sizes)
+        covered: dict[int, list[int]] = {}
+        for t, size in enumerate(sizes):
+            index, start, stop = plan.cohort(t)
+            self.assertBetween(stop - start, 1, size)
+            covered.setdefault(index, []).extend(range(start, stop))
+        last = max(covered)
+        for index, positions in covered.items():
+            whole = list(range(n))
+            self.assertEqual(
+                positions, whole if index < last else whole[: len(positions)]
+            )
+
+    @parameterized.parameters((10, 5), (10, 3), (7, 7), (1, 1))
+    def test_a_constant_is_its_equal_sequence(self, n, m):
+        constant = charge_lib.PassCohorts(n, m)
+        sequence = charge_lib.PassCohorts(n, [m] * 30)
+        function = charge_lib.PassCohorts(n, lambda t: m)
+        for t in (17, 0, 29):
+            self.assertEqual(constant.cohort(t), sequence.cohort(t))
+            self.assertEqual(constant.cohort(t), function.cohort(t))
+
+    def test_sizes_are_checked(self):
+        with self.assertRaisesRegex(ValueError, "clients_per_round"):
+            charge_lib.PassCohorts(10, 11)
+        with self.assertRaisesRegex(ValueError, "whole number"):
+            charge_lib.PassCohorts(10, 2.5)
+        with self.assertRaisesRegex(ValueError, "clients_per_round"):
+            charge_lib.PassCohorts(10, lambda t: 10 + t).cohort(20)
 
 
 if __name__ == "__main__":
