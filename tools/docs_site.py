@@ -222,7 +222,7 @@ def picture() -> str:
     rows: dict[int, list[str]] = {}
     for name in sorted(uses):
         rows.setdefault(level(name), []).append(name)
-    top, width = max(rows), 700
+    top, width = max(rows), 160 * max(map(len, rows.values()))
     places = {
         name: (width * (place + 0.5) / len(rows[row]), 30 + 64 * (top - row))
         for row in rows
