@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import tempfile
 import threading
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +16,7 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.accounting import PrivacyLedger
+from tfdp_fl.engine import CohortEngine
 
 _DELTA = 1e-3
 
@@ -51,6 +53,20 @@ class LostRoundsTest(parameterized.TestCase):
             ):
                 _fit(fed, callbacks=[backup])
         self.assertIsNone(fed.run)
+
+    def test_weights_that_a_callback_brings_when_it_is_told_of_the_model(self):
+        trained, fed = toy.federated(), toy.federated()
+        _fit(trained)
+        weights = trained.get_weights()
+
+        class BringsBack(tf.keras.callbacks.Callback):
+            def set_model(self, model):
+                super().set_model(model)
+                model.set_weights(weights)
+
+        with self.assertRaisesRegex(ValueError, "must not change the model's weights"):
+            _fit(fed, callbacks=[BringsBack()])
+        self.assertEqual(fed.epsilon(_DELTA), 0.0)
 
     @parameterized.parameters(
         "on_train_begin", "on_epoch_begin", "on_train_batch_begin"
@@ -138,6 +154,49 @@ class OneHistoryTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "already trained on clients"):
             _fit(second)
 
+    def test_another_model_with_a_trained_layer(self):
+        model = toy.two_layers()
+        fed = toy.federated(model=model)
+        sharing = tf.keras.Sequential([tf.keras.layers.Input((8,)), *model.layers])
+        second = toy.federated(model=sharing)
+        _fit(fed)
+        for use in (lambda: _fit(second), lambda: second.epsilon(_DELTA)):
+            with self.assertRaisesRegex(ValueError, "a layer that it shares"):
+                use()
+
+    def test_two_models_that_share_a_layer_at_once(self):
+        model = toy.two_layers()
+        fed = toy.federated(model=model)
+        sharing = tf.keras.Sequential([tf.keras.layers.Input((8,)), *model.layers])
+        second = toy.federated(model=sharing)
+        collect, waiting = CohortEngine.collect, [second]
+
+        def collected(*arguments):
+            pending = collect(*arguments)
+            if waiting:  # As another thread might, while this one's cohort trains.
+                _fit(waiting.pop())
+            return pending
+
+        with (
+            mock.patch.object(CohortEngine, "collect", collected),
+            self.assertRaisesRegex(ValueError, "a layer that it shares"),
+        ):
+            _fit(fed)
+        self.assertEqual((fed.spending.rounds, second.spending.rounds), (0, 2))
+
+    def test_layers_that_were_not_trained_may_be_shared(self):
+        frozen = tf.keras.layers.Dense(8, trainable=False)
+
+        def model():
+            return tf.keras.Sequential(
+                [tf.keras.layers.Input((8,)), frozen, tf.keras.layers.Dense(3)]
+            )
+
+        for _ in range(2):
+            fed = toy.federated(model=model())
+            _fit(fed)
+            self.assertEqual(fed.spending.rounds, 2)
+
     @staticmethod
     def _interrupt():
         raise KeyboardInterrupt
@@ -151,8 +210,18 @@ class OneHistoryTest(parameterized.TestCase):
             second = toy.federated(model=fed.model)
             _fit(second, 3, resume_from=folder)
         self.assertEqual(second.spending.rounds, 3)
-        with self.assertRaisesRegex(ValueError, "already trained on clients"):
-            _fit(fed)
+        private = tfdp_fl.PrivateMetrics(
+            bounds={"loss": (0.0, 5.0)}, noise_multiplier=1.0
+        )
+        for use in (
+            lambda: _fit(fed),
+            lambda: fed.epsilon(_DELTA),
+            lambda: fed.central_epsilon(_DELTA),
+            lambda: fed.privacy_statement(_DELTA),
+            lambda: fed.evaluate_clients(toy.clients(), verbose=0, private=private),
+        ):
+            with self.assertRaisesRegex(ValueError, "already trained on clients"):
+                use()
 
 
 class PromisedTwiceTest(parameterized.TestCase):
@@ -188,6 +257,24 @@ class PromisedTwiceTest(parameterized.TestCase):
         self.assertAlmostEqual(
             contents.epsilon(_DELTA), fed.epsilon(_DELTA), delta=1e-6
         )
+
+    def test_a_budget_counts_what_is_charged_while_it_plans(self):
+        plain = toy.federated()
+        _fit(plain, 4)
+        most = plain.epsilon(_DELTA) * 1.001
+        fed = toy.federated()
+        _fit(fed, 1)
+        affordable_rounds = fed.affordable_rounds
+
+        def planned(*arguments):
+            found = affordable_rounds(*arguments)
+            # As another thread might, between the answer and what follows.
+            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
+            return found
+
+        fed.affordable_rounds = planned
+        _fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
+        self.assertLessEqual(fed.epsilon(_DELTA), most)
 
     def test_a_target_is_asked_in_the_act_of_charging(self):
         fed = tfdp_fl.make_private(

@@ -18,6 +18,7 @@ def check(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
       federated_model: The `DPFederatedModel`.
       charge: What it costs.
     """
+    model_history.check_owner(federated_model)
     spending = federated_model.spending
     if spending is None:
         raise ValueError(
@@ -51,7 +52,7 @@ def pay(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
     run = spending_lib.new_evaluation()
     spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
     checkpoints = []
-    with model_history.history_of(federated_model.model).charging:
+    with model_history.charging:
         check(federated_model, charge)
         for callback in federated_model.federated_callbacks:
             if isinstance(callback, callbacks_lib.RoundCheckpoint):
