@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pathlib
 import pickle
+import signal
 import tempfile
 import threading
 from unittest import mock
@@ -17,6 +19,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.accounting import PrivacyLedger
 from tfdp_fl.engine import CohortEngine
+from tfdp_fl.keras import resuming
 
 _DELTA = 1e-3
 
@@ -39,6 +42,10 @@ def _fit(fed, rounds=2, callbacks=(), **options):
     return fed.fit(
         toy.clients(), rounds, batch_size=10, verbose=0, callbacks=callbacks, **options
     )
+
+
+def _interrupt():
+    raise KeyboardInterrupt
 
 
 class LostRoundsTest(parameterized.TestCase):
@@ -85,6 +92,29 @@ class LostRoundsTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "must not change the model's weights"):
             _fit(fed, callbacks=[_Do(bring_back, when)])
         self.assertEqual(fed.epsilon(_DELTA), 0.0)
+
+    def test_an_interrupt_while_a_run_is_resumed(self):
+        with tempfile.TemporaryDirectory() as folder:
+            fed = toy.federated()
+            keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
+            stop = _Do(_interrupt, round_index=1)
+            with self.assertRaises(KeyboardInterrupt):
+                _fit(fed, 3, callbacks=[keep, stop])
+            restore, resumed = resuming.InterruptedRun.restore, toy.federated()
+
+            def restored(*arguments):
+                run = restore(*arguments)
+                os.kill(os.getpid(), signal.SIGINT)
+                return run
+
+            with (
+                mock.patch.object(resuming.InterruptedRun, "restore", restored),
+                self.assertRaises(KeyboardInterrupt),
+            ):
+                _fit(resumed, 3, resume_from=folder)
+        for one, other in zip(fed.get_weights(), resumed.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        self.assertEqual(resumed.epsilon(_DELTA), fed.epsilon(_DELTA))
 
     def test_a_later_round_may_go_back_to_weights_of_this_run(self):
         fed = toy.federated()
@@ -197,16 +227,12 @@ class OneHistoryTest(parameterized.TestCase):
             _fit(fed)
             self.assertEqual(fed.spending.rounds, 2)
 
-    @staticmethod
-    def _interrupt():
-        raise KeyboardInterrupt
-
     def test_a_wrapper_that_resumes_brings_the_cost_along(self):
         with tempfile.TemporaryDirectory() as folder:
             fed = toy.federated()
             keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
             with self.assertRaises(KeyboardInterrupt):
-                _fit(fed, 3, callbacks=[keep, _Do(self._interrupt, round_index=1)])
+                _fit(fed, 3, callbacks=[keep, _Do(_interrupt, round_index=1)])
             second = toy.federated(model=fed.model)
             _fit(second, 3, resume_from=folder)
         self.assertEqual(second.spending.rounds, 3)
@@ -275,6 +301,23 @@ class PromisedTwiceTest(parameterized.TestCase):
         fed.affordable_rounds = planned
         _fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
         self.assertLessEqual(fed.epsilon(_DELTA), most)
+
+    def test_an_evaluation_asks_no_budget_about_another_model(self):
+        fed, other = toy.federated(), toy.federated()
+        _fit(fed, 3)
+        budget = tfdp_fl.callbacks.PrivacyBudget(fed.epsilon(_DELTA) * 1.001, _DELTA)
+        _fit(fed, 1, [budget])  # Allows none.
+        _fit(other, 1, [budget])
+        with self.assertRaisesRegex(ValueError, "went on to another model"):
+            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
+        self.assertEqual(fed.spending.evaluations, 0)
+
+    def test_a_budget_serves_one_fit_at_a_time(self):
+        fed, other = toy.federated(), toy.federated()
+        budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
+        inside = _Do(lambda: _fit(other, 1, [budget]))
+        with self.assertRaisesRegex(RuntimeError, "the PrivacyBudget of a fit that"):
+            _fit(fed, 2, [budget, inside])
 
     def test_a_target_is_asked_in_the_act_of_charging(self):
         fed = tfdp_fl.make_private(

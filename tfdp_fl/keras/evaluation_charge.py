@@ -33,6 +33,12 @@ def check(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
         )
     spending.central.would_be(charge)  # Of the same neighbouring relation.
     for callback in federated_model.federated_callbacks:
+        if callback.federated_model is not federated_model:
+            raise ValueError(
+                f"private must be None where the {type(callback).__name__} of the last "
+                "fit went on to another model, whose account it would ask: give each "
+                "model callbacks of its own."
+            )
         callback.check_release(charge)
 
 

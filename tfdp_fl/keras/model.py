@@ -605,6 +605,15 @@ class DPFederatedModel:
         if self._keep_target is not None:
             federated.append(self._keep_target)
         for each in federated:
+            other = each.federated_model
+            if (
+                other not in (None, self)
+                and model_history.history_of(other.model).is_fitting
+            ):
+                raise RuntimeError(
+                    f"callbacks must not have the {type(each).__name__} of a fit "
+                    "that is running: give each model callbacks of its own."
+                )
             each.set_federated_model(self)
         self.federated_callbacks = federated
         history = self.model.history = history_lib.History()

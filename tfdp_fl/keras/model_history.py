@@ -55,9 +55,14 @@ class ModelHistory:
     def __init__(self) -> None:
         self._fitting = threading.Lock()
 
+    @property
+    def is_fitting(self) -> bool:
+        """Whether a `fit` of the model is running."""
+        return self._fitting.locked()
+
     def check_idle(self, what: str) -> None:
         """Raises RuntimeError while a `fit` of the model is running."""
-        if self._fitting.locked():
+        if self.is_fitting:
             raise RuntimeError(
                 f"{what} was called while a fit of the same Keras model is running. "
                 "Its rounds and their cost are counted one after the other: wait "
