@@ -192,7 +192,6 @@ class SetupTest(absltest.TestCase):
                 "full.in",
                 "test.in",
                 "extras.in",
-                "jax-privacy.in",
                 *(f"rival-{name}.in" for name in ("fedjax", "flower", "pfl")),
             )
             for name in _wanted(file)
