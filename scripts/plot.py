@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             _draw(argv[1:])
     except (ImportError, OSError, ValueError) as error:
-        sys.exit(f"plot.py: {error}")
+        sys.exit(f"{_console.name()}: {error}")
 
 
 def _draw(paths: Sequence[str]) -> None:

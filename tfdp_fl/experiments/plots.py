@@ -56,15 +56,12 @@ def accuracy_of(run: Run) -> tuple[list[int], list[float]]:
 
 def epsilon_of(run: Run) -> tuple[list[int], list[float]]:
     """Returns the rounds and finite epsilons, by the run's accountant."""
-    for name in ("epsilon_pld", "epsilon"):
-        if name in run.history:
-            pairs = [
-                (t, value)
-                for t, value in zip(*run.history[name], strict=True)
-                if math.isfinite(value)
-            ]
-            return [t for t, _ in pairs], [value for _, value in pairs]
-    return [], []
+    pairs = [
+        (t, value)
+        for t, value in zip(*run.history.get("epsilon", ([], [])), strict=True)
+        if math.isfinite(value)
+    ]
+    return [t for t, _ in pairs], [value for _, value in pairs]
 
 
 def accuracy_by_epsilon(run: Run) -> tuple[list[float], list[float]]:

@@ -210,19 +210,6 @@ def _scheduled(settings: settings_lib.Settings, rate: float) -> Any:
     return rate
 
 
-class _EpsilonByPLD(callbacks.FederatedCallback):
-    """Adds `epsilon_pld` to the rounds that are evaluated; it is slower."""
-
-    def __init__(self, delta: float, every: int):
-        super().__init__()
-        self._delta = delta
-        self._every = every
-
-    def on_round_released(self, round_index: int, logs: Any) -> None:
-        if (round_index + 1) % self._every == 0:
-            logs["epsilon_pld"] = self.federated_model.epsilon(self._delta, "pld")
-
-
 def run(
     prepared: Prepared,
     output_dir: str | os.PathLike[str],
@@ -303,8 +290,6 @@ def _callbacks(
             settings.target_epsilon, delta, federated_model.accountant
         )
         listeners.append(budget)
-    if federated_model.accountant == "pld":
-        listeners.append(_EpsilonByPLD(delta, settings.validation_freq))
     listeners.append(run_directory.HistoryFile(path / run_directory.HISTORY))
     listeners.append(
         callbacks.RoundCheckpoint(
