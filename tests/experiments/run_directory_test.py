@@ -119,12 +119,6 @@ class CurvesTest(_InFolder):
             "\x89PNG",
         )
 
-    def test_frontier_keeps_what_nothing_cheaper_beats(self):
-        points = [(2.0, 0.8), (1.0, 0.5), (3.0, 0.7), (4.0, 0.9), (1.0, 0.6)]
-        self.assertEqual(
-            plots.frontier_of(points), [(1.0, 0.6), (2.0, 0.8), (4.0, 0.9)]
-        )
-
     def test_tradeoff_is_of_means_over_the_seeds(self):
         runs = [
             Run.read(self.write_run(name, [accuracy], [1.0, epsilon]))
@@ -150,7 +144,7 @@ class CurvesTest(_InFolder):
             Run.read(self.write_run(name, accuracies, [1.0, 2.0, 3.0, 4.0]))
             for name, accuracies in (("a", [0.5, 0.7]), ("b", [0.6, 0.8]))
         ]
-        for against in ("rounds", "epsilon", "frontier", "tradeoff"):
+        for against in ("rounds", "epsilon", "tradeoff"):
             path = self.folder / f"{against}.png"
             plots.plot_comparison({"both": runs}, path, against)
             self.assertGreater(path.stat().st_size, 1000)

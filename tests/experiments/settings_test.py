@@ -93,11 +93,6 @@ class SettingsTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "--clients_per_round"):
             Settings(clients_per_round=text, rounds=2).schedule("clients_per_round")
 
-    @parameterized.parameters(0, "measured", "1.5", -1)
-    def test_bad_number_of_replicas_is_named(self, text):
-        with self.assertRaisesRegex((TypeError, ValueError), "--num_replicas must be"):
-            Settings(num_replicas=text).resolved()
-
     def test_all_is_the_population(self):
         resolved = Settings(clients_per_round="all").resolved()
         self.assertEqual(resolved.for_population(37).clients_per_round, 37)

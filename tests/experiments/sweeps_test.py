@@ -110,7 +110,7 @@ class RunSweepTest(absltest.TestCase):
         # Nobody but a local mechanism has two epsilons.
         self.assertEqual(summary[0]["central_epsilon"], "")
         self.assertTrue((self.folder / "accuracy.png").exists())
-        self.assertTrue((self.folder / "frontier.png").exists())
+        self.assertTrue((self.folder / "tradeoff.png").exists())
 
         lost = self.folder / "mechanism=median" / "seed=0"
         accuracy = rows[2]["accuracy"]

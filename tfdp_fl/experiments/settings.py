@@ -119,7 +119,7 @@ class Settings(_MechanismParameters):
 
     None leaves a choice to the data set or the mechanism; `resolved` fills it
     in (always where the type is Any). What each field means is said in its
-    help, which `python scripts/train.py --help` prints.
+    help, which `python scripts/train.py --helpfull` prints.
     """
 
     # The data.
@@ -160,12 +160,6 @@ class Settings(_MechanismParameters):
         "digits, mnist: if not 0, so many training examples are held out and "
         "evaluated on in place of the test set. Choose settings by these.",
     )
-    test_fraction: float | None = _option(
-        None,
-        float,
-        "shakespeare: the last share of each role's text; npz: the share of "
-        "the clients; that is held out to evaluate on (0.1).",
-    )
     sequence_length: int | None = _option(
         None, int, "shakespeare: characters in an example (80)."
     )
@@ -174,9 +168,6 @@ class Settings(_MechanismParameters):
         int,
         "shakespeare: how many clients a role is at most (1). With more, a "
         "part of a role is what is protected.",
-    )
-    data_seed: int = _option(
-        0, int, "digits, mnist, npz: which client gets what, or is held out."
     )
 
     # The model.
@@ -190,12 +181,6 @@ class Settings(_MechanismParameters):
         None,
         str,
         "Units of the dense (mlp, cnn) or LSTM layers, as in 600,100.",
-    )
-    normalization_groups: int | None = _option(
-        None,
-        int,
-        "mlp: each hidden layer's units are normalised within an example, in "
-        "so many groups (group normalisation).",
     )
     input_pooling: int | None = _option(
         None,
@@ -271,12 +256,6 @@ class Settings(_MechanismParameters):
         "in 50,50,100 or 30x50,30x100.",
     )
     rounds: Any = _option(None, int, "T, how many rounds.")
-    on_client_failure: str | None = _option(
-        None,
-        ("abort", "exclude"),
-        "What becomes of a round in which a client's data cannot be read "
-        "(exclude; abort where the clients add the noise).",
-    )
     secure_aggregation: str | None = _option(
         None,
         ("ring", "float"),
@@ -309,11 +288,6 @@ class Settings(_MechanismParameters):
         float,
         "--client_loss=balanced: what a class is given besides its share of "
         "the client's labels (0.01).",
-    )
-    grad_clip: float = _option(
-        -1.0,
-        float,
-        "Each local gradient is scaled down to this L2 norm; off if <= 0.",
     )
     server_optimizer: Any = _option(
         None,
@@ -362,16 +336,6 @@ class Settings(_MechanismParameters):
     )
     validation_freq: Any = _option(
         None, int, "Evaluate every so many rounds, and after the last."
-    )
-    jit_compile: str = _option(
-        "auto",
-        ("auto", "true", "false"),
-        "Whether XLA compiles local training; auto decides by the model.",
-    )
-    num_replicas: int | None = _option(
-        None,
-        int,
-        "How many clients train at once; one for each core unless given.",
     )
     checkpoint_every: int = _option(
         0,
@@ -428,11 +392,6 @@ class Settings(_MechanismParameters):
         filled = self._with_defaults(defaults)
         if self.server_optimizer is None:
             filled = dataclasses.replace(filled, **server)
-        if filled.normalization_groups and filled.model != "mlp":
-            raise ValueError(
-                "--normalization_groups is for --model=mlp, got "
-                f"--model={filled.model}."
-            )
         if filled.input_pooling and filled.model not in ("linear", "mlp"):
             raise ValueError(
                 "--input_pooling is for --model=linear|mlp, got "
@@ -452,8 +411,6 @@ class Settings(_MechanismParameters):
         filled.schedule("clients_per_round")
         filled.schedule("noise_multiplier")
         filled.units()
-        if filled.num_replicas is not None:
-            _validate.positive_integer(**{"--num_replicas": filled.num_replicas})
         return filled
 
     def for_population(self, num_clients: int) -> Settings:
@@ -563,7 +520,6 @@ class Settings(_MechanismParameters):
             "input_shifts": ("digits", "mnist", "emnist"),
             "examples_per_client": ("digits", "mnist"),
             "validation_examples": ("digits", "mnist"),
-            "test_fraction": ("shakespeare", "npz"),
             "sequence_length": ("shakespeare",),
             "clients_per_role": ("shakespeare",),
             "data_path": ("mnist", "shakespeare", "emnist", "npz"),

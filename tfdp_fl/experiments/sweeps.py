@@ -163,7 +163,7 @@ def run_sweep(
     Each run leaves its files in a directory of its own, and after each the
     tables are written anew: `runs.csv` (a row a run) and `summary.csv` (mean
     and standard deviation over the seeds), and in the end `accuracy.png` and
-    `frontier.png`. A sweep that was cut short goes on with the first run that
+    `tradeoff.png`. A sweep that was cut short goes on with the first run that
     has no result (and inside it, if it saved checkpoints).
 
     Args:
@@ -208,7 +208,7 @@ def run_sweep(
     if groups:
         try:
             plots.plot_comparison(groups, root / "accuracy.png")
-            plots.plot_comparison(groups, root / "frontier.png", "frontier")
+            plots.plot_comparison(groups, root / "tradeoff.png", "tradeoff")
         except ImportError as error:
             say(str(error))
     return failed

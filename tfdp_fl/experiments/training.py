@@ -22,7 +22,6 @@ from tfdp_fl.keras.make_private import known_facts
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _SERVER_ADAM_RATE = 0.01
-_JIT_COMPILE = {"auto": None, "true": True, "false": False}
 
 
 def use_one_thread_per_operation() -> bool:
@@ -88,8 +87,6 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
         loss=_loss(settings),
         metrics=[tf.keras.metrics.SparseCategoricalAccuracy("accuracy")],
         server_optimizer=_server_optimizer(settings),
-        jit_compile=_JIT_COMPILE[settings.jit_compile],
-        grad_clip=settings.grad_clip,
     )
     return Prepared(settings, task, federated_model, delta)
 
@@ -113,8 +110,6 @@ def _federated_model(
     cohorts: dict[str, Any] = {
         "clients_per_round": settings.schedule("clients_per_round"),
         "sampling": settings.sampling,
-        "on_client_failure": settings.on_client_failure,
-        "num_replicas": settings.num_replicas,
         "noise_generator": settings.noise_generator,
         "secure_aggregation": None
         if settings.secure_aggregation is None
