@@ -1,11 +1,11 @@
 # `make train` and `make test` are the two commands to know. Each target builds
 # a virtual environment on first use, and again when its pins change.
 
-# Two stacks: "tff" (TensorFlow 2.14 with TFF 0.87, on Python 3.10 or 3.11; all
-# tests) and "current" (the newest TensorFlow with Keras 3, on Python 3.10 to
-# 3.13; the tests of TFF are skipped). By default the first where it can be had,
-# else the second; choose as in: make STACK=current test
-STACK ?=
+# Two stacks: "current" (the newest TensorFlow with Keras 3, on Python 3.10 to 3.13;
+# what needs TFF is skipped) and "tff" (TensorFlow 2.14 with TFF 0.87, on Python
+# 3.10 or 3.11). `make test` runs both; for the rest choose as in:
+#   make STACK=tff train
+STACK ?= current
 # Name a Python as in: make PYTHON=/path/to/python3.10 test
 PYTHON ?=
 TRAIN_FLAGS ?= --dataset=digits --num_clients=500 --mechanism=adaptive \
@@ -36,14 +36,10 @@ NAMES_current = python3.13 $(wildcard $(PYENV)/3.13.*/bin/python) \
 suitable = import ensurepip, sys; sys.exit(sys.version_info[:2] not in ($(PYTHONS_$(1))))
 find = $(shell for python in $(or $(PYTHON),$(NAMES_$(1))); do \
   if "$$python" -c '$(call suitable,$(1))' >/dev/null 2>&1; then echo "$$python"; break; fi; done)
-ifeq ($(STACK),)
-  FOUND := $(call find,tff)
-  override STACK := $(if $(FOUND),tff,current)
-endif
 ifeq ($(filter $(STACK),tff current),)
   $(error STACK must be tff or current, got $(STACK))
 endif
-FOUND := $(or $(FOUND),$(call find,$(STACK)))
+FOUND := $(call find,$(STACK))
 WANTED_tff = Python 3.10 or 3.11 for the stack of TFF
 WANTED_current = Python 3.10, 3.11, 3.12 or 3.13
 require_python = $(if $(FOUND),,$(error tfdp_fl needs $(WANTED_$(STACK)) with \
@@ -69,14 +65,15 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help stack train test stress stress-crashes stress-others newcomer \
+.PHONY: help python train test pytest stress stress-crashes stress-others newcomer \
   lint types format benchmark notebooks docs docs-serve \
   requirements install clean distclean
 
 help:
 	@echo "The stack is $(STACK) (STACK=tff or STACK=current chooses)."
 	@echo "make train         train on digits, epsilon = 2; results in runs/digits"
-	@echo "make test          run every test"
+	@echo "make test          run every test, on both stacks"
+	@echo "make pytest        run those that PYTEST_ARGS names, on one stack"
 	@echo "make stress        attack it for an hour (docs/reliability.md)"
 	@echo "make newcomer      play a first hour from the wheel on (minutes; downloads)"
 	@echo "make lint          check style, format and types"
@@ -89,13 +86,18 @@ help:
 	@echo "make clean         remove caches and build products"
 	@echo "make distclean     remove those, the virtual environments and runs"
 
-stack:
-	@echo $(STACK)
+# Which Python the stack would take; nothing where there is none.
+python:
+	@echo $(FOUND)
 
 train: $(STAMP)
 	$(BIN)/python scripts/train.py $(TRAIN_FLAGS)
 
-test: $(STAMP)
+test:
+	tools/run_tests
+
+# On one stack, as in: make pytest PYTEST_ARGS=tests/accounting
+pytest: $(STAMP)
 	$(RUN) -m pytest $(PYTEST_ARGS)
 
 # One of them: make stress STRESS=tests/stress/kill_stress.py

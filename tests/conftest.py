@@ -37,7 +37,7 @@ class _SkippedModule(pytest.Module):
         pytest.skip(
             f"{self.path.relative_to(_ROOT)}: TensorFlow Federated is not "
             "installed; it runs on TensorFlow 2.14, with Python 3.10 or 3.11 "
-            "(make STACK=tff test)",
+            "(make STACK=tff pytest)",
             allow_module_level=True,
         )
 

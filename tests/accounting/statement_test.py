@@ -104,10 +104,6 @@ class StatementTest(parameterized.TestCase):
         text = _text(sampling="cyclic")
         self.assertIn("replaced by nothing, in its place", text)
         self.assertIn("No amplification by sampling is claimed", text)
-        content = _text(sampling="cyclic_poisson", format="dict")
-        self.assertEqual(content["relation"], "REPLACE_SPECIAL")
-        self.assertIn("cyclic_poisson_secrecy", content["caveats"])
-        self.assertNotIn("cyclic_no_amplification", content["caveats"])
         self.assertNotIn("cyclic_zero_out", _text(format="dict")["caveats"])
 
     def test_local_and_central_are_kept_apart(self):
@@ -183,7 +179,7 @@ class StatementTest(parameterized.TestCase):
 
 
 class SecrecyTest(parameterized.TestCase):
-    @parameterized.parameters("poisson", "fixed_size", "cyclic_poisson")
+    @parameterized.parameters("poisson", "fixed_size")
     def test_sampled_cohorts_must_stay_secret(self, sampling):
         facts = {"sampling": sampling, "epsilon_if_participation_is_known": 14.24}
         content = _text(format="dict", **facts)

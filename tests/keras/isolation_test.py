@@ -115,6 +115,21 @@ class _Python(_layers.Layer):
 
 
 @_registered
+class _InPlace(_layers.Layer):
+    """Writes into a constant, which stays written."""
+
+    def call(self, x):
+        kept = tf.raw_ops.InplaceAdd(x=tf.zeros([1, 8]), i=[0], v=x[:1])
+        return x + kept
+
+
+@_registered
+class _UnwrittenMemory(_layers.Layer):
+    def call(self, x):
+        return x + tf.raw_ops.Empty(shape=[8], dtype=tf.float32, init=False)
+
+
+@_registered
 class _Prints(_layers.Layer):
     def call(self, x):
         tf.print(x)
@@ -132,6 +147,8 @@ _CHANNELS = {
     "reads_a_file": (_ReadsAFile, "ReadFile"),
     "python": (_Python, "PyFuncStateless"),
     "prints": (_Prints, "PrintV2"),
+    "in_place": (_InPlace, "InplaceAdd"),
+    "unwritten_memory": (_UnwrittenMemory, "Empty"),
 }
 
 

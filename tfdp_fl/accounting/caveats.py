@@ -96,10 +96,6 @@ CAVEATS: dict[str, str] = {
         "and no amplification by sampling is claimed: epsilon holds also "
         "towards those who know who takes part when."
     ),
-    "cyclic_poisson_secrecy": (
-        "Who of a group takes part is drawn in secret; where epsilon counts "
-        "on that draw, it does not hold towards those who know who was drawn."
-    ),
     "population_stated": (
         "The number of clients N and the sizes of the cohorts that were drawn "
         "are stated as they are; where neighbours differ by one client added "

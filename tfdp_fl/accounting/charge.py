@@ -13,15 +13,11 @@ import dp_accounting
 from tfdp_fl import _json, _validate, schedules
 from tfdp_fl.accounting import events
 
-# "cyclic" and "cyclic_poisson": fixed groups of clients in turn.
-SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic", "cyclic_poisson")
+SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.
 SEPARATED = "separated"
-# Those that make a round cheaper than its event. (Under "cyclic_poisson" an
-# event says itself which sampling makes it cheaper.)
+# Those that make a round cheaper than its event.
 _AMPLIFIED = ("poisson", "fixed_size")
-# Those whose cohorts have no fixed size.
-RANDOM_SIZE = ("poisson", "cyclic_poisson")
 ACCOUNTANTS = ("rdp", "pld")
 
 
@@ -37,10 +33,8 @@ class RoundCharge:
         probability q = m/N), "fixed_size" (m of N without replacement),
         "shuffled" (each client once per pass; no amplification claimed),
         "cyclic" (fixed groups in turn, m of a group without replacement; no
-        amplification claimed) or "cyclic_poisson" (fixed groups in turn, each
-        client of a group with the same probability; only an event that is
-        itself a `PoissonSampledDpEvent` is cheaper for it); or "separated":
-        clients came as they liked, and nothing is claimed for it.
+        amplification claimed); or "separated": clients came as they liked, and
+        nothing is claimed for it.
       num_clients: N, the number of clients in the population.
       clients_per_round: m, the expected number of clients in this round.
       event: What the mechanism releases about the cohort, without sampling.
@@ -68,7 +62,7 @@ class RoundCharge:
         _validate.one_of((*SAMPLINGS, SEPARATED), sampling=self.sampling)
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
-        if self.sampling not in RANDOM_SIZE:
+        if self.sampling != "poisson":
             if not m.is_integer():
                 raise ValueError(
                     "clients_per_round must be a whole number under "

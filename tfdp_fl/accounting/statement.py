@@ -22,7 +22,6 @@ _CAVEATS_OF_SAMPLING = {
     "fixed_size": ("fixed_size_population_known",),
     "shuffled": ("shuffled_zero_out",),
     "cyclic": ("cyclic_zero_out", "cyclic_no_amplification"),
-    "cyclic_poisson": ("cyclic_zero_out", "cyclic_poisson_secrecy"),
     "separated": ("separated_zero_out",),
 }
 
@@ -175,7 +174,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             dp_accounting.NeighboringRelation.REPLACE_ONE
             if local or facts.sampling == "fixed_size"
             else dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-            if facts.sampling in ("cyclic", "cyclic_poisson", "separated")
+            if facts.sampling in ("cyclic", "separated")
             else dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
         )
     populations = list(facts.populations) or [facts.num_clients]

@@ -25,11 +25,6 @@ SAMPLING = {
         "of the N clients at most m a round took part, as they came, and the "
         "same one not too soon again"
     ),
-    "cyclic_poisson": (
-        "the N clients were divided into fixed groups, which took part in "
-        "turn, each client of a group with the same probability, independently "
-        "of the others"
-    ),
 }
 
 _RELATION = {
@@ -39,7 +34,7 @@ _RELATION = {
 }
 
 # Those that make epsilon smaller for a draw that nobody knows.
-SECRET = ("poisson", "fixed_size", "cyclic_poisson")
+SECRET = ("poisson", "fixed_size")
 
 
 def summary(

@@ -162,23 +162,19 @@ class ClientTrainer:
         y: Any,
         predicted: Any,
         weight: Any = None,
-        numbers_only: bool = True,
     ) -> None:
-        """Adds a batch to the metrics.
+        """Adds a batch to the metrics; a NaN counts as 0.
 
         Args:
           y: Nest of labels.
           predicted: Nest of the model's outputs.
           weight: What the examples count in those metrics that are weighted;
             None: all the same.
-          numbers_only: Whether a NaN among them counts as 0, as it would make
-            a NaN of the metrics.
         """
         if not self.metric_variables:
             return
-        if numbers_only:
-            y, predicted = tf.nest.map_structure(_with_numbers_only, (y, predicted))
-            weight = example_weights.numbers_only(weight)
+        y, predicted = tf.nest.map_structure(_with_numbers_only, (y, predicted))
+        weight = example_weights.numbers_only(weight)
         self._compiled.update_metrics(y, predicted, weight)
 
     def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:

@@ -31,13 +31,15 @@ _ALLOWED = re.compile(
     r"|RngReadAndSkip|RngSkip"
     # Reads of tables. What writes one is not here.
     r"|LookupTable(Find|Size)V2"
-    # Memory that is not written yet, and recurrent layers on a GPU.
-    r"|Empty|CudnnRNN\w*"
+    # Recurrent layers on a GPU.
+    r"|CudnnRNN\w*"
 )
 # Of the others, those that are no functions of their arguments: they read files,
-# call Python, or meet in a variable that is found by the operation's name.
+# call Python, write into their arguments (into constants, for good), or meet in a
+# variable that is found by the operation's name.
 _STATELESS_BUT_NOT_ALLOWED = re.compile(
     r"PyFuncStateless|ReadFile|MatchingFiles|ImmutableConst|AccumulateNV2"
+    r"|Inplace\w+"
     r"|InitializeTable\w*|Debug\w+|\w*Dataset\w*|TPU\w+|Tpu\w+|Risc\w+"
 )
 

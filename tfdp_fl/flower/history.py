@@ -15,8 +15,8 @@ import dp_accounting
 from tfdp_fl import _validate
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import gaussian
 from tfdp_fl.accounting import ledger as ledger_lib
-from tfdp_fl.accounting import local as local_lib
 
 _logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class RoundHistory:
         costs = [self._cost_of(entry, self._ledger) for entry in self._entries()]
         if self._local:
             spent = [*costs, *(r.mu_squared for r in rounds)]
-            return local_lib.epsilon_of_mu_squared(math.fsum(spent), delta)
+            return gaussian.epsilon_of_mu_squared(math.fsum(spent), delta)
         charges = collections.Counter([*costs, *(r.charge() for r in rounds)])
         composed = accountant_lib.PrivacyAccountant()
         for charge, count in charges.items():
