@@ -21,7 +21,6 @@ UV_VERSION = 0.13.8
 MYPY_VERSION = 2.4.1
 MYPY_VENV = .venv-mypy
 DOCS_VENV = .venv-docs
-JAX_PRIVACY_FLAGS ?=
 
 PYTHONS_tff = (3, 10), (3, 11)
 PYTHONS_current = (3, 10), (3, 11), (3, 12), (3, 13)
