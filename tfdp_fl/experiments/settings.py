@@ -105,6 +105,32 @@ _TUNED_SERVER: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+# Settings that only go with some values of another one.
+_IMAGES = ("digits", "mnist")
+_ONLY_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("num_clients", "dataset", (*_IMAGES, "emnist")),
+    ("iid", "dataset", _IMAGES),
+    ("shards_per_client", "dataset", _IMAGES),
+    ("input_shifts", "dataset", (*_IMAGES, "emnist")),
+    ("examples_per_client", "dataset", _IMAGES),
+    ("validation_examples", "dataset", _IMAGES),
+    ("sequence_length", "dataset", ("shakespeare",)),
+    ("clients_per_role", "dataset", ("shakespeare",)),
+    ("data_path", "dataset", ("mnist", "shakespeare", "emnist", "npz")),
+    ("client_momentum", "client_optimizer", ("sgd",)),
+    ("prior_smoothing", "client_loss", ("balanced",)),
+    ("server_momentum", "server_optimizer", ("sgd",)),
+    ("server_learning_rate", "server_optimizer", ("sgd", "adam")),
+    ("server_schedule", "server_optimizer", ("sgd", "adam")),
+    ("server_ema", "server_optimizer", ("sgd", "adam")),
+)
+# The same, once the model is chosen.
+_ONLY_WITH_MODEL = (
+    ("input_pooling", "model", ("linear", "mlp")),
+    ("input_features", "model", ("linear", "mlp")),
+)
+
+
 def _option(default: Any, kind: Any, help_: str) -> Any:
     """Returns a field; `kind` is a type, or a tuple of the words allowed."""
     return dataclasses.field(default=default, metadata={"kind": kind, "help": help_})
@@ -374,7 +400,12 @@ class Settings(_MechanismParameters):
         self._check_words()
         self._check_dataset()
         self._check_mechanism()
-        self._check_optimizers()
+        self._check_only_with(_ONLY_WITH)
+        if not 0 <= self.server_ema < 1:
+            raise ValueError(
+                "--server_ema must be at least 0 and less than 1, got "
+                f"{self.server_ema!r}."
+            )
         defaults = {**_ALWAYS, **_BY_DATASET[self.dataset]}
         usual_model = defaults["model"]
         defaults.update(mechanism_options.run_defaults(self.mechanism))
@@ -392,19 +423,9 @@ class Settings(_MechanismParameters):
         filled = self._with_defaults(defaults)
         if self.server_optimizer is None:
             filled = dataclasses.replace(filled, **server)
-        if filled.input_pooling and filled.model not in ("linear", "mlp"):
-            raise ValueError(
-                "--input_pooling is for --model=linear|mlp, got "
-                f"--model={filled.model}."
-            )
-        if filled.input_features and (
-            filled.model not in ("linear", "mlp") or filled.input_pooling
-        ):
-            raise ValueError(
-                "--input_features is for --model=linear|mlp without "
-                f"--input_pooling, got --model={filled.model} and "
-                f"--input_pooling={filled.input_pooling}."
-            )
+        filled._check_only_with(_ONLY_WITH_MODEL)
+        if filled.input_features and filled.input_pooling:
+            raise ValueError("--input_features is without --input_pooling.")
         if filled.iid:
             filled = dataclasses.replace(filled, shards_per_client=None)
         # Read now, so that a bad one is refused before anything starts.
@@ -513,23 +534,6 @@ class Settings(_MechanismParameters):
                 _validate.finite(**{f"--{field.name}": value})
 
     def _check_dataset(self) -> None:
-        allowed = {
-            "num_clients": ("digits", "mnist", "emnist"),
-            "iid": ("digits", "mnist"),
-            "shards_per_client": ("digits", "mnist"),
-            "input_shifts": ("digits", "mnist", "emnist"),
-            "examples_per_client": ("digits", "mnist"),
-            "validation_examples": ("digits", "mnist"),
-            "sequence_length": ("shakespeare",),
-            "clients_per_role": ("shakespeare",),
-            "data_path": ("mnist", "shakespeare", "emnist", "npz"),
-        }
-        for name, datasets in allowed.items():
-            if getattr(self, name) and self.dataset not in datasets:
-                raise ValueError(
-                    f"--{name} is for --dataset={'|'.join(datasets)}, got "
-                    f"--dataset={self.dataset}."
-                )
         if self.shards_per_client and self.iid:
             raise ValueError("--shards_per_client needs --noiid.")
         if self.dataset in ("shakespeare", "npz") and not self.data_path:
@@ -573,25 +577,16 @@ class Settings(_MechanismParameters):
             )
         self.mechanism_options()
 
-    def _check_optimizers(self) -> None:
-        if self.client_momentum and self.client_optimizer != "sgd":
-            raise ValueError("--client_momentum is for --client_optimizer=sgd.")
-        if self.server_momentum and self.server_optimizer != "sgd":
-            raise ValueError("--server_momentum is for --server_optimizer=sgd.")
-        if not 0 <= self.server_ema < 1:
-            raise ValueError(
-                "--server_ema must be at least 0 and less than 1, got "
-                f"{self.server_ema!r}."
-            )
-        if self.prior_smoothing is not None and self.client_loss != "balanced":
-            raise ValueError("--prior_smoothing needs --client_loss=balanced.")
-        if self.server_optimizer in (None, "none"):
-            if self.server_schedule != "constant":
-                raise ValueError("--server_schedule needs --server_optimizer.")
-            if self.server_ema:
-                raise ValueError("--server_ema needs --server_optimizer.")
-            if self.server_learning_rate:
-                raise ValueError("--server_learning_rate needs --server_optimizer.")
+    def _check_only_with(self, rules: tuple[tuple[str, str, tuple[str, ...]], ...]):
+        """Refuses what is set beside a value that it does not go with."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, other, allowed in rules:
+            given, value = getattr(self, name), getattr(self, other)
+            if given and given != defaults[name] and value not in allowed:
+                raise ValueError(
+                    f"--{name} is for --{other}={'|'.join(allowed)}, got "
+                    f"--{other}={value}."
+                )
 
 
 # Those that no setting of another kind has the name of, as --rounds has.
