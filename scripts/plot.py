@@ -1,6 +1,6 @@
 r"""Draws runs together, or prints a sweep's table.
 
-    python scripts/plot.py --against=epsilon --output=chart.png runs/a runs/b
+    python scripts/plot.py --output=chart.png runs/a runs/b
     python scripts/plot.py --against=tradeoff --group_by=mechanism \
         --output=tradeoff.png runs/digits_mechanisms
     python scripts/plot.py --kind=table --rows=target_epsilon \
@@ -33,8 +33,8 @@ _KIND = flags.DEFINE_enum(
 _AGAINST = flags.DEFINE_enum(
     "against",
     "rounds",
-    ("rounds", "epsilon", "tradeoff"),
-    "chart: accuracy against rounds, against the epsilon spent by then, or "
+    ("rounds", "tradeoff"),
+    "chart: accuracy against rounds, or "
     "final accuracy against final epsilon (means over the seeds, a line a group).",
 )
 _GROUP_BY = flags.DEFINE_list(

@@ -1,4 +1,4 @@
-r"""Runs a grid or a random search over the settings of train.py.
+r"""Runs a grid over the settings of train.py.
 
     python scripts/sweep.py --config=digits_mechanisms \
         --output_dir=runs/digits_mechanisms

@@ -107,7 +107,6 @@ class CurvesTest(_InFolder):
         path = self.write_run("a", [0.5, 0.75], [1.0, 2.0, 3.0, 4.0])
         run = Run.read(path)
         self.assertEqual(plots.accuracy_of(run), ([2, 4], [0.5, 0.75]))
-        self.assertEqual(plots.accuracy_by_epsilon(run), ([2.0, 4.0], [0.5, 0.75]))
 
     def test_infinite_epsilon_is_not_drawn(self):
         path = self.write_run("a", [0.5], [math.inf, math.inf])
@@ -144,7 +143,7 @@ class CurvesTest(_InFolder):
             Run.read(self.write_run(name, accuracies, [1.0, 2.0, 3.0, 4.0]))
             for name, accuracies in (("a", [0.5, 0.7]), ("b", [0.6, 0.8]))
         ]
-        for against in ("rounds", "epsilon", "tradeoff"):
+        for against in ("rounds", "tradeoff"):
             path = self.folder / f"{against}.png"
             plots.plot_comparison({"both": runs}, path, against)
             self.assertGreater(path.stat().st_size, 1000)

@@ -66,7 +66,6 @@ _REFUSED = (
     (["--sequence_length=3"], "--sequence_length"),
     (["--server_learning_rate=0.1"], "--server_learning_rate"),
     (["--server_momentum=0.1"], "--server_momentum"),
-    (["--client_optimizer=adam", "--client_momentum=0.1"], "--client_momentum"),
     (["--mechanism=nbafl", "--server_optimizer=sgd"], "server_optimizer"),
     (["--median_noise_multiplier=exact"], "--median_noise_multiplier"),
     (["--overwrite", "--resume"], "--overwrite"),

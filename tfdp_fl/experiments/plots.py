@@ -64,17 +64,6 @@ def epsilon_of(run: Run) -> tuple[list[int], list[float]]:
     return [t for t, _ in pairs], [value for _, value in pairs]
 
 
-def accuracy_by_epsilon(run: Run) -> tuple[list[float], list[float]]:
-    """Returns what a run's accuracies had cost when they were reached."""
-    spent = dict(zip(*epsilon_of(run), strict=True))
-    pairs = [
-        (spent[t], accuracy)
-        for t, accuracy in zip(*accuracy_of(run), strict=True)
-        if t in spent
-    ]
-    return [e for e, _ in pairs], [a for _, a in pairs]
-
-
 def plot_run(run: Run, path: str | os.PathLike[str]) -> None:
     """Draws accuracy (left axis) and epsilon (right) against rounds."""
     figure, left = pyplot().subplots(figsize=(7, 4))
@@ -122,7 +111,7 @@ def plot_comparison(
       groups: Runs by the name that they are shown under; several runs of a
         group (its seeds) are thin lines, and their mean a thick one.
       path: The image file.
-      against: "rounds"; "epsilon", what had been spent by then; or "tradeoff",
+      against: "rounds"; or "tradeoff",
         the final accuracy against the final epsilon, a line a group, of means
         and standard deviations over the seeds.
     """
@@ -130,18 +119,17 @@ def plot_comparison(
         _plot_tradeoff(groups, path)
         return
     figure, axes = pyplot().subplots(figsize=(7, 4.5))
-    curve_of = accuracy_of if against == "rounds" else accuracy_by_epsilon
     for place, (name, runs) in enumerate(groups.items()):
         color = COLORS[place % len(COLORS)]
         style = ("-", "--", ":", "-.")[place // len(COLORS) % 4]
-        curves: list[Any] = [c for c in map(curve_of, runs) if c[0]]
+        curves: list[Any] = [c for c in map(accuracy_of, runs) if c[0]]
         if not curves:
             continue
         for x, y in curves if len(curves) > 1 else ():
             axes.plot(x, y, style, color=color, alpha=0.3, linewidth=0.8)
         axes.plot(*mean_curve(curves), style, color=color, label=name)
     _draw_chance(axes, [run for runs in groups.values() for run in runs])
-    axes.set_xlabel("round" if against == "rounds" else "epsilon")
+    axes.set_xlabel("round")
     axes.set_ylabel("accuracy")
     axes.set_ylim(0, 1)
     axes.set_xlim(left=0)

@@ -117,7 +117,6 @@ _ONLY_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sequence_length", "dataset", ("shakespeare",)),
     ("clients_per_role", "dataset", ("shakespeare",)),
     ("data_path", "dataset", ("mnist", "shakespeare", "emnist", "npz")),
-    ("client_momentum", "client_optimizer", ("sgd",)),
     ("prior_smoothing", "client_loss", ("balanced",)),
     ("server_momentum", "server_optimizer", ("sgd",)),
     ("server_learning_rate", "server_optimizer", ("sgd", "adam")),
@@ -297,11 +296,9 @@ class Settings(_MechanismParameters):
     shuffle: bool = _option(
         False, bool, "Whether clients shuffle their examples for each epoch."
     )
-    client_optimizer: str = _option("sgd", ("sgd", "adam"), "The clients' optimizer.")
     client_learning_rate: float | None = _option(
         None, float, "The clients' learning rate."
     )
-    client_momentum: float = _option(0.0, float, "Momentum of --client_optimizer=sgd.")
     client_loss: str = _option(
         "cross_entropy",
         ("cross_entropy", "balanced"),

@@ -83,7 +83,7 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
         settings, tasks.build_model(settings, task), num_clients, delta
     )
     federated_model.compile(
-        optimizer=_client_optimizer(settings),
+        optimizer=tf.keras.optimizers.SGD(settings.client_learning_rate),
         loss=_loss(settings),
         metrics=[tf.keras.metrics.SparseCategoricalAccuracy("accuracy")],
         server_optimizer=_server_optimizer(settings),
@@ -162,14 +162,6 @@ def _federated_model(
 
 def _smallest(value: float | tuple[float, ...]) -> float:
     return min(value) if isinstance(value, tuple) else value
-
-
-def _client_optimizer(settings: settings_lib.Settings) -> Any:
-    if settings.client_optimizer == "adam":
-        return tf.keras.optimizers.Adam(settings.client_learning_rate)
-    return tf.keras.optimizers.SGD(
-        settings.client_learning_rate, settings.client_momentum
-    )
 
 
 def _loss(settings: settings_lib.Settings) -> tf.keras.losses.Loss:
