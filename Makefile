@@ -21,8 +21,6 @@ UV_VERSION = 0.13.8
 MYPY_VERSION = 2.4.1
 MYPY_VENV = .venv-mypy
 DOCS_VENV = .venv-docs
-JAX_VENV = .venv-jax-privacy
-JAX_PRIVACY_FLAGS ?=
 
 PYTHONS_tff = (3, 10), (3, 11)
 PYTHONS_current = (3, 10), (3, 11), (3, 12), (3, 13)
@@ -67,7 +65,7 @@ STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
 .PHONY: help python train test pytest stress stress-crashes stress-others newcomer \
-  lint types format benchmark jax-privacy notebooks docs docs-serve \
+  lint types format benchmark notebooks docs docs-serve \
   requirements install clean distclean
 
 help:
@@ -81,7 +79,6 @@ help:
 	@echo "make format        mend style and format where that is automatic"
 	@echo "make benchmark     time the engine side by side with TFF"
 	@echo "make notebooks     run the notebooks in colab/ and keep their output"
-	@echo "make jax-privacy   correlated noise beside jax-privacy's (3 minutes)"
 	@echo "make docs          build the documentation's site"
 	@echo "make docs-serve    build it, and show it on a local port"
 	@echo "make requirements  pin requirements*.txt anew from requirements/"
@@ -138,15 +135,6 @@ format: $(STAMP)
 
 benchmark: $(STAMP)
 	$(RUN) research/benchmark.py $(BENCHMARK_FLAGS)
-
-# In a room of its own: it needs no TensorFlow, and its JAX is newer than TFF's.
-jax-privacy: $(JAX_VENV)/.installed
-	$(JAX_VENV)/bin/python research/jax_privacy_side.py $(JAX_PRIVACY_FLAGS)
-
-$(JAX_VENV)/.installed: requirements/jax-privacy.in | $(UV_STAMP)
-	"$(or $(call find,current),$(FOUND))" -m venv --clear $(JAX_VENV)
-	$(UV) pip install --quiet --python $(JAX_VENV) -r requirements/jax-privacy.in
-	@touch $@
 
 notebooks: $(STAMP)
 	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/jupyter execute --inplace colab/*.ipynb

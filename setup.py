@@ -81,7 +81,7 @@ setuptools.setup(
     ],
     package_dir={"tfdp_fl_scripts": "scripts"},
     package_data={
-        "tfdp_fl": ["py.typed"],
+        "tfdp_fl": ["py.typed", "keras/callbacks/report.html"],
         "tfdp_fl_scripts": ["configs/*.json"],
     },
     entry_points={

@@ -2,14 +2,13 @@ r"""Times the engine side by side with TensorFlow Federated.
 
     python research/benchmark.py                     # everything, an hour
     python research/benchmark.py --rows=tff,machine  # some rows, others kept
-    python research/benchmark.py --profile=cnn       # where a round's time goes
     python research/benchmark.py --resume            # go on after a break
 
 Each side runs in a process of its own, the sides take turns, and what counts
 are medians after warm-up, as ratios. Nothing else should run on the machine.
-Rows are stored in the JSON file as soon as they are measured; the tables in
-the Markdown page, between its comments, and the images beside it are made of
-that file. `--rows=` (nothing) makes them anew without measuring.
+Rows are stored in the JSON file as soon as they are measured, and printed as
+Markdown at the end; `--rows=` (nothing) prints without measuring. What a page
+says of them is compared with the file by `research/claims.json`.
 """
 
 from __future__ import annotations
@@ -27,14 +26,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # research/ is not installed, and a program finds only its own folder.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from research.benchmarking import machine, plots, report, results, verdicts
+from research.benchmarking import machine, report, results
 from research.benchmarking import rows as rows_lib
-from tfdp_fl.experiments import plots as run_plots
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-_PAGE = _ROOT / "docs" / "benchmarks.md"
-_DATA = os.environ.get("TFDP_FL_DATA", str(_ROOT.parent / "shared" / "data"))
 _BUSY = 0.5  # Load per core above which figures are in doubt.
 
 
@@ -51,10 +47,6 @@ def _parser() -> argparse.ArgumentParser:
         f"Groups: all, {groups}.\nRows: {names}.",
     )
     parser.add_argument(
-        "--profile",
-        help="Only find out where the time of a round goes, of these workloads (all).",
-    )
-    parser.add_argument(
         "--quick",
         action="store_true",
         help="Few repetitions: to see that everything works.",
@@ -65,17 +57,10 @@ def _parser() -> argparse.ArgumentParser:
         help="Skip rows that were measured on this machine, of this code.",
     )
     parser.add_argument(
-        "--output", type=pathlib.Path, default=_PAGE, help="The Markdown page."
-    )
-    parser.add_argument(
         "--json",
         type=pathlib.Path,
-        help="What was measured; the page's name with .json unless given.",
-    )
-    parser.add_argument(
-        "--data",
-        default=_DATA,
-        help="The folder of mnist.npz; random images of that size without it.",
+        default=_ROOT / "docs" / "benchmarks.json",
+        help="What was measured.",
     )
     parser.add_argument(
         "--current_python",
@@ -87,34 +72,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures what the arguments ask for, and writes the page."""
+    """Measures what the arguments ask for, and prints the tables."""
     arguments = _parser().parse_args(argv)
-    names = arguments.rows.split(",")
-    if arguments.profile is not None:
-        names = [
-            "profile" if name == "all" else f"profile_{name}"
-            for name in arguments.profile.split(",")
-        ]
-    page = arguments.output
-    store_path = arguments.json or page.with_suffix(".json")
     try:
-        run_plots.pyplot()  # Missed before anything is measured.
-        selected = rows_lib.select(names)
-        store = results.Results(store_path)
-    except (ImportError, ValueError) as error:
+        selected = rows_lib.select(arguments.rows.split(","))
+        store = results.Results(arguments.json)
+    except ValueError as error:
         sys.exit(f"benchmark.py: {error}")
     context = rows_lib.Context(
-        quick=arguments.quick,
-        data_folder=arguments.data,
-        current_python=arguments.current_python,
-        say=_say,
+        quick=arguments.quick, current_python=arguments.current_python, say=_say
     )
-    failed = _measure(selected, store, page, context, arguments.resume)
-    _publish(store, page)
-    for verdict in verdicts.all_verdicts(store):
-        mark = "holds" if verdict.holds else "MISSED"
-        print(f"{mark:7s} {verdict.what}: {verdict.figure} ({verdict.bar})")
-    print(f"\nWritten: {page}, {store_path}")
+    failed = _measure(selected, store, context, arguments.resume)
+    print(report.tables(store))
     if failed:
         sys.exit(f"benchmark.py: failed: {', '.join(failed)}")
 
@@ -126,7 +95,6 @@ def _say(line: str) -> None:
 def _measure(
     selected: Sequence[rows_lib.Row],
     store: results.Results,
-    page: pathlib.Path,
     context: rows_lib.Context,
     resume: bool = False,
 ) -> list[str]:
@@ -156,22 +124,9 @@ def _measure(
             failed.append(row.name)
         outcome["seconds"] = time.monotonic() - start
         store.put(row.name, context.quick, load, **outcome)
-        _publish(store, page)
     if selected:
         print(f"Measured in {(time.monotonic() - begin) / 60:.1f} minutes.\n")
     return failed
-
-
-def _publish(store: results.Results, page: pathlib.Path) -> None:
-    """Writes the page and its images."""
-    if not store.rows:
-        return
-    plots.draw(store, page.parent / "images")
-    text = "# Benchmarks\n"
-    if page.exists():
-        text = page.read_text(encoding="utf-8")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(report.fill(text, report.blocks(store)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
             return
         solved = _compare(plan)
     except (ImportError, ValueError, accounting.LedgerError) as error:
-        raise SystemExit(f"accountant: {error}") from error
+        raise SystemExit(f"{_console.name()}: {error}") from error
     if _PLOT.value:
         _draw(solved[_SAMPLING.value[0]], _PLOT.value)
 

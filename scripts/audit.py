@@ -62,11 +62,17 @@ _GROUPS = {
         for title, names in settings_groups().items()
     },
 }
+# What a first audit needs.
+_FIRST = (
+    *("num_canaries", "iterates", "output_dir"),
+    *("dataset", "data_path", "num_clients", "model"),
+    *("mechanism", "target_epsilon", "sampling", "clients_per_round", "rounds"),
+)
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
-        sys.exit(f"audit.py: {argv[1]!r} is not a flag.")
+        sys.exit(f"{_console.name()}: {argv[1]!r} is not a flag.")
     training.use_one_thread_per_operation()
     try:
         settings = Settings(**setting_flags.given())
@@ -76,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         path.mkdir(parents=True, exist_ok=True)
         result = audits.run(prepared, audit, path, int(_VERBOSE.value))
     except (ImportError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"audit.py: {error}")
+        sys.exit(f"{_console.name()}: {error}")
     print(
         f"\n{result['mechanism']}, {result['rounds']} rounds, "
         f"{result['sampling']} sampling, with "
@@ -88,14 +94,14 @@ def main(argv: Sequence[str]) -> None:
     )
     if result["above_the_claim"]:
         sys.exit(
-            "audit.py: the estimate is significantly above the claim: "
+            f"{_console.name()}: the estimate is significantly above the claim: "
             "something is broken."
         )
 
 
 def run() -> None:
     """Entry point of the installed command."""
-    _console.run(main, __doc__, _GROUPS)
+    _console.run(main, __doc__, _GROUPS, _FIRST)
 
 
 if __name__ == "__main__":

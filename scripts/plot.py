@@ -1,8 +1,8 @@
 r"""Draws runs together, or prints a sweep's table.
 
-    python scripts/plot.py --against=epsilon --output=chart.png runs/a runs/b
-    python scripts/plot.py --against=frontier --group_by=mechanism \
-        --output=frontier.png runs/digits_mechanisms
+    python scripts/plot.py --output=chart.png runs/a runs/b
+    python scripts/plot.py --against=tradeoff --group_by=mechanism \
+        --output=tradeoff.png runs/digits_mechanisms
     python scripts/plot.py --kind=table --rows=target_epsilon \
         --columns=constant docs/results/nbafl_tradeoff
 
@@ -33,10 +33,9 @@ _KIND = flags.DEFINE_enum(
 _AGAINST = flags.DEFINE_enum(
     "against",
     "rounds",
-    ("rounds", "epsilon", "frontier", "tradeoff"),
-    "chart: accuracy against rounds, against the epsilon spent by then, or "
-    "final accuracy against final epsilon: every run and the best (frontier), "
-    "or means over the seeds, a line a group (tradeoff).",
+    ("rounds", "tradeoff"),
+    "chart: accuracy against rounds, or "
+    "final accuracy against final epsilon (means over the seeds, a line a group).",
 )
 _GROUP_BY = flags.DEFINE_list(
     "group_by",
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             _draw(argv[1:])
     except (ImportError, OSError, ValueError) as error:
-        sys.exit(f"plot.py: {error}")
+        sys.exit(f"{_console.name()}: {error}")
 
 
 def _draw(paths: Sequence[str]) -> None:

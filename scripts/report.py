@@ -21,7 +21,7 @@ _console.load_tensorflow()
 
 from absl import flags
 
-from tfdp_fl.experiments import Run, run_directory, run_report
+from tfdp_fl.experiments import Run, run_directory
 
 _OUTPUT = flags.DEFINE_string(
     "output", None, "The file; report.html in the run's directory unless given."
@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> None:
         if not run.result:
             raise ValueError(f"{run.path} holds a run that has not ended.")
         path = pathlib.Path(_OUTPUT.value or run.path / run_directory.REPORT)
-        run_report.write(run, path)
-    except (ImportError, OSError, ValueError) as error:
-        sys.exit(f"report.py: {error}")
+        run_directory.write_report(run, path)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{_console.name()}: {error}")
     print(path)
 
 

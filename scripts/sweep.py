@@ -1,12 +1,12 @@
-r"""Runs a grid or a random search over the settings of train.py.
+r"""Runs a grid over the settings of train.py.
 
-    python scripts/sweep.py --config=scripts/configs/digits_mechanisms.json \
+    python scripts/sweep.py --config=digits_mechanisms \
         --output_dir=runs/digits_mechanisms
 
 The configuration is a JSON file (`tfdp_fl/experiments/sweeps.py` says what may
 stand in it). Runs that have a result are skipped, so the same command goes on
 after an interrupt. The output directory receives a directory a run, runs.csv,
-summary.csv, accuracy.png and frontier.png.
+summary.csv, accuracy.png and tradeoff.png.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ _SHIPPED = pathlib.Path(__file__).parent / "configs"
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
-        sys.exit(f"sweep.py: {argv[1]!r} is not a flag.")
+        sys.exit(f"{_console.name()}: {argv[1]!r} is not a flag.")
     if not _CONFIG.value:
-        sys.exit("sweep.py: --config must be given.")
+        sys.exit(f"{_console.name()}: --config must be given.")
     path = pathlib.Path(_CONFIG.value)
     if not path.exists() and (_SHIPPED / f"{path.name}.json").exists():
         path = _SHIPPED / f"{path.name}.json"
@@ -84,9 +84,9 @@ def main(argv: Sequence[str]) -> None:
             verbose=_VERBOSE.value,
         )
     except (ImportError, OSError, ValueError) as error:
-        sys.exit(f"sweep.py: {error}")
+        sys.exit(f"{_console.name()}: {error}")
     if failed:
-        sys.exit(f"sweep.py: {len(failed)} of {len(trials)} runs failed.")
+        sys.exit(f"{_console.name()}: {len(failed)} of {len(trials)} runs failed.")
 
 
 def _replaced() -> dict[str, Any]:

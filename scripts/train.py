@@ -15,10 +15,8 @@ report.html (all of it as one page), config.json and result.json.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import pathlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -35,15 +33,8 @@ from tfdp_fl.mechanisms import registry
 # Flags are made of the mechanisms that are known by then.
 registry.load_named_in(sys.argv[1:], "mechanism_module")
 
-from tfdp_fl.experiments import (
-    Settings,
-    run_directory,
-    run_report,
-    setting_flags,
-    training,
-)
+from tfdp_fl.experiments import Settings, run_directory, setting_flags, training
 from tfdp_fl.experiments.settings import groups as settings_groups
-from tfdp_fl.keras.callbacks import report
 
 setting_flags.define()
 
@@ -63,11 +54,6 @@ _RESUME = flags.DEFINE_bool(
     "settings in its config.json. A run that was killed "
     "loses what came after the last --checkpoint_every.",
 )
-_TENSORBOARD_DIR = flags.DEFINE_string(
-    "tensorboard_dir",
-    None,
-    "A folder that receives the values of report.html as TensorBoard scalars.",
-)
 _VERBOSE = flags.DEFINE_enum(
     "verbose",
     "auto",
@@ -77,19 +63,20 @@ _VERBOSE = flags.DEFINE_enum(
 )
 _GROUPS = {
     **settings_groups(),
-    "Output": (
-        "output_dir",
-        "overwrite",
-        "resume",
-        "tensorboard_dir",
-        "verbose",
-    ),
+    "Output": ("output_dir", "overwrite", "resume", "verbose"),
 }
+# What a first run needs.
+_FIRST = (
+    *("dataset", "data_path", "num_clients", "model"),
+    *("mechanism", "target_epsilon", "target_delta"),
+    *("clients_per_round", "rounds", "client_learning_rate"),
+    *("output_dir", "resume"),
+)
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
-        sys.exit(f"train.py: {argv[1]!r} is not a flag.")
+        sys.exit(f"{_console.name()}: {argv[1]!r} is not a flag.")
     given = setting_flags.given()
     if training.use_one_thread_per_operation():
         print(
@@ -104,11 +91,9 @@ def main(argv: Sequence[str]) -> None:
         run_directory.check(output_dir, _OVERWRITE.value, _RESUME.value)
         if _RESUME.value:
             settings = _settings_of(output_dir, given)
-        if _TENSORBOARD_DIR.value is not None:
-            report.check_log_dir(_TENSORBOARD_DIR.value)
         prepared = training.prepare(settings)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"train.py: {error}")
+        sys.exit(f"{_console.name()}: {error}")
     _print_settings(prepared.settings)
     # As Ctrl-C does: what ran is saved, and can be gone on with.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -120,21 +105,11 @@ def main(argv: Sequence[str]) -> None:
             resume=_RESUME.value,
             verbose=_verbosity(),
         )
-        _write_report(result, pathlib.Path(output_dir))
+        if result["rounds"]:
+            run_directory.write_report(run_directory.Run.read(output_dir))
     except KeyboardInterrupt:  # While files were written, at the end.
-        sys.exit("train.py: interrupted; --resume goes on.")
+        sys.exit(f"{_console.name()}: interrupted; --resume goes on.")
     _print_result(result, output_dir)
-
-
-def _write_report(result: dict[str, Any], path: pathlib.Path) -> None:
-    if not result["rounds"]:
-        return
-    run = run_directory.Run.read(path)
-    # Without matplotlib everything else is there.
-    with contextlib.suppress(ImportError):
-        run_report.write(run, path / run_directory.REPORT)
-    if _TENSORBOARD_DIR.value is not None:
-        run_report.write_scalars(run, _TENSORBOARD_DIR.value)
 
 
 def _settings_of(output_dir: str, given: dict[str, Any]) -> Settings:
@@ -199,7 +174,7 @@ def _up(epsilon: float) -> str:
 
 def run() -> None:
     """Entry point of the installed command."""
-    _console.run(main, __doc__, _GROUPS)
+    _console.run(main, __doc__, _GROUPS, _FIRST)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import subprocess
 import sys
 from unittest import mock
 
@@ -68,6 +69,45 @@ class RunTest(absltest.TestCase):
         ):
             _console.run(lambda _: sys.exit(3), "Does it.", {"Some": ["loud"]})
         return end.exception.code, out.getvalue()
+
+    def test_the_installed_program_says_its_own_name(self):
+        doc = "    python scripts/train.py --rounds=3"
+        for called, said in (
+            ("/usr/bin/tfdp-fl-train", "    tfdp-fl-train --rounds=3"),
+            ("scripts/train.py", doc),
+        ):
+            with mock.patch.object(sys, "argv", [called]):
+                self.assertIn(said.strip(), _console.help_text(doc, {}))
+
+    def test_a_reader_that_leaves_early_sees_no_traceback(self):
+        code = (
+            "import sys; from tfdp_fl import _console; sys.argv = ['x', '--help'];"
+            "_console.run(print, 'line\\n' * 100_000, {})"
+        )
+        ended = subprocess.run(
+            ["bash", "-c", f'{sys.executable} -c "{code}" | head -1'],
+            capture_output=True,
+            text=True,
+            cwd=programs.ROOT,
+            check=True,
+        )
+        self.assertEqual((ended.stdout, ended.stderr), ("line\n", ""))
+
+    def test_short_help_shows_the_first_flags(self):
+        values = flags.FlagValues()
+        for name in ("often", "rarely"):
+            flags.DEFINE_bool(name, False, "Whether.", flag_values=values)
+        for asked, there in (("--help", False), ("--helpfull", True)):
+            out = io.StringIO()
+            with (
+                mock.patch.object(flags, "FLAGS", values),
+                mock.patch.object(sys, "argv", ["prog", asked]),
+                contextlib.redirect_stdout(out),
+                self.assertRaises(SystemExit),
+            ):
+                _console.run(print, "D.", {"G": ["often", "rarely"]}, ["often"])
+            self.assertIn("--[no]often", out.getvalue())
+            self.assertEqual("--[no]rarely" in out.getvalue(), there)
 
     def test_help_is_no_error(self):
         for name in ("--help", "-h", "--helpshort"):

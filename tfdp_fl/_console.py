@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import re
+import signal
 import sys
 import tempfile
 import textwrap
@@ -16,9 +18,8 @@ from typing import Any
 
 from absl import app, flags
 
-# What asks for help; absl ends all of these with code 1.
 _HELP = ("-h", "-help", "--help", "-?", "--?", "-helpshort", "--helpshort")
-_OTHER_HELP = ("--helpfull", "-helpfull", "--helpxml", "-helpxml")
+_FULL_HELP = ("--helpfull", "-helpfull")
 # Lines that TensorFlow writes as it is loaded, on what it is built with and on
 # GPUs that are not there. All other lines are shown.
 _OF_TENSORFLOW = re.compile(
@@ -65,38 +66,47 @@ def load_tensorflow() -> None:
         tf.config.list_physical_devices("GPU")
 
 
+def name() -> str:
+    """Returns what the program was called by: "train.py", "tfdp-fl-train"."""
+    return pathlib.Path(sys.argv[0]).name
+
+
 def run(
     main: Callable[[Sequence[str]], Any],
     doc: str,
     groups: Mapping[str, Sequence[str]],
+    first: Sequence[str] = (),
 ) -> None:
-    """Runs a program; help is printed by group, and is no error.
+    """Runs a program, or prints its help, which is no error.
 
     Args:
       main: Takes what is left of the command line.
       doc: What the program does.
       groups: Names of flags under each heading.
+      first: The flags that `--help` shows, where `--helpfull` shows all.
     """
     asked = sys.argv[1:]
     asked = asked[: asked.index("--")] if "--" in asked else asked
-    if any(each in _HELP for each in asked):
+    full = any(word in _FULL_HELP for word in asked)
+    if full or any(word in _HELP for word in asked):
+        # A reader such as `head` may close the pipe early.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        if first and not full:
+            groups = {"First (--helpfull shows all flags)": first}
         print(help_text(doc, groups))
         sys.exit(0)
-    try:
-        app.run(main)
-    except SystemExit as end:
-        if end.code == 1 and any(each in _OTHER_HELP for each in asked):
-            sys.exit(0)
-        raise
+    app.run(main)
 
 
 def help_text(doc: str, groups: Mapping[str, Sequence[str]]) -> str:
     """Returns a program's help: what it does, and its flags by group."""
+    if not name().endswith(".py"):  # Installed: it has no folder scripts/.
+        doc = re.sub(r"python scripts/(\w+)\.py", r"tfdp-fl-\1", doc)
     lines = [doc.strip()]
     for title, names in groups.items():
         lines += ["", f"{title}:"]
-        for name in names:
-            lines += _flag_lines(flags.FLAGS[name])
+        for flag in names:
+            lines += _flag_lines(flags.FLAGS[flag])
     return "\n".join(lines)
 
 

@@ -11,14 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from research.benchmarking import machine, workloads
-from research.benchmarking.workloads import Convolution, Operation, Product
+from research.benchmarking.workloads import Operation, Product
 
 LARGE = (Product(2048, 2048, 2048),)
 
 
-def _operands(
-    operation: Operation, dtype: str = "float32"
-) -> tuple[tf.Tensor, tf.Tensor]:
+def _operands(operation: Operation) -> tuple[tf.Tensor, tf.Tensor]:
     if isinstance(operation, Product):
         shapes = (
             (operation.rows, operation.inner),
@@ -39,9 +37,7 @@ def _operands(
             "filter_gradient": (images, out),
             "input_gradient": (filters, out),
         }[operation.part]
-    return tuple(
-        tf.cast(tf.random.uniform(shape, -0.1, 0.1), dtype) for shape in shapes
-    )
+    return tuple(tf.random.uniform(shape, -0.1, 0.1) for shape in shapes)
 
 
 def _compute(operation: Operation, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
@@ -119,15 +115,13 @@ def steps_function(operations: tuple[Operation, ...]) -> Any:
 class ProductsSide:
     """Computes the steps' products on all cores, and nothing else."""
 
-    def __init__(self, split: bool = False, dtype: str = "float32"):
+    def __init__(self, split: bool = False):
         """Sets TensorFlow's threads.
 
         Args:
           split: Whether each operation is split over all cores; otherwise
             every core does operations of its own.
-          dtype: Of the operands, and of the results.
         """
-        self._dtype = dtype
         cores = machine.cores()
         self._streams = 1 if split else cores
         threading = tf.config.threading
@@ -141,9 +135,9 @@ class ProductsSide:
 
     def add(self, name: str) -> None:
         """Prepares a workload's step, or "large" for 2048 x 2048 x 2048."""
-        operations = LARGE if name == "large" else workloads.by_name(name).step
+        operations = LARGE if name == "large" else workloads.WORKLOADS[name].step
         operands = [
-            [_operands(operation, self._dtype) for operation in operations]
+            [_operands(operation) for operation in operations]
             for _ in range(self._streams)
         ]
         function = steps_function(operations).get_concrete_function(
@@ -173,48 +167,3 @@ class ProductsSide:
         rates = [self._rate(name, seconds / repeats) for _ in range(repeats)]
         self._rates[name] = float(np.median(rates))
         return rates
-
-    def gram(self, rows: int, columns: int, steps: int) -> dict[str, float]:
-        """Returns the seconds of X X^T, all of it and only a half.
-
-        By one thread, for as many clients as a core trains side by side.
-
-        Args:
-          rows: Of X, for each client.
-          columns: Of X.
-          steps: In how many blocks the rows come, which is how finely the
-            half is cut out.
-        """
-        clients = workloads.CLIENTS_PER_ROUND // 2
-        x = tf.random.normal([clients, rows, columns])
-
-        def blocks(count: int) -> Any:
-            def product(x: tf.Tensor) -> list[tf.Tensor]:
-                size = rows // count
-                products: list[tf.Tensor] = []
-                for start in range(0, rows, size):
-                    with tf.control_dependencies(products[-1:]):
-                        products.append(
-                            tf.matmul(
-                                x[:, start : start + size],
-                                x[:, : start + size],
-                                transpose_b=True,
-                            )
-                        )
-                return products
-
-            return product
-
-        seconds = {}
-        for name, count in (("whole", 1), ("halves", 2), ("steps", steps)):
-            function = tf.function(blocks(count)).get_concrete_function(x)
-            times = []
-            for _ in range(100):
-                start = time.perf_counter()
-                function(x)
-                times.append(time.perf_counter() - start)
-            seconds[name] = float(np.median(times[20:]))
-        return seconds
-
-
-__all__ = ["LARGE", "Convolution", "ProductsSide", "steps_function"]

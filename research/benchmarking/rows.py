@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -18,36 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from research.benchmarking import machine, verdicts, workloads
-from research.benchmarking.processes import Side, SideError
+from research.benchmarking import machine, workloads
+from research.benchmarking.processes import Side
 from research.rivals import programs
 
 Result = dict[str, Any]
 
-# Nothing of these may be imported before it is used.
-HEAVY_MODULES = (
-    "tensorflow_federated",
-    "matplotlib",
-    "IPython",
-    "notebook",
-    "sklearn",
-    "flwr",
-    "jax",
-)
-
-COHORTS = (10, 20, 50, 100, 200, 500, 1000)
-POPULATIONS = (10**3, 10**4, 10**5, 10**6)
-MODEL_SIZES = (1e4, 1e5, 1e6, 1e7)
-# What memory is measured of: the way that clients train, the mechanism, the
-# model, and how many of the cohorts. What a process takes whatever the model
-# (graphs, code) weighs less with the larger one.
-MEMORY_CURVES = (
-    ("side by side", "fixed", "mlp_4e+06", 5),
-    ("side by side", "fixed", "mlp_2e+07", 5),
-    ("one by one", "fixed", "mlp_2e+07", 4),
-    ("one by one", "median", "mlp_1e+06", 3),
-)
-
+POPULATIONS = (10**3, 10**6)
+# Workloads that are compared with the bare products of their shapes.
+OVER_PRODUCTS = ("mlp_batch60", "cnn", "lstm")
 # A setting of TFF that takes more than so many times the best is not pursued.
 _NEAR = 1.3
 
@@ -58,13 +36,11 @@ class Context:
 
     Attributes:
       quick: Few repetitions and short curves: to see that all of it works.
-      data_folder: Where `mnist.npz` may lie.
       current_python: The interpreter of the current stack.
       say: Prints a line of progress.
     """
 
     quick: bool = False
-    data_folder: str | None = None
     current_python: str = sys.executable
     say: Callable[[str], None] = lambda line: None
 
@@ -150,8 +126,8 @@ def in_runs(context: Context, measure: Callable[[], Result]) -> Result:
     return {**median, "ratios": ratios}
 
 
-def _measure(side: Side, run: str, seconds: float, **more: Any):
-    return lambda: side.call("measure", run=run, seconds=seconds, **more)
+def _measure(side: Side, run: str, seconds: float) -> Callable[[], list[float]]:
+    return lambda: side.call("measure", run=run, seconds=seconds)
 
 
 def _tff_settings(tff: Side, context: Context) -> list[Result]:
@@ -210,9 +186,7 @@ def _run_against_tff(
             "engine_first_seconds": made["first_seconds"],
             "tff_first_seconds": first,
             "engine_peak_bytes": made["peak_bytes"],
-            "engine_memory_bytes": made["memory_bytes"],
             "tff_peak_bytes": tff.call("peak_bytes"),
-            "jit_compile": made["jit_compile"],
         }
 
 
@@ -245,11 +219,9 @@ def compare_with_tff(workload: workloads.Workload, context: Context) -> Result:
                 "engine_first_seconds",
                 "tff_first_seconds",
                 "engine_peak_bytes",
-                "engine_memory_bytes",
                 "tff_peak_bytes",
             )
         },
-        "jit_compile": runs[0]["jit_compile"],
     }
 
 
@@ -280,23 +252,12 @@ def machine_rates(context: Context) -> Result:
     return {"rates": rates, **machine.description()}
 
 
-def symmetric_products(context: Context) -> Result:
-    """Compares all of a Gram matrix with its half, in blocks of rows."""
-    shape = {"rows": 60, "columns": 784, "steps": 6}
-    with Side("products") as side:
-        found = side.call("gram", **shape)
-    context.say(
-        ", ".join(f"{name} {1e3 * each:.2f} ms" for name, each in found.items())
-    )
-    return {**shape, "seconds": found}
-
-
 def over_products(context: Context) -> Result:
     """Compares rounds with the bare products of their shapes, in turns."""
     return {
         "workloads": {
             name: in_runs(context, partial(_over, name, context))
-            for name in verdicts.OVER_PRODUCTS
+            for name in OVER_PRODUCTS
         }
     }
 
@@ -328,84 +289,17 @@ def _over(name: str, context: Context) -> Result:
     return each
 
 
-def jit_choice(workload: workloads.Workload, context: Context) -> Result:
-    """Times jit_compile None, False and True."""
-    result: Result = {}
-    with Side("engine") as plain, Side("engine") as compiled:
-        names = {"auto": None, "plain": False}
-        made = {
-            name: plain.call("add", run=name, workload=workload.name, jit_compile=value)
-            for name, value in names.items()
-        }
-        seconds = context.seconds(1.0)
-        sides = {name: _measure(plain, name, seconds) for name in names}
-        try:
-            xla = compiled.call(
-                "add",
-                timeout=150.0,
-                run="xla",
-                workload=workload.name,
-                jit_compile=True,
-                warm_up=1,
-            )
-            result["xla_first_seconds"] = xla["first_seconds"]
-            if xla["seconds"] < 3 * made["plain"]["seconds"]:
-                sides["xla"] = _measure(compiled, "xla", seconds)
-            else:  # Nobody needs to know it any better.
-                result["xla"] = summary([xla["seconds"]])
-        except SideError as error:
-            result["xla_error"] = str(error).strip().splitlines()[-1]
-        result.update(alternate(context.blocks, sides))
-        result["chosen"] = made["auto"]["way"]
-        result["first_seconds"] = made["auto"]["first_seconds"]
-    result["ratio"] = result["auto"]["median"] / result["plain"]["median"]
-    return result
-
-
-def replicas(context: Context) -> Result:
-    """Compares a client on each core with one whose operations are split."""
-    result: Result = {}
-    options = {"one_thread_per_operation": False}
-    for name in workloads.WORKLOADS:
-        with Side("engine") as beside, Side("engine", options) as split:
-            beside.call("add", run="run", workload=name)
-            split.call("add", run="run", workload=name, num_replicas=1)
-            seconds = context.seconds(1.5)
-            each = alternate(
-                min(context.blocks, 3),
-                {
-                    "beside": _measure(beside, "run", seconds),
-                    "split": _measure(split, "run", seconds),
-                },
-            )
-        each["ratio"] = each["beside"]["median"] / each["split"]["median"]
-        context.say(f"{name}: {each['ratio']:.2f} times the round of one")
-        result[name] = each
-    return {"cores": machine.cores(), "workloads": result}
-
-
 def sharded(context: Context) -> Result:
-    """Compares a cohort on workers, which read the data, with one here.
-
-    Args:
-      context: What a row is measured in.
-    """
+    """Compares a cohort on Ray workers, which read the data, with one here."""
     workers = max(2, machine.cores())
-    try:
-        found = {
-            name: in_runs(
-                context,
-                partial(_sharded, name, workers, context),
-            )
-            for name in ("mlp_small", "mlp", "mlp_batch60")
-        }
-    except _UnavailableError as error:
-        return {"unavailable": str(error).strip().splitlines()[-1]}
-    return {"workers": workers, "workloads": found}
-
-
-class _UnavailableError(Exception):
-    """Workers that cannot be started, with the reason."""
+    names = ("mlp_small", "mlp", "mlp_batch60")
+    return {
+        "workers": workers,
+        "workloads": {
+            name: in_runs(context, partial(_sharded, name, workers, context))
+            for name in names
+        },
+    }
 
 
 def _sharded(name: str, workers: int, context: Context) -> Result:
@@ -417,16 +311,7 @@ def _sharded(name: str, workers: int, context: Context) -> Result:
         Side("engine", python=python) as here,
         Side("engine", python=python) as there,
     ):
-        try:
-            there.call(
-                "add",
-                run="run",
-                workload=name,
-                workers=workers,
-                worker_data=folder,
-            )
-        except SideError as error:
-            raise _UnavailableError(str(error)) from error
+        there.call("add", run="run", workload=name, workers=workers, worker_data=folder)
         here.call("add", run="run", workload=name)
         seconds = context.seconds(1.5)
         both = alternate(
@@ -441,225 +326,24 @@ def _sharded(name: str, workers: int, context: Context) -> Result:
     return both
 
 
-def _curve(
-    side: Side, runs: list[str], context: Context, seconds: float
-) -> dict[str, Result]:
-    return alternate(
-        min(context.blocks, 3),
-        {
-            run: _measure(side, run, context.seconds(seconds), min_rounds=2)
-            for run in runs
-        },
-    )
+def population(context: Context) -> Result:
+    """Compares rounds of the same cohort out of a small and a large population."""
+    return in_runs(context, partial(_population, context))
 
 
-def cohort_curve(context: Context) -> Result:
-    """Times rounds of growing cohorts."""
-    cohorts = COHORTS[::3] if context.quick else COHORTS
+def _population(context: Context) -> Result:
+    """Compares them in one run."""
     with Side("engine") as side:
-        for cohort in cohorts:
-            side.call("add", run=str(cohort), workload="mlp", cohort=cohort)
-        times = _curve(side, [str(c) for c in cohorts], context, 0.8)
-    return {"cohorts": list(cohorts), "times": times}
-
-
-def population_curve(context: Context) -> Result:
-    """Times rounds of the same cohort out of growing populations."""
-    populations = POPULATIONS[::3] if context.quick else POPULATIONS
-    result: Result = {"populations": list(populations), "curves": {}}
-    for workload, sampling in (
-        ("mlp_small", "fixed_size"),
-        ("mlp_small", "poisson"),
-        ("mlp", "fixed_size"),
-    ):
-        with Side("engine") as side:
-            for population in populations:
-                side.call(
-                    "add",
-                    run=str(population),
-                    workload=workload,
-                    sampling=sampling,
-                    population=population,
-                )
-            times = _curve(side, [str(p) for p in populations], context, 0.8)
-        largest, smallest = str(populations[-1]), str(populations[0])
-        ratio = times[largest]["median"] / times[smallest]["median"]
-        name = f"{workload}, {sampling}"
-        result["curves"][name] = {"times": times, "ratio": ratio}
-        context.say(f"{name}: {ratio:.3f}")
-    return result
-
-
-def model_size_curve(context: Context) -> Result:
-    """Times rounds of growing models."""
-    sizes = MODEL_SIZES[:2] if context.quick else MODEL_SIZES
-    names = [f"mlp_{size:.0e}" for size in sizes]
-    with Side("engine") as side:
-        for name in names:
-            side.call("add", run=name, workload=name, warm_up=2)
-        times = _curve(side, names, context, 0.8)
-    flops = {name: workloads.by_name(name).flops_per_round for name in names}
-    return {
-        "sizes": list(sizes),
-        "times": times,
-        "rates": {name: flops[name] / times[name]["median"] for name in names},
-    }
-
-
-def memory_curve(context: Context) -> Result:
-    """Measures the peak memory above the data, for growing cohorts."""
-    cohorts = (10, 30) if context.quick else (10, 30, 100, 300, 1000)
-    result: Result = {"points": []}
-    for way, mechanism, model, count in MEMORY_CURVES:
-        for cohort in cohorts[:count]:
-            point = _memory_point(way, mechanism, model, cohort)
-            context.say(
-                f"{model}, {mechanism}, {way}, cohort {cohort}: "
-                f"{point['copies_per_replica']:.2f} model copies per replica"
-            )
-            result["points"].append(point)
-    return result
-
-
-def _memory_point(way: str, mechanism: str, model: str, cohort: int) -> Result:
-    with Side("engine") as side:
-        point = side.call(
-            "memory",
-            timeout=600.0,
-            workload=model,
-            cohort=cohort,
-            mechanism=mechanism,
-            side_by_side=way == "side by side",
-        )
-    copies = point["bytes"] / point["model_bytes"]
-    return {
-        **point,
-        "cohort": cohort,
-        "mechanism": mechanism,
-        "way": way,
-        "copies": copies,
-        "copies_per_replica": copies / point["replicas"],
-    }
-
-
-def uneven_clients(context: Context) -> Result:
-    """Compares clients of 1 to 1000 examples with their batches shared out."""
-    result: Result = {}
-    for sizes in ("geometric", "linear"):
-        with Side("engine") as side:
-            for run, even in (("uneven", False), ("even", True)):
-                side.call("add", run=run, workload="mlp", sizes=sizes, even=even)
-            seconds = context.seconds(1.5)
-            both = alternate(
-                context.blocks,
-                {run: _measure(side, run, seconds) for run in ("uneven", "even")},
-            )
-        both["waste"] = both["uneven"]["median"] / both["even"]["median"] - 1
-        context.say(f"{sizes}: {100 * both['waste']:.0f} % more")
-        result[sizes] = both
-    return result
-
-
-def streaming(context: Context) -> Result:
-    """Compares clients that are read when they take part with memory.
-
-    The files were just written, so they are in the system's cache: what is
-    timed is opening, parsing and packing them.
-    """
-    result: Result = {}
-    for name in ("mlp", "mlp_batch60"):
-        with tempfile.TemporaryDirectory() as folder, Side("engine") as side:
-            ways: dict[str, Result] = {
-                "memory": {},
-                "files": {"stream": "files", "stream_folder": folder},
-                "tf_data": {"stream": "tf_data"},
-            }
-            for way, more in ways.items():
-                side.call(
-                    "add",
-                    run=way,
-                    workload=name,
-                    population=2 * workloads.CLIENTS_PER_ROUND,
-                    **more,
-                )
-            seconds = context.seconds(1.5)
-            times = alternate(
-                context.blocks,
-                {way: _measure(side, way, seconds) for way in ways},
-            )
-        rates = {
-            way: times["memory"]["median"] / times[way]["median"]
-            for way in ways
-            if way != "memory"
-        }
-        context.say(
-            f"{name}: "
-            + ", ".join(f"{way} {rate:.2f}" for way, rate in rates.items())
-            + " of the rate in memory"
-        )
-        result[name] = {**times, "rates": rates}
-    result.update(_streamed_population(context))
-    return result
-
-
-def _streamed_population(context: Context) -> Result:
-    """Compares a million clients on disk (4 GB) with as many in memory.
-
-    Read from a file that is opened for each client, or is mapped into memory.
-    It is written by the first `add`; the others say how long a start takes: the
-    dataset, the engine, and one round.
-    """
-    population = POPULATIONS[1] if context.quick else POPULATIONS[-1]
-    with tempfile.TemporaryDirectory() as folder, Side("engine") as side:
-        ways = {
-            "written": {"stream": "population", "stream_folder": folder},
-            "population": {"stream": "population", "stream_folder": folder},
-            "population_mapped": {
-                "stream": "population_mapped",
-                "stream_folder": folder,
-            },
-            "memory": {},
-        }
-        made = {
-            way: side.call(
-                "add",
-                timeout=600.0,
-                run=way,
-                workload="mlp_small",
-                population=population,
-                **more,
-            )
-            for way, more in ways.items()
-        }
+        for count in POPULATIONS:
+            side.call("add", run=str(count), workload="mlp_small", population=count)
         seconds = context.seconds(1.0)
         times = alternate(
-            context.blocks,
-            {way: _measure(side, way, seconds) for way in ways if way != "written"},
+            context.blocks_of_a_run,
+            {str(count): _measure(side, str(count), seconds) for count in POPULATIONS},
         )
-        reading = side.call(
-            "reading",
-            workload="mlp_small",
-            population=population,
-            folder=folder,
-        )
-    result = {}
-    for way in ("population", "population_mapped"):
-        start = made[way]["constructed_seconds"] + made[way]["first_seconds"]
-        ratio = times[way]["median"] / times["memory"]["median"]
-        context.say(
-            f"{population} clients on disk ({way}): {ratio:.2f} times the "
-            f"round in memory, ready and through the first round in "
-            f"{start:.1f} s"
-        )
-        result[way] = {
-            "disk": times[way],
-            "memory": times["memory"],
-            "population": population,
-            "ratio": ratio,
-            "start_seconds": start,
-        }
-    result["population"]["reading"] = summary(reading)
-    return result
+    small, large = (times[str(count)]["median"] for count in POPULATIONS)
+    context.say(f"{large / small:.3f} times the round of few")
+    return {**times, "ratio": large / small}
 
 
 def correlated_noise(context: Context) -> Result:
@@ -691,71 +375,6 @@ def _correlated_noise(context: Context) -> Result:
     ratio = both["correlated"]["median"] / both["fixed"]["median"]
     context.say(f"{ratio:.3f} times the round with independent noise")
     return {**both, "ratio": ratio}
-
-
-def bfloat16(workload: workloads.Workload, context: Context) -> Result:
-    """Compares mixed_bfloat16 with float32: rounds, and bare products."""
-    return in_runs(context, partial(_bfloat16, workload, context))
-
-
-def _bfloat16(workload: workloads.Workload, context: Context) -> Result:
-    """Compares them in one run."""
-    policies = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
-    seconds = context.seconds(1.5)
-    with contextlib.ExitStack() as running:
-        engine = running.enter_context(Side("engine"))
-        sides, ways = {}, {}
-        for name, policy in policies.items():
-            ways[name] = engine.call(
-                "add", run=name, workload=workload.name, policy=policy
-            )["way"]
-            sides[name] = _measure(engine, name, seconds)
-        for name, split in itertools.product(policies, (False, True)):
-            products = running.enter_context(
-                Side("products", {"dtype": name, "split": split})
-            )
-            products.call("add", name=workload.name)
-            sides[f"{name} {'split' if split else 'beside'}"] = partial(
-                products.call, "measure", name=workload.name, seconds=seconds
-            )
-        measured = alternate(context.blocks_of_a_run, sides)
-    bare = {
-        name: max(measured[f"{name} {how}"]["median"] for how in ("beside", "split"))
-        for name in policies
-    }
-    ratio, most = (
-        measured["float32"]["median"] / measured["bfloat16"]["median"],
-        bare["bfloat16"] / bare["float32"],
-    )
-    context.say(f"{ratio:.2f} times as fast as in float32, bare products {most:.2f}")
-    return {
-        **{name: measured[name] for name in policies},
-        "ways": ways,
-        "ratio": ratio,
-        "bare": bare,
-        "bare_ratio": most,
-    }
-
-
-def bfloat16_accuracy(context: Context) -> Result:
-    """Trains on MNIST in float32 and in mixed_bfloat16, three seeds each."""
-    policies = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
-    accuracies: dict[str, list[float]] = {name: [] for name in policies}
-    rounds = 2 if context.quick else 30
-    with _mnist(context) as (path, real), Side("engine") as side:
-        for seed, (name, policy) in itertools.product(range(3), policies.items()):
-            accuracies[name].append(
-                side.call(
-                    "mnist_accuracy",
-                    path=path,
-                    policy=policy,
-                    seed=seed,
-                    rounds=rounds,
-                )
-            )
-    means = {name: statistics.mean(each) for name, each in accuracies.items()}
-    context.say(f"accuracy {means['bfloat16']:.4f}, in float32 {means['float32']:.4f}")
-    return {**accuracies, "means": means, "rounds": rounds, "real": real}
 
 
 def rivals(context: Context) -> Result:
@@ -821,213 +440,54 @@ def rivals(context: Context) -> Result:
     return {"ours": ours, "rivals": found}
 
 
-def stacks(workload: workloads.Workload, context: Context) -> Result:
-    """Compares rounds on the current stack with rounds on TFF's."""
-    return in_runs(context, partial(_stacks, workload, context))
-
-
-def _stacks(workload: workloads.Workload, context: Context) -> Result:
-    """Compares them in one run."""
-    pythons = {"tff": sys.executable, "current": context.current_python}
-    with contextlib.ExitStack() as running:
-        sides = {
-            name: running.enter_context(Side("engine", python=python))
-            for name, python in pythons.items()
-        }
-        ways = {
-            name: side.call("add", run="run", workload=workload.name)["way"]
-            for name, side in sides.items()
-        }
-        both = alternate(
-            context.blocks_of_a_run,
-            {
-                name: _measure(side, "run", context.seconds(2.0))
-                for name, side in sides.items()
-            },
-        )
-        versions = {name: side.call("versions") for name, side in sides.items()}
-    ratio = both["current"]["median"] / both["tff"]["median"]
-    context.say(
-        f"{1e3 * both['current']['median']:.1f} ms ({ways['current']}), on "
-        f"TensorFlow 2.14 {1e3 * both['tff']['median']:.1f} ms "
-        f"({ways['tff']}): {ratio:.2f}"
-    )
-    return {**both, "ratio": ratio, "ways": ways, "versions": versions}
-
-
 _IMPORT = """
-import json, sys, time
+import json, time
 start = time.perf_counter()
 import tensorflow
 middle = time.perf_counter()
-import {package}
+import tfdp_fl
 end = time.perf_counter()
-heavy = [name for name in {heavy!r} if name in sys.modules]
-print(json.dumps([middle - start, end - middle, heavy]))
+print(json.dumps({"tensorflow": middle - start, "tfdp_fl": end - middle}))
 """
 
 
 def import_time(context: Context) -> Result:
-    """Times imports over TensorFlow's, each in a new process."""
-    packages = ("tfdp_fl", "tensorflow_privacy")
-    found: dict[str, list[Any]] = {name: [] for name in packages}
-    root = str(pathlib.Path(__file__).resolve().parents[2])
+    """Times the import over TensorFlow's, each in a new process."""
+    found = []
     for _ in range(context.blocks):
-        for package in packages:
-            code = _IMPORT.format(package=package, heavy=HEAVY_MODULES)
-            output = subprocess.run(
-                [sys.executable, "-c", code],
-                capture_output=True,
-                check=True,
-                text=True,
-                cwd=root,
-                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-            ).stdout
-            found[package].append(json.loads(output.splitlines()[-1]))
-    return {
-        **{
-            name: summary(seconds for _, seconds, _ in each)
-            for name, each in found.items()
-        },
-        "tensorflow": summary(
-            seconds for each in found.values() for seconds, _, _ in each
-        ),
-        # TF-Privacy brings some of them along by itself.
-        "heavy": sorted(
-            set(found["tfdp_fl"][0][2]) - set(found["tensorflow_privacy"][0][2])
-        ),
-    }
-
-
-@contextlib.contextmanager
-def _mnist(context: Context):
-    """Yields the path of MNIST, or of a file like it, and which it is."""
-    folder = pathlib.Path(context.data_folder or ".")
-    if context.data_folder and (folder / "mnist.npz").is_file():
-        yield str(folder / "mnist.npz"), True
-        return
-    random = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as temporary:
-        path = os.path.join(temporary, "mnist.npz")
-        arrays = {}
-        for part, count in (("train", 60000), ("test", 10000)):
-            arrays[f"x_{part}"] = random.integers(0, 256, (count, 28, 28), np.uint8)
-            arrays[f"y_{part}"] = np.arange(count, dtype=np.uint8) % 10
-        np.savez(path, **arrays)
-        yield path, False
-
-
-def mnist_copies(context: Context) -> Result:
-    """Measures what 10 000 clients over MNIST hold."""
-    with _mnist(context) as (path, real), Side("engine") as side:
-        result = side.call("mnist_memory", path=path, num_clients=10_000)
-    return {**result, "real": real}
-
-
-def profile(workload: workloads.Workload, context: Context) -> Result:
-    """Finds out where the time of a round goes."""
-    with Side("engine") as side:
-        made = side.call("add", run="run", workload=workload.name)
-        # More than a few rounds would overflow the profiler's buffers.
-        times = side.call(
-            "measure",
-            run="run",
-            seconds=context.seconds(2.0),
-            min_rounds=2,
-            max_rounds=10,
-        )
-        profiled = side.call("profile", run="run")
-    return {
-        "seconds": statistics.median(times),
-        "cores": machine.cores(),
-        "jit_compile": made["jit_compile"],
-        **profiled,
-    }
+        output = subprocess.run(
+            [sys.executable, "-c", _IMPORT],
+            capture_output=True,
+            check=True,
+            text=True,
+            cwd=pathlib.Path(__file__).resolve().parents[2],
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        ).stdout
+        found.append(json.loads(output.splitlines()[-1]))
+    return {name: summary(times[name] for times in found) for name in found[0]}
 
 
 def _rows() -> list[Row]:
-    works = list(workloads.WORKLOADS.values())
-
-    def bound(function: Any, work: workloads.Workload) -> Any:
-        return lambda context: function(work, context)
-
+    works = workloads.WORKLOADS.values()
     return [
         Row("machine", "machine", "bare products", machine_rates),
-        Row("gram", "machine", "symmetric products", symmetric_products),
         *[
             Row(
                 work.name,
                 "tff",
                 f"{work.title}: against TFF",
-                bound(compare_with_tff, work),
+                partial(compare_with_tff, work),
             )
             for work in works
         ],
-        Row("products", "rate", "rounds over bare products", over_products),
-        Row("sharded_ray", "sharded", "on Ray workers", sharded),
-        Row("replicas", "replicas", "a client on each core", replicas),
-        Row("cohort", "growth", "time by cohort", cohort_curve),
-        Row("population", "growth", "time by population", population_curve),
-        Row("model_size", "growth", "time by model size", model_size_curve),
-        Row("memory", "growth", "memory by cohort", memory_curve),
-        Row("uneven", "growth", "uneven clients", uneven_clients),
+        Row("products", "products", "rounds over bare products", over_products),
+        Row("sharded_ray", "ray", "on Ray workers", sharded),
+        Row("population", "growth", "time by population", population),
         Row(
-            "streaming",
-            "growth",
-            "clients read when they take part",
-            streaming,
+            "correlated", "growth", "correlated noise, three buffers", correlated_noise
         ),
-        Row(
-            "correlated",
-            "growth",
-            "correlated noise, three buffers",
-            correlated_noise,
-        ),
-        *[
-            Row(
-                f"bfloat16_{name}",
-                "bfloat16",
-                f"{workloads.WORKLOADS[name].title}: mixed_bfloat16",
-                bound(bfloat16, workloads.WORKLOADS[name]),
-            )
-            for name in verdicts.BFLOAT16_TIMES
-        ],
-        Row(
-            "bfloat16_accuracy",
-            "bfloat16",
-            "mixed_bfloat16: accuracy on MNIST",
-            bfloat16_accuracy,
-        ),
-        Row("rivals", "rivals", "other frameworks", rivals),
         Row("import", "growth", "import time", import_time),
-        *[
-            Row(
-                f"stack_{work.name}",
-                "stacks",
-                f"{work.title}: the current stack",
-                bound(stacks, work),
-            )
-            for work in works
-        ],
-        Row("mnist", "growth", "10 000 clients over MNIST", mnist_copies),
-        *[
-            Row(
-                f"jit_{work.name}",
-                "jit",
-                f"{work.title}: jit_compile",
-                bound(jit_choice, work),
-            )
-            for work in works
-        ],
-        *[
-            Row(
-                f"profile_{work.name}",
-                "profile",
-                f"{work.title}: profile",
-                bound(profile, work),
-            )
-            for work in works
-        ],
+        Row("rivals", "rivals", "other frameworks", rivals),
     ]
 
 

@@ -51,7 +51,7 @@ class TFFSide:
 
     def __init__(self, workload: str):
         """Makes the clients' datasets."""
-        self._workload = work = workloads.by_name(workload)
+        self._workload = work = workloads.WORKLOADS[workload]
         x, y = work.data()
         self._clients = [
             tf.data.Dataset.from_tensor_slices((features, labels)).batch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -82,7 +81,6 @@ class Workload:
       examples: Of each client.
       batch_size: Of local training.
       step: The products and convolutions of one local step, forward and back.
-      target: How many times faster than TFF a round has to be.
       sequence: Whether features and labels are sequences of symbols.
       clients: In the cohort, and in the population.
     """
@@ -95,7 +93,6 @@ class Workload:
     examples: int
     batch_size: int
     step: tuple[Operation, ...]
-    target: float = 1.0
     sequence: bool = False
     clients: int = CLIENTS_PER_ROUND
 
@@ -226,7 +223,7 @@ def _lstm_step(batch: int) -> tuple[Operation, ...]:
 _MNIST_MLP = (784, 600, 100, 10)
 
 
-def _mnist_mlp(name: str, examples: int, batch_size: int, target: float):
+def _mnist_mlp(name: str, examples: int, batch_size: int) -> Workload:
     return Workload(
         name=name,
         title=f"MLP 784-600-100-10, {examples} examples, batch {batch_size}",
@@ -236,7 +233,6 @@ def _mnist_mlp(name: str, examples: int, batch_size: int, target: float):
         examples=examples,
         batch_size=batch_size,
         step=dense_products(batch_size, *_MNIST_MLP),
-        target=target,
     )
 
 
@@ -252,10 +248,9 @@ WORKLOADS: dict[str, Workload] = {
             examples=20,
             batch_size=10,
             step=dense_products(10, 64, 128, 10),
-            target=75,
         ),
-        _mnist_mlp("mlp", 60, 10, 13),
-        _mnist_mlp("mlp_batch60", 600, 60, 7.5),
+        _mnist_mlp("mlp", 60, 10),
+        _mnist_mlp("mlp_batch60", 600, 60),
         Workload(
             name="cnn",
             title="CNN 32-64-512, 40 examples, batch 20",
@@ -265,7 +260,6 @@ WORKLOADS: dict[str, Workload] = {
             examples=40,
             batch_size=20,
             step=_cnn_step(20),
-            target=3,
         ),
         Workload(
             name="lstm",
@@ -276,42 +270,7 @@ WORKLOADS: dict[str, Workload] = {
             examples=40,
             batch_size=20,
             step=_lstm_step(20),
-            target=3,
             sequence=True,
         ),
     )
 }
-
-
-def sized_mlp(num_parameters: float, examples: int = 20) -> Workload:
-    """Returns a workload whose model has about so many parameters."""
-    hidden = max(1, round((num_parameters - 10) / (784 + 1 + 10)))
-    units = (784, hidden, 10)
-    return Workload(
-        name=f"mlp_{num_parameters:.0e}",
-        title=f"MLP 784-{hidden}-10",
-        make_model=lambda: mlp(*units),
-        feature_shape=(784,),
-        num_classes=10,
-        examples=examples,
-        batch_size=10,
-        step=dense_products(10, *units),
-    )
-
-
-def by_name(name: str) -> Workload:
-    """Returns the workload of that name, or `sized_mlp` for "mlp_1e+06".
-
-    Raises:
-      ValueError: There is none.
-    """
-    if name in WORKLOADS:
-        return WORKLOADS[name]
-    size: Any = name.removeprefix("mlp_")
-    try:
-        return sized_mlp(float(size))
-    except ValueError:
-        raise ValueError(
-            f"name must be one of {', '.join(WORKLOADS)} or mlp_<parameters>, "
-            f"got {name!r}."
-        ) from None

@@ -83,7 +83,8 @@ class AgainstDpAccountingTest(parameterized.TestCase):
         found = _history((_charge(n=n, m=m, z=z), rounds)).epsilon(delta)
         self.assertLessEqual(found, expected * (1 + 1e-9) + 1e-12)
         by_pld = _history((_charge(n=n, m=m, z=z), rounds)).epsilon(delta, "pld", True)
-        self.assertGreaterEqual(found, by_pld * 0.999)
+        # Its cells count beside an epsilon next to nothing.
+        self.assertGreaterEqual(found, by_pld * 0.999 - 1e-5)
 
     @settings(max_examples=4, deadline=None)
     @given(

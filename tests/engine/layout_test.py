@@ -105,7 +105,6 @@ class LayOutTest(parameterized.TestCase):
         self.assertFalse(way.xla)
         self.assertEqual(way.full_batches, lengths == [8] * 6)
         self.assertEqual(way.side_by_side, worthwhile)
-        self.assertEqual(way.optimistic, small)
 
     def test_workers_train_no_more_at_once_than_fit_either(self):
         made = dataclasses.replace(_PLAIN, kernels=_KERNELS)
@@ -119,7 +118,6 @@ class LayOutTest(parameterized.TestCase):
         self.assertEqual([part.clients.num_clients for (part,) in groups], [4, 3])
         for (part,) in groups:
             self.assertTrue(part.way.in_groups)
-            self.assertFalse(part.way.optimistic)
         self.assertEqual([part.tables[1] for (part,) in groups], [2, 3])
 
     @parameterized.parameters(
@@ -145,12 +143,11 @@ class LayOutTest(parameterized.TestCase):
     def test_a_few_small_clients_are_one_part(self):
         made = dataclasses.replace(_PLAIN, kernels=_KERNELS)
         ((part,),) = _lay_out(made, [8] * 4, 2, worthwhile=True)
-        self.assertTrue(part.way.optimistic)
+        self.assertFalse(part.way.in_groups)
         with mock.patch.object(
             dense_models, "clients_at_once", lambda *_: 3
         ):  # Too many for one call.
             ((part,),) = _lay_out(made, [8] * 4, 2, worthwhile=True)
-        self.assertFalse(part.way.optimistic)
         self.assertTrue(part.way.in_groups)
 
     def test_xla_compiles_full_batches_only(self):

@@ -107,7 +107,6 @@ class CurvesTest(_InFolder):
         path = self.write_run("a", [0.5, 0.75], [1.0, 2.0, 3.0, 4.0])
         run = Run.read(path)
         self.assertEqual(plots.accuracy_of(run), ([2, 4], [0.5, 0.75]))
-        self.assertEqual(plots.accuracy_by_epsilon(run), ([2.0, 4.0], [0.5, 0.75]))
 
     def test_infinite_epsilon_is_not_drawn(self):
         path = self.write_run("a", [0.5], [math.inf, math.inf])
@@ -117,12 +116,6 @@ class CurvesTest(_InFolder):
         self.assertStartsWith(
             (path / "accuracy.png").read_bytes()[:4].decode("latin-1"),
             "\x89PNG",
-        )
-
-    def test_frontier_keeps_what_nothing_cheaper_beats(self):
-        points = [(2.0, 0.8), (1.0, 0.5), (3.0, 0.7), (4.0, 0.9), (1.0, 0.6)]
-        self.assertEqual(
-            plots.frontier_of(points), [(1.0, 0.6), (2.0, 0.8), (4.0, 0.9)]
         )
 
     def test_tradeoff_is_of_means_over_the_seeds(self):
@@ -150,7 +143,7 @@ class CurvesTest(_InFolder):
             Run.read(self.write_run(name, accuracies, [1.0, 2.0, 3.0, 4.0]))
             for name, accuracies in (("a", [0.5, 0.7]), ("b", [0.6, 0.8]))
         ]
-        for against in ("rounds", "epsilon", "frontier", "tradeoff"):
+        for against in ("rounds", "tradeoff"):
             path = self.folder / f"{against}.png"
             plots.plot_comparison({"both": runs}, path, against)
             self.assertGreater(path.stat().st_size, 1000)

@@ -146,20 +146,6 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             atol=1e-6,
         )
 
-    def test_hidden_units_are_normalised_in_groups(self):
-        prepared = training.prepare(
-            Settings(**{**_SMALL, "model": "mlp"}, normalization_groups=4)
-        )
-        x, _ = prepared.task.test
-        *_, dense, normalised, relu, last = prepared.federated_model.model.layers
-        self.assertIsInstance(relu, tf.keras.layers.ReLU)
-        self.assertIsInstance(last, tf.keras.layers.Dense)
-        rng = np.random.default_rng(0)
-        hidden = rng.normal(3.0, 5.0, [len(x), dense.units]).astype("f4")
-        found = np.reshape(normalised(hidden), [len(x), 4, -1])
-        self.assertAllClose(found.mean(2), np.zeros([len(x), 4]), atol=1e-5)
-        self.assertAllClose(found.std(2), np.ones([len(x), 4]), atol=1e-3)
-
     def test_refused(self):
         for options, flag in (
             ({"input_shifts": 8}, "input_shifts"),
@@ -174,11 +160,6 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             ),
             ({"prior_smoothing": 0.1}, "--client_loss=balanced"),
             ({"server_schedule": "linear"}, "--server_optimizer"),
-            ({"normalization_groups": 2}, "--normalization_groups is for"),
-            (
-                {"model": "mlp", "normalization_groups": 3},
-                "normalization_groups must divide",
-            ),
             (
                 {"dataset": "emnist", "model": "cnn", "input_pooling": 2},
                 "--input_pooling",

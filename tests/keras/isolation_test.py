@@ -115,10 +115,64 @@ class _Python(_layers.Layer):
 
 
 @_registered
+class _InPlace(_layers.Layer):
+    """Writes into a constant, which stays written."""
+
+    def call(self, x):
+        kept = tf.raw_ops.InplaceAdd(x=tf.zeros([1, 8]), i=[0], v=x[:1])
+        return x + kept
+
+
+@_registered
+class _UnwrittenMemory(_layers.Layer):
+    def call(self, x):
+        return x + tf.raw_ops.Empty(shape=[8], dtype=tf.float32, init=False)
+
+
+@_registered
 class _Prints(_layers.Layer):
     def call(self, x):
         tf.print(x)
         return x
+
+
+@_registered
+class _Batch(_layers.Layer):
+    """Computes together with the clients that train at the same time."""
+
+    def call(self, x):
+        double = tf.function(lambda rows: rows + tf.reduce_sum(rows))
+        (batched,) = tf.raw_ops.BatchFunction(
+            in_tensors=[tf.reduce_sum(x)[None]],
+            captured_tensors=[],
+            f=double.get_concrete_function(tf.TensorSpec([None])),
+            num_batch_threads=1,
+            max_batch_size=10,
+            batch_timeout_micros=1000,
+            Tout=[tf.float32],
+        )
+        return x + tf.reshape(batched, [])
+
+
+@_registered
+class _BareResource(_layers.Layer):
+    """Assigns a variable that no `tf.Variable` stands for."""
+
+    def build(self, shape):
+        self.handle = [
+            tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name="bare")
+        ]
+        self.assign(tf.zeros([]))
+
+    def assign(self, value):
+        return tf.raw_ops.AssignVariableOp(resource=self.handle[0], value=value)
+
+    def call(self, x):
+        kept = tf.raw_ops.ReadVariableOp(resource=self.handle[0], dtype=tf.float32)
+        with tf.control_dependencies([kept]):
+            written = self.assign(tf.reduce_max(x))
+        with tf.control_dependencies([written]):
+            return x + tf.ensure_shape(kept, [])
 
 
 # What each of them keeps something in.
@@ -132,6 +186,9 @@ _CHANNELS = {
     "reads_a_file": (_ReadsAFile, "ReadFile"),
     "python": (_Python, "PyFuncStateless"),
     "prints": (_Prints, "PrintV2"),
+    "in_place": (_InPlace, "InplaceAdd"),
+    "unwritten_memory": (_UnwrittenMemory, "Empty"),
+    "batch": (_Batch, "BatchFunction"),
 }
 
 
@@ -166,6 +223,34 @@ class TrainingTest(parameterized.TestCase):
 
     def test_a_generator_that_is_not_seeded_for_each_client(self):
         self._refused("would pass from one", _model(_OwnGenerator()))
+
+    def test_a_resource_that_is_no_variable(self):
+        self._refused("that is no tf.Variable", _model(_BareResource()))
+
+    def test_a_loss_that_reads_a_metric(self):
+        made = []
+
+        class Largest(tf.keras.metrics.Metric):
+            def __init__(self, name="largest", **options):
+                super().__init__(name=name, **options)
+                self.kept = self.add_weight(shape=(), initializer="zeros", name="kept")
+                made.append(self)
+
+            def update_state(self, y, predicted, sample_weight=None):
+                self.kept.assign(tf.reduce_max(predicted))
+
+            def result(self):
+                return tf.convert_to_tensor(self.kept)
+
+        def loss(y, predicted):
+            return toy.loss()(y, predicted) + tf.convert_to_tensor(made[-1].kept)
+
+        self._refused(
+            "must not use the state of compiled metrics",
+            _model(),
+            loss=loss,
+            metrics=[Largest()],
+        )
 
     @parameterized.parameters("loss", "metrics")
     def test_a_loss_or_metric_that_draws(self, place):
@@ -263,6 +348,11 @@ class EvaluationTest(parameterized.TestCase):
     def test_a_layer_is_refused_by_its_name(self, layer, operation):
         fed = toy.federated(model=_model(layer(name="channel")))
         with self.assertRaisesRegex(ValueError, f"({operation}) in layer 'channel'"):
+            fed.evaluate_clients(toy.clients(), verbose=0)
+
+    def test_a_resource_that_is_no_variable(self):
+        fed = toy.federated(model=_model(_BareResource()))
+        with self.assertRaisesRegex(ValueError, "that is no tf.Variable"):
             fed.evaluate_clients(toy.clients(), verbose=0)
 
     def test_values_are_those_of_keras(self):

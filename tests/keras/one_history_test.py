@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pathlib
 import pickle
+import signal
 import tempfile
 import threading
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +18,8 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.accounting import PrivacyLedger
+from tfdp_fl.engine import CohortEngine
+from tfdp_fl.keras import resuming
 
 _DELTA = 1e-3
 
@@ -39,6 +44,10 @@ def _fit(fed, rounds=2, callbacks=(), **options):
     )
 
 
+def _interrupt():
+    raise KeyboardInterrupt
+
+
 class LostRoundsTest(parameterized.TestCase):
     """Weights that come back without the rounds that made them."""
 
@@ -51,6 +60,20 @@ class LostRoundsTest(parameterized.TestCase):
             ):
                 _fit(fed, callbacks=[backup])
         self.assertIsNone(fed.run)
+
+    def test_weights_that_a_callback_brings_when_it_is_told_of_the_model(self):
+        trained, fed = toy.federated(), toy.federated()
+        _fit(trained)
+        weights = trained.get_weights()
+
+        class BringsBack(tf.keras.callbacks.Callback):
+            def set_model(self, model):
+                super().set_model(model)
+                model.set_weights(weights)
+
+        with self.assertRaisesRegex(ValueError, "must not change the model's weights"):
+            _fit(fed, callbacks=[BringsBack()])
+        self.assertEqual(fed.epsilon(_DELTA), 0.0)
 
     @parameterized.parameters(
         "on_train_begin", "on_epoch_begin", "on_train_batch_begin"
@@ -69,6 +92,29 @@ class LostRoundsTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "must not change the model's weights"):
             _fit(fed, callbacks=[_Do(bring_back, when)])
         self.assertEqual(fed.epsilon(_DELTA), 0.0)
+
+    def test_an_interrupt_while_a_run_is_resumed(self):
+        with tempfile.TemporaryDirectory() as folder:
+            fed = toy.federated()
+            keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
+            stop = _Do(_interrupt, round_index=1)
+            with self.assertRaises(KeyboardInterrupt):
+                _fit(fed, 3, callbacks=[keep, stop])
+            restore, resumed = resuming.InterruptedRun.restore, toy.federated()
+
+            def restored(*arguments):
+                run = restore(*arguments)
+                os.kill(os.getpid(), signal.SIGINT)
+                return run
+
+            with (
+                mock.patch.object(resuming.InterruptedRun, "restore", restored),
+                self.assertRaises(KeyboardInterrupt),
+            ):
+                _fit(resumed, 3, resume_from=folder)
+        for one, other in zip(fed.get_weights(), resumed.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        self.assertEqual(resumed.epsilon(_DELTA), fed.epsilon(_DELTA))
 
     def test_a_later_round_may_go_back_to_weights_of_this_run(self):
         fed = toy.federated()
@@ -138,21 +184,70 @@ class OneHistoryTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "already trained on clients"):
             _fit(second)
 
-    @staticmethod
-    def _interrupt():
-        raise KeyboardInterrupt
+    def test_another_model_with_a_trained_layer(self):
+        model = toy.two_layers()
+        fed = toy.federated(model=model)
+        sharing = tf.keras.Sequential([tf.keras.layers.Input((8,)), *model.layers])
+        second = toy.federated(model=sharing)
+        _fit(fed)
+        for use in (lambda: _fit(second), lambda: second.epsilon(_DELTA)):
+            with self.assertRaisesRegex(ValueError, "a layer that it shares"):
+                use()
+
+    def test_two_models_that_share_a_layer_at_once(self):
+        model = toy.two_layers()
+        fed = toy.federated(model=model)
+        sharing = tf.keras.Sequential([tf.keras.layers.Input((8,)), *model.layers])
+        second = toy.federated(model=sharing)
+        collect, waiting = CohortEngine.collect, [second]
+
+        def collected(*arguments):
+            pending = collect(*arguments)
+            if waiting:  # As another thread might, while this one's cohort trains.
+                _fit(waiting.pop())
+            return pending
+
+        with (
+            mock.patch.object(CohortEngine, "collect", collected),
+            self.assertRaisesRegex(ValueError, "a layer that it shares"),
+        ):
+            _fit(fed)
+        self.assertEqual((fed.spending.rounds, second.spending.rounds), (0, 2))
+
+    def test_layers_that_were_not_trained_may_be_shared(self):
+        frozen = tf.keras.layers.Dense(8, trainable=False)
+
+        def model():
+            return tf.keras.Sequential(
+                [tf.keras.layers.Input((8,)), frozen, tf.keras.layers.Dense(3)]
+            )
+
+        for _ in range(2):
+            fed = toy.federated(model=model())
+            _fit(fed)
+            self.assertEqual(fed.spending.rounds, 2)
 
     def test_a_wrapper_that_resumes_brings_the_cost_along(self):
         with tempfile.TemporaryDirectory() as folder:
             fed = toy.federated()
             keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
             with self.assertRaises(KeyboardInterrupt):
-                _fit(fed, 3, callbacks=[keep, _Do(self._interrupt, round_index=1)])
+                _fit(fed, 3, callbacks=[keep, _Do(_interrupt, round_index=1)])
             second = toy.federated(model=fed.model)
             _fit(second, 3, resume_from=folder)
         self.assertEqual(second.spending.rounds, 3)
-        with self.assertRaisesRegex(ValueError, "already trained on clients"):
-            _fit(fed)
+        private = tfdp_fl.PrivateMetrics(
+            bounds={"loss": (0.0, 5.0)}, noise_multiplier=1.0
+        )
+        for use in (
+            lambda: _fit(fed),
+            lambda: fed.epsilon(_DELTA),
+            lambda: fed.central_epsilon(_DELTA),
+            lambda: fed.privacy_statement(_DELTA),
+            lambda: fed.evaluate_clients(toy.clients(), verbose=0, private=private),
+        ):
+            with self.assertRaisesRegex(ValueError, "already trained on clients"):
+                use()
 
 
 class PromisedTwiceTest(parameterized.TestCase):
@@ -188,6 +283,41 @@ class PromisedTwiceTest(parameterized.TestCase):
         self.assertAlmostEqual(
             contents.epsilon(_DELTA), fed.epsilon(_DELTA), delta=1e-6
         )
+
+    def test_a_budget_counts_what_is_charged_while_it_plans(self):
+        plain = toy.federated()
+        _fit(plain, 4)
+        most = plain.epsilon(_DELTA) * 1.001
+        fed = toy.federated()
+        _fit(fed, 1)
+        affordable_rounds = fed.affordable_rounds
+
+        def planned(*arguments):
+            found = affordable_rounds(*arguments)
+            # As another thread might, between the answer and what follows.
+            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
+            return found
+
+        fed.affordable_rounds = planned
+        _fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
+        self.assertLessEqual(fed.epsilon(_DELTA), most)
+
+    def test_an_evaluation_asks_no_budget_about_another_model(self):
+        fed, other = toy.federated(), toy.federated()
+        _fit(fed, 3)
+        budget = tfdp_fl.callbacks.PrivacyBudget(fed.epsilon(_DELTA) * 1.001, _DELTA)
+        _fit(fed, 1, [budget])  # Allows none.
+        _fit(other, 1, [budget])
+        with self.assertRaisesRegex(ValueError, "went on to another model"):
+            fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
+        self.assertEqual(fed.spending.evaluations, 0)
+
+    def test_a_budget_serves_one_fit_at_a_time(self):
+        fed, other = toy.federated(), toy.federated()
+        budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
+        inside = _Do(lambda: _fit(other, 1, [budget]))
+        with self.assertRaisesRegex(RuntimeError, "the PrivacyBudget of a fit that"):
+            _fit(fed, 2, [budget, inside])
 
     def test_a_target_is_asked_in_the_act_of_charging(self):
         fed = tfdp_fl.make_private(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 
 from absl.testing import absltest
 
@@ -44,6 +45,21 @@ class RoundProgressTest(absltest.TestCase):
         line = _line(loss=math.nan, abandoned_rounds=1.0)
         self.assertIn("abandoned_rounds: 1", line)
         self.assertNotIn("loss", line)
+
+    def test_a_line_has_at_most_100_characters(self):
+        logs = dict.fromkeys(("val_loss", "val_accuracy", "accuracy", "mean_iou"), 0.5)
+        for verbose in (1, 2):
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown):
+                bar = progress.RoundProgress(verbose, 0, 1000)
+                bar.end_of_round(
+                    999, {**logs, "loss": 0.5, "epsilon": 1.25, "x" * 40: 1.0}, 0.1
+                )
+            plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\x08", "", shown.getvalue())
+            for line in re.split(r"[\r\n]", plain):
+                self.assertLessEqual(len(line.rstrip()), 100)
+            self.assertIn("epsilon: 1.25", plain)
+            self.assertIn("val_accuracy: 0.5", plain)
 
 
 if __name__ == "__main__":

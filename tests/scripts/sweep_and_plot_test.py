@@ -48,13 +48,6 @@ class SweepAndPlotTest(absltest.TestCase):
             "bad set": [*sweep, "--set=rounds"],
             "other rounds": [*sweep, "--set=rounds=3"],
             "rounds": ["plot", f"--output={folder / 'rounds.png'}", str(runs)],
-            "frontier": [
-                "plot",
-                "--against=frontier",
-                "--group_by=mechanism",
-                f"--output={folder / 'frontier.pdf'}",
-                str(runs),
-            ],
             "tradeoff": [
                 "plot",
                 "--against=tradeoff",
@@ -126,7 +119,6 @@ class SweepAndPlotTest(absltest.TestCase):
     def test_charts_are_drawn(self):
         for name, file in (
             ("rounds", "rounds.png"),
-            ("frontier", "frontier.pdf"),
             ("tradeoff", "tradeoff.png"),
         ):
             outcome = self.outcomes[name]

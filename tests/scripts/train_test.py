@@ -66,7 +66,6 @@ _REFUSED = (
     (["--sequence_length=3"], "--sequence_length"),
     (["--server_learning_rate=0.1"], "--server_learning_rate"),
     (["--server_momentum=0.1"], "--server_momentum"),
-    (["--client_optimizer=adam", "--client_momentum=0.1"], "--client_momentum"),
     (["--mechanism=nbafl", "--server_optimizer=sgd"], "server_optimizer"),
     (["--median_noise_multiplier=exact"], "--median_noise_multiplier"),
     (["--overwrite", "--resume"], "--overwrite"),
@@ -94,7 +93,6 @@ class TrainTest(absltest.TestCase):
             ]
             for mechanism, short in _SHORT.items()
         }
-        lines["adaptive"].append(f"--tensorboard_dir={cls.folder / 'logs'}")
         small = ["--model=linear", "--num_clients=20", "--rounds=4"]
         lines["budget"] = [
             *small,
@@ -111,16 +109,6 @@ class TrainTest(absltest.TestCase):
             "--seed=3",
             "--checkpoint_every=2",
             f"--output_dir={cls.folder / 'checkpoints'}",
-        ]
-        lines["adapts"] = [
-            "--mechanism=correlated",
-            "--target_quantile=0.5",
-            *small,
-            "--clients_per_round=5",
-            "--server_optimizer=sgd",
-            "--server_momentum=0.5",
-            "--server_schedule=linear",
-            f"--output_dir={cls.folder / 'adapts'}",
         ]
         again = f"--output_dir={cls.folder / 'checkpoints'}"
         lines["not empty"] = [again]
@@ -176,16 +164,6 @@ class TrainTest(absltest.TestCase):
                 else:
                     self.assertGreater(result["epsilon"], 0)
 
-    def test_correlated_noise_with_a_clip_that_adapts(self):
-        self._ended_well("adapts")
-        run = Run.read(self.folder / "adapts")
-        clips = run.history["clip_norm"][1]
-        self.assertLen(set(clips), 4)
-        text = (run.path / "privacy.txt").read_text()
-        self.assertIn("0.25 to 1 (relative, by round)", text)
-        self.assertLessEqual(run.result["epsilon"], 8.0)
-        self.assertGreater(run.result["epsilon"], 7.9)
-
     def test_every_mechanisms_parameters_are_in_the_help(self):
         text = " ".join(self.outcomes["help"].out.split())
         for mechanism in settings.MECHANISMS:
@@ -212,15 +190,6 @@ class TrainTest(absltest.TestCase):
         ):
             self.assertIn(name, out)
             self.assertGreater((path / name).stat().st_size, 0, msg=name)
-        (events,) = (self.folder / "logs").glob("events*")
-        tags = [
-            each.tag
-            for event in tf.compat.v1.train.summary_iterator(str(events))
-            for each in event.summary.value
-        ]
-        self.assertEqual(tags.count("Epsilon spent/epsilon"), 12)
-        self.assertEqual(tags.count("Accuracy/val_accuracy"), 6)
-        self.assertEqual(tags[-1], "Privacy statement")
         run = Run.read(path)
         self.assertIn(f"Accuracy: {run.result['accuracy']:.4f}", out)
         self.assertIn("Epsilon:  ", out)
@@ -258,8 +227,9 @@ class TrainTest(absltest.TestCase):
         self.assertGreater(run.result["rounds"], 0)
         self.assertLessEqual(run.result["epsilon"], 1.5)
         self.assertEqual(run.result["accountant"], "pld")
-        self.assertAlmostEqual(
-            run.history["epsilon_pld"][1][-1], run.result["epsilon"], places=5
+        # On the way epsilon may be a bound that is a little larger.
+        self.assertGreaterEqual(
+            run.history["epsilon"][1][-1], run.result["epsilon"] - 1e-5
         )
 
     def test_a_full_directory_is_refused_unless_told_otherwise(self):

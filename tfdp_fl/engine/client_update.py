@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -142,7 +143,7 @@ class ClientTrainer:
 
     def start_metrics(self) -> None:
         """Empties the metrics."""
-        for variable in (*self.metric_variables, *self._compiled.scratch):
+        for variable in self.metric_variables:
             variable.assign(tf.zeros_like(variable))
 
     def metric_values(self) -> list[tf.Tensor]:
@@ -162,23 +163,19 @@ class ClientTrainer:
         y: Any,
         predicted: Any,
         weight: Any = None,
-        numbers_only: bool = True,
     ) -> None:
-        """Adds a batch to the metrics.
+        """Adds a batch to the metrics; a NaN counts as 0.
 
         Args:
           y: Nest of labels.
           predicted: Nest of the model's outputs.
           weight: What the examples count in those metrics that are weighted;
             None: all the same.
-          numbers_only: Whether a NaN among them counts as 0, as it would make
-            a NaN of the metrics.
         """
         if not self.metric_variables:
             return
-        if numbers_only:
-            y, predicted = tf.nest.map_structure(_with_numbers_only, (y, predicted))
-            weight = example_weights.numbers_only(weight)
+        y, predicted = tf.nest.map_structure(_with_numbers_only, (y, predicted))
+        weight = example_weights.numbers_only(weight)
         self._compiled.update_metrics(y, predicted, weight)
 
     def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -218,7 +215,7 @@ class ClientTrainer:
           What a client with one batch does, a `ConcreteFunction`.
         """
 
-        def client(x: Any, y: Any) -> Any:
+        def client(x: Any, y: Any, with_metrics: bool = True) -> Any:
             received = cohort.Received(
                 weights=[each.read_value() for each in self.variables],
                 unaggregated=[each.read_value() for each in self.unaggregated],
@@ -226,17 +223,25 @@ class ClientTrainer:
                 learning_rate=tf.constant(0.0),
                 seed=tf.zeros([2], tf.int64),
             )
-            self.start_metrics()
+            step = self.step if with_metrics else self._train_on
+            if with_metrics:
+                self.start_metrics()
             self.start(received, received.seed)
             # Keras names things in ways that are no names by themselves.
             with tf.name_scope("client"):
-                self.step(x, y, received.weights, received.learning_rate)
+                step(x, y, received.weights, received.learning_rate)
             return self.handed_in(received.weights, received.seed)
 
         specs = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype),
             self._element_spec,
         )
+        if self.metric_variables:  # They go on from client to client.
+            replicas.check_not_used(
+                functools.partial(client, with_metrics=False),
+                specs,
+                self.metric_variables,
+            )
         return replicas.check_state(client, specs, self.model, self.own_variables)
 
     def start(self, received: cohort.Received, seed: tf.Tensor) -> None:
@@ -249,6 +254,8 @@ class ClientTrainer:
         """
         for variable, value in zip(self.variables, received.weights, strict=True):
             variable.assign(value)
+        for variable in self._compiled.scratch:
+            variable.assign(tf.zeros_like(variable))
         for variable, value in zip(
             self.unaggregated, received.unaggregated, strict=True
         ):
@@ -276,6 +283,16 @@ class ClientTrainer:
         Returns:
           The batch's loss (float32 scalar).
         """
+        loss, *seen = self._train_on(x, y, weights, learning_rate)
+        self.update_metrics(*seen)
+        if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
+            loss = tf.reduce_mean(loss)
+        return tf.cast(loss, tf.float32)
+
+    def _train_on(
+        self, x: Any, y: Any, weights: list[tf.Tensor], learning_rate: tf.Tensor
+    ) -> tuple[tf.Tensor, Any, Any, Any]:
+        """Takes one step; returns the loss, labels, outputs and weights."""
         training = self._training
         y, weight = self.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -295,10 +312,7 @@ class ClientTrainer:
                 [_dense(gradient) for gradient in gradients], training.grad_clip
             )
         self._optimizer.apply(gradients, learning_rate)
-        self.update_metrics(y, predicted, weight)
-        if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
-            loss = tf.reduce_mean(loss)
-        return tf.cast(loss, tf.float32)
+        return loss, y, predicted, weight
 
     def _loss(self, x: Any, y: Any, predicted: Any, weight: Any) -> tf.Tensor:
         masked = any(

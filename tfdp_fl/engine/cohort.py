@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -167,22 +166,6 @@ def bounded_loss(losses: tf.Tensor) -> tf.Tensor:
     They are reported only; training knows no bound.
     """
     return tf.clip_by_value(losses, -_LARGEST_LOSS, _LARGEST_LOSS)
-
-
-def sum_if_bounded(losses: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of losses; NaN where `bounded_loss` changes any."""
-    largest = tf.reduce_max(tf.abs(losses))
-    return tf.where(largest <= _LARGEST_LOSS, tf.reduce_sum(losses), math.nan)
-
-
-def if_finite(loss: tf.Tensor, metrics: list[tf.Tensor]) -> tf.Tensor:
-    """Returns a loss; NaN where a metric's state is no number."""
-    finite = [
-        tf.reduce_all(tf.math.is_finite(each))
-        for each in metrics
-        if each.dtype.is_floating
-    ]
-    return tf.where(tf.reduce_all(finite), loss, math.nan) if finite else loss
 
 
 def made_by_each_run(state: Any, count: tf.Tensor) -> Any:

@@ -47,7 +47,6 @@ from tfdp_fl.engine import (
     replicas,
     rounds,
     server_update,
-    side_by_side,
     tables,
     tracing,
 )
@@ -349,11 +348,6 @@ class CohortEngine:
                 except CLIENT_ERRORS as error:
                     raised.append((part, error))
                     continue
-                if part.way.optimistic and not side_by_side.is_of_use(trained):
-                    way = part.way._replace(optimistic=False)
-                    trained = self.functions.prepared(
-                        replica, pending, chunk, part._replace(way=way)
-                    )()
                 pending.take(part.clients.members, trained, replica)
                 self.has_trained |= part.clients.num_clients > 0
 

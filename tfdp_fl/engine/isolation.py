@@ -31,14 +31,16 @@ _ALLOWED = re.compile(
     r"|RngReadAndSkip|RngSkip"
     # Reads of tables. What writes one is not here.
     r"|LookupTable(Find|Size)V2"
-    # Memory that is not written yet, and recurrent layers on a GPU.
-    r"|Empty|CudnnRNN\w*"
+    # Recurrent layers on a GPU.
+    r"|CudnnRNN\w*"
 )
 # Of the others, those that are no functions of their arguments: they read files,
-# call Python, or meet in a variable that is found by the operation's name.
+# call Python, write into their arguments (into constants, for good), or meet in a
+# variable or a batch that is found by the operation's name.
 _STATELESS_BUT_NOT_ALLOWED = re.compile(
     r"PyFuncStateless|ReadFile|MatchingFiles|ImmutableConst|AccumulateNV2"
     r"|InitializeTable\w*|Debug\w+|\w*Dataset\w*|TPU\w+|Tpu\w+|Risc\w+"
+    r"|Inplace\w+|Batch|BatchFunction|Unbatch(Grad)?|(De|En)codeProto\w*"
 )
 
 
@@ -72,6 +74,14 @@ def check(function: Any, model: tf.keras.Model) -> None:
             "Keras's layers, or by a keras.random.SeedGenerator that a layer "
             "holds and gives as seed=. State is to be in the model's weights."
         )
+    for handle, _ in function.graph.captures:
+        if handle.dtype == tf.resource and not (
+            _is_variable(handle) or _is_table(handle)
+        ):
+            raise ValueError(
+                "model, loss, metrics and hooks must keep their state in variables, "
+                "got a resource that is no tf.Variable."
+            )
 
 
 def assigned(function: Any) -> dict[int, tf.Tensor]:
@@ -108,6 +118,14 @@ def read(handle: tf.Tensor) -> tf.Tensor:
 def _is_variable(handle: tf.Tensor) -> bool:
     data = getattr(handle, "_handle_data", None)
     return data is not None and data.is_set
+
+
+def _is_table(handle: tf.Tensor) -> bool:
+    try:
+        tf.raw_ops.LookupTableSizeV2(table_handle=handle)
+    except tf.errors.OpError:
+        return False
+    return True
 
 
 def _is_allowed(kind: str) -> bool:

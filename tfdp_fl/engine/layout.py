@@ -27,8 +27,6 @@ class Way(NamedTuple):
         also takes all the steps.
       num_steps: Side by side, how many steps there are.
       in_groups: Side by side, whether so many at once is an argument.
-      optimistic: Side by side, whether nobody is taken to have a NaN: a few
-        clients at a time.
       xla: Whether XLA compiles it.
     """
 
@@ -36,7 +34,6 @@ class Way(NamedTuple):
     full_batches: bool
     num_steps: int | None = None
     in_groups: bool = False
-    optimistic: bool = False
     xla: bool = False
 
 
@@ -153,7 +150,6 @@ class Layout:
                     each,
                     serving=clients if for_workers else each,
                     at_once=_evenly(each, at_once) if in_groups else None,
-                    optimistic=small and not in_groups,
                 )
             ]
             for (each,) in groups
@@ -191,7 +187,6 @@ def _side_by_side(
     clients: tables.ClientTable,
     serving: tables.ClientTable,
     at_once: int | None,
-    optimistic: bool,
 ) -> Part:
     """Lays clients out for a function that serves others as well."""
     steps = serving.steps
@@ -201,7 +196,6 @@ def _side_by_side(
         full_batches=bool(not serving.has_short_batches and (steps == num_steps).all()),
         num_steps=num_steps,
         in_groups=at_once is not None,
-        optimistic=optimistic,
     )
     table = tables.side_by_side(clients, num_steps)
     arguments = (table,) if at_once is None else (table, np.int32(at_once))

@@ -175,6 +175,26 @@ def check_state(
     return traced
 
 
+def check_not_used(
+    training: Callable[..., Any], specs: Any, metric_variables: list[tf.Variable]
+) -> None:
+    """Raises ValueError if training reads metrics, which add up over clients.
+
+    Args:
+      training: What a client does, but for its metrics.
+      specs: Of its arguments.
+      metric_variables: The metrics' state.
+    """
+    traced = calls.traced(tf.function(training, autograph=False), *specs)
+    used = {id(handle) for handle, _ in traced.graph.captures}
+    for variable in metric_variables:
+        if id(variable.handle) in used:
+            raise ValueError(
+                "model, loss, optimizer and hooks must not use the state of compiled "
+                f"metrics, which goes on from client to client, got {variable.name!r}."
+            )
+
+
 def _traced_forward_pass(model: tf.keras.Model, element_spec: Any) -> Any:
     def forward_pass() -> Any:
         # Keras 3 names a scope after the model, which may not be a name that

@@ -25,7 +25,6 @@ sum that they come to.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
@@ -85,7 +84,6 @@ class SideBySide:
         query: cohort_query.CohortQuery,
         steps: int,
         full_batches: bool,
-        all_usable: bool = False,
     ):
         """Prepares the function for a number of local steps.
 
@@ -94,10 +92,7 @@ class SideBySide:
           query: The mechanism's query; it only scales.
           steps: S.
           full_batches: Every client takes S steps of exactly B examples.
-          all_usable: Take for granted that there is no NaN and no Inf. A
-            result that `is_of_use` denies is to be thrown away.
         """
-        self._all_usable = all_usable
         self._trainer = trainer
         self._query = query
         self._steps = steps
@@ -180,8 +175,6 @@ class SideBySide:
             examples += counted
         clipped = self._clip_and_sum(received, memory, table.measured)
         metrics = self._trainer.metric_values()
-        if self._all_usable:
-            loss = cohort.if_finite(loss, metrics)
         return cohort.CohortSum(clipped, loss, examples, ()), metrics
 
     def _as_computed_with(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -365,12 +358,7 @@ class SideBySide:
             y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
             if weight is not None:
                 weight = tf.boolean_mask(weight, valid)
-        self._trainer.update_metrics(y, h, weight, numbers_only=not self._all_usable)
-        if self._all_usable:
-            if valid is not None:
-                losses = tf.boolean_mask(losses, valid)
-            rows = tf.cast(tf.size(losses), tf.float32)
-            return cohort.sum_if_bounded(losses), rows
+        self._trainer.update_metrics(y, h, weight)
         counts = tf.math.is_finite(losses)
         if valid is not None:
             counts &= valid
@@ -451,12 +439,11 @@ class SideBySide:
         update: list[Any] = [None] * len(received.weights)
         for layer, (x, d) in zip(dense, factors, strict=True):
             d = _rows(tf.math.multiply_no_nan(d, scale))
-            if not self._all_usable:
-                x = tf.cond(
-                    tf.reduce_all(usable),
-                    lambda x=x: x,
-                    lambda x=x: tf.where(tf.math.is_finite(x), x, 0.0),
-                )
+            x = tf.cond(
+                tf.reduce_all(usable),
+                lambda x=x: x,
+                lambda x=x: tf.where(tf.math.is_finite(x), x, 0.0),
+            )
             update[layer.kernel] = tf.matmul(_rows(x), d, transpose_a=True)
             if layer.bias is not None:
                 update[layer.bias] = tf.reduce_sum(d, axis=0)
@@ -478,17 +465,6 @@ class SideBySide:
             grams.append((gram, tf.matmul(d, d, transpose_b=True)))
             factors.append((x, d))
         return grams, factors
-
-
-def is_of_use(trained: cohort.Trained) -> bool:
-    """Returns False where what was `all_usable` was not (eager tensors).
-
-    A client that is discarded is counted; a loss out of bounds, or a metric
-    that is no number, makes the loss a NaN.
-    """
-    return trained.total.contribution.discarded.numpy() == 0 and bool(
-        math.isfinite(trained.total.loss.numpy())
-    )
 
 
 def _of_one_output(y: Any) -> Any:

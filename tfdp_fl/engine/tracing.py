@@ -77,7 +77,6 @@ class CohortFunctions:
                 self.query,
                 cast(int, way.num_steps),
                 way.full_batches,
-                all_usable=way.optimistic,
             )
         return one_by_one.OneByOne(
             trainer,

@@ -25,7 +25,6 @@ def mlp(
     num_classes: int,
     hidden_units: Sequence[int] = (128,),
     pooling: int = 1,
-    groups: int = 0,
 ) -> tf.keras.Model:
     """Returns a dense network with ReLU, whose outputs are logits.
 
@@ -36,13 +35,9 @@ def mlp(
       pooling: If not 1, images come in as the means of squares of so many
         pixels' side, times that side, which keeps their L2 norm about the
         same: fewer weights for noise to fall on.
-      groups: If not 0, a hidden layer's units are normalised before ReLU, in
-        so many groups, within each example (Wu and He 2018, "Group
-        normalization").
 
     Raises:
-      ValueError: The examples are to be pooled, and are no images; or a width
-        cannot be divided into the groups.
+      ValueError: The examples are to be pooled, and are no images.
     """
     layers = [tf.keras.Input(tuple(input_shape))]
     flat = len(input_shape) == 1
@@ -56,17 +51,7 @@ def mlp(
     if pooling != 1 or not flat:
         layers.append(tf.keras.layers.Flatten())
     for units in hidden_units:
-        if not groups:
-            layers.append(tf.keras.layers.Dense(units, activation="relu"))
-            continue
-        if units % groups:
-            raise ValueError(
-                "normalization_groups must divide each of hidden_units, got "
-                f"{groups} and {units}."
-            )
-        layers.append(tf.keras.layers.Dense(units))
-        layers.append(tf.keras.layers.GroupNormalization(groups))
-        layers.append(tf.keras.layers.ReLU())
+        layers.append(tf.keras.layers.Dense(units, activation="relu"))
     layers.append(tf.keras.layers.Dense(num_classes))
     return tf.keras.Sequential(layers)
 

@@ -56,26 +56,12 @@ def accuracy_of(run: Run) -> tuple[list[int], list[float]]:
 
 def epsilon_of(run: Run) -> tuple[list[int], list[float]]:
     """Returns the rounds and finite epsilons, by the run's accountant."""
-    for name in ("epsilon_pld", "epsilon"):
-        if name in run.history:
-            pairs = [
-                (t, value)
-                for t, value in zip(*run.history[name], strict=True)
-                if math.isfinite(value)
-            ]
-            return [t for t, _ in pairs], [value for _, value in pairs]
-    return [], []
-
-
-def accuracy_by_epsilon(run: Run) -> tuple[list[float], list[float]]:
-    """Returns what a run's accuracies had cost when they were reached."""
-    spent = dict(zip(*epsilon_of(run), strict=True))
     pairs = [
-        (spent[t], accuracy)
-        for t, accuracy in zip(*accuracy_of(run), strict=True)
-        if t in spent
+        (t, value)
+        for t, value in zip(*run.history.get("epsilon", ([], [])), strict=True)
+        if math.isfinite(value)
     ]
-    return [e for e, _ in pairs], [a for _, a in pairs]
+    return [t for t, _ in pairs], [value for _, value in pairs]
 
 
 def plot_run(run: Run, path: str | os.PathLike[str]) -> None:
@@ -125,27 +111,25 @@ def plot_comparison(
       groups: Runs by the name that they are shown under; several runs of a
         group (its seeds) are thin lines, and their mean a thick one.
       path: The image file.
-      against: "rounds"; "epsilon", what had been spent by then; "frontier",
-        the final accuracy against the final epsilon; or "tradeoff", the same
-        with a line a group, of means and standard deviations over the seeds.
+      against: "rounds"; or "tradeoff",
+        the final accuracy against the final epsilon, a line a group, of means
+        and standard deviations over the seeds.
     """
-    if against in ("frontier", "tradeoff"):
-        draw = _plot_frontier if against == "frontier" else _plot_tradeoff
-        draw(groups, path)
+    if against == "tradeoff":
+        _plot_tradeoff(groups, path)
         return
     figure, axes = pyplot().subplots(figsize=(7, 4.5))
-    curve_of = accuracy_of if against == "rounds" else accuracy_by_epsilon
     for place, (name, runs) in enumerate(groups.items()):
         color = COLORS[place % len(COLORS)]
         style = ("-", "--", ":", "-.")[place // len(COLORS) % 4]
-        curves: list[Any] = [c for c in map(curve_of, runs) if c[0]]
+        curves: list[Any] = [c for c in map(accuracy_of, runs) if c[0]]
         if not curves:
             continue
         for x, y in curves if len(curves) > 1 else ():
             axes.plot(x, y, style, color=color, alpha=0.3, linewidth=0.8)
         axes.plot(*mean_curve(curves), style, color=color, label=name)
     _draw_chance(axes, [run for runs in groups.values() for run in runs])
-    axes.set_xlabel("round" if against == "rounds" else "epsilon")
+    axes.set_xlabel("round")
     axes.set_ylabel("accuracy")
     axes.set_ylim(0, 1)
     axes.set_xlim(left=0)
@@ -167,18 +151,6 @@ def mean_curve(
     return mean_x, mean_y
 
 
-def frontier_of(
-    points: Iterable[tuple[float, float]],
-) -> list[tuple[float, float]]:
-    """Returns the (epsilon, accuracy) pairs that nothing as cheap beats."""
-    frontier, best = [], -math.inf
-    for epsilon, accuracy in sorted(points, key=lambda p: (p[0], -p[1])):
-        if accuracy > best:
-            best = accuracy
-            frontier.append((epsilon, accuracy))
-    return frontier
-
-
 def _scale_epsilon(axes: Any, epsilons: Sequence[float]) -> None:
     """Makes the axis logarithmic, with plain numbers, if they are far apart."""
     if not epsilons or max(epsilons) < 10 * min(epsilons):
@@ -189,43 +161,6 @@ def _scale_epsilon(axes: Any, epsilons: Sequence[float]) -> None:
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-
-
-def _plot_frontier(
-    groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
-) -> None:
-    """Draws final accuracy against final epsilon, and the best for each."""
-    figure, panels = _panels(groups, sharey=False)
-    points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in panels}
-    for place, (name, runs) in enumerate(groups.items()):
-        for kind, axes in panels.items():
-            finished = [
-                (run.result["epsilon"], run.result["accuracy"])
-                for run in runs
-                if run.result.get("epsilon") is not None and _guarantee(run) == kind
-            ]
-            if finished:
-                points[kind] += finished
-                axes.plot(
-                    *zip(*finished, strict=True),
-                    "os^Dv"[place // len(COLORS) % 5],
-                    color=COLORS[place % len(COLORS)],
-                    label=name,
-                )
-    for kind, axes in panels.items():
-        frontier = frontier_of(points[kind])
-        if frontier:
-            axes.step(
-                *zip(*frontier, strict=True),
-                where="post",
-                color="gray",
-                linewidth=1,
-                zorder=0,
-                label="frontier",
-            )
-            _scale_epsilon(axes, [epsilon for epsilon, _ in frontier])
-    _legend_beside(figure, panels.values())
-    save(figure, path)
 
 
 # What an epsilon is about: figures of different kinds share no axis.
@@ -240,9 +175,7 @@ def _guarantee(run: Run) -> str:
     return str(run.result.get("guarantee", "central"))
 
 
-def _panels(
-    groups: Mapping[str, Sequence[Run]], sharey: bool
-) -> tuple[Any, dict[str, Any]]:
+def _panels(groups: Mapping[str, Sequence[Run]]) -> tuple[Any, dict[str, Any]]:
     """Returns a figure, and its axes by what an epsilon is about."""
     there = {
         _guarantee(run)
@@ -255,7 +188,7 @@ def _panels(
         1,
         len(kinds),
         figsize=(3.5 + 3.5 * len(kinds), 4.5),
-        sharey=sharey,
+        sharey=True,
         squeeze=False,
     )
     for kind, each in zip(kinds, axes[0], strict=True):
@@ -319,7 +252,7 @@ def _plot_tradeoff(
     groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
 ) -> None:
     """Draws a line a group; one without any epsilon is a level to reach."""
-    figure, panels = _panels(groups, sharey=True)
+    figure, panels = _panels(groups)
     epsilons: dict[str, list[float]] = {kind: [] for kind in panels}
     for place, (name, runs) in enumerate(groups.items()):
         color = COLORS[place % len(COLORS)]
@@ -364,15 +297,14 @@ def plot_audit(
       path: The file.
     """
     figure, axes = pyplot().subplots(figsize=(7, 4))
-    low = min(min(observed), -3.5, *(unobserved if unobserved is not None else ()))
-    high = max(max(observed), 3.5, *(unobserved if unobserved is not None else ()))
-    edges = [low + (high - low) * k / 60 for k in range(61)]
+    scores = observed if unobserved is None else [*observed, *unobserved]
+    edges = np.linspace(min(*scores, -3.5), max(*scores, 3.5), 61)
     style = {"bins": edges, "density": True, "alpha": 0.55}
     if unobserved is None:
-        xs = [low + (high - low) * k / 400 for k in range(401)]
+        xs = np.linspace(edges[0], edges[-1], 401)
         axes.plot(
             xs,
-            [math.exp(-x * x / 2) / math.sqrt(2 * math.pi) for x in xs],
+            np.exp(-(xs**2) / 2) / math.sqrt(2 * math.pi),
             color=_EPSILON_COLOR,
             label="did not take part: N(0, 1)",
         )

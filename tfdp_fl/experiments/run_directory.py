@@ -25,6 +25,7 @@ from typing import Any
 from tfdp_fl import _files, _json
 from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.keras import callbacks
+from tfdp_fl.keras.callbacks import report
 
 CONFIG = "config.json"
 HISTORY = "history.csv"
@@ -167,6 +168,34 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
             {name: cell for name, cell in row.items() if cell != ""}
             for row in csv.DictReader(file)
         ]
+
+
+def write_report(run: Run, path: str | os.PathLike[str] | None = None) -> None:
+    """Writes the page that `callbacks.Report` writes of a training.
+
+    Args:
+      run: A run that has ended, perhaps early.
+      path: The file; None: `report.html` in the run's directory.
+
+    Raises:
+      ValueError: There is a folder in the file's place.
+    """
+    path = pathlib.Path(path or run.path / REPORT)
+    if path.is_dir():
+        raise ValueError(f"--output must name a file, got the folder {path}.")
+    rounds: dict[int, dict[str, float]] = {}
+    for name, (numbers, values) in run.history.items():
+        for number, value in zip(numbers, values, strict=True):
+            rounds.setdefault(number, {})[name] = value
+    text = report.page(
+        run.path.resolve().name,
+        json.loads((run.path / STATEMENT_JSON).read_text("utf-8")),
+        sorted(rounds.items()),
+        run.settings.to_dict(),
+        target=run.settings.target_epsilon,
+        ended_early=run.result.get("stopped") == "interrupted",
+    )
+    _files.write_text(path, text)
 
 
 @dataclasses.dataclass(frozen=True)

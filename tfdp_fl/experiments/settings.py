@@ -105,6 +105,31 @@ _TUNED_SERVER: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+# Settings that only go with some values of another one.
+_IMAGES = ("digits", "mnist")
+_ONLY_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("num_clients", "dataset", (*_IMAGES, "emnist")),
+    ("iid", "dataset", _IMAGES),
+    ("shards_per_client", "dataset", _IMAGES),
+    ("input_shifts", "dataset", (*_IMAGES, "emnist")),
+    ("examples_per_client", "dataset", _IMAGES),
+    ("validation_examples", "dataset", _IMAGES),
+    ("sequence_length", "dataset", ("shakespeare",)),
+    ("clients_per_role", "dataset", ("shakespeare",)),
+    ("data_path", "dataset", ("mnist", "shakespeare", "emnist", "npz")),
+    ("prior_smoothing", "client_loss", ("balanced",)),
+    ("server_momentum", "server_optimizer", ("sgd",)),
+    ("server_learning_rate", "server_optimizer", ("sgd", "adam")),
+    ("server_schedule", "server_optimizer", ("sgd", "adam")),
+    ("server_ema", "server_optimizer", ("sgd", "adam")),
+)
+# The same, once the model is chosen.
+_ONLY_WITH_MODEL = (
+    ("input_pooling", "model", ("linear", "mlp")),
+    ("input_features", "model", ("linear", "mlp")),
+)
+
+
 def _option(default: Any, kind: Any, help_: str) -> Any:
     """Returns a field; `kind` is a type, or a tuple of the words allowed."""
     return dataclasses.field(default=default, metadata={"kind": kind, "help": help_})
@@ -119,7 +144,7 @@ class Settings(_MechanismParameters):
 
     None leaves a choice to the data set or the mechanism; `resolved` fills it
     in (always where the type is Any). What each field means is said in its
-    help, which `python scripts/train.py --help` prints.
+    help, which `python scripts/train.py --helpfull` prints.
     """
 
     # The data.
@@ -160,12 +185,6 @@ class Settings(_MechanismParameters):
         "digits, mnist: if not 0, so many training examples are held out and "
         "evaluated on in place of the test set. Choose settings by these.",
     )
-    test_fraction: float | None = _option(
-        None,
-        float,
-        "shakespeare: the last share of each role's text; npz: the share of "
-        "the clients; that is held out to evaluate on (0.1).",
-    )
     sequence_length: int | None = _option(
         None, int, "shakespeare: characters in an example (80)."
     )
@@ -174,9 +193,6 @@ class Settings(_MechanismParameters):
         int,
         "shakespeare: how many clients a role is at most (1). With more, a "
         "part of a role is what is protected.",
-    )
-    data_seed: int = _option(
-        0, int, "digits, mnist, npz: which client gets what, or is held out."
     )
 
     # The model.
@@ -190,12 +206,6 @@ class Settings(_MechanismParameters):
         None,
         str,
         "Units of the dense (mlp, cnn) or LSTM layers, as in 600,100.",
-    )
-    normalization_groups: int | None = _option(
-        None,
-        int,
-        "mlp: each hidden layer's units are normalised within an example, in "
-        "so many groups (group normalisation).",
     )
     input_pooling: int | None = _option(
         None,
@@ -271,12 +281,6 @@ class Settings(_MechanismParameters):
         "in 50,50,100 or 30x50,30x100.",
     )
     rounds: Any = _option(None, int, "T, how many rounds.")
-    on_client_failure: str | None = _option(
-        None,
-        ("abort", "exclude"),
-        "What becomes of a round in which a client's data cannot be read "
-        "(exclude; abort where the clients add the noise).",
-    )
     secure_aggregation: str | None = _option(
         None,
         ("ring", "float"),
@@ -292,11 +296,9 @@ class Settings(_MechanismParameters):
     shuffle: bool = _option(
         False, bool, "Whether clients shuffle their examples for each epoch."
     )
-    client_optimizer: str = _option("sgd", ("sgd", "adam"), "The clients' optimizer.")
     client_learning_rate: float | None = _option(
         None, float, "The clients' learning rate."
     )
-    client_momentum: float = _option(0.0, float, "Momentum of --client_optimizer=sgd.")
     client_loss: str = _option(
         "cross_entropy",
         ("cross_entropy", "balanced"),
@@ -309,11 +311,6 @@ class Settings(_MechanismParameters):
         float,
         "--client_loss=balanced: what a class is given besides its share of "
         "the client's labels (0.01).",
-    )
-    grad_clip: float = _option(
-        -1.0,
-        float,
-        "Each local gradient is scaled down to this L2 norm; off if <= 0.",
     )
     server_optimizer: Any = _option(
         None,
@@ -363,16 +360,6 @@ class Settings(_MechanismParameters):
     validation_freq: Any = _option(
         None, int, "Evaluate every so many rounds, and after the last."
     )
-    jit_compile: str = _option(
-        "auto",
-        ("auto", "true", "false"),
-        "Whether XLA compiles local training; auto decides by the model.",
-    )
-    num_replicas: int | None = _option(
-        None,
-        int,
-        "How many clients train at once; one for each core unless given.",
-    )
     checkpoint_every: int = _option(
         0,
         int,
@@ -410,7 +397,12 @@ class Settings(_MechanismParameters):
         self._check_words()
         self._check_dataset()
         self._check_mechanism()
-        self._check_optimizers()
+        self._check_only_with(_ONLY_WITH)
+        if not 0 <= self.server_ema < 1:
+            raise ValueError(
+                "--server_ema must be at least 0 and less than 1, got "
+                f"{self.server_ema!r}."
+            )
         defaults = {**_ALWAYS, **_BY_DATASET[self.dataset]}
         usual_model = defaults["model"]
         defaults.update(mechanism_options.run_defaults(self.mechanism))
@@ -428,32 +420,15 @@ class Settings(_MechanismParameters):
         filled = self._with_defaults(defaults)
         if self.server_optimizer is None:
             filled = dataclasses.replace(filled, **server)
-        if filled.normalization_groups and filled.model != "mlp":
-            raise ValueError(
-                "--normalization_groups is for --model=mlp, got "
-                f"--model={filled.model}."
-            )
-        if filled.input_pooling and filled.model not in ("linear", "mlp"):
-            raise ValueError(
-                "--input_pooling is for --model=linear|mlp, got "
-                f"--model={filled.model}."
-            )
-        if filled.input_features and (
-            filled.model not in ("linear", "mlp") or filled.input_pooling
-        ):
-            raise ValueError(
-                "--input_features is for --model=linear|mlp without "
-                f"--input_pooling, got --model={filled.model} and "
-                f"--input_pooling={filled.input_pooling}."
-            )
+        filled._check_only_with(_ONLY_WITH_MODEL)
+        if filled.input_features and filled.input_pooling:
+            raise ValueError("--input_features is without --input_pooling.")
         if filled.iid:
             filled = dataclasses.replace(filled, shards_per_client=None)
         # Read now, so that a bad one is refused before anything starts.
         filled.schedule("clients_per_round")
         filled.schedule("noise_multiplier")
         filled.units()
-        if filled.num_replicas is not None:
-            _validate.positive_integer(**{"--num_replicas": filled.num_replicas})
         return filled
 
     def for_population(self, num_clients: int) -> Settings:
@@ -556,24 +531,6 @@ class Settings(_MechanismParameters):
                 _validate.finite(**{f"--{field.name}": value})
 
     def _check_dataset(self) -> None:
-        allowed = {
-            "num_clients": ("digits", "mnist", "emnist"),
-            "iid": ("digits", "mnist"),
-            "shards_per_client": ("digits", "mnist"),
-            "input_shifts": ("digits", "mnist", "emnist"),
-            "examples_per_client": ("digits", "mnist"),
-            "validation_examples": ("digits", "mnist"),
-            "test_fraction": ("shakespeare", "npz"),
-            "sequence_length": ("shakespeare",),
-            "clients_per_role": ("shakespeare",),
-            "data_path": ("mnist", "shakespeare", "emnist", "npz"),
-        }
-        for name, datasets in allowed.items():
-            if getattr(self, name) and self.dataset not in datasets:
-                raise ValueError(
-                    f"--{name} is for --dataset={'|'.join(datasets)}, got "
-                    f"--dataset={self.dataset}."
-                )
         if self.shards_per_client and self.iid:
             raise ValueError("--shards_per_client needs --noiid.")
         if self.dataset in ("shakespeare", "npz") and not self.data_path:
@@ -617,25 +574,16 @@ class Settings(_MechanismParameters):
             )
         self.mechanism_options()
 
-    def _check_optimizers(self) -> None:
-        if self.client_momentum and self.client_optimizer != "sgd":
-            raise ValueError("--client_momentum is for --client_optimizer=sgd.")
-        if self.server_momentum and self.server_optimizer != "sgd":
-            raise ValueError("--server_momentum is for --server_optimizer=sgd.")
-        if not 0 <= self.server_ema < 1:
-            raise ValueError(
-                "--server_ema must be at least 0 and less than 1, got "
-                f"{self.server_ema!r}."
-            )
-        if self.prior_smoothing is not None and self.client_loss != "balanced":
-            raise ValueError("--prior_smoothing needs --client_loss=balanced.")
-        if self.server_optimizer in (None, "none"):
-            if self.server_schedule != "constant":
-                raise ValueError("--server_schedule needs --server_optimizer.")
-            if self.server_ema:
-                raise ValueError("--server_ema needs --server_optimizer.")
-            if self.server_learning_rate:
-                raise ValueError("--server_learning_rate needs --server_optimizer.")
+    def _check_only_with(self, rules: tuple[tuple[str, str, tuple[str, ...]], ...]):
+        """Refuses what is set beside a value that it does not go with."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, other, allowed in rules:
+            given, value = getattr(self, name), getattr(self, other)
+            if given and given != defaults[name] and value not in allowed:
+                raise ValueError(
+                    f"--{name} is for --{other}={'|'.join(allowed)}, got "
+                    f"--{other}={value}."
+                )
 
 
 # Those that no setting of another kind has the name of, as --rounds has.

@@ -1,20 +1,17 @@
-"""Many runs from one configuration: a grid or a random search, over seeds.
+"""Many runs from one configuration: a grid, over seeds.
 
 A configuration is a JSON object:
 
     {
       "base":   {"dataset": "digits", "rounds": 60},
       "grid":   {"mechanism": ["fixed", "adaptive"], "target_epsilon": [2, 8]},
-      "random": {"client_learning_rate": {"log_uniform": [0.01, 1]},
-                 "batch_size": {"choice": [5, 10, 20]}},
-      "trials": 10,
       "runs":   [{"mechanism": "none"}, {"mechanism": "local", "rounds": 10}],
       "seeds":  [0, 1, 2]
     }
 
 Every part but `base` may be left out. The runs are those of `runs` and those
-of the grid, each with every draw of `random`, each with every seed. Names are
-those of `tfdp_fl.experiments.Settings`.
+of the grid, each with every seed. Names are those of
+`tfdp_fl.experiments.Settings`.
 """
 
 from __future__ import annotations
@@ -27,10 +24,9 @@ import os
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _validate
@@ -38,17 +34,7 @@ from tfdp_fl.experiments import plots, run_directory, training
 from tfdp_fl.experiments.run_directory import Run
 from tfdp_fl.experiments.settings import Settings
 
-_PARTS = (
-    "description",
-    "base",
-    "grid",
-    "random",
-    "trials",
-    "search_seed",
-    "runs",
-    "seeds",
-)
-_DISTRIBUTIONS = ("choice", "uniform", "log_uniform")
+_PARTS = ("description", "base", "grid", "runs", "seeds")
 # What a table of runs says of each, by its name in `result.json`.
 FIGURES = (
     "accuracy",
@@ -110,7 +96,7 @@ def expand(config: Mapping[str, Any]) -> list[Trial]:
     return trials
 
 
-def _variations(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _variations(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     listed = list(config.get("runs", []))
     grid = config.get("grid", {})
     if grid or not listed:
@@ -118,37 +104,7 @@ def _variations(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             dict(zip(grid, values, strict=True))
             for values in itertools.product(*grid.values())
         ]
-    if "random" not in config:
-        yield from listed
-        return
-    generator = np.random.default_rng(config.get("search_seed", 0))
-    trials = _validate.positive_integer(trials=config.get("trials", 1))
-    for each in listed:
-        for _ in range(trials):
-            drawn = {
-                name: _draw(name, distribution, generator)
-                for name, distribution in config["random"].items()
-            }
-            yield {**each, **drawn}
-
-
-def _draw(
-    name: str, distribution: Mapping[str, Any], generator: np.random.Generator
-) -> Any:
-    if len(distribution) != 1:
-        raise ValueError(
-            f"{name} must have one of {', '.join(_DISTRIBUTIONS)}, got "
-            f"{dict(distribution)}."
-        )
-    ((kind, values),) = distribution.items()
-    _validate.one_of(_DISTRIBUTIONS, **{name: kind})
-    if kind == "choice":
-        return values[int(generator.integers(len(values)))]
-    low, high = values
-    if kind == "uniform":
-        return float(f"{generator.uniform(low, high):.4g}")
-    drawn = math.exp(generator.uniform(math.log(low), math.log(high)))
-    return float(f"{drawn:.4g}")
+    return listed
 
 
 def run_sweep(
@@ -163,7 +119,7 @@ def run_sweep(
     Each run leaves its files in a directory of its own, and after each the
     tables are written anew: `runs.csv` (a row a run) and `summary.csv` (mean
     and standard deviation over the seeds), and in the end `accuracy.png` and
-    `frontier.png`. A sweep that was cut short goes on with the first run that
+    `tradeoff.png`. A sweep that was cut short goes on with the first run that
     has no result (and inside it, if it saved checkpoints).
 
     Args:
@@ -208,7 +164,7 @@ def run_sweep(
     if groups:
         try:
             plots.plot_comparison(groups, root / "accuracy.png")
-            plots.plot_comparison(groups, root / "frontier.png", "frontier")
+            plots.plot_comparison(groups, root / "tradeoff.png", "tradeoff")
         except ImportError as error:
             say(str(error))
     return failed

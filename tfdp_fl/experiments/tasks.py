@@ -56,10 +56,8 @@ def load_task(settings: settings_lib.Settings) -> Task:
             "shards_per_client",
             "examples_per_client",
             "validation_examples",
-            "test_fraction",
             "sequence_length",
             "clients_per_role",
-            "data_seed",
             "input_features",
             "input_shifts",
         )
@@ -93,10 +91,10 @@ def _load(chosen: str) -> Task:
     task = _load_original(dict(options))
     if not features and not pixels:
         return task
-    return _prepared(task, features, pixels, options["data_seed"])
+    return _prepared(task, features, pixels)
 
 
-def _prepared(task: Task, features: bool, pixels: int, seed: int) -> Task:
+def _prepared(task: Task, features: bool, pixels: int) -> Task:
     """Returns the same task, of examples that are computed here, once.
 
     Args:
@@ -104,7 +102,6 @@ def _prepared(task: Task, features: bool, pixels: int, seed: int) -> Task:
       features: Whether of their oriented gradients.
       pixels: By how many each image that a client holds is moved, to a side
         that is drawn for it, or not at all; 0: none is.
-      seed: Of what is drawn.
     """
     spec = task.clients.element_spec[0]
     if not isinstance(spec, tf.TensorSpec):
@@ -124,7 +121,7 @@ def _prepared(task: Task, features: bool, pixels: int, seed: int) -> Task:
     versions = [x]
     if pixels:
         versions = models.shifted(x, pixels)
-        drawn = np.random.default_rng([seed, pixels])
+        drawn = np.random.default_rng([0, pixels])
         rows = rows + len(x) * drawn.integers(len(versions), size=len(rows))
     by_client = np.split(rows, np.cumsum(lengths)[:-1])
     clients = datasets.FederatedDataset.from_indices(
@@ -139,12 +136,11 @@ def _prepared(task: Task, features: bool, pixels: int, seed: int) -> Task:
 def _load_original(options: dict[str, Any]) -> Task:
     dataset = options.pop("dataset")
     path = options.pop("data_path", None)
-    seed = options.pop("data_seed")
     if dataset in ("digits", "mnist"):
         load = datasets.load_digits
         if dataset == "mnist":
             load = functools.partial(datasets.load_mnist, path=path)
-        return Task(*load(seed=seed, **options), num_classes=10)
+        return Task(*load(**options), num_classes=10)
     options.pop("validation_examples")
     if dataset == "shakespeare":
         clients, test = datasets.load_shakespeare(path, **options)
@@ -153,7 +149,7 @@ def _load_original(options: dict[str, Any]) -> Task:
         clients, test = datasets.load_emnist(cache_dir=path, **options)
         return Task(clients, test, num_classes=10)
     clients, held_out = datasets.FederatedDataset.from_npz(path).split_clients(
-        options.get("test_fraction", _SPLIT_FRACTION), seed
+        _SPLIT_FRACTION, seed=0
     )
     labels = clients.flat()[1]
     if isinstance(labels, (dict, list, tuple)) or not labels.dtype.is_integer:
@@ -188,8 +184,6 @@ def build_model(settings: settings_lib.Settings, task: Task) -> tf.keras.Model:
         return models.lstm(task.num_classes, **widths)
     if settings.input_pooling:
         widths["pooling"] = settings.input_pooling
-    if settings.normalization_groups:
-        widths["groups"] = settings.normalization_groups
     build: dict[Any, Callable[..., tf.keras.Model]] = {
         "linear": models.linear,
         "mlp": models.mlp,

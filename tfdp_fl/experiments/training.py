@@ -22,7 +22,6 @@ from tfdp_fl.keras.make_private import known_facts
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _SERVER_ADAM_RATE = 0.01
-_JIT_COMPILE = {"auto": None, "true": True, "false": False}
 
 
 def use_one_thread_per_operation() -> bool:
@@ -84,12 +83,10 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
         settings, tasks.build_model(settings, task), num_clients, delta
     )
     federated_model.compile(
-        optimizer=_client_optimizer(settings),
+        optimizer=tf.keras.optimizers.SGD(settings.client_learning_rate),
         loss=_loss(settings),
         metrics=[tf.keras.metrics.SparseCategoricalAccuracy("accuracy")],
         server_optimizer=_server_optimizer(settings),
-        jit_compile=_JIT_COMPILE[settings.jit_compile],
-        grad_clip=settings.grad_clip,
     )
     return Prepared(settings, task, federated_model, delta)
 
@@ -113,8 +110,6 @@ def _federated_model(
     cohorts: dict[str, Any] = {
         "clients_per_round": settings.schedule("clients_per_round"),
         "sampling": settings.sampling,
-        "on_client_failure": settings.on_client_failure,
-        "num_replicas": settings.num_replicas,
         "noise_generator": settings.noise_generator,
         "secure_aggregation": None
         if settings.secure_aggregation is None
@@ -169,14 +164,6 @@ def _smallest(value: float | tuple[float, ...]) -> float:
     return min(value) if isinstance(value, tuple) else value
 
 
-def _client_optimizer(settings: settings_lib.Settings) -> Any:
-    if settings.client_optimizer == "adam":
-        return tf.keras.optimizers.Adam(settings.client_learning_rate)
-    return tf.keras.optimizers.SGD(
-        settings.client_learning_rate, settings.client_momentum
-    )
-
-
 def _loss(settings: settings_lib.Settings) -> tf.keras.losses.Loss:
     if settings.client_loss == "balanced":
         smoothing = settings.prior_smoothing
@@ -208,19 +195,6 @@ def _scheduled(settings: settings_lib.Settings, rate: float) -> Any:
     if settings.server_schedule == "cosine":
         return schedules.CosineDecay(rate, settings.rounds)
     return rate
-
-
-class _EpsilonByPLD(callbacks.FederatedCallback):
-    """Adds `epsilon_pld` to the rounds that are evaluated; it is slower."""
-
-    def __init__(self, delta: float, every: int):
-        super().__init__()
-        self._delta = delta
-        self._every = every
-
-    def on_round_released(self, round_index: int, logs: Any) -> None:
-        if (round_index + 1) % self._every == 0:
-            logs["epsilon_pld"] = self.federated_model.epsilon(self._delta, "pld")
 
 
 def run(
@@ -303,8 +277,6 @@ def _callbacks(
             settings.target_epsilon, delta, federated_model.accountant
         )
         listeners.append(budget)
-    if federated_model.accountant == "pld":
-        listeners.append(_EpsilonByPLD(delta, settings.validation_freq))
     listeners.append(run_directory.HistoryFile(path / run_directory.HISTORY))
     listeners.append(
         callbacks.RoundCheckpoint(

@@ -18,6 +18,7 @@ def check(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
       federated_model: The `DPFederatedModel`.
       charge: What it costs.
     """
+    model_history.check_owner(federated_model)
     spending = federated_model.spending
     if spending is None:
         raise ValueError(
@@ -32,6 +33,12 @@ def check(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
         )
     spending.central.would_be(charge)  # Of the same neighbouring relation.
     for callback in federated_model.federated_callbacks:
+        if callback.federated_model is not federated_model:
+            raise ValueError(
+                f"private must be None where the {type(callback).__name__} of the last "
+                "fit went on to another model, whose account it would ask: give each "
+                "model callbacks of its own."
+            )
         callback.check_release(charge)
 
 
@@ -51,7 +58,7 @@ def pay(federated_model: Any, charge: charge_lib.RoundCharge) -> None:
     run = spending_lib.new_evaluation()
     spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
     checkpoints = []
-    with model_history.history_of(federated_model.model).charging:
+    with model_history.charging:
         check(federated_model, charge)
         for callback in federated_model.federated_callbacks:
             if isinstance(callback, callbacks_lib.RoundCheckpoint):

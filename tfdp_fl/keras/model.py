@@ -247,7 +247,7 @@ class DPFederatedModel:
             `server_rates`): `mechanism` has what was chosen. With a target
             the noise multiplier follows, so that the run costs the same.
           jit_compile: Whether XLA compiles the clients' training; None decides
-            by the model (see docs/benchmarks.md).
+            by the model.
           weighted_metrics: As in Keras's `compile`: those that weights of
             examples are to count in.
           loss_weights: As in Keras's `compile`.
@@ -359,8 +359,6 @@ class DPFederatedModel:
         if private is None:
             return client_metrics.evaluate(self.model, dataset, batch_size, silent)
         _validate.instance_of(private_metrics.PrivateMetrics, private=private)
-        if self.run is None:
-            model_history.history_of(self.model).check_owner(self)
         generator = np.random.Generator(np.random.Philox())
         charge = private.charge(self.sampling, dataset.num_clients)
         positions = private.draw(charge, generator)
@@ -557,17 +555,20 @@ class DPFederatedModel:
         )
         self._prepared, engine = prepared, prepared.engine
         engine.state = run.mechanism_state
-        if interrupted is not None:
-            run = interrupted.restore(self.model, compiled, engine, run)
-        if audit is not None:
-            audit.begin(engine)
-            run.audit = audit
-        run.spending.expect(clients.num_clients)
-        run.facts.seed_given |= seed is not None
-        run.facts.note_generator(self.setup.noise_generator)
-        run.facts.validated |= validation_data is not None
-        run.facts.note_held_out(held_out, run.rounds)
-        self.run = run
+        with _interrupts.after_the_block():
+            # Broken off between, the weights come back without what they cost.
+            if interrupted is not None:
+                run = interrupted.restore(self.model, compiled, engine, run)
+                model_history.claim(self, engine.server.variables)
+            if audit is not None:
+                audit.begin(engine)
+                run.audit = audit
+            run.spending.expect(clients.num_clients)
+            run.facts.seed_given |= seed is not None
+            run.facts.note_generator(self.setup.noise_generator)
+            run.facts.validated |= validation_data is not None
+            run.facts.note_held_out(held_out, run.rounds)
+            self.run = run
         return self._train(
             run,
             engine,
@@ -595,6 +596,7 @@ class DPFederatedModel:
         audit: auditing.CanaryAudit | None,
     ) -> tf.keras.callbacks.History:
         """Runs the rounds of the run's plan."""
+        begun_with = round_loop.digest(self.model)
         federated: list[callbacks_lib.FederatedCallback] = [
             each
             for each in callbacks
@@ -603,6 +605,15 @@ class DPFederatedModel:
         if self._keep_target is not None:
             federated.append(self._keep_target)
         for each in federated:
+            other = each.federated_model
+            if (
+                other not in (None, self)
+                and model_history.history_of(other.model).is_fitting
+            ):
+                raise RuntimeError(
+                    f"callbacks must not have the {type(each).__name__} of a fit "
+                    "that is running: give each model callbacks of its own."
+                )
             each.set_federated_model(self)
         self.federated_callbacks = federated
         history = self.model.history = history_lib.History()
@@ -629,6 +640,7 @@ class DPFederatedModel:
             federated_model=self,
             audit=audit,
             say=self.say,
+            begun_with=begun_with,
         ).train(bar)
         return history
 
@@ -780,8 +792,8 @@ class DPFederatedModel:
           accountant: "rdp" or "pld"; None: the model's own.
         """
         delta = _validate.inside_unit_interval(delta=delta)
+        model_history.check_owner(self)
         if self.spending is None:
-            model_history.history_of(self.model).check_owner(self)
             return 0.0
         return self.spending.epsilon(delta, accountant or self.accountant)
 
@@ -793,8 +805,8 @@ class DPFederatedModel:
         is infinite, and the local epsilon is the bound.
         """
         delta = _validate.inside_unit_interval(delta=delta)
+        model_history.check_owner(self)
         if self.spending is None:
-            model_history.history_of(self.model).check_owner(self)
             return 0.0
         return self.spending.central_epsilon(delta, accountant or self.accountant)
 
@@ -861,6 +873,7 @@ class DPFederatedModel:
             raise ValueError(
                 f"fit must be called before {what}: there is nothing to state yet."
             )
+        model_history.check_owner(self)
         return self.run, self.engine
 
 

@@ -2,8 +2,8 @@
 
 An epsilon is that of all rounds that shaped the weights. It is wrong if two
 trainings move the same weights at once, each counting only its own rounds, or if
-a second wrapper around a trained model starts counting at 0. So everything that
-is charged goes through the `ModelHistory` of the Keras model.
+a second wrapper around a trained model starts counting at 0. So every variable
+that a round moves bears a note of who trained it: Keras models may share layers.
 """
 
 from __future__ import annotations
@@ -12,50 +12,62 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+# Held from the moment that a budget is asked until the charge is written, so that
+# nothing else can spend what was promised, nor train the same variables.
+charging = threading.Lock()
+
+_TRAINED_BY = "_tfdp_fl_trained_by"
+
+
+def check_owner(federated_model: Any) -> None:
+    """Raises ValueError if another `DPFederatedModel` trained some of the weights."""
+    model = federated_model.model
+    for variable in keras_versions.tf_variables(model.weights):
+        owner = getattr(variable, _TRAINED_BY, None)
+        if owner is not None and owner() is not federated_model:
+            raise ValueError(
+                f"model {model.name!r} was already trained on clients by another "
+                "DPFederatedModel, itself or a layer that it shares, and what that "
+                "cost is counted there, not here. Go on with that one, resume from "
+                "its checkpoint, or build the Keras model anew."
+            )
+
+
+def claim(federated_model: Any, variables: Iterable[tf.Variable]) -> None:
+    """Notes that what shaped some variables is counted by a `DPFederatedModel`."""
+    owner = weakref.ref(federated_model)
+    for variable in variables:
+        setattr(variable, _TRAINED_BY, owner)
 
 
 class ModelHistory:
-    """Who trained a Keras model, and whether somebody does now.
-
-    Attributes:
-      charging: Held from the moment that a budget is asked until the charge is
-        written, so that nothing else can spend what was promised.
-    """
+    """Whether somebody trains a Keras model now."""
 
     def __init__(self) -> None:
-        self.charging = threading.Lock()
         self._fitting = threading.Lock()
-        self._trained_by: weakref.ref[Any] | None = None
 
-    def check_owner(self, federated_model: Any) -> None:
-        """Raises ValueError if another `DPFederatedModel` trained the model."""
-        if self._trained_by is None or self._trained_by() is federated_model:
-            return
-        raise ValueError(
-            f"model {federated_model.model.name!r} was already trained on clients by "
-            "another DPFederatedModel, and what that cost is counted there, not "
-            "here. Go on with that one, resume from its checkpoint, or build the "
-            "Keras model anew."
-        )
+    @property
+    def is_fitting(self) -> bool:
+        """Whether a `fit` of the model is running."""
+        return self._fitting.locked()
 
     def check_idle(self, what: str) -> None:
         """Raises RuntimeError while a `fit` of the model is running."""
-        if self._fitting.locked():
+        if self.is_fitting:
             raise RuntimeError(
                 f"{what} was called while a fit of the same Keras model is running. "
                 "Its rounds and their cost are counted one after the other: wait "
                 "until it returns."
             )
-
-    def claim(self, federated_model: Any) -> None:
-        """Notes that a round of this `DPFederatedModel` was charged."""
-        self._trained_by = weakref.ref(federated_model)
 
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
@@ -93,7 +105,7 @@ def one_fit_at_a_time(fit: _Method) -> _Method:
         history = history_of(self.model)
         with history.fitting():
             if kwargs.get("resume_from") is None:
-                history.check_owner(self)
+                check_owner(self)
             return fit(self, *args, **kwargs)
 
     return alone  # type: ignore[return-value]

@@ -19,6 +19,10 @@ _HIDDEN = (
     "update_scale",
 )
 _LONGEST_LINE = 100
+# What Keras's bar takes of a line before the values.
+_BAR = 48
+# The trained model's quality and its cost come first, where not all fits.
+_FIRST = ("epsilon", "val_accuracy", "abandoned_rounds")
 # Of interest only where there is any.
 _RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
 
@@ -46,20 +50,19 @@ class RoundProgress:
         """Shows a round that ended."""
         if not self._verbose:
             return
-        shown = [
-            (name, value)
-            for name, value in logs.items()
-            if name not in _HIDDEN
-            and not (name in _RARE and not value)
-            and not (isinstance(value, float) and math.isnan(value))
-        ]
+        start = f"Round {round_index + 1}/{self._last_round} - {seconds:.2f}s"
+        left = _LONGEST_LINE - (len(start) if self._bar is None else _BAR)
+        shown: list[tuple[str, float]] = []
+        for name in sorted(logs, key=lambda name: name not in _FIRST):
+            value = logs[name]
+            if name in _HIDDEN or (name in _RARE and not value) or math.isnan(value):
+                continue
+            length = len(f" - {name}: {value:.4f}")
+            if length <= left:
+                left -= length
+                shown.append((name, value))
         if self._bar is not None:
             self._bar.stateful_metrics = {name for name, _ in shown}
             self._bar.update(round_index + 1 - self._first_round, shown)
             return
-        line = f"Round {round_index + 1}/{self._last_round} - {seconds:.2f}s"
-        for name, value in shown:
-            word = f" - {name}: {value:.4g}"
-            if len(line) + len(word) <= _LONGEST_LINE:
-                line += word
-        print(line, flush=True)
+        print(start + "".join(f" - {n}: {v:.4g}" for n, v in shown), flush=True)

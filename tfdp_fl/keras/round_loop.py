@@ -58,6 +58,7 @@ class RoundLoop:
       federated_model: What is trained: its callbacks are asked and told of rounds.
       audit: Joins canary clients to each round, or None.
       say: Tells the user something.
+      begun_with: The `digest` of the model before any callback was called.
     """
 
     model: tf.keras.Model
@@ -73,6 +74,7 @@ class RoundLoop:
     federated_model: Any
     audit: auditing.CanaryAudit | None
     say: Callable[[str], None]
+    begun_with: bytes
     # A round that was drawn ahead, with its index and the attempt.
     _ahead: tuple[tuple[int, randomness.Attempt], RoundInputs] | None = None
 
@@ -92,7 +94,7 @@ class RoundLoop:
             if run.spending.rounds_of_others:
                 # On the same clients, and perhaps with the same seed.
                 run.attempts.renew()
-            begun_with: bytes | None = _digest(self.model)
+            begun_with: bytes | None = self.begun_with
             self.keras_callbacks.on_train_begin()
             logs: dict[str, float] = {}
             while run.rounds < plan.last_round and not self.model.stop_training:
@@ -132,7 +134,7 @@ class RoundLoop:
     ) -> dict[str, float]:
         self.keras_callbacks.on_epoch_begin(round_index)
         self.keras_callbacks.on_train_batch_begin(0)
-        if begun_with is not None and _digest(self.model) != begun_with:
+        if begun_with is not None and digest(self.model) != begun_with:
             raise ValueError(
                 "callbacks must not change the model's weights before the first round "
                 "of a fit: nobody can tell what those weights cost. Set public weights "
@@ -295,8 +297,8 @@ class RoundLoop:
             details["seeded"] = True
         if self.setup.noise_generator != noise.PHILOX:
             details["noise_generator"] = self.setup.noise_generator
-        history = model_history.history_of(self.model)
-        with history.charging:
+        with model_history.charging:
+            model_history.check_owner(self.federated_model)
             if not all(
                 callback.allow_round(inputs.round_index) for callback in self.federated
             ):
@@ -304,7 +306,7 @@ class RoundLoop:
             for callback in self.federated:
                 callback.on_round_charged(inputs.round_index, charge, details)
             run.spending.charge(charge, positions, mu_squared)
-            history.claim(self.federated_model)
+            model_history.claim(self.federated_model, self.engine.server.variables)
         if run.populations[-1:] != [run.population]:
             run.populations.append(run.population)
 
@@ -353,7 +355,7 @@ class _BudgetSpentError(Exception):
     """A callback spent, while a cohort trained, what the round was to cost."""
 
 
-def _digest(model: tf.keras.Model) -> bytes:
+def digest(model: tf.keras.Model) -> bytes:
     """Returns a hash of all weights of a model."""
     digest = hashlib.sha256()
     for weight in model.get_weights():

@@ -16,7 +16,6 @@ from tfdp_fl.engine import (
     chunks,
     cohort,
     layout,
-    side_by_side,
     tracing,
 )
 from tfdp_fl.runtimes.worker_data import WorkerData
@@ -78,7 +77,6 @@ class ShardedCohorts:
         self._computations = computations
         self._float32_products = float32_products
         self._lift = lift
-        self._careful = False
         only_sum = cohort_engine.output == cohort.SUM
         by_sum = only_sum and not cohort_engine.query.keeps_window
         self._reduction = SUM if by_sum else NONE
@@ -165,25 +163,7 @@ class ShardedCohorts:
         groups = chunk.groups
         for place in range(max(map(len, groups))):
             parts = [group[place] for group in groups if place < len(group)]
-            if self._careful:
-                parts = [_careful(part) for part in parts]
             trained, done = self._run_parts(parts, pending, chunk, received)
-            if parts[0].way.optimistic and not all(
-                map(side_by_side.is_of_use, trained)
-            ):
-                # Somebody who is like that may be drawn again.
-                self._careful = True
-                parts = [_careful(part) for part in parts]
-                denied = done
-                trained, done = self._run_parts(parts, pending, chunk, received)
-                done = [
-                    dataclasses.replace(
-                        one.joined(other),
-                        shards=other.shards,
-                        clients=other.clients,
-                    )
-                    for one, other in zip(denied, done, strict=True)
-                ]
             records += done
             if self._reduction == SUM:
                 (total,) = trained
@@ -345,11 +325,6 @@ class _Packing:
             for place, part in zip(places, parts, strict=True):
                 leaves[place] = tf.reshape(part, self._shapes[place])
         return tf.nest.pack_sequence_as(self._structure, leaves)
-
-
-def _careful(part: layout.Part) -> layout.Part:
-    """Returns the part, in which nobody takes for granted what it holds."""
-    return part._replace(way=part.way._replace(optimistic=False))
 
 
 def _taken(leaf: tf.Tensor, rows: np.ndarray) -> np.ndarray:

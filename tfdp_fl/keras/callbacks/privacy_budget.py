@@ -44,12 +44,13 @@ class PrivacyBudget(FederatedCallback):
         """Says at the start if the budget ends before the rounds do."""
         self.stopped_before_round = None
         asked = last_round - first_round
+        # First: another thread may charge an evaluation at any time.
+        self._counted = self.federated_model.spending.others
         allowed = self.federated_model.affordable_rounds(
             self.epsilon, self.delta, asked, self.accountant
         )
         # Rounds that are abandoned cost nothing, so it can only be more.
         self._affordable_before = first_round + allowed
-        self._counted = self.federated_model.spending.others
         if allowed < asked:
             fed = self.federated_model
             # Whom later cohorts draw is not known, but for shuffled ones.
