@@ -74,19 +74,21 @@ class StatementTest(parameterized.TestCase):
             self.assertAlmostEqual(facts["delta"], 40**-1.1)
 
     def test_seed_and_clipped_non_trainable_state(self):
-        model = tf.keras.Sequential(
-            [
-                tf.keras.layers.BatchNormalization(input_shape=(8,)),
-                tf.keras.layers.Dense(toy.NUM_CLASSES),
-            ]
-        )
-        fed = _trained(model=model, sampling="shuffled", fit={"seed": 1})
+        def model():
+            return tf.keras.Sequential(
+                [
+                    tf.keras.layers.BatchNormalization(input_shape=(8,)),
+                    tf.keras.layers.Dense(toy.NUM_CLASSES),
+                ]
+            )
+
+        fed = _trained(model=model(), sampling="shuffled", fit={"seed": 1})
         caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
         self.assertIn("seed_given", caveats)
         self.assertIn("non_trainable_released", caveats)
         self.assertIn("shuffled_zero_out", caveats)
         kept = _trained(
-            model=model,
+            model=model(),
             sampling="shuffled",
             non_trainable_state="keep",
             rounds=1,
