@@ -7,8 +7,9 @@ from collections.abc import Mapping
 # Each caveat is one full sentence that stands by itself.
 CAVEATS: dict[str, str] = {
     "start_and_callbacks_trusted": (
-        "The weights that the run began with are taken as knowing nothing of these "
-        "clients, and callbacks are trusted to use only this run's releases and "
+        "The weights that the run began with, and any that were set between its "
+        "rounds, are taken as knowing nothing of these clients but what this run "
+        "released, and callbacks are trusted to use only this run's releases and "
         "public data."
     ),
     "unnoised_metrics": (
