@@ -73,7 +73,7 @@ help:
 	@echo "make train         train on digits, epsilon = 2; results in runs/digits"
 	@echo "make test          run every test, on both stacks"
 	@echo "make pytest        run those that PYTEST_ARGS names, on one stack"
-	@echo "make stress        attack it for an hour (docs/reliability.md)"
+	@echo "make stress        attack it for an hour (docs/threat_model.md)"
 	@echo "make newcomer      play a first hour from the wheel on (minutes; downloads)"
 	@echo "make lint          check style, format and types"
 	@echo "make format        mend style and format where that is automatic"

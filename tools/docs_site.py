@@ -1,7 +1,8 @@
 """What mkdocs is told about this project: a hook of mkdocs.yml.
 
-- The API reference has a page for each room of the package, with every name
-  that the room hands on, read from its `__init__.py`; nothing is imported.
+- The API reference has a page for each subject, with public names that are read
+  from the packages' `__init__.py`; nothing is imported.
+- `<!-- packages -->` becomes a picture of the packages, drawn from the imports.
 - Pages link to files of the repository, which the site does not have: what was
   a link becomes the file's path.
 """
@@ -16,34 +17,141 @@ from typing import Any
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-# What people use, in the order of the pages, with a line for each.
-_ROOMS = {
-    "tfdp_fl": "Mechanisms, the model, and what makes it private.",
-    "tfdp_fl.keras.callbacks": "Callbacks that know about rounds; `tfdp_fl.callbacks`.",
-    "tfdp_fl.datasets": "Who holds what, and the loaders.",
-    "tfdp_fl.accounting": "What it cost, or would cost.",
-    "tfdp_fl.auditing": "Attacks on one's own run.",
-    "tfdp_fl.features": "Fixed, public features as Keras layers.",
-    "tfdp_fl.losses": "Losses for clients with few of the classes.",
-    "tfdp_fl.mechanisms": "What a mechanism is made of.",
-    "tfdp_fl.correlated_noise": "The mathematics of noise correlated across rounds.",
-    "tfdp_fl.sampling": "Who is drawn in a round.",
-    "tfdp_fl.runtimes": "Workers on this machine and on others.",
-    "tfdp_fl.aggregators": "TFF aggregation factories.",
-    "tfdp_fl.learning": "TFF learning processes that know their epsilon.",
-    "tfdp_fl.flower": "Flower's clients and strategies.",
-    "tfdp_fl.secure_aggregation": "Sums that nobody sees the terms of.",
+# Page: its title, and what it has, as "package: names" (* is all of them). A name
+# may be followed by the members that are shown, as in Class(a,b), or be a member.
+PAGES: dict[str, tuple[str, ...]] = {
+    "make_private": ("make_private", "tfdp_fl: make_private validate"),
+    "model": ("DPFederatedModel: training", "tfdp_fl: DPFederatedModel(compile,fit)"),
+    "model_after": (
+        "DPFederatedModel: after training",
+        "tfdp_fl: DPFederatedModel.epsilon DPFederatedModel.central_epsilon "
+        "DPFederatedModel.privacy_statement DPFederatedModel.evaluate "
+        "DPFederatedModel.evaluate_clients PrivateMetrics DPFederatedModel.predict "
+        "DPFederatedModel.save DPFederatedModel.affordable_rounds "
+        "DPFederatedModel.epsilon_after_round DPFederatedModel.rounds "
+        "DPFederatedModel.mechanism DPFederatedModel.target",
+    ),
+    "mechanisms": (
+        "Mechanisms",
+        "tfdp_fl: FixedClipping() AdaptiveClipping() MedianClipping() LocalDP() "
+        "AdaptiveLocalDP() NbAFL() QueryMechanism() NoPrivacy() ClientWeighting()",
+    ),
+    "correlated_noise": (
+        "Correlated noise",
+        "tfdp_fl: CorrelatedNoise() BLT() BandedToeplitz()",
+    ),
+    "callbacks": (
+        "Callbacks",
+        "tfdp_fl.keras.callbacks: RoundCheckpoint Ledger PrivacyBudget Report "
+        "FederatedCallback",
+    ),
+    "federated_dataset": (
+        "FederatedDataset: from your data",
+        "tfdp_fl: FederatedDataset(from_client_arrays,from_indices,from_dataframe,"
+        "from_tf_datasets,from_client_data,from_client_fn,from_directory,"
+        "from_hugging_face)",
+    ),
+    "federated_dataset_use": (
+        "FederatedDataset: its clients",
+        "tfdp_fl: FederatedDataset.num_clients FederatedDataset.client_ids "
+        "FederatedDataset.element_spec FederatedDataset.client "
+        "FederatedDataset.client_sizes FederatedDataset.num_examples "
+        "FederatedDataset.create_tf_dataset_for_client FederatedDataset.take "
+        "FederatedDataset.subset FederatedDataset.split_clients "
+        "FederatedDataset.split_by_id FederatedDataset.map "
+        "FederatedDataset.in_memory FederatedDataset.save_npz "
+        "FederatedDataset.from_npz",
+    ),
+    "datasets": (
+        "Data sets",
+        "tfdp_fl.datasets: as_federated load_digits load_mnist load_shakespeare "
+        "load_emnist partition",
+    ),
+    "accounting": (
+        "Planning",
+        "tfdp_fl.accounting: epsilon delta calibrate_noise_multiplier max_rounds "
+        "calibrate tightest epsilon_from_ledger",
+    ),
+    "gaussians": (
+        "Gaussians",
+        "tfdp_fl.accounting: gaussian_epsilon gaussian_delta "
+        "analytic_noise_multiplier classic_noise_multiplier epsilon_of_mu_squared",
+    ),
+    "charges": (
+        "Charges and accountants",
+        "tfdp_fl.accounting: RoundCharge PrivacyAccountant LocalAccount",
+    ),
+    "ledger": (
+        "The ledger",
+        "tfdp_fl.accounting: PrivacyLedger LedgerContents LedgerEntry",
+    ),
+    "statement": (
+        "Statement and budget",
+        "tfdp_fl.accounting: privacy_statement StatementFacts Budget",
+    ),
+    "auditing": (
+        "Auditing, features and losses",
+        "tfdp_fl.auditing: *",
+        "tfdp_fl.features: *",
+        "tfdp_fl.losses: *",
+    ),
+    "writing_mechanisms": ("Writing a mechanism", "tfdp_fl.mechanisms: Mechanism"),
+    "writing_mechanisms_parts": (
+        "Parts of a mechanism",
+        "tfdp_fl.mechanisms: register parameter Round Client Contribution Deployment",
+    ),
+    "sampling": ("Sampling", "tfdp_fl.sampling: *"),
+    "runtimes": ("Ray workers", "tfdp_fl.runtimes: *"),
+    "aggregators": (
+        "TFF: aggregators",
+        "tfdp_fl.aggregators: from_mechanism FixedClippingFactory "
+        "AdaptiveClippingFactory MedianClippingFactory CorrelatedNoiseFactory "
+        "LocalDPFactory AdaptiveLocalDPFactory WindowedAdaptiveLocalDPFactory "
+        "NbAFLFactory NoPrivacyFactory QueryFactory MechanismFactory",
+    ),
+    "learning": (
+        "TFF: learning processes",
+        "tfdp_fl.learning: build_dp_fed_avg DPLearningProcess",
+    ),
+    "learning_epsilon": (
+        "TFF: epsilon",
+        "tfdp_fl.learning: epsilon Epsilon privacy_charges privacy_statement",
+    ),
+    "flower": (
+        "Flower: message API",
+        "tfdp_fl.flower: PrivateStrategy private_mod ReleasedRound RoundError "
+        "RoundNotConfiguredError RoundsAbandonedError",
+    ),
+    "flower_older": (
+        "Flower: older API",
+        "tfdp_fl.flower: DPFedAvgFixed DPFedAvgAdaptive DPFedAvg DPFedAvgNumPyClient",
+    ),
+    "secure_aggregation": (
+        "Secure aggregation",
+        "tfdp_fl.secure_aggregation: AdditiveSecretSharing sum_in_groups "
+        "split_into_groups GroupedSum",
+    ),
+    "secure_aggregation_protocol": (
+        "Secure aggregation: messages",
+        "tfdp_fl.secure_aggregation: Member Coordinator Message AggregationOutcome "
+        "RejectedMessageError",
+    ),
+    "secure_aggregation_memory": (
+        "Secure aggregation: simulated",
+        "tfdp_fl.secure_aggregation: aggregate_in_memory InMemoryNetwork Fault",
+    ),
 }
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
+_PICTURE = "<!-- packages -->"
 
 
-def public_names(room: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, where it is defined) of what a room hands on.
+def public_names(package: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, where it is defined) of what a package hands on.
 
     Args:
-      room: A package or module, such as "tfdp_fl.datasets".
+      package: A package or module, such as "tfdp_fl.datasets".
     """
-    folder = _ROOT.joinpath(*room.split("."))
+    folder = _ROOT.joinpath(*package.split("."))
     path = folder / "__init__.py" if folder.is_dir() else None
     tree = ast.parse((path or folder.with_suffix(".py")).read_text("utf-8"))
     found: dict[str, str] = {}
@@ -61,43 +169,86 @@ def public_names(room: str) -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and (
                 not node.name.startswith("_")
             ):
-                yield node.name, f"{room}.{node.name}"
+                yield node.name, f"{package}.{node.name}"
         return
     for name in sorted(wanted, key=str.lower):
-        where = found.get(name, f"{room}.{name}")
-        if not name.startswith("_") and not _is_room(where):
+        where = found.get(name, f"{package}.{name}")
+        if not name.startswith("_") and not _is_module(where):
             yield name, _followed(where)
 
 
-def reference_page(room: str) -> str:
+def reference_page(page: str) -> str:
     """Returns a page of the API reference, in Markdown."""
-    title = {"tfdp_fl.keras.callbacks": "tfdp_fl.callbacks"}.get(room, room)
-    lines = [f"# {title}", "", _ROOMS[room], ""]
-    names = list(public_names(room))
-    # The model first, then what it is given.
-    names.sort(key=lambda each: not each[1].startswith("tfdp_fl.keras."))
-    for _, where in names:
-        lines += [f"::: {where}", *_options(room, where), ""]
+    title, *contents = PAGES[page]
+    lines = [f"# {title}", ""]
+    for content in contents:
+        package, wanted = content.split(": ")
+        where = dict(public_names(package))
+        for each in where if wanted == "*" else wanted.split():
+            shown = re.fullmatch(r"(\w+)([.]\w+)?(?:\((.*)\))?", each)
+            name, member, members = shown.groups()
+            lines.append(f"::: {where[name]}{member or ''}")
+            if members is not None:
+                listed = [f'"{one}"' for one in members.split(",") if one]
+                lines += ["    options:", f"      members: [{', '.join(listed)}]"]
+            lines.append("")
     return "\n".join(lines)
 
 
-def _options(room: str, where: str) -> list[str]:
-    """Returns what is shown of a name other than usual.
+def imports() -> dict[str, set[str]]:
+    """Returns which packages of `tfdp_fl` each of them imports."""
+    packages = {path.parent for path in _ROOT.glob("tfdp_fl/*/__init__.py")}
+    known: dict[str, set[str]] = {}
+    for folder in packages:
+        found = known.setdefault(folder.name, set())
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    package, _, inner = node.module.partition(".")
+                    if package == "tfdp_fl":
+                        names = [inner] if inner else [n.name for n in node.names]
+                        found |= {name.partition(".")[0] for name in names}
+        found &= {package.name for package in packages} - {folder.name}
+    return known
 
-    Of a mechanism, its parameters: its methods are for those who write one,
-    and stand once, with their base class.
-    """
-    declared = "tfdp_fl.mechanisms.", "tfdp_fl.correlated_noise.strategies."
-    if room == "tfdp_fl" and where.startswith(declared):
-        return [
-            "    options:",
-            "      members: false",
-            "      show_signature: false",
-        ]
-    return []
+
+def picture() -> str:
+    """Returns an SVG of the packages: each stands above all that it imports."""
+    uses = imports()
+
+    def level(name: str) -> int:
+        return max((level(other) + 1 for other in uses[name]), default=0)
+
+    rows: dict[int, list[str]] = {}
+    for name in sorted(uses):
+        rows.setdefault(level(name), []).append(name)
+    top, width = max(rows), 160 * max(map(len, rows.values()))
+    places = {
+        name: (width * (place + 0.5) / len(rows[row]), 30 + 64 * (top - row))
+        for row in rows
+        for place, name in enumerate(rows[row])
+    }
+    lines = [
+        f'<line x1="{places[name][0]:.0f}" y1="{places[name][1] + 13}" '
+        f'x2="{places[other][0]:.0f}" y2="{places[other][1] - 13}" '
+        'stroke="currentColor" stroke-opacity="0.35"/>'
+        for name in uses
+        for other in sorted(uses[name])
+    ]
+    for name, (x, y) in places.items():
+        lines.append(
+            f'<rect x="{x - 74:.0f}" y="{y - 13}" width="148" height="26" rx="5" '
+            'fill="var(--md-default-bg-color, white)" stroke="currentColor"/>'
+            f'<text x="{x:.0f}" y="{y + 5}" text-anchor="middle" font-size="13" '
+            f'fill="currentColor">{name}</text>'
+        )
+    return (
+        f'<svg role="img" aria-label="The packages and their imports" '
+        f'viewBox="0 0 {width} {64 * top + 60}" width="100%">{"".join(lines)}</svg>'
+    )
 
 
-def _is_room(name: str) -> bool:
+def _is_module(name: str) -> bool:
     folder = _ROOT.joinpath(*name.split("."))
     return folder.is_dir() or folder.with_suffix(".py").is_file()
 
@@ -116,22 +267,20 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds the pages of the API reference; an event of mkdocs."""
     from mkdocs.structure.files import File
 
-    for room in _ROOMS:
-        path = f"reference/{_file_name(room)}"
-        files.append(File.generated(config, path, content=reference_page(room)))
+    for page in PAGES:
+        path = f"reference/{page}.md"
+        files.append(File.generated(config, path, content=reference_page(page)))
     return files
 
 
 def on_config(config: Any) -> Any:
     """Adds them to the navigation; an event of mkdocs."""
-    config.nav.append(
-        {"Reference": [f"reference/{_file_name(room)}" for room in _ROOMS]}
-    )
+    config.nav.append({"API": [f"reference/{page}.md" for page in PAGES]})
     return config
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turns links to files of the repository into paths; an event of mkdocs."""
+    """Draws the picture, and turns links to files of the repository into paths."""
 
     def told(match: re.Match[str]) -> str:
         text, target = match.groups()
@@ -140,8 +289,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
             return text
         return f"{text} (`{path}`)"
 
+    if _PICTURE in markdown:
+        markdown = markdown.replace(_PICTURE, picture())
     return _OUTSIDE.sub(told, markdown)
-
-
-def _file_name(room: str) -> str:
-    return f"{room.replace('keras.', '').replace('tfdp_fl.', '')}.md"

@@ -82,9 +82,6 @@ class NotebooksTest(parameterized.TestCase):
             path.read_text(encoding="utf-8"), r"/(home|root|tmp|work|Users)/"
         )
 
-    def test_the_quickstart_is_there(self):
-        self.assertIn("quickstart", [path.stem for path in _NOTEBOOKS])
-
 
 if __name__ == "__main__":
     absltest.main()

@@ -32,10 +32,6 @@ class OwnMechanismTest(absltest.TestCase):
     def test_fits_on_a_page(self):
         self.assertLess(len(_FILE.read_text("utf-8").splitlines()), 60)
 
-    def test_the_page_walks_through_this_very_file(self):
-        page = (_ROOT / "docs" / "adding_a_mechanism.md").read_text("utf-8")
-        self.assertIn(f"```python\n{_FILE.read_text('utf-8')}```", page)
-
     def test_query_is_its_mathematics(self):
         mechanism = smooth_clipping()(noise_multiplier=0.0)
         query = mechanism.bind(mechanisms.Deployment(clients_per_round=3))

@@ -1,4 +1,4 @@
-"""A mechanism of one's own, in one file (docs/adding_a_mechanism.md).
+"""A mechanism of one's own, in one file (docs/architecture.md).
 
 Instead of cutting an update off at the norm S, it squashes it smoothly,
 Delta S / sqrt(S^2 + ||Delta||^2), and also releases how long updates were, as

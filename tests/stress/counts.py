@@ -1,7 +1,6 @@
 """What a stress run tried, kept in a file, and the table of it.
 
     python -m tests.stress.counts            # the table, in Markdown
-    python -m tests.stress.counts --write    # into docs/reliability.md
 
 `make stress` appends a line for each promise that held, and for nothing else:
 what was not run, or failed, has no line. Pieces are run at different times and
@@ -91,38 +90,5 @@ def table(file: pathlib.Path) -> str:
     return "\n".join(text)
 
 
-_PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/reliability.md"
-_BEGIN, _END = "<!-- counts -->\n", "<!-- /counts -->"
-
-
-def _key(row: str) -> tuple[str, str, str]:
-    """Returns the promise, the test and the Python of a row."""
-    promise, test, _, python, _ = row.strip("| ").split(" | ")
-    return promise.rpartition(" (")[0] or promise, test, python
-
-
-def merged(old: str, new: str) -> str:
-    """Returns a table with the rows of another: in their place, or beside.
-
-    Args:
-      old: The page's.
-      new: What was counted; its rows replace those of the same promise, test
-        and Python, and stand below those of another Python.
-    """
-    *head, rows = old.split("\n", 2)
-    found = {_key(row): row for row in rows.splitlines()}
-    for row in new.splitlines()[2:]:
-        found[_key(row)] = row
-    promises = list(dict.fromkeys(key[:2] for key in found))
-    ordered = sorted(found, key=lambda key: (promises.index(key[:2]), key[2]))
-    return "\n".join([*head, *(found[key] for key in ordered)]) + "\n"
-
-
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        before, rest = _PAGE.read_text("utf-8").split(_BEGIN)
-        old, after = rest.split(_END)
-        made = f"{before}{_BEGIN}{merged(old, table(path()))}{_END}{after}"
-        _PAGE.write_text(made, "utf-8")
-    else:
-        print(table(path()))
+    print(table(path()))

@@ -14,7 +14,7 @@ def at_exit() -> None:
 
     TFF 0.87's default context starts a `worker_binary` for its first
     computation. It listens on all interfaces, runs whatever graph it is sent
-    (docs/security.md), and ends when the context is deleted; while the
+    (docs/threat_model.md), and ends when the context is deleted; while the
     interpreter goes down that fails, and the worker stays. Here the context is
     replaced before, by one without a worker.
 

@@ -107,7 +107,7 @@ def default_num_replicas(device: str) -> int:
 def prefers_xla(model: tf.keras.Model, batch_size: int) -> bool:
     """Returns True if the model is small and dense all through, on a CPU.
 
-    Measured (docs/benchmarks.md): XLA makes small dense models more than twice as
+    Measured: XLA makes small dense models more than twice as
     fast, because it fuses away the cost of starting each operation. It makes
     convolutions some twenty times slower, and recurrent layers and large matrix
     products somewhat slower, because it does not use TensorFlow's own kernels for

@@ -240,7 +240,7 @@ class Settings(_MechanismParameters):
         None,
         str,
         "A Python file or module that registers a mechanism of your own "
-        "(docs/adding_a_mechanism.md); it is imported first.",
+        "(docs/architecture.md); it is imported first.",
     )
     target_epsilon: Any = _option(
         None,

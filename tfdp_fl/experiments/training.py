@@ -28,8 +28,8 @@ def use_one_thread_per_operation() -> bool:
     """Gives TensorFlow's operations a thread each, and all cores clients.
 
     Several clients train side by side, and operations that also split
-    themselves over all cores would get in each other's way (measured:
-    docs/benchmarks.md). It has to be set before TensorFlow starts.
+    themselves over all cores would get in each other's way. It has to
+    be set before TensorFlow starts.
 
     Returns:
       Whether it is set; False if TensorFlow runs already, with other threads.

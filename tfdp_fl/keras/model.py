@@ -247,7 +247,7 @@ class DPFederatedModel:
             `server_rates`): `mechanism` has what was chosen. With a target
             the noise multiplier follows, so that the run costs the same.
           jit_compile: Whether XLA compiles the clients' training; None decides
-            by the model (see docs/benchmarks.md).
+            by the model.
           weighted_metrics: As in Keras's `compile`: those that weights of
             examples are to count in.
           loss_weights: As in Keras's `compile`.

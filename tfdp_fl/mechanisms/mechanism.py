@@ -9,7 +9,7 @@ so that the planner, Flower's strategies and the privacy statement use the same
 formulas as the training.
 
 Bound to a `Deployment` it gives a `CohortQuery` (`cohort_query`), which every
-runtime runs in the same order; `docs/adding_a_mechanism.md` walks through an
+runtime runs in the same order; `docs/architecture.md` walks through an
 example.
 """
 
