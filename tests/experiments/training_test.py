@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
+from tests import stacks
 from tests.keras import files, toy
 from tfdp_fl import accounting, engine, features, losses
 from tfdp_fl.experiments import run_directory, training
@@ -61,6 +62,9 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
         average = initial
         for rounds in (1, 2, 3):
             _, after = weights(rounds, 0.0)
+            if rounds == 1 and stacks.KERAS_3:  # There the first step begins it.
+                average = after
+                continue
             average = [
                 0.75 * old + 0.25 * new for old, new in zip(average, after, strict=True)
             ]

@@ -222,19 +222,22 @@ class MeanTest(tf.test.TestCase, parameterized.TestCase):
         # 5.45 stddevs of 0.7 % are 3.9 %), and a tenth is far beyond.
         x, y = toy.arrays(4)
         clients = dict.fromkeys(range(4), (x[:1], y[:1]))
-        tf.keras.utils.set_random_seed(1)
-        model = tf.keras.Sequential(
-            [
-                tf.keras.layers.Input((8,)),
-                tf.keras.layers.Dense(1100),
-                tf.keras.layers.Dense(toy.NUM_CLASSES),
-            ]
-        )
+
+        def model():
+            tf.keras.utils.set_random_seed(1)
+            return tf.keras.Sequential(
+                [
+                    tf.keras.layers.Input((8,)),
+                    tf.keras.layers.Dense(1100),
+                    tf.keras.layers.Dense(toy.NUM_CLASSES),
+                ]
+            )
+
         spent = []
         for weighting in (None, _NUM_EXAMPLES(cap=2, mean_weight=0.5)):
             fed = toy.federated(
                 tfdp_fl.FixedClipping(clip_norm=1e-3, noise_multiplier=50.0),
-                model,
+                model(),
                 4,
                 client_weighting=weighting,
             )
