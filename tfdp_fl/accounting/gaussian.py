@@ -115,8 +115,12 @@ def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
       ValueError: If an argument is not allowed, or a noise multiplier of 1e6 is
         not enough.
     """
-    epsilon = min(_validate.positive(epsilon=epsilon), _LARGEST_EPSILON)
+    epsilon = _validate.positive(epsilon=epsilon)
     delta = _validate.inside_unit_interval(delta=delta)
+    if epsilon > _LARGEST_EPSILON:  # The tail bound of `gaussian_epsilon`, solved.
+        tail = math.sqrt(-2 * math.log(delta))
+        mu = math.hypot(tail, math.sqrt(2) * math.sqrt(epsilon)) - tail
+        return (1 + 1e-12) / mu
     if gaussian_delta(MOST_NOISE, epsilon) > delta:
         raise ValueError(
             f"epsilon and delta must need a noise multiplier of at most "
