@@ -156,6 +156,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             (
                 {
                     "dataset": "shakespeare",
+                    "data_path": __file__,
                     "num_clients": None,
                     "model": None,
                     "input_shifts": 1,
