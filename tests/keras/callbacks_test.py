@@ -245,7 +245,9 @@ class LedgerTest(parameterized.TestCase):
             new.fit(toy.clients(), callbacks=[both], **fit)
             contents = accounting.PrivacyLedger.read(self.path)
             self.assertLen(contents.entries, 7)
-            self.assertGreater(contents.epsilon(_DELTA), new.epsilon(_DELTA))
+            self.assertAlmostEqual(
+                contents.epsilon(_DELTA), new.epsilon(_DELTA), places=9
+            )
 
     def test_local_spending_is_that_of_the_client_seen_most(self):
         fed = toy.federated(tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0))
