@@ -160,7 +160,6 @@ _CASES = {
             strategy="blt:2",
             rounds=4,
             min_separation=2,
-            target_quantile=0.5,
         ),
         sampling="cyclic",
         side_by_side=True,
