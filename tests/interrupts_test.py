@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import _interrupts
-from tfdp_fl.engine import calls
+from tfdp_fl.engine import program
 
 
 class InterruptsTest(parameterized.TestCase):
@@ -112,7 +112,7 @@ class InterruptsTest(parameterized.TestCase):
             return x
 
         with self.assertRaises(KeyboardInterrupt):
-            calls.TracedFunction(tf.function(function), tf.TensorSpec([], tf.float32))
+            program.Program(function, tf.TensorSpec([], tf.float32))
         self.assertEqual(ends, [True])
         self.assertFalse(tf.inside_function())
 

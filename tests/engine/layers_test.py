@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 from unittest import mock
 
@@ -10,7 +11,7 @@ from absl.testing import parameterized
 from tests import stacks
 from tfdp_fl import engine, keras_versions
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import layers, replicas
+from tfdp_fl.engine import layers
 from tfdp_fl.mechanisms import Deployment, NoPrivacy
 
 _LSTM = tf.keras.layers.LSTM
@@ -25,18 +26,30 @@ def _normal(*shape):
 
 
 def _pair(model):
-    """Returns two copies with the model's weights; the second one is fast."""
-    spec = tf.TensorSpec(model.input_shape[1:], tf.float32)
-    copies = [replicas.clone(model, spec) for _ in range(2)]
+    """Returns two copies with the same weights; the second one is fast."""
+    copies = [tf.keras.models.clone_model(model) for _ in range(2)]
     rng = np.random.default_rng(0)
     weights = [rng.normal(0, 0.4, w.shape) for w in model.get_weights()]
     for copy in copies:
         copy.set_weights(weights)
-    return copies[0], copies[1], layers.use_fast_layers(copies[1])
+    changed = _changed(copies[1])
+    for layer, call in changed:
+        layer.call = call
+    return copies[0], copies[1], [layer for layer, _ in changed]
+
+
+def _changed(model):
+    """Returns the layers that compute fast, and how."""
+    with layers.fast(model):
+        return [
+            (layer, vars(layer)["call"])
+            for layer in keras_versions.layers_of(model)
+            if "call" in vars(layer)
+        ]
 
 
 def _output_and_gradients(model, x, shape=None):
-    """As `ClientTrainer.step` does: the tape watches what it is told to."""
+    """As `Trainer.step` does: the tape watches what it is told to."""
 
     @tf.function(input_signature=[tf.TensorSpec(shape or x.shape)])
     def compute(x):
@@ -179,14 +192,14 @@ class LstmTest(tf.test.TestCase, parameterized.TestCase):
         layer = _LSTM(3, **settings)
         inputs = tf.keras.Input((4, 5))
         model = tf.keras.Model(inputs, layer(inputs))
-        self.assertEmpty(layers.use_fast_layers(model))
+        self.assertEmpty(_changed(model))
         self.assertNotIn("call", vars(layer))
 
     def test_a_stateful_layer_is_left_alone(self):
         model = tf.keras.Sequential(
             [tf.keras.Input((4, 5), batch_size=2), _LSTM(3, stateful=True)]
         )
-        self.assertEmpty(layers.use_fast_layers(model))
+        self.assertEmpty(_changed(model))
 
     def test_other_recurrent_layers_are_left_alone(self):
         class Own(_LSTM):
@@ -203,7 +216,7 @@ class LstmTest(tf.test.TestCase, parameterized.TestCase):
             tf.keras.layers.SimpleRNN(3, return_sequences=True),
             Own(3),
         ]
-        self.assertEmpty(layers.use_fast_layers(_model(*stack)))
+        self.assertEmpty(_changed(_model(*stack)))
 
     def test_a_mask_goes_the_way_of_keras(self):
         model = _model(tf.keras.layers.Masking(), _LSTM(4, return_sequences=True))
@@ -264,8 +277,7 @@ class RoundTest(tf.test.TestCase):
             )
             start = start or model.get_weights()
             model.set_weights(start)
-            with self._layers(fast):
-                one = self._engine(model, dataset)
+            one = self._engine(model, dataset)
             inputs = engine.RoundInputs(
                 round_index=0,
                 positions=np.arange(4),
@@ -276,7 +288,8 @@ class RoundTest(tf.test.TestCase):
                 learning_rate=2.0,
                 seed=np.array([1, 2]),
             )
-            one.release(one.collect(dataset, inputs))
+            with self._layers(fast):  # It is traced there.
+                one.release(one.collect(dataset, inputs))
             after.append(model.get_weights())
             for layer in model.layers:  # The user's own model.
                 self.assertNotIn("call", vars(layer))
@@ -287,10 +300,8 @@ class RoundTest(tf.test.TestCase):
 
     def _layers(self, fast):
         if fast:
-            return mock.patch.object(
-                layers, "use_fast_layers", wraps=layers.use_fast_layers
-            )
-        return mock.patch.object(layers, "use_fast_layers")
+            return mock.patch.object(layers, "fast", wraps=layers.fast)
+        return mock.patch.object(layers, "fast", lambda _: contextlib.nullcontext())
 
     def _engine(self, model, dataset):
         built = engine.CohortEngine(
@@ -306,7 +317,6 @@ class RoundTest(tf.test.TestCase):
             element_spec=dataset.element_spec,
             num_replicas=2,
         )
-        self.assertEqual(layers.use_fast_layers.call_count, 1)
         return built
 
 

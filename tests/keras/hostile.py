@@ -22,6 +22,7 @@ client and element.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,8 @@ from tfdp_fl import secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import dense_models
 from tfdp_fl.keras import randomness
-from tfdp_fl.runtimes import shard_workers
+from tfdp_fl.runtimes import ray_workers
+from tfdp_fl.runtimes import workers as workers_lib
 
 FEATURES, CLASSES, EXAMPLES, CLIENTS = 4, 3, 6, 4
 HOSTILE = 1  # Which client it is.
@@ -227,41 +229,29 @@ def without_examples(client: Client) -> Client:
     return client[0][:0], client[1][:0]
 
 
-class HereWorkers(shard_workers.ShardWorkers):
+class HereWorkers(workers_lib.Workers):
     """Workers that are this very process: shards without a network."""
 
     num_workers = 2
-    _are_started_here = True
-
-    @staticmethod
-    def _lift(run, *specs, assigned):
-        del assigned
-        made = tf.function(run.python_function, input_signature=specs)
-        made.get_concrete_function()
-        return made
-
-    def __init__(self):
-        super().__init__(1, shard_workers.REQUEST)
+    float32_products = True
 
     def open(self):
         return self
 
-    def close(self):
-        pass
-
-    def _run_sharded(self, computation, shards, broadcast, reduction, sent):
-        sent()
-        results = [computation(broadcast, shard) for shard in shards]
-        records = tuple(
-            shard_workers.WorkerRecord(address=str(place), shards=(place,), seconds=0.0)
-            for place in range(len(shards))
-        )
-        if reduction == "none":
-            return results, records
-        total = results[0]
-        for each in results[1:]:
-            total = tf.nest.map_structure(tf.add, total, each)
-        return total, records
+    def run(self, work, begun):
+        begun()
+        examples = work.examples or ()
+        results = []
+        for shard in work.shards:
+            message = ray_workers._Message.of(work.program)
+            results.append(message.runnable()([*work.sent, *examples, *shard]))
+        records = [
+            workers_lib.WorkerRound(address=str(place), shards=(place,), seconds=0.0)
+            for place in range(len(results))
+        ]
+        if work.by_sum:
+            results = [functools.reduce(ray_workers._added, results)]
+        return results, records
 
 
 WAYS = (

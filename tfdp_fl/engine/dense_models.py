@@ -10,12 +10,11 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.engine import (
-    client_optimizer,
-    client_update,
     example_weights,
     gram_norms,
     separable,
     tables,
+    trainer,
 )
 from tfdp_fl.mechanisms import cohort_query
 
@@ -65,7 +64,7 @@ def _is_plain_dense(layer: Any) -> bool:
 
 def supports(
     model: tf.keras.Model,
-    training: client_update.LocalTraining,
+    training: trainer.LocalTraining,
     query: cohort_query.CohortQuery,
     label_spec: Any = None,
 ) -> bool:
@@ -87,7 +86,7 @@ def supports(
         or not query.only_scales
         or query.two_phase
         or query.mechanism.releases_weights
-        or not client_optimizer.is_plain_sgd(training.optimizer)
+        or not trainer.is_plain_sgd(training.optimizer)
         or training.proximal_weight
         or training.grad_clip > 0
         or training.upload_hook is not None
@@ -103,7 +102,7 @@ def supports(
         dense
         and all(_is_plain_dense(layer) for layer in dense)
         and all(layer.input_spec.min_ndim == 2 for layer in dense)
-        and all(keras_versions.input_rank(layer) == 2 for layer in dense)
+        and all(len(layer.input.shape) == 2 for layer in dense)
         and all(gram_norms.is_within_bound(*layer.kernel.shape) for layer in dense)
         and all(separable.is_layer(layer) for layer in others)
     )

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from tfdp_fl import keras_versions
 
@@ -62,12 +61,21 @@ def is_cpu(device: str) -> bool:
     return tf.DeviceSpec.from_string(device).device_type == "CPU"
 
 
-def enter(device: str) -> None:
-    """Has this thread, which is a pool's, compute on a device for good.
+def at(device: str) -> Callable[[_Method], _Method]:
+    """Has a function compute on a device, on whatever thread it is called.
 
     `tf.device` holds for the thread that enters it, not for those it starts.
     """
-    tf.device(device).__enter__()
+
+    def decorated(function: _Method) -> _Method:
+        @functools.wraps(function)
+        def there(*args: Any) -> Any:
+            with tf.device(device):
+                return function(*args)
+
+        return there  # type: ignore[return-value]
+
+    return decorated
 
 
 def at_home(method: _Method) -> _Method:
@@ -75,8 +83,6 @@ def at_home(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def there(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if context.context().device_name == self.device:  # In such a method.
-            return method(self, *args, **kwargs)
         with tf.device(self.device):
             return method(self, *args, **kwargs)
 

@@ -5,13 +5,13 @@ The way of a client's update, from the dataset to the released model:
     collect                     chunks.Reader: the cohort's examples
       train_chunk               layout.lay_out: who trains with whom, on what
                                   tables.client_table, tables.split
-        tracing.prepared        the compiled function and its arguments: a Call
+        tracing.prepared        the compiled function and its arguments
           server_update.received  what the server sends
           OneByOne              one client after the other (or SideBySide):
-            ClientTrainer         start, step by step, handed_in
+            Trainer               start, step by step, update
             query                 preprocess_record (clip), accumulate (add)
         PendingRound.take       adds up what the functions return
-      complete                  a clip that hangs on the whole cohort
+      complete                  a clip that depends on the whole cohort
     release                     Release: get_noised_result (noise, mean),
                                   ServerUpdate.apply (the model moves)
 
@@ -25,17 +25,16 @@ import concurrent.futures
 import dataclasses
 import itertools
 import re
-import threading
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp_fl import keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
     background,
     chunks,
-    client_update,
     cohort,
     dense_models,
     devices,
@@ -44,12 +43,12 @@ from tfdp_fl.engine import (
     labels,
     layout,
     release,
-    replicas,
     rounds,
     server_update,
     tables,
     tracing,
 )
+from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
@@ -67,7 +66,7 @@ CLIENT_ERRORS = (
 
 
 class CohortEngine:
-    """Trains cohorts in replicas of a model, and updates the model.
+    """Trains cohorts of clients, and updates the model.
 
     A round has two halves: `collect` trains and adds up, `release` adds the
     noise and lets the model change. In between nobody has seen anything, so
@@ -91,7 +90,7 @@ class CohortEngine:
         self,
         *,
         model: tf.keras.Model,
-        training: client_update.LocalTraining,
+        training: trainer_lib.LocalTraining,
         mechanism: mechanism_lib.Mechanism,
         deployment: contribution.Deployment,
         element_spec: tuple[Any, Any],
@@ -104,7 +103,7 @@ class CohortEngine:
         jit_compile: bool | None = None,
         batch_size: int = 1,
     ):
-        """Makes the replicas; nothing is traced yet.
+        """Checks what clients do; the functions are traced when a round needs them.
 
         Args:
           model: The user's built model; it is the server's.
@@ -125,84 +124,68 @@ class CohortEngine:
         """
         self._collect_records = collect_records
         self.has_trained = False
-        replicas.check_layers(model)
         self.device = devices.home_of(model)
         count = num_replicas or devices.default_num_replicas(self.device)
-
-        def make_trainer() -> client_update.ClientTrainer:
-            with tf.device(self.device):
-                return client_update.ClientTrainer(
-                    replicas.clone(model, element_spec[0]),
-                    training,
-                    element_spec,
-                    aggregate_non_trainable,
-                )
-
-        first = make_trainer()
-        first.check_state()
+        with tf.device(self.device):
+            trainer = trainer_lib.make_trainer(
+                model, training, element_spec, aggregate_non_trainable
+            )
+            trainer.check()
         example_weights.check_weighting(element_spec[1], deployment.client_weighting)
-        self._label_ranges = first.label_ranges
+        self._label_ranges = trainer.label_ranges
         self.query = mechanism.bind(
             dataclasses.replace(
                 deployment,
-                num_variables=len(first.variables),
-                shapes=tuple(tuple(each.shape) for each in first.variables),
+                num_variables=len(trainer.aggregated),
+                shapes=tuple(tuple(each.shape) for each in trainer.aggregated),
             )
         )
         self.state = self.query.initial_global_state()
-        own = replicas.counterparts(model, first.model)
         trainable = len(model.trainable_weights)
         self.server = server_update.ServerUpdate(
-            model.trainable_weights,
-            [own[id(each)] for each in first.variables[trainable:]],
+            trainer.aggregated[:trainable],
+            trainer.aggregated[trainable:],
             server_optimizer,
         )
-        self._unaggregated = [own[id(each)] for each in first.unaggregated]
+        self._unaggregated = keras_versions.tf_variables(trainer.unaggregated)
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
         prefers_xla = devices.prefers_xla(model, batch_size)
         xla = prefers_xla if jit_compile is None else bool(jit_compile)
         summed = self.output == cohort.SUM
         beside = (
-            jit_compile is None
+            keras_versions.IS_KERAS_3
+            and jit_compile is None
             and summed
             and not moments
-            and dense_models.supports(
-                first.model, training, self.query, element_spec[1]
-            )
+            and dense_models.supports(model, training, self.query, element_spec[1])
         )
         self.layout = layout.Layout(
-            kernels=dense_models.kernels_of(first.model) if beside else None,
+            kernels=dense_models.kernels_of(model) if beside else None,
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=xla,
             weighting=deployment.client_weighting,
         )
         self._broadcasts = server_update.Broadcast(
-            self.query, self.server, self._unaggregated, broadcast_hook
+            self.server, self._unaggregated, broadcast_hook
         )
         self.functions = tracing.CohortFunctions(
-            trainers={0: first},
-            make_trainer=make_trainer,
+            trainer=trainer,
             query=self.query,
-            broadcasts=self._broadcasts,
             element_spec=element_spec,
             output=self.output,
             moments=moments,
         )
         self.read_chunks = chunks.Reader(
             element_spec=element_spec,
-            label_ranges=first.label_ranges,
+            label_ranges=trainer.label_ranges,
             padded=xla,
         )
         self._joint_clip = joint_clip.JointClip(self.query, self.update_spec)
         self._release = release.Release(
-            self.query, self.server, first.metric_results, self.update_spec.size
+            self.query, self.server, trainer.metric_results, self.update_spec.size
         )
-        self._pool = concurrent.futures.ThreadPoolExecutor(
-            count, initializer=devices.enter, initargs=(self.device,)
-        )
+        self._pool = concurrent.futures.ThreadPoolExecutor(count)
         self.num_replicas = count
-        # Held while other threads than the round's own train in a replica.
-        self._in_use = [threading.Lock() for _ in range(count)]
 
     @property
     def background(self) -> background.BackgroundThread:
@@ -234,7 +217,7 @@ class CohortEngine:
     @property
     def has_trained_side_by_side(self) -> bool:
         """Returns whether any clients so far were trained side by side."""
-        return any(way.side_by_side for _, way, _ in self.functions.traced)
+        return any(way.side_by_side for way, _ in self.functions.traced)
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""
@@ -271,7 +254,6 @@ class CohortEngine:
           A `PendingRound`; the model and the state have not changed.
         """
         pending = self.empty_round(inputs)
-        pending.broadcast = self._broadcasts.changed_weights(self.state, inputs)
         ahead = None if self.query.keeps_window else self.lay_out
         for chunk in self.read_chunks(dataset, pending, ahead):
             self.train_chunk(pending, chunk)
@@ -289,16 +271,12 @@ class CohortEngine:
             inputs=inputs,
             state=self.state,
             tensors=inputs.tensors(),
+            sent=self._broadcasts(inputs),
             sums=[()] * self.num_replicas,
             metric_states=[()] * self.num_replicas,
             collected=[[] for _ in range(self.num_replicas)],
             window_norms=norms,
         )
-
-    @devices.at_home
-    def broadcast(self, inputs: rounds.RoundInputs) -> cohort.Received:
-        """Returns what the clients of a round receive of the server."""
-        return self._broadcasts(self.state, inputs)
 
     @devices.at_home
     def lay_out(
@@ -323,38 +301,29 @@ class CohortEngine:
             chunk = self.lay_out(chunk, pending.inputs)
         groups: list[list[layout.Part]] = chunk.groups
         prepared = [
-            [
-                (part, self.functions.prepared(replica, pending, chunk, part))
-                for part in group
-            ]
-            for replica, group in enumerate(groups)
+            [(part, self.functions.prepared(pending, chunk, part)) for part in group]
+            for group in groups
         ]
         raised: list[tuple[layout.Part, Exception]] = []
         begun = itertools.count(1)
 
-        def run_elsewhere(replica: int) -> None:
-            # A round that an interrupt ended may be training there still: its
-            # steps would be in the updates of this one's clients.
-            with self._in_use[replica]:
-                run(replica)
-
-        def run(replica: int) -> None:
+        @devices.at(self.device)
+        def run(thread: int) -> None:
             if next(begun) == len(prepared):
                 # Not before: who draws meanwhile keeps Python from others.
                 draw_ahead()
-            for part, call in prepared[replica]:
+            for part, call in prepared[thread]:
                 try:
                     trained = call()
                 except CLIENT_ERRORS as error:
                     raised.append((part, error))
                     continue
-                pending.take(part.clients.members, trained, replica)
+                pending.take(part.clients.members, trained, thread)
                 self.has_trained |= part.clients.num_clients > 0
 
         with self.background.computing(at_once=False) as draw_ahead:
             others = [
-                self._pool.submit(run_elsewhere, replica)
-                for replica in range(1, len(prepared))
+                self._pool.submit(run, thread) for thread in range(1, len(prepared))
             ]
             try:
                 run(0)
@@ -380,7 +349,7 @@ class CohortEngine:
         def train(places: list[int]) -> None:
             clients = tables.select(part.clients, np.array(places, np.int64))
             alone = self.layout.one_by_one(clients)
-            trained = self.functions.prepared(0, pending, chunk, alone)()
+            trained = self.functions.prepared(pending, chunk, alone)()
             pending.take(clients.members, trained)
 
         failures = []
@@ -411,13 +380,13 @@ class CohortEngine:
             and len(pending.failures) == pending.cohort_size > 1
         ):
             raise _without_examples(pending.training_error) from None
-        pending.leave_out_idle_replicas()
+        pending.leave_out_idle_threads()
         if self.query.two_phase:
             params = self._joint_clip.set_clip(pending)
             if self._collect_records:
                 self._joint_clip.clip_each(pending, params)
             else:
-                self._joint_clip.clip_and_sum(pending, params, self._pool)
+                self._joint_clip.clip_and_sum(pending, params, self._pool, self.device)
 
     # Half two.
 

@@ -1,4 +1,4 @@
-"""A clip that hangs on the norms of the whole cohort, of updates that wait."""
+"""A clip that depends on the norms of the whole cohort, of updates that wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.engine import cohort, rounds
+from tfdp_fl.engine import cohort, devices, rounds
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 
 
@@ -43,14 +43,19 @@ class JointClip:
         return params
 
     def clip_and_sum(
-        self, pending: rounds.PendingRound, params: Any, pool: futures.Executor
+        self,
+        pending: rounds.PendingRound,
+        params: Any,
+        pool: futures.Executor,
+        device: str,
     ) -> None:
-        """Clips and adds up each update, the replicas' side by side."""
+        """Clips and adds up each update, those of each thread in a thread."""
         _, seed = pending.tensors
 
-        def run(replica: int) -> Any:
+        @devices.at(device)
+        def run(thread: int) -> Any:
             total = self._query.initial_sample_state(self._spec.zeros())
-            for members, collected in pending.collected[replica]:
+            for members, collected in pending.collected[thread]:
                 one = self._sum(
                     params,
                     collected.updates,

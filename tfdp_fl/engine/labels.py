@@ -52,19 +52,15 @@ class LabelRange(NamedTuple):
         )
 
 
-def ranges(
-    y: Any, predicted: Any, compiled: keras_versions.CompiledModel
-) -> list[LabelRange]:
+def ranges(outputs: list[tuple[Any, Any, Any]]) -> list[LabelRange]:
     """Returns the ranges of the labels that are numbers of classes.
 
     Args:
-      y: Nest of label tensors of a batch.
-      predicted: Nest of the model's outputs for it.
-      compiled: The model, compiled.
+      outputs: Of each output the number of its label among the flattened ones,
+        its values for a batch, and its loss.
     """
-    leaves = tf.nest.pack_sequence_as(y, range(len(tf.nest.flatten(y))))
     found = []
-    for leaf, output, loss in compiled.outputs(leaves, predicted):
+    for leaf, output, loss in outputs:
         if leaf is None or loss is None:
             continue
         options = getattr(loss, "_fn_kwargs", {})
@@ -117,17 +113,16 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
             )
 
 
-def check(y: Any, predicted: Any, compiled: keras_versions.CompiledModel) -> None:
+def check(outputs: list[tuple[Any, Any, Any]]) -> None:
     """Raises ValueError if labels cannot belong to the model's output.
 
     A loss of the user's own may take labels of any shape.
 
     Args:
-      y: Nest of label tensors of a batch.
-      predicted: Nest of the model's outputs for it.
-      compiled: The model, compiled.
+      outputs: The label tensor, the values and the loss of each output, for a
+        batch.
     """
-    for label, output, loss in compiled.outputs(y, predicted):
+    for label, output, loss in outputs:
         function: Any = getattr(loss, "fn", None)
         if label is None or not keras_versions.is_of_keras(function):
             continue

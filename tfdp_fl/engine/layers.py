@@ -9,7 +9,8 @@ function computed is the same, and so are its gradients, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,26 +22,32 @@ from tfdp_fl import keras_versions
 _UNROLL = 8
 
 
-def use_fast_layers(model: tf.keras.Model) -> list[tf.keras.layers.Layer]:
-    """Makes a replica's eligible layers compute by this module's functions.
+@contextlib.contextmanager
+def fast(model: tf.keras.Model) -> Iterator[None]:
+    """Has eligible layers compute by this module's functions, within the block.
 
     Eligible is an LSTM with Keras's default activations and a bias, in float32
     or mixed_bfloat16, without dropout, state between batches, or a time axis
-    that is reversed, unrolled or in front. A call with a mask, an initial state
-    or ragged input goes Keras's way. Variables stay what they are.
+    that is reversed or unrolled. A call with a mask, an initial state or ragged
+    input goes Keras's way.
 
     Args:
-      model: A replica, never the user's own model.
-
-    Returns:
-      The layers that were changed.
+      model: What is traced in the block.
     """
-    changed = []
-    for layer in keras_versions.layers_of(model):
-        if type(layer) is tf.keras.layers.LSTM and _is_plain(layer):
-            layer.call = _lstm_call(layer, layer.call)
-            changed.append(layer)
-    return changed
+    eligible = [
+        layer
+        for layer in keras_versions.layers_of(model)
+        if type(layer) is tf.keras.layers.LSTM
+        and _is_plain(layer)
+        and "call" not in vars(layer)
+    ]
+    for layer in eligible:
+        vars(layer)["call"] = _lstm_call(layer, layer.call)
+    try:
+        yield
+    finally:
+        for layer in eligible:
+            del vars(layer)["call"]
 
 
 def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
@@ -53,7 +60,6 @@ def _is_plain(layer: tf.keras.layers.LSTM) -> bool:
         layer.go_backwards,
         layer.unroll,
         layer.return_state,
-        getattr(layer, "time_major", False),  # Keras 2 has it.
     )
     return (
         not any(unusual)

@@ -1,13 +1,13 @@
-"""Clients one after the other in one replica: of any model, and any mechanism.
+"""Clients one after the other: of any model, and any mechanism.
 
-A round runs as a few calls of compiled functions, however many clients it has:
+A round runs as a few calls of one compiled function, however many clients it has:
 
-    for each replica, in parallel:   loop over its clients:
+    for every thread:   loop over its clients:
         start from the server's weights, train, clip, add to the sum
-    release:                         add up the replicas' sums, add noise,
-                                     divide, update the model
+    release:            add up the threads' sums, add noise, divide, update the
+                        model
 
-`OneByOne` is the loop, a function of tensors that workers run as well.
+`OneByOne` is the loop, a pure function of tensors that workers run as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl.engine import client_update, cohort, tables
+from tfdp_fl.engine import cohort, tables
+from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 
 
@@ -26,20 +27,18 @@ class OneByOne:
     """Trains clients one after the other, and adds them up or collects them.
 
     Attributes:
-      trainer: Trains a client in its replica.
+      trainer: Trains a client.
       query: The mechanism's query.
       output: `SUM`, `EACH_UPDATE` or `EACH_CONTRIBUTION`.
       full_batches: Every batch has exactly B rows, so shapes are fixed.
       moments: Whether to return `Moments`.
-      xla: Whether XLA compiles the function.
     """
 
-    trainer: client_update.ClientTrainer
+    trainer: trainer_lib.Trainer
     query: cohort_query.CohortQuery
     output: str = cohort.SUM
     full_batches: bool = False
     moments: bool = False
-    xla: bool = False
 
     def __call__(
         self,
@@ -58,19 +57,22 @@ class OneByOne:
           table: A `ClientTable`, at least `num_clients` long.
           num_clients: Int32 scalar.
         """
-        query = self.query
-        self.trainer.start_metrics()
+        query, trainer = self.query, self.trainer
 
         def client(
-            k: tf.Tensor, total: cohort.CohortSum, collected: Any, windows: Any
-        ) -> tuple[tf.Tensor, cohort.CohortSum, Any, Any]:
+            k: tf.Tensor,
+            total: cohort.CohortSum,
+            metrics: list[tf.Tensor],
+            collected: Any,
+            windows: Any,
+        ) -> tuple[tf.Tensor, cohort.CohortSum, list[tf.Tensor], Any, Any]:
             seed = noise.fold_in(received.seed, table.members[k])
-            self.trainer.start(received, seed)
-            total = self._local_steps(k, total, received, x, y, table)
-            released = query.mechanism.releases_weights
-            update = self.trainer.handed_in(
-                None if released else received.weights, seed
+            state = trainer.start(received, seed)
+            state, total, metrics = self._local_steps(
+                k, state, total, metrics, received, x, y, table
             )
+            released = query.mechanism.releases_weights
+            update = trainer.update(state, None if released else received.weights, seed)
             window = None
             if query.keeps_window:
                 window = table.windows[k]
@@ -84,7 +86,7 @@ class OneByOne:
                 row = cohort.flatten(update, tf.math.is_finite(norm))
                 scalars = query.with_norm_of_scalars(norm, weight)
                 collected = self._with_row(collected, k, row, scalars)
-                return k + 1, total, collected, windows
+                return k + 1, total, metrics, collected, windows
             with noise.seeded(noise.fold_in(seed, 0)):
                 one = query.preprocess_record(
                     received.params,
@@ -100,12 +102,14 @@ class OneByOne:
             else:
                 added = query.accumulate_preprocessed_record(total.contribution, one)
                 total = total._replace(contribution=added)
-            return k + 1, total, collected, windows
+            return k + 1, total, metrics, collected, windows
 
-        _, total, collected, windows = tf.while_loop(
+        total, collected, windows = self._nobody(received, table, num_clients)
+        metrics = [tf.zeros(each.shape, each.dtype) for each in trainer.metric_specs]
+        _, total, metrics, collected, windows = tf.while_loop(
             lambda k, *_: k < num_clients,
             client,
-            (tf.constant(0), *self._nobody(received, table, num_clients)),
+            (tf.constant(0), total, metrics, collected, windows),
             parallel_iterations=1,
         )
         if collected:
@@ -116,7 +120,6 @@ class OneByOne:
         norms = tf.zeros([tf.shape(table.members)[0], 0])
         if query.keeps_window:
             norms = windows.stack()
-        metrics = self.trainer.metric_values()
         return cohort.Trained(total, metrics, norms, collected)
 
     def _weight(self, table: tables.ClientTable, k: tf.Tensor) -> tf.Tensor | None:
@@ -174,24 +177,24 @@ class OneByOne:
     ) -> Any:
         """Keeps client k's update; the matrix is not to be used without it."""
         matrix, array = collected
-        if self.xla:  # XLA writes it in place.
-            matrix = tf.tensor_scatter_nd_update(matrix, [[k]], row[None])
-        else:
-            matrix = tf.raw_ops.InplaceUpdate(x=matrix, i=k[None], v=row[None])
+        # Written in place, as nothing else uses it.
+        matrix = tf.tensor_scatter_nd_update(matrix, [[k]], row[None])
         return matrix, array.write(k, scalars)
 
     def _local_steps(
         self,
         k: tf.Tensor,
+        state: trainer_lib.ClientState,
         total: cohort.CohortSum,
+        metrics: list[tf.Tensor],
         received: cohort.Received,
         x: Any,
         y: Any,
         table: tables.ClientTable,
-    ) -> cohort.CohortSum:
-        """Takes client k's steps; adds its loss and examples to the sum."""
+    ) -> tuple[trainer_lib.ClientState, cohort.CohortSum, list[tf.Tensor]]:
+        """Takes client k's steps; adds its loss, examples and metrics to the sums."""
 
-        def step(s, loss, examples):
+        def step(s, state, metrics, loss, examples):
             size = table.batch_sizes[s]
             rows = table.rows[s]
             if not self.full_batches:
@@ -199,23 +202,23 @@ class OneByOne:
             batch_x, batch_y = tf.nest.map_structure(
                 lambda tensor: tf.gather(tensor, rows), (x, y)
             )
-            batch_loss = self.trainer.step(
-                batch_x, batch_y, received.weights, received.learning_rate
+            state, batch_loss, metrics = self.trainer.step(
+                state, batch_x, batch_y, received, metrics
             )
             # One client's NaN is no reason not to know the others' loss.
             counts = tf.math.is_finite(batch_loss)
             weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
             batch_loss = tf.where(counts, cohort.bounded_loss(batch_loss), 0.0)
             loss += batch_loss * weight
-            return s + 1, loss, examples + weight
+            return s + 1, state, metrics, loss, examples + weight
 
-        _, loss, examples = tf.while_loop(
+        _, state, metrics, loss, examples = tf.while_loop(
             lambda s, *_: s < table.first_step[k + 1],
             step,
-            (table.first_step[k], total.loss, total.examples),
+            (table.first_step[k], state, metrics, total.loss, total.examples),
             parallel_iterations=1,
         )
-        return total._replace(loss=loss, examples=examples)
+        return state, total._replace(loss=loss, examples=examples), metrics
 
 
 def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:

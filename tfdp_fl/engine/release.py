@@ -7,10 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.engine import calls, cohort, rounds, server_update
+from tfdp_fl.engine import cohort, rounds, server_update
 from tfdp_fl.mechanisms import cohort_query, noise
 
 
@@ -33,7 +32,7 @@ class Release:
     log_names: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._compiled = calls.Compiled(self._released)
+        self._compiled = tf.function(self._released, autograph=False)
 
     def __call__(self, pending: rounds.PendingRound) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
@@ -43,8 +42,7 @@ class Release:
             pending.metric_states,
             pending.state,
             *pending.tensors,
-            np.float32(answered),
-            kind=(len(pending.sums), pending.tensors[1].dtype),
+            tf.constant(answered, tf.float32),
         )
         return state, dict(zip(self.log_names, values.numpy().tolist(), strict=True))
 
@@ -61,7 +59,7 @@ class Release:
             )
         else:
             self.server.apply(mean)
-        metrics = [tf.add_n(list(each)) for each in zip(*metric_states, strict=True)]
+        metrics = functools.reduce(cohort.added, metric_states)
         logs = self._logs(total, metrics, state, answered)
         self.log_names = list(logs)
         values = [tf.cast(value, tf.float32) for value in logs.values()]

@@ -61,12 +61,11 @@ class PendingRound:
       inputs: The round.
       state: The query's state, with the clip of this round.
       tensors: What `RoundInputs.tensors` returned.
-      sums: One `CohortSum` a replica, () for one that did not run.
-      metric_states: One list of metric values a replica.
-      collected: For each replica the contributions that were not summed, with
+      sums: One `CohortSum` a thread, () for one that did not run.
+      metric_states: One list of metric values a thread.
+      collected: For each thread the contributions that were not summed, with
         their clients' places in the cohort.
-      broadcast: The weights that clients receive where a hook changed them;
-        () if they receive the server's.
+      sent: The weights that clients receive, and the model's other values.
       window_norms: Float32 [K, L], each client's layer norms before noise, NaN
         for those that did not answer; None if the mechanism keeps no window.
       failures: The clients whose data could not be read, or not be trained on.
@@ -81,11 +80,16 @@ class PendingRound:
     sums: list[Any]
     metric_states: list[Any]
     collected: list[list[tuple[np.ndarray, cohort.CollectedUpdates]]]
-    broadcast: Any = ()
+    sent: tuple[list[tf.Tensor], list[tf.Tensor]] = ([], [])
     window_norms: np.ndarray | None = None
     failures: list[ClientFailure] = dataclasses.field(default_factory=list)
     training_error: Exception | None = None
     without_noise: int = 0
+
+    @property
+    def fixed_arguments(self) -> tuple[Any, ...]:
+        """Returns what clients' programs are given in every part of the round."""
+        return (self.state, *self.tensors, *self.sent)
 
     @property
     def cohort_size(self) -> int:
@@ -93,7 +97,7 @@ class PendingRound:
         return len(self.inputs.positions)
 
     def take(
-        self, members: np.ndarray, trained: cohort.Trained, replica: int = 0
+        self, members: np.ndarray, trained: cohort.Trained, thread: int = 0
     ) -> None:
         """Adds what a compiled function returned.
 
@@ -101,30 +105,30 @@ class PendingRound:
           members: Int [K], the places of its clients in the cohort. Tensors
             may be longer: padded for a function of fixed shapes.
           trained: What it returned, tensors.
-          replica: Where it was trained.
+          thread: Which thread trained them.
         """
         count = len(members)
         collected = trained.collected
         if collected and count:
             if count < len(collected.norms):
                 collected = tf.nest.map_structure(lambda each: each[:count], collected)
-            self.collected[replica].append((members, collected))
+            self.collected[thread].append((members, collected))
         if self.window_norms is not None:
             self.window_norms[members] = trained.window_norms.numpy()[:count]
-        self.add(trained.total, trained.metrics, replica)
+        self.add(trained.total, trained.metrics, thread)
 
     def add(
         self,
         total: cohort.CohortSum,
         metrics: list[tf.Tensor],
-        replica: int = 0,
+        thread: int = 0,
     ) -> None:
         """Adds the sum of some clients, and their metrics."""
-        if self.sums[replica] != ():
-            total = cohort.added(self.sums[replica], total)
-            metrics = cohort.added(self.metric_states[replica], metrics)
-        self.sums[replica] = total
-        self.metric_states[replica] = metrics
+        if self.sums[thread] != ():
+            total = cohort.added(self.sums[thread], total)
+            metrics = cohort.added(self.metric_states[thread], metrics)
+        self.sums[thread] = total
+        self.metric_states[thread] = metrics
 
     def add_contribution(self, one: contribution.Contribution) -> None:
         """Adds what somebody handed in who was not trained here."""
@@ -133,15 +137,15 @@ class PendingRound:
             contribution=cohort.added(first.contribution, one)
         )
 
-    def leave_out_idle_replicas(self) -> None:
-        """Forgets the replicas that had nothing to train."""
+    def leave_out_idle_threads(self) -> None:
+        """Forgets the threads that had nothing to train."""
         ran = [r for r, total in enumerate(self.sums) if total != ()]
         for name in ("sums", "metric_states", "collected"):
             each = getattr(self, name)
-            setattr(self, name, [each[replica] for replica in ran])
+            setattr(self, name, [each[thread] for thread in ran])
 
     def set_contributions(self, contributions: list[Any]) -> None:
-        """Sets the sum of the contributions of each replica's clients."""
+        """Sets the sum of the contributions of each thread's clients."""
         self.sums = [
             each._replace(contribution=one)
             for each, one in zip(self.sums, contributions, strict=True)

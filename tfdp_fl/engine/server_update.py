@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import calls, cohort, rounds
+from tfdp_fl.engine import cohort, rounds
 from tfdp_fl.mechanisms import cohort_query, noise
 
 BroadcastHook = Callable[[list[tf.Tensor], tf.Tensor], list[tf.Tensor]]
@@ -119,7 +119,6 @@ class Broadcast:
 
     def __init__(
         self,
-        query: cohort_query.CohortQuery,
         server: ServerUpdate,
         unaggregated: list[tf.Variable],
         hook: BroadcastHook | None,
@@ -127,53 +126,60 @@ class Broadcast:
         """Prepares the function; nothing is traced yet.
 
         Args:
-          query: The mechanism's query.
           server: Holds the variables that clients train.
           unaggregated: The server's other variables.
           hook: Called on the weights and a seed of the round's; or None.
         """
-        self._query = query
         self._server = server
         self._unaggregated = unaggregated
-        self._hook = hook
-        self._compiled = calls.Compiled(self.received)
+        self._hook = None if hook is None else tf.function(_hooked(hook))
 
-    def __call__(self, state: Any, inputs: rounds.RoundInputs) -> cohort.Received:
-        """Returns what clients receive, in the state before the round."""
-        numbers, seed = inputs.tensors()
-        return self._compiled(state, numbers, seed, (), kind=seed.dtype)
+    def __call__(
+        self, inputs: rounds.RoundInputs
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the weights that clients receive, and the other values."""
+        weights = [variable.read_value() for variable in self._server.variables]
+        if self._hook is not None:
+            weights = self._hook(weights, tf.constant(inputs.seed))
+        return weights, [variable.read_value() for variable in self._unaggregated]
 
-    def changed_weights(self, state: Any, inputs: rounds.RoundInputs) -> Any:
-        """Returns one set of weights for all replicas; () without a hook."""
-        return () if self._hook is None else self(state, inputs).weights
 
-    def received(
-        self, state: Any, numbers: tf.Tensor, seed: tf.Tensor, weights: Any = ()
-    ) -> cohort.Received:
-        """Returns what clients receive, while a function is traced.
+def _hooked(hook: BroadcastHook) -> Callable[..., list[tf.Tensor]]:
+    def changed(weights: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
+        own = noise.as_integers(noise.fold_in(seed, -3))
+        with noise.seeded(noise.fold_in(seed, -2)):
+            return list(hook(list(weights), own))
 
-        Args:
-          state: The query's state.
-          numbers: Float32 [z, m, learning rate].
-          seed: The round's seed (see `mechanisms.noise`).
-          weights: What `changed_weights` returned.
-        """
-        state = self._query.begin_round(state, numbers[0], numbers[1])
-        weights = list(weights)
-        if not weights:
-            weights = [each.read_value() for each in self._server.variables]
-            if self._hook is not None:
-                own = noise.as_integers(noise.fold_in(seed, -3))
-                with noise.seeded(noise.fold_in(seed, -2)):
-                    weights = list(self._hook(weights, own))
-        # Where the clip is not known before all updates are, nobody gets it.
-        params: Any = ()
-        if not self._query.two_phase:
-            params = self._query.derive_sample_params(state)
-        return cohort.Received(
-            weights=weights,
-            unaggregated=[each.read_value() for each in self._unaggregated],
-            params=tf.nest.map_structure(tf.convert_to_tensor, params),
-            learning_rate=numbers[2],
-            seed=noise.for_clients(seed),
-        )
+    return changed
+
+
+def received(
+    query: cohort_query.CohortQuery,
+    state: Any,
+    numbers: tf.Tensor,
+    seed: tf.Tensor,
+    weights: list[tf.Tensor],
+    unaggregated: list[tf.Tensor],
+) -> cohort.Received:
+    """Returns what clients receive, while a function is traced.
+
+    Args:
+      query: The mechanism's query.
+      state: The query's state, before the round.
+      numbers: Float32 [z, m, learning rate].
+      seed: The round's seed (see `mechanisms.noise`).
+      weights: Of the variables that clients train.
+      unaggregated: Of the model's other variables.
+    """
+    state = query.begin_round(state, numbers[0], numbers[1])
+    # Where the clip is not known before all updates are, nobody gets it.
+    params: Any = ()
+    if not query.two_phase:
+        params = query.derive_sample_params(state)
+    return cohort.Received(
+        weights=list(weights),
+        unaggregated=list(unaggregated),
+        params=tf.nest.map_structure(tf.convert_to_tensor, params),
+        learning_rate=numbers[2],
+        seed=noise.for_clients(seed),
+    )

@@ -29,15 +29,9 @@ from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
 
-from tfdp_fl import keras_versions
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import (
-    client_update,
-    cohort,
-    dense_models,
-    gram_norms,
-    tables,
-)
+from tfdp_fl.engine import cohort, dense_models, gram_norms, tables
+from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution
 
 
@@ -80,7 +74,7 @@ class SideBySide:
 
     def __init__(
         self,
-        trainer: client_update.ClientTrainer,
+        trainer: trainer_lib.Trainer,
         query: cohort_query.CohortQuery,
         steps: int,
         full_batches: bool,
@@ -88,7 +82,7 @@ class SideBySide:
         """Prepares the function for a number of local steps.
 
         Args:
-          trainer: Has the replica, the loss and the metrics.
+          trainer: Has the model, the loss and the metrics.
           query: The mechanism's query; it only scales.
           steps: S.
           full_batches: Every client takes S steps of exactly B examples.
@@ -98,14 +92,14 @@ class SideBySide:
         self._steps = steps
         self._full_batches = full_batches
         places = {
-            id(variable): index for index, variable in enumerate(trainer.variables)
+            id(variable): index for index, variable in enumerate(trainer.aggregated)
         }
         chain = cast(list[Any], dense_models.chain_of(trainer.model))
         self._layers: list[Any] = [
             _DenseLayer(
                 layer,
-                places[id(keras_versions.tf_variable(layer.kernel))],
-                places[id(keras_versions.tf_variable(layer.bias))]
+                places[id(layer.kernel)],
+                places[id(layer.bias)]
                 if layer.use_bias
                 else None,
             )
@@ -149,7 +143,7 @@ class SideBySide:
     ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
         """Runs K clients: all steps of theirs, then clips and adds up."""
         weights = self._as_computed_with(received.weights)
-        self._trainer.start_metrics()
+        metrics = self._no_metrics()
         shape = tf.shape(table.rows)
         clients, batch = shape[1], shape[2]
         labels = tf.nest.map_structure(
@@ -159,7 +153,7 @@ class SideBySide:
         loss, examples = tf.zeros([]), tf.zeros([])
         for step in range(self._steps):
             mean, valid = self._row_weights(table.sizes[step], batch)
-            summed, counted = self._step(
+            summed, counted, metrics = self._step(
                 weights,
                 tf.nest.map_structure(
                     lambda each, step=step: _rows(each[step], keep=each.shape.rank - 3),
@@ -170,12 +164,18 @@ class SideBySide:
                 memory,
                 received.learning_rate,
                 (clients, batch),
+                metrics,
             )
             loss += summed
             examples += counted
         clipped = self._clip_and_sum(received, memory, table.measured)
-        metrics = self._trainer.metric_values()
         return cohort.CohortSum(clipped, loss, examples, ()), metrics
+
+    def _no_metrics(self) -> list[tf.Tensor]:
+        """Returns the metrics' state before any example."""
+        return [
+            tf.zeros(each.shape, each.dtype) for each in self._trainer.metric_specs
+        ]
 
     def _as_computed_with(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the server's weights in what their layers compute with."""
@@ -194,42 +194,27 @@ class SideBySide:
         table: tables.SideBySideTable,
         at_once: tf.Tensor,
     ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
-        """Runs K clients, so many at once, and holds one sum for all.
-
-        The replica's own variables, which no client needs here, hold it.
-        """
-        sums = self._trainer.variables
-        zeros = [tf.zeros(each.shape, each.dtype) for each in sums]
-        for each, zero in zip(
-            sums, cohort.made_by_each_run(zeros, at_once), strict=True
-        ):
-            each.assign(zero)
-
-        def some(start: tf.Tensor) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
-            end = start + at_once
-            group = table.clients(start, end)
-            total, metrics = self._cohort(received, x, y, group)
-            for each, part in zip(sums, total.contribution.update, strict=True):
-                each.assign_add(part)
-            return _with_update(total, ()), metrics
+        """Runs K clients, so many at once, and holds one sum for all."""
 
         def add(start: tf.Tensor, total: Any) -> tuple[tf.Tensor, Any]:
-            return start + at_once, cohort.added(total, some(start))
+            end = start + at_once
+            group = self._cohort(received, x, y, table.clients(start, end))
+            return end, cohort.added(total, group)
 
-        nothing = self._query.initial_sample_state(zeros)
+        zeros = [tf.zeros(each.shape, each.dtype) for each in received.weights]
         nobody = cohort.CohortSum(
-            nothing._replace(update=()), tf.zeros([]), tf.zeros([]), ()
+            cohort.made_by_each_run(self._query.initial_sample_state(zeros), at_once),
+            tf.zeros([]),
+            tf.zeros([]),
+            (),
         )
-        metrics = [
-            tf.zeros_like(variable) for variable in self._trainer.metric_variables
-        ]
-        _, (total, metrics) = tf.while_loop(
+        _, total = tf.while_loop(
             lambda start, _: start < tf.shape(table.rows)[1],
             add,
-            (tf.constant(0), (nobody, metrics)),
+            (tf.constant(0), (nobody, self._no_metrics())),
             parallel_iterations=1,
         )
-        return _with_update(total, [each.read_value() for each in sums]), (metrics)
+        return total
 
     def _first_memory(
         self,
@@ -324,12 +309,13 @@ class SideBySide:
         memory: list[_Memory],
         learning_rate: tf.Tensor,
         shape: tuple[tf.Tensor, tf.Tensor],
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        metrics: list[tf.Tensor],
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Takes one step of every client, on labels (and weights) y [K B].
 
         Returns:
-          The loss summed over examples, and how many they are: those whose
-          loss is a number.
+          The loss summed over examples, how many they are (those whose loss is
+          a number), and the metrics' next state.
         """
         outputs: list[tf.Tensor] = []
         h = None
@@ -358,13 +344,14 @@ class SideBySide:
             y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
             if weight is not None:
                 weight = tf.boolean_mask(weight, valid)
-        self._trainer.update_metrics(y, h, weight)
+        metrics = self._trainer.with_batch(metrics, y, h, weight)
         counts = tf.math.is_finite(losses)
         if valid is not None:
             counts &= valid
         return (
             tf.reduce_sum(tf.where(counts, cohort.bounded_loss(losses), 0.0)),
             tf.reduce_sum(tf.cast(counts, tf.float32)),
+            metrics,
         )
 
     def _affine(
@@ -474,10 +461,6 @@ def _of_one_output(y: Any) -> Any:
         return label
     (weight,) = tf.nest.flatten(nests.weights_of(y))
     return nests.Weighted(label, tf.reshape(weight, [-1]))
-
-
-def _with_update(total: cohort.CohortSum, update: Any) -> cohort.CohortSum:
-    return total._replace(contribution=total.contribution._replace(update=update))
 
 
 def _is_dense(layer: Any) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import engine
+from tfdp_fl import engine, keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import isolation
+from tfdp_fl.engine import cohort, program
+from tfdp_fl.engine import trainer as trainer_lib
 
 # The one column that is no metric.
 NUM_EXAMPLES = "num_examples"
@@ -19,6 +20,7 @@ NUM_EXAMPLES = "num_examples"
 
 def evaluate(
     model: tf.keras.Model,
+    training: engine.LocalTraining,
     clients: FederatedDataset,
     batch_size: int,
     verbose: int,
@@ -27,7 +29,8 @@ def evaluate(
     """Returns a compiled model's metrics, client by client.
 
     Args:
-      model: Compiled, with a loss.
+      model: The model.
+      training: The loss and the metrics that it was compiled with.
       clients: Whose data.
       batch_size: Examples in one batch.
       verbose: 1 shows a bar.
@@ -47,36 +50,31 @@ def evaluate(
     failed: list[ClientFailure] = []
     raised = 0
 
-    step = _IsolatedStep(model)
+    metrics_of = _Evaluation(model, training, clients.element_spec)
     bar = (
         tf.keras.utils.Progbar(clients.num_clients, unit_name="client")
         if verbose
         else None
     )
-    try:
-        for done, client in enumerate(
-            clients.read_clients(np.arange(clients.num_clients)), 1
-        ):
-            if isinstance(client, ClientFailure):
-                failed.append(client)
-            else:
-                counts[client.position] = size = len(tf.nest.flatten(client.y)[0])
-                step.begin_client()
-                values: dict[str, tf.Tensor] = {}
-                try:
-                    for batch in _batches(client.x, client.y, size, batch_size):
-                        values = step(*batch)
-                except engine.CLIENT_ERRORS as error:
-                    failed.append(ClientFailure(client.position, error))
-                    raised, values = raised + 1, {}
-                for name, value in values.items():
-                    if name not in columns:
-                        columns[name] = np.full(clients.num_clients, np.nan)
-                    columns[name][client.position] = value.numpy()
-            if bar is not None:
-                bar.update(done)
-    finally:
-        step.begin_client()  # Nobody's data stays.
+    for done, client in enumerate(
+        clients.read_clients(np.arange(clients.num_clients)), 1
+    ):
+        if isinstance(client, ClientFailure):
+            failed.append(client)
+        else:
+            counts[client.position] = size = len(tf.nest.flatten(client.y)[0])
+            values: dict[str, tf.Tensor] = {}
+            try:
+                values = metrics_of(_batches(client.x, client.y, size, batch_size))
+            except engine.CLIENT_ERRORS as error:
+                failed.append(ClientFailure(client.position, error))
+                raised += 1
+            for name, value in values.items():
+                if name not in columns:
+                    columns[name] = np.full(clients.num_clients, np.nan)
+                columns[name][client.position] = value.numpy()
+        if bar is not None:
+            bar.update(done)
     if not columns:
         columns = {name: np.full(clients.num_clients, np.nan) for name in in_any_case}
     if raised and not columns:
@@ -98,43 +96,56 @@ def evaluate(
     return {NUM_EXAMPLES: counts, **loss, **columns}
 
 
-class _IsolatedStep:
-    """Keras's `test_step`, which passes nothing from one client to the next.
+class _Evaluation:
+    """A client's metrics, by the pure function of `engine.trainer`."""
 
-    All that it assigns (metrics, states of layers) is put back before each
-    client and in the end, so that nobody's data stays in the model.
-    """
-
-    def __init__(self, model: tf.keras.Model):
-        self._model = model
-        # Keras's own functions take ten times as long for a small batch.
-        self._function = tf.function(
-            lambda x, y: model.test_step(nests.unpaired(x, y)), reduce_retracing=True
-        )
-        self._checked: list[Any] = []
-        self._held: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-
-    def __call__(self, x: Any, y: Any) -> dict[str, tf.Tensor]:
-        """Evaluates on one batch; returns the metrics so far.
+    def __init__(
+        self,
+        model: tf.keras.Model,
+        training: engine.LocalTraining,
+        element_spec: tuple[Any, Any],
+    ):
+        """Traces and checks the function.
 
         Raises:
           ValueError: The model or a metric has an operation that could pass
-            something on (see `engine.isolation`).
+            something on (see `engine.allowed_operations`).
         """
-        traced = self._function.get_concrete_function(x, y)
-        if not any(traced is each for each in self._checked):
-            isolation.check(traced, self._model)
-            for key, handle in isolation.assigned(traced).items():
-                if key not in self._held:
-                    self._held[key] = handle, isolation.read(handle)
-            self._checked.append(traced)
-        return self._function(x, y)
+        self._trainer = trainer = trainer_lib.make_trainer(
+            model, training, element_spec
+        )
+        self._received = cohort.Received(
+            weights=keras_versions.tf_variables(trainer.aggregated),
+            unaggregated=keras_versions.tf_variables(trainer.unaggregated),
+            params=(),
+            learning_rate=tf.constant(0.0),
+            seed=tf.zeros([2], tf.int64),
+        )
+        x, y = trainer_lib.batch_specs(element_spec)
+        self._step = program.Program(
+            trainer.evaluate,
+            tf.nest.map_structure(
+                lambda value: tf.TensorSpec(value.shape, value.dtype), self._received
+            ),
+            x,
+            y,
+            trainer.metric_specs,
+            model=model,
+        )
 
-    def begin_client(self) -> None:
-        """Puts everything in the state in which every client finds it."""
-        self._model.reset_metrics()
-        for handle, value in self._held.values():
-            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+    def __call__(self, batches: Iterator[tuple[Any, Any]]) -> dict[str, tf.Tensor]:
+        """Returns a client's metrics, by name; none without batches."""
+        metrics = [
+            tf.zeros(spec.shape, spec.dtype) for spec in self._trainer.metric_specs
+        ]
+        total, count = 0.0, 0
+        for x, y in batches:
+            size = len(tf.nest.flatten(y)[0])
+            loss, metrics = self._step(self._received, x, y, metrics)
+            total, count = total + loss * size, count + size
+        if not count:
+            return {}
+        return {"loss": total / count, **self._trainer.metric_results(metrics)}
 
 
 def _batches(x: Any, y: Any, size: int, batch_size: int) -> Iterator[tuple[Any, Any]]:

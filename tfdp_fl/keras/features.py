@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.engine import replicas
+from tfdp_fl.engine import trainer
 
 
 def whose(clients: FederatedDataset) -> str:
@@ -31,7 +31,7 @@ def check(model: tf.keras.Model, spec: Any, argument: str, whom: str) -> None:
       whom: Whose they are, in words; or "".
     """
     try:
-        model(replicas.zeros_like_batch(spec), training=False)
+        model(trainer.zeros_like_batch(spec), training=False)
     except Exception as error:  # Whatever a layer's own code can raise.
         # (Of zeros: whatever it quotes, it is nobody's example.)
         raise nests.ExamplesValueError(

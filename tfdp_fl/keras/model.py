@@ -12,7 +12,7 @@ import inspect
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -356,8 +356,11 @@ class DPFederatedModel:
         dataset = datasets.as_federated(clients)
         verbose = 1 if verbose == "auto" else verbose
         silent = int(_validate.one_of((0, 1, 2), verbose=verbose))
+        training = cast(Compiled, self._compiled).training
         if private is None:
-            return client_metrics.evaluate(self.model, dataset, batch_size, silent)
+            return client_metrics.evaluate(
+                self.model, training, dataset, batch_size, silent
+            )
         _validate.instance_of(private_metrics.PrivateMetrics, private=private)
         generator = np.random.Generator(np.random.Philox())
         charge = private.charge(self.sampling, dataset.num_clients)
@@ -367,6 +370,7 @@ class DPFederatedModel:
         if len(positions):
             values = client_metrics.evaluate(
                 self.model,
+                training,
                 dataset.take(positions),
                 batch_size,
                 silent,

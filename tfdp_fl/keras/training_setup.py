@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate, keras_versions, schedules
 from tfdp_fl.accounting.charge import ACCOUNTANTS, SAMPLINGS
-from tfdp_fl.engine import replicas
+from tfdp_fl.engine import trainer
 from tfdp_fl.keras.privacy_target import PrivacyTarget
 from tfdp_fl.mechanisms import (
     ClientWeighting,
@@ -178,7 +178,7 @@ def check_model(model: Any) -> None:
     """Raises unless a model can be trained as it is."""
     keras_versions.check_installed()
     _validate.instance_of(tf.keras.Model, model=model)
-    replicas.check_train_step(model)
+    trainer.check_model(model)
     if not model.built:
         raise ValueError(
             "model must be built: give its first layer an input shape or "

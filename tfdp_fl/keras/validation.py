@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import datasets, keras_versions
-from tfdp_fl.engine import CohortEngine, LocalTraining, replicas
+from tfdp_fl.engine import CohortEngine, LocalTraining, trainer
 from tfdp_fl.mechanisms import Deployment, NoPrivacy
 
 # Clients whose features are looked at.
@@ -72,9 +72,7 @@ def _problems(model: Any) -> list[str]:
         )
     for check in (
         keras_versions.check_installed,
-        lambda: replicas.check_train_step(model),
-        lambda: replicas.check_layers(model),
-        lambda: keras_versions.rebuilt(model),
+        lambda: trainer.check_model(model),
     ):
         problems += _raised_by(check)
     return problems

@@ -17,17 +17,17 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdp_fl import _optional, _validate
-from tfdp_fl.runtimes.program import Program
-from tfdp_fl.runtimes.shard_workers import (
-    REQUEST,
-    ShardWorkers,
+from tfdp_fl import _optional, _products, _validate
+from tfdp_fl.engine import program
+from tfdp_fl.runtimes.workers import (
+    Arrays,
+    Work,
     WorkerError,
     WorkerLost,
-    WorkerRecord,
+    WorkerRound,
+    Workers,
     WorkerUnavailable,
 )
-from tfdp_fl.runtimes.sharded_cohorts import SUM
 
 # What Ray sends with a call, rather than by its store of objects.
 _INLINE_BYTES = 64 * 2**10
@@ -36,26 +36,62 @@ _INLINE_BYTES = 64 * 2**10
 _Sealed = Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RayWorkerRound(WorkerRecord):
-    """What one worker did in the last round.
+@dataclasses.dataclass(frozen=True)
+class _Message:
+    """A `Program` as a worker is sent it.
 
     Attributes:
-        address: The worker's name.
-        shards: See `WorkerRecord`.
-        seconds: See `WorkerRecord`.
-        clients: See `WorkerRecord`.
-        repeated: How often the worker was lost meanwhile, and its shards done
-            again by another.
+      graph: Its serialized definition.
+      inputs: As `Program.inputs`, those of the constants last.
+      constants: The values of the constants.
+      outputs: As `Program.outputs`.
+      assertions: As `Program.assertions`.
     """
 
-    repeated: int = 0
+    graph: bytes = dataclasses.field(repr=False)
+    inputs: list[str]
+    constants: Arrays
+    outputs: list[str]
+    assertions: list[str]
 
-    def joined(self, later: RayWorkerRound) -> RayWorkerRound:
-        """Returns what the worker did in two calls of one round."""
-        return dataclasses.replace(
-            super().joined(later), repeated=self.repeated + later.repeated
+    @classmethod
+    def of(cls, traced: program.Program) -> _Message:
+        """Returns what a worker needs to run a program."""
+        return cls(
+            traced.definition.SerializeToString(),
+            traced.inputs,
+            [constant.numpy() for constant in traced.constants],
+            traced.outputs,
+            traced.assertions,
         )
+
+    def runnable(self, threads: int = 1) -> Callable[[Arrays], Arrays]:
+        """Returns a function of the program's flat arguments.
+
+        A graph and a session of TensorFlow 1: it takes arrays as they lie in
+        memory, and looks for no function in the process.
+
+        Args:
+          threads: How many compute.
+        """
+        definition = tf.compat.v1.GraphDef.FromString(self.graph)
+        graph = tf.Graph()
+        with graph.as_default():
+            found = tf.graph_util.import_graph_def(
+                definition, return_elements=[*self.outputs, *self.assertions], name=""
+            )
+        fetches = found[: len(self.outputs)], found[len(self.outputs) :]
+        session = tf.compat.v1.Session(
+            graph=graph,
+            config=tf.compat.v1.ConfigProto(
+                intra_op_parallelism_threads=threads,
+                inter_op_parallelism_threads=threads,
+            ),
+        )
+        made = session.make_callable(
+            fetches, feed_list=list(map(graph.get_tensor_by_name, self.inputs))
+        )
+        return lambda arrays: made(*arrays, *self.constants)[0]
 
 
 class _Actor:
@@ -69,23 +105,28 @@ class _Actor:
         """Returns the process id, once TensorFlow is there."""
         return os.getpid()
 
-    def make(self, program: Program) -> None:
+    def make(self, name: str, message: _Message) -> None:
         """Takes over a program, once."""
-        if program.name not in self._made:
-            self._made[program.name] = _runnable(program, self._threads)
+        if name not in self._made:
+            self._made[name] = message.runnable(self._threads)
 
     def run(
-        self, name: str, broadcast: _Sealed, shards: _Sealed, by_sum: bool
+        self,
+        name: str,
+        sent: _Sealed,
+        examples: Arrays | None,
+        shards: _Sealed,
+        by_sum: bool,
     ) -> _Sealed | None:
         """Runs a program on shards; None if it has to be made first.
 
         Returns:
-            The results' leaves: of each shard, or of their sum.
+          The results' leaves: of each shard, or of their sum.
         """
         if name not in self._made:
             return None
-        received = _opened(broadcast)
-        results = [self._made[name]([*received, *each]) for each in _opened(shards)]
+        first = [*_opened(sent), *(examples or ())]
+        results = [self._made[name]([*first, *shard]) for shard in _opened(shards)]
         if by_sum:
             results = [functools.reduce(_added, results)]
         return _sealed(results)
@@ -97,7 +138,7 @@ def _sealed(arrays: Any) -> _Sealed:
     Ray looks at every array of its own, which takes it longer than a small
     client's training. Large ones it does not copy, so they are left to it.
     """
-    if sum(each.nbytes for each in tf.nest.flatten(arrays)) > _INLINE_BYTES:
+    if sum(array.nbytes for array in tf.nest.flatten(arrays)) > _INLINE_BYTES:
         return arrays
     return pickle.dumps(arrays, protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -107,60 +148,8 @@ def _opened(sealed: _Sealed) -> Any:
     return pickle.loads(sealed) if isinstance(sealed, bytes) else sealed
 
 
-def _added(one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
+def _added(one: Arrays, other: Arrays) -> Arrays:
     return [operator.add(a, b) for a, b in zip(one, other, strict=True)]
-
-
-def _runnable(program: Program, threads: int = 1) -> Any:
-    """Returns a function of a program's flat arguments, as NumPy arrays.
-
-    A graph and a session of TensorFlow 1: a graph's own functions (of loops,
-    of branches) come with it there, and are not looked for in this process.
-
-    Args:
-        program: The program.
-        threads: How many compute.
-    """
-    graph_def = tf.compat.v1.GraphDef.FromString(program.graph)
-    count = len(program.inputs) - len(program.captured)
-    graph = tf.Graph()
-    with graph.as_default():
-        stand_ins = program.stand_ins()
-        handles = [getattr(each, "handle", each) for each in stand_ins]
-        tf.graph_util.import_graph_def(
-            graph_def,
-            input_map=dict(zip(program.inputs[count:], handles, strict=True)),
-            name="cohort",
-        )
-        begin = tf.compat.v1.global_variables_initializer()
-    arguments, outputs = (
-        [graph.get_tensor_by_name(f"cohort/{name}") for name in names]
-        for names in (program.inputs[:count], program.outputs)
-    )
-    session = tf.compat.v1.Session(
-        graph=graph,
-        config=tf.compat.v1.ConfigProto(
-            intra_op_parallelism_threads=threads,
-            inter_op_parallelism_threads=threads,
-        ),
-    )
-    # What `Session.run` finds out of its arguments each time is known.
-    begun = session.make_callable(begin)
-    # Those without a value are assigned before they are read.
-    have_values = any(
-        is_variable and not isinstance(value, tf.TensorSpec)
-        for value, is_variable in zip(
-            program.captured, program.is_variable, strict=True
-        )
-    )
-    made = session.make_callable(outputs, feed_list=arguments)
-
-    def run(values: list[Any]) -> list[np.ndarray]:
-        if have_values:
-            begun()  # What an earlier run assigned is gone with it.
-        return made(*values)
-
-    return run
 
 
 def _ray() -> Any:
@@ -223,7 +212,7 @@ class _Cluster:
         self._started = False
 
 
-class RayWorkers(ShardWorkers):
+class RayWorkers(Workers):
     """Several workers that Ray places, here or on the machines of a cluster.
 
         with RayWorkers(num_workers=2) as workers:
@@ -250,7 +239,6 @@ class RayWorkers(ShardWorkers):
         num_workers: int | None = None,
         *,
         shards_per_worker: int = 1,
-        data: str | os.PathLike[str] = REQUEST,
         resources: Mapping[str, Any] | None = None,
         connect_timeout_seconds: float = 300.0,
         round_timeout_seconds: float | None = None,
@@ -268,10 +256,6 @@ class RayWorkers(ShardWorkers):
             num_workers: How many workers; 2 by default.
             shards_per_worker: How many shards each is given in a round, one
                 after the other.
-            data: How the examples of `fit` come to the workers. "request": with
-                every round, those of its cohort; or the directory that
-                `export_for_workers` wrote, which every worker sees under this
-                path.
             resources: What each worker asks of Ray, as the options of an actor:
                 `{"num_cpus": 2}`, `{"num_gpus": 1}`. One CPU by default; a
                 worker computes with as many threads.
@@ -297,11 +281,14 @@ class RayWorkers(ShardWorkers):
         self._num_workers = _validate.positive_integer(
             num_workers=2 if num_workers is None else num_workers
         )
-        super().__init__(
-            _validate.positive_integer(shards_per_worker=shards_per_worker),
-            os.fspath(data),
-            float32_products,
+        self.shards_per_worker = _validate.positive_integer(
+            shards_per_worker=shards_per_worker
         )
+        if float32_products is not None:
+            _validate.instance_of(bool, float32_products=float32_products)
+        self._float32_products = float32_products
+        # What Ray stores of a dataset, by the first of its arrays.
+        self._stored: dict[int, tuple[Arrays, Any]] = {}
         self._connect_timeout = _validate.positive(
             connect_timeout_seconds=connect_timeout_seconds
         )
@@ -321,8 +308,13 @@ class RayWorkers(ShardWorkers):
         return self._num_workers
 
     @property
-    def _are_started_here(self) -> bool:
-        return self._cluster.is_here
+    def float32_products(self) -> bool:
+        """Whether the workers' products of float32 numbers are such."""
+        if self._float32_products is not None:
+            return self._float32_products
+        return (
+            self._cluster.is_here and _products.are_float32_in_processes_started_here()
+        )
 
     def open(self) -> RayWorkers:
         """Connects, and starts every worker that is not there. Returns self.
@@ -372,76 +364,76 @@ class RayWorkers(ShardWorkers):
     def _address(self, place: int) -> str:
         return f"{place} of Ray"
 
-    def _run_sharded(
-        self,
-        program: Program,
-        shards: Sequence[Any],
-        broadcast: Any,
-        reduction: str,
-        sent: Callable[[], None],
-    ) -> tuple[Any, tuple[RayWorkerRound, ...]]:
-        """Runs a program on every shard; see `ShardWorkers._run_sharded`.
+    def __enter__(self) -> RayWorkers:
+        return self.open()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _reference(self, examples: Arrays | None) -> Any:
+        """Returns what Ray has of a dataset: it is stored once."""
+        if examples is None:
+            return None
+        key = id(examples)
+        if key not in self._stored:
+            # One dataset at a time, so that the store does not fill up.
+            self._stored = {key: (examples, _ray().put(examples))}
+        return self._stored[key][1]
+
+    def run(
+        self, work: Work, begun: Callable[[], None]
+    ) -> tuple[list[Arrays], Sequence[WorkerRound]]:
+        """Runs a program on every shard; see `Workers.run`.
 
         The workers' sums are added in the order of the workers, so that the
         same shards give the same sum to the last bit.
         """
         self.open()
-        sealed = _sealed(tf.nest.flatten(broadcast))
-        if not isinstance(sealed, bytes):
-            sealed = _ray().put(sealed)
-        flat = [tf.nest.flatten(shard) for shard in shards]
-        parts = np.array_split(np.arange(len(shards)), self.num_workers)
-        work = {
-            place: [int(index) for index in part]
-            for place, part in enumerate(parts)
+        sent = _sealed(work.sent)
+        if not isinstance(sent, bytes):
+            sent = _ray().put(sent)
+        indices = np.array_split(np.arange(len(work.shards)), self.num_workers)
+        shards = {
+            place: tuple(part.tolist())
+            for place, part in enumerate(indices)
             if len(part)
         }
-        results, by_place = self._round(
-            program,
-            sealed,
-            {
-                place: _sealed([flat[index] for index in part])
-                for place, part in work.items()
-            },
-            reduction == SUM,
-            sent,
-        )
-        records = tuple(
-            dataclasses.replace(record, shards=tuple(work[place]))
-            for place, record in sorted(by_place.items())
-        )
-        ordered = [each for place in sorted(results) for each in results[place]]
-        if reduction == SUM:
-            ordered = [functools.reduce(_added, ordered)]
-        packed = [tf.nest.pack_sequence_as(program.structure, each) for each in ordered]
-        return (packed[0] if reduction == SUM else packed), records
-
-    def _round(
-        self,
-        program: Program,
-        broadcast: Any,
-        work: Mapping[int, _Sealed],
-        by_sum: bool,
-        sent: Callable[[], None],
-    ) -> tuple[dict[int, Any], dict[int, RayWorkerRound]]:
-        """Has every place do its work, some of it again if need be."""
-        ray, begun = _ray(), time.monotonic()
-        results: dict[int, Any] = {}
-        records: dict[int, RayWorkerRound] = {}
-        made: dict[int, Any] = {}
-        repeated = dict.fromkeys(work, 0)
+        sealed = {
+            place: _sealed([work.shards[index] for index in part])
+            for place, part in shards.items()
+        }
+        examples = self._reference(work.examples)
 
         def ask(place: int) -> Any:
             return self._cluster.actor(place).run.remote(
-                program.name, broadcast, work[place], by_sum
+                work.program.name, sent, examples, sealed[place], work.by_sum
             )
 
-        asked = {place: ask(place) for place in work}
-        sent()
+        results, records = self._answers(work.program, shards, ask, begun)
+        ordered = [each for place in sorted(results) for each in results[place]]
+        if work.by_sum:
+            ordered = [functools.reduce(_added, ordered)]
+        return ordered, [records[place] for place in sorted(records)]
+
+    def _answers(
+        self,
+        traced: program.Program,
+        shards: Mapping[int, tuple[int, ...]],
+        ask: Callable[[int], Any],
+        begun: Callable[[], None],
+    ) -> tuple[dict[int, Any], dict[int, WorkerRound]]:
+        """Has every place do its work, some of it again if need be."""
+        ray, start = _ray(), time.monotonic()
+        results: dict[int, Any] = {}
+        records: dict[int, WorkerRound] = {}
+        made: dict[int, Any] = {}
+        repeated = dict.fromkeys(shards, 0)
+        asked = {place: ask(place) for place in shards}
+        begun()
         while asked:
             limit = None
             if self._round_timeout is not None:
-                limit = self._round_timeout - (time.monotonic() - begun)
+                limit = self._round_timeout - (time.monotonic() - start)
             place, reference = next(iter(asked.items()))
             wanted = [reference]
             if place in made:  # What became of that is told first.
@@ -458,15 +450,15 @@ class RayWorkers(ShardWorkers):
                 continue
             if result is None:  # It has not met this program yet.
                 actor = self._cluster.actor(place)
-                made[place] = actor.make.remote(program)
+                made[place] = actor.make.remote(traced.name, _Message.of(traced))
                 asked[place] = ask(place)
                 continue
             del asked[place]
             results[place] = _opened(result)
-            records[place] = RayWorkerRound(
+            records[place] = WorkerRound(
                 address=self._address(place),
-                shards=(),
-                seconds=time.monotonic() - begun,
+                shards=shards[place],
+                seconds=time.monotonic() - start,
                 repeated=repeated[place],
             )
         return results, records

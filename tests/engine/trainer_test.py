@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from tests import stacks
 from tests.engine import cohorts
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import client_update
+from tfdp_fl.engine import trainer
 
 _SCHEDULE = tf.keras.optimizers.schedules.LearningRateSchedule
 _DECAY = tf.keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.5)
@@ -180,9 +180,9 @@ class LocalTrainingTest(_TrainingTest):
         model = Model([tf.keras.layers.Dense(3, input_shape=(4,))])
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
         with self.assertRaisesRegex(ValueError, "train_step"):
-            client_update.ClientTrainer(
+            trainer.Trainer(
                 model,
-                client_update.LocalTraining(
+                trainer.LocalTraining(
                     optimizer=tf.keras.optimizers.SGD(0.1),
                     loss=cohorts.cross_entropy(),
                 ),

@@ -1,0 +1,197 @@
+"""The operations that a client's program may be made of.
+
+A client is bounded by the clip only if its data moves its own update alone. So
+its program holds nothing but operations whose results depend on their arguments
+and that change nothing else. They are listed here. What is not listed is refused:
+variables, queues, tables that are written, files, Python, and random numbers from
+a stream that other clients draw from as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+_ARITHMETIC = """
+Abs Acos Acosh Add AddN AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh
+BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1
+BesselK1e BesselY0 BesselY1 Betainc BitwiseAnd BitwiseOr BitwiseXor Cast Ceil
+ClipByValue Complex ComplexAbs Conj Cos Cosh Cross Cumprod Cumsum CumulativeLogsumexp
+Dawsn Digamma Div DivNoNan Equal Erf Erfc Erfinv Exp Expint Expm1 Floor FloorDiv
+FloorMod FresnelCos FresnelSin Greater GreaterEqual Igamma IgammaGradA Igammac Imag Inv
+InvGrad Invert IsFinite IsInf IsNan LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd
+LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NextAfter NotEqual
+Polygamma PopulationCount Pow Real RealDiv Reciprocal ReciprocalGrad RightShift Rint
+Round Rsqrt RsqrtGrad Sigmoid SigmoidGrad Sign Sin Sinh Spence Sqrt SqrtGrad Square
+SquaredDifference Sub Tan Tanh TanhGrad ToBool TruncateDiv TruncateMod Xdivy Xlog1py
+Xlogy Zeta
+"""
+
+_ARRAYS = """
+All Any ArgMax ArgMin Bincount Bitcast BroadcastArgs BroadcastGradientArgs BroadcastTo
+Bucketize Concat ConcatOffset ConcatV2 ConjugateTranspose Const DenseBincount
+DenseToDenseSetOperation DenseToSparseSetOperation Diag DiagPart DynamicPartition
+DynamicStitch EditDistance EnsureShape EuclideanNorm ExpandDims FakeParam Fill Gather
+GatherNd GatherV2 HistogramFixedWidth Identity IdentityN InTopK InTopKV2
+InvertPermutation L2Loss LinSpace ListDiff LowerBound Max Mean Min NoOp NthElement
+OneHot OnesLike Pack Pad PadV2 ParallelDynamicStitch Placeholder PlaceholderWithDefault
+PreventGradient Prod Range Rank Reshape Reverse ReverseSequence ReverseV2 Roll ScatterNd
+ScatterNdNonAliasingAdd SegmentMax SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2
+SegmentProd SegmentProdV2 SegmentSum SegmentSumV2 Select SelectV2 SetSize Shape ShapeN
+Size Slice Snapshot Split SplitV Squeeze StopGradient StridedSlice StridedSliceGrad Sum
+TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate
+TensorStridedSliceUpdate Tile TileGrad TopK TopKV2 Transpose Unique UniqueV2
+UniqueWithCounts UniqueWithCountsV2 Unpack UnravelIndex UnsortedSegmentMax
+UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum UpperBound Where ZerosLike
+"""
+
+_CONTROL_FLOW = """
+Case CheckNumerics CheckNumericsV2 If PartitionedCall StatefulPartitionedCall
+StatelessCase StatelessIf StatelessWhile While Assert EmptyTensorList
+TensorListConcat TensorListConcatLists TensorListConcatV2 TensorListElementShape
+TensorListFromTensor TensorListGather TensorListGetItem TensorListLength
+TensorListPopBack TensorListPushBack TensorListPushBackBatch TensorListReserve
+TensorListResize TensorListScatter TensorListScatterIntoExistingList
+TensorListScatterV2 TensorListSetItem TensorListSplit TensorListStack
+"""
+
+_LAYERS = """
+AvgPool AvgPool3D AvgPool3DGrad AvgPoolGrad BatchToSpace BatchToSpaceND BiasAdd
+BiasAddGrad BiasAddV1 CTCGreedyDecoder CTCLoss CTCLossV2 Conv Conv2D
+Conv2DBackpropFilter Conv2DBackpropFilterV2 Conv2DBackpropInput Conv2DBackpropInputV2
+Conv3D Conv3DBackpropFilter Conv3DBackpropFilterV2 Conv3DBackpropInput
+Conv3DBackpropInputV2 CudnnRNN CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3
+CudnnRNNV2 CudnnRNNV3 CudnnRNNCanonicalToParams CudnnRNNCanonicalToParamsV2
+CudnnRNNParamsSize DataFormatDimMap DataFormatVecPermute DepthToSpace
+DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter
+DepthwiseConv2dNativeBackpropInput Dilation2D Dilation2DBackpropFilter
+Dilation2DBackpropInput Elu EluGrad FusedBatchNorm FusedBatchNormGrad
+FusedBatchNormGradV2 FusedBatchNormGradV3 FusedBatchNormV2 FusedBatchNormV3 LRN LRNGrad
+LeakyRelu LeakyReluGrad LogSoftmax MaxPool MaxPool3D MaxPool3DGrad MaxPool3DGradGrad
+MaxPoolGrad MaxPoolGradGrad MaxPoolGradGradV2 MaxPoolGradGradWithArgmax MaxPoolGradV2
+MaxPoolGradWithArgmax MaxPoolV2 MaxPoolWithArgmax MirrorPad MirrorPadGrad Relu Relu6
+Relu6Grad ReluGrad Selu SeluGrad Softmax SoftmaxCrossEntropyWithLogits Softplus
+SoftplusGrad Softsign SoftsignGrad SpaceToBatch SpaceToBatchND SpaceToDepth
+SparseSoftmaxCrossEntropyWithLogits
+QuantizeAndDequantizeV2 QuantizeAndDequantizeV4 QuantizeAndDequantizeV4Grad
+FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsGradient
+FakeQuantWithMinMaxVarsPerChannel FakeQuantWithMinMaxVarsPerChannelGradient
+"""
+
+_ALGEBRA = """
+BandedTriangularSolve BatchMatMul BatchMatMulV2 BatchMatMulV3 Cholesky CholeskyGrad Eig
+Einsum FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND IRFFT IRFFT2D IRFFT3D IRFFTND
+LogMatrixDeterminant Lu MatMul MatrixBandPart MatrixDeterminant MatrixDiag
+MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3
+MatrixExponential MatrixInverse MatrixLogarithm MatrixSetDiag MatrixSetDiagV2
+MatrixSetDiagV3 MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr RFFT
+RFFT2D RFFT3D RFFTND SelfAdjointEig SelfAdjointEigV2 SparseMatMul Svd TridiagonalMatMul
+TridiagonalSolve
+"""
+
+_IMAGES = """
+AdjustContrast AdjustContrastv2 AdjustHue AdjustSaturation CombinedNonMaxSuppression
+CropAndResize CropAndResizeGradBoxes CropAndResizeGradImage ExtractImagePatches
+ExtractVolumePatches HSVToRGB ImageProjectiveTransformV2 ImageProjectiveTransformV3
+NonMaxSuppression NonMaxSuppressionV2 NonMaxSuppressionV3 NonMaxSuppressionV4
+NonMaxSuppressionV5 RGBToHSV ResizeArea ResizeBicubic ResizeBicubicGrad ResizeBilinear
+ResizeBilinearGrad ResizeNearestNeighbor ResizeNearestNeighborGrad ScaleAndTranslate
+ScaleAndTranslateGrad Mfcc AudioSpectrogram
+"""
+
+_SPARSE_AND_RAGGED = """
+DenseCountSparseOutput RaggedBincount RaggedCountSparseOutput RaggedCross
+RaggedFillEmptyRows RaggedFillEmptyRowsGrad RaggedGather RaggedRange
+RaggedTensorFromVariant RaggedTensorToSparse RaggedTensorToTensor RaggedTensorToVariant
+RaggedTensorToVariantGradient SparseAdd SparseAddGrad SparseBincount SparseConcat
+SparseCountSparseOutput SparseCross SparseCrossHashed SparseCrossV2 SparseDenseCwiseAdd
+SparseDenseCwiseDiv SparseDenseCwiseMul SparseFillEmptyRows SparseFillEmptyRowsGrad
+SparseReduceMax SparseReduceMaxSparse SparseReduceSum SparseReduceSumSparse
+SparseReorder SparseReshape SparseSegmentMean SparseSegmentMeanGrad
+SparseSegmentMeanGradV2 SparseSegmentMeanWithNumSegments SparseSegmentSqrtN
+SparseSegmentSqrtNGrad SparseSegmentSqrtNGradV2 SparseSegmentSqrtNWithNumSegments
+SparseSegmentSum SparseSegmentSumGrad SparseSegmentSumGradV2
+SparseSegmentSumWithNumSegments SparseSlice SparseSliceGrad SparseSoftmax
+SparseSparseMaximum SparseSparseMinimum SparseSplit SparseTensorDenseAdd
+SparseTensorDenseMatMul SparseToDense SparseToSparseSetOperation
+"""
+
+_TEXT = """
+AsString ReduceJoin RegexFullMatch RegexReplace StaticRegexFullMatch StaticRegexReplace
+StringFormat StringJoin StringLength StringLower StringNGrams StringSplit StringSplitV2
+StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
+StringToNumber StringUpper Substr UnicodeDecode UnicodeDecodeWithOffsets UnicodeEncode
+UnicodeScript UnicodeTranscode UnsortedSegmentJoin LookupTableFindV2 LookupTableSizeV2
+"""
+
+# Their seeds are arguments.
+_RANDOM = """
+RandomGammaGrad RandomIndexShuffle StatelessMultinomial
+StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV2
+StatelessRandomGammaV3 StatelessRandomGetAlg StatelessRandomGetKeyCounter
+StatelessRandomGetKeyCounterAlg StatelessRandomNormal StatelessRandomNormalV2
+StatelessRandomPoisson StatelessRandomUniform StatelessRandomUniformFullInt
+StatelessRandomUniformFullIntV2 StatelessRandomUniformInt StatelessRandomUniformIntV2
+StatelessRandomUniformV2 StatelessSampleDistortedBoundingBox StatelessShuffle
+StatelessTruncatedNormal StatelessTruncatedNormalV2
+"""
+
+ALLOWED = frozenset(
+    " ".join(
+        [_ARITHMETIC, _ARRAYS, _CONTROL_FLOW, _LAYERS, _ALGEBRA, _IMAGES]
+        + [_SPARSE_AND_RAGGED, _TEXT, _RANDOM]
+    ).split()
+)
+
+
+def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None:
+    """Raises ValueError for an operation that is not allowed.
+
+    Args:
+      definition: A graph; the functions of its library are looked at as well.
+      layers: Names by which the error says where the operation is.
+    """
+    functions = {each.signature.name for each in definition.library.function}
+    for path, node in _nodes(definition):
+        called = {call.name for call in _calls(node)}
+        missing = called - functions
+        if (node.op in ALLOWED or node.op in functions) and not missing:
+            continue
+        raise ValueError(
+            "model, loss, metrics and hooks must compute with operations that "
+            "keep nothing for the next client and reach nothing outside, got "
+            f"{node.op} in {layer_of(path, layers)} ({path}). Queues, tables, files "
+            "and tf.py_function are not for them. Random numbers are to be drawn by "
+            "Keras's layers, or by a keras.random.SeedGenerator that a layer "
+            "holds and gives as seed=. State is to be in the model's weights."
+        )
+
+
+def layer_of(path: str, layers: Iterable[str]) -> str:
+    """Returns which layer an operation is in, by the scopes of its name."""
+    scopes = {re.sub(r"_\d+$", "", scope) for scope in path.split("/")}
+    for layer in reversed(list(layers)):
+        if re.sub(r"_\d+$", "", layer) in scopes:
+            return f"layer {layer!r}"
+    return "the program"
+
+
+def _nodes(definition: tf.compat.v1.GraphDef) -> Iterator[tuple[str, Any]]:
+    for node in definition.node:
+        yield node.name, node
+    for function in definition.library.function:
+        for node in function.node_def:
+            yield f"{function.signature.name}/{node.name}", node
+
+
+def _calls(node: Any) -> Iterator[Any]:
+    """Yields the functions that a node names in its attributes."""
+    for name, value in node.attr.items():
+        if name.startswith("_"):  # Notes for TensorFlow's gradients.
+            continue
+        if value.HasField("func"):
+            yield value.func
+        yield from value.list.func

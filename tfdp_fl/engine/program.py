@@ -1,0 +1,288 @@
+"""A function of tensors that is nothing but one: traced, checked, and frozen.
+
+What clients train by is traced once into a `GraphDef`, and this definition is
+what is checked, what every thread runs, and what workers are sent. It captures
+no variable, so nothing can pass from one client to the next, or from one thread
+to another, but through its arguments and results.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl import _interrupts, keras_versions
+from tfdp_fl.engine import allowed_operations
+
+
+class Program:
+    """A pure function of nests of tensors.
+
+    Attributes:
+      definition: What it computes, a `GraphDef`.
+      inputs: The names in it of the flattened arguments, then of the constants.
+      constants: Tensors that the function was traced with, such as a table of
+        numbers that a layer holds. None of them can be written to.
+      outputs: The names of the flattened results.
+      structure: A nest of None, in the place of each result.
+      assertions: The names of operations that run as well, and raise.
+      name: Its own.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *specs: Any,
+        model: tf.keras.Model | None = None,
+        xla: bool = False,
+    ):
+        """Traces a function, once.
+
+        Args:
+          function: Python function of tensors; returns a nest of tensors.
+          *specs: A nest of `tf.TensorSpec` for each argument.
+          model: What is traced; errors name its layers.
+          xla: Whether XLA compiles it.
+
+        Raises:
+          ValueError: It holds an operation that is not allowed, or captures
+            something that can change.
+        """
+        layers = [] if model is None else keras_versions.layers_of(model)
+        names = [layer.name for layer in layers]
+        with _interrupts.after_the_block():
+            # An interrupt inside would leave this thread in the function's graph.
+            graph, inputs, results = _traced(function, specs, model)
+        definition = graph.as_graph_def()
+        captures = list(getattr(graph, "captures", ()))
+        _check_captures(graph, captures, names)
+        allowed_operations.check(definition, names)
+        _without_temporary_sums(definition)
+        _with_names_of_their_own(definition)
+        self.name = uuid.uuid4().hex
+        self.definition = definition
+        self.inputs = [tensor.name for tensor in inputs]
+        self.constants = [outer for outer, _ in captures]
+        self.outputs = [tensor.name for tensor in tf.nest.flatten(results)]
+        self.structure = tf.nest.map_structure(lambda _: None, results)
+        self.assertions = [
+            operation.name for operation in getattr(graph, "control_outputs", ())
+        ]
+        specs_of_inputs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
+        with _interrupts.after_the_block():
+            self._run = tf.compat.v1.wrap_function(self.imported, specs_of_inputs)
+            if xla:
+                pure = self._run
+                self._run = tf.function(
+                    lambda *tensors: pure(*tensors), autograph=False, jit_compile=True
+                ).get_concrete_function(*specs_of_inputs)
+
+    def imported(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """Adds the operations to the default graph.
+
+        Args:
+          *tensors: For each of `inputs`.
+
+        Returns:
+          The flattened results.
+        """
+        found = tf.graph_util.import_graph_def(
+            self.definition,
+            input_map=dict(zip(self.inputs, tensors, strict=True)),
+            return_elements=[*self.outputs, *self.assertions],
+            name="",
+        )
+        count = len(self.outputs)
+        with tf.control_dependencies(found[count:]):
+            return [tf.identity(tensor) for tensor in found[:count]]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Returns the nest of results; any number of threads may call at once."""
+        flat = map(tf.convert_to_tensor, tf.nest.flatten(arguments))
+        results = self._run(*flat, *self.constants)
+        return tf.nest.pack_sequence_as(self.structure, results)
+
+
+def _traced(
+    function: Callable[..., Any], specs: tuple[Any, ...], model: Any
+) -> tuple[tf.Graph, list[tf.Tensor], Any]:
+    """Returns a function's graph, its inputs in it, and its results."""
+    if keras_versions.IS_KERAS_3:
+
+        def named(*arguments: Any) -> Any:
+            # Keras names things in ways that are no names by themselves.
+            with tf.name_scope("program"):
+                return function(*arguments)
+
+        traced = tf.function(named, autograph=False).get_concrete_function(*specs)
+        results = tf.nest.pack_sequence_as(traced.structured_outputs, traced.outputs)
+        return traced.graph, traced.inputs, results
+    # TFF's functional models work in graphs that are no function's alone.
+    with tf.Graph().as_default() as graph:
+        given = tf.nest.map_structure(
+            lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape), specs
+        )
+        results = tf.nest.map_structure(tf.convert_to_tensor, function(*given))
+    if model is not None:
+        keras_versions.restore_classes(model)
+    return graph, tf.nest.flatten(given), results
+
+
+def _check_captures(
+    graph: tf.Graph, captures: list[tuple[Any, tf.Tensor]], layers: list[str]
+) -> None:
+    """Raises ValueError for a captured variable, or what else can change."""
+    names = {
+        id(variable.handle): variable.name
+        for variable in getattr(graph, "variables", ())
+    }
+    for outer, inner in captures:
+        if outer.dtype not in (tf.resource, tf.variant):
+            continue  # A constant.
+        if id(outer) not in names and _is_only_looked_up(inner):
+            continue
+        name = names.get(id(outer), "")
+        if "seed_generator" in name:
+            raise ValueError(
+                "model must draw its random numbers by a "
+                "keras.random.SeedGenerator that a layer holds and gives "
+                "as seed=, so that they follow from the seed of the round; "
+                "it draws from Keras's global one, which all clients would "
+                "share."
+            )
+        users = [consumer.name for consumer in inner.consumers()]
+        place = allowed_operations.layer_of(users[0] if users else "", layers)
+        what = f"the variable {name!r}" if name else "a resource that is no variable"
+        raise ValueError(
+            "model, loss, metrics, optimizer and hooks must keep what training "
+            "reads and changes in the model's weights (made by add_weight) or the "
+            "optimizer's slots, where every client starts afresh. Training also "
+            f"uses {what}, in {place}, and its value would pass from one client "
+            "to the next."
+        )
+
+
+def _is_only_looked_up(handle: tf.Tensor) -> bool:
+    """Returns whether a captured handle is a table's, and only read."""
+    graph = handle.graph.as_graph_def()
+    bodies = {function.signature.name: function for function in graph.library.function}
+
+    def only_looked_up(uses: Iterator[tuple[Any, int]]) -> bool:
+        for node, place in uses:
+            if node.op in ("LookupTableFindV2", "LookupTableSizeV2"):
+                continue
+            called = [
+                bodies[value.func.name]
+                for value in node.attr.values()
+                if value.func.name in bodies
+            ]
+            offset = 1 if node.op in ("If", "StatelessIf", "Case", "StatelessCase") else 0
+            if not called or not all(
+                only_looked_up(
+                    _uses(body.node_def, body.signature.input_arg[place - offset].name)
+                )
+                for body in called
+            ):
+                return False
+        return True
+
+    return only_looked_up(_uses(graph.node, handle.op.name))
+
+
+def _uses(nodes: Any, name: str) -> Iterator[tuple[Any, int]]:
+    """Yields the nodes that take a tensor, and as which argument."""
+    for node in nodes:
+        for place, given in enumerate(node.input):
+            if given.partition(":")[0] == name:
+                yield node, place
+
+
+def _bodies(definition: tf.compat.v1.GraphDef) -> Iterator[Any]:
+    """Yields the lists of nodes: the graph's, and each function's."""
+    yield definition.node
+    for function in definition.library.function:
+        yield function.node_def
+
+
+def _without_temporary_sums(definition: tf.compat.v1.GraphDef) -> None:
+    """Replaces `AddN` of numbers by additions of two.
+
+    TensorFlow's memory optimizer makes a large `AddN` in a temporary variable,
+    which is found by the operation's name, in one place for all that runs:
+    threads that run one function at the same time would add to each other's sums.
+    """
+    for nodes in _bodies(definition):
+        renamed: set[str] = set()
+        for node in list(nodes):
+            if node.op != "AddN" or node.attr["T"].type == tf.variant.as_datatype_enum:
+                continue
+            terms = [name for name in node.input if not name.startswith("^")]
+            controls = [name for name in node.input if name.startswith("^")]
+            in_function = nodes is not definition.node
+            total = terms[0]
+            for number, term in enumerate(terms[1:-1]):
+                added = nodes.add(op="AddV2", name=f"{node.name}/sum_{number}")
+                added.input.extend([total, term])
+                added.attr["T"].CopyFrom(node.attr["T"])
+                total = f"{added.name}:z:0" if in_function else added.name
+            del node.input[:]
+            if len(terms) == 1:
+                node.op = "Identity"
+                node.input.extend([total, *controls])
+            else:
+                node.op = "AddV2"
+                node.input.extend([total, terms[-1], *controls])
+            del node.attr["N"]
+            if in_function:
+                renamed.add(node.name)
+        if not renamed:
+            continue
+        (function,) = [
+            each for each in definition.library.function if each.node_def is nodes
+        ]
+        kinds = {node.name: node.op for node in nodes}
+
+        def now(name: str, renamed=renamed, kinds=kinds) -> str:
+            node, _, output = name.partition(":")
+            if node not in renamed or not output:
+                return name
+            return f"{node}:{'z' if kinds[node] == 'AddV2' else 'output'}:0"
+
+        for node in nodes:
+            node.input[:] = [now(name) for name in node.input]
+        for key, value in list(function.ret.items()):
+            function.ret[key] = now(value)
+
+
+def _with_names_of_their_own(definition: tf.compat.v1.GraphDef) -> None:
+    """Renames the functions: TensorFlow knows others by these names already."""
+    suffix = f"_{uuid.uuid4().hex}"
+    known = {function.signature.name for function in definition.library.function}
+
+    def rename(call: Any) -> None:
+        if call.name in known:
+            call.name += suffix
+        for value in call.attr.values():
+            rename_in(value)
+
+    def rename_in(value: Any) -> None:
+        if value.HasField("func"):
+            rename(value.func)
+        for call in value.list.func:
+            rename(call)
+
+    for nodes in _bodies(definition):
+        for node in nodes:
+            if node.op in known:
+                node.op += suffix
+            for value in node.attr.values():
+                rename_in(value)
+    for function in definition.library.function:
+        function.signature.name += suffix
+        for value in function.attr.values():
+            rename_in(value)
+    del definition.library.gradient[:]

@@ -1,0 +1,241 @@
+"""Keras 2 in TFF's environment: TFF's functional wrappers in place of Keras 3.
+
+TensorFlow 2.14 has a Keras without stateless calls. There a client's training is
+made of `tff.learning.models.functional_model_from_keras`,
+`tff.learning.optimizers.build_*` and
+`tff.learning.metrics.create_functional_metric_fns`. What these cannot do is
+refused, with that reason.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp_fl import keras_versions
+from tfdp_fl.datasets import nests
+from tfdp_fl.engine import labels, trainer
+
+_METRIC_OF_LOSS = {
+    "SparseCategoricalCrossentropy": tf.keras.metrics.SparseCategoricalAccuracy,
+    "CategoricalCrossentropy": tf.keras.metrics.CategoricalAccuracy,
+    "BinaryCrossentropy": tf.keras.metrics.BinaryAccuracy,
+}
+
+
+class FunctionalTrainer(trainer.Trainer):
+    """`trainer.Trainer`, through TFF; see there."""
+
+    def __init__(
+        self,
+        model: tf.keras.Model,
+        training: trainer.LocalTraining,
+        element_spec: tuple[Any, Any],
+        aggregate_non_trainable: bool = True,
+    ):
+        """Makes a functional model of a Keras model.
+
+        Args:
+          model: A built Keras model; it is read, and never changed.
+          training: How to train.
+          element_spec: `(features, labels)` specs of one example.
+          aggregate_non_trainable: Not used: TFF's models change no such state.
+
+        Raises:
+          ValueError: TFF cannot make one of it, or not train it in this way.
+        """
+        import tensorflow_federated as tff
+
+        trainer.check_model(model)
+        self.model = model
+        self._training = training
+        self._element_spec = element_spec
+        if (
+            training.weighted_metrics is not None
+            or training.loss_weights is not None
+            or training.class_weight is not None
+            or nests.weights_of(element_spec[1]) is not None
+        ):
+            raise _refused("weights of examples, classes or outputs")
+        loss = _loss_object(training.loss)
+        metrics = collections.OrderedDict(
+            _named_metric(metric, loss) for metric in tf.nest.flatten(training.metrics)
+            if metric is not None
+        )
+        specs = trainer.batch_specs(element_spec)
+        try:
+            self._functional = tff.learning.models.functional_model_from_keras(
+                model, loss, specs, metrics or None
+            )
+        except Exception as error:
+            raise ValueError(
+                "model cannot be a functional model of TensorFlow Federated, as it "
+                f"must be with TensorFlow {tf.__version__} (Keras 3, on TensorFlow "
+                f"2.16 and later, has no such limit): {error}"
+            ) from error
+        finally:
+            keras_versions.restore_classes(model)
+        self.aggregated = list(model.trainable_weights)
+        self.unaggregated = list(model.non_trainable_weights)
+        for ours, theirs in zip(
+            (self.aggregated, self.unaggregated),
+            self._functional.initial_weights,
+            strict=True,
+        ):
+            if len(ours) != len(theirs) or not all(
+                (one.numpy() == other).all()
+                for one, other in zip(ours, theirs, strict=True)
+            ):
+                raise _refused("a model that makes its weights in another order")
+        self._optimizer = _optimizer(training.optimizer, self.aggregated)
+        predicted = model(trainer.zeros_like_batch(element_spec[0]), training=False)
+        y = trainer.zeros_like_batch(element_spec[1])
+        if len(tf.nest.flatten(predicted)) != 1 or len(tf.nest.flatten(y)) != 1:
+            raise _refused("models with several outputs")
+        (y,), (predicted,) = tf.nest.flatten(y), tf.nest.flatten(predicted)
+        labels.check([(y, predicted, loss)])
+        self.label_ranges = labels.ranges([(0, predicted, loss)])
+        with tf.Graph().as_default():
+            state = self._functional.initialize_metrics_state() if metrics else ()
+            self._metric_state = tf.nest.map_structure(lambda _: None, state)
+            self._metric_specs = [
+                tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(state)
+            ]
+        keras_versions.restore_classes(model)
+
+    @property
+    def metric_specs(self) -> list[tf.TensorSpec]:
+        """Returns the specs of the metrics' state; it adds up over clients."""
+        return self._metric_specs
+
+    def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Returns what the compiled metrics say of a state, by name."""
+        if not self._metric_specs:
+            return {}
+        state = tf.nest.pack_sequence_as(self._metric_state, values)
+        return dict(self._functional.finalize_metrics(state))
+
+    def with_batch(
+        self, metrics: list[tf.Tensor], y: Any, predicted: Any, weight: Any = None
+    ) -> list[tf.Tensor]:
+        """Returns the metrics' state with a batch; a NaN counts as 0."""
+        del weight
+        if not metrics:
+            return metrics
+        import tensorflow_federated as tff
+
+        y, predicted = tf.nest.map_structure(trainer.with_numbers_only, (y, predicted))
+        state = tf.nest.pack_sequence_as(self._metric_state, metrics)
+        output = tff.learning.models.BatchOutput(predictions=predicted)
+        return tf.nest.flatten(
+            self._functional.update_metrics_state(state, y, output, None)
+        )
+
+    def _seeds(self, seed: tf.Tensor) -> list[tf.Tensor]:
+        return []  # Random layers have operations that `Program` refuses.
+
+    def _forward(
+        self,
+        state: trainer.ClientState,
+        x: Any,
+        y: Any,
+        weight: Any,
+        training: bool = True,
+    ) -> tuple[tf.Tensor, Any, trainer.ClientState]:
+        weights = tuple(state.weights), tuple(state.unaggregated)
+        predicted = self._functional.predict_on_batch(weights, x, training)
+        return self._functional.loss(predicted, y), predicted, state
+
+
+class _TffOptimizer:
+    """A TFF optimizer, as `trainer.ClientOptimizer` is."""
+
+    def __init__(self, optimizer: Any, variables: list[tf.Variable]):
+        self._optimizer = optimizer
+        self._specs = tuple(tf.TensorSpec(v.shape, v.dtype) for v in variables)
+
+    def start(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the slots of a new client."""
+        state = self._optimizer.initialize(self._specs)
+        rates = {**self._optimizer.get_hparams(state), "learning_rate": learning_rate}
+        state = self._optimizer.set_hparams(state, rates)
+        self._structure = tf.nest.map_structure(lambda _: None, state)
+        return [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(state)]
+
+    def apply(
+        self,
+        gradients: list[Any],
+        weights: list[tf.Tensor],
+        slots: list[tf.Tensor],
+        learning_rate: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Takes one step."""
+        del learning_rate  # Among the slots.
+        state = tf.nest.pack_sequence_as(self._structure, slots)
+        state, weights = self._optimizer.next(state, tuple(weights), tuple(gradients))
+        return list(weights), tf.nest.flatten(state)
+
+
+def _optimizer(optimizer: Any, variables: list[tf.Variable]) -> Any:
+    """Returns TFF's optimizer in the place of one of Keras's."""
+    if trainer.is_plain_sgd(optimizer):
+        return trainer.ClientOptimizer(optimizer, variables)
+    import tensorflow_federated as tff
+
+    build = tff.learning.optimizers
+    optimizers = tf.keras.optimizers
+    config = optimizer.get_config()
+    made = {
+        optimizers.SGD: lambda: build.build_sgdm(0.0, config["momentum"]),
+        optimizers.Adam: lambda: build.build_adam(
+            0.0, config["beta_1"], config["beta_2"], config["epsilon"]
+        ),
+        optimizers.Adagrad: lambda: build.build_adagrad(
+            0.0, config["initial_accumulator_value"], config["epsilon"]
+        ),
+    }.get(type(optimizer))
+    options = ("nesterov", "weight_decay", "clipnorm", "global_clipnorm", "clipvalue")
+    if (
+        made is None
+        or any(config.get(name) for name in (*options, "use_ema", "amsgrad"))
+        or keras_versions.learning_rate(optimizer) is None
+    ):
+        raise _refused(
+            f"the optimizer {optimizer!r}; SGD (with momentum), Adam and Adagrad with "
+            "a fixed rate and no further options are what it has"
+        )
+    return _TffOptimizer(made(), variables)
+
+
+def _loss_object(loss: Any) -> tf.keras.losses.Loss:
+    if isinstance(loss, tf.keras.losses.Loss):
+        return loss
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "")
+    words = "".join(word.capitalize() for word in name.split("_"))
+    found = getattr(tf.keras.losses, words, None)
+    if not inspect.isclass(found):
+        raise _refused(f"the loss {loss!r}: give a tf.keras.losses.Loss")
+    return found()
+
+
+def _named_metric(metric: Any, loss: tf.keras.losses.Loss) -> tuple[str, Any]:
+    """Returns a metric's name, and what makes it."""
+    if metric in ("accuracy", "acc") and type(loss).__name__ in _METRIC_OF_LOSS:
+        kind = _METRIC_OF_LOSS[type(loss).__name__]
+        return metric, functools.partial(kind, name=metric)
+    if not isinstance(metric, tf.keras.metrics.Metric):
+        raise _refused(f"the metric {metric!r}: give a tf.keras.metrics.Metric")
+    config = metric.get_config()
+    return metric.name, functools.partial(type(metric).from_config, config)
+
+
+def _refused(what: str) -> ValueError:
+    return ValueError(
+        f"In TensorFlow Federated's environment (TensorFlow {tf.__version__}) its "
+        f"functional models cannot take {what}. Keras 3, on TensorFlow 2.16 and "
+        "later, can."
+    )

@@ -1,0 +1,555 @@
+"""A client's training as a pure function of tensors, for models of Keras 3.
+
+Weights, optimizer slots, seeds and metrics go in as tensors and come out as
+tensors: within a `keras.StatelessScope` Keras reads and assigns them in place of
+its variables. The user's own model is what is traced, and it does not change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import keras_versions
+from tfdp_fl.engine import cohort, example_weights, labels, layers, program
+from tfdp_fl.mechanisms import noise
+
+UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """How every client trains, whatever its data.
+
+    Attributes:
+      optimizer: A Keras optimizer; each client starts with fresh slots.
+      loss: What Keras's `compile` takes as `loss`.
+      metrics: What Keras's `compile` takes as `metrics`.
+      weighted_metrics: What Keras's `compile` takes as `weighted_metrics`.
+      loss_weights: What Keras's `compile` takes as `loss_weights`.
+      class_weight: What each class counts in the loss, by its number, as
+        Keras's `fit` takes it; those not named count 1.
+      proximal_weight: Half of it times ||w - w_received||^2 is added to the
+        loss (NbAFL, FedProx).
+      grad_clip: Each step's gradient is scaled down to this L2 norm over all
+        variables; not at all if it is 0 or less.
+      upload_hook: Called on what the client hands to the mechanism (a list of
+        tensors), before the mechanism clips it; or None.
+    """
+
+    optimizer: tf.keras.optimizers.Optimizer
+    loss: Any
+    metrics: Any = None
+    weighted_metrics: Any = None
+    loss_weights: Any = None
+    class_weight: Mapping[int, float] | None = None
+    proximal_weight: float = 0.0
+    grad_clip: float = -1.0
+    upload_hook: UploadHook | None = None
+
+
+class ClientState(NamedTuple):
+    """All that changes while one client trains, as tensors.
+
+    Attributes:
+      weights: Of the variables that an update is about.
+      unaggregated: Of the model's other variables.
+      slots: Of the optimizer's variables.
+      seeds: Of the states of the model's random generators.
+    """
+
+    weights: list[tf.Tensor]
+    unaggregated: list[tf.Tensor]
+    slots: list[tf.Tensor]
+    seeds: list[tf.Tensor]
+
+
+class Trainer:
+    """What a client does, as functions of tensors; it holds no state of its own.
+
+    Attributes:
+      model: The user's model.
+      aggregated: The model's variables that a client's update is about: the
+        trainable ones, then the non-trainable ones that training changes and
+        that leave the client (such as the moving statistics of batch
+        normalization). The mechanism clips and noises them together.
+      unaggregated: Its other variables: frozen weights, adapted constants, and
+        what the moving statistics are where they stay at the server.
+      label_ranges: What class labels may be (see `labels.ranges`).
+    """
+
+    def __init__(
+        self,
+        model: tf.keras.Model,
+        training: LocalTraining,
+        element_spec: tuple[Any, Any],
+        aggregate_non_trainable: bool = True,
+    ):
+        """Checks that the model, the training and the examples go together.
+
+        Args:
+          model: A built Keras model. It is read, and never changed.
+          training: How to train.
+          element_spec: `(features, labels)`, nests of `tf.TensorSpec` of one
+            example.
+          aggregate_non_trainable: Whether non-trainable state that training
+            changes leaves the client, in the same update as the weights.
+
+        Raises:
+          ValueError: They do not, or something could pass from one client to
+            the next.
+        """
+        check_model(model)
+        self.model = model
+        self._training = training
+        self._element_spec = element_spec
+        self._trainable = list(model.trainable_weights)
+        self._random_state = keras_versions.own_random_state(model)
+        non_trainable = list(model.non_trainable_weights)
+        changed = {id(each) for each in self._changed_by_training(non_trainable)}
+        leave = [
+            variable
+            for variable in non_trainable
+            if aggregate_non_trainable
+            and id(variable) in changed
+            and tf.as_dtype(variable.dtype).is_floating
+        ]
+        kept = {id(variable) for variable in leave}
+        self.aggregated = self._trainable + leave
+        self.unaggregated = [each for each in non_trainable if id(each) not in kept]
+        self._optimizer = ClientOptimizer(training.optimizer, self._trainable)
+        self._loss, self._metrics = keras_versions.compiled_loss_and_metrics(
+            model,
+            training.loss,
+            training.metrics,
+            training.loss_weights,
+            training.weighted_metrics,
+        )
+        x, y = (zeros_like_batch(spec) for spec in element_spec)
+        y, weight = self.labels_and_weights(y)
+        own = [(variable, variable) for variable in self._every_variable()]
+        with keras_versions.stateless(own):
+            predicted = model(x, training=False)
+        example_weights.check(element_spec[1], predicted, training.class_weight)
+        outputs = keras_versions.outputs_with_losses(
+            model, training.loss, self._loss, y, predicted
+        )
+        labels.check(outputs)
+        leaves = tf.nest.pack_sequence_as(y, range(len(tf.nest.flatten(y))))
+        self.label_ranges = labels.ranges(
+            keras_versions.outputs_with_losses(
+                model, training.loss, self._loss, leaves, predicted
+            )
+        )
+        self._single_loss = outputs[0][2] if len(outputs) == 1 else None
+        with keras_versions.stateless(own), keras_versions.losses_of(model, self._loss):
+            model._compute_loss(x, y, predicted, weight, training=True)
+        if self._metrics is not None:
+            self._metrics.build(y, predicted)
+
+    @property
+    def metric_specs(self) -> list[tf.TensorSpec]:
+        """Returns the specs of the metrics' state; it adds up over clients."""
+        return [
+            tf.TensorSpec(variable.shape, variable.dtype)
+            for variable in ([] if self._metrics is None else self._metrics.variables)
+        ]
+
+    def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Returns what the compiled metrics say of a state, by name.
+
+        Args:
+          values: Of `metric_specs`, summed over clients.
+        """
+        results: dict[str, tf.Tensor] = {}
+        if self._metrics is not None:
+            for key, value in self._metrics.stateless_result(values).items():
+                results.update(value if isinstance(value, dict) else {key: value})
+        return results
+
+    def check(self) -> None:
+        """Raises ValueError if something would pass from client to client."""
+
+        def client(x: Any, y: Any, received: cohort.Received, metrics: Any) -> Any:
+            state = self.start(received, received.seed)
+            state, *results = self.step(state, x, y, received, metrics)
+            return self.update(state, received.weights, received.seed), results
+
+        x, y = batch_specs(self._element_spec)
+        received = cohort.Received(
+            weights=[tf.TensorSpec(v.shape, v.dtype) for v in self.aggregated],
+            unaggregated=[tf.TensorSpec(v.shape, v.dtype) for v in self.unaggregated],
+            params=(),
+            learning_rate=tf.TensorSpec([], tf.float32),
+            seed=tf.TensorSpec([2], tf.int64),
+        )
+        program.Program(client, x, y, received, self.metric_specs, model=self.model)
+
+    def start(self, received: cohort.Received, seed: tf.Tensor) -> ClientState:
+        """Returns the state in which every client of a round starts.
+
+        Args:
+          received: What the server sends.
+          seed: Of a kind of `mechanisms.noise`, new for every client of every
+            round.
+        """
+        return ClientState(
+            weights=list(received.weights),
+            unaggregated=list(received.unaggregated),
+            slots=self._optimizer.start(received.learning_rate),
+            seeds=self._seeds(seed),
+        )
+
+    def _seeds(self, seed: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the first states of the model's random generators."""
+        return [
+            tf.cast(tf.stack([noise.integer(seed, 1 + number), 0]), variable.dtype)
+            for number, variable in enumerate(self._random_state)
+        ]
+
+    def step(
+        self,
+        state: ClientState,
+        x: Any,
+        y: Any,
+        received: cohort.Received,
+        metrics: list[tf.Tensor],
+    ) -> tuple[ClientState, tf.Tensor, list[tf.Tensor]]:
+        """Takes one step on one batch.
+
+        Args:
+          state: The client's.
+          x: Nest of features.
+          y: Nest of labels, perhaps with weights beside them.
+          received: What the client started from.
+          metrics: The metrics' state.
+
+        Returns:
+          The client's next state, the batch's loss (float32 scalar), and the
+          metrics' next state.
+        """
+        training, count = self._training, len(self.model.trainable_weights)
+        y, weight = self.labels_and_weights(y)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            trainable = state.weights[:count]
+            tape.watch(trainable)
+            loss, predicted, after = self._forward(state, x, y, weight)
+        gradients = tape.gradient(loss, trainable)
+        if training.proximal_weight:
+            gradients = [
+                _plus(gradient, training.proximal_weight * (value - start))
+                for gradient, value, start in zip(
+                    gradients, trainable, received.weights, strict=False
+                )
+            ]
+        if training.grad_clip > 0:
+            gradients, _ = tf.clip_by_global_norm(
+                [_dense(gradient) for gradient in gradients], training.grad_clip
+            )
+        trainable, slots = self._optimizer.apply(
+            gradients, trainable, state.slots, received.learning_rate
+        )
+        after = after._replace(weights=trainable + after.weights[count:], slots=slots)
+        metrics = self.with_batch(metrics, y, predicted, weight)
+        if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
+            loss = tf.reduce_mean(loss)
+        return after, tf.cast(loss, tf.float32), metrics
+
+    def evaluate(
+        self, received: cohort.Received, x: Any, y: Any, metrics: list[tf.Tensor]
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Returns the loss on a batch, and the metrics' next state.
+
+        Args:
+          received: The weights to evaluate.
+          x: Nest of features.
+          y: Nest of labels, perhaps with weights beside them.
+          metrics: The metrics' state.
+        """
+        y, weight = self.labels_and_weights(y)
+        state = self.start(received, received.seed)
+        loss, predicted, _ = self._forward(state, x, y, weight, training=False)
+        metrics = self.with_batch(metrics, y, predicted, weight)
+        return tf.cast(tf.reduce_mean(loss), tf.float32), metrics
+
+    def _forward(
+        self, state: ClientState, x: Any, y: Any, weight: Any, training: bool = True
+    ) -> tuple[tf.Tensor, Any, ClientState]:
+        """Returns the loss, the outputs, and the state that they leave behind."""
+        values = [*state.weights, *state.unaggregated, *state.seeds]
+        variables = self._every_variable()
+        mapping = list(zip(variables, values, strict=True))
+        # Means of losses, by which nobody learns.
+        for variable in self._loss.variables:
+            mapping.append((variable, tf.zeros(variable.shape, variable.dtype)))
+        with (
+            layers.fast(self.model),
+            keras_versions.losses_of(self.model, self._loss),
+            keras_versions.stateless(mapping) as scope,
+        ):
+            predicted = self.model(x, training=training)
+            loss = self.model._compute_loss(x, y, predicted, weight, training=training)
+        after = [scope.get_current_value(variable) for variable in variables]
+        first, second = len(state.weights), len(state.weights + state.unaggregated)
+        return (
+            loss,
+            predicted,
+            state._replace(
+                weights=after[:first],
+                unaggregated=after[first:second],
+                seeds=after[second:],
+            ),
+        )
+
+    def _every_variable(self) -> list[Any]:
+        """Returns the model's variables, in the order of a `ClientState`."""
+        return [*self.aggregated, *self.unaggregated, *self._random_state]
+
+    def _changed_by_training(self, non_trainable: list[Any]) -> list[Any]:
+        """Returns the non-trainable variables that a forward pass assigns."""
+        if not non_trainable:
+            return []
+        changed: list[Any] = []
+
+        def forward_pass() -> None:
+            every = [*self._trainable, *non_trainable, *self._random_state]
+            values = [tf.zeros(each.shape, each.dtype) for each in every]
+            mapping = list(zip(every, values, strict=True))
+            with (
+                tf.name_scope("forward_pass"),
+                keras_versions.stateless(mapping) as scope,
+            ):
+                before = [scope.get_current_value(each) for each in non_trainable]
+                self.model(zeros_like_batch(self._element_spec[0], 2), training=True)
+                changed.extend(
+                    variable
+                    for variable, value in zip(non_trainable, before, strict=True)
+                    if scope.get_current_value(variable) is not value
+                )
+
+        tf.function(forward_pass, autograph=False).get_concrete_function()
+        return changed
+
+    def labels_and_weights(self, y: Any) -> tuple[Any, Any]:
+        """Returns labels, and what the examples count: None, all the same.
+
+        Args:
+          y: Nest of labels, perhaps with weights beside them.
+        """
+        return example_weights.split(y, self._training.class_weight)
+
+    def with_batch(
+        self, metrics: list[tf.Tensor], y: Any, predicted: Any, weight: Any = None
+    ) -> list[tf.Tensor]:
+        """Returns the metrics' state with a batch; a NaN counts as 0.
+
+        Args:
+          metrics: The metrics' state.
+          y: Nest of labels.
+          predicted: Nest of the model's outputs.
+          weight: What the examples count in those metrics that are weighted;
+            None: all the same.
+        """
+        if self._metrics is None:
+            return metrics
+        y, predicted = tf.nest.map_structure(with_numbers_only, (y, predicted))
+        weight = example_weights.numbers_only(weight)
+        return self._metrics.stateless_update_state(metrics, y, predicted, weight)
+
+    def losses_of_rows(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
+        """Returns each row's loss, float32 [n], of which the loss is the mean.
+
+        Only for losses of which `separable` says so.
+
+        Args:
+          label: [n, ...].
+          output: [n, c], of a model with one output.
+        """
+        return keras_versions.losses_of_rows(self._single_loss, label, output)
+
+    def update(
+        self,
+        state: ClientState,
+        received: list[tf.Tensor] | None,
+        seed: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """Returns what the client hands to the mechanism.
+
+        Args:
+          state: The client's, after its last step.
+          received: The weights that it started from: it hands in its update,
+            Delta = w - w_received. None: it hands in its weights w.
+          seed: The client's, as in `start`.
+        """
+        tensors = list(map(cohort.as_handed_in, state.weights))
+        if received is not None:
+            tensors = [
+                tensor - cohort.as_handed_in(start)
+                for tensor, start in zip(tensors, received, strict=True)
+            ]
+        hook = self._training.upload_hook
+        if hook is None:
+            return tensors
+        with noise.seeded(noise.fold_in(seed, -1)):
+            return list(hook(tensors))
+
+
+def make_trainer(
+    model: tf.keras.Model,
+    training: LocalTraining,
+    element_spec: tuple[Any, Any],
+    aggregate_non_trainable: bool = True,
+) -> Trainer:
+    """Returns a `Trainer` (see there) for the Keras that is installed."""
+    kind: type[Trainer] = Trainer
+    if not keras_versions.IS_KERAS_3:
+        from tfdp_fl.engine import tff_models
+
+        kind = tff_models.FunctionalTrainer
+    return kind(model, training, element_spec, aggregate_non_trainable)
+
+
+class ClientOptimizer:
+    """A Keras optimizer as a function of tensors; new for every client."""
+
+    def __init__(self, optimizer: tf.keras.optimizers.Optimizer, variables: list[Any]):
+        """Makes a copy that assigns nothing.
+
+        Args:
+          optimizer: Its configuration is used.
+          variables: Those it trains, as Keras has them.
+        """
+        keras_versions.check_optimizer(optimizer)
+        self._dtypes = [variable.dtype for variable in variables]
+        self._optimizer: Any = None
+        constrained = any(
+            getattr(variable, "constraint", None) is not None for variable in variables
+        )
+        if is_plain_sgd(optimizer) and not constrained:
+            return
+        self._optimizer = keras_versions.stateless_optimizer(optimizer, variables)
+        rate = keras_versions.learning_rate(self._optimizer)
+        self._initial: list[np.ndarray | None] = [
+            None if variable is rate else variable.numpy()
+            for variable in keras_versions.tf_variables(self._optimizer.variables)
+        ]
+
+    def start(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the slots of a new client."""
+        if self._optimizer is None:
+            return []
+        # Depends on an argument: a constant would be kept in the function's graph.
+        zero = learning_rate * 0.0
+        return [
+            learning_rate
+            if value is None
+            else tf.constant(value)
+            if value.any() or value.size < 2
+            else tf.fill(value.shape, tf.cast(zero, value.dtype))
+            for value in self._initial
+        ]
+
+    def apply(
+        self,
+        gradients: list[Any],
+        weights: list[tf.Tensor],
+        slots: list[tf.Tensor],
+        learning_rate: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Takes one step on the weights with a gradient that is not None.
+
+        Returns:
+          The weights and the slots after it.
+        """
+        if all(gradient is None for gradient in gradients):
+            return weights, slots
+        if self._optimizer is not None:
+            return self._optimizer.stateless_apply(
+                slots, list(map(_dense, gradients)), weights
+            )
+        after = []
+        for gradient, value in zip(gradients, weights, strict=True):
+            rate = tf.cast(learning_rate, value.dtype)
+            if isinstance(gradient, tf.IndexedSlices):
+                value = tf.tensor_scatter_nd_sub(
+                    value, gradient.indices[:, None], rate * gradient.values
+                )
+            elif gradient is not None:
+                value = value - rate * gradient
+            after.append(value)
+        return after, slots
+
+
+def is_plain_sgd(optimizer: Any) -> bool:
+    """Returns True for w <- w - lr g with a fixed rate, and nothing else."""
+    if (
+        type(optimizer) is not tf.keras.optimizers.SGD
+        or keras_versions.learning_rate(optimizer) is None
+    ):
+        return False
+    config = optimizer.get_config()
+    extras = ("momentum", "nesterov", "weight_decay", "use_ema")
+    limits = ("clipnorm", "global_clipnorm", "clipvalue")
+    others = ("loss_scale_factor", "gradient_accumulation_steps")
+    return not any(config.get(key) for key in extras) and all(
+        config.get(key) is None for key in (*limits, *others)
+    )
+
+
+def check_model(model: tf.keras.Model) -> None:
+    """Raises ValueError for a model that takes its steps in its own way."""
+    if type(model).train_step is not tf.keras.Model.train_step:
+        raise ValueError(
+            "model must not have a train_step of its own, which the compiled "
+            f"client training would not call, got {type(model).__name__}."
+            "train_step: say what is trained by a loss, a layer's add_loss, an "
+            "optimizer or compile(upload_hook=...)."
+        )
+    for layer in keras_versions.layers_of(model):
+        if getattr(layer, "stateful", False) and hasattr(layer, "states"):
+            raise ValueError(
+                "model must not have stateful layers, whose state would pass "
+                f"from one client to the next, got {layer.name!r} with "
+                "stateful=True."
+            )
+
+
+def zeros_like_batch(element_spec: Any, batch_size: int = 1) -> Any:
+    """Returns a nest of zeros in the shape of a batch of examples."""
+    return tf.nest.map_structure(
+        lambda spec: tf.zeros(
+            [batch_size, *[size or 1 for size in spec.shape]], spec.dtype
+        ),
+        element_spec,
+    )
+
+
+def batch_specs(element_spec: Any) -> Any:
+    """Returns the specs of a batch of any number of examples."""
+    return tf.nest.map_structure(
+        lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), element_spec
+    )
+
+
+def with_numbers_only(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor with 0 for NaN and Inf, and the mask that it had."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    numbers = tf.where(tf.math.is_finite(tensor), tensor, tf.zeros([], tensor.dtype))
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        numbers._keras_mask = mask
+    return numbers
+
+
+def _dense(gradient: Any) -> tf.Tensor | None:
+    """Adds up repeated rows, without which a norm would not be the norm."""
+    return None if gradient is None else tf.convert_to_tensor(gradient)
+
+
+def _plus(gradient: Any, extra: tf.Tensor) -> tf.Tensor:
+    return extra if gradient is None else _dense(gradient) + extra

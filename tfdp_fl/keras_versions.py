@@ -1,0 +1,324 @@
+"""The one file that knows Keras from inside, and which Keras it is.
+
+Everything else says `tf.keras`. The front is for Keras 3. In TFF's environment
+`tf.keras` is Keras 2, of which only what `tfdp_fl.keras.functional_models` needs
+is answered here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+IS_KERAS_3 = hasattr(tf.keras, "ops")
+
+# Earlier ones keep a compiled model's losses in another way.
+_OLDEST = (3, 8)
+
+
+def name() -> str:
+    """Returns which Keras this is, by the number that checkpoints share."""
+    return "Keras 3" if IS_KERAS_3 else "Keras 2"
+
+
+def check_installed() -> None:
+    """Raises ImportError unless Keras is new enough, and on TensorFlow."""
+    if not IS_KERAS_3:
+        with contextlib.suppress(ImportError):
+            import tensorflow_federated  # noqa: F401
+
+            return
+        raise ImportError(
+            "keras must be Keras 3 on TensorFlow 2.16 or later: pip install "
+            "--upgrade tensorflow keras. Keras 2 is for environments with "
+            "tensorflow_federated, whose functional models are used there."
+        )
+    version = tf.keras.version()
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST:
+        raise ImportError(
+            f"keras must be {'.'.join(map(str, _OLDEST))} or later, whatever "
+            f"the TensorFlow, got {version}: pip install --upgrade keras"
+        )
+    backend = tf.keras.config.backend()
+    if backend != "tensorflow":
+        raise ImportError(
+            "KERAS_BACKEND must be 'tensorflow' to train with tfdp_fl, whose "
+            f"engine is made of TensorFlow functions, got {backend!r}. Set it "
+            "before Keras is imported."
+        )
+
+
+def is_of_keras(function: Any) -> bool:
+    """Returns True for a function or class that Keras itself defines."""
+    return (getattr(function, "__module__", None) or "").startswith("keras.")
+
+
+# Models and layers.
+
+
+def tf_variable(variable: Any) -> tf.Variable:
+    """Returns the `tf.Variable` of one of Keras's variables."""
+    # `value` is a cast of it where Keras computes in another dtype.
+    return getattr(variable, "_value", variable) if IS_KERAS_3 else variable
+
+
+def tf_variables(variables: Any) -> list[tf.Variable]:
+    """Returns the `tf.Variable`s of Keras's variables."""
+    return [tf_variable(variable) for variable in variables]
+
+
+def layers_of(model: tf.keras.Model, include_self: bool = False) -> list[Any]:
+    """Returns all layers, those inside others as well, in a fixed order."""
+    return list(model._flatten_layers(include_self=include_self))
+
+
+def restore_classes(model: tf.keras.Model) -> None:
+    """Has Keras 2 forget that a model of these layers was made in a graph.
+
+    It exchanges the base classes of models and layers there, for the process, and
+    the next model that is made outside of a graph exchanges them back.
+    """
+    tf.keras.models.clone_model(model)
+
+
+def has_adapted_weights(layer: tf.keras.layers.Layer) -> bool:
+    """Returns True if a layer computes by more than its plain weights."""
+    return bool(
+        getattr(layer, "lora_enabled", False)
+        or getattr(layer, "quantization_mode", None) is not None
+    )
+
+
+def own_random_state(model: tf.keras.Model) -> list[Any]:
+    """Returns the states of the generators of random layers, Keras's variables."""
+    found: dict[int, Any] = {}
+    for layer in layers_of(model, include_self=True):
+        for generator in layer._seed_generators:
+            found.setdefault(id(generator.state), generator.state)
+    return list(found.values())
+
+
+def stateless(mapping: list[tuple[Any, tf.Tensor]]) -> Any:
+    """Returns a scope in which Keras's variables have the values given.
+
+    What is assigned there stays in the scope (`get_current_value`).
+
+    Args:
+      mapping: Variables and their values.
+    """
+    return tf.keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+
+
+# Losses and metrics.
+
+
+def compiled_loss_and_metrics(
+    model: tf.keras.Model,
+    loss: Any,
+    metrics: Any,
+    loss_weights: Any,
+    weighted_metrics: Any,
+) -> tuple[Any, Any]:
+    """Returns what Keras's `compile` makes of its arguments; metrics may be None."""
+    from keras.src.trainers import compile_utils
+
+    names = getattr(model, "output_names", None)
+    compiled = compile_utils.CompileLoss(loss, loss_weights, output_names=names)
+    if metrics is None and weighted_metrics is None:
+        return compiled, None
+    return compiled, compile_utils.CompileMetrics(
+        metrics, weighted_metrics, output_names=names
+    )
+
+
+@contextlib.contextmanager
+def losses_of(model: tf.keras.Model, compiled_loss: Any) -> Iterator[None]:
+    """Has the model's `compute_loss` use a compiled loss, within the block."""
+    before = vars(model).get("_compile_loss")
+    vars(model)["_compile_loss"] = compiled_loss
+    try:
+        yield
+    finally:
+        vars(model)["_compile_loss"] = before
+
+
+def losses_of_rows(loss: Any, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
+    """Returns a compiled loss of one output before Keras takes the mean."""
+    convert = tf.keras.ops.convert_to_tensor
+    return loss.call(convert(label, loss.dtype), convert(output, loss.dtype))
+
+
+def loss_options(loss: Any) -> dict[str, Any]:
+    """Returns what a loss or a metric was made with."""
+    return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
+
+
+def outputs_with_losses(
+    model: tf.keras.Model, loss: Any, compiled_loss: Any, y: Any, predicted: Any
+) -> list[tuple[Any, Any, Any]]:
+    """Returns the label, the output and the loss of each output.
+
+    Args:
+      model: The model.
+      loss: What Keras's `compile` took.
+      compiled_loss: What it made of it.
+      y: Nest of labels.
+      predicted: Nest of outputs.
+    """
+    names = compiled_loss.output_names
+    outputs = tf.nest.flatten(predicted)
+    flat = _labels(loss, y, predicted, names)
+    if len(flat) != len(outputs):
+        raise ValueError(
+            f"labels must have one tensor for each of the {len(outputs)} "
+            f"outputs of the model, got {len(flat)}."
+        )
+    # Another one, because what it is built with it expects for ever.
+    trial = type(compiled_loss)(
+        loss, compiled_loss._user_loss_weights, output_names=names
+    )
+    trial.build(tf.nest.pack_sequence_as(predicted, flat), predicted)
+    places = tf.nest.pack_sequence_as(predicted, range(len(outputs)))
+    losses = [None] * len(outputs)
+    for found in trial._flat_losses:
+        losses[_place(found.path, places, names)] = found.loss
+    return list(zip(flat, outputs, losses, strict=True))
+
+
+def _labels(loss: Any, y: Any, predicted: Any, names: Any) -> list[Any]:
+    """Returns the label of each output, None where there is no loss."""
+    if isinstance(y, dict) and isinstance(predicted, (list, tuple)):
+        if set(y) != set(names or ()):
+            raise ValueError(
+                "labels must be named as the model's outputs are, "
+                f"{names}, got {sorted(y)}."
+            )
+        return [y[name] for name in names]
+    flat = tf.nest.flatten(y)
+    losses = tf.nest.flatten(loss)
+    if len(flat) < len(losses) and None in losses:
+        rest = iter(flat)
+        flat = [None if one is None else next(rest, None) for one in losses]
+    return flat
+
+
+def _place(path: tuple[Any, ...], places: Any, names: Any) -> int:
+    """Returns which output a compiled loss belongs to."""
+    for step in path:
+        if isinstance(step, str) and not isinstance(places, dict):
+            places = list(names).index(step)
+            break
+        places = places[step]
+    return places
+
+
+# Optimizers.
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer that clients cannot train by."""
+    if getattr(optimizer, "use_ema", False):
+        raise ValueError(
+            "optimizer must not use_ema: a client's average of weights would "
+            "be dropped after the round, got use_ema=True."
+        )
+    if (
+        getattr(optimizer, "inner_optimizer", None) is not None
+        or getattr(optimizer, "loss_scale_factor", None) is not None
+    ):
+        raise ValueError(
+            "optimizer must not scale the loss, which is for float16: take "
+            f"mixed_bfloat16, which needs no scale, got {optimizer!r}."
+        )
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "optimizer must not have gradient_accumulation_steps, whose sums would "
+            f"wait for steps that a client never takes, got {optimizer!r}: take "
+            "larger batches."
+        )
+    if isinstance(optimizer, tf.keras.optimizers.Nadam):
+        raise ValueError(
+            "optimizer must not be Nadam for clients: it keeps a product of its "
+            "momentum outside of its variables, where it would pass from one client "
+            "to the next. Take Adam, or Nadam as the server_optimizer."
+        )
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """Returns the variable that holds the rate; None if it follows a schedule."""
+    rate = optimizer._learning_rate
+    if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+        return None
+    rate = tf_variable(rate)
+    return None if callable(rate) else rate
+
+
+def momentum_and_schedule(optimizer: Any) -> tuple[float, Any]:
+    """Returns the momentum of SGD, and a rate's schedule; 0 and None if none.
+
+    Of other optimizers, such as Adam, which divide by what they have seen,
+    only the schedule.
+    """
+    momentum = 0.0
+    if isinstance(optimizer, tf.keras.optimizers.SGD):
+        momentum = float(optimizer.get_config().get("momentum") or 0.0)
+    rate = getattr(optimizer, "_learning_rate", None)
+    if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+        return momentum, rate
+    return momentum, None
+
+
+def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
+    """Returns a copy of an optimizer of Keras 3 with a `stateless_apply`.
+
+    Keras refuses that on TensorFlow, where its optimizers assign by TensorFlow's
+    own functions. The copy takes back what these replaced.
+
+    Args:
+      optimizer: It is not changed.
+      variables: Those it trains.
+    """
+    (replaced,) = [
+        kind for kind in type(optimizer).__mro__ if kind.__name__ == "TFOptimizer"
+    ]
+    (base,) = [
+        kind for kind in type(optimizer).__mro__ if kind.__name__ == "BaseOptimizer"
+    ]
+    original = {
+        method: vars(base)[method]
+        for method, function in vars(replaced).items()
+        if callable(function) and method in vars(base) and method != "__init__"
+    }
+    kind = type(f"Stateless{type(optimizer).__name__}", (type(optimizer),), original)
+    made = kind.from_config(optimizer.get_config())
+    made.build(variables)
+    return made
+
+
+def build_optimizer(optimizer: Any, variables: list[Any]) -> list[tf.Variable]:
+    """Makes an optimizer's variables; returns them all."""
+    if not IS_KERAS_3:
+        optimizer.build(variables)
+        return list(optimizer.variables)
+    if not optimizer.built:
+        optimizer.build(variables)
+    state = tf_variables(optimizer.variables)
+    known = {id(variable) for variable in state}
+    # Nadam, for one, keeps a variable that is none of those it tells of.
+    return state + [
+        variable
+        for value in vars(optimizer).values()
+        if isinstance(variable := tf_variable(value), tf.Variable)
+        and id(variable) not in known
+    ]
+
+
+def apply_gradients(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    """Takes one step on variables that the optimizer was built for."""
+    if IS_KERAS_3:
+        optimizer.apply(gradients, variables)
+    else:
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
