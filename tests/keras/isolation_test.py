@@ -225,7 +225,7 @@ class TrainingTest(parameterized.TestCase):
         self._refused("would pass from one", _model(_OwnGenerator()))
 
     def test_a_resource_that_is_no_variable(self):
-        self._refused("that is no tf.Variable", _model(_BareResource()))
+        self._refused("ReadVariableOp in", _model(_BareResource()))
 
     def test_a_loss_that_reads_a_metric(self):
         made = []
@@ -246,7 +246,7 @@ class TrainingTest(parameterized.TestCase):
             return toy.loss()(y, predicted) + tf.convert_to_tensor(made[-1].kept)
 
         self._refused(
-            "must not use the state of compiled metrics",
+            "keep what training reads and changes",
             _model(),
             loss=loss,
             metrics=[Largest()],
@@ -352,7 +352,7 @@ class EvaluationTest(parameterized.TestCase):
 
     def test_a_resource_that_is_no_variable(self):
         fed = toy.federated(model=_model(_BareResource()))
-        with self.assertRaisesRegex(ValueError, "that is no tf.Variable"):
+        with self.assertRaisesRegex(ValueError, "ReadVariableOp in"):
             fed.evaluate_clients(toy.clients(), verbose=0)
 
     def test_values_are_those_of_keras(self):

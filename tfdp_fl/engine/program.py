@@ -59,8 +59,9 @@ class Program:
             graph, inputs, results = _traced(function, specs, model)
         definition = graph.as_graph_def()
         captures = list(getattr(graph, "captures", ()))
-        _check_captures(graph, captures, names)
+        _check_variables(graph, captures, names)
         allowed_operations.check(definition, names)
+        _check_resources(captures)
         _without_temporary_sums(definition)
         _with_names_of_their_own(definition)
         self.name = uuid.uuid4().hex
@@ -132,20 +133,18 @@ def _traced(
     return graph, tf.nest.flatten(given), results
 
 
-def _check_captures(
+def _check_variables(
     graph: tf.Graph, captures: list[tuple[Any, tf.Tensor]], layers: list[str]
 ) -> None:
-    """Raises ValueError for a captured variable, or what else can change."""
+    """Raises ValueError for a captured variable."""
     names = {
         id(variable.handle): variable.name
         for variable in getattr(graph, "variables", ())
     }
     for outer, inner in captures:
-        if outer.dtype not in (tf.resource, tf.variant):
-            continue  # A constant.
-        if id(outer) not in names and _is_only_looked_up(inner):
+        name = names.get(id(outer))
+        if name is None:
             continue
-        name = names.get(id(outer), "")
         if "seed_generator" in name:
             raise ValueError(
                 "model must draw its random numbers by a "
@@ -156,14 +155,25 @@ def _check_captures(
             )
         users = [consumer.name for consumer in inner.consumers()]
         place = allowed_operations.layer_of(users[0] if users else "", layers)
-        what = f"the variable {name!r}" if name else "a resource that is no variable"
         raise ValueError(
             "model, loss, metrics, optimizer and hooks must keep what training "
             "reads and changes in the model's weights (made by add_weight) or the "
             "optimizer's slots, where every client starts afresh. Training also "
-            f"uses {what}, in {place}, and its value would pass from one client "
-            "to the next."
+            f"uses the variable {name!r}, in {place}, and its value would pass from "
+            "one client to the next."
         )
+
+
+def _check_resources(captures: list[tuple[Any, tf.Tensor]]) -> None:
+    """Raises ValueError for what can change, of the captures that are no variable."""
+    for outer, inner in captures:
+        if outer.dtype not in (tf.resource, tf.variant):
+            continue  # A constant.
+        if not _is_only_looked_up(inner):
+            raise ValueError(
+                "model, loss, metrics and hooks must keep their state in the model's "
+                f"weights, got a resource that is no tf.Variable, {outer!r}."
+            )
 
 
 def _is_only_looked_up(handle: tf.Tensor) -> bool:

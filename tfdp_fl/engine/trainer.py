@@ -130,11 +130,11 @@ class Trainer:
             training.weighted_metrics,
         )
         x, y = (zeros_like_batch(spec) for spec in element_spec)
-        y, weight = self.labels_and_weights(y)
         own = [(variable, variable) for variable in self._every_variable()]
         with keras_versions.stateless(own):
             predicted = model(x, training=False)
         example_weights.check(element_spec[1], predicted, training.class_weight)
+        y, weight = self.labels_and_weights(y)
         outputs = keras_versions.outputs_with_losses(
             model, training.loss, self._loss, y, predicted
         )
