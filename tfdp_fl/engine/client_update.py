@@ -61,6 +61,18 @@ def _copied(metric: Any) -> Any:
     return metric
 
 
+def check_metrics(results: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming it, for a metric that is not one number."""
+    for name, value in results.items():
+        shape = tf.convert_to_tensor(value).shape
+        if shape.rank != 0:
+            raise ValueError(
+                f"metrics must give one number each, got {name!r} of shape {shape}. "
+                "Take an average (as F1Score does with average='macro'), or compute "
+                "it after the training, by fed.model."
+            )
+
+
 class ClientTrainer:
     """Trains one client after the other in a replica of the model.
 
@@ -131,6 +143,7 @@ class ClientTrainer:
         labels.check(y, predicted, compiled)
         self.label_ranges = labels.ranges(y, predicted, compiled)
         compiled.build(x, y, predicted, weight)
+        check_metrics(compiled.metric_results())
         losses = [loss for *_, loss in compiled.outputs(y, predicted)]
         self._single_loss = None
         if (

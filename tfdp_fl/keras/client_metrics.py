@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp_fl import engine
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.engine import isolation
+from tfdp_fl.engine import client_update, isolation
 
 # The one column that is no metric.
 NUM_EXAMPLES = "num_examples"
@@ -118,11 +118,12 @@ class _IsolatedStep:
         """Evaluates on one batch; returns the metrics so far.
 
         Raises:
-          ValueError: The model or a metric has an operation that could pass
-            something on (see `engine.isolation`).
+          ValueError: A metric is not one number, or the model or a metric has an
+            operation that could pass something on (see `engine.isolation`).
         """
         traced = self._function.get_concrete_function(x, y)
         if not any(traced is each for each in self._checked):
+            client_update.check_metrics(traced.structured_outputs)
             isolation.check(traced, self._model)
             for key, handle in isolation.assigned(traced).items():
                 if key not in self._held:
