@@ -42,6 +42,9 @@ class _Vector(tf.keras.metrics.Metric):
     def result(self):
         return tf.convert_to_tensor(self.counts)
 
+    def reset_state(self):  # Keras 2's is for scalars.
+        self.counts.assign(tf.zeros_like(self.counts))
+
 
 def _federated(metric, **options):
     return toy.federated(compile_options={"metrics": [metric]}, **options)

@@ -173,7 +173,8 @@ def _array(frame: Any, name: str, argument: str) -> np.ndarray:
     if column.isna().any():
         raise ValueError(
             f"{argument} must have a value in every row, got column {name!r} "
-            f"with {int(column.isna().sum())} missing."
+            f"with {int(column.isna().sum())} missing. Fill them in, with a number "
+            f"that is not computed from clients: frame.fillna({{{name!r}: 0}})."
         )
     if kind == "u" and column.max() > np.iinfo(np.int64).max:
         raise ValueError(
