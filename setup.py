@@ -62,7 +62,6 @@ setuptools.setup(
     license_files=["LICENSE"],
     classifiers=[
         "Intended Audience :: Science/Research",
-        "License :: OSI Approved :: Apache Software License",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",

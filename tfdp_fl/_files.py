@@ -19,7 +19,7 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Opens a file that takes the place of another once it is written.
 
-    Whoever reads meanwhile reads the old one. If the block raises, the old one
+    A reader meanwhile gets the old one. If the block raises, the old one
     stays and nothing is left behind.
 
     Args:

@@ -15,7 +15,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def after_the_block() -> Iterator[None]:
     """Lets SIGINT and SIGTERM, where Python handles them, wait for the end.
 
-    A second one is heard at once: whoever asks twice cannot wait. None is lost
+    A second one is heard at once: a user who asks twice cannot wait. None is lost
     where the block ends by an error. In other threads than the main one, which
     hear no signals, nothing changes.
     """

@@ -143,7 +143,7 @@ class CohortSampler(abc.ABC):
     def charge(
         self, round_index: int, event: dp_accounting.DpEvent
     ) -> charge_lib.RoundCharge:
-        """Returns what a round costs whose mechanism releases `event`."""
+        """Returns what a round costs in which a mechanism releases `event`."""
         size = self.expected_cohort_size(round_index)
         last = self._last_charge
         if (
@@ -171,7 +171,7 @@ class CohortSampler(abc.ABC):
         return True
 
     def released(self, positions: np.ndarray) -> None:
-        """Hears who took part in a round that is about to be released.
+        """Notes which clients took part in a round that is about to be released.
 
         Args:
           positions: Int64 [size], sorted.
@@ -181,8 +181,8 @@ class CohortSampler(abc.ABC):
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep, as JSON values.
 
-        For shuffled cohorts without a seed this holds the secret key: whoever
-        reads the checkpoint can tell the cohorts.
+        For shuffled cohorts without a seed this holds the secret key: a
+        reader of the checkpoint can tell the cohorts.
         """
         return {
             "sampling": self.sampling,
@@ -342,8 +342,8 @@ class CyclicSampler(CohortSampler):
     for all. The cohort comes from group r mod b, r the number of rounds that
     were released before, so that two rounds of one client have at least b - 1
     released rounds between them, however many were abandoned. That is what
-    correlated noise counts on (`CorrelatedNoise`); nothing is claimed for who
-    of a group is drawn, nor for the secrecy of the groups.
+    correlated noise counts on (`CorrelatedNoise`); nothing is claimed for which
+    clients of a group are drawn, nor for the secrecy of the groups.
 
     Choquette-Choo et al. (2023), "(Amplified) Banded Matrix Factorization",
     algorithm 2 (https://arxiv.org/abs/2306.08153).

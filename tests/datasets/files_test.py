@@ -51,6 +51,14 @@ class FromDirectoryTest(parameterized.TestCase):
         self.assertFalse(dataset.is_indexed)
         self.assertEqual(dataset.in_memory().client_sizes().tolist(), [1, 3])
 
+    def test_a_table_without_rows_is_a_client_without_examples(self):
+        for name, n in (("a", 0), ("b", 3)):
+            _frame(n).to_csv(self.path / f"{name}.csv", index=False)
+        dataset = FederatedDataset.from_directory(self.path, features=["age", "height"])
+        self.assertEqual(dataset.client_sizes().tolist(), [0, 3])
+        for one, other in zip(dataset.client("a"), dataset.client("b"), strict=True):
+            self.assertEqual(one.dtype, other.dtype)
+
     def test_parquet_without_what_reads_it(self):
         (self.path / "a.parquet").write_bytes(b"PAR1")
         missing = {"pyarrow": None, "fastparquet": None}

@@ -32,6 +32,26 @@ class EvaluateClientsTest(absltest.TestCase):
             np.testing.assert_array_equal(one, other)
         self.assertEqual(fed.epsilon(1e-2), before[1])
 
+    def test_the_statement_says_that_they_were_shown(self):
+        for before in (True, False):
+            fed = toy.federated()
+            fed.fit(toy.clients(), verbose=0)
+            with self.subTest(before_the_last_fit=before):
+                facts = fed.privacy_statement(1e-2, "dict")
+                self.assertNotIn("client_metrics_shown", facts["caveats"])
+                fed.evaluate_clients(toy.clients(2), verbose=0)
+                if before:
+                    fed.fit(toy.clients(), verbose=0)
+                facts = fed.privacy_statement(1e-2, "dict")
+                self.assertIn("client_metrics_shown", facts["caveats"])
+        fed = toy.federated()
+        fed.evaluate_clients(toy.clients(2), verbose=0)
+        fed.fit(toy.clients(), verbose=0)
+        self.assertIn("without noise", fed.privacy_statement(1e-2))
+        self.assertIn(
+            "client_metrics_shown", fed.privacy_statement(1e-2, "dict")["caveats"]
+        )
+
     def test_a_client_that_cannot_be_read_or_has_nothing(self):
         def read(name):
             if name == "broken":

@@ -352,7 +352,7 @@ class Trainer:
         if others is not None:
             data = {k: others(client) for k, client in data.items()}
         self._fed.set_weights(self._start)
-        self._fed.run = None
+        self._fed._run = None
         self._fed._attempts = randomness.Attempts()  # The same noise again.
         if self._fed.engine is not None:
             query = self._fed.engine.query

@@ -173,6 +173,19 @@ class OneHistoryTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
             make_copy(fed)
 
+    @parameterized.parameters("run", "setup", "model")
+    def test_what_epsilon_is_computed_from_cannot_be_set(self, name):
+        fed = toy.federated()
+        _fit(fed)
+        spent = fed.epsilon(_DELTA)
+        other = toy.federated(
+            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=100.0)
+        )
+        for value in (None, getattr(other, name)):
+            with self.assertRaisesRegex(AttributeError, f"{name} cannot be set"):
+                setattr(fed, name, value)
+        self.assertEqual(fed.epsilon(_DELTA), spent)
+
     def test_a_second_wrapper_of_a_trained_model(self):
         fed = toy.federated()
         _fit(fed)

@@ -56,6 +56,7 @@ class RunTest(absltest.TestCase):
         fed.run.facts = run_lib.Facts(
             seed_given=True,
             validated=True,
+            metrics_shown=True,
             rounds_abandoned=3,
             clients_excluded=4,
             rounds_charged_twice=5,

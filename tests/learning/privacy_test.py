@@ -316,7 +316,7 @@ class EpsilonTest(parameterized.TestCase):
         self.assertIsInstance(value, float)
         self.assertEqual(json.loads(json.dumps(value)), float(value))
         self.assertIn("epsilon = 7.9", value.statement)
-        self.assertIn("was declared by whoever asked", value.statement)
+        self.assertIn("was declared by the caller", value.statement)
         self.assertIn("not the server's state", value.statement)
         facts = learning.privacy_statement(state, fixed(1.0), format="dict", **declared)
         self.assertEqual(facts["epsilon"], value)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import decimal
+import functools
 import os
+import pickle
 from unittest import mock
 
 import numpy as np
@@ -113,6 +115,27 @@ class RoundedTest(parameterized.TestCase):
 
     def test_is_of_the_operating_systems_bits(self):
         self.assertIs(exact_gaussian.rounded.__defaults__[0], os.urandom)
+
+    def test_forks_and_pickled_copies_draw_anew(self):
+        draw = functools.partial(exact_gaussian.rounded, 1e5, 5000)
+        draw()
+        draws = [draw(), pickle.loads(pickle.dumps(draw))()]
+        for _ in range(2):
+            reader, writer = os.pipe()
+            child = os.fork()
+            if not child:
+                try:
+                    os.write(writer, draw().tobytes())
+                finally:
+                    os._exit(0)
+            os.close(writer)
+            with os.fdopen(reader, "rb") as pipe:
+                draws.append(np.frombuffer(pipe.read(), np.int64))
+            os.waitpid(child, 0)
+        for place, one in enumerate(draws):
+            self.assertLen(one, 5000)
+            for other in draws[:place]:
+                statistics.assert_uncorrelated(one, other)
 
 
 if __name__ == "__main__":

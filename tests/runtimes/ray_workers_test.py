@@ -250,7 +250,7 @@ class SameResultTest(_RayTestCase):
         )
         there, here = cohorts._federated(case), cohorts._federated(case)
         for each in there, here:
-            each.setup = dataclasses.replace(each.setup, clients_per_round=0.01)
+            each._setup = dataclasses.replace(each.setup, clients_per_round=0.01)
         history = cohorts._fit(there, case, cohorts._alike(), runtime=self.shared)
         cohorts._fit(here, case, cohorts._alike())
         self.assertEqual(set(history.history["cohort_size"]), {0.0})

@@ -224,7 +224,7 @@ class PrivacyAccountant:
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
 
     def computed_by(self, accountant: str) -> str:
-        """Returns whose code computes `epsilon`, in words for a statement."""
+        """Returns what code computes `epsilon`, in words for a statement."""
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         package = f"dp-accounting {events.dp_accounting_version()}"
         if accountant == "pld":

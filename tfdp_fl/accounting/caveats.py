@@ -19,7 +19,7 @@ CAVEATS: dict[str, str] = {
         "not covered by epsilon."
     ),
     "seed_given": (
-        "A random seed was given, so whoever knows it can repeat the cohorts "
+        "A random seed was given, so anyone who knows it can repeat the cohorts "
         "and the noise; towards them there is no guarantee, and the seed has "
         "to be kept as secret as the data. Another run with the same seed has "
         "the same noise in the same rounds, so that the difference of what "
@@ -87,8 +87,8 @@ CAVEATS: dict[str, str] = {
         "group, and so the number of clients N, is not protected."
     ),
     "cyclic_no_amplification": (
-        "No amplification by sampling is claimed: epsilon holds whoever of a "
-        "group takes part, and also towards those who know the groups."
+        "No amplification by sampling is claimed: epsilon holds whichever clients "
+        "of a group take part, and also towards those who know the groups."
     ),
     "separated_zero_out": (
         "Clients came as they liked. A client counts as absent here when "
@@ -158,6 +158,11 @@ CAVEATS: dict[str, str] = {
         "are not among the N clients, and have no guarantee; the metrics on "
         "them are exact."
     ),
+    "client_metrics_shown": (
+        "Metrics of single clients were shown by evaluate_clients without noise; "
+        "those numbers are for readers who may see the clients' data, and epsilon "
+        "does not cover them."
+    ),
     "evaluations_counted": (
         "What evaluate_clients released of clients' metrics with noise is "
         "counted in epsilon, as rounds of other runs. That noise was drawn in "
@@ -183,7 +188,7 @@ CAVEATS: dict[str, str] = {
     ),
     "tff_cohorts_declared": (
         "How the cohorts were drawn, from how many clients and how often one "
-        "of them took part was declared by whoever asked: TensorFlow Federated "
+        "of them took part was declared by the caller: TensorFlow Federated "
         "is handed each cohort and cannot see it."
     ),
     "tff_other_releases": (

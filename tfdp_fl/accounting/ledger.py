@@ -5,7 +5,7 @@ a crash can only make the ledger say too much, never too little. Each line
 carries the hash of the line before it: a removed, changed or reordered line is
 detected. Whole lines cut off at the end are not, by any file alone; they are
 detected by a reader who knows the last hash it saw (`head`,
-`expected_head`). Whoever can rewrite the whole file can make new hashes.
+`expected_head`). Somebody who can rewrite the whole file can make new hashes.
 
 A last line without its end is what a crash in mid-write leaves. Its round's
 result was never shown, as `record` had not returned, so it is not charged. (If
@@ -431,7 +431,7 @@ class PrivacyLedger:
             )
 
     def _check_file(self) -> None:
-        """Raises unless a line written now is found by whoever reads next."""
+        """Raises unless the next reader would find a line written now."""
         self._check_process()
         own = os.fstat(self._file)
         try:

@@ -17,7 +17,7 @@ from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
 
 # What is released beside the rounds stands in ledgers as a run of its own, with
-# an id that begins so and one line: whoever reads a ledger counts it.
+# an id that begins so and one line: every reader of a ledger counts it.
 _EVALUATION = "evaluation "
 
 

@@ -178,7 +178,7 @@ def check_inner_factory(
             f"SecureSumFactory), got {type(factory).__name__}: the mechanism "
             "divides, by the expected cohort size, and adds the noise."
         )
-    if _hangs_on_each_share(bound) and not _keeps_each_share(factory):
+    if _depends_on_each_share(bound) and not _keeps_each_share(factory):
         raise ValueError(
             f"{name} must be None, a tff.aggregators.SumFactory or a "
             "SecureSumFactory whose bounds include 0, got "
@@ -187,7 +187,7 @@ def check_inner_factory(
         )
 
 
-def _hangs_on_each_share(bound: bound_mechanism.BoundMechanism) -> bool:
+def _depends_on_each_share(bound: bound_mechanism.BoundMechanism) -> bool:
     """Whether a larger share of the sum would cost more than is charged."""
     event = bound.mechanism.round_event(0, bound.deployment)
     return bound.mechanism.guarantee == "central" and not isinstance(

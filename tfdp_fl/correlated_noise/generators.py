@@ -27,7 +27,7 @@ from tfdp_fl.correlated_noise.toeplitz import Workload
 class Memory(NamedTuple):
     """What the noise of the coming rounds depends on. It is secret.
 
-    Whoever has it and what was released knows the sums without noise.
+    With it, the models that were released tell the sums without noise.
 
     Attributes:
       position: Int32 scalar, how many rounds had noise of this memory.

@@ -85,7 +85,7 @@ def _hint(clients: Any) -> str:
         isinstance(clients, tuple | list) and len(clients) in (2, 3)
     ):
         return (
-            " For one pair of arrays (x, y), say whose rows are whose: "
+            " For one pair of arrays (x, y), say which rows each client has: "
             "FederatedDataset.from_indices(x, y, indices)."
         )
     return ""

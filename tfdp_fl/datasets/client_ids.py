@@ -56,7 +56,7 @@ class TakenIds(Sequence):
 
 
 def are_names(client_ids: Sequence[Any]) -> bool:
-    """Returns False for ids that are places: 0 is whoever comes first."""
+    """Returns False for ids that are places: 0 is the first client."""
     if isinstance(client_ids, TakenIds):
         client_ids = client_ids.of
     return not isinstance(client_ids, range)

@@ -183,7 +183,7 @@ class FederatedDataset:
 
         Args:
           frame: A `pandas.DataFrame` with one example a row.
-          client: The column that says whose example it is.
+          client: The column that names the example's client.
           features: One column: x is [n], with its kind of number. A list: x
             is float32 [n, len(features)]. A mapping from the names of a
             model's inputs to either: x is a dict. None: all columns but those
@@ -346,7 +346,7 @@ class FederatedDataset:
 
         Args:
           dataset: A `datasets.Dataset`: one split, not a `DatasetDict`.
-          client: The column that says whose example a row is.
+          client: The column that names the row's client.
           features: One column: x is what it holds, [n, ...]. A list of columns
             of numbers: x is float32 [n, len(features)]. A mapping from the
             names of a model's inputs to either: x is a dict. None: all columns
@@ -430,7 +430,7 @@ class FederatedDataset:
         """Tells these clients, in this order, from others; hexadecimal.
 
         Where clients have names it is `client_ids_digest`. Where they are known
-        by their places alone (0 is whoever comes first), what they hold goes
+        by their places alone (0 is the first client), what they hold goes
         in as well, if it is in memory: of more than 1 GiB, what a sample of
         them does.
         """

@@ -156,6 +156,8 @@ def _arrays(frame: Any, columns: Any, argument: str) -> Any:
 
 def _array(frame: Any, name: str, argument: str) -> np.ndarray:
     column = frame[name]
+    if not len(column):  # A file without rows does not tell of which kind.
+        return np.zeros(0, np.float32)
     kind = getattr(column.dtype, "kind", "O")
     if kind not in "biuf":
         raise ValueError(
@@ -171,7 +173,8 @@ def _array(frame: Any, name: str, argument: str) -> np.ndarray:
     if column.isna().any():
         raise ValueError(
             f"{argument} must have a value in every row, got column {name!r} "
-            f"with {int(column.isna().sum())} missing."
+            f"with {int(column.isna().sum())} missing. Fill them in, with a number "
+            f"that is not computed from clients: frame.fillna({{{name!r}: 0}})."
         )
     if kind == "u" and column.max() > np.iinfo(np.int64).max:
         raise ValueError(
@@ -203,7 +206,7 @@ def rows_by_client(ids: list[Any]) -> dict[Any, np.ndarray]:
     """Returns each client's rows (int64), by id, in the order of the rows.
 
     Args:
-      ids: Whose each row is.
+      ids: The client of each row.
     """
     place: dict[Any, int] = {}
     codes = np.fromiter(

@@ -33,7 +33,7 @@ def load_from_config(config: Mapping[str, Any]) -> FederatedDataset:
     Args:
       config: What `FederatedDataset.config` gave, which survives JSON: the
         name of a loader under `"loader"`, and its arguments. Paths in it are
-        absolute; whoever loads must see the same files there.
+        absolute; the process that loads must see the same files there.
 
     Raises:
       TypeError, ValueError: If this is no such config.

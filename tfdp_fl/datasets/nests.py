@@ -33,7 +33,7 @@ class ExamplesValueError(ValueError):
     """How somebody's examples do not fit; the message quotes none of them."""
 
 
-# Errors whose messages may be shown to whoever may not see the examples.
+# Errors with messages that may be shown to people who may not see the examples.
 SAFE_ERRORS = (ExamplesTypeError, ExamplesValueError)
 
 

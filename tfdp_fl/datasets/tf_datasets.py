@@ -1,4 +1,4 @@
-"""Clients whose examples are a `tf.data.Dataset` each."""
+"""Clients with a `tf.data.Dataset` each."""
 
 from __future__ import annotations
 

@@ -105,6 +105,10 @@ class FunctionalTrainer(trainer.Trainer):
             self._metric_specs = [
                 tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(state)
             ]
+            results = self.metric_results(
+                [tf.zeros(spec.shape, spec.dtype) for spec in self._metric_specs]
+            )
+            trainer.check_metrics(results)
         keras_versions.restore_classes(model)
 
     @property

@@ -150,6 +150,9 @@ class Trainer:
             model._compute_loss(x, y, predicted, weight, training=True)
         if self._metrics is not None:
             self._metrics.build(y, predicted)
+        check_metrics(
+            self.metric_results([tf.zeros(v.shape, v.dtype) for v in self.metric_specs])
+        )
 
     @property
     def metric_specs(self) -> list[tf.TensorSpec]:
@@ -498,6 +501,18 @@ def is_plain_sgd(optimizer: Any) -> bool:
     return not any(config.get(key) for key in extras) and all(
         config.get(key) is None for key in (*limits, *others)
     )
+
+
+def check_metrics(results: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming it, for a metric that is not one number."""
+    for name, value in results.items():
+        shape = tf.convert_to_tensor(value).shape
+        if shape.rank != 0:
+            raise ValueError(
+                f"metrics must give one number each, got {name!r} of shape {shape}. "
+                "Take an average (as F1Score does with average='macro'), or compute "
+                "it after the training, by fed.model."
+            )
 
 
 def check_model(model: tf.keras.Model) -> None:

@@ -348,7 +348,7 @@ class Settings(_MechanismParameters):
     seed: int | None = _option(
         None,
         int,
-        "Makes everything repeat bit for bit. Whoever knows it can undo the "
+        "Makes everything repeat bit for bit. Anyone who knows it can undo the "
         "noise, and privacy.txt says so; without it, fresh secret entropy.",
     )
     noise_generator: str = _option(
@@ -624,5 +624,5 @@ def groups() -> dict[str, list[str]]:
             continue
         title = _FIRST_OF_GROUP.get(field.name, title)
         found.setdefault(title, []).append(field.name)
-    found["Parameters of mechanisms, which say whose they are"] = sorted(own)
+    found["Parameters of mechanisms, each with the mechanism's name"] = sorted(own)
     return found

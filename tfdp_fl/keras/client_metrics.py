@@ -108,8 +108,8 @@ class _Evaluation:
         """Traces and checks the function.
 
         Raises:
-          ValueError: The model or a metric has an operation that could pass
-            something on (see `engine.allowed_operations`).
+          ValueError: A metric is not one number, or the model or a metric has an
+            operation that could pass something on (see `engine.allowed_operations`).
         """
         self._trainer = trainer = trainer_lib.make_trainer(
             model, training, element_spec

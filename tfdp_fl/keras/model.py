@@ -80,12 +80,6 @@ class DPFederatedModel:
     together with the weights. With `non_trainable_state="keep"` it is not
     taken from clients at all, and keeps the value that the model came with.
     It is never released as it is.
-
-    Attributes:
-      model: The Keras model; it holds the trained weights at any time.
-      setup: The arguments that it was made with.
-      run: The training up to now: rounds, clip, spending, and what else later
-        rounds depend on; None before the first `fit`.
     """
 
     def __init__(
@@ -150,8 +144,8 @@ class DPFederatedModel:
           TypeError: An argument has the wrong type.
         """
         training_setup_lib.check_model(model)
-        self.model = model
-        self.setup = training_setup_lib.TrainingSetup(
+        self._model = model
+        self._setup = training_setup_lib.TrainingSetup(
             mechanism=mechanism,
             clients_per_round=clients_per_round,
             sampling=sampling,
@@ -166,7 +160,9 @@ class DPFederatedModel:
             client_weighting=client_weighting,
         )
         self._given_mechanism = self.setup.mechanism
-        self.run: Run | None = None
+        self._run: Run | None = None
+        # Whether clients' metrics were shown without noise.
+        self._showed_metrics = False
         self._attempts = randomness.Attempts()
         self._keep_target = None if target is None else callbacks_lib.KeepTarget(target)
         self._compiled: Compiled | None = None
@@ -184,6 +180,24 @@ class DPFederatedModel:
             "to fit(resume_from=...); `model` is the Keras model."
         )
 
+    @property
+    def model(self) -> tf.keras.Model:
+        """The Keras model; it holds the trained weights at any time."""
+        return self._model
+
+    @property
+    def setup(self) -> training_setup_lib.TrainingSetup:
+        """The arguments that it was made with."""
+        return self._setup
+
+    @property
+    def run(self) -> Run | None:
+        """The training up to now; None before the first `fit`.
+
+        Rounds, clip, spending, and what else later rounds depend on.
+        """
+        return self._run
+
     # Keras's own methods.
 
     def __getattr__(self, name: str) -> Any:
@@ -196,6 +210,11 @@ class DPFederatedModel:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, and `stop_training` of the Keras model."""
+        if name in ("model", "setup", "run"):
+            raise AttributeError(
+                f"{name} cannot be set: what the model's weights cost is counted by "
+                "it. For another one, wrap a Keras model that was built anew."
+            )
         if name in keras_names.INSTEAD:
             raise AttributeError(keras_names.missing(name))
         if name in keras_names.HANDED_ON:
@@ -303,7 +322,7 @@ class DPFederatedModel:
         )
         self._prepared = None  # A new engine; the run goes on.
         if self.run is None:
-            self.setup = self.setup.for_server(self._given_mechanism, server_optimizer)
+            self._setup = self.setup.for_server(self._given_mechanism, server_optimizer)
         self.model.compile(
             optimizer=optimizer,
             loss=loss,
@@ -358,6 +377,9 @@ class DPFederatedModel:
         silent = int(_validate.one_of((0, 1, 2), verbose=verbose))
         training = cast(Compiled, self._compiled).training
         if private is None:
+            self._showed_metrics = True
+            if self.run is not None:
+                self.run.facts.metrics_shown = True
             return client_metrics.evaluate(
                 self.model, training, dataset, batch_size, silent
             )
@@ -569,10 +591,11 @@ class DPFederatedModel:
                 run.audit = audit
             run.spending.expect(clients.num_clients)
             run.facts.seed_given |= seed is not None
+            run.facts.metrics_shown |= self._showed_metrics
             run.facts.note_generator(self.setup.noise_generator)
             run.facts.validated |= validation_data is not None
             run.facts.note_held_out(held_out, run.rounds)
-            self.run = run
+            self._run = run
         return self._train(
             run,
             engine,
@@ -755,7 +778,7 @@ class DPFederatedModel:
 
     @delta.setter
     def delta(self, delta: float | None) -> None:
-        self.setup = dataclasses.replace(self.setup, delta=delta)
+        self._setup = dataclasses.replace(self.setup, delta=delta)
 
     @property
     def accountant(self) -> str:
@@ -764,7 +787,7 @@ class DPFederatedModel:
 
     @accountant.setter
     def accountant(self, accountant: str) -> None:
-        self.setup = dataclasses.replace(self.setup, accountant=accountant)
+        self._setup = dataclasses.replace(self.setup, accountant=accountant)
 
     @property
     def target(self) -> PrivacyTarget | None:

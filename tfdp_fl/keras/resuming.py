@@ -372,6 +372,8 @@ class InterruptedRun:
         run.known_ledgers[self._ledger_key] = (
             "" if self.ledger is None else self.ledger.head
         )
+        # All its lines are counted. If more come, another process goes on as well.
+        run.ledgers_ahead.discard(self._ledger_key)
         for variable, value in zip(model.weights, self._group("weights"), strict=True):
             variable.assign(value)
         for variable, value in zip(server, slots, strict=True):

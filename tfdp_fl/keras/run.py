@@ -31,6 +31,7 @@ class Facts:
       philox: Whether Philox drew noise.
       exact: Whether noise was drawn exactly, on a grid.
       validated: Whether any was given validation data.
+      metrics_shown: Whether clients' metrics were shown without noise.
       held_out: The digest of the clients that each `fit` so far held out for
         validation; empty if one held out none, or others.
       rounds_abandoned: Rounds of which nothing was released.
@@ -43,6 +44,7 @@ class Facts:
     philox: bool = False
     exact: bool = False
     validated: bool = False
+    metrics_shown: bool = False
     rounds_abandoned: int = 0
     clients_excluded: int = 0
     rounds_charged_twice: int = 0

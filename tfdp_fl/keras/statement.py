@@ -158,6 +158,7 @@ def _caveats(
         "rounds_charged_twice": seen.rounds_charged_twice > 0,
         "validation_data_not_covered": private and seen.validated,
         "validation_clients_held_out": bool(seen.held_out),
+        "client_metrics_shown": private and seen.metrics_shown,
         "hyperparameter_search_not_counted": private and not other_runs,
         "only_runs_in_ledgers_counted": private and other_runs,
         "evaluations_counted": private and spending.evaluations > 0,

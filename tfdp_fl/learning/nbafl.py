@@ -21,7 +21,7 @@ class DownlinkState(NamedTuple):
     Attributes:
       seed: Uint64 [2], of the noise. It is drawn when the weights are made, so
         that everybody who sees them (the clients of the next round, also if
-        it is repeated, and whoever reads the model) sees one and the same
+        it is repeated, and readers of the model) sees one and the same
         noise: two draws would average out.
       stddev: Float32 scalar, 0 for weights that hold nobody's data.
     """

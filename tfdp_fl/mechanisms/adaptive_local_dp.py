@@ -1,4 +1,4 @@
-"""Local DP whose radius follows the client's own last updates (DISCO)."""
+"""Local DP with a radius that follows the client's own last updates (DISCO)."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class CorrelatedNoise(mechanism.Mechanism):
     of z / sens(C), and round t is charged as one of z / col_t
     (`correlated_noise.Generator.charges`).
 
-    That needs no assumption about who is sampled, only that two rounds of a
+    That needs no assumption about which clients are sampled, only that two rounds of a
     client are at least b apart, which `sampling="cyclic"` sees to.
 
     After T released rounds a new segment begins, with empty buffers and
@@ -122,14 +122,14 @@ class CorrelatedNoise(mechanism.Mechanism):
         "correlated_noise_separation": (
             "The noise is correlated across rounds, and epsilon counts on a "
             "client's rounds being at least the min separation apart, and no "
-            "more of them than max_participations, which whoever draws the "
-            "cohorts has to keep to."
+            "more of them than max_participations. What draws the cohorts has to "
+            "keep to both."
         ),
         "correlated_noise_secret": (
-            "Whoever sees the buffers of the noise, which are in the server's "
-            "memory and in checkpoints, and the models, knows the sums of the "
-            "updates without noise; they have to be kept as secret as the "
-            "data."
+            "Anyone who sees the models and the buffers of the noise, which are "
+            "in the server's memory and in checkpoints, knows the sums of the "
+            "updates without noise; the buffers have to be kept as secret as "
+            "the data."
         ),
         "participations_checked": (
             "That no client took part sooner again, or more often, was checked "

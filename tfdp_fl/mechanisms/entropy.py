@@ -2,9 +2,9 @@
 
 TensorFlow has no operation for that. Its own unseeded ones, and
 `NonDeterministicInts`, hand out a 64-bit Mersenne Twister that each process
-seeds once, with 32 bits (`tsl/platform/random.cc`): whoever tries 2^32 seeds
-knows all of it, and after a fork two processes have the same. So a graph reads
-Linux's generator where it is a file that ends: each time it is read,
+seeds once, with 32 bits (`tsl/platform/random.cc`): anyone who tries 2^32
+seeds knows all of it, and after a fork two processes have the same. So a graph
+reads Linux's generator where it is a file that ends: each time it is read,
 /proc/sys/kernel/random/uuid holds a new random UUID (RFC 9562, version 4; see
 `man 4 random`), 122 bits of which are random.
 """

@@ -205,7 +205,7 @@ def _by_radius(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     end at 9.42, with less than 2^-62 of a pair's mass beyond. TensorFlow's u
     has 23 bits and ends at 5.68. An update that is spread over D coordinates
     crosses such an end in a round with a probability of about
-    sqrt(D) phi(end) / z, and whoever sees that knows that it was there: for
+    sqrt(D) phi(end) / z, and that gives the client away: for
     D = 5e5 and z = 1 that is 3e-5 at 5.68, more than many a delta, and 2e-17
     at 9.42.
     """

@@ -159,7 +159,7 @@ class QueryMechanism(mechanism.Mechanism):
     numbers: they follow from 32 secret bits (tsl/platform/random.cc), too few
     against anybody who tries them all. A run with `seed=` repeats its cohorts
     and batches, not this noise; `tf.random.set_seed` repeats the noise, for
-    whoever knows that seed.
+    anyone who knows that seed.
 
     Of TF-Privacy's queries these are allowed: `GaussianSumQuery`,
     `QuantileAdaptiveClipSumQuery`, `NoPrivacySumQuery`, and `NormalizedQuery`

@@ -33,7 +33,7 @@ class Fault:
       step: 1 ("ready" and, from `COORDINATOR`, the list), 2 (shares) or 3
         (partial sums).
       sender: a member's name or `COORDINATOR`.
-      recipient: whose messages are hit; None means everybody's.
+      recipient: the member that does not get the messages; None means all.
       seconds: how long a delay is.
     """
 

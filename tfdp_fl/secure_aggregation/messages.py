@@ -31,7 +31,7 @@ _MOST_BYTES = 2**62  # No array is larger; beyond it numpy's own sizes overflow.
 
 
 class RejectedMessageError(ValueError):
-    """A message that does not belong here; whoever got it is unchanged."""
+    """A message that does not belong here; its recipient is unchanged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

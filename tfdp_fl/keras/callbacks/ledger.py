@@ -79,6 +79,7 @@ class Ledger(FederatedCallback):
             run=run.run_id,
         )
         contents = self._ledger.contents()
+        ahead = name in run.ledgers_ahead
         if contents.entries and not self._append:
             if known is None:
                 raise ValueError(
@@ -87,26 +88,26 @@ class Ledger(FederatedCallback):
                     "with that run by fit(resume_from=...), choose another "
                     "path, or count both together with append=True."
                 )
-            ahead = name in run.ledgers_ahead
             if known != contents.head and not ahead:
                 raise ValueError(
                     f"path must be a ledger that no other run went on with, "
                     f"and {self.path} has rounds that this model does not "
                     "know of; resume from its directory."
                 )
-        self._check_runs(contents, known is not None)
+        self._check_runs(contents, ahead)
         run.spending.absorb(contents, run.run_id, name)
         run.ledgers_ahead.discard(name)
         self._catch_up(contents)
         self._remember()
 
-    def _check_runs(self, contents: accounting.LedgerContents, known: bool) -> None:
+    def _check_runs(self, contents: accounting.LedgerContents, ahead: bool) -> None:
         """Refuses rounds that cannot be told apart from or added to our own."""
-        federated_model = self.federated_model
+        federated_model, run = self.federated_model, self.federated_model.run
         runs = contents.by_run()
-        own = runs.pop(federated_model.run.run_id, ())
-        heads = federated_model.run.known_ledgers.values()
-        if own and not known and contents.head not in heads:
+        own = len(runs.pop(run.run_id, ()))
+        heads = run.known_ledgers.values()
+        seen = max((contents.rounds_known(run.run_id, h) for h in heads), default=0)
+        if own > seen and not ahead:
             raise ValueError(
                 f"path must not hold rounds of this very run that this model "
                 f"does not know of, and {self.path} does: the run was gone on "
@@ -228,13 +229,15 @@ class Ledger(FederatedCallback):
             expected_head=fed_run.known_ledgers.get(key) or None,
             run=run,
         ) as ledger:
+            is_known = ledger.head == fed_run.known_ledgers.get(key)
             ledger.record(
                 max(0, fed_run.rounds - 1),
                 charge,
                 round(charge.clients_per_round),
                 evaluation=True,
             )
-            fed_run.known_ledgers[key] = ledger.head
+            if is_known:  # Else others wrote, and a later `fit` has to see it.
+                fed_run.known_ledgers[key] = ledger.head
 
     def on_fit_end(self) -> None:
         """Closes the file."""

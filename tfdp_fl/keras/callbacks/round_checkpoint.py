@@ -72,9 +72,9 @@ class RoundCheckpoint(FederatedCallback):
                 "that run by fit(resume_from=directory), or choose another "
                 "directory."
             )
-        self._files.set_aside_after(fed.rounds)
         if path.exists():
             self._ledger.on_rounds_planned(first_round, last_round)
+        self._files.set_aside_after(fed.rounds)
         # Before the first line: whatever was charged can be resumed from.
         self._save()
         if not path.exists():

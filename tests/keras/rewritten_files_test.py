@@ -1,0 +1,151 @@
+"""Clients' files that change between rounds, or while they are read.
+
+All other clients are empty and there is no noise, so that a round moves the model
+by what the hostile client's file holds then, and by no more than S / m.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pandas as pd
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import tfdp_fl
+from tests.keras import files, hostile, noise_test
+from tfdp_fl.datasets import FederatedDataset
+
+_OWNER = "b"
+_ROUNDING = 1e-5 * hostile.CLIP
+
+
+def _npz(x, y) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, x=x, y=y)
+    return buffer.getvalue()
+
+
+def _csv(x, y) -> bytes:
+    frame = pd.DataFrame(x, columns=[f"x{i}" for i in range(x.shape[1])])
+    return frame.assign(label=y).to_csv(index=False).encode()
+
+
+def _contents(written):
+    """Yields what the file becomes."""
+    x, y = hostile.clients()[hostile.HOSTILE]
+    for attack in hostile.ATTACKS.values():
+        yield written(*attack((x, y)))
+    for times in (1000, 1, 0):  # It grows, and shrinks to nothing.
+        rows = np.arange(times * len(y)) % len(y)
+        yield written(x[rows] * np.float32(1e4), y[rows])
+    whole = written(x * np.float32(1e4), y)
+    for share in (0.0, 0.3, 0.9):  # A part of it is written.
+        yield whole[: int(share * len(whole))]
+    yield written(x[:, :2], y)
+    yield written(x, y + hostile.CLASSES)
+    yield b"no such format"
+    yield whole
+
+
+def _noise_free(xla=False, **options):
+    fed = tfdp_fl.DPFederatedModel(
+        hostile.model(),
+        tfdp_fl.FixedClipping(clip_norm=hostile.CLIP, noise_multiplier=0.0),
+        hostile.CLIENTS,
+        "fixed_size",
+        num_replicas=1,
+        **options,
+    )
+    fed.compile(
+        tf.keras.optimizers.SGD(0.5),
+        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=xla,
+    )
+    return fed
+
+
+class RewrittenFilesTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.path = files.directory(self)
+
+    @parameterized.product(
+        suffix=("npz", "csv"), cap=(None, 6), when=("begin", "end"), xla=(False, True)
+    )
+    def test_every_round_moves_by_the_clip_at_most(self, suffix, cap, when, xla):
+        written = _npz if suffix == "npz" else _csv
+        x, y = hostile.clients()[hostile.HOSTILE]
+        for name in "abcd":
+            own = slice(None) if name == _OWNER else slice(0)
+            (self.path / f"{name}.{suffix}").write_bytes(written(x[own], y[own]))
+        clients = FederatedDataset.from_directory(self.path)
+        spec = clients.element_spec
+        weighting = cap and tfdp_fl.ClientWeighting.num_examples(cap=cap)
+        fed = _noise_free(xla, client_weighting=weighting)
+        coming = list(_contents(written))
+        moves = noise_test.Moves()
+
+        def rewrite(*_):
+            if coming:
+                (self.path / f"{_OWNER}.{suffix}").write_bytes(coming.pop(0))
+
+        history = fed.fit(
+            clients,
+            rounds=len(coming) + 2,
+            batch_size=3,
+            verbose=0,
+            callbacks=[
+                moves,
+                tf.keras.callbacks.LambdaCallback(**{f"on_epoch_{when}": rewrite}),
+            ],
+        ).history
+        norms = [np.linalg.norm(np.concatenate(each)) for each in moves.rounds]
+        bound = hostile.CLIP / hostile.CLIENTS
+        self.assertLessEqual(max(norms), bound + _ROUNDING)
+        self.assertGreater(norms[-1], 0.999 * bound)  # It was read again.
+        failed = np.array(history["failed_clients"])
+        self.assertGreaterEqual(failed.sum(), 4)
+        self.assertTrue(np.all(np.array(norms)[failed > 0] == 0.0))
+        self.assertEqual(fed.spending.rounds, fed.rounds)
+        self.assertEqual(clients.element_spec, spec)
+
+    def test_a_file_that_is_gone(self):
+        for name, client in zip("abcd", hostile.clients().values(), strict=True):
+            (self.path / f"{name}.npz").write_bytes(_npz(*client))
+        fed = _noise_free()
+        clients = FederatedDataset.from_directory(self.path)
+        fed.fit(clients, verbose=0)
+        before = fed.get_weights()
+        for file in self.path.iterdir():
+            file.unlink()
+        history = fed.fit(clients, rounds=2, verbose=0).history
+        self.assertEqual(history["failed_clients"], [4.0, 4.0])
+        for one, other in zip(before, fed.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        self.assertEqual(fed.spending.rounds, 3)
+
+    def test_arrays_that_are_mapped_from_a_file_are_read_once(self):
+        x, y = map(np.concatenate, zip(*hostile.clients().values(), strict=True))
+        rows = np.arange(len(y)).reshape(hostile.CLIENTS, -1)
+        weights = []
+        for name in ("kept", "rewritten"):
+            mapped = []
+            for array in (x, y):
+                file = self.path / f"{name}-{len(mapped)}.npy"
+                np.save(file, array)
+                mapped.append(np.load(file, mmap_mode="r+"))
+            fed = _noise_free()
+            clients = FederatedDataset.from_indices(*mapped, rows)
+            fed.fit(clients, verbose=0, seed=1)
+            if name == "rewritten":
+                mapped[0][:], mapped[1][:] = 1e30, 99
+            fed.fit(clients, verbose=0, seed=1)
+            weights.append(fed.get_weights())
+        for one, other in zip(*weights, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+if __name__ == "__main__":
+    absltest.main()
