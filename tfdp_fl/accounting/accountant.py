@@ -18,7 +18,7 @@ from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import events, gaussian, rdp
+from tfdp_fl.accounting import gaussian, rdp
 
 # PLD keeps a probability for every multiple of this up to the largest loss.
 _PLD_INTERVAL = 1e-4
@@ -226,7 +226,7 @@ class PrivacyAccountant:
     def computed_by(self, accountant: str) -> str:
         """Returns whose code computes `epsilon`, in words for a statement."""
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-        package = f"dp-accounting {events.dp_accounting_version()}"
+        package = f"dp-accounting {charge_lib.dp_accounting_version()}"
         if accountant == "pld":
             if self._is_one_gaussian:
                 return "the exact conversion of one Gaussian (Balle & Wang 2018)"

@@ -297,7 +297,7 @@ def privacy_statement(
       state: See `epsilon`.
       mechanism: See `epsilon`.
       delta: In (0, 1).
-      format: "text", "markdown" or "dict" (see `tfdp_fl.accounting.
+      format: "text" or "dict" (see `tfdp_fl.accounting.
         privacy_statement`).
       **declared: The other arguments of `epsilon`.
 
