@@ -90,10 +90,8 @@ setuptools.setup(
             for name in (
                 "train",
                 "accountant",
-                "audit",
                 "sweep",
                 "plot",
-                "report",
             )
         ],
     },
