@@ -103,7 +103,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "TFF: aggregators",
         "tfdp_fl.aggregators: from_mechanism FixedClippingFactory "
         "AdaptiveClippingFactory MedianClippingFactory CorrelatedNoiseFactory "
-        "LocalDPFactory AdaptiveLocalDPFactory WindowedAdaptiveLocalDPFactory "
+        "LocalDPFactory AdaptiveLocalDPFactory "
         "NbAFLFactory NoPrivacyFactory QueryFactory MechanismFactory",
     ),
     "learning": (

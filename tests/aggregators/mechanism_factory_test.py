@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from tensorflow_federated.python.aggregators import differential_privacy
 
 from tfdp_fl import aggregators, learning, mechanisms
-from tfdp_fl.aggregators import cohort_size
+from tfdp_fl.aggregators import round_plan
 
 SCALAR = tff.TensorType(np.float32)
 VECTOR = tff.TensorType(np.float32, [3])
@@ -440,7 +440,7 @@ class CompositionTest(absltest.TestCase):
             ).create(SCALAR)
 
     def test_a_clip_that_falls_below_a_secure_sums_rounding(self):
-        check = cohort_size.CohortSizeCheck(smallest_clip=0.25)
+        check = round_plan.CohortSizeCheck(smallest_clip=0.25)
         four = tf.constant(4.0)
         self.assertEqual(check.checked(four, four, four, clip_norm=0.25), 4)
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "counts beside"):

@@ -235,7 +235,6 @@ def _tff() -> calling.Calls:
             "NbAFLFactory",
             {"epsilon": 5.0, "clients_per_round": 3, **nbafl},
         ),
-        ("WindowedAdaptiveLocalDPFactory", {**budget, "num_clients": 9}),
         ("MechanismFactory", {"mechanism": mechanism, "clients_per_round": 3}),
         ("from_mechanism", {"mechanism": mechanism, "clients_per_round": 3}),
         ("factory_of", {"mechanism_class": tfdp_fl.FixedClipping}),

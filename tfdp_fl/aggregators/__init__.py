@@ -1,22 +1,19 @@
 """TFF aggregation factories of the mechanisms."""
 
-from tfdp_fl.aggregators.adaptive_local_dp import WindowedAdaptiveLocalDPFactory
 from tfdp_fl.aggregators.mechanism_factory import (
-    MechanismFactory,
-    from_mechanism,
-)
-from tfdp_fl.aggregators.named import (
     AdaptiveClippingFactory,
     AdaptiveLocalDPFactory,
     CorrelatedNoiseFactory,
     FixedClippingFactory,
     LocalDPFactory,
+    MechanismFactory,
     MedianClippingFactory,
+    NbAFLFactory,
     NoPrivacyFactory,
     QueryFactory,
     factory_of,
+    from_mechanism,
 )
-from tfdp_fl.aggregators.nbafl import NbAFLFactory
 from tfdp_fl.aggregators.state import (
     AggregatorState,
     RoundHistory,
@@ -38,7 +35,6 @@ __all__ = [
     "NoPrivacyFactory",
     "QueryFactory",
     "RoundHistory",
-    "WindowedAdaptiveLocalDPFactory",
     "accountable_state",
     "extract_dp_event",
     "factory_of",

@@ -17,7 +17,7 @@ from tfdp_fl import _validate, accounting, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
-from tfdp_fl.aggregators import cohort_size
+from tfdp_fl.aggregators import round_plan
 from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.correlated_noise import ParticipationRecord
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
@@ -378,7 +378,7 @@ def _check_answered(
     ):
         most = planned
         if deployment.sampling == "poisson":
-            most = cohort_size.largest_poisson_cohort(
+            most = round_plan.largest_poisson_cohort(
                 population, min(planned, population)
             )
         if answered > most:
