@@ -133,10 +133,6 @@ PAGES: dict[str, tuple[str, ...]] = {
         "tfdp_fl.secure_aggregation: Member Coordinator Message AggregationOutcome "
         "RejectedMessageError",
     ),
-    "secure_aggregation_memory": (
-        "Secure aggregation: simulated",
-        "tfdp_fl.secure_aggregation: aggregate_in_memory InMemoryNetwork Fault",
-    ),
 }
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 _PICTURE = "<!-- packages -->"

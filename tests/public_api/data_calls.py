@@ -209,14 +209,6 @@ def _secure() -> calling.Calls:
         lambda: calling.usual(s.Coordinator, protocol=protocol, group_size=3),
     )
     yield (
-        "secure_aggregation.Fault",
-        lambda: calling.usual(s.Fault, action="drop", step=1, sender="ann"),
-    )
-    yield (
-        "secure_aggregation.InMemoryNetwork",
-        lambda: calling.usual(s.InMemoryNetwork),
-    )
-    yield (
         "secure_aggregation.Member",
         lambda: calling.usual(
             s.Member,
@@ -231,14 +223,6 @@ def _secure() -> calling.Calls:
         "secure_aggregation.Message",
         lambda: calling.usual(
             s.Message, kind="share", session="s", sender="ann", recipient="bob"
-        ),
-    )
-    yield (
-        "secure_aggregation.aggregate_in_memory",
-        lambda: calling.usual(
-            s.aggregate_in_memory,
-            updates=dict.fromkeys(("ann", "bob", "cat"), update),
-            protocol=protocol,
         ),
     )
     yield (
