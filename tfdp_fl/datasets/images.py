@@ -117,6 +117,7 @@ def load_mnist(
       OSError: If the file is not there, or cannot be downloaded.
     """
     _validate.instance_of(bool, flatten=flatten)
+    path = None if path is None else os.fspath(path)
     x_train, y_train, x_test, y_test = _read_mnist(path)
     held_out = check_held_out(len(y_train), validation_examples=validation_examples)
     if held_out:

@@ -78,6 +78,7 @@ def load_shakespeare(
         is of another format.
       OSError: If the file is not there.
     """
+    path = os.fspath(path)  # A number would be a file that is open already.
     length = _validate.positive_integer(sequence_length=sequence_length)
     test_fraction = _validate.non_negative(test_fraction=test_fraction)
     if test_fraction >= 1:
