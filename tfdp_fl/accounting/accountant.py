@@ -351,14 +351,7 @@ class _PassCosts:
         return last if last < num_positions else 0
 
     def add(self, key: Hashable, start: int, stop: int, weight: float) -> float:
-        """Adds one cohort and returns by how much its pass's cost rose.
-
-        Args:
-          key: The pass.
-          start: First position in the pass's order.
-          stop: One past the last.
-          weight: What the round costs a client in it.
-        """
+        """Adds one cohort and returns by how much its pass's cost rose."""
         cost, end, intervals = self._passes.get(key, (0.0, 0, ()))
         if intervals and intervals[-1][1:] == (start, weight):
             # Goes on where the last cohort ended, at the same cost.

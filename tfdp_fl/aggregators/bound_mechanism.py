@@ -213,11 +213,7 @@ class BoundMechanism:
     def _rounding_of_sums(
         self, shapes: tuple[tuple[int, ...], ...] | None, inner: Any, scalars: Any
     ) -> float:
-        """Returns what secure sums may add to a client's share of the update.
-
-        Raises:
-          ValueError: It is not small beside the clip.
-        """
+        """Returns what secure sums may add to a client's share of the update."""
         if self.mechanism.guarantee != "central":
             return 0.0
         if shapes is None and values.largest_rounding(inner, 1):

@@ -270,14 +270,6 @@ def _create_noised_result(
     """Returns what the server makes of the sum.
 
     That is the mean, the new state, the measurements, and the cohort's size.
-
-    Args:
-      query: The query.
-      size_check: Which cohort sizes are allowed.
-      total_type: Of the sum of the records.
-      query_state_type: Of the query's state.
-      value_type: Of one client's value, and so of the mean.
-      packed: Whether an update has that type in the sum, or is a list.
     """
 
     @tff.tensorflow.computation(total_type, query_state_type)

@@ -160,12 +160,7 @@ class CanaryAudit:
             self._before = seen
 
     def _score(self, update: np.ndarray, own: np.ndarray) -> None:
-        """Keeps each canary's best score so far.
-
-        Args:
-          update: Float64 [2, d], how the model moved, and what canaries added.
-          own: Float64 [K], how much each of them did.
-        """
+        """Keeps each canary's best score so far."""
         moved, added = update
         nobody = np.zeros(self.num_canaries)
         for row, canaries, times in (

@@ -189,9 +189,6 @@ def _element_pair(element: Any) -> tuple[Any, Any]:
     """Returns (x, y) of an element that is a tuple or has the keys x and y.
 
     A third of the tuple, or `sample_weight` of a dict, is beside the labels.
-
-    Raises:
-      TypeError: If it is anything else.
     """
     if isinstance(element, dict) and {"x", "y"} <= set(element) <= {
         *("x", "y", "sample_weight")

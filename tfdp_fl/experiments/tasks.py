@@ -93,14 +93,7 @@ def _load(chosen: str) -> Task:
 
 
 def _prepared(task: Task, features: bool, pixels: int) -> Task:
-    """Returns the same task, of examples that are computed here, once.
-
-    Args:
-      task: Of images.
-      features: Whether of their oriented gradients.
-      pixels: By how many each image that a client holds is moved, to a side
-        that is drawn for it, or not at all; 0: none is.
-    """
+    """Returns the same task, of examples that are computed here, once."""
     spec = task.clients.element_spec[0]
     if not isinstance(spec, tf.TensorSpec):
         name = "input_features" if features else "input_shifts"

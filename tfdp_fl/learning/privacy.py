@@ -242,11 +242,7 @@ def _check_participations(
     sampling: str,
     record: ParticipationRecord | None,
 ) -> tuple[str, ...]:
-    """Returns what is to be said of who took part when.
-
-    Raises:
-      ValueError: The record is of other rounds, or of another (k, b) and T.
-    """
+    """Returns what is to be said of who took part when."""
     separated = sampling == SEPARATED
     if record is None:
         declared = separated and isinstance(mechanism, CorrelatedNoise)
@@ -311,11 +307,7 @@ def privacy_statement(
 def _check_memory(
     mechanism: mechanism_lib.Mechanism, deployment: contribution.Deployment
 ) -> None:
-    """Refuses samplings that noise with a memory does not go with.
-
-    Raises:
-      ValueError: It is such a sampling.
-    """
+    """Refuses samplings that noise with a memory does not go with."""
     if mechanism.event_period is None:
         return
     mechanism.check(deployment)

@@ -88,14 +88,7 @@ def _drawn(
 def _magnitude(
     stddev: float, step: int, guess: int, random_bytes: Callable[[int], bytes]
 ) -> int:
-    """Returns round(|g|), given the first 64 bits of its tail probability.
-
-    Args:
-      stddev: Sigma.
-      step: Those bits.
-      guess: Near to the result.
-      random_bytes: Gives more bits.
-    """
+    """Returns round(|g|), given the first 64 bits of its tail probability."""
     probability = _LazyProbability(step, random_bytes)
     nearest = guess
     # |g| >= b exactly if its tail probability is at most that of b.
