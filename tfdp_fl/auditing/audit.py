@@ -10,8 +10,7 @@ import tensorflow as tf
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.auditing import estimate as estimate_lib
-from tfdp_fl.auditing.canaries import Canaries
-from tfdp_fl.auditing.scores import scores
+from tfdp_fl.auditing.canaries import Canaries, scores
 from tfdp_fl.engine import cohort
 
 FINAL, ALL = "final", "all"
