@@ -131,13 +131,9 @@ def _federated_model(
         and kind.guarantee == "central"
         and (None not in options.values())
     ):
-        made = kind.for_target(
-            noise_multiplier=noise,
-            epsilon=math.inf,
-            delta=delta,
-            clients_per_round=_smallest(cohorts["clients_per_round"]),
-            **options,
-        )
+        smallest = _smallest(cohorts["clients_per_round"])
+        target = mechanisms.Target(noise, math.inf, delta, smallest)
+        made = kind.for_target(target, **options)
     elif noise is not None:
         made = kind(noise_multiplier=noise, **options)
     elif kind.guarantee == "none":
