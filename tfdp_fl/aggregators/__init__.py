@@ -18,8 +18,6 @@ from tfdp_fl.aggregators.state import (
     AggregatorState,
     RoundHistory,
     accountable_state,
-    extract_dp_event,
-    find_aggregator_state,
 )
 
 __all__ = [
@@ -36,8 +34,6 @@ __all__ = [
     "QueryFactory",
     "RoundHistory",
     "accountable_state",
-    "extract_dp_event",
     "factory_of",
-    "find_aggregator_state",
     "from_mechanism",
 ]

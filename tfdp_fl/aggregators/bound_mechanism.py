@@ -247,10 +247,6 @@ class BoundMechanism:
         return round_plan.RoundPlan(
             noise_multiplier=self._noise,
             clients_per_round=self._clients,
-            event=event,
-            event_noise_multiplier=round_plan.RoundValues(
-                event_noise, "noise_multiplier", tf.float64
-            ),
             kind=state.history_kind(self.mechanism, event, deployment.sampling),
             cost=round_plan.RoundValues(cost, "noise_multiplier", tf.float64),
             cohort_size=self._cohort_sizes,

@@ -102,7 +102,7 @@ def create_cohort_process(
         mean, new_query_state, measurements, answered = tff.federated_map(
             get_noised_result, (total.result, query_state)
         )
-        rounds, event, history = tff.federated_map(
+        rounds, history = tff.federated_map(
             at_server.finish_round,
             (server_state.rounds, server_state.history, answered),
         )
@@ -110,8 +110,6 @@ def create_cohort_process(
             query_state=new_query_state,
             rounds=rounds,
             sum_state=total.state,
-            dp_event=event,
-            is_init_state=tff.federated_value(False, tff.SERVER),
             history=history,
         )
         if inner_factory is not None:
@@ -140,16 +138,14 @@ class _ServerPhases(NamedTuple):
       begin_round: (state, round) -> the state of the round.
       sample_params: state -> what clients get to know.
       no_history: () -> a `RoundHistory` of nothing.
-      event_of: round -> its event.
-      finish_round: (round, history, clients in the sum) -> the next round,
-        this one's event, and the history with it.
+      finish_round: (round, history, clients in the sum) -> the next round, and
+        the history with this one.
     """
 
     initial_state: Any
     begin_round: Any
     sample_params: Any
     no_history: Any
-    event_of: Any
     finish_round: Any
 
 
@@ -186,15 +182,10 @@ def _server_phases(
             )
         )
 
-    @tff.tensorflow.computation(np.int32)
-    def event_of(round_index):
-        return plan.event_at(round_index)
-
     @tff.tensorflow.computation(np.int32, no_history.type_signature.result, np.float32)
     def finish_round(round_index, history, answered):
         return (
             round_index + 1,
-            plan.event_at(round_index),
             plan.written_down(history, round_index, answered),
         )
 
@@ -203,7 +194,6 @@ def _server_phases(
         begin_round,
         derive_sample_params,
         no_history,
-        event_of,
         finish_round,
     )
 
@@ -215,15 +205,11 @@ def _create_init_fn(
 
     @tff.federated_computation
     def init_fn():
-        first = tff.federated_value(np.int32(0), tff.SERVER)
-        event = tff.federated_map(at_server.event_of, first)
         return tff.federated_zip(
             state.AggregatorState(
                 query_state=tff.federated_eval(at_server.initial_state, tff.SERVER),
-                rounds=first,
+                rounds=tff.federated_value(np.int32(0), tff.SERVER),
                 sum_state=sum_process.initialize(),
-                dp_event=event,
-                is_init_state=tff.federated_value(True, tff.SERVER),
                 history=tff.federated_eval(at_server.no_history, tff.SERVER),
             )
         )

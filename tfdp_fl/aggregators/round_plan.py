@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
-import dp_accounting
 import tensorflow as tf
 from scipy import stats
 
@@ -102,9 +101,6 @@ class RoundPlan:
     Attributes:
       noise_multiplier: The mechanism's z.
       clients_per_round: m.
-      event: A `DpEvent` that is the same for every round, or None: a Gaussian
-        with `event_noise_multiplier`.
-      event_noise_multiplier: Float64, z of everything that a round releases.
       kind: See `history_kind`.
       cost: Float64, see `RoundHistory.costs`.
       cohort_size: Float64, m.
@@ -113,21 +109,10 @@ class RoundPlan:
 
     noise_multiplier: RoundValues
     clients_per_round: RoundValues
-    event: dp_accounting.DpEvent | None
-    event_noise_multiplier: RoundValues
     kind: int
     cost: RoundValues
     cohort_size: RoundValues
     population: int
-
-    def event_at(self, round_index: tf.Tensor) -> Any:
-        """Returns the round's event as a named tuple of tensors."""
-        event = self.event
-        if event is None:
-            event = dp_accounting.GaussianDpEvent(
-                self.event_noise_multiplier.at(round_index)
-            )
-        return event.to_named_tuple()
 
     def written_down(
         self, history: state.RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
