@@ -741,13 +741,6 @@ class DerivedTest(parameterized.TestCase):
         labels = [int(y) for _, y in dataset.create_tf_dataset_for_client("many")]
         self.assertEqual(labels, [0, 1, 2, 3, 4])
 
-    def test_in_words(self):
-        dataset = FederatedDataset.from_client_arrays(_uneven())
-        self.assertEqual(repr(dataset), "<FederatedDataset: 3 clients, indexed>")
-        self.assertIn("0 to 5, median 2, 1 clients empty", dataset.describe())
-        self.assertIn("x: float32[3]", dataset.describe())
-        self.assertIn("read from each", _streamed(_uneven()).describe())
-
 
 class ClientIdsDigestTest(absltest.TestCase):
     def _of(self, ids):

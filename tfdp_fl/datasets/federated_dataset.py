@@ -8,7 +8,6 @@ rests on is in `sources` (examples), `client_ids` and `tf_datasets`.
 from __future__ import annotations
 
 import hashlib
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -299,11 +298,6 @@ class FederatedDataset:
         return self._source.element_spec
 
     @property
-    def has_weights(self) -> bool:
-        """Whether examples have weights."""
-        return nests.weights_of(self.element_spec[1]) is not None
-
-    @property
     def is_indexed(self) -> bool:
         """Whether every example is in memory, in the tensors of `flat()`."""
         return isinstance(self._source, sources.IndexedSource)
@@ -554,36 +548,3 @@ class FederatedDataset:
     def __repr__(self) -> str:
         kind = "indexed" if self.is_indexed else "streamed"
         return f"<FederatedDataset: {self.num_clients} clients, {kind}>"
-
-    def describe(self) -> str:
-        """Returns a few lines on the clients and the examples.
-
-        Of a streamed dataset no client is read to count its examples.
-        """
-        ids = self._client_ids
-        shown = [repr(ids[place]) for place in range(min(3, len(ids)))]
-        lines = [
-            f"clients: {len(ids)} ({', '.join(shown)}"
-            + (", ...)" if len(ids) > 3 else ")")
-        ]
-        if isinstance(self._source, sources.IndexedSource):
-            sizes = self._source.lengths
-            flat = self.flat()
-            lines += [
-                f"examples: {sizes.sum()} in clients, "
-                f"{nests.common_length(*flat)} stored "
-                f"({nests.num_bytes(flat) / 1e6:.1f} MB)",
-                f"examples per client: {sizes.min()} to {sizes.max()}, median "
-                f"{np.median(sizes):g}, {np.sum(sizes == 0)} clients empty",
-            ]
-        else:
-            lines.append("examples: read from each client when it takes part")
-        x_spec, y_spec = self.element_spec
-        lines += [
-            f"x: {nests.describe_spec(x_spec)}",
-            f"y: {nests.describe_spec(nests.labels_of(y_spec))}",
-        ]
-        if self.has_weights:
-            weight = nests.weights_of(y_spec)
-            lines.append(f"sample_weight: {nests.describe_spec(weight)}")
-        return "FederatedDataset\n" + textwrap.indent("\n".join(lines), "  ")
