@@ -89,10 +89,8 @@ setuptools.setup(
             for name in (
                 "train",
                 "accountant",
-                "audit",
                 "sweep",
                 "plot",
-                "report",
             )
         ],
     },

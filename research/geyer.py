@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -16,7 +17,7 @@ from typing import Any
 
 from research import figures
 from tfdp_fl import _files, _validate
-from tfdp_fl.experiments import run_directory, sweeps, tables
+from tfdp_fl.experiments import run_directory, sweeps
 from tfdp_fl.experiments.run_directory import Run
 
 NON_PRIVATE = "k100_non_private"
@@ -298,7 +299,7 @@ def markdown(rows: Sequence[Row]) -> str:
             f"{row.communication_cost:.0f}{cost}",
             "–" if row.delta is None else f"{row.delta:g}",
             *(
-                "–" if each is None else tables.rounded_up(each, 3)
+                "–" if each is None else _rounded_up(each)
                 for each in (row.epsilon_rdp, row.epsilon_pld)
             ),
             row.sampling,
@@ -318,3 +319,9 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _listed(caveats: Iterable[str]) -> str:
     return ", ".join(each.replace("_", " ") for each in caveats) or "–"
+
+
+def _rounded_up(epsilon: float) -> str:
+    """Returns an epsilon with three decimals, rounded up."""
+    # A calibrated epsilon of 8 - 1e-12, read back as 8, is no more than 8.
+    return f"{math.ceil(round(1000 * epsilon, 6)) / 1000:.3f}"

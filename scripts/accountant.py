@@ -1,15 +1,10 @@
 r"""Plans the privacy of a run, or reads a ledger.
 
-Give five of the six quantities; the sixth is solved for, under every sampling
-and by both accountants, side by side:
+Give the clients and three of the other four quantities. The fourth is solved for,
+under every sampling and by both accountants, side by side:
 
     python scripts/accountant.py --num_clients=1000 --clients_per_round=100 \
         --rounds=100 --epsilon=8 --delta=1e-5
-
-Draw epsilon against rounds:
-
-    python scripts/accountant.py --num_clients=1000 --clients_per_round=100 \
-        --noise_multiplier=1 --rounds=100 --delta=1e-5 --plot=epsilon.png
 
 Read a ledger, without the model:
 
@@ -22,154 +17,124 @@ import math
 import pathlib
 from collections.abc import Iterable, Sequence
 
-from tfdp_fl import _console
-
-_console.load_tensorflow()
-
 from absl import app, flags
 
-from tfdp_fl import accounting
-from tfdp_fl.accounting import charge, planning
-from tfdp_fl.experiments import plots
+from tfdp_fl import _console, _validate, accounting
+from tfdp_fl.accounting import charge
 
-# Those that are compared unless told otherwise.
 _SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 _ACCOUNTANTS = ("rdp", "pld")
+_CLIENTS = ("num_clients", "clients_per_round")
+_SOLVED = ("rounds", "noise_multiplier", "epsilon", "delta")
 
-# The plan: five of these.
-_NUM_CLIENTS = flags.DEFINE_integer(
-    "num_clients", None, "N, the number of clients in the population."
-)
-_CLIENTS_PER_ROUND = flags.DEFINE_integer(
+flags.DEFINE_integer("num_clients", None, "N, the number of clients.")
+flags.DEFINE_integer(
     "clients_per_round", None, "m, the (expected) number of clients per round."
 )
-_NOISE_MULTIPLIER = flags.DEFINE_float(
+flags.DEFINE_integer("rounds", None, "T, the number of rounds.")
+flags.DEFINE_float(
     "noise_multiplier",
     None,
     "z, noise stddev on the sum of clipped updates over the clip norm.",
 )
-_ROUNDS = flags.DEFINE_integer("rounds", None, "T, the number of rounds.")
-_EPSILON = flags.DEFINE_float("epsilon", None, "The guarantee at delta.")
-_DELTA = flags.DEFINE_float("delta", None, "Between 0 and 1.")
-
-# What is compared.
+flags.DEFINE_float("epsilon", None, "The guarantee at delta.")
+flags.DEFINE_float("delta", None, "Between 0 and 1.")
 _SAMPLING = flags.DEFINE_multi_enum(
     "sampling",
     _SAMPLINGS,
     charge.SAMPLINGS,
-    "The samplings to compare (the cyclic ones with independent noise, charged "
-    "as if every client were in every round).",
+    "The samplings to compare (cyclic with independent noise, charged as if every "
+    "client were in every round).",
 )
 _ACCOUNTANT = flags.DEFINE_multi_enum(
     "accountant", _ACCOUNTANTS, _ACCOUNTANTS, "The accountants to compare."
 )
-
-# What is shown besides.
-_PLOT = flags.DEFINE_string(
-    "plot", None, "Draw epsilon against rounds into this .png or .pdf file."
-)
-
-# Reading a ledger instead.
 _LEDGER = flags.DEFINE_string(
     "ledger", None, "Read the epsilon of this ledger at --delta."
 )
 _GROUPS = {
-    "The plan; five of these, and the sixth is solved for": (
-        *("num_clients", "clients_per_round", "rounds", "noise_multiplier"),
-        *("epsilon", "delta"),
-    ),
+    "The plan; one of the last four is solved for": (*_CLIENTS, *_SOLVED),
     "What is compared": ("sampling", "accountant"),
-    "What is shown besides": ("plot",),
     "A ledger instead of a plan": ("ledger",),
+}
+_CHECKS = {
+    "num_clients": _validate.positive_integer,
+    "clients_per_round": _validate.positive,
+    "rounds": _validate.positive_integer,
+    "noise_multiplier": _validate.non_negative,
+    "epsilon": _validate.positive,
+    "delta": _validate.inside_unit_interval,
 }
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"{argv[1]!r} is not a flag.")
-    plan = planning.Plan(
-        num_clients=_NUM_CLIENTS.value,
-        clients_per_round=_CLIENTS_PER_ROUND.value,
-        noise_multiplier=_NOISE_MULTIPLIER.value,
-        rounds=_ROUNDS.value,
-        epsilon=_EPSILON.value,
-        delta=_DELTA.value,
-    )
+    given = {name: flags.FLAGS[name].value for name in _CHECKS}
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-        _check_flags(plan)
+        for name, value in given.items():
+            _CHECKS[name](**{name: value})
         if _LEDGER.value:
-            _print_ledger(plan.delta)
-            return
-        solved = _compare(plan)
-    except (ImportError, ValueError, accounting.LedgerError) as error:
+            if given.keys() != {"delta"}:
+                raise ValueError("--ledger needs --delta, and goes with no other.")
+            if not pathlib.Path(_LEDGER.value).is_file():
+                raise ValueError(f"there is no file {_LEDGER.value}.")
+            _print_ledger(given["delta"])
+        else:
+            _compare(given)
+    except (ValueError, accounting.LedgerError) as error:
         raise SystemExit(f"{_console.name()}: {error}") from error
-    if _PLOT.value:
-        _draw(solved[_SAMPLING.value[0]], _PLOT.value)
 
 
-def _check_flags(plan: planning.Plan) -> None:
-    plan.check()
-    if _LEDGER.value:
-        others = [
-            name
-            for name in (
-                *planning.QUANTITIES,
-                "plot",
-            )
-            if name != "delta" and flags.FLAGS[name].value not in (None, False)
-        ]
-        if others:
-            raise ValueError(f"--ledger goes with --delta only, not {others}.")
-        if plan.delta is None:
-            raise ValueError("--ledger needs --delta.")
-        if not pathlib.Path(_LEDGER.value).is_file():
-            raise ValueError(f"there is no file {_LEDGER.value}.")
-        return
-    plan.missing  # noqa: B018 - it raises.
-    if _PLOT.value:
-        plots.pyplot()  # Missed before anything is computed.
-        path = pathlib.Path(_PLOT.value)
-        if path.suffix not in (".png", ".pdf"):
-            raise ValueError(f"--plot must end in .png or .pdf, got {path}.")
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"--plot's folder {path.parent} does not exist.")
-
-
-def _compare(plan: planning.Plan) -> dict[str, planning.Plan]:
-    """Prints the solved quantity; returns the first accountant's plans."""
-    missing = plan.missing
-    given = ", ".join(
-        f"{name} = {getattr(plan, name):g}"
-        for name in planning.QUANTITIES
-        if name != missing
-    )
-    print(f"Given {given}:\n")
-    rows, plans, reasons = [], {}, []
+def _compare(given: dict[str, float]) -> None:
+    """Prints the quantity that is missing."""
+    missing = [name for name in _CHECKS if name not in given]
+    if len(missing) != 1 or missing[0] in _CLIENTS:
+        raise ValueError(
+            f"{' and '.join(_CLIENTS)} must be given, and exactly three of "
+            f"{', '.join(_SOLVED)}, got {', '.join(given) or 'none'}."
+        )
+    if given["clients_per_round"] > given["num_clients"]:
+        raise ValueError("clients_per_round must be at most num_clients.")
+    told = ", ".join(f"{name} = {value:g}" for name, value in given.items())
+    print(f"Given {told}:\n")
+    rows, reasons = [[missing[0], *(f"by {a.upper()}" for a in _ACCOUNTANT.value)]], []
     for sampling in _SAMPLING.value:
         row = [sampling]
         for accountant in _ACCOUNTANT.value:
             try:
-                solved = planning.solve(plan, sampling, accountant)
-                row.append(_show(getattr(solved, missing), missing))
-                plans.setdefault(sampling, solved)
+                value = _solved(missing[0], sampling, accountant, **given)
+                row.append(_show(value, missing[0]))
             except ValueError as error:
                 row.append("-")
                 reasons.append(f"{sampling}, {accountant}: {error}")
         rows.append(row)
-    header = [missing, *(f"by {a.upper()}" for a in _ACCOUNTANT.value)]
-    _print_table([header, *rows])
+    _print_table(rows)
     for reason in reasons:
         print(f"  {reason}")
-    if not plans:
+    if len(reasons) == len(_SAMPLING.value) * len(_ACCOUNTANT.value):
         raise ValueError("none of the samplings has a solution.")
     print(
         "\nPoisson and shuffled: a client is added or removed. Fixed size: a "
         "client is\nreplaced by another, which moves the clipped sum twice as "
         "far."
     )
-    for sampling in _SAMPLING.value:
-        plans.setdefault(sampling, next(iter(plans.values())))
-    return plans
+
+
+def _solved(missing: str, sampling: str, accountant: str, **given: float) -> float:
+    if missing == "noise_multiplier":
+        solve = accounting.calibrate_noise_multiplier
+        given["target_epsilon"] = given.pop("epsilon")
+    elif missing == "rounds":
+        solve = accounting.max_rounds
+        given["target_epsilon"] = given.pop("epsilon")
+    else:
+        solve = accounting.epsilon if missing == "epsilon" else accounting.delta
+    value = solve(sampling=sampling, accountant=accountant, **given)
+    if not value and missing == "rounds":
+        raise ValueError("not even one round keeps epsilon at delta.")
+    return value
 
 
 def _print_ledger(delta: float) -> None:
@@ -202,40 +167,6 @@ def _print_ledger(delta: float) -> None:
             ]
         )
     _print_table(table)
-
-
-def _draw(plan: planning.Plan, path: str) -> None:
-    pyplot = plots.pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for sampling in _SAMPLING.value:
-        for accountant in _ACCOUNTANT.value:
-            points = 200 if accountant == "rdp" else 12
-            try:
-                curve = list(planning.epsilon_curve(plan, sampling, accountant, points))
-            except ValueError:
-                continue  # The table above says why.
-            curve = [(t, e) for t, e in curve if math.isfinite(e)]
-            if curve:
-                axes.plot(
-                    *zip(*curve, strict=True),
-                    "-" if accountant == "rdp" else "o--",
-                    markersize=3,
-                    label=f"{sampling}, {accountant.upper()}",
-                )
-    if plan.epsilon:
-        axes.axhline(plan.epsilon, color="gray", linewidth=0.8)
-    axes.set_xlabel("rounds")
-    axes.set_ylabel(f"epsilon at delta = {plan.delta:g}")
-    axes.set_title(
-        f"N = {plan.num_clients}, m = {_show(plan.clients_per_round)}, "
-        f"z = {_show(plan.noise_multiplier)}"
-    )
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    print(f"\nepsilon against rounds: {path}")
 
 
 def _show(value: float | int | None, name: str = "") -> str:

@@ -33,10 +33,10 @@ from tfdp_fl.mechanisms import registry
 # Flags are made of the mechanisms that are known by then.
 registry.load_named_in(sys.argv[1:], "mechanism_module")
 
-from tfdp_fl.experiments import Settings, run_directory, setting_flags, training
-from tfdp_fl.experiments.settings import groups as settings_groups
+from tfdp_fl.experiments import Settings, run_directory, training
+from tfdp_fl.experiments import settings as settings_lib
 
-setting_flags.define()
+_SETTINGS = settings_lib.define_flags()
 
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir",
@@ -62,8 +62,8 @@ _VERBOSE = flags.DEFINE_enum(
     "otherwise 2.",
 )
 _GROUPS = {
-    **settings_groups(),
     "Output": ("output_dir", "overwrite", "resume", "verbose"),
+    "Settings": _SETTINGS,
 }
 # What a first run needs.
 _FIRST = (
@@ -77,7 +77,7 @@ _FIRST = (
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"{_console.name()}: {argv[1]!r} is not a flag.")
-    given = setting_flags.given()
+    given = settings_lib.given_flags()
     if training.use_one_thread_per_operation():
         print(
             "One thread for each TensorFlow operation, and clients side by "

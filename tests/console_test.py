@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import subprocess
 import sys
 from unittest import mock
@@ -15,7 +14,6 @@ from absl.testing import absltest
 
 from tests.scripts import programs
 from tfdp_fl import _console
-from tfdp_fl.experiments import settings
 
 
 class QuietStartTest(absltest.TestCase):
@@ -114,31 +112,6 @@ class RunTest(absltest.TestCase):
             code, out = self._ended(name)
             self.assertEqual(code, 0)
             self.assertRegex(out, r"Does it\.\n\nSome:\n  --")
-
-
-class GroupsTest(absltest.TestCase):
-    def test_every_setting_is_in_one_group(self):
-        grouped = [name for names in settings.groups().values() for name in names]
-        fields = [
-            field.name for field in settings.dataclasses.fields(settings.Settings)
-        ]
-        self.assertCountEqual(grouped, fields)
-        self.assertNotIn("", settings.groups())
-
-    def test_every_flag_of_a_program_is_in_one_group(self):
-        for name in (
-            "train",
-            "accountant",
-            "audit",
-            "sweep",
-            "plot",
-            "report",
-        ):
-            text = (programs.ROOT / "scripts" / f"{name}.py").read_text("utf-8")
-            defined = re.findall(r'DEFINE_\w+\(\s*"(\w+)"', text)
-            (groups,) = re.findall(r"^_GROUPS = (\{.*?^\}|\{.*?\}$)", text, re.M | re.S)
-            for flag in defined:
-                self.assertEqual(len(re.findall(rf'"{flag}"', groups)), 1, (name, flag))
 
 
 class FlagTest(absltest.TestCase):

@@ -142,10 +142,8 @@ class SetupTest(absltest.TestCase):
                 for name in (
                     "train",
                     "accountant",
-                    "audit",
                     "sweep",
                     "plot",
-                    "report",
                 )
             ],
         )

@@ -48,8 +48,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "federated_dataset": (
         "FederatedDataset: from your data",
         "tfdp_fl: FederatedDataset(from_client_arrays,from_indices,from_dataframe,"
-        "from_tf_datasets,from_client_data,from_client_fn,from_directory,"
-        "from_hugging_face)",
+        "from_tf_datasets,from_client_data,from_client_fn)",
     ),
     "federated_dataset_use": (
         "FederatedDataset: its clients",
@@ -57,10 +56,8 @@ PAGES: dict[str, tuple[str, ...]] = {
         "FederatedDataset.element_spec FederatedDataset.client "
         "FederatedDataset.client_sizes FederatedDataset.num_examples "
         "FederatedDataset.create_tf_dataset_for_client FederatedDataset.take "
-        "FederatedDataset.subset FederatedDataset.split_clients "
         "FederatedDataset.split_by_id FederatedDataset.map "
-        "FederatedDataset.in_memory FederatedDataset.save_npz "
-        "FederatedDataset.from_npz",
+        "FederatedDataset.in_memory",
     ),
     "datasets": (
         "Data sets",
@@ -106,7 +103,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "TFF: aggregators",
         "tfdp_fl.aggregators: from_mechanism FixedClippingFactory "
         "AdaptiveClippingFactory MedianClippingFactory CorrelatedNoiseFactory "
-        "LocalDPFactory AdaptiveLocalDPFactory WindowedAdaptiveLocalDPFactory "
+        "LocalDPFactory AdaptiveLocalDPFactory "
         "NbAFLFactory NoPrivacyFactory QueryFactory MechanismFactory",
     ),
     "learning": (
@@ -135,10 +132,6 @@ PAGES: dict[str, tuple[str, ...]] = {
         "Secure aggregation: messages",
         "tfdp_fl.secure_aggregation: Member Coordinator Message AggregationOutcome "
         "RejectedMessageError",
-    ),
-    "secure_aggregation_memory": (
-        "Secure aggregation: simulated",
-        "tfdp_fl.secure_aggregation: aggregate_in_memory InMemoryNetwork Fault",
     ),
 }
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")

@@ -19,7 +19,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from tfdp_fl import accounting, version
-from tfdp_fl.accounting import ledger_contents
+from tfdp_fl.accounting import ledger as ledger_lib
 
 PrivacyLedger = accounting.PrivacyLedger
 
@@ -226,7 +226,7 @@ class RunsTest(_Folder):
         PrivacyLedger(self.path).close()
         body = {**json.loads(self.path.read_bytes()), "format": name}
         del body["hash"]
-        body["hash"] = ledger_contents.digest_of(body)
+        body["hash"] = ledger_lib.digest_of(body)
         data = json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n"
         self.path.write_bytes(data)
         for use in (PrivacyLedger.read, lambda path: PrivacyLedger(path, "append")):
@@ -503,7 +503,7 @@ class OpenFileTest(_Folder):
         # Nor does a reader believe it.
         with (
             unittest.mock.patch.object(
-                ledger_contents, "checked_local", lambda local, charge: local
+                ledger_lib, "checked_local", lambda local, charge: local
             ),
         ):
             self.ledger.record(1, _charge(), 5, local=local)
@@ -631,7 +631,7 @@ class RefusalTest(_Folder):
             self.assertIn("hash", json.loads(line))
         self.assertEqual(
             json.loads(self.path.read_text().splitlines()[0])["format"],
-            ledger_contents.FORMAT,
+            ledger_lib.FORMAT,
         )
 
 

@@ -73,14 +73,13 @@ class StatementTest(parameterized.TestCase):
         content = _text(1e-3, "dict", epsilon_rdp=lambda delta: -math.log10(delta))
         self.assertAlmostEqual(content["epsilon_rdp"], 3.0)
 
-    @parameterized.parameters("text", "markdown")
-    def test_an_infinite_epsilon_is_no_guarantee(self, format):
+    def test_an_infinite_epsilon_is_no_guarantee(self):
         for changes in (
             {"guarantee": "none", "mechanism": "NoPrivacy"},
             {"epsilon_rdp": math.inf, "epsilon_pld": math.inf},
             {"epsilon_rdp": None, "epsilon_pld": None},
         ):
-            text = _text(format=format, **changes)
+            text = _text(**changes)
             self.assertIn("no differential-privacy guarantee", text)
             self.assertNotIn("differentially private", text)
             self.assertNotIn("inf", text.replace("information", ""))
@@ -150,8 +149,7 @@ class StatementTest(parameterized.TestCase):
     def test_each_caveat_is_one_whole_sentence(self, caveat):
         sentence = caveats.CAVEATS[caveat]
         self.assertRegex(sentence, r"^[A-Z].*\.$")
-        for format in ("text", "markdown"):
-            self.assertIn(sentence, _text(format=format, caveats=(caveat,)))
+        self.assertIn(sentence, _text(caveats=(caveat,)))
         content = _text(format="dict", caveats=(caveat,))
         self.assertEqual(content["caveats"][caveat], sentence)
 
@@ -159,13 +157,6 @@ class StatementTest(parameterized.TestCase):
         sentence = caveats.CAVEATS["delta_not_below_one_over_n"]
         self.assertIn(sentence, _text(1e-3))
         self.assertNotIn(sentence, _text(1e-4))
-
-    def test_markdown_is_a_table(self):
-        text = _text(format="markdown", mechanism_parameters={"a|b": "x|y\nz"})
-        self.assertStartsWith(text, "# Privacy statement\n")
-        self.assertIn("| Rounds | 3 |", text)
-        self.assertIn("| epsilon (RDP) | 2.124 |", text)
-        self.assertIn("x\\|y z", text)
 
     def test_errors_name_the_argument(self):
         with self.assertRaisesRegex(ValueError, "guarantee"):
@@ -185,11 +176,10 @@ class SecrecyTest(parameterized.TestCase):
         content = _text(format="dict", **facts)
         self.assertEqual(content["epsilon_if_participation_is_known"], 14.24)
         self.assertIn("must stay secret", content["secrecy"])
-        for format in ("text", "markdown"):
-            text = _text(format=format, **facts)
-            self.assertIn(content["secrecy"], text)
-            self.assertIn("14.24", text)
-            self.assertNotIn("odds", text)
+        text = _text(**facts)
+        self.assertIn(content["secrecy"], text)
+        self.assertIn("14.24", text)
+        self.assertNotIn("odds", text)
 
     @parameterized.parameters("shuffled", "cyclic", "separated")
     def test_without_amplification_the_figure_is_the_same(self, sampling):

@@ -23,7 +23,6 @@ class QueryFactoryTest(absltest.TestCase):
         output = process.next(process.initialize(), values)
         np.testing.assert_allclose(output.result, [1.25 / 3, 0.5 / 3], rtol=1e-6)
         self.assertEqual(output.measurements["discarded_clients"], 1)
-        self.assertEqual(aggregators.extract_dp_event(output.state), event)
 
     def test_an_event_that_is_no_gaussian_stays_what_it_is(self):
         event = dp_accounting.LaplaceDpEvent(0.125)
@@ -33,7 +32,6 @@ class QueryFactoryTest(absltest.TestCase):
             clients_per_round=[3, 2],
         ).create(VECTOR)
         state = process.next(process.initialize(), VALUES).state
-        self.assertEqual(aggregators.extract_dp_event(state), event)
         (charge,) = learning.privacy_charges(
             state,
             tfdp_fl.QueryMechanism(
@@ -75,7 +73,6 @@ class QueryFactoryTest(absltest.TestCase):
             np.testing.assert_allclose(output.result, expected.result, rtol=1e-6)
             our_state, their_state = output.state, expected.state
         self.assertLess(output.measurements["clip_norm"], 1.0)
-        self.assertEqual(aggregators.extract_dp_event(our_state), event)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from absl.testing import absltest, parameterized
 from tfdp_fl import aggregators
 from tfdp_fl.aggregators import state as state_lib
 
-STATE = state_lib.AggregatorState((), 1, (), (), False, ())
+STATE = state_lib.AggregatorState((), 1, (), ())
 SCALAR = tff.TensorType(np.float32)
 
 
@@ -28,19 +28,6 @@ def learning_state(aggregator=STATE, client_work=(), **parts):
             **parts,
         }
     )
-
-
-class FindAggregatorStateTest(absltest.TestCase):
-    def test_finds_it_wherever_it_is(self):
-        inside = collections.OrderedDict(clip=1.0, inner=[(), (STATE,)])
-        self.assertIs(state_lib.find_aggregator_state(inside), STATE)
-        self.assertIs(state_lib.find_aggregator_state(STATE), STATE)
-
-    def test_exactly_one(self):
-        with self.assertRaisesRegex(ValueError, "found 0"):
-            state_lib.find_aggregator_state({"a": 1.0})
-        with self.assertRaisesRegex(ValueError, "found 2"):
-            state_lib.find_aggregator_state([STATE, STATE])
 
 
 class AccountableStateTest(parameterized.TestCase):
@@ -96,8 +83,6 @@ class AccountableStateTest(parameterized.TestCase):
                 state_lib.accountable_state(state)
             with self.assertRaisesRegex(ValueError, "divides once more"):
                 state_lib.accountable_state(learning_state(state))
-            with self.assertRaisesRegex(ValueError, "build_dp_fed_avg"):
-                aggregators.extract_dp_event(state)
 
     def test_sums_whose_bounds_follow_the_clients_are_refused(self):
         norm = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(1.0, 0.5, 0.2)

@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.auditing import CanaryAudit, canaries, estimate, gaussians, scores
+from tfdp_fl.auditing import CanaryAudit, canaries, estimate
 from tfdp_fl.engine import cohort, rounds
 from tfdp_fl.mechanisms import noise
 
@@ -85,7 +85,7 @@ class OneReleaseTest(parameterized.TestCase):
         update = added + rng.normal(0, z, size)
         found = estimate.estimate(
             estimate.Scores(
-                observed=scores.scores(drawn, update, added, np.ones(count)),
+                observed=canaries.scores(drawn, update, added, np.ones(count)),
                 null_std=size**-0.5,
             ),
             _DELTA,
@@ -97,7 +97,7 @@ class OneReleaseTest(parameterized.TestCase):
     def test_of_those_who_did_not_take_part_nothing_is_found(self):
         rng, size = np.random.default_rng(1), 20_000
         drawn = canaries.Canaries(_CANARIES, size, seed=2)
-        found = scores.scores(
+        found = canaries.scores(
             drawn, rng.normal(size=size), np.zeros(size), np.zeros(_CANARIES)
         )
         self.assertAlmostEqual(found.mean() * size**0.5, 0, delta=0.11)
@@ -128,7 +128,7 @@ class IntervalTest(parameterized.TestCase):
             update = added + rng.normal(0, rounds / 8, size)
             others = None
             if measured:
-                others = scores.scores(
+                others = canaries.scores(
                     canaries.Canaries(count, size, 60 + seed),
                     update,
                     added,
@@ -136,7 +136,7 @@ class IntervalTest(parameterized.TestCase):
                 )
             found = estimate.estimate(
                 estimate.Scores(
-                    observed=scores.scores(
+                    observed=canaries.scores(
                         drawn, update, added, np.full(count, rounds)
                     ),
                     unobserved=others,
@@ -154,7 +154,7 @@ class IntervalTest(parameterized.TestCase):
         those of one seed, which does not change.
         """
         rng, size = np.random.default_rng(1), 10
-        truth = gaussians.epsilon_of(8.0, 1.0, 0.0, 1.0, _DELTA)
+        truth = estimate.epsilon_of(8.0, 1.0, 0.0, 1.0, _DELTA)
         above = 0
         for seed in range(2000):
             drawn = canaries.Canaries(20, size, seed)
@@ -162,7 +162,7 @@ class IntervalTest(parameterized.TestCase):
             update = added + rng.normal(0, 1 / 8, size)
             found = estimate.estimate(
                 estimate.Scores(
-                    observed=scores.scores(drawn, update, added, np.ones(20)),
+                    observed=canaries.scores(drawn, update, added, np.ones(20)),
                     null_std=size**-0.5,
                 ),
                 _DELTA,

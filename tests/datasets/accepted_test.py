@@ -52,7 +52,6 @@ class AsFederatedTest(parameterized.TestCase):
         ("number", 3, "got int"),
         ("text", "clients", "got str"),
         ("features_only", {"a": _pair()[0]}, "got ndarray for client 'a'"),
-        ("directory", "clients", "from_directory"),
         ("four", {"a": (*_pair(), [1], [1])}, "got tuple for client 'a'"),
         (
             "mixed",

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -48,13 +46,6 @@ class LoadDigitsTest(parameterized.TestCase):
         seen = {row.tobytes() for row in clients.flat()[0].numpy()}
         self.assertEmpty(tested & {row.tobytes() for row in x_val})
         self.assertEmpty(tested & seen)
-
-    def test_config_loads_the_same_clients(self):
-        clients, _ = datasets.load_digits(num_clients=30, iid=False, seed=4)
-        config = json.loads(json.dumps(clients.config))
-        again = datasets.load_from_config(config)
-        for k in range(30):
-            np.testing.assert_array_equal(again.client(k)[0], clients.client(k)[0])
 
     @parameterized.parameters(
         ({"num_clients": 0}, "num_clients must be"),

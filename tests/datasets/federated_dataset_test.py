@@ -674,11 +674,11 @@ class DerivedTest(parameterized.TestCase):
         )
 
     def test_subsets_keep_ids(self):
-        subset = self._hundred().take([7, 3]).subset([3])
-        self.assertEqual(list(subset.client_ids), [3])
-        self.assertEqual(subset.client(3)[1].tolist(), [3])
+        taken = self._hundred().take([7, 3]).take([1])
+        self.assertEqual(list(taken.client_ids), [3])
+        self.assertEqual(taken.client(3)[1].tolist(), [3])
         with self.assertRaises(KeyError):
-            subset.client(7)
+            taken.client(7)
 
     def test_taken_ids_are_a_sequence(self):
         ids = self._hundred().take([7, 3, 50]).client_ids
@@ -689,8 +689,9 @@ class DerivedTest(parameterized.TestCase):
         self.assertNotEqual(ids, [7, 3])
 
     def test_streamed_subsets(self):
-        subset = _streamed(_uneven()).subset(["many", "few"])
-        self.assertEqual(subset.client_sizes().tolist(), [5, 2])
+        dataset = _streamed(_uneven())
+        taken = dataset.take([dataset.position("many"), dataset.position("few")])
+        self.assertEqual(taken.client_sizes().tolist(), [5, 2])
 
     def test_refuses_clients_twice_or_none(self):
         with self.assertRaisesRegex(ValueError, "positions must be distinct"):
@@ -700,27 +701,6 @@ class DerivedTest(parameterized.TestCase):
         for unknown in (100, "a"):
             with self.assertRaises(KeyError):
                 self._hundred().client(unknown)
-
-    @parameterized.parameters((0.2, 20), (0.001, 1), (0.999, 99))
-    def test_splits_clients(self, fraction, held_out):
-        train, rest = self._hundred().split_clients(fraction, seed=1)
-        self.assertEqual(rest.num_clients, held_out)
-        self.assertEqual(
-            sorted([*train.client_ids, *rest.client_ids]), list(range(100))
-        )
-
-    def test_split_repeats_with_its_seed(self):
-        _, first = self._hundred().split_clients(0.2, seed=1)
-        _, again = self._hundred().split_clients(0.2, seed=1)
-        _, other = self._hundred().split_clients(0.2, seed=2)
-        self.assertEqual(first.client_ids, again.client_ids)
-        self.assertNotEqual(first.client_ids, other.client_ids)
-
-    def test_split_refuses(self):
-        with self.assertRaisesRegex(ValueError, "fraction must be"):
-            self._hundred().split_clients(1.0)
-        with self.assertRaisesRegex(ValueError, "at least two clients"):
-            self._hundred().take([0]).split_clients(0.5)
 
     @parameterized.parameters(FederatedDataset.from_client_arrays, _streamed)
     def test_map(self, make):
@@ -760,13 +740,6 @@ class DerivedTest(parameterized.TestCase):
         dataset = FederatedDataset.from_client_arrays(_uneven())
         labels = [int(y) for _, y in dataset.create_tf_dataset_for_client("many")]
         self.assertEqual(labels, [0, 1, 2, 3, 4])
-
-    def test_in_words(self):
-        dataset = FederatedDataset.from_client_arrays(_uneven())
-        self.assertEqual(repr(dataset), "<FederatedDataset: 3 clients, indexed>")
-        self.assertIn("0 to 5, median 2, 1 clients empty", dataset.describe())
-        self.assertIn("x: float32[3]", dataset.describe())
-        self.assertIn("read from each", _streamed(_uneven()).describe())
 
 
 class ClientIdsDigestTest(absltest.TestCase):

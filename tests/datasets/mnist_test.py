@@ -85,11 +85,6 @@ class LoadMnistTest(parameterized.TestCase):
         sets = [self._load(validation_examples=100, seed=seed)[1][0] for seed in (0, 1)]
         np.testing.assert_array_equal(*sets)
 
-    def test_config_loads_the_same_clients(self):
-        clients, _ = self._load(seed=3, validation_examples=100)
-        again = datasets.load_from_config(clients.config)
-        np.testing.assert_array_equal(again.client(7)[0], clients.client(7)[0])
-
     def test_without_a_path_it_is_keras_own(self):
         loaded = (
             (self.arrays["x_train"], self.arrays["y_train"]),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from tfdp_fl.datasets import partitioning
+from tfdp_fl.datasets import images
 
 
 def _labels(n: int, classes: int = 10) -> np.ndarray:
@@ -17,14 +17,14 @@ def _labels_per_client(labels, clients) -> list[int]:
 class PartitionTest(parameterized.TestCase):
     @parameterized.parameters(True, False)
     def test_one_pass_uses_every_example_once(self, iid):
-        clients = partitioning.partition(_labels(600), 30, 20, iid=iid)
+        clients = images.partition(_labels(600), 30, 20, iid=iid)
         self.assertEqual(clients.shape, (30, 20))
         self.assertEqual(clients.dtype, np.int32)
         np.testing.assert_array_equal(np.sort(clients.ravel()), np.arange(600))
 
     @parameterized.parameters(True, False)
     def test_passes_repeat_examples_but_no_client_has_one_twice(self, iid):
-        clients = partitioning.partition(_labels(600), 95, 20, iid=iid)
+        clients = images.partition(_labels(600), 95, 20, iid=iid)
         self.assertEqual(clients.shape, (95, 20))
         for rows in clients:
             self.assertLen(np.unique(rows), 20)
@@ -35,18 +35,18 @@ class PartitionTest(parameterized.TestCase):
     @parameterized.parameters(1, 2, 4)
     def test_shards_bound_the_labels_of_a_client(self, shards):
         labels = _labels(800)  # 80 of each: shards do not straddle labels.
-        clients = partitioning.partition(labels, 100, 20, shards)
+        clients = images.partition(labels, 100, 20, shards)
         seen = _labels_per_client(labels, clients)
         self.assertEqual(max(seen), shards)
 
     def test_iid_clients_have_most_labels(self):
         labels = _labels(800)
-        clients = partitioning.partition(labels, 40, 20, iid=True)
+        clients = images.partition(labels, 40, 20, iid=True)
         self.assertGreater(np.mean(_labels_per_client(labels, clients)), 7)
 
     def test_labels_of_a_client_are_mixed(self):
         labels = _labels(800)
-        clients = partitioning.partition(labels, 40, 20)
+        clients = images.partition(labels, 40, 20)
         sorted_clients = sum(
             int(np.sum(np.diff(labels[rows]) != 0) <= 1) for rows in clients
         )
@@ -54,20 +54,19 @@ class PartitionTest(parameterized.TestCase):
         self.assertLess(sorted_clients, 20)
 
     def test_passes_differ(self):
-        clients = partitioning.partition(_labels(600), 60, 20)
+        clients = images.partition(_labels(600), 60, 20)
         first, second = (
             {frozenset(rows) for rows in half.tolist()} for half in np.split(clients, 2)
         )
         self.assertEmpty(first & second)
 
     def test_what_does_not_fill_a_client_is_left_out(self):
-        clients = partitioning.partition(_labels(65), 3, 20)
+        clients = images.partition(_labels(65), 3, 20)
         self.assertLen(np.unique(clients), 60)
 
     def test_repeats_with_its_seed(self):
         first, again, other = (
-            partitioning.partition(_labels(600), 30, 20, seed=seed)
-            for seed in (0, 0, 1)
+            images.partition(_labels(600), 30, 20, seed=seed) for seed in (0, 0, 1)
         )
         np.testing.assert_array_equal(first, again)
         self.assertTrue(np.any(first != other))
@@ -82,14 +81,14 @@ class PartitionTest(parameterized.TestCase):
     def test_refuses(self, wrong, message):
         arguments = {"num_clients": 3, "examples_per_client": 20, **wrong}
         with self.assertRaisesRegex(ValueError, message):
-            partitioning.partition(_labels(600), **arguments)
+            images.partition(_labels(600), **arguments)
 
 
 class StratifiedSplitTest(parameterized.TestCase):
     @parameterized.parameters(1, 50, 123, 599)
     def test_both_parts_have_labels_in_proportion(self, held_out):
         labels = np.repeat([0, 1, 2], [300, 200, 100])
-        kept, held = partitioning.stratified_split(labels, held_out)
+        kept, held = images.stratified_split(labels, held_out)
         np.testing.assert_array_equal(
             np.sort(np.concatenate([kept, held])), np.arange(600)
         )
@@ -100,13 +99,13 @@ class StratifiedSplitTest(parameterized.TestCase):
 
     def test_is_random_within_a_label_and_always_the_same(self):
         labels = np.zeros(100, int)
-        _, held = partitioning.stratified_split(labels, 50)
-        _, again = partitioning.stratified_split(labels, 50)
+        _, held = images.stratified_split(labels, 50)
+        _, again = images.stratified_split(labels, 50)
         np.testing.assert_array_equal(held, again)
         self.assertGreater(len(np.unique(np.diff(held))), 1)
 
     def test_nothing_held_out(self):
-        kept, held = partitioning.stratified_split(_labels(10), 0)
+        kept, held = images.stratified_split(_labels(10), 0)
         self.assertLen(kept, 10)
         self.assertEmpty(held)
 

@@ -16,7 +16,7 @@ from tfdp_fl.experiments.settings import Settings
 class SettingsTest(parameterized.TestCase):
     @parameterized.product(
         mechanism=[*settings_lib.MECHANISMS],
-        dataset=["digits", "mnist", "emnist", "shakespeare"],
+        dataset=["digits", "mnist", "shakespeare"],
     )
     def test_defaults_go_together_for_every_mechanism(self, mechanism, dataset):
         path = __file__ if dataset == "shakespeare" else None

@@ -165,10 +165,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             ),
             ({"prior_smoothing": 0.1}, "--client_loss=balanced"),
             ({"server_schedule": "linear"}, "--server_optimizer"),
-            (
-                {"dataset": "emnist", "model": "cnn", "input_pooling": 2},
-                "--input_pooling",
-            ),
+            ({"model": "cnn", "input_pooling": 2}, "--input_pooling"),
             (
                 {"input_pooling": 2, "input_features": "oriented_gradients"},
                 "--input_features",

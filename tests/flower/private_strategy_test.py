@@ -579,51 +579,6 @@ class AccountingTest(parameterized.TestCase):
         strategy.start(_grid([[1.0]] * 20), fm.model(np.zeros(1)), num_rounds=5)
         self.assertLen(strategy.released_rounds, 2)
 
-    def test_a_round_is_on_the_disk_before_it_is_released(self):
-        strategy = _private(_NOISY, 4, 20, ledger=self.path)
-        self._run(strategy, 20, 2)
-        self.assertLen(ledger_lib.PrivacyLedger.read(self.path).entries, 2)
-        with (
-            mock.patch.object(
-                ledger_lib.PrivacyLedger,
-                "record",
-                side_effect=ledger_lib.LedgerWriteError("disk full"),
-            ),
-            self.assertRaises(ledger_lib.LedgerWriteError),
-        ):
-            self._run(strategy, 20, 1, first=3)
-        self.assertLen(strategy.strategy.handed, 2)
-        self.assertLen(strategy.released_rounds, 2)
-        self.assertAlmostEqual(
-            accounting.epsilon_from_ledger(self.path, 1e-5),
-            strategy.privacy_epsilon(delta=1e-5),
-        )
-
-    def test_a_restarted_server_goes_on(self):
-        mechanism = tfdp_fl.AdaptiveClipping(
-            noise_multiplier=(0.1, 0.1, 0.15), initial_clip_norm=0.5
-        )
-        first = _private(mechanism, 4, 20, ledger=self.path)
-        self._run(first, 20, 2)
-        state = json.loads(json.dumps(first.state()))
-        self._run(first, 20, 1, 3)  # And then it crashed.
-        first.close()
-        with self.assertRaisesRegex(ValueError, "ledger must be given"):
-            PrivateStrategy.from_state(state, fm.Strategy(4))
-        again = PrivateStrategy.from_state(state, fm.Strategy(4), ledger=self.path)
-        self.assertEqual(again.clip_norm, state["arguments"]["clip_norm"])
-        self.assertNotEqual(again.clip_norm, 0.5)
-        self.assertEqual(again.mechanism, mechanism)
-        self.assertAlmostEqual(
-            again.privacy_epsilon(delta=1e-5), first.privacy_epsilon(delta=1e-5)
-        )
-        again.close()
-
-    def test_a_state_of_another_wrapper_is_refused(self):
-        state = {**_private().state(), "wrapper": "DPFedAvgFixed"}
-        with self.assertRaisesRegex(ValueError, "state must be one of Private"):
-            PrivateStrategy.from_state(state, fm.Strategy(3))
-
     def test_both_releases_of_a_private_median_are_charged(self):
         mechanism = tfdp_fl.MedianClipping(
             noise_multiplier=2.0, median_noise_multiplier=2.0

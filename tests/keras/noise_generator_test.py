@@ -18,7 +18,7 @@ import tfdp_fl
 from tests.keras import hostile, noise_test, toy
 from tfdp_fl import accounting
 from tfdp_fl.keras import callbacks
-from tfdp_fl.mechanisms import exact_gaussian
+from tfdp_fl.mechanisms import grid
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _STDDEV = noise_test.Z * noise_test.CLIP / noise_test.CLIENTS
@@ -42,7 +42,7 @@ class ExactNoiseTest(parameterized.TestCase):
         noise_test.assert_is_noise(moves, [_STDDEV] * 2)
 
     def test_less_or_the_same_twice_is_noticed(self):
-        rounded = exact_gaussian.rounded
+        rounded = grid.rounded
         bits = np.random.default_rng(0).bytes
         for planted, words in (
             (lambda s, n: rounded(s / 1.1, n), "stddev"),
@@ -51,7 +51,7 @@ class ExactNoiseTest(parameterized.TestCase):
                 "stddev|moment|mean",
             ),
         ):
-            with mock.patch.object(exact_gaussian, "rounded", planted):
+            with mock.patch.object(grid, "rounded", planted):
                 moves = _train(rounds=1, options={"noise_generator": "exact"})
             with self.assertRaisesRegex(AssertionError, words):
                 noise_test.assert_is_noise(moves, [_STDDEV])

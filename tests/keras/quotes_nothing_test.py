@@ -115,7 +115,6 @@ class QuotesNothingTest(parameterized.TestCase):
             FederatedDataset.from_tf_datasets,
             FederatedDataset.from_client_data,
             lambda each: FederatedDataset.from_dataframe(each, "who"),
-            lambda each: FederatedDataset.from_hugging_face(each, "who"),
             lambda each: tfdp_fl.DPFederatedModel(each, each, 3),
             lambda each: toy.federated().fit(toy.clients(), audit=each),
             lambda each: toy.federated().fit(toy.clients(), validation_data=each),

@@ -66,8 +66,6 @@ class StatementTest(parameterized.TestCase):
             "without noise",
         ):
             self.assertRegex(text, needed)
-        markdown = fed.privacy_statement(format="markdown")
-        self.assertTrue(markdown.startswith("# Privacy statement"))
         with self.subTest("a delta that nobody gave follows from N"):
             fed.delta = None
             facts = fed.privacy_statement(format="dict")

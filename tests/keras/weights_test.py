@@ -184,7 +184,6 @@ class AsKerasTest(tf.test.TestCase, parameterized.TestCase):
         ]
         wanted, _ = _by_keras((x, y, weight), None, 4, 3)
         for dataset in made:
-            self.assertTrue(dataset.has_weights)
             fed, _ = _trained(dataset)
             for one, other in zip(fed.get_weights(), wanted, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)

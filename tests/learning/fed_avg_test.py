@@ -8,7 +8,7 @@ import tensorflow_federated as tff
 from absl.testing import absltest, parameterized
 
 from tfdp_fl import aggregators, datasets, learning, mechanisms
-from tfdp_fl.aggregators import find_aggregator_state
+from tfdp_fl.aggregators import accountable_state
 
 CLIENTS = 4
 OPTIMIZER = tff.learning.optimizers.build_sgdm(0.1)
@@ -138,7 +138,7 @@ class BuildDPFedAvgTest(parameterized.TestCase):
         asyncio.run(release.release(metrics, 2))
         self.assertIn(2, release.values())
         assert_close(process.get_model_weights(loaded), weights, atol=0)
-        self.assertEqual(find_aggregator_state(loaded).rounds, 2)
+        self.assertEqual(accountable_state(loaded).rounds, 2)
 
         # Epsilon is that of the rounds in the state.
         def spent(state):

@@ -3,13 +3,13 @@ import tensorflow as tf
 import tensorflow_federated as tff
 from absl.testing import absltest
 
-from tfdp_fl.learning import proximal
+from tfdp_fl.learning import nbafl
 
 
 class ProximalOptimizerTest(absltest.TestCase):
     def test_pulls_towards_what_was_received(self):
         rate, mu = 0.1, 0.5
-        optimizer = proximal.ProximalOptimizer(
+        optimizer = nbafl.ProximalOptimizer(
             tff.learning.optimizers.build_sgdm(rate), mu
         )
         received = np.array([1.0, -2.0], np.float32)
@@ -24,7 +24,7 @@ class ProximalOptimizerTest(absltest.TestCase):
 
     def test_hparams_are_those_of_the_inner_optimizer(self):
         inner = tff.learning.optimizers.build_sgdm(0.1)
-        optimizer = proximal.ProximalOptimizer(inner, 0.5)
+        optimizer = nbafl.ProximalOptimizer(inner, 0.5)
         state = optimizer.initialize(tf.TensorSpec([], tf.float32))
         hparams = optimizer.get_hparams(state)
         self.assertEqual(

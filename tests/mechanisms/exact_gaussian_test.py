@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from scipy import special, stats
 
 from tests.mechanisms import statistics
-from tfdp_fl.mechanisms import exact_gaussian
+from tfdp_fl.mechanisms import grid
 
 _WRONG = 1e-9  # How often a test of the draws' distribution is.
 
@@ -44,7 +44,7 @@ class _Bytes:
 class RoundedTest(parameterized.TestCase):
     @parameterized.parameters(0.2, 0.5, 1.0, 7.5, 1e4, 1.3 * 2**20)
     def test_has_the_probabilities_of_a_rounded_gaussian(self, stddev):
-        values = exact_gaussian.rounded(stddev, 300_000)
+        values = grid.rounded(stddev, 300_000)
         self.assertEqual(values.dtype, np.int64)
         self.assertTrue(_counts_agree(values, stddev))
         if stddev >= 1e4:
@@ -53,26 +53,26 @@ class RoundedTest(parameterized.TestCase):
 
     @parameterized.parameters(1.02, 1 / 1.02)
     def test_another_stddev_is_noticed(self, factor):
-        values = exact_gaussian.rounded(8.0 * factor, 300_000)
+        values = grid.rounded(8.0 * factor, 300_000)
         self.assertFalse(_counts_agree(values, 8.0))
 
     def test_repeats_nothing(self):
-        first, second = (exact_gaussian.rounded(1e5, 5000) for _ in range(2))
+        first, second = (grid.rounded(1e5, 5000) for _ in range(2))
         statistics.assert_uncorrelated(first, second)
 
     @parameterized.parameters(0.7, 30.0, 2.0**20, 2.0**35)
     def test_float64_and_as_many_digits_as_it_takes_agree(self, stddev):
-        quick = exact_gaussian.rounded(stddev, 250, _Bytes())
-        with mock.patch.object(exact_gaussian, "_QUANTILE_ERROR", 1e9):
-            slow = exact_gaussian.rounded(stddev, 250, _Bytes())
+        quick = grid.rounded(stddev, 250, _Bytes())
+        with mock.patch.object(grid, "_QUANTILE_ERROR", 1e9):
+            slow = grid.rounded(stddev, 250, _Bytes())
         np.testing.assert_array_equal(quick, slow)
 
     def test_a_wrong_quantile_is_mended_by_the_digits(self):
         # A thousand times more than float64's is wrong, within what is allowed.
         ndtri = special.ndtri
-        expected = exact_gaussian.rounded(2.0**30, 3000, _Bytes())
+        expected = grid.rounded(2.0**30, 3000, _Bytes())
         with mock.patch.object(special, "ndtri", lambda p: ndtri(p) * (1 + 2.0**-42)):
-            found = exact_gaussian.rounded(2.0**30, 3000, _Bytes())
+            found = grid.rounded(2.0**30, 3000, _Bytes())
         np.testing.assert_array_equal(found, expected)
 
     def test_float64s_quantile_is_far_better_than_is_asked_of_it(self):
@@ -81,7 +81,7 @@ class RoundedTest(parameterized.TestCase):
         quantiles = -special.ndtri(p)
         for probability, quantile in zip(p, quantiles, strict=True):
             # _tail(k, s) is that of (k - 1/2) / s.
-            tail = exact_gaussian._tail(1, 0.5 / quantile, 60)
+            tail = grid._tail(1, 0.5 / quantile, 60)
             off = float(tail - decimal.Decimal(float(probability)))
             off /= stats.norm.pdf(quantile)
             self.assertLess(abs(off), 2.0**-10 * 2.0**-40 * (1 + quantile))
@@ -89,18 +89,18 @@ class RoundedTest(parameterized.TestCase):
     @parameterized.parameters((0, 1), (2**64 - 1, 0))
     def test_what_64_bits_leave_open_more_bits_decide(self, more, place):
         # The step in which lies the tail probability of 3 - 1/2.
-        tail = exact_gaussian._tail(3, 2.0, 60)
+        tail = grid._tail(3, 2.0, 60)
         step = int(tail * 2**64)
         bits = _Bytes(2 * step, more)
-        (value,) = exact_gaussian.rounded(2.0, 1, bits)
+        (value,) = grid.rounded(2.0, 1, bits)
         self.assertEqual(bits.asked, 16)
         self.assertEqual(value, 2 + place)
-        (value,) = exact_gaussian.rounded(2.0, 1, _Bytes(2 * step + 1, more))
+        (value,) = grid.rounded(2.0, 1, _Bytes(2 * step + 1, more))
         self.assertEqual(value, -2 - place)
 
     def test_the_rarest_of_all(self):
         # A probability below 2^-64 times 2^-64: 64 bits of zeros, twice.
-        (value,) = exact_gaussian.rounded(1.0, 1, _Bytes(0, 0, 2**62))
+        (value,) = grid.rounded(1.0, 1, _Bytes(0, 0, 2**62))
         self.assertEqual(value, 13)
         self.assertGreater(stats.norm.sf(12.5), 2.0**-130)
         self.assertLess(stats.norm.sf(13.5), 2.0**-130)
@@ -108,13 +108,13 @@ class RoundedTest(parameterized.TestCase):
     @parameterized.parameters(0.0, -1.0, float("nan"), float("inf"), 2.0**41)
     def test_stddevs_that_are_not_allowed(self, stddev):
         with self.assertRaisesRegex(ValueError, "stddev must be in"):
-            exact_gaussian.rounded(stddev, 1)
+            grid.rounded(stddev, 1)
 
     def test_nothing(self):
-        self.assertEqual(exact_gaussian.rounded(1.0, 0).shape, (0,))
+        self.assertEqual(grid.rounded(1.0, 0).shape, (0,))
 
     def test_is_of_the_operating_systems_bits(self):
-        self.assertIs(exact_gaussian.rounded.__defaults__[0], os.urandom)
+        self.assertIs(grid.rounded.__defaults__[0], os.urandom)
 
     def test_forks_and_pickled_copies_draw_anew(self):
         draw = functools.partial(exact_gaussian.rounded, 1e5, 5000)

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests.mechanisms import rounds, statistics
-from tfdp_fl.mechanisms import Deployment, exact_gaussian, grid
+from tfdp_fl.mechanisms import Deployment, grid
 
 _S, _M = 0.3, 4
 _STEP = float(np.float32(_S)) / grid.STEPS
@@ -129,14 +129,14 @@ class NoiseTest(parameterized.TestCase):
 
     def test_is_of_whole_numbers_and_at_least_as_charged(self):
         seen = []
-        rounded = exact_gaussian.rounded
+        rounded = grid.rounded
 
         def noted(stddev, size):
             seen.append(stddev)
             return rounded(stddev, size)
 
         for z in (1 / 3, 1.1, 0.7):
-            with mock.patch.object(exact_gaussian, "rounded", noted):
+            with mock.patch.object(grid, "rounded", noted):
                 done = _round(rounds.zero_updates(_M), z=z)
             self.assertBetween(seen[-1] / grid.STEPS, z, z * (1 + 5e-7))
             steps = rounds.flat(done.mean) * _M / _STEP

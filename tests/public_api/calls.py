@@ -28,8 +28,6 @@ def is_slow(name: str) -> bool:
     return name.startswith(
         (
             "aggregators.accountable_state",
-            "aggregators.extract_dp_event",
-            "aggregators.find_aggregator_state",
             "keras.DPFederatedModel and ",
             "keras.make_private",
             "learning.",

@@ -10,7 +10,6 @@ import pandas as pd
 import tensorflow as tf
 
 import tfdp_fl
-from tests.datasets import hugging_face_test
 from tests.flower import flower_messages as fm
 from tests.keras import toy
 from tests.public_api import calling, names
@@ -44,11 +43,7 @@ def _files() -> pathlib.Path:
         )
         said = "ROMEO:\nO she doth teach the torches to burn bright.\n\n"
         (here / "plays.txt").write_text(said * 4 + said.replace("ROMEO", "NURSE") * 4)
-        toy.clients(4).save_npz(here / "clients.npz")
         np.save(here / "array.npy", images[:3])
-        (here / "clients").mkdir()
-        for name in ("ann", "bob"):
-            _frame().to_csv(here / "clients" / f"{name}.csv", index=False)
     return here
 
 
@@ -92,50 +87,12 @@ def _datasets() -> calling.Calls:
         ),
     )
     yield (
-        "datasets.FederatedDataset.from_directory",
-        lambda: calling.usual(
-            made.from_directory,
-            directory=_files() / "clients",
-            features="size",
-            paths=("directory",),
-        ),
-    )
-    yield (
-        "datasets.FederatedDataset.from_npz",
-        lambda: calling.usual(
-            made.from_npz, path=_files() / "clients.npz", paths=("path",)
-        ),
-    )
-    yield (
-        "datasets.FederatedDataset.from_hugging_face",
-        lambda: calling.usual(
-            made.from_hugging_face,
-            dataset=hugging_face_test.StandIn(_frame().to_dict("list")),
-            client="who",
-        ),
-    )
-    yield (
         "datasets.as_federated",
         lambda: calling.usual(d.as_federated, clients=[(x, y)]),
     )
     yield (
-        "datasets.decode_text",
-        lambda: calling.usual(d.decode_text, ids=[3, 4]),
-    )
-    yield (
-        "datasets.encode_text",
-        lambda: calling.usual(d.encode_text, text="O she"),
-    )
-    yield (
         "datasets.load_digits",
         lambda: calling.usual(d.load_digits, num_clients=10),
-    )
-    yield (
-        "datasets.load_from_config",
-        lambda: calling.usual(
-            d.load_from_config,
-            config=d.load_digits(num_clients=10)[0].config,
-        ),
     )
     yield (
         "datasets.load_mnist",
@@ -252,14 +209,6 @@ def _secure() -> calling.Calls:
         lambda: calling.usual(s.Coordinator, protocol=protocol, group_size=3),
     )
     yield (
-        "secure_aggregation.Fault",
-        lambda: calling.usual(s.Fault, action="drop", step=1, sender="ann"),
-    )
-    yield (
-        "secure_aggregation.InMemoryNetwork",
-        lambda: calling.usual(s.InMemoryNetwork),
-    )
-    yield (
         "secure_aggregation.Member",
         lambda: calling.usual(
             s.Member,
@@ -274,14 +223,6 @@ def _secure() -> calling.Calls:
         "secure_aggregation.Message",
         lambda: calling.usual(
             s.Message, kind="share", session="s", sender="ann", recipient="bob"
-        ),
-    )
-    yield (
-        "secure_aggregation.aggregate_in_memory",
-        lambda: calling.usual(
-            s.aggregate_in_memory,
-            updates=dict.fromkeys(("ann", "bob", "cat"), update),
-            protocol=protocol,
         ),
     )
     yield (

@@ -123,6 +123,7 @@ NOT_CALLED = {
     "mechanisms.NoPrivacy": _NOTHING,
     "mechanisms.NoPrivacy.for_target": "called by `make_private`",
     "mechanisms.Round": "made inside the compiled cohort",
+    "mechanisms.Target": "made by `make_private`",
     "mechanisms.names": _NOTHING,
     "mechanisms.parameter": "a field of a class, for who writes mechanisms",
     "mechanisms.register": "a decorator, for who writes mechanisms",

@@ -235,7 +235,6 @@ def _tff() -> calling.Calls:
             "NbAFLFactory",
             {"epsilon": 5.0, "clients_per_round": 3, **nbafl},
         ),
-        ("WindowedAdaptiveLocalDPFactory", {**budget, "num_clients": 9}),
         ("MechanismFactory", {"mechanism": mechanism, "clients_per_round": 3}),
         ("from_mechanism", {"mechanism": mechanism, "clients_per_round": 3}),
         ("factory_of", {"mechanism_class": tfdp_fl.FixedClipping}),
@@ -244,16 +243,9 @@ def _tff() -> calling.Calls:
             f"aggregators.{name}",
             lambda n=name, g=given: calling.usual(getattr(a, n), **g),
         )
-    for read in (a.accountable_state, a.extract_dp_event):
-        yield (
-            f"aggregators.{read.__name__}",
-            lambda r=read: calling.usual(r, state=_trained(mechanism)[1]),
-        )
     yield (
-        "aggregators.find_aggregator_state",
-        lambda: calling.usual(
-            a.find_aggregator_state, state=(1, _trained(mechanism)[1])
-        ),
+        "aggregators.accountable_state",
+        lambda: calling.usual(a.accountable_state, state=_trained(mechanism)[1]),
     )
     spec = (
         tf.TensorSpec([None, 8], tf.float32),

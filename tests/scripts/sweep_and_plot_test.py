@@ -55,31 +55,7 @@ class SweepAndPlotTest(absltest.TestCase):
                 f"--output={folder / 'tradeoff.png'}",
                 str(runs),
             ],
-            "table": [
-                "plot",
-                "--kind=table",
-                "--rows=runs",
-                "--columns=mechanism",
-                str(runs),
-            ],
-            "some rows": [
-                "plot",
-                "--kind=table",
-                "--rows=mechanism",
-                "--values=runs,rounds",
-                "--where=mechanism=fixed",
-                str(runs),
-            ],
             "no runs": ["plot", str(folder / "empty")],
-            "no rows": ["plot", "--kind=table", str(runs)],
-            "no table": ["plot", "--kind=table", "--rows=runs", str(folder)],
-            "bad where": [
-                "plot",
-                "--kind=table",
-                "--rows=runs",
-                "--where=runs",
-                str(runs),
-            ],
             "nothing": ["plot"],
             "bad group": ["plot", "--group_by=colour", str(runs)],
             "bad output": ["plot", "--output=chart.doc", str(runs)],
@@ -126,15 +102,6 @@ class SweepAndPlotTest(absltest.TestCase):
             self.assertIn("4 runs", outcome.out)
             self.assertGreater((self.folder / file).stat().st_size, 1000)
 
-    def test_tables_are_printed(self):
-        outcome = self.outcomes["table"]
-        self.assertEqual(outcome.code, 0, msg=outcome.err)
-        head, _, line = outcome.out.splitlines()
-        self.assertEqual(head, "| runs | mechanism=fixed | mechanism=adaptive |")
-        self.assertRegex(line, r"\| 2 \| 0\.\d{3} ± 0\.\d{3} \| 0\.\d{3} ")
-        outcome = self.outcomes["some rows"]
-        self.assertEqual(outcome.out.splitlines()[2:], ["| fixed | 2 | 2 |"])
-
     def test_refusals_are_one_sentence(self):
         for name, word in (
             ("no config", "--config"),
@@ -143,9 +110,6 @@ class SweepAndPlotTest(absltest.TestCase):
             ("bad set", "--set"),
             ("other rounds", "rounds=2"),
             ("no runs", "holds no run"),
-            ("no rows", "--rows"),
-            ("no table", "summary.csv"),
-            ("bad where", "--where"),
             ("nothing", "directory"),
             ("bad group", "colour"),
             ("bad output", "chart.doc"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import tempfile
 
@@ -120,32 +119,10 @@ class TrainTest(absltest.TestCase):
             "--overwrite",
             again,
         ]
-        lines["npz"] = [
-            "--dataset=npz",
-            f"--data_path={cls._write_npz()}",
-            "--clients_per_round=5",
-            "--rounds=2",
-            "--secure_aggregation=ring",
-            f"--output_dir={cls.folder / 'npz'}",
-        ]
         for number, (line, _) in enumerate(_REFUSED):
             lines[number] = [*line, f"--output_dir={cls.folder / 'refused'}"]
         outcomes = programs.run_all([["train", *line] for line in lines.values()])
         cls.outcomes = dict(zip(lines, outcomes, strict=True))
-
-    @classmethod
-    def _write_npz(cls):
-        generator = np.random.default_rng(0)
-        clients = {
-            f"client {i}": (
-                generator.normal(size=(4, 6)).astype(np.float32),
-                generator.integers(0, 3, 4).astype(np.int32),
-            )
-            for i in range(20)
-        }
-        path = cls.folder / "clients.npz"
-        datasets.FederatedDataset.from_client_arrays(clients).save_npz(path)
-        return path
 
     def _ended_well(self, name):
         outcome = self.outcomes[name]
@@ -167,12 +144,7 @@ class TrainTest(absltest.TestCase):
     def test_every_mechanisms_parameters_are_in_the_help(self):
         text = " ".join(self.outcomes["help"].out.split())
         for mechanism in settings.MECHANISMS:
-            parameters = settings.parameters_of(mechanism)
-            self.assertIn(
-                f"{mechanism}: {', '.join(parameters) or 'no parameters'}",
-                text,
-            )
-            for parameter in parameters:
+            for parameter in settings.parameters_of(mechanism):
                 self.assertIn(f"--{parameter}:", text)
 
     def test_it_leaves_its_files_and_says_so(self):
@@ -257,13 +229,6 @@ class TrainTest(absltest.TestCase):
         )
         self.assertLen(first, 2)
         self.assertEqual(first, again)
-
-    def test_other_peoples_data_and_secure_aggregation(self):
-        self._ended_well("npz")
-        run = Run.read(self.folder / "npz")
-        self.assertEqual(run.result["num_clients"], 18)
-        self.assertEqual(run.result["num_evaluated"], 8)
-        self.assertTrue(math.isfinite(run.result["loss"]))
 
     def test_bad_flags_are_refused_before_anything_starts(self):
         for number, (line, word) in enumerate(_REFUSED):

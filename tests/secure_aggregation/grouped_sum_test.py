@@ -6,11 +6,12 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from scipy import stats
 
-from tfdp_fl.secure_aggregation import (
-    AdditiveSecretSharing,
-    Fault,
+from tests.secure_aggregation.network import (
     InMemoryNetwork,
     aggregate_in_memory,
+)
+from tfdp_fl.secure_aggregation import (
+    AdditiveSecretSharing,
     split_into_groups,
     sum_in_groups,
 )
@@ -99,35 +100,6 @@ class SumInGroupsTest(parameterized.TestCase):
         for arguments in ((update_of, None), (self.updates, 17)):
             with self.assertRaisesRegex(TypeError, "num_members"):
                 sum_in_groups(arguments[0], self.protocol, num_members=arguments[1])
-
-    @parameterized.product(
-        action=("drop", "delay", "crash"), step=(1, 2, 3), member=(0, 7, 16)
-    )
-    def test_a_fault_in_one_group_does_not_touch_the_others(self, action, step, member):
-        result = sum_in_groups(
-            self.updates,
-            self.protocol,
-            group_size=5,
-            faults=[Fault(action, step, member, seconds=11.0)],
-        )
-        whole = sum_in_groups(self.updates, self.protocol, group_size=5)
-        wanted = np.zeros(40)
-        for (indices, outcome), (_, good) in zip(
-            result.groups, whole.groups, strict=True
-        ):
-            if member in indices:
-                self.assertFalse(outcome.succeeded)
-                self.assertIsNone(outcome.value)
-                self.assertNotEqual(outcome.reason, "")
-                self.assertEqual(result.failed_members, indices)
-            else:
-                self.assertTrue(outcome.succeeded)
-                np.testing.assert_array_equal(outcome.value, good.value)
-                wanted += good.value
-        np.testing.assert_array_equal(result.total, wanted)
-        self.assertCountEqual(
-            result.failed_members + result.succeeded_members, range(17)
-        )
 
     @parameterized.parameters(1, 2)
     def test_a_cohort_below_the_minimum_fails_whole(self, size):

@@ -1,82 +1,68 @@
-"""Every mechanism audited through `scripts/audit.py`.
+"""Every mechanism of the settings audited in `fit`.
 
-What the audit finds where something is broken is in
-`tests/auditing/audit_test.py` and `tests/experiments/audits_test.py`.
+What the audit finds where something is broken is in `tests/auditing/audit_test.py`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 
 from absl.testing import absltest, parameterized
 
-from tests.scripts import programs
 from tests.stress import counts
+from tfdp_fl import auditing
+from tfdp_fl.experiments import Settings, training
 
-_TFF = importlib.util.find_spec("tensorflow_federated")
 _MECHANISMS = {
-    "fixed": ["--mechanism=fixed"],
-    "fixed_size": ["--mechanism=fixed", "--sampling=fixed_size"],
-    "shuffled": ["--mechanism=fixed", "--sampling=shuffled"],
-    "adaptive": ["--mechanism=adaptive"],
-    "private_median": ["--mechanism=median"],
-    "correlated": ["--mechanism=correlated"],
+    "fixed": {"mechanism": "fixed"},
+    "fixed_size": {"mechanism": "fixed", "sampling": "fixed_size"},
+    "shuffled": {"mechanism": "fixed", "sampling": "shuffled"},
+    "adaptive": {"mechanism": "adaptive"},
+    "private_median": {"mechanism": "median"},
+    "correlated": {"mechanism": "correlated"},
 }
-# What is not audited, and a word of why.
 _REFUSED = {
-    "none": ["--mechanism=none"],
-    "local": ["--mechanism=local"],
-    "adaptive_local": ["--mechanism=adaptive_local"],
-    "nbafl": ["--mechanism=nbafl"],
-    "noise at the clients": [
-        "--mechanism=fixed",
-        "--noise_site=client",
-        "--sampling=fixed_size",
-    ],
+    "none": {"mechanism": "none"},
+    "local": {"mechanism": "local"},
+    "adaptive_local": {"mechanism": "adaptive_local"},
+    "nbafl": {"mechanism": "nbafl"},
+    "noise at the clients": {
+        "mechanism": "fixed",
+        "noise_site": "client",
+        "sampling": "fixed_size",
+    },
 }
-_SMALL = [
-    "--num_clients=200",
-    "--clients_per_round=40",
-    "--rounds=5",
-    "--verbose=0",
-]
+_SMALL = {"num_clients": 200, "clients_per_round": 40, "rounds": 5}
 
 
-def _run(flags, folder):
-    done = subprocess.run(
-        [sys.executable, "scripts/audit.py", *flags, f"--output_dir={folder}"],
-        cwd=programs.ROOT,
-        env={**os.environ, "PYTHONPATH": str(programs.ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+def _fit(values, audit):
+    prepared = training.prepare(Settings(**values))
+    settings = prepared.settings
+    prepared.federated_model.fit(
+        prepared.task.clients,
+        rounds=settings.rounds,
+        batch_size=settings.batch_size,
+        local_epochs=settings.local_epochs,
+        verbose=0,
+        audit=audit,
     )
-    return done.returncode, done.stdout + done.stderr
+    return prepared
 
 
 class AuditTest(parameterized.TestCase):
-    def _audit(self, iterates):
+    @parameterized.parameters("final", "all")
+    def test_nothing_above_the_claim(self, iterates):
         started = time.time()
-        for name, flags in _MECHANISMS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                more = ["--num_canaries=1000", f"--iterates={iterates}"]
-                code, said = _run([*_SMALL, *flags, *more], folder)
-                self.assertEqual(code, 0, said)
-                with open(f"{folder}/audit.json") as file:
-                    result = json.load(file)
-            print(
-                name,
-                iterates,
-                {each: result[each] for each in ("claimed", "estimate", "low", "high")},
+        for name, values in _MECHANISMS.items():
+            audit = auditing.CanaryAudit(1000, iterates)
+            prepared = _fit({**_SMALL, **values}, audit)
+            found = audit.estimate(prepared.delta)
+            claimed = min(
+                prepared.federated_model.epsilon(prepared.delta, by)
+                for by in ("rdp", "pld")
             )
-            self.assertLessEqual(result["low"], result["claimed"])
+            print(name, iterates, claimed, found.epsilon, found.low, found.high)
+            self.assertLessEqual(found.low, claimed)
         counts.held(
             f"No audit finds significantly more than is claimed ({iterates} iterates)",
             len(_MECHANISMS),
@@ -84,17 +70,11 @@ class AuditTest(parameterized.TestCase):
             time.time() - started,
         )
 
-    @parameterized.parameters("final", "all")
-    def test_nothing_above_the_claim(self, iterates):
-        self._audit(iterates)
-
     def test_what_is_not_audited_is_said(self):
         started = time.time()
-        for name, flags in _REFUSED.items():
-            with tempfile.TemporaryDirectory() as folder:
-                code, said = _run([*flags, "--verbose=0"], folder)
-            self.assertEqual(code, 1, name)
-            self.assertIn("audit must be None unless", said)
+        for values in _REFUSED.values():
+            with self.assertRaisesRegex(ValueError, "audit must be None unless"):
+                _fit(values, auditing.CanaryAudit(1000))
         counts.held(
             "What cannot be audited is refused, with the reason",
             len(_REFUSED),

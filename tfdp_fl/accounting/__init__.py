@@ -13,10 +13,6 @@ from tfdp_fl.accounting.gaussian import (
 from tfdp_fl.accounting.ledger import (
     Budget,
     BudgetExceededError,
-    PrivacyLedger,
-    epsilon_from_ledger,
-)
-from tfdp_fl.accounting.ledger_contents import (
     LedgerContents,
     LedgerEntry,
     LedgerEntryError,
@@ -26,8 +22,9 @@ from tfdp_fl.accounting.ledger_contents import (
     LedgerMovedError,
     LedgerTamperedError,
     LedgerWriteError,
+    PrivacyLedger,
+    epsilon_from_ledger,
 )
-from tfdp_fl.accounting.local import LocalAccount
 from tfdp_fl.accounting.planning import (
     calibrate,
     calibrate_noise_multiplier,
@@ -35,6 +32,7 @@ from tfdp_fl.accounting.planning import (
     epsilon,
     max_rounds,
 )
+from tfdp_fl.accounting.spending import LocalAccount
 from tfdp_fl.accounting.statement import StatementFacts, privacy_statement
 
 __all__ = [

@@ -18,7 +18,7 @@ from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import events, gaussian, rdp
+from tfdp_fl.accounting import gaussian, rdp
 
 # PLD keeps a probability for every multiple of this up to the largest loss.
 _PLD_INTERVAL = 1e-4
@@ -226,7 +226,7 @@ class PrivacyAccountant:
     def computed_by(self, accountant: str) -> str:
         """Returns what code computes `epsilon`, in words for a statement."""
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-        package = f"dp-accounting {events.dp_accounting_version()}"
+        package = f"dp-accounting {charge_lib.dp_accounting_version()}"
         if accountant == "pld":
             if self._is_one_gaussian:
                 return "the exact conversion of one Gaussian (Balle & Wang 2018)"
@@ -351,14 +351,7 @@ class _PassCosts:
         return last if last < num_positions else 0
 
     def add(self, key: Hashable, start: int, stop: int, weight: float) -> float:
-        """Adds one cohort and returns by how much its pass's cost rose.
-
-        Args:
-          key: The pass.
-          start: First position in the pass's order.
-          stop: One past the last.
-          weight: What the round costs a client in it.
-        """
+        """Adds one cohort and returns by how much its pass's cost rose."""
         cost, end, intervals = self._passes.get(key, (0.0, 0, ()))
         if intervals and intervals[-1][1:] == (start, weight):
             # Goes on where the last cohort ended, at the same cost.

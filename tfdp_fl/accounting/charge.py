@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import math
+import numbers
+from collections.abc import Sequence
 from typing import Any, cast
 
+import attr
 import dp_accounting
 
 from tfdp_fl import _json, _validate, schedules
-from tfdp_fl.accounting import events
+from tfdp_fl.accounting import gaussian
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.
@@ -87,7 +91,7 @@ class RoundCharge:
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "num_clients", n)
         object.__setattr__(self, "clients_per_round", m)
-        object.__setattr__(self, "event", events.normalised(self.event))
+        object.__setattr__(self, "event", normalised(self.event))
         z = self.noise_multiplier
         if z is not None and z < 0:
             raise ValueError(
@@ -117,7 +121,7 @@ class RoundCharge:
 
         0.0 stands for no privacy and infinity for nothing released.
         """
-        return events.noise_multiplier_of(self.event)
+        return noise_multiplier_of(self.event)
 
     @property
     def sensitivity(self) -> float:
@@ -177,7 +181,7 @@ class RoundCharge:
             "sampling": self.sampling,
             "num_clients": self.num_clients,
             "clients_per_round": self.clients_per_round,
-            "event": events.event_to_dict(self.event),
+            "event": event_to_dict(self.event),
         }
         for name in ("pass_index", "pass_offset", "partition"):
             if getattr(self, name) is not None:
@@ -198,7 +202,7 @@ class RoundCharge:
         fields = dict(json.loads(text) if isinstance(text, str) else text)
         if "event" not in fields:
             raise ValueError("text must have an event, got none.")
-        fields["event"] = events.event_from_dict(fields["event"])
+        fields["event"] = event_from_dict(fields["event"])
         return cls(**fields)
 
     def __hash__(self) -> int:
@@ -248,6 +252,11 @@ class PassCohorts:
             self._constant = int(checked_size(clients_per_round, num_clients))
         self._cohorts: list[tuple[int, int, int]] = []
 
+    @property
+    def rounds_of_constant_pass(self) -> int:
+        """How many rounds a pass has, where all cohorts are to be of one size."""
+        return -(-self._num_clients // cast(int, self._constant))
+
     def place(self, round_index: int) -> dict[str, int]:
         """Returns what a `RoundCharge` says of a round's place in its pass."""
         index, start, stop = self.cohort(round_index)
@@ -276,3 +285,153 @@ class PassCohorts:
             )
             self._cohorts.append((index, start, min(n, start + int(size))))
         return self._cohorts[round_index]
+
+
+def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
+    """Returns the noise multiplier of the one Gaussian an event amounts to.
+
+    Gaussian releases about the same data, however nested, are one Gaussian
+    with noise multiplier (sum z_i^-2)^(-1/2) (McMahan et al. 2018, "A general
+    approach to adding differential privacy to iterative training procedures",
+    section 3, https://arxiv.org/abs/1812.06210).
+
+    Args:
+      event: The mechanism's event, without sampling.
+
+    Returns:
+      z; 0.0 where there is no noise, infinity for `NoOpDpEvent`, and None for
+      an event that is no composition of Gaussians.
+    """
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        return float(event.noise_multiplier)
+    if _is_without_noise(event):
+        return 0.0
+    mu_squared = _mu_squared(event)
+    if mu_squared is None:
+        return None
+    return math.inf if mu_squared == 0 else mu_squared**-0.5
+
+
+def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
+    """Returns sum z_i^-2 over the Gaussians of an event, None for others."""
+    if isinstance(event, dp_accounting.NoOpDpEvent):
+        return 0.0
+    if _is_without_noise(event):
+        return math.inf
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        z = float(event.noise_multiplier)
+        return math.inf if z == 0 else z**-2
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        one = _mu_squared(event.event)
+        return None if one is None else event.count * one if event.count else 0.0
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        parts = [_mu_squared(part) for part in event.events]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        return math.fsum(known) if math.inf not in known else math.inf
+    return None
+
+
+def _is_without_noise(event: dp_accounting.DpEvent) -> bool:
+    return isinstance(event, dp_accounting.NonPrivateDpEvent) or (
+        isinstance(event, dp_accounting.LaplaceDpEvent) and event.noise_multiplier == 0
+    )
+
+
+def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+    """Returns an equal event of plain Python numbers and tuples.
+
+    NumPy scalars and lists would make two equal events differ, could not be
+    hashed, and would not survive a JSON round trip.
+
+    A Gaussian's noise multiplier that no accountant can compute with is taken
+    for less than it is: below 1e-3 for none, and above 1e6 for that.
+    """
+    if not isinstance(event, dp_accounting.DpEvent):
+        raise TypeError(
+            "event must be a dp_accounting.DpEvent, got "
+            f"{event!r} of type {type(event).__name__}."
+        )
+    fields = {
+        field.name: _plain(getattr(event, field.name))
+        for field in attr.fields(type(event))
+    }
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        fields["noise_multiplier"] = _within_reach(fields["noise_multiplier"])
+    return type(event)(**fields)
+
+
+def _within_reach(noise_multiplier: float) -> float:
+    if 0 < noise_multiplier < gaussian.LEAST_NOISE:
+        return 0.0
+    if gaussian.MOST_NOISE < noise_multiplier < math.inf:
+        return gaussian.MOST_NOISE
+    return noise_multiplier
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dp_accounting.DpEvent):
+        return normalised(value)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        if math.isnan(value):
+            raise ValueError("event must not hold NaN.")
+        return float(value)
+    if isinstance(value, Sequence) or hasattr(value, "tolist"):
+        return tuple(_plain(item) for item in value)
+    raise TypeError(f"event holds {value!r}, which no ledger can keep.")
+
+
+def event_to_dict(event: dp_accounting.DpEvent) -> dict[str, Any]:
+    """Returns an event as a dictionary that JSON can hold exactly."""
+    name = type(event).__name__
+    if getattr(dp_accounting.dp_event, name, None) is not type(event):
+        raise TypeError(
+            f"event must be one of dp_accounting's own events, got {event!r}."
+        )
+    fields = {
+        field.name: _to_json_value(getattr(event, field.name))
+        for field in attr.fields(type(event))
+    }
+    return {"type": name, **fields}
+
+
+def _to_json_value(value: Any) -> Any:
+    if isinstance(value, dp_accounting.DpEvent):
+        return event_to_dict(value)
+    if isinstance(value, tuple):
+        return [_to_json_value(item) for item in value]
+    return value
+
+
+def event_from_dict(fields: dict[str, Any]) -> dp_accounting.DpEvent:
+    """Inverse of `event_to_dict`; only dp_accounting's own events are made."""
+    fields = dict(fields)
+    name = fields.pop("type", None)
+    cls = getattr(dp_accounting.dp_event, str(name), None)
+    if not (isinstance(cls, type) and issubclass(cls, dp_accounting.DpEvent)):
+        raise ValueError(
+            f"The event type {name!r} is not known to dp-accounting "
+            f"{dp_accounting_version()}."
+        )
+    return cls(**{key: _from_json_value(v) for key, v in fields.items()})
+
+
+def _from_json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return event_from_dict(value)
+    if isinstance(value, list):
+        return tuple(_from_json_value(item) for item in value)
+    return value
+
+
+def dp_accounting_version() -> str:
+    """Returns the version of the installed dp-accounting."""
+    try:
+        return importlib.metadata.version("dp-accounting")
+    except importlib.metadata.PackageNotFoundError:
+        return "(unknown version)"

@@ -24,6 +24,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -35,17 +36,38 @@ from typing import Any, cast
 from tfdp_fl import _json, _validate, version
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import events, ledger_contents
-from tfdp_fl.accounting.ledger_contents import (
-    LedgerContents,
-    LedgerEntry,
-    LedgerError,
-    LedgerForkedError,
-    LedgerInUseError,
-    LedgerMovedError,
-    LedgerTamperedError,
-    LedgerWriteError,
-)
+from tfdp_fl.accounting import gaussian
+
+FORMAT = "tfdp_fl privacy ledger 3"
+_GENESIS = "0" * 64
+
+
+class LedgerError(RuntimeError):
+    """Something is wrong with a ledger file."""
+
+
+class LedgerTamperedError(LedgerError):
+    """A line was removed, changed or moved."""
+
+
+class LedgerInUseError(LedgerError):
+    """Another run writes this ledger."""
+
+
+class LedgerWriteError(LedgerError):
+    """A line could not be written; what stood before is as it was."""
+
+
+class LedgerMovedError(LedgerError):
+    """The file was deleted, moved or replaced while it was open."""
+
+
+class LedgerForkedError(LedgerError):
+    """Another process than the one that opened the ledger uses it."""
+
+
+class LedgerEntryError(LedgerError, ValueError):
+    """A line would say what no round can have cost."""
 
 
 class BudgetExceededError(RuntimeError):
@@ -73,6 +95,140 @@ class Budget:
         _validate.positive(epsilon=self.epsilon)
         _validate.inside_unit_interval(delta=self.delta)
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=self.accountant)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LedgerEntry:
+    """One round of a ledger.
+
+    Attributes:
+      round_index: The round, from 0.
+      cohort_size: How many clients were drawn.
+      charge: What the round costs centrally; None where only a local
+        guarantee is given.
+      local: For noise added by clients, the largest spending of a single
+        client: {"mu_squared": of this round, "max_mu_squared": so far}.
+      time: When the line was written, UTC, ISO 8601.
+      details: The mechanism's parameters of the round, and anything else.
+      run: The id of the run that released the round.
+      line_hash: The hash of its line: a `head` that the ledger once had.
+    """
+
+    round_index: int
+    cohort_size: int
+    charge: charge_lib.RoundCharge | None
+    local: dict[str, float] | None
+    time: str
+    details: dict[str, Any]
+    run: str = ""
+    line_hash: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LedgerContents:
+    """A ledger that was read.
+
+    Attributes:
+      header: What was known at the start; empty if not even that was written.
+      entries: The rounds, in the order in which they were released.
+      truncated: Whether the last line was cut short by a crash.
+      head: The hash of the last whole line.
+    """
+
+    header: dict[str, Any]
+    entries: tuple[LedgerEntry, ...]
+    truncated: bool
+    head: str
+
+    def by_run(self) -> dict[str, tuple[LedgerEntry, ...]]:
+        """Returns the rounds of each run, by the run's id."""
+        runs: dict[str, list[LedgerEntry]] = {}
+        for entry in self.entries:
+            runs.setdefault(entry.run, []).append(entry)
+        return {run: tuple(entries) for run, entries in runs.items()}
+
+    def rounds_known(self, run: str, head: str) -> int:
+        """Returns how many rounds of a run were written by the time of a head.
+
+        Args:
+          run: The run's id.
+          head: A `head` that the ledger had; 0 for one that is none of a round.
+        """
+        count = 0
+        for entry in self.entries:
+            count += entry.run == run
+            if entry.line_hash == head:
+                return count
+        return 0
+
+    def accountant(self) -> accountant_lib.PrivacyAccountant:
+        """Returns an accountant to which all rounds were added."""
+        history = accountant_lib.PrivacyAccountant()
+        for entry in self.entries:
+            if entry.charge is not None:
+                history.add(entry.charge)
+        return history
+
+    def epsilon(self, delta: float, accountant: str = "rdp") -> float:
+        """Returns the epsilon of all rounds at delta.
+
+        That of the guarantee which the header names; without a name the
+        central one, or, where no round has one, the local one. Infinite if a
+        round has no guarantee of that kind.
+        """
+        guarantee = self.header.get("mechanism", {}).get("guarantee")
+        if guarantee in ("local", "record"):
+            return self.local_epsilon(delta)
+        central = [entry.charge is not None for entry in self.entries]
+        if self.entries and not any(central):
+            return self.local_epsilon(delta)
+        if not all(central):
+            return math.inf
+        return self.accountant().epsilon(delta, accountant)
+
+    def local_epsilon(self, delta: float) -> float:
+        """Returns the local epsilon of the client that spent most, at delta.
+
+        The spending so far that a run's last line tells, plus, for rounds that
+        it did again after it was resumed, the most a client can have spent in
+        what was lost. Runs add up, as if the client that spent most in one had
+        spent most in every other. Infinite if a round has no local guarantee.
+        """
+        if any(entry.local is None for entry in self.entries):
+            return math.inf
+        spent = math.fsum(
+            largest_mu_squared(entries) for entries in self.by_run().values()
+        )
+        return gaussian.epsilon_of_mu_squared(spent, delta)
+
+    def lost_mu_squared(self, next_round: int, run: str) -> float:
+        """Returns what one client may have spent in rounds that were lost.
+
+        Args:
+          next_round: The round that the run goes on with; its lines of this
+            round and later ones belong to what was lost.
+          run: The run's id.
+        """
+        return _spent_and_lost(self.by_run().get(run, ()), next_round)[1]
+
+
+def largest_mu_squared(entries: tuple[LedgerEntry, ...]) -> float:
+    """Returns the most that one client can have spent in one run's rounds."""
+    return math.fsum(_spent_and_lost(entries, math.inf))
+
+
+def _spent_and_lost(
+    entries: tuple[LedgerEntry, ...], earliest_later: float
+) -> tuple[float, float]:
+    spent, lost = 0.0, 0.0
+    for entry in reversed(entries):
+        if entry.local is not None:
+            if entry.round_index >= earliest_later:
+                lost += entry.local["mu_squared"]
+            else:
+                spent = max(spent, entry.local["max_mu_squared"])
+        earliest_later = min(earliest_later, entry.round_index)
+    return spent, lost
 
 
 class PrivacyLedger:
@@ -118,7 +274,8 @@ class PrivacyLedger:
           TypeError, ValueError: An argument is not allowed.
         """
         _validate.one_of(("create", "append"), mode=mode)
-        _check_head(expected_head)
+        if expected_head is not None:
+            _validate.instance_of(str, expected_head=expected_head)
         if mechanism is not None:
             _validate.instance_of(dict, mechanism=mechanism)
         self._path = pathlib.Path(path)
@@ -127,7 +284,7 @@ class PrivacyLedger:
         # A fork inherits the file, its lock and the place of the next line.
         self._process = os.getpid()
         self._run = new_run() if run is None else _checked_run(run)
-        self._head = ledger_contents.GENESIS
+        self._head = _GENESIS
         self._entries: list[LedgerEntry] = []
         self._by_client = False
         # What the entries cost centrally, and how many of them are in it.
@@ -160,9 +317,9 @@ class PrivacyLedger:
                 self._append(
                     {
                         "kind": "header",
-                        "format": ledger_contents.FORMAT,
+                        "format": FORMAT,
                         "version": version.__version__,
-                        "dp_accounting": events.dp_accounting_version(),
+                        "dp_accounting": charge_lib.dp_accounting_version(),
                         "created": _now(),
                         "unit": unit,
                         "target_epsilon": target_epsilon,
@@ -248,36 +405,25 @@ class PrivacyLedger:
             )
         if charge is not None:
             _validate.instance_of(charge_lib.RoundCharge, charge=charge)
-        if local is not None:
-            local = ledger_contents.checked_local(local, charge)
         if budget is not None:
             _validate.instance_of(Budget, budget=budget)
-        entry = LedgerEntry(
-            round_index=_validate.non_negative_integer(round_index=round_index),
-            cohort_size=_validate.non_negative_integer(cohort_size=cohort_size),
-            charge=charge,
-            local=local,
-            time=_now(),
-            details=_json.plain(details, _refuse),
-            run=self._run if run is None else _checked_run(run),
-        )
+        body: dict[str, Any] = {
+            "kind": "round",
+            "run": self._run if run is None else _checked_run(run),
+            "round": _validate.non_negative_integer(round_index=round_index),
+            "cohort_size": _validate.non_negative_integer(cohort_size=cohort_size),
+            "charge": charge and json.loads(charge.to_json()),
+            "local": local and checked_local(local, charge),
+            "time": _now(),
+            "details": _json.plain(details, _refuse),
+        }
+        entry = _entry(body, charge)
         self._check_process()
         with self._recording:
             self._check_file()
             if budget is not None:
                 self._ask(budget, entry)
-            self._append(
-                {
-                    "kind": "round",
-                    "run": entry.run,
-                    "round": entry.round_index,
-                    "cohort_size": entry.cohort_size,
-                    "charge": charge and json.loads(charge.to_json()),
-                    "local": local,
-                    "time": entry.time,
-                    "details": entry.details,
-                }
-            )
+            self._append(body)
             self._entries.append(dataclasses.replace(entry, line_hash=self._head))
 
     def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
@@ -303,14 +449,6 @@ class PrivacyLedger:
                 f"{self._path}, and the budget is {budget.epsilon:g}. Nothing was "
                 "written; the round must not be released."
             )
-
-    def require(self, expected_head: str) -> None:
-        """Raises LedgerTamperedError unless it contains a `head` seen before.
-
-        Args:
-          expected_head: That head.
-        """
-        PrivacyLedger.read(self._place, expected_head=expected_head)
 
     def contents(self) -> LedgerContents:
         """Returns what the ledger holds now."""
@@ -350,10 +488,9 @@ class PrivacyLedger:
             reads it.
           TypeError: `expected_head` is of another type.
         """
-        _check_head(expected_head)
-        return ledger_contents.parse(
-            pathlib.Path(path).read_bytes(), str(path), expected_head
-        )[0]
+        if expected_head is not None:
+            _validate.instance_of(str, expected_head=expected_head)
+        return _parse(pathlib.Path(path).read_bytes(), str(path), expected_head)[0]
 
     @property
     def _file(self) -> int:
@@ -377,7 +514,7 @@ class PrivacyLedger:
         data = os.pread(self._file, size, 0)
         self._end = size
         self._check_file()
-        contents, whole = ledger_contents.parse(data, str(self._path), expected_head)
+        contents, whole = _parse(data, str(self._path), expected_head)
         if whole < size:
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
@@ -389,10 +526,8 @@ class PrivacyLedger:
         return contents
 
     def _append(self, body: dict[str, Any]) -> None:
-        if self._descriptor is None:
-            raise LedgerError(f"The ledger {self._path} is closed.")
         body["previous"] = self._head
-        digest = ledger_contents.digest_of(body)
+        digest = digest_of(body)
         line = _json.canonical({**body, "hash": digest}) + "\n"
         self._write(line.encode())
         self._head = digest
@@ -503,14 +638,6 @@ def _checked_run(run: Any) -> str:
     return run
 
 
-def _check_head(expected_head: object) -> None:
-    if expected_head is not None and not isinstance(expected_head, str):
-        raise TypeError(
-            "expected_head must be a str or None, got a "
-            f"{type(expected_head).__name__}."
-        )
-
-
 def _now() -> str:
     now = datetime.datetime.now(datetime.timezone.utc)
     return now.isoformat(timespec="milliseconds")
@@ -518,3 +645,131 @@ def _now() -> str:
 
 def _refuse(value: Any) -> None:
     raise TypeError(f"{value!r} cannot be kept in a ledger.")
+
+
+def _parse(
+    data: bytes, name: str, expected_head: str | None
+) -> tuple[LedgerContents, int]:
+    """Verifies a whole file; returns also how many of its bytes are whole lines."""
+    lines = data.split(b"\n")
+    tail = lines.pop()  # Empty, unless the last line has no end.
+    header: dict[str, Any] = {}
+    entries: list[LedgerEntry] = []
+    head, seen = _GENESIS, {_GENESIS}
+    whole, truncated = len(data) - len(tail), not data
+    for number, line in enumerate([*lines, tail] if tail else lines, start=1):
+        unfinished = number > len(lines)
+        if unfinished:
+            line = _without_rest(line)
+        try:
+            body = _verified(line, head, number == 1, name)
+            if number == 1:
+                header = body
+            else:
+                entries.append(_entry(body))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if unfinished:
+                truncated = True
+                break
+            raise LedgerTamperedError(
+                f"Line {number} of the ledger {name} does not verify: {error}. "
+                "A line was removed, changed or moved."
+            ) from error
+        head = body["hash"]
+        seen.add(head)
+        whole += len(line) if unfinished else 0
+    if expected_head is not None and expected_head not in seen:
+        raise LedgerTamperedError(
+            f"The ledger {name} does not contain the line with the hash "
+            f"{expected_head}: lines at its end were removed."
+        )
+    header = {
+        name: value
+        for name, value in header.items()
+        if name not in ("kind", "hash", "previous")
+    }
+    contents = LedgerContents(
+        header=header, entries=tuple(entries), truncated=truncated, head=head
+    )
+    return contents, whole
+
+
+def _without_rest(line: bytes) -> bytes:
+    """Returns a last line up to the end of its object.
+
+    Where the byte after it is no newline any more, what the line says still
+    holds: a crash leaves less than a line, never more.
+    """
+    text = line.decode("utf-8", "surrogateescape")
+    try:
+        end = json.JSONDecoder().raw_decode(text)[1]
+    except (ValueError, RecursionError):
+        return line
+    return text[:end].encode("utf-8", "surrogateescape")
+
+
+def _verified(line: bytes, head: str, first: bool, name: str) -> dict[str, Any]:
+    body = json.loads(line.decode())
+    if not isinstance(body, dict):
+        raise ValueError("it is not a JSON object")
+    if _json.canonical(body).encode() != line:
+        raise ValueError("it is not written as the ledger writes")
+    digest = body.pop("hash")
+    if body.get("previous") != head:
+        raise ValueError("it does not follow the line before it")
+    if digest != digest_of(body):
+        raise ValueError("its hash is wrong")
+    if first != (body["kind"] == "header"):
+        raise ValueError("it is not what belongs there")
+    if first and body["format"] != FORMAT:
+        raise LedgerError(
+            f"The ledger {name} has the format {body['format']!r}, which version "
+            f"{body.get('version', '(unknown)')} reads; this version reads {FORMAT!r}."
+        )
+    return {**body, "hash": digest}
+
+
+def _entry(
+    body: dict[str, Any], charge: charge_lib.RoundCharge | None = None
+) -> LedgerEntry:
+    local = body["local"]
+    if charge is None and body["charge"] is not None:
+        charge = charge_lib.RoundCharge.from_json(body["charge"])
+    return LedgerEntry(
+        round_index=body["round"],
+        cohort_size=body["cohort_size"],
+        charge=charge,
+        local=None if local is None else checked_local(local, charge),
+        time=body["time"],
+        details=body["details"],
+        run=body["run"],
+        line_hash=body.get("hash", ""),
+    )
+
+
+def checked_local(
+    local: dict[str, Any], charge: charge_lib.RoundCharge | None
+) -> dict[str, float]:
+    """Returns a round's local spending, or raises LedgerEntryError.
+
+    Infinity is what a release without noise costs, so a round may say it, but
+    not next to a charge that has noise.
+    """
+    checked = {name: float(local[name]) for name in ("mu_squared", "max_mu_squared")}
+    for name, value in checked.items():
+        if not value >= 0:
+            raise LedgerEntryError(
+                f"{name} must be a number of at least 0, got {value!r}."
+            )
+    noise = None if charge is None else charge.noise_multiplier
+    if noise and math.isinf(checked["mu_squared"]):
+        raise LedgerEntryError(
+            "mu_squared must be finite in a round with noise, got inf next to "
+            f"a noise multiplier of {noise!r}."
+        )
+    return checked
+
+
+def digest_of(body: dict[str, Any]) -> str:
+    """Returns a line's hash, of all that it says and of the hash before it."""
+    return hashlib.sha256(_json.canonical(body).encode()).hexdigest()

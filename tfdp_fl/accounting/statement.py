@@ -10,11 +10,11 @@ from typing import Any
 import dp_accounting
 
 from tfdp_fl import _json, _validate
-from tfdp_fl.accounting import events, statement_text
+from tfdp_fl.accounting import charge, statement_text
 from tfdp_fl.accounting.caveats import CAVEATS
 
 GUARANTEES = ("central", "local", "record", "none")
-FORMATS = ("text", "dict", "markdown")
+FORMATS = ("text", "dict")
 
 # What a sampling has to have said of it, where the guarantee is central.
 _CAVEATS_OF_SAMPLING = {
@@ -118,8 +118,7 @@ def privacy_statement(
     Args:
       facts: What ran.
       delta: At which the epsilons are stated.
-      format: "text" (paragraphs), "markdown" (a heading, the paragraphs, a
-        table of facts) or "dict" (the facts and sentences as JSON values;
+      format: "text" (paragraphs) or "dict" (the facts and sentences as JSON values;
         an infinite epsilon is None, with "has_guarantee" False;
         "epsilon_if_participation_is_known" is the epsilon that holds without the
         secrecy of "secrecy").
@@ -130,8 +129,6 @@ def privacy_statement(
     content = _content(facts, delta)
     if format == "dict":
         return content
-    if format == "markdown":
-        return statement_text.markdown(content)
     paragraphs = [content[name] for name in ("summary", "meaning", "secrecy", "how")]
     if content["caveats"]:
         paragraphs.append(
@@ -203,7 +200,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         "mechanism_parameters": {
             key: _json.plain(value) for key, value in facts.mechanism_parameters.items()
         },
-        "dp_accounting": events.dp_accounting_version(),
+        "dp_accounting": charge.dp_accounting_version(),
         "caveats": {
             key: CAVEATS[key] for key in dict.fromkeys([*facts.caveats, *implied])
         },

@@ -226,64 +226,6 @@ def how(facts: StatementFacts, content: dict[str, Any]) -> str:
     )
 
 
-def markdown(content: dict[str, Any]) -> str:
-    """Returns the statement as a page of its own."""
-    rows = {
-        "Guarantee": content["guarantee"]
-        if content["has_guarantee"]
-        else "no differential-privacy guarantee",
-        "Unit of privacy": content["unit"],
-        "Neighbouring relation": content["relation"].lower().replace("_", " "),
-        "delta": f"{content['delta']:g}",
-        "epsilon": content["epsilon"],
-        "epsilon (if participation is known)": content[
-            "epsilon_if_participation_is_known"
-        ],
-        "epsilon (RDP)": content["epsilon_rdp"],
-        "epsilon (PLD)": content["epsilon_pld"],
-        "epsilon (local)": content["epsilon_local"],
-        "epsilon (central, same noise)": content["central_epsilon"],
-        "Rounds": content["rounds"],
-        "Sampling": content["sampling"],
-        "Clients (N)": ", then ".join(map(str, content["populations"])),
-        "Rounds of other runs": content["rounds_of_others"] or None,
-        "Clients per round, planned (m)": _range_text(content["clients_per_round"]),
-        "Cohort sizes drawn": _range_text(content["cohort_sizes"]),
-        "Most participations of a client": content["max_participations"],
-        "Mechanism": content["mechanism"],
-        **{
-            f"`{key}`": _short(value)
-            for key, value in content["mechanism_parameters"].items()
-        },
-    }
-    lines = ["# Privacy statement", "", content["summary"], ""]
-    for paragraph in ("meaning", "secrecy", "how"):
-        if content[paragraph]:
-            lines += [content[paragraph], ""]
-    lines += ["| Fact | Value |", "|---|---|"]
-    for name, value in rows.items():
-        if value is None or value == "":
-            continue
-        if name.startswith("epsilon"):
-            value = _up(value)
-        cell = str(value).replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| {name} | {cell} |")
-    if content["caveats"]:
-        lines += ["", "## To be read with it", ""]
-        lines += [f"- {sentence}" for sentence in content["caveats"].values()]
-    return "\n".join(lines) + "\n"
-
-
-def _range_text(sizes: dict[str, Any]) -> str:
-    if not sizes["count"]:
-        return ""
-    if sizes["min"] == sizes["max"]:
-        return _number(sizes["min"])
-    return (
-        f"{_number(sizes['min'])} to {_number(sizes['max'])} (mean {sizes['mean']:.4g})"
-    )
-
-
 def _up(value: float) -> str:
     """Writes an epsilon with four significant digits, rounded up."""
     if value == 0 or not math.isfinite(value):

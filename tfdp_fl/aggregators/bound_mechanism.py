@@ -15,9 +15,7 @@ from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.aggregators import (
     cohort_process,
-    cohort_size,
-    record_sum,
-    round_values,
+    round_plan,
     state,
     values,
 )
@@ -83,11 +81,11 @@ class BoundMechanism:
             allowed = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
             _validate.one_of(allowed, sampling=sampling)
         period = mechanism.event_period
-        clients = round_values.tabulated(
+        clients = round_plan.tabulated(
             clients_per_round, "clients_per_round", rounds, _validate.positive
         )
         noise = mechanism.noise_multiplier
-        noise = round_values.tabulated(
+        noise = round_plan.tabulated(
             0.0 if noise is None else noise,
             "noise_multiplier",
             rounds,
@@ -115,11 +113,11 @@ class BoundMechanism:
             min_examples=min_examples,
         )
         self.bind(num_variables=1)
-        self._clients = round_values.RoundValues(clients, "clients_per_round")
-        self._cohort_sizes = round_values.RoundValues(
+        self._clients = round_plan.RoundValues(clients, "clients_per_round")
+        self._cohort_sizes = round_plan.RoundValues(
             clients, "clients_per_round", tf.float64
         )
-        self._noise = round_values.RoundValues(noise, "noise_multiplier")
+        self._noise = round_plan.RoundValues(noise, "noise_multiplier")
         self._is_scheduled = bool(lengths)
         self._check_cohort_sizes()
 
@@ -190,12 +188,12 @@ class BoundMechanism:
         return cohort_process.create_cohort_process(
             query,
             self._plan(num_variables),
-            cohort_size.CohortSizeCheck(
+            round_plan.CohortSizeCheck(
                 exact=self.mechanism.needs_exact_cohort,
                 at_most_expected=self.deployment.sampling in _WHOLE_COHORTS,
                 at_most=self._largest_cohort(),
                 some_weight=self.mechanism.releases_weights,
-                smallest_clip=rounding / record_sum.LARGEST_ROUNDING,
+                smallest_clip=rounding / values.LARGEST_ROUNDING,
             ),
             value_type,
             weight_type,
@@ -208,41 +206,37 @@ class BoundMechanism:
         population = self.deployment.num_clients
         if population is None or self.deployment.sampling != "poisson":
             return population
-        return cohort_size.largest_poisson_cohort(
+        return round_plan.largest_poisson_cohort(
             population, max(self._clients.distinct)
         )
 
     def _rounding_of_sums(
         self, shapes: tuple[tuple[int, ...], ...] | None, inner: Any, scalars: Any
     ) -> float:
-        """Returns what secure sums may add to a client's share of the update.
-
-        Raises:
-          ValueError: It is not small beside the clip.
-        """
+        """Returns what secure sums may add to a client's share of the update."""
         if self.mechanism.guarantee != "central":
             return 0.0
-        if shapes is None and record_sum.largest_rounding(inner, 1):
+        if shapes is None and values.largest_rounding(inner, 1):
             raise ValueError(
                 "inner_factory must be a plain sum where shapes are not known: what "
                 "a secure sum rounds depends on how many numbers there are."
             )
         numbers = sum(math.prod(shape) for shape in shapes or ())
-        rounding = record_sum.largest_rounding(inner, numbers)
+        rounding = values.largest_rounding(inner, numbers)
         clip = self.mechanism.first_clip_norm()
         for name, one, limit in (
             ("inner_factory", rounding, clip or math.inf),
-            ("scalars_factory", record_sum.largest_rounding(scalars, 1), 1.0),
+            ("scalars_factory", values.largest_rounding(scalars, 1), 1.0),
         ):
-            if one > record_sum.LARGEST_ROUNDING * limit:
+            if one > values.LARGEST_ROUNDING * limit:
                 raise ValueError(
                     f"{name} must have closer bounds: its sum rounds a client's share "
-                    f"by up to {one:.3g}, where {record_sum.LARGEST_ROUNDING:g} of "
+                    f"by up to {one:.3g}, where {values.LARGEST_ROUNDING:g} of "
                     f"the {limit:g} that a client may add is allowed."
                 )
         return rounding
 
-    def _plan(self, num_variables: int) -> cohort_process.RoundPlan:
+    def _plan(self, num_variables: int) -> round_plan.RoundPlan:
         event, event_noise = self._events(num_variables)
         deployment = self._deployment_for(num_variables)
         cost: float | tuple[float, ...]
@@ -250,15 +244,11 @@ class BoundMechanism:
             cost = float(self.mechanism.mu_squared(deployment))
         else:
             cost = event_noise
-        return cohort_process.RoundPlan(
+        return round_plan.RoundPlan(
             noise_multiplier=self._noise,
             clients_per_round=self._clients,
-            event=event,
-            event_noise_multiplier=round_values.RoundValues(
-                event_noise, "noise_multiplier", tf.float64
-            ),
             kind=state.history_kind(self.mechanism, event, deployment.sampling),
-            cost=round_values.RoundValues(cost, "noise_multiplier", tf.float64),
+            cost=round_plan.RoundValues(cost, "noise_multiplier", tf.float64),
             cohort_size=self._cohort_sizes,
             population=deployment.num_clients or 0,
         )

@@ -13,84 +13,30 @@ round:
 
 from __future__ import annotations
 
+import atexit
 import collections
-import dataclasses
+import contextlib
+import functools
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import dp_accounting
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl.aggregators import (
-    cohort_size,
-    record_sum,
-    round_values,
+    round_plan,
     state,
     values,
-    worker_end,
 )
 from tfdp_fl.mechanisms import cohort_query, contribution
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundPlan:
-    """What holds in a round because of its number.
-
-    Attributes:
-      noise_multiplier: The mechanism's z.
-      clients_per_round: m.
-      event: A `DpEvent` that is the same for every round, or None: a Gaussian
-        with `event_noise_multiplier`.
-      event_noise_multiplier: Float64, z of everything that a round releases.
-      kind: See `history_kind`.
-      cost: Float64, see `RoundHistory.costs`.
-      cohort_size: Float64, m.
-      population: N, or 0 if it is not known.
-    """
-
-    noise_multiplier: round_values.RoundValues
-    clients_per_round: round_values.RoundValues
-    event: dp_accounting.DpEvent | None
-    event_noise_multiplier: round_values.RoundValues
-    kind: int
-    cost: round_values.RoundValues
-    cohort_size: round_values.RoundValues
-    population: int
-
-    def event_at(self, round_index: tf.Tensor) -> Any:
-        """Returns the round's event as a named tuple of tensors."""
-        event = self.event
-        if event is None:
-            event = dp_accounting.GaussianDpEvent(
-                self.event_noise_multiplier.at(round_index)
-            )
-        return event.to_named_tuple()
-
-    def written_down(
-        self, history: state.RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
-    ) -> state.RoundHistory:
-        """Returns a history with one more round, and how many were in its sum."""
-        row = state.RoundHistory(
-            kinds=tf.constant(self.kind, tf.int64),
-            costs=self.cost.at(round_index),
-            cohort_sizes=self.cohort_size.at(round_index),
-            populations=tf.constant(self.population, tf.int64),
-            answered=tf.cast(answered, tf.float64),
-        )
-        return state.RoundHistory(
-            *(
-                tf.concat([past, [now]], axis=0)
-                for past, now in zip(history, row, strict=True)
-            )
-        )
-
-
 def create_cohort_process(
     query: cohort_query.CohortQuery,
-    plan: RoundPlan,
-    size_check: cohort_size.CohortSizeCheck,
+    plan: round_plan.RoundPlan,
+    size_check: round_plan.CohortSizeCheck,
     value_type: tff.types.Type,
     weight_type: tff.types.Type | None = None,
     *,
@@ -109,7 +55,7 @@ def create_cohort_process(
       inner_factory: Sums the updates (see `create_record_sum`).
       scalars_factory: Sums the other numbers of the records.
     """
-    worker_end.at_exit()
+    end_worker_at_exit()
     client_types = [value_type]
     if weight_type is not None:
         client_types.append(weight_type)
@@ -121,9 +67,7 @@ def create_cohort_process(
         query, at_server.sample_params.type_signature.result, client_types
     )
     record_type = preprocess_record.type_signature.result
-    sum_process = record_sum.create_record_sum(
-        record_type, inner_factory, scalars_factory
-    )
+    sum_process = values.create_record_sum(record_type, inner_factory, scalars_factory)
     total_type = sum_process.next.type_signature.result.result.member
     get_noised_result = _create_noised_result(
         query,
@@ -158,7 +102,7 @@ def create_cohort_process(
         mean, new_query_state, measurements, answered = tff.federated_map(
             get_noised_result, (total.result, query_state)
         )
-        rounds, event, history = tff.federated_map(
+        rounds, history = tff.federated_map(
             at_server.finish_round,
             (server_state.rounds, server_state.history, answered),
         )
@@ -166,8 +110,6 @@ def create_cohort_process(
             query_state=new_query_state,
             rounds=rounds,
             sum_state=total.state,
-            dp_event=event,
-            is_init_state=tff.federated_value(False, tff.SERVER),
             history=history,
         )
         if inner_factory is not None:
@@ -196,20 +138,20 @@ class _ServerPhases(NamedTuple):
       begin_round: (state, round) -> the state of the round.
       sample_params: state -> what clients get to know.
       no_history: () -> a `RoundHistory` of nothing.
-      event_of: round -> its event.
-      finish_round: (round, history, clients in the sum) -> the next round,
-        this one's event, and the history with it.
+      finish_round: (round, history, clients in the sum) -> the next round, and
+        the history with this one.
     """
 
     initial_state: Any
     begin_round: Any
     sample_params: Any
     no_history: Any
-    event_of: Any
     finish_round: Any
 
 
-def _server_phases(query: cohort_query.CohortQuery, plan: RoundPlan) -> _ServerPhases:
+def _server_phases(
+    query: cohort_query.CohortQuery, plan: round_plan.RoundPlan
+) -> _ServerPhases:
     """Returns what a query and a plan come to at the server."""
 
     @tff.tensorflow.computation
@@ -240,15 +182,10 @@ def _server_phases(query: cohort_query.CohortQuery, plan: RoundPlan) -> _ServerP
             )
         )
 
-    @tff.tensorflow.computation(np.int32)
-    def event_of(round_index):
-        return plan.event_at(round_index)
-
     @tff.tensorflow.computation(np.int32, no_history.type_signature.result, np.float32)
     def finish_round(round_index, history, answered):
         return (
             round_index + 1,
-            plan.event_at(round_index),
             plan.written_down(history, round_index, answered),
         )
 
@@ -257,7 +194,6 @@ def _server_phases(query: cohort_query.CohortQuery, plan: RoundPlan) -> _ServerP
         begin_round,
         derive_sample_params,
         no_history,
-        event_of,
         finish_round,
     )
 
@@ -269,15 +205,11 @@ def _create_init_fn(
 
     @tff.federated_computation
     def init_fn():
-        first = tff.federated_value(np.int32(0), tff.SERVER)
-        event = tff.federated_map(at_server.event_of, first)
         return tff.federated_zip(
             state.AggregatorState(
                 query_state=tff.federated_eval(at_server.initial_state, tff.SERVER),
-                rounds=first,
+                rounds=tff.federated_value(np.int32(0), tff.SERVER),
                 sum_state=sum_process.initialize(),
-                dp_event=event,
-                is_init_state=tff.federated_value(True, tff.SERVER),
                 history=tff.federated_eval(at_server.no_history, tff.SERVER),
             )
         )
@@ -315,7 +247,7 @@ def _create_preprocess_record(
 
 def _create_noised_result(
     query: cohort_query.CohortQuery,
-    size_check: cohort_size.CohortSizeCheck,
+    size_check: round_plan.CohortSizeCheck,
     total_type: tff.types.Type,
     query_state_type: tff.types.Type,
     value_type: tff.types.Type,
@@ -324,14 +256,6 @@ def _create_noised_result(
     """Returns what the server makes of the sum.
 
     That is the mean, the new state, the measurements, and the cohort's size.
-
-    Args:
-      query: The query.
-      size_check: Which cohort sizes are allowed.
-      total_type: Of the sum of the records.
-      query_state_type: Of the query's state.
-      value_type: Of one client's value, and so of the mean.
-      packed: Whether an update has that type in the sum, or is a list.
     """
 
     @tff.tensorflow.computation(total_type, query_state_type)
@@ -425,3 +349,25 @@ def _create_clip_to_cohort(
         return tff.federated_map(clip_to_cohort, (query_state, norms))
 
     return phase
+
+
+@functools.cache
+def end_worker_at_exit() -> None:
+    """Sees to it that TFF's worker does not outlive this program.
+
+    TFF 0.87's default context starts a `worker_binary` for its first
+    computation. It listens on all interfaces, runs whatever graph it is sent
+    (docs/threat_model.md), and ends when the context is deleted; while the
+    interpreter goes down that fails, and the worker stays. Here the context is
+    replaced before, by one without a worker.
+
+    Called more than once it does nothing.
+    """
+    atexit.register(_replace_context)
+
+
+def _replace_context() -> None:
+    # Whatever goes wrong in TFF, the program is at its end.
+    with contextlib.suppress(Exception):
+        tff.backends.test.set_sync_test_cpp_execution_context()
+        gc.collect()

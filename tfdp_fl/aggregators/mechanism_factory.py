@@ -1,15 +1,17 @@
-"""Any mechanism as a TFF aggregation factory."""
+"""Any mechanism as a TFF aggregation factory, and one name for each of ours."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from typing import Any
 
 import dp_accounting
 import tensorflow_federated as tff
 
-from tfdp_fl import _validate, schedules
+from tfdp_fl import _validate, mechanisms, schedules
 from tfdp_fl.aggregators import bound_mechanism
-from tfdp_fl.mechanisms import contribution
+from tfdp_fl.mechanisms import contribution, nbafl
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 
@@ -178,7 +180,7 @@ def check_inner_factory(
             f"SecureSumFactory), got {type(factory).__name__}: the mechanism "
             "divides, by the expected cohort size, and adds the noise."
         )
-    if _depends_on_each_share(bound) and not _keeps_each_share(factory):
+    if _needs_each_share(bound) and not _keeps_each_share(factory):
         raise ValueError(
             f"{name} must be None, a tff.aggregators.SumFactory or a "
             "SecureSumFactory whose bounds include 0, got "
@@ -187,7 +189,7 @@ def check_inner_factory(
         )
 
 
-def _depends_on_each_share(bound: bound_mechanism.BoundMechanism) -> bool:
+def _needs_each_share(bound: bound_mechanism.BoundMechanism) -> bool:
     """Whether a larger share of the sum would cost more than is charged."""
     event = bound.mechanism.round_event(0, bound.deployment)
     return bound.mechanism.guarantee == "central" and not isinstance(
@@ -203,3 +205,186 @@ def _keeps_each_share(factory: Any) -> bool:
     if isinstance(upper, tff.templates.EstimationProcess):
         return True  # It makes a state, by which `accountable_state` knows it.
     return lower is None or lower <= 0 <= upper
+
+
+class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
+    """Aggregates weights with per-client noise (see `NbAFL`).
+
+    A client's value is its **weights** after training, not a change of them;
+    its weight n, the number of its examples. The result is the new weights.
+    A client with n = 0 counts for nothing, and a round in which no client has
+    anything usable fails.
+
+    Measurements, state and `inner_factory` are those of `MechanismFactory`;
+    `noise_stddev` is that of the noise before broadcast.
+    """
+
+    def __init__(
+        self,
+        mechanism: nbafl.NbAFL | None = None,
+        *,
+        clients_per_round: schedules.Schedule,
+        num_clients: int,
+        rounds: int,
+        min_examples: int | None = None,
+        epsilon: float | None = None,
+        constant: float | None = None,
+        weight_clip: float | None = None,
+        downlink_noise: bool = True,
+        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        sampling: str | None = None,
+        max_participations: int | None = None,
+    ):
+        """Checks the arguments.
+
+        Args:
+          mechanism: The mechanism, instead of the next three arguments
+            (`mu` plays no part in the aggregation).
+          clients_per_round: L, the expected cohort size.
+          num_clients: The population N.
+          rounds: The number of rounds T that are planned.
+          min_examples: The smallest n of any client, needed if T > sqrt(N) L.
+          epsilon: See `NbAFL`.
+          constant: See `NbAFL`.
+          weight_clip: See `NbAFL`.
+          downlink_noise: Whether the noise before broadcast is added here, to
+            the result. `tfdp_fl.learning` adds it in the distribution.
+          inner_factory: See `MechanismFactory`.
+          scalars_factory: See `MechanismFactory`.
+          sampling: "poisson", "fixed_size", "shuffled" or None.
+          max_participations: The most rounds that any one client takes part
+            in, or None if unknown.
+        """
+        if mechanism is None:
+            given: dict[str, Any] = {
+                "epsilon": epsilon,
+                "constant": constant,
+                "weight_clip": weight_clip,
+            }
+            mechanism = nbafl.NbAFL(**given)
+        super().__init__(
+            bound_mechanism.BoundMechanism(
+                mechanism,
+                clients_per_round,
+                num_clients=num_clients,
+                rounds=rounds,
+                min_examples=min_examples,
+                sampling=sampling,
+                max_participations=max_participations,
+            ),
+            inner_factory=inner_factory,
+            scalars_factory=scalars_factory,
+        )
+        self._downlink_noise = downlink_noise
+
+    @property
+    def downlink_noise_stddev(self) -> float:
+        """Sigma_D, the stddev of the noise before broadcast."""
+        return self.mechanism.downlink_stddev(self.deployment)
+
+    def create(
+        self, value_type: tff.types.Type, weight_type: tff.types.Type
+    ) -> tff.templates.AggregationProcess:
+        """Implements `WeightedAggregationFactory.create`.
+
+        Args:
+          value_type: A structure of float tensors, the weights.
+          weight_type: A scalar, the number of examples.
+        """
+        return self._bound.create(
+            value_type,
+            weight_type,
+            wrap=lambda query: (
+                query
+                if self._downlink_noise
+                else _WithoutDownlinkNoise(**query.mechanism.parameters()).bind(
+                    query.deployment
+                )
+            ),
+            **self._factories,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WithoutDownlinkNoise(nbafl.NbAFL):
+    """NbAFL whose noise before broadcast somebody else adds."""
+
+    def downlink_stddev(self, deployment: contribution.Deployment) -> float:
+        return 0.0
+
+
+def factory_of(
+    mechanism_class: type[mechanisms.Mechanism],
+) -> type[MechanismFactory]:
+    """Returns the factory that takes a mechanism's parameters as its own.
+
+    Args:
+      mechanism_class: A mechanism that releases updates. Its parameters, with
+        their defaults, are keyword arguments of the factory, next to
+        `clients_per_round`, `inner_factory` and what else `MechanismFactory`
+        takes.
+    """
+    fields = dataclasses.fields(mechanism_class)
+    own = {field.name for field in fields}
+
+    class Factory(MechanismFactory):
+        def __init__(
+            self,
+            *,
+            clients_per_round: schedules.Schedule,
+            inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+            **options: Any,
+        ):
+            parameters = {name: options.pop(name) for name in own & options.keys()}
+            super().__init__(
+                mechanism_class(**parameters),
+                clients_per_round,
+                inner_factory,
+                **options,
+            )
+
+    name = f"{mechanism_class.__name__}Factory"
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    empty = inspect.Parameter.empty
+    declared = [
+        inspect.Parameter(
+            field.name,
+            keyword,
+            default=empty if field.default is dataclasses.MISSING else field.default,
+        )
+        for field in fields
+    ]
+    given = inspect.signature(Factory.__init__).parameters
+    Factory.__signature__ = inspect.Signature([*declared, *list(given.values())[1:]])
+    Factory.__name__ = Factory.__qualname__ = name
+    Factory.__module__ = __name__
+    Factory.__doc__ = (
+        f"`MechanismFactory` of a `{mechanism_class.__name__}`, whose "
+        "parameters are its keyword arguments."
+    )
+    return Factory
+
+
+AdaptiveClippingFactory = factory_of(mechanisms.AdaptiveClipping)
+AdaptiveLocalDPFactory = factory_of(mechanisms.AdaptiveLocalDP)
+CorrelatedNoiseFactory = factory_of(mechanisms.CorrelatedNoise)
+FixedClippingFactory = factory_of(mechanisms.FixedClipping)
+LocalDPFactory = factory_of(mechanisms.LocalDP)
+MedianClippingFactory = factory_of(mechanisms.MedianClipping)
+NoPrivacyFactory = factory_of(mechanisms.NoPrivacy)
+QueryFactory = factory_of(mechanisms.QueryMechanism)
+
+AdaptiveLocalDPFactory.__doc__ = """DISCO's local DP, without a memory.
+
+    See `AdaptiveLocalDP`. A TFF client has neither a name nor a state, so its
+    window of earlier norms is empty in every round, and every layer's radius is
+    `clipping_radius`: a local mechanism with a fixed radius for each layer.
+    """
+QueryFactory.__doc__ = """A sum query of TF-Privacy (see `QueryMechanism`).
+
+    Next to `tff.aggregators.DifferentiallyPrivateFactory(query)`: a NaN or an
+    Inf is replaced by zero first, the result is the mean, and the event that
+    is charged is the one given here. Records are added up by the inner factory;
+    a query whose `accumulate_preprocessed_record` is not a sum cannot be used.
+    """

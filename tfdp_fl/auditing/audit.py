@@ -10,8 +10,7 @@ import tensorflow as tf
 from tfdp_fl import _validate, engine
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.auditing import estimate as estimate_lib
-from tfdp_fl.auditing.canaries import Canaries
-from tfdp_fl.auditing.scores import scores
+from tfdp_fl.auditing.canaries import Canaries, scores
 from tfdp_fl.engine import cohort
 
 FINAL, ALL = "final", "all"
@@ -160,12 +159,7 @@ class CanaryAudit:
             self._before = seen
 
     def _score(self, update: np.ndarray, own: np.ndarray) -> None:
-        """Keeps each canary's best score so far.
-
-        Args:
-          update: Float64 [2, d], how the model moved, and what canaries added.
-          own: Float64 [K], how much each of them did.
-        """
+        """Keeps each canary's best score so far."""
         moved, added = update
         nobody = np.zeros(self.num_canaries)
         for row, canaries, times in (

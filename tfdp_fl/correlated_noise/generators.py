@@ -122,14 +122,6 @@ class Generator(abc.ABC):
             self.coefficients, self.participation.rounds, workload
         )
 
-    def max_error(self, workload: Workload) -> float:
-        """Returns the noise stddev of the worst model for z of stddev 1."""
-        return float(np.sqrt(self.squared_errors(workload).max()))
-
-    def rms_error(self, workload: Workload) -> float:
-        """Returns the root of the models' mean noise variance."""
-        return float(np.sqrt(self.squared_errors(workload).mean()))
-
 
 def _as_float32(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """Returns float64 numbers that float32 can hold."""

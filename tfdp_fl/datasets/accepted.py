@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl.datasets import hugging_face
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 
 _ALLOWED = (
@@ -71,15 +69,10 @@ def _hint(clients: Any) -> str:
             " Which column names the client? FederatedDataset.from_dataframe("
             "frame, client=..., features=..., label=...)."
         )
-    if hugging_face.is_dataset(clients):
+    if hasattr(clients, "to_pandas"):
         return (
-            " Which column names the client? FederatedDataset."
-            "from_hugging_face(dataset, client=..., features=..., label=...)."
-        )
-    if isinstance(clients, str | os.PathLike):
-        return (
-            " For a directory with one file for each client: "
-            "FederatedDataset.from_directory(directory, label=...)."
+            " Which column names the client? FederatedDataset.from_dataframe("
+            "dataset.to_pandas(), client=..., features=..., label=...)."
         )
     if hasattr(clients, "__array__") or (
         isinstance(clients, tuple | list) and len(clients) in (2, 3)

@@ -2,14 +2,12 @@
 
 The file is long because its subject is one, the class that users see: how it is
 made, what it holds, what is made of it, and how the engine reads it. What it
-rests on is in `sources` (examples), `client_ids`, `indices` and `tf_datasets`.
+rests on is in `sources` (examples), `client_ids` and `tf_datasets`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,16 +16,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate
 from tfdp_fl.datasets import client_ids as ids_lib
-from tfdp_fl.datasets import (
-    files,
-    frames,
-    hugging_face,
-    nests,
-    npz,
-    sources,
-    tf_datasets,
-)
-from tfdp_fl.datasets import indices as indices_lib
+from tfdp_fl.datasets import frames, nests, sources, tf_datasets
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
 
@@ -61,15 +50,12 @@ class FederatedDataset:
         self,
         source: sources.IndexedSource | sources.StreamedSource,
         client_ids: Sequence[Any] | None = None,
-        config: dict[str, Any] | None = None,
     ):
         """Use one of the `from_...` class methods instead.
 
         Args:
           source: Where the examples come from.
           client_ids: N distinct ids; None: 0 to N - 1.
-          config: What `tfdp_fl.datasets.load_from_config` makes the same
-            dataset of, or None.
         """
         if not source.num_clients:
             raise ValueError(
@@ -84,7 +70,6 @@ class FederatedDataset:
             )
         self._source = source
         self._client_ids = ids_lib.distinct(client_ids)
-        self._config = config
         self._position_of: dict[Any, int] | None = None
         self._ids_digest: str | None = None
         self._digest: str | None = None
@@ -157,7 +142,7 @@ class FederatedDataset:
                 )
             client_ids, indices = list(indices), list(indices.values())
         sources.at_least_one_client(indices=indices)
-        table, lengths = indices_lib.row_table(indices, num_rows)
+        table, lengths = sources.row_table(indices, num_rows)
         source = sources.IndexedSource(
             x,
             y,
@@ -292,92 +277,6 @@ class FederatedDataset:
         source = sources.StreamedSource(distinct, fn, element_spec)
         return cls(source, distinct)
 
-    @classmethod
-    def from_directory(
-        cls,
-        directory: str | os.PathLike[str],
-        pattern: str | None = None,
-        features: frames.Columns | None = None,
-        label: frames.Columns = "label",
-        sample_weight: str | None = None,
-    ) -> FederatedDataset:
-        """Makes a dataset of a directory with one file for each client.
-
-        A client's id is its file's path in the directory without the suffix,
-        and clients are in the order of their ids. A file is read when its
-        client takes part: `in_memory()` reads all of them once.
-
-        Args:
-          directory: Where the files are.
-          pattern: Which files, as for `pathlib.Path.glob`: "*.csv", or
-            "**/*.npz" for those in directories below. None: all files there
-            with a suffix that is known. They are tables (".csv"; ".parquet",
-            with pyarrow; pandas reads them) or NumPy's ".npz" with the arrays
-            `x` and `y` and perhaps `sample_weight`; where there are several
-            features, `x_<name>` of each, and x is a dict.
-          features: Of tables: as in `from_dataframe`.
-          label: Likewise.
-          sample_weight: Likewise.
-
-        Raises:
-          ImportError: If pandas, or pyarrow, is not installed to read them.
-          ValueError: If there is no such directory, no such file, or a file
-            of another kind.
-        """
-        client_ids, read = files.readers(
-            directory, pattern, features, label, sample_weight
-        )
-        return cls.from_client_fn(client_ids, read)
-
-    @classmethod
-    def from_hugging_face(
-        cls,
-        dataset: Any,
-        client: str,
-        features: frames.Columns | None = None,
-        label: frames.Columns = "label",
-        sample_weight: str | None = None,
-    ) -> FederatedDataset:
-        """Makes a dataset of a `datasets.Dataset` with a column of clients.
-
-        Only the column of clients is read at once. A client's rows are read
-        (from the files that Hugging Face maps into memory) when it takes part:
-        `in_memory()` reads all of them once.
-
-        Args:
-          dataset: A `datasets.Dataset`: one split, not a `DatasetDict`.
-          client: The column that names the row's client.
-          features: One column: x is what it holds, [n, ...]. A list of columns
-            of numbers: x is float32 [n, len(features)]. A mapping from the
-            names of a model's inputs to either: x is a dict. None: all columns
-            but the others named here, as a list (or the one that is left).
-          label: As for features, with each column's own kind of number.
-          sample_weight: The column of what each example counts in the loss;
-            None: all count 1.
-
-        Raises:
-          TypeError: `dataset` is no `datasets.Dataset`.
-          ValueError: A column is not there, or a feature is the client column.
-        """
-        client_ids, read = hugging_face.readers(
-            dataset, client, features, label, sample_weight
-        )
-        return cls.from_client_fn(client_ids, read)
-
-    @classmethod
-    def from_npz(cls, path: str | os.PathLike[str]) -> FederatedDataset:
-        """Loads what `save_npz` wrote, as an indexed dataset.
-
-        Its `config` names the file.
-
-        Raises:
-          OSError: If there is no such file.
-          ValueError: If it was not written by `save_npz`.
-        """
-        source, client_ids = npz.load(path)
-        config = {"loader": "npz", "path": os.path.abspath(path)}
-        return cls(source, client_ids, config)
-
     # What there is.
 
     @property
@@ -397,16 +296,6 @@ class FederatedDataset:
         Where examples have weights, y is a pair `(y, sample_weight)` of them.
         """
         return self._source.element_spec
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether examples have weights."""
-        return nests.weights_of(self.element_spec[1]) is not None
-
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """What `load_from_config` makes the same dataset of, if anything."""
-        return self._config
 
     @property
     def is_indexed(self) -> bool:
@@ -509,62 +398,16 @@ class FederatedDataset:
             raise ValueError("positions must be distinct, got some repeatedly.")
         if not len(positions):
             raise ValueError("positions must name at least one, got none.")
-        config = self._config and {
-            "loader": "take",
-            "dataset": self._config,
-            "positions": positions.tolist(),
-        }
         return FederatedDataset(
             self._source.take(positions),
             ids_lib.TakenIds(self._client_ids, positions),
-            config,
-        )
-
-    def subset(self, client_ids: Sequence[Any]) -> FederatedDataset:
-        """Returns the dataset of the clients with some ids; see `take`.
-
-        Raises:
-          KeyError: If there is no such client.
-          ValueError: If an id is repeated, or if there is none.
-        """
-        return self.take([self.position(client) for client in client_ids])
-
-    def split_clients(
-        self, fraction: float, seed: int = 0
-    ) -> tuple[FederatedDataset, FederatedDataset]:
-        """Splits the clients at random, say to hold some out for validation.
-
-        Whole clients are held out. Where an example belongs to several (the
-        repeated points of `load_mnist`), it may be on both sides.
-
-        Args:
-          fraction: The share of the clients in the second dataset, between 0
-            and 1; rounded to at least one client on either side.
-          seed: Which clients.
-
-        Returns:
-          The dataset of the other clients, and that of the held-out ones.
-
-        Raises:
-          ValueError: If there are fewer than two clients.
-        """
-        fraction = _validate.inside_unit_interval(fraction=fraction)
-        seed = _validate.non_negative_integer(seed=seed)
-        if self.num_clients < 2:
-            raise ValueError("split_clients must have at least two clients, got one.")
-        held_out = round(fraction * self.num_clients)
-        held_out = min(max(held_out, 1), self.num_clients - 1)
-        order = np.random.default_rng(seed).permutation(self.num_clients)
-        return (
-            self.take(np.sort(order[held_out:])),
-            self.take(np.sort(order[:held_out])),
         )
 
     def split_by_id(self, fraction: float) -> tuple[FederatedDataset, FederatedDataset]:
         """Splits the clients by their ids alone, each for itself.
 
-        On which side a client is does not change when others come or go, as it
-        does with `split_clients`. So neighbouring datasets (one client more)
+        On which side a client is does not change when others come or go. So
+        neighbouring datasets (one client more)
         have neighbouring sides, and a guarantee of those who train is one of
         all clients. About the share of them is held out: each is with that
         chance, over the hashes of ids.
@@ -612,13 +455,7 @@ class FederatedDataset:
 
     def with_ids(self, client_ids: Sequence[Any]) -> FederatedDataset:
         """Returns the same clients under other ids."""
-        return FederatedDataset(
-            self._source, ids_lib.distinct(client_ids), self._config
-        )
-
-    def with_config(self, config: dict[str, Any] | None) -> FederatedDataset:
-        """Returns this dataset with another `config`, as loaders do."""
-        return FederatedDataset(self._source, self._client_ids, config)
+        return FederatedDataset(self._source, ids_lib.distinct(client_ids))
 
     def in_memory(self) -> FederatedDataset:
         """Returns this dataset as an indexed one; reads every client if not.
@@ -638,22 +475,7 @@ class FederatedDataset:
                 any(map(nests.is_open, tf.nest.flatten(self.element_spec))),
             ),
             self._client_ids,
-            self._config,
         )
-
-    def save_npz(self, path: str | os.PathLike[str]) -> None:
-        """Writes this dataset to a file that `from_npz` loads, anywhere.
-
-        Only the examples that clients have are written, each once. The file
-        appears whole or not at all.
-
-        Raises:
-          TypeError: If it holds strings, nests of other than dicts, tuples
-            and lists, or client ids that are neither integers nor strings.
-        """
-        source = self.in_memory()._source
-        assert isinstance(source, sources.IndexedSource)
-        npz.save(path, source, self._client_ids)
 
     # How the engine reads it.
 
@@ -726,36 +548,3 @@ class FederatedDataset:
     def __repr__(self) -> str:
         kind = "indexed" if self.is_indexed else "streamed"
         return f"<FederatedDataset: {self.num_clients} clients, {kind}>"
-
-    def describe(self) -> str:
-        """Returns a few lines on the clients and the examples.
-
-        Of a streamed dataset no client is read to count its examples.
-        """
-        ids = self._client_ids
-        shown = [repr(ids[place]) for place in range(min(3, len(ids)))]
-        lines = [
-            f"clients: {len(ids)} ({', '.join(shown)}"
-            + (", ...)" if len(ids) > 3 else ")")
-        ]
-        if isinstance(self._source, sources.IndexedSource):
-            sizes = self._source.lengths
-            flat = self.flat()
-            lines += [
-                f"examples: {sizes.sum()} in clients, "
-                f"{nests.common_length(*flat)} stored "
-                f"({nests.num_bytes(flat) / 1e6:.1f} MB)",
-                f"examples per client: {sizes.min()} to {sizes.max()}, median "
-                f"{np.median(sizes):g}, {np.sum(sizes == 0)} clients empty",
-            ]
-        else:
-            lines.append("examples: read from each client when it takes part")
-        x_spec, y_spec = self.element_spec
-        lines += [
-            f"x: {nests.describe_spec(x_spec)}",
-            f"y: {nests.describe_spec(nests.labels_of(y_spec))}",
-        ]
-        if self.has_weights:
-            weight = nests.weights_of(y_spec)
-            lines.append(f"sample_weight: {nests.describe_spec(weight)}")
-        return "FederatedDataset\n" + textwrap.indent("\n".join(lines), "  ")

@@ -454,12 +454,3 @@ def _short(spec: tf.TensorSpec) -> str:
 def concatenate(nests: Sequence[Nest]) -> Nest:
     """Concatenates equal nests along the dimension of examples."""
     return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *nests)
-
-
-def num_bytes(nest: Nest) -> int:
-    """Returns the bytes that a nest of tensors holds (strings: unknown, 0)."""
-    return sum(
-        leaf.shape.num_elements() * leaf.dtype.size
-        for leaf in tf.nest.flatten(nest)
-        if leaf.dtype != tf.string
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -34,36 +33,15 @@ def shakespeare_vocabulary() -> tuple[str, ...]:
     return _VOCABULARY
 
 
-def encode_text(text: str) -> np.ndarray:
+def _encoded(text: str) -> np.ndarray:
     """Returns the ids of a text's characters, int32[len(text)]."""
     return np.array([_ID_OF.get(character, _UNKNOWN) for character in text], np.int32)
-
-
-def decode_text(ids: Iterable[int]) -> str:
-    """Returns the text of character ids: padding is nothing, unknown is U+FFFD.
-
-    Raises:
-      ValueError: If there is no such id.
-    """
-    characters = []
-    for number in np.asarray(ids).reshape(-1).tolist():
-        if not 0 <= number < len(_VOCABULARY):
-            raise ValueError(
-                f"ids must be from 0 to {len(_VOCABULARY) - 1}, got {number}."
-            )
-        if number == _UNKNOWN:
-            characters.append("\ufffd")
-        elif number != _PADDING:
-            characters.append(_VOCABULARY[number])
-    return "".join(characters)
 
 
 def load_shakespeare(
     path: str | os.PathLike[str],
     sequence_length: int = 80,
     test_fraction: float = 0.1,
-    partial_sequences: str = "pad",
-    max_sequences_per_role: int | None = None,
     clients_per_role: int = 1,
 ) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
     r"""Loads plays for next-character prediction, a client per speaking role.
@@ -79,17 +57,13 @@ def load_shakespeare(
     a text, or all of a short role's, is padded with 0 in features and labels
     alike. Padding must not count. `Embedding(..., mask_zero=True)` keeps it out
     of the loss and the metrics, `SparseCategoricalCrossentropy(ignore_class=0)`
-    out of the loss only; `partial_sequences="drop"` makes none.
+    out of the loss only.
 
     Args:
       path: The text, in UTF-8.
       sequence_length: Characters per example, L.
       test_fraction: The share of every role's characters, at its text's end,
         that is not given to it and makes the test set; 0 to 1, 1 excluded.
-      partial_sequences: `"pad"` or `"drop"` what is less than an example. A
-        client may be left without examples.
-      max_sequences_per_role: A role keeps its first so many examples; None:
-        all.
       clients_per_role: How many clients a role is at most, each with the same
         share of its examples, one after another. What is protected is then no
         role any more, but such a part of one. A client's id is the role's
@@ -104,33 +78,25 @@ def load_shakespeare(
         is of another format.
       OSError: If the file is not there.
     """
-    config = {
-        "loader": "shakespeare",
-        **locals(),
-        "path": os.path.abspath(path),
-    }
+    path = os.fspath(path)  # A number would be a file that is open already.
     length = _validate.positive_integer(sequence_length=sequence_length)
     test_fraction = _validate.non_negative(test_fraction=test_fraction)
     if test_fraction >= 1:
         raise ValueError(f"test_fraction must be less than 1, got {test_fraction}.")
-    _validate.one_of(("pad", "drop"), partial_sequences=partial_sequences)
-    if max_sequences_per_role is not None:
-        _validate.positive_integer(max_sequences_per_role=max_sequences_per_role)
     _validate.positive_integer(clients_per_role=clients_per_role)
     clients, test = {}, []
     for role, text in _speeches(path).items():
-        ids = encode_text(text)
+        ids = _encoded(text)
         end = len(ids) - int(test_fraction * len(ids))
-        x, y = _examples(ids[:end], length, partial_sequences)
-        x, y = x[:max_sequences_per_role], y[:max_sequences_per_role]
+        x, y = _examples(ids[:end], length)
         parts = min(clients_per_role, max(1, len(x)))
         for part, kept in enumerate(np.array_split(np.arange(len(x)), parts)):
             name = role if clients_per_role == 1 else f"{role}/{part + 1}"
             clients[name] = x[kept], y[kept]
-        test.append(_examples(ids[end:], length, partial_sequences))
+        test.append(_examples(ids[end:], length))
     x_test, y_test = (np.concatenate(arrays) for arrays in zip(*test, strict=True))
     dataset = FederatedDataset.from_client_arrays(clients)
-    return dataset.with_config(config), (x_test, y_test)
+    return dataset, (x_test, y_test)
 
 
 def _speeches(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -155,18 +121,12 @@ def _speeches(path: str | os.PathLike[str]) -> dict[str, str]:
     return {role: "\n".join(parts) for role, parts in speeches.items()}
 
 
-def _examples(
-    ids: np.ndarray, length: int, partial_sequences: str
-) -> tuple[np.ndarray, np.ndarray]:
+def _examples(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Cuts a text into examples (x, y), both int32[n, length]."""
     predicted = max(len(ids) - 1, 0)
-    if partial_sequences == "pad":
-        num_examples = -(-predicted // length)
-    else:
-        num_examples = predicted // length
+    num_examples = -(-predicted // length)
     pairs = np.full((2, num_examples * length), _PADDING, np.int32)
-    kept = min(predicted, num_examples * length)
-    pairs[0, :kept] = ids[:kept]
-    pairs[1, :kept] = ids[1 : kept + 1]
+    pairs[0, :predicted] = ids[:predicted]
+    pairs[1, :predicted] = ids[1 : predicted + 1]
     x, y = pairs.reshape(2, num_examples, length)
     return x, y

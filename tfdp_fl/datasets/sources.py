@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,15 +22,10 @@ from tfdp_fl.datasets import nests
 
 # How many clients say what an example looks like, if nobody else does.
 _ASKED_FOR_SPEC = 5
-# A dataset that is run once is run as it is.
-_UNCHANGED = tf.data.Options()
-_UNCHANGED.autotune.enabled = False
-_UNCHANGED.experimental_optimization.apply_default_optimizations = False
 # Of how much a digest is taken: all of it up to 1 GiB, else a sample.
 _DIGESTED_BYTES = 2**30
 _DIGESTED_CLIENTS = 4096
 _DIGESTED_AT_ONCE = 8192
-_INT64_MAX = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,83 +421,6 @@ def _equally_wide(clients: list[Any]) -> list[Any]:
     ]
 
 
-def read_tf_dataset(dataset: tf.data.Dataset) -> nests.Nest:
-    """Reads a dataset of single examples into one nest of NumPy arrays.
-
-    Sequences are as wide as the client's longest.
-    """
-    if any(map(nests.is_sequence, tf.nest.flatten(dataset.element_spec))):
-        batches = list(dataset.ragged_batch(1024))
-        if not batches:
-            return nests.no_examples(dataset.element_spec)
-        return tf.nest.map_structure(
-            lambda *parts: nests.as_array(
-                parts[0] if len(parts) == 1 else tf.concat(parts, 0), "x"
-            ),
-            *batches,
-        )
-    # An iterator, and optimising its graph, would cost milliseconds.
-    if int(dataset.cardinality()) > 0:
-        return _single_batch(dataset)
-    chunks = list(dataset.batch(1024).with_options(_UNCHANGED).as_numpy_iterator())
-    if not chunks:
-        return nests.no_examples(dataset.element_spec)
-    return nests.concatenate(chunks) if len(chunks) > 1 else chunks[0]
-
-
-def _single_batch(dataset: tf.data.Dataset) -> nests.Nest:
-    """Returns all elements, dense tensors, in one nest of arrays.
-
-    As `dataset.batch(tf.int64.max).get_single_element()`, without the Python
-    around its two operations, which takes longer than they do.
-    """
-    spec = dataset.element_spec
-    leaves = tuple(tf.nest.flatten(spec))
-    kind = _batch_kind(leaves)
-    batch = tf.raw_ops.BatchDatasetV2(
-        input_dataset=tf.data.experimental.to_variant(dataset),
-        batch_size=_INT64_MAX,
-        drop_remainder=False,
-        **kind,
-    )
-    tensors = tf.raw_ops.DatasetToSingleElement(dataset=batch, **kind)
-    arrays = tuple(map(nests.view, tensors))
-    if type(spec) is tuple and spec == leaves:
-        return arrays
-    return tf.nest.pack_sequence_as(spec, arrays)
-
-
-@functools.lru_cache
-def _batch_kind(leaves: tuple[tf.TensorSpec, ...]) -> dict[str, Any]:
-    """Returns what the operations are told of batches of such elements."""
-    batch = tf.TensorShape([None])
-    return {
-        "output_types": [leaf.dtype for leaf in leaves],
-        "output_shapes": [batch.concatenate(leaf.shape) for leaf in leaves],
-    }
-
-
-def element_pair(element: Any) -> tuple[Any, Any]:
-    """Returns (x, y) of an element that is a tuple or has the keys x and y.
-
-    A third of the tuple, or `sample_weight` of a dict, is beside the labels.
-
-    Raises:
-      TypeError: If it is anything else.
-    """
-    if isinstance(element, dict) and {"x", "y"} <= set(element) <= {
-        *("x", "y", "sample_weight")
-    }:
-        return nests.pair((element["x"], element["y"], element.get("sample_weight")))
-    if isinstance(element, tuple) and len(element) in (2, 3):
-        return nests.pair(element)
-    raise nests.ExamplesTypeError(
-        "The elements of a client's dataset must be single examples (x, y) or "
-        f"(x, y, sample_weight), got {nests.structure(element)}; preprocess_fn "
-        "can make them so."
-    )
-
-
 def read_clients(
     source: IndexedSource | StreamedSource, positions: np.ndarray
 ) -> Iterator[ClientExamples | ClientFailure]:
@@ -522,3 +439,48 @@ def at_least_one_client(**checked: Any) -> None:
     ((name, value),) = checked.items()
     if not len(value):
         raise ValueError(f"{name} must hold at least one client, got none.")
+
+
+def row_table(
+    indices: Sequence[Any] | np.ndarray, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int32[slots], the rows of all clients, and int64[N] lengths.
+
+    Args:
+      indices: A 2-D array of rows, one line per client; or a sequence of 1-D
+        arrays.
+      num_rows: How many rows there are.
+
+    Raises:
+      TypeError, ValueError: If they are neither, or out of range.
+    """
+    if num_rows > np.iinfo(np.int32).max:
+        raise ValueError(f"x must have at most 2**31 - 1 examples, got {num_rows}.")
+    if isinstance(indices, np.ndarray) and indices.dtype != object:
+        if indices.ndim != 2:
+            raise ValueError(
+                "indices must be 2-D where it is an array, one line per "
+                f"client, got {indices.ndim} dimensions."
+            )
+        flat = indices.reshape(-1)
+        lengths = np.full(len(indices), indices.shape[1], np.int64)
+    else:
+        rows = [np.asarray(client) for client in indices]
+        for place, client in enumerate(rows):
+            if client.ndim != 1:
+                raise ValueError(
+                    "indices must be one 1-D array per client, got "
+                    f"{client.ndim} dimensions for client number {place}."
+                )
+        lengths = np.array([len(client) for client in rows], np.int64)
+        rows = [client for client in rows if len(client)]
+        flat = np.concatenate(rows) if rows else np.zeros(0, np.int32)
+    if flat.size:
+        if flat.dtype.kind not in "iu":
+            raise TypeError(f"indices must be integers, got dtype {flat.dtype}.")
+        if flat.min() < 0 or flat.max() >= num_rows:
+            raise ValueError(
+                f"indices must be from 0 to {num_rows - 1}, the examples of x, "
+                f"got {flat.min()} to {flat.max()}."
+            )
+    return flat.astype(np.int32, copy=False), lengths

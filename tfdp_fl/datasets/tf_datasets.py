@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,12 @@ import tensorflow as tf
 from tfdp_fl import _validate
 from tfdp_fl.datasets import nests, sources
 from tfdp_fl.datasets.nests import Nest
+
+# A dataset that is run once is run as it is.
+_UNCHANGED = tf.data.Options()
+_UNCHANGED.autotune.enabled = False
+_UNCHANGED.experimental_optimization.apply_default_optimizations = False
+_INT64_MAX = 2**63 - 1
 
 
 def source(clients: Mapping[Any, tf.data.Dataset]) -> sources.StreamedSource:
@@ -57,7 +64,7 @@ def source_of_client_data(
 
 
 def _read_pair(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
-    return sources.element_pair(sources.read_tf_dataset(dataset))
+    return _element_pair(read(dataset))
 
 
 def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
@@ -65,7 +72,7 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
     _validate.instance_of(tf.data.Dataset, dataset=dataset)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError("A client's dataset must end, got one that repeats for ever.")
-    spec = sources.element_pair(dataset.element_spec)
+    spec = _element_pair(dataset.element_spec)
     spec = tf.nest.map_structure(_dense_spec, spec)
     leaves = tf.nest.flatten(spec)
     for leaf in leaves:
@@ -120,3 +127,77 @@ def _check_same_spec(spec: Nest, expected: Nest) -> None:
             "Examples must be the same for every client, "
             f"{nests.describe_spec(expected)}, got {nests.describe_spec(spec)}."
         )
+
+
+def read(dataset: tf.data.Dataset) -> Nest:
+    """Reads a dataset of single examples into one nest of NumPy arrays.
+
+    Sequences are as wide as the client's longest.
+    """
+    if any(map(nests.is_sequence, tf.nest.flatten(dataset.element_spec))):
+        batches = list(dataset.ragged_batch(1024))
+        if not batches:
+            return nests.no_examples(dataset.element_spec)
+        return tf.nest.map_structure(
+            lambda *parts: nests.as_array(
+                parts[0] if len(parts) == 1 else tf.concat(parts, 0), "x"
+            ),
+            *batches,
+        )
+    # An iterator, and optimising its graph, would cost milliseconds.
+    if int(dataset.cardinality()) > 0:
+        return _single_batch(dataset)
+    chunks = list(dataset.batch(1024).with_options(_UNCHANGED).as_numpy_iterator())
+    if not chunks:
+        return nests.no_examples(dataset.element_spec)
+    return nests.concatenate(chunks) if len(chunks) > 1 else chunks[0]
+
+
+def _single_batch(dataset: tf.data.Dataset) -> Nest:
+    """Returns all elements, dense tensors, in one nest of arrays.
+
+    As `dataset.batch(tf.int64.max).get_single_element()`, without the Python
+    around its two operations, which takes longer than they do.
+    """
+    spec = dataset.element_spec
+    leaves = tuple(tf.nest.flatten(spec))
+    kind = _batch_kind(leaves)
+    batch = tf.raw_ops.BatchDatasetV2(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        batch_size=_INT64_MAX,
+        drop_remainder=False,
+        **kind,
+    )
+    tensors = tf.raw_ops.DatasetToSingleElement(dataset=batch, **kind)
+    arrays = tuple(map(nests.view, tensors))
+    if type(spec) is tuple and spec == leaves:
+        return arrays
+    return tf.nest.pack_sequence_as(spec, arrays)
+
+
+@functools.lru_cache
+def _batch_kind(leaves: tuple[tf.TensorSpec, ...]) -> dict[str, Any]:
+    """Returns what the operations are told of batches of such elements."""
+    batch = tf.TensorShape([None])
+    return {
+        "output_types": [leaf.dtype for leaf in leaves],
+        "output_shapes": [batch.concatenate(leaf.shape) for leaf in leaves],
+    }
+
+
+def _element_pair(element: Any) -> tuple[Any, Any]:
+    """Returns (x, y) of an element that is a tuple or has the keys x and y.
+
+    A third of the tuple, or `sample_weight` of a dict, is beside the labels.
+    """
+    if isinstance(element, dict) and {"x", "y"} <= set(element) <= {
+        *("x", "y", "sample_weight")
+    }:
+        return nests.pair((element["x"], element["y"], element.get("sample_weight")))
+    if isinstance(element, tuple) and len(element) in (2, 3):
+        return nests.pair(element)
+    raise nests.ExamplesTypeError(
+        "The elements of a client's dataset must be single examples (x, y) or "
+        f"(x, y, sample_weight), got {nests.structure(element)}; preprocess_fn "
+        "can make them so."
+    )

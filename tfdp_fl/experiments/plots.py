@@ -8,8 +8,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tfdp_fl import _optional
 from tfdp_fl.experiments.run_directory import Run
 
@@ -128,13 +126,12 @@ def plot_comparison(
         for x, y in curves if len(curves) > 1 else ():
             axes.plot(x, y, style, color=color, alpha=0.3, linewidth=0.8)
         axes.plot(*mean_curve(curves), style, color=color, label=name)
-    _draw_chance(axes, [run for runs in groups.values() for run in runs])
     axes.set_xlabel("round")
     axes.set_ylabel("accuracy")
     axes.set_ylim(0, 1)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    _legend_beside(figure, [axes])
+    figure.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     save(figure, path)
 
 
@@ -149,79 +146,6 @@ def mean_curve(
         for axis in (0, 1)
     )
     return mean_x, mean_y
-
-
-def _scale_epsilon(axes: Any, epsilons: Sequence[float]) -> None:
-    """Makes the axis logarithmic, with plain numbers, if they are far apart."""
-    if not epsilons or max(epsilons) < 10 * min(epsilons):
-        return
-    from matplotlib import ticker
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
-
-
-# What an epsilon is about: figures of different kinds share no axis.
-_KINDS = {
-    "central": "epsilon of a client,\nthe server trusted",
-    "local": "local epsilon of a client,\nnobody trusted",
-    "record": "epsilon of a record,\nnobody trusted",
-}
-
-
-def _guarantee(run: Run) -> str:
-    return str(run.result.get("guarantee", "central"))
-
-
-def _panels(groups: Mapping[str, Sequence[Run]]) -> tuple[Any, dict[str, Any]]:
-    """Returns a figure, and its axes by what an epsilon is about."""
-    there = {
-        _guarantee(run)
-        for runs in groups.values()
-        for run in runs
-        if run.result.get("epsilon") is not None
-    }
-    kinds = [kind for kind in _KINDS if kind in there] or ["central"]
-    figure, axes = pyplot().subplots(
-        1,
-        len(kinds),
-        figsize=(3.5 + 3.5 * len(kinds), 4.5),
-        sharey=True,
-        squeeze=False,
-    )
-    for kind, each in zip(kinds, axes[0], strict=True):
-        each.set_xlabel(_KINDS[kind])
-        each.grid(alpha=0.3)
-    axes[0][0].set_ylabel("accuracy")
-    return figure, dict(zip(kinds, axes[0], strict=True))
-
-
-def _legend_beside(figure: Any, axes: Iterable[Any]) -> None:
-    """Puts one legend of all axes to the right of them, off the curves."""
-    labelled: dict[str, Any] = {}
-    for each in axes:
-        handles, labels = each.get_legend_handles_labels()
-        for handle, label in zip(handles, labels, strict=True):
-            labelled.setdefault(label, handle)
-    if labelled:
-        figure.legend(
-            list(labelled.values()),
-            list(labelled),
-            loc="center left",
-            bbox_to_anchor=(1.0, 0.5),
-            fontsize=8,
-        )
-
-
-def _draw_chance(axes: Any, runs: Iterable[Run]) -> None:
-    """Draws what guessing reaches, where all runs have the same classes."""
-    classes = {run.result.get("num_classes") for run in runs}
-    if len(classes) == 1 and (count := classes.pop()):
-        axes.axhline(
-            1 / count, color="gray", linestyle="-.", linewidth=1, label="chance"
-        )
 
 
 def tradeoff_of(runs: Iterable[Run]) -> list[tuple[float, float, float]]:
@@ -252,84 +176,22 @@ def _plot_tradeoff(
     groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
 ) -> None:
     """Draws a line a group; one without any epsilon is a level to reach."""
-    figure, panels = _panels(groups)
-    epsilons: dict[str, list[float]] = {kind: [] for kind in panels}
+    figure, axes = pyplot().subplots(figsize=(7, 4.5))
     for place, (name, runs) in enumerate(groups.items()):
         color = COLORS[place % len(COLORS)]
-        for kind, axes in panels.items():
-            points = tradeoff_of(r for r in runs if _guarantee(r) == kind)
-            if points:
-                x, y, spread = zip(*points, strict=True)
-                epsilons[kind] += x
-                axes.errorbar(
-                    x,
-                    y,
-                    spread,
-                    marker="os^Dv"[place % 5],
-                    capsize=3,
-                    color=color,
-                    label=name,
-                )
-        if runs and not tradeoff_of(runs):
+        points = tradeoff_of(runs)
+        if points:
+            x, y, spread = zip(*points, strict=True)
+            style = {"marker": "os^Dv"[place % 5], "capsize": 3, "color": color}
+            axes.errorbar(x, y, spread, label=name, **style)
+        elif runs:
             level = statistics.fmean(r.result["accuracy"] for r in runs)
-            for axes in panels.values():
-                axes.axhline(level, color=color, linestyle=":", label=name)
-    for kind, axes in panels.items():
-        _scale_epsilon(axes, epsilons[kind])
-        _draw_chance(axes, [run for runs in groups.values() for run in runs])
-        axes.set_ylim(0, 1)
-    _legend_beside(figure, panels.values())
-    save(figure, path)
-
-
-def plot_audit(
-    observed: np.ndarray,
-    unobserved: np.ndarray | None,
-    result: Mapping[str, Any],
-    path: str | os.PathLike[str],
-) -> None:
-    """Draws the scores of canaries that took part, and of such that did not.
-
-    Args:
-      observed: Numbers, in standard deviations of the others.
-      unobserved: Likewise; None: N(0, 1), drawn as a curve.
-      result: What `audits.run` returns.
-      path: The file.
-    """
-    figure, axes = pyplot().subplots(figsize=(7, 4))
-    scores = observed if unobserved is None else [*observed, *unobserved]
-    edges = np.linspace(min(*scores, -3.5), max(*scores, 3.5), 61)
-    style = {"bins": edges, "density": True, "alpha": 0.55}
-    if unobserved is None:
-        xs = np.linspace(edges[0], edges[-1], 401)
-        axes.plot(
-            xs,
-            np.exp(-(xs**2) / 2) / math.sqrt(2 * math.pi),
-            color=_EPSILON_COLOR,
-            label="did not take part: N(0, 1)",
-        )
-    else:
-        axes.hist(
-            unobserved,
-            color=_EPSILON_COLOR,
-            label=f"did not take part ({len(unobserved)})",
-            **style,
-        )
-    axes.hist(
-        observed,
-        color=_ACCURACY_COLOR,
-        label=f"took part ({len(observed)})",
-        **style,
-    )
-    axes.set_xlabel("score, in standard deviations of one who was not there")
-    axes.set_ylabel("density")
-    axes.legend()
+            axes.axhline(level, color=color, linestyle=":", label=name)
+    axes.set_xlabel("epsilon (of what each run's guarantee is about)")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
-    axes.set_title(
-        f"{result['mechanism']}, {result['sampling']}, {result['rounds']} "
-        f"rounds, seen {result['iterates']}: claimed "
-        f"{result['claimed']:.3g}, found {result['estimate']:.3g} "
-        f"(95 %: {result['low']:.3g} to {result['high']:.3g})",
-        fontsize=9,
-    )
+    figure.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     save(figure, path)

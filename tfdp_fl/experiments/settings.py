@@ -1,8 +1,9 @@
 """What one training run is: every choice, its meaning and its default.
 
 `scripts/train.py` makes a flag of each field, and a sweep's configuration
-file sets the same names; nothing is declared twice. The file is long because
-its subject is one: the list of choices, and which of them go together.
+file sets the same names; nothing is declared twice. The parameters of mechanisms
+are made from their declarations. The file is long because its subject is one: the
+list of choices, and which of them go together.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp_fl import _validate
-from tfdp_fl.accounting.charge import SAMPLINGS
-from tfdp_fl.experiments import mechanism_options
-from tfdp_fl.experiments.mechanism_options import (
-    CENTRAL,
-    MECHANISMS,
-    parameters_of,
-)
-from tfdp_fl.mechanisms import noise
+from absl import flags
 
-DATASETS = ("digits", "mnist", "shakespeare", "emnist", "npz")
+from tfdp_fl import _validate, mechanisms
+from tfdp_fl.accounting.charge import SAMPLINGS
+from tfdp_fl.mechanisms import parameters
+
+DATASETS = ("digits", "mnist", "shakespeare")
 FEATURES = ("oriented_gradients",)
 MODELS = ("linear", "mlp", "cnn", "lstm")
+MECHANISMS: dict[str, type[mechanisms.Mechanism]] = {
+    name: mechanisms.by_name(name) for name in mechanisms.names()
+}
+CENTRAL = tuple(
+    name for name, kind in MECHANISMS.items() if kind.guarantee == "central"
+)
 
 # Where a choice is left open, what each data set is trained with; then what
 # its mechanism suggests.
@@ -67,24 +70,6 @@ _BY_DATASET: dict[str, dict[str, Any]] = {
         "client_learning_rate": 1.0,
         "validation_freq": 10,
     },
-    "emnist": {
-        "model": "cnn",
-        "hidden_units": "512",
-        "clients_per_round": 100,
-        "rounds": 100,
-        "batch_size": 20,
-        "client_learning_rate": 0.1,
-        "validation_freq": 10,
-    },
-    "npz": {
-        "model": "mlp",
-        "hidden_units": "128",
-        "clients_per_round": 100,
-        "rounds": 60,
-        "batch_size": 10,
-        "client_learning_rate": 0.1,
-        "validation_freq": 1,
-    },
 }
 
 _ALWAYS: dict[str, Any] = {"sampling": "poisson", "local_epochs": 1}
@@ -108,15 +93,15 @@ _TUNED_SERVER: dict[tuple[str, str], dict[str, Any]] = {
 # Settings that only go with some values of another one.
 _IMAGES = ("digits", "mnist")
 _ONLY_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("num_clients", "dataset", (*_IMAGES, "emnist")),
+    ("num_clients", "dataset", _IMAGES),
     ("iid", "dataset", _IMAGES),
     ("shards_per_client", "dataset", _IMAGES),
-    ("input_shifts", "dataset", (*_IMAGES, "emnist")),
+    ("input_shifts", "dataset", _IMAGES),
     ("examples_per_client", "dataset", _IMAGES),
     ("validation_examples", "dataset", _IMAGES),
     ("sequence_length", "dataset", ("shakespeare",)),
     ("clients_per_role", "dataset", ("shakespeare",)),
-    ("data_path", "dataset", ("mnist", "shakespeare", "emnist", "npz")),
+    ("data_path", "dataset", ("mnist", "shakespeare")),
     ("prior_smoothing", "client_loss", ("balanced",)),
     ("server_momentum", "server_optimizer", ("sgd",)),
     ("server_learning_rate", "server_optimizer", ("sgd", "adam")),
@@ -135,7 +120,67 @@ def _option(default: Any, kind: Any, help_: str) -> Any:
     return dataclasses.field(default=default, metadata={"kind": kind, "help": help_})
 
 
-_MechanismParameters: Any = mechanism_options.declared_class("_MechanismParameters")
+def parameters_of(mechanism: str) -> tuple[str, ...]:
+    """Returns the settings that are parameters of a mechanism."""
+    return tuple(field.name for field in _fields(mechanism))
+
+
+def _fields(mechanism: str) -> list[dataclasses.Field[Any]]:
+    return [
+        field
+        for field in dataclasses.fields(MECHANISMS[mechanism])
+        # These come from --target_epsilon and --target_delta.
+        if field.name not in ("epsilon", "delta")
+    ]
+
+
+def _declared_parameters() -> Any:
+    """Returns a dataclass with every parameter of every mechanism, all None."""
+    users: dict[str, list[tuple[str, dataclasses.Field[Any]]]] = {}
+    for name in MECHANISMS:
+        for field in _fields(name):
+            users.setdefault(field.name, []).append((name, field))
+    made = [
+        (name, Any, _option(None, _kind(used[0][1]), _help(used)))
+        for name, used in users.items()
+    ]
+    return dataclasses.make_dataclass(
+        "_MechanismParameters", made, frozen=True, kw_only=True
+    )
+
+
+def _kind(field: dataclasses.Field[Any]) -> Any:
+    words = parameters.words_of(field)
+    if words is not None:
+        return tuple(words)
+    if parameters.none_word_of(field) is not None:
+        return str
+    # A type, or its text where annotations are kept as text.
+    declared = getattr(field.type, "__name__", str(field.type))
+    return {"int": int, "float": float, "bool": bool}.get(declared.split(" ")[0], str)
+
+
+def _help(used: list[tuple[str, dataclasses.Field[Any]]]) -> str:
+    """Returns what a parameter is, to whom, and what it is if not given."""
+    by_text: dict[str, list[str]] = {}
+    for name, field in used:
+        text = parameters.help_of(field).rstrip(".")
+        value = parameters.start_of(field)
+        if value is None and field.default is not dataclasses.MISSING:
+            value = field.default
+        if value is not None:
+            text += f" ({value})"
+        by_text.setdefault(text, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
+
+
+def _starts(mechanism: str) -> dict[str, Any]:
+    """Returns the parameters that `train.py` starts from."""
+    starts = {field.name: parameters.start_of(field) for field in _fields(mechanism)}
+    return {name: value for name, value in starts.items() if value is not None}
+
+
+_MechanismParameters: Any = _declared_parameters()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,21 +196,19 @@ class Settings(_MechanismParameters):
     dataset: str = _option(
         "digits",
         DATASETS,
-        "digits (scikit-learn's, nothing to download), mnist, shakespeare (a "
-        "client per role), emnist (TFF's, a client per writer), or npz (any "
-        "FederatedDataset that save_npz wrote).",
+        "digits (scikit-learn's, nothing to download), mnist, or shakespeare (a "
+        "client per role).",
     )
     data_path: str | None = _option(
         None,
         str,
-        "The data's file: Keras's mnist.npz (otherwise downloaded by Keras), "
-        "the Shakespeare text, or the .npz; for emnist, TFF's cache folder.",
+        "The data's file: Keras's mnist.npz (otherwise downloaded by Keras), or "
+        "the Shakespeare text.",
     )
     num_clients: int | None = _option(
         None,
         int,
-        "N, how many clients there are (digits: 500, mnist: 1000, emnist: all "
-        "writers; shakespeare and npz bring their own).",
+        "digits, mnist: N, how many clients there are (500, 1000).",
     )
     iid: bool | None = _option(
         None,
@@ -224,7 +267,7 @@ class Settings(_MechanismParameters):
     input_shifts: int = _option(
         0,
         int,
-        "digits, mnist, emnist: each image that a client holds is moved at "
+        "digits, mnist: each image that a client holds is moved at "
         "random, once: by so many pixels to one of four sides, or not at all. "
         "Inside the client, so that it changes no guarantee.",
     )
@@ -233,8 +276,7 @@ class Settings(_MechanismParameters):
     mechanism: str = _option(
         "adaptive",
         tuple(MECHANISMS),
-        "What is released about a cohort, and the flags that are its "
-        "parameters. " + mechanism_options.summary() + ".",
+        "What is released about a cohort, and the flags that are its parameters.",
     )
     mechanism_module: str | None = _option(
         None,
@@ -245,9 +287,9 @@ class Settings(_MechanismParameters):
     target_epsilon: Any = _option(
         None,
         float,
-        "The guarantee to keep at --target_delta; the noise is calibrated to "
-        f"it ({mechanism_options.target_help()}). With a trusted server: of "
-        "the trained model, for a whole client. For local mechanisms: of what "
+        "The guarantee to keep at --target_delta; the noise is calibrated to it. "
+        "With a trusted server: of the trained model, for a whole client. For local "
+        "mechanisms: of what "
         "a client sends, for all it takes part in. For nbafl: per record. With "
         "--noise_multiplier the noise is as given, and training stops before "
         "the round that would spend more.",
@@ -281,12 +323,6 @@ class Settings(_MechanismParameters):
         "in 50,50,100 or 30x50,30x100.",
     )
     rounds: Any = _option(None, int, "T, how many rounds.")
-    secure_aggregation: str | None = _option(
-        None,
-        ("ring", "float"),
-        "Sum each cohort by additive secret sharing, in the ring or on "
-        "floating-point numbers.",
-    )
 
     # Local training and the server.
     local_epochs: Any = _option(
@@ -351,12 +387,6 @@ class Settings(_MechanismParameters):
         "Makes everything repeat bit for bit. Anyone who knows it can undo the "
         "noise, and privacy.txt says so; without it, fresh secret entropy.",
     )
-    noise_generator: str = _option(
-        noise.PHILOX,
-        noise.GENERATORS,
-        "What the noise is drawn from. exact: of the operating system's bits, on a "
-        "grid (fixed clipping); slower, and without a seed.",
-    )
     validation_freq: Any = _option(
         None, int, "Evaluate every so many rounds, and after the last."
     )
@@ -405,7 +435,8 @@ class Settings(_MechanismParameters):
             )
         defaults = {**_ALWAYS, **_BY_DATASET[self.dataset]}
         usual_model = defaults["model"]
-        defaults.update(mechanism_options.run_defaults(self.mechanism))
+        defaults.update(MECHANISMS[self.mechanism].suggested_run)
+        defaults.update(_starts(self.mechanism))
         server: dict[str, Any] = {"server_optimizer": "none"}
         if self.model is None and not self.input_features:
             which = self.dataset, self.mechanism
@@ -503,17 +534,30 @@ class Settings(_MechanismParameters):
         kind: Any = MECHANISMS[self.mechanism]
         if kind.guarantee != "record":
             return None
-        starts = mechanism_options.run_defaults(self.mechanism)
-        own = set(parameters_of(self.mechanism)) & starts.keys()
-        made = kind(
-            epsilon=1.0,
-            **{name: starts[name] for name in own} | self.mechanism_options(),
-        )
+        made = kind(epsilon=1.0, **_starts(self.mechanism) | self.mechanism_options())
         return made.implied_delta
 
     def mechanism_options(self) -> dict[str, Any]:
-        """Returns the mechanism's parameters that are set, noise excepted."""
-        return mechanism_options.chosen(self, self.mechanism)
+        """Returns the mechanism's parameters that are set, noise excepted.
+
+        Raises:
+          ValueError: One is a text that stands for nothing.
+        """
+        options = {}
+        for field in _fields(self.mechanism):
+            value = getattr(self, field.name)
+            if field.name == "noise_multiplier" or value is None:
+                continue
+            word = parameters.none_word_of(field)
+            if word is not None and isinstance(value, str):
+                try:
+                    value = None if value == word else float(value)
+                except ValueError as error:
+                    raise ValueError(
+                        f"--{field.name} must be a number or {word}, got {value!r}."
+                    ) from error
+            options[field.name] = value
+        return options
 
     def _check_words(self) -> None:
         """Refuses words and types that a flag would have refused."""
@@ -533,8 +577,8 @@ class Settings(_MechanismParameters):
     def _check_dataset(self) -> None:
         if self.shards_per_client and self.iid:
             raise ValueError("--shards_per_client needs --noiid.")
-        if self.dataset in ("shakespeare", "npz") and not self.data_path:
-            raise ValueError(f"--dataset={self.dataset} needs --data_path.")
+        if self.dataset == "shakespeare" and not self.data_path:
+            raise ValueError("--dataset=shakespeare needs --data_path.")
         if self.data_path and not pathlib.Path(self.data_path).exists():
             raise ValueError(f"--data_path={self.data_path} does not exist.")
         if self.model is not None and (
@@ -596,33 +640,30 @@ _MECHANISM_PARAMETERS = tuple(
     )
 )
 
-
-# The fields that begin a group of `train.py --help`, and its heading.
-_FIRST_OF_GROUP = {
-    "dataset": "The data",
-    "model": "The model",
-    "mechanism": "The mechanism",
-    "sampling": "The rounds",
-    "local_epochs": "Local training and the server",
-    "between_client_variance": (
-        "How it runs; nothing here changes the guarantee, except a seed"
-    ),
+_DEFINE: dict[type, Any] = {
+    bool: flags.DEFINE_bool,
+    float: flags.DEFINE_float,
+    int: flags.DEFINE_integer,
+    str: flags.DEFINE_string,
 }
 
 
-def groups() -> dict[str, list[str]]:
-    """Returns the names of the settings under each heading of the help."""
-    own = {
-        name
-        for mechanism in MECHANISMS
-        for name in mechanism_options.parameters_of(mechanism)
+def define_flags() -> tuple[str, ...]:
+    """Defines a flag for each setting; returns their names."""
+    fields = dataclasses.fields(Settings)
+    for field in fields:
+        kind, help_ = field.metadata["kind"], field.metadata["help"]
+        if isinstance(kind, tuple):
+            default: Any = field.default
+            flags.DEFINE_enum(field.name, default, kind, help_)
+        else:
+            _DEFINE[kind](field.name, field.default, help_)
+    return tuple(field.name for field in fields)
+
+
+def given_flags() -> dict[str, Any]:
+    """Returns the settings whose flags stand on the command line."""
+    names = (field.name for field in dataclasses.fields(Settings))
+    return {
+        name: flags.FLAGS[name].value for name in names if flags.FLAGS[name].present
     }
-    found: dict[str, list[str]] = {}
-    title = ""
-    for field in dataclasses.fields(Settings):
-        if field.name in own:
-            continue
-        title = _FIRST_OF_GROUP.get(field.name, title)
-        found.setdefault(title, []).append(field.name)
-    found["Parameters of mechanisms, each with the mechanism's name"] = sorted(own)
-    return found

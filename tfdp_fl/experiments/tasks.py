@@ -15,8 +15,6 @@ from tfdp_fl import datasets
 from tfdp_fl.experiments import models
 from tfdp_fl.experiments import settings as settings_lib
 
-_SPLIT_FRACTION = 0.1
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -95,14 +93,7 @@ def _load(chosen: str) -> Task:
 
 
 def _prepared(task: Task, features: bool, pixels: int) -> Task:
-    """Returns the same task, of examples that are computed here, once.
-
-    Args:
-      task: Of images.
-      features: Whether of their oriented gradients.
-      pixels: By how many each image that a client holds is moved, to a side
-        that is drawn for it, or not at all; 0: none is.
-    """
+    """Returns the same task, of examples that are computed here, once."""
     spec = task.clients.element_spec[0]
     if not isinstance(spec, tf.TensorSpec):
         name = "input_features" if features else "input_shifts"
@@ -142,29 +133,8 @@ def _load_original(options: dict[str, Any]) -> Task:
             load = functools.partial(datasets.load_mnist, path=path)
         return Task(*load(**options), num_classes=10)
     options.pop("validation_examples")
-    if dataset == "shakespeare":
-        clients, test = datasets.load_shakespeare(path, **options)
-        return Task(clients, test, len(datasets.shakespeare_vocabulary()))
-    if dataset == "emnist":
-        clients, test = datasets.load_emnist(cache_dir=path, **options)
-        return Task(clients, test, num_classes=10)
-    clients, held_out = datasets.FederatedDataset.from_npz(path).split_clients(
-        _SPLIT_FRACTION, seed=0
-    )
-    labels = clients.flat()[1]
-    if isinstance(labels, (dict, list, tuple)) or not labels.dtype.is_integer:
-        raise ValueError(
-            "data_path must hold one integer label for each example, as "
-            f"classification needs, got {clients.element_spec[1]}."
-        )
-    return Task(clients, _examples(held_out), int(np.max(labels)) + 1)
-
-
-def _examples(clients: datasets.FederatedDataset) -> tuple[Any, Any]:
-    """Returns the examples of all clients, one after the other."""
-    x, y = clients.flat()
-    rows, _ = clients.client_rows(np.arange(clients.num_clients))
-    return tf.nest.map_structure(lambda array: tf.gather(array, rows), (x, y))
+    clients, test = datasets.load_shakespeare(path, **options)
+    return Task(clients, test, len(datasets.shakespeare_vocabulary()))
 
 
 def build_model(settings: settings_lib.Settings, task: Task) -> tf.keras.Model:

@@ -19,7 +19,6 @@ from tfdp_fl.experiments import plots, run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
 from tfdp_fl.keras.make_private import known_facts
-from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _SERVER_ADAM_RATE = 0.01
 
@@ -110,10 +109,6 @@ def _federated_model(
     cohorts: dict[str, Any] = {
         "clients_per_round": settings.schedule("clients_per_round"),
         "sampling": settings.sampling,
-        "noise_generator": settings.noise_generator,
-        "secure_aggregation": None
-        if settings.secure_aggregation is None
-        else AdditiveSecretSharing(mode=settings.secure_aggregation),
     }
     noise = settings.schedule("noise_multiplier")
     if noise is None and kind.guarantee == "central":
@@ -136,13 +131,9 @@ def _federated_model(
         and kind.guarantee == "central"
         and (None not in options.values())
     ):
-        made = kind.for_target(
-            noise_multiplier=noise,
-            epsilon=math.inf,
-            delta=delta,
-            clients_per_round=_smallest(cohorts["clients_per_round"]),
-            **options,
-        )
+        smallest = _smallest(cohorts["clients_per_round"])
+        target = mechanisms.Target(noise, math.inf, delta, smallest)
+        made = kind.for_target(target, **options)
     elif noise is not None:
         made = kind(noise_multiplier=noise, **options)
     elif kind.guarantee == "none":

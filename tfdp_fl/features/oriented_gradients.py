@@ -108,12 +108,7 @@ class OrientedGradients(tf.keras.layers.Layer):
 
 
 def _mean_of_two_by_two(values: tf.Tensor, before: bool) -> tf.Tensor:
-    """Returns means over 2 x 2 neighbours, as far as they are there.
-
-    Args:
-      values: Float32 [batch, rows, columns, 1].
-      before: Whether the neighbours are those before; else those after.
-    """
+    """Returns means over 2 x 2 neighbours, as far as they are there."""
     side = [1, 0] if before else [0, 1]
     pads = [[0, 0], side, side, [0, 0]]
     there = tf.pad(tf.ones_like(values), pads)

@@ -283,9 +283,6 @@ def _to_arrays(parameters: Any) -> list[np.ndarray]:
 
     Two forms are understood: a list of numpy arrays, and an object with a list
     `tensors` of arrays in numpy's own file format (`flwr.common.Parameters`).
-
-    Raises:
-      TypeError: if the parameters have neither form.
     """
     tensors = getattr(parameters, "tensors", None)
     if tensors is not None:

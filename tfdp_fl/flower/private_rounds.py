@@ -76,19 +76,7 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
         template: Any,
         names: Sequence[str] = (),
     ) -> sums.ConfiguredRound | None:
-        """Draws the clients of a round; None if there is to be none.
-
-        Args:
-          server_round: its number.
-          connected: all clients that are there, by name.
-          sent: w, the model's arrays.
-          template: the model as Flower sends it.
-          names: of the arrays, where they have names.
-
-        Raises:
-          ValueError: if fewer than N are there before the first round, or the
-            model is not of real numbers.
-        """
+        """Draws the clients of a round; None if there is to be none."""
         for array in sent:
             if array.dtype.kind not in "fiub":
                 raise ValueError(
@@ -220,16 +208,7 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
         results: Iterable[tuple[Hashable, Any]],
         read: Callable[[Any], replies.Reply],
     ) -> list[np.ndarray] | None:
-        """Releases a round: returns its model; None if there is none to release.
-
-        Args:
-          configured: the round.
-          results: names of clients and what they replied.
-          read: reads one result, or raises `ReplyError`.
-
-        Raises:
-          RoundsAbandonedError, LedgerWriteError.
-        """
+        """Releases a round: returns its model; None if there is none to release."""
         server_round = configured.server_round
         answers = replies.collect(server_round, results, configured.asked.keys(), read)
         self.rejected_replies += answers.rejected
@@ -274,11 +253,7 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
         return outcome.model
 
     def _taken(self, server_round: int) -> sums.ConfiguredRound | None:
-        """Returns the round that results belong to, once; None if it had no clients.
-
-        Raises:
-          RoundNotConfiguredError: if they belong to no round.
-        """
+        """Returns the round that results belong to, once; None if it had no clients."""
         configured = self._configured
         if configured is not None and configured.server_round == server_round:
             self._configured = None

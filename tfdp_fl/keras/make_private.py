@@ -209,11 +209,7 @@ def _maker(
         return lambda factor: mechanism.with_noise_multiplier(_scaled(schedule, factor))
     kind = mechanisms.by_name(mechanism)
     return lambda noise: kind.for_target(
-        noise_multiplier=noise,
-        epsilon=epsilon,
-        delta=delta,
-        clients_per_round=clients_per_round,
-        **options,
+        mechanisms.Target(noise, epsilon, delta, clients_per_round), **options
     )
 
 

@@ -875,7 +875,7 @@ class DPFederatedModel:
           delta: Where epsilon is stated; None: the `delta` of this model, or
             that of the last `PrivacyBudget`, or else N^-1.1 for N clients
             (McMahan et al. 2018), or records where those are protected.
-          format: "text", "markdown" or "dict".
+          format: "text" or "dict".
 
         Raises:
           ValueError: Nothing was trained yet, or an argument is not allowed.

@@ -9,7 +9,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from tfdp_fl import _validate, aggregators, schedules
-from tfdp_fl.learning import client_work, nbafl, process, proximal
+from tfdp_fl.learning import client_work, nbafl, process
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 from tfdp_fl.mechanisms.nbafl import NbAFL
 
@@ -177,9 +177,7 @@ def _nbafl_process(
     """Returns the process whose clients hand in weights, and not updates."""
     weights_type = initial_weights.type_signature.result
     if mechanism.mu > 0:
-        client_optimizer_fn = proximal.ProximalOptimizer(
-            client_optimizer_fn, mechanism.mu
-        )
+        client_optimizer_fn = nbafl.ProximalOptimizer(client_optimizer_fn, mechanism.mu)
     work = client_work.hand_in_weights(
         client_work.build_local_training(
             model_fn,

@@ -17,7 +17,7 @@ from tfdp_fl import _validate, accounting, schedules
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
-from tfdp_fl.aggregators import cohort_size
+from tfdp_fl.aggregators import round_plan
 from tfdp_fl.aggregators import state as state_lib
 from tfdp_fl.correlated_noise import ParticipationRecord
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
@@ -242,11 +242,7 @@ def _check_participations(
     sampling: str,
     record: ParticipationRecord | None,
 ) -> tuple[str, ...]:
-    """Returns what is to be said of who took part when.
-
-    Raises:
-      ValueError: The record is of other rounds, or of another (k, b) and T.
-    """
+    """Returns what is to be said of who took part when."""
     separated = sampling == SEPARATED
     if record is None:
         declared = separated and isinstance(mechanism, CorrelatedNoise)
@@ -297,7 +293,7 @@ def privacy_statement(
       state: See `epsilon`.
       mechanism: See `epsilon`.
       delta: In (0, 1).
-      format: "text", "markdown" or "dict" (see `tfdp_fl.accounting.
+      format: "text" or "dict" (see `tfdp_fl.accounting.
         privacy_statement`).
       **declared: The other arguments of `epsilon`.
 
@@ -311,11 +307,7 @@ def privacy_statement(
 def _check_memory(
     mechanism: mechanism_lib.Mechanism, deployment: contribution.Deployment
 ) -> None:
-    """Refuses samplings that noise with a memory does not go with.
-
-    Raises:
-      ValueError: It is such a sampling.
-    """
+    """Refuses samplings that noise with a memory does not go with."""
     if mechanism.event_period is None:
         return
     mechanism.check(deployment)
@@ -378,7 +370,7 @@ def _check_answered(
     ):
         most = planned
         if deployment.sampling == "poisson":
-            most = cohort_size.largest_poisson_cohort(
+            most = round_plan.largest_poisson_cohort(
                 population, min(planned, population)
             )
         if answered > most:

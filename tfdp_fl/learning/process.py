@@ -97,7 +97,7 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         Args:
           state: A state of this process.
           delta: In (0, 1).
-          format: "text", "markdown" or "dict".
+          format: "text" or "dict".
           **declared: The other arguments of `epsilon`.
         """
         spent = self.epsilon(state, delta=delta, **declared)

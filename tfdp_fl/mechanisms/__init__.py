@@ -14,7 +14,7 @@ from tfdp_fl.mechanisms.contribution import (
 from tfdp_fl.mechanisms.correlated_noise import CorrelatedNoise
 from tfdp_fl.mechanisms.fixed_clipping import FixedClipping
 from tfdp_fl.mechanisms.local_dp import LocalDP
-from tfdp_fl.mechanisms.mechanism import Mechanism
+from tfdp_fl.mechanisms.mechanism import Mechanism, Target
 from tfdp_fl.mechanisms.median_clipping import (
     MedianClipping,
     default_median_noise_multiplier,
@@ -43,6 +43,7 @@ __all__ = [
     "NoPrivacy",
     "QueryMechanism",
     "Round",
+    "Target",
     "by_name",
     "default_median_noise_multiplier",
     "names",

@@ -127,13 +127,7 @@ class AdaptiveClipping(mechanism.Mechanism):
 
     @classmethod
     def for_target(
-        cls,
-        *,
-        noise_multiplier: schedules.Schedule,
-        epsilon: float,
-        delta: float,
-        clients_per_round: float,
-        **options: Any,
+        cls, target: mechanism.Target, **options: Any
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.for_target`.
 
@@ -142,19 +136,13 @@ class AdaptiveClipping(mechanism.Mechanism):
         cost more by itself than the target may.
         """
         if options.get("count_noise_stddev") is None:
-            largest: Any = noise_multiplier
+            largest: Any = target.noise_multiplier
             if isinstance(largest, Sequence):
                 largest = max(largest)
-            default = clients_per_round * formulas.COUNT_NOISE_FRACTION
+            default = target.clients_per_round * formulas.COUNT_NOISE_FRACTION
             if isinstance(largest, float | int) and largest > default:
                 options["count_noise_stddev"] = largest
-        return super().for_target(
-            noise_multiplier=noise_multiplier,
-            epsilon=epsilon,
-            delta=delta,
-            clients_per_round=clients_per_round,
-            **options,
-        )
+        return super().for_target(target, **options)
 
     def first_clip_norm(self) -> float:
         """Implements `Mechanism.first_clip_norm`."""

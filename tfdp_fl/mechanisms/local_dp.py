@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import dp_accounting
 
-from tfdp_fl import _validate, schedules
+from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.mechanisms import (
@@ -152,17 +152,10 @@ class LocalMechanism(mechanism.Mechanism):
 
     @classmethod
     def for_target(
-        cls,
-        *,
-        noise_multiplier: schedules.Schedule,
-        epsilon: float,
-        delta: float,
-        clients_per_round: float,
-        **options: Any,
+        cls, target: mechanism.Target, **options: Any
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.for_target`: calibrated when it is used."""
-        del noise_multiplier, clients_per_round
-        budget: dict[str, Any] = {"epsilon": epsilon, "delta": delta}
+        budget: dict[str, Any] = {"epsilon": target.epsilon, "delta": target.delta}
         return cls(**budget, **options)
 
     def bind(self, deployment: contribution.Deployment) -> cohort_query.CohortQuery:

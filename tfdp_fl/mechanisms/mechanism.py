@@ -19,7 +19,7 @@ import abc
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
 
@@ -43,6 +43,23 @@ from tfdp_fl.mechanisms.contribution import (
 # Between this and its inverse float32 has all its digits, and squares of noise
 # in many coordinates are still numbers.
 _LEAST_NOISE = 1e-18
+
+
+class Target(NamedTuple):
+    """What `make_private` asks a mechanism to keep.
+
+    Attributes:
+      noise_multiplier: z, for a mechanism that is calibrated from outside; a
+        number or one value a round.
+      epsilon: The target, for one that calibrates itself.
+      delta: The same.
+      clients_per_round: m, the smallest expected size of a cohort.
+    """
+
+    noise_multiplier: schedules.Schedule
+    epsilon: float
+    delta: float
+    clients_per_round: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -372,27 +389,14 @@ class Mechanism(abc.ABC):
         return dp_accounting.GaussianDpEvent(noise_multiplier)
 
     @classmethod
-    def for_target(
-        cls,
-        *,
-        noise_multiplier: schedules.Schedule,
-        epsilon: float,
-        delta: float,
-        clients_per_round: float,
-        **options: Any,
-    ) -> Mechanism:
+    def for_target(cls, target: Target, **options: Any) -> Mechanism:
         """Returns the mechanism that `make_private` tries for a target.
 
         Args:
-          noise_multiplier: z, for a mechanism that is calibrated from outside;
-            a number or one value a round.
-          epsilon: The target, for one that calibrates itself.
-          delta: The same.
-          clients_per_round: m, the smallest expected size of a cohort.
+          target: What is to be kept, and by which noise it is tried.
           **options: The other parameters that were given.
         """
-        del epsilon, delta, clients_per_round
-        given: dict[str, Any] = {"noise_multiplier": noise_multiplier}
+        given: dict[str, Any] = {"noise_multiplier": target.noise_multiplier}
         return cls(**given, **options)
 
     def with_noise_multiplier(self, noise_multiplier: Any) -> Mechanism:

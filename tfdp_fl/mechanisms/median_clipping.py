@@ -169,25 +169,17 @@ class MedianClipping(mechanism.Mechanism):
 
     @classmethod
     def for_target(
-        cls,
-        *,
-        noise_multiplier: schedules.Schedule,
-        clients_per_round: float,
-        **options: Any,
+        cls, target: mechanism.Target, **options: Any
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.for_target`: the median is private."""
         if options.get("median_noise_multiplier") is None:
-            smallest: Any = noise_multiplier
+            smallest: Any = target.noise_multiplier
             if isinstance(smallest, tuple):
                 smallest = min(smallest)
             options["median_noise_multiplier"] = default_median_noise_multiplier(
-                smallest, clients_per_round
+                smallest, target.clients_per_round
             )
-        return super().for_target(
-            noise_multiplier=noise_multiplier,
-            clients_per_round=clients_per_round,
-            **options,
-        )
+        return super().for_target(target, **options)
 
     def check(self, deployment: contribution.Deployment) -> None:
         """Refuses an exact median of so few that one client sets it."""

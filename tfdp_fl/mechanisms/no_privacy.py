@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from tfdp_fl import schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import clipping, contribution, mechanism, registry
 
@@ -25,17 +24,9 @@ class NoPrivacy(mechanism.Mechanism):
     suggested_run: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
-    def for_target(
-        cls,
-        *,
-        noise_multiplier: schedules.Schedule,
-        epsilon: float,
-        delta: float,
-        clients_per_round: float,
-        **options: Any,
-    ) -> NoPrivacy:
+    def for_target(cls, target: mechanism.Target, **options: Any) -> NoPrivacy:
         """Implements `Mechanism.for_target`: no target is kept."""
-        del noise_multiplier, epsilon, delta, clients_per_round
+        del target
         return cls(**options)
 
     def largest_norm(self, round: contribution.Round) -> float:

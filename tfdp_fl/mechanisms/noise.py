@@ -166,9 +166,6 @@ def _normals(size: int | tf.Tensor, seed: tf.Tensor | None = None) -> list[tf.Te
 
     A drawing operation runs on one thread; several can run side by side. The
     vectors' lengths, and so what is drawn, do not depend on the machine.
-
-    Returns:
-      Float32 vectors.
     """
     seed = next_seed() if seed is None else seed
     if not isinstance(size, int) or size <= _SMALLEST_CHUNK:

@@ -7,11 +7,6 @@ from tfdp_fl.secure_aggregation.grouped_sum import (
     split_into_groups,
     sum_in_groups,
 )
-from tfdp_fl.secure_aggregation.in_memory import (
-    Fault,
-    InMemoryNetwork,
-    aggregate_in_memory,
-)
 from tfdp_fl.secure_aggregation.member import AggregationOutcome, Member
 from tfdp_fl.secure_aggregation.messages import (
     COORDINATOR,
@@ -24,13 +19,10 @@ __all__ = [
     "AdditiveSecretSharing",
     "AggregationOutcome",
     "Coordinator",
-    "Fault",
     "GroupedSum",
-    "InMemoryNetwork",
     "Member",
     "Message",
     "RejectedMessageError",
-    "aggregate_in_memory",
     "split_into_groups",
     "sum_in_groups",
 ]

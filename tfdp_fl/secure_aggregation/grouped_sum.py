@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
 from tfdp_fl import _validate
-from tfdp_fl.secure_aggregation import additive_sharing, in_memory, member
+from tfdp_fl.secure_aggregation import additive_sharing, member, messages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,15 +92,14 @@ def sum_in_groups(
     updates: Sequence[np.ndarray] | Callable[[int], np.ndarray],
     protocol: additive_sharing.AdditiveSecretSharing,
     group_size: int | None = None,
-    faults: Iterable[in_memory.Fault] | None = None,
     *,
     num_members: int | None = None,
 ) -> GroupedSum:
     """Sums a cohort's updates through the protocol, group by group.
 
-    Every member runs the whole protocol on its own update over an in-memory
-    network. If each update already carries its client's share of the noise,
-    nobody, the server included, ever holds a sum without noise.
+    Every member runs the whole protocol on its own update, in this process. If
+    each update already carries its client's share of the noise, nobody, the server
+    included, ever holds a sum without noise.
 
     Each group's sum is seen by its members, and by the server: with noise of
     stddev s per update a group of g shows noise of stddev s sqrt(g), less
@@ -110,13 +112,11 @@ def sum_in_groups(
         makes the one at an index, called once for each, group after group.
       protocol: the configuration that all members share.
       group_size: see `split_into_groups`.
-      faults: what goes wrong; members are named by their index.
       num_members: how many there are, if `updates` is a callable.
 
     Returns:
-      The groups, their sums and the total. A group counts as failed as soon
-      as one of its members failed. A cohort below `min_participants` fails
-      whole.
+      The groups, their sums and the total. A cohort below `min_participants`
+      fails whole.
 
     Raises:
       TypeError: if `num_members` is given or missing where it should not be,
@@ -135,23 +135,26 @@ def sum_in_groups(
     else:
         _validate.instance_of((Sequence, np.ndarray), updates=updates)
         update_of, count = updates.__getitem__, len(updates)
-    faults = in_memory.checked_faults(faults or ())
     groups = []
     total = None
     failed: list[int] = []
     for indices in split_into_groups(count, protocol, group_size):
-        outcome = _sum_group(indices, update_of, protocol, faults)
+        outcome = _sum_group(indices, update_of, protocol)
         groups.append((indices, outcome))
         if not outcome.succeeded:
             failed.extend(indices)
-        elif total is None:
-            total = outcome.value.copy()
         else:
-            total += outcome.value
+            value = cast(np.ndarray, outcome.value)
+            total = value if total is None else total + value
     return GroupedSum(tuple(groups), total, tuple(failed))
 
 
-def _sum_group(indices, update_of, protocol, faults):
+def _sum_group(
+    indices: tuple[int, ...],
+    update_of: Callable[[int], np.ndarray],
+    protocol: additive_sharing.AdditiveSecretSharing,
+) -> member.AggregationOutcome:
+    """Lets the members of one group exchange their messages in this process."""
     if len(indices) < protocol.min_participants:
         return member.AggregationOutcome(
             succeeded=False,
@@ -160,21 +163,21 @@ def _sum_group(indices, update_of, protocol, faults):
             reason=f"a cohort of {len(indices)} is below min_participants="
             f"{protocol.min_participants}",
         )
-    outcomes = in_memory.aggregate_in_memory(
-        {index: np.asarray(update_of(index)) for index in indices},
-        protocol,
-        faults,
-    )
-    reasons = [
-        f"member {name!r}: {outcome.reason}"
-        for name, outcome in outcomes.items()
-        if not outcome.succeeded
-    ]
-    if reasons:
-        return member.AggregationOutcome(
-            succeeded=False,
-            value=None,
+    session = secrets.token_hex(16)
+    members: dict[messages.MemberId, member.Member] = {
+        index: member.Member(
+            protocol,
+            index,
+            np.asarray(update_of(index)),
             members=indices,
-            reason="; ".join(reasons),
+            session=session,
         )
-    return outcomes[indices[0]]
+        for index in indices
+    }
+    sent = collections.deque(
+        message for one in members.values() for message in one.begin(0.0)
+    )
+    while sent:
+        message = sent.popleft()
+        sent.extend(members[message.recipient].receive(message, 0.0))
+    return cast(member.AggregationOutcome, members[indices[0]].outcome)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from tfdp_fl import _validate
 from tfdp_fl.secure_aggregation import (
     additive_sharing,
     coordinator,
@@ -43,11 +42,6 @@ class Fault:
     recipient: messages.MemberId | None = None
     seconds: float = 0.0
 
-    def __post_init__(self):
-        _validate.one_of(("drop", "delay", "duplicate", "crash"), action=self.action)
-        _validate.one_of((1, 2, 3), step=self.step)
-        _validate.non_negative(seconds=self.seconds)
-
     def hits(self, message: messages.Message) -> bool:
         """Whether this message is one of those that the fault is about."""
         return (
@@ -55,15 +49,6 @@ class Fault:
             and self.step == messages.STEP_OF_KIND[message.kind]
             and self.recipient in (None, message.recipient)
         )
-
-
-def checked_faults(faults: Iterable[Fault]) -> tuple[Fault, ...]:
-    """Returns the faults.
-
-    Raises:
-      TypeError: one of them is none.
-    """
-    return tuple(_validate.instance_of(Fault, faults=each) for each in faults)
 
 
 class InMemoryNetwork:
@@ -92,8 +77,8 @@ class InMemoryNetwork:
         self.now = 0.0
         self.delivered: list[messages.Message] = []
         self.rejected: list[tuple[messages.Message, str]] = []
-        self._faults = checked_faults(faults)
-        self._latency = _validate.non_negative(latency_seconds=latency_seconds)
+        self._faults = tuple(faults)
+        self._latency = latency_seconds
         self._keep_messages = keep_messages
         self._crashed: set[messages.MemberId] = set()
         self._in_flight: list[tuple[float, int, messages.Message]] = []
@@ -176,13 +161,8 @@ def aggregate_in_memory(
       Each member's outcome. A member that crashed has its own update.
 
     Raises:
-      TypeError: if an argument is of another type.
       ValueError: if the group is not allowed, or a value can not be shared.
     """
-    _validate.instance_of(additive_sharing.AdditiveSecretSharing, protocol=protocol)
-    if network is not None:
-        _validate.instance_of(InMemoryNetwork, network=network)
-    _validate.instance_of(Mapping, updates=updates)
     protocol.check_group_size(len(updates))
     if network is None:
         network = InMemoryNetwork(faults, latency_seconds)

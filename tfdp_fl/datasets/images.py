@@ -1,0 +1,356 @@
+"""Handwriting, dealt to clients: scikit-learn's digits, MNIST and TFF's EMNIST."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import _optional, _validate
+from tfdp_fl.datasets import nests, tf_datasets
+from tfdp_fl.datasets.federated_dataset import FederatedDataset
+
+_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+def load_digits(
+    num_clients: int = 100,
+    examples_per_client: int = 20,
+    shards_per_client: int = 2,
+    iid: bool = True,
+    test_fraction: float = 0.2,
+    validation_examples: int = 0,
+    seed: int = 0,
+) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
+    """Loads the 1797 handwritten digits of 8x8 pixels in scikit-learn.
+
+    One copy of the training examples (1437 by default) is held. More than
+    that many places in clients are filled by repeating examples, by index:
+    500 clients of 20 examples hold each about seven times. Remember that the
+    guarantee is for a client: who repeats examples hides a client, not them.
+
+    Args:
+      num_clients: How many clients there are.
+      examples_per_client: How many examples each holds, exactly.
+      shards_per_client: Without `iid`: clients hold that many label shards,
+        see `tfdp_fl.datasets.partition`.
+      iid: Whether clients hold random examples (the default: a quick start)
+        or label shards.
+      test_fraction: The share of the examples that is the test set, always
+        the same one, each digit in proportion.
+      validation_examples: If not 0, that many training examples, always the
+        same ones, are given to no client and returned in place of the test
+        set, to choose hyperparameters by.
+      seed: Which client gets what.
+
+    Returns:
+      The clients, and `(x_test, y_test)`: x float32[n, 64] from 0 to 1, y
+      int32[n].
+
+    Raises:
+      ImportError: If scikit-learn is not installed.
+      TypeError, ValueError: If an argument is out of its range.
+    """
+    with _optional.needed("scikit-learn", "load_digits"):
+        from sklearn import datasets
+
+    test_fraction = _validate.inside_unit_interval(test_fraction=test_fraction)
+    digits = datasets.load_digits()
+    x = (digits.data / 16).astype(np.float32)
+    y = digits.target.astype(np.int32)
+    train, test = stratified_split(y, math.ceil(test_fraction * len(y)))
+    held_out = check_held_out(len(train), validation_examples=validation_examples)
+    if held_out:
+        kept, validation = stratified_split(y[train], held_out)
+        train, test = train[kept], train[validation]
+    indices = partition(
+        y[train], num_clients, examples_per_client, shards_per_client, iid, seed
+    )
+    clients = FederatedDataset.from_indices(x[train], y[train], indices)
+    return clients, (x[test], y[test])
+
+
+def load_mnist(
+    num_clients: int = 100,
+    shards_per_client: int = 2,
+    examples_per_client: int = 600,
+    path: str | os.PathLike[str] | None = None,
+    iid: bool = False,
+    flatten: bool = True,
+    validation_examples: int = 0,
+    seed: int = 0,
+) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
+    """Loads MNIST's 60000 training images, dealt to clients.
+
+    The defaults are the setting of Geyer et al. 2017 (arXiv:1712.07557,
+    section 4): images sorted by label, two shards of 300 per client, exactly
+    600 images each. 100 clients hold every image once. With 1000 and 10000,
+    images are repeated, by index: one copy of MNIST (188 MB of float32) is
+    held whatever the number of clients. Remember that the guarantee is for a
+    client: who repeats images hides a client, not them. See
+    `tfdp_fl.datasets.partition`.
+
+    Args:
+      num_clients: How many clients there are, K.
+      shards_per_client: Label shards per client; not used if `iid`.
+      examples_per_client: How many images each client holds, exactly.
+      path: Keras's `mnist.npz`; None: that in Keras's cache, downloaded to it
+        if it is not there.
+      iid: Whether clients hold random images instead of label shards.
+      flatten: Whether an image is float32[784] or float32[28, 28, 1].
+      validation_examples: If not 0, that many training images, always the same
+        ones, each digit in proportion, are given to no client and returned in
+        place of the test set: choose hyperparameters by them, and leave the
+        test set to the final run. (`split_clients` would not do where images
+        are repeated: those of held-out clients are other clients' too.)
+      seed: Which client gets what.
+
+    Returns:
+      The clients, and `(x_test, y_test)`: x float32 from 0 to 1, y int32[n].
+
+    Raises:
+      TypeError, ValueError: If an argument is out of its range, or the file
+        is not MNIST.
+      OSError: If the file is not there, or cannot be downloaded.
+    """
+    _validate.instance_of(bool, flatten=flatten)
+    path = None if path is None else os.fspath(path)
+    x_train, y_train, x_test, y_test = _read_mnist(path)
+    held_out = check_held_out(len(y_train), validation_examples=validation_examples)
+    if held_out:
+        train, validation = stratified_split(y_train, held_out)
+        x_test, y_test = x_train[validation], y_train[validation]
+        x_train, y_train = x_train[train], y_train[train]
+    indices = partition(
+        y_train, num_clients, examples_per_client, shards_per_client, iid, seed
+    )
+    clients = FederatedDataset.from_indices(
+        _images(x_train, flatten), y_train.astype(np.int32), indices
+    )
+    test = _images(x_test, flatten), y_test.astype(np.int32)
+    return clients, test
+
+
+def _images(pixels: np.ndarray, flatten: bool) -> np.ndarray:
+    shape = (784,) if flatten else (28, 28, 1)
+    images = pixels.reshape(-1, *shape).astype(np.float32)
+    images /= 255
+    return images
+
+
+def _read_mnist(path: str | os.PathLike[str] | None) -> list[np.ndarray]:
+    if path is None:
+        try:
+            train, test = tf.keras.datasets.mnist.load_data()
+        except Exception as error:  # Keras raises a bare Exception.
+            raise OSError(
+                "path must be given, because MNIST is not in Keras's cache "
+                f"and could not be downloaded: {error}"
+            ) from error
+        arrays = [*train, *test]
+    else:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = [file[name] for name in _ARRAYS]
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                "path must be Keras's mnist.npz with the arrays "
+                f"{', '.join(_ARRAYS)}, got {os.fspath(path)!r} ({error!r})."
+            ) from error
+    for images, labels in (arrays[:2], arrays[2:]):
+        if images.shape != (len(labels), 28, 28) or images.dtype != np.uint8:
+            raise ValueError(
+                "path must hold uint8 images of 28x28 pixels with one label "
+                f"each, got {images.dtype}{list(images.shape)} and "
+                f"{len(labels)} labels."
+            )
+    return arrays
+
+
+def load_emnist(
+    only_digits: bool = True,
+    num_clients: int | None = None,
+    flatten: bool = False,
+    cache_dir: str | None = None,
+) -> tuple[FederatedDataset, tuple[np.ndarray, np.ndarray]]:
+    """Loads TFF's federated EMNIST (Caldas et al. 2018, "LEAF").
+
+    TFF downloads it once (about 170 MB for digits) and keeps it on disk, where
+    clients are read when they take part; `in_memory()` of the result is
+    faster, and takes 1.1 GB for all digits.
+
+    Args:
+      only_digits: Whether 10 classes by 3383 writers, or 62 by 3400.
+      num_clients: The first so many writers; None: all.
+      flatten: Whether an image is float32[784] or float32[28, 28, 1].
+      cache_dir: Where TFF keeps its downloads; None: Keras's cache.
+
+    Returns:
+      The clients, and `(x_test, y_test)`, the test images of these writers: x
+      float32, TFF's pixels as they are, y int32[n].
+
+    Raises:
+      ImportError: If TFF is not installed.
+      OSError: If the data is not on disk and cannot be downloaded.
+      TypeError, ValueError: If an argument is out of its range.
+    """
+    _validate.instance_of(bool, only_digits=only_digits)
+    _validate.instance_of(bool, flatten=flatten)
+    if num_clients is not None:
+        _validate.positive_integer(num_clients=num_clients)
+    train, test = _tff_client_data(only_digits, cache_dir)
+    writers = list(train.client_ids)
+    if num_clients is not None and num_clients > len(writers):
+        raise ValueError(
+            f"num_clients must be at most {len(writers)}, got {num_clients}."
+        )
+    writers = writers[:num_clients]
+    shape = (784,) if flatten else (28, 28, 1)
+    clients = FederatedDataset.from_client_fn(
+        writers,
+        lambda writer: _read_writer(train, writer, shape),
+        element_spec=(
+            tf.TensorSpec(shape, tf.float32),
+            tf.TensorSpec((), tf.int32),
+        ),
+    )
+    tested = set(test.client_ids)
+    x_test, y_test = nests.concatenate(
+        [_read_writer(test, writer, shape) for writer in writers if writer in tested]
+    )
+    return clients, (x_test, y_test)
+
+
+def _read_writer(
+    client_data: Any, writer: str, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    examples = tf_datasets.read(client_data.create_tf_dataset_for_client(writer))
+    return examples["pixels"].reshape(-1, *shape), examples["label"]
+
+
+def _tff_client_data(only_digits: bool, cache_dir: str | None):
+    try:
+        import tensorflow_federated as tff
+    except ImportError as error:
+        raise ImportError(
+            "load_emnist must have tensorflow_federated installed, see the "
+            f"README on installing the whole stack: {error}"
+        ) from error
+    try:
+        return tff.simulation.datasets.emnist.load_data(
+            only_digits=only_digits, cache_dir=cache_dir
+        )
+    except Exception as error:  # Keras's download raises a bare Exception.
+        raise OSError(
+            "load_emnist must find TFF's EMNIST in cache_dir "
+            f"({cache_dir!r}) or be able to download it: {error}"
+        ) from error
+
+
+def partition(
+    labels: np.ndarray,
+    num_clients: int,
+    examples_per_client: int,
+    shards_per_client: int = 2,
+    iid: bool = False,
+    seed: int = 0,
+) -> np.ndarray:
+    """Deals examples to clients of equal size, by label shards or at random.
+
+    By shards, as McMahan et al. 2017 (arXiv:1602.05629, section 3) and Geyer
+    et al. 2017 (arXiv:1712.07557, section 4): the examples are sorted by
+    label and cut into shards of equal size, and a client gets
+    `shards_per_client` of them at random, so that most clients know that many
+    labels at most. Where there are more clients than one pass over the
+    examples serves, examples are repeated ("for K in {1000, 10000}, data
+    points are repeated"): in every pass, examples of the same label are
+    shuffled before the shards are cut, so that clients of different passes
+    differ. No client holds an example twice; of every pass, what does not
+    fill a client is left out at random.
+
+    Args:
+      labels: int[n], the examples' labels.
+      num_clients: K.
+      examples_per_client: How many examples each client gets, exactly.
+      shards_per_client: How many shards they come from; divides
+        `examples_per_client`. Not used if `iid`.
+      iid: Whether clients get random examples instead.
+      seed: Who gets what.
+
+    Returns:
+      int32[num_clients, examples_per_client], rows of `labels`, in random
+      order within a client.
+
+    Raises:
+      TypeError, ValueError: If an argument is not as said, or if one client
+        needs more examples than there are.
+    """
+    num_clients = _validate.positive_integer(num_clients=num_clients)
+    size = _validate.positive_integer(examples_per_client=examples_per_client)
+    shards = _validate.positive_integer(shards_per_client=shards_per_client)
+    _validate.instance_of(bool, iid=iid)
+    rng = np.random.default_rng(_validate.non_negative_integer(seed=seed))
+    if size > len(labels):
+        raise ValueError(
+            f"examples_per_client must be at most {len(labels)}, the number of "
+            f"training examples, got {size}."
+        )
+    if iid:
+        shards = 1
+    if size % shards:
+        raise ValueError(
+            "examples_per_client must be a multiple of shards_per_client "
+            f"({shards}), got {size}."
+        )
+    shard_size = size // shards
+    shards_in_pass = len(labels) // shard_size
+    clients_in_pass = shards_in_pass // shards
+    clients = np.empty((num_clients, size), np.int32)
+    for first in range(0, num_clients, clients_in_pass):
+        rows = rng.permutation(len(labels))[: shards_in_pass * shard_size]
+        if not iid:
+            rows = rows[np.argsort(labels[rows], kind="stable")]
+        wanted = min(clients_in_pass, num_clients - first)
+        dealt = rng.permutation(shards_in_pass)[: wanted * shards]
+        clients[first : first + wanted] = rows.reshape(-1, shard_size)[dealt].reshape(
+            wanted, size
+        )
+    # Local training takes batches in order: one label after the other would
+    # be another experiment.
+    return rng.permuted(clients, axis=1, out=clients)
+
+
+def stratified_split(
+    labels: np.ndarray, held_out: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Splits examples in two, each label in proportion; always the same way.
+
+    Args:
+      labels: int[n].
+      held_out: Size of the second part, less than n.
+
+    Returns:
+      int64[n - held_out] and int64[held_out], the rows of either part.
+    """
+    order = np.random.default_rng(0).permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    # Evenly spaced in the order of labels: proportional, up to one example.
+    places = (np.arange(held_out) + 0.5) * len(labels) / max(held_out, 1)
+    chosen = places.astype(np.int64)
+    return np.sort(np.delete(order, chosen)), np.sort(order[chosen])
+
+
+def check_held_out(available: int, **checked: int) -> int:
+    """Returns a number of examples to hold out, or raises ValueError."""
+    ((name, value),) = checked.items()
+    value = _validate.non_negative_integer(**checked)
+    if value >= available:
+        raise ValueError(
+            f"{name} must be less than the {available} training examples, got {value}."
+        )
+    return value
