@@ -510,10 +510,7 @@ class SideBySideTest(tf.test.TestCase, parameterized.TestCase):
         ):
             fast, fast_logs, engine = self._rounds(None)
         self.assertEqual(
-            {
-                (way.side_by_side, way.in_groups)
-                for way, _ in engine.functions.traced
-            },
+            {(way.side_by_side, way.in_groups) for way, _ in engine.functions.traced},
             {(True, True)},
         )
         slow, slow_logs, _ = self._rounds(False)

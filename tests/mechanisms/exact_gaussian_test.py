@@ -117,7 +117,7 @@ class RoundedTest(parameterized.TestCase):
         self.assertIs(grid.rounded.__defaults__[0], os.urandom)
 
     def test_forks_and_pickled_copies_draw_anew(self):
-        draw = functools.partial(exact_gaussian.rounded, 1e5, 5000)
+        draw = functools.partial(grid.rounded, 1e5, 5000)
         draw()
         draws = [draw(), pickle.loads(pickle.dumps(draw))()]
         for _ in range(2):

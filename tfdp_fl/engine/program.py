@@ -8,7 +8,6 @@ to another, but through its arguments and results.
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,7 +189,9 @@ def _is_only_looked_up(handle: tf.Tensor) -> bool:
                 for value in node.attr.values()
                 if value.func.name in bodies
             ]
-            offset = 1 if node.op in ("If", "StatelessIf", "Case", "StatelessCase") else 0
+            offset = (
+                1 if node.op in ("If", "StatelessIf", "Case", "StatelessCase") else 0
+            )
             if not called or not all(
                 only_looked_up(
                     _uses(body.node_def, body.signature.input_arg[place - offset].name)

@@ -99,9 +99,7 @@ class SideBySide:
             _DenseLayer(
                 layer,
                 places[id(layer.kernel)],
-                places[id(layer.bias)]
-                if layer.use_bias
-                else None,
+                places[id(layer.bias)] if layer.use_bias else None,
             )
             if isinstance(layer, tf.keras.layers.Dense)
             else layer
@@ -173,9 +171,7 @@ class SideBySide:
 
     def _no_metrics(self) -> list[tf.Tensor]:
         """Returns the metrics' state before any example."""
-        return [
-            tf.zeros(each.shape, each.dtype) for each in self._trainer.metric_specs
-        ]
+        return [tf.zeros(each.shape, each.dtype) for each in self._trainer.metric_specs]
 
     def _as_computed_with(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the server's weights in what their layers compute with."""

@@ -63,7 +63,8 @@ class FunctionalTrainer(trainer.Trainer):
             raise _refused("weights of examples, classes or outputs")
         loss = _loss_object(training.loss)
         metrics = collections.OrderedDict(
-            _named_metric(metric, loss) for metric in tf.nest.flatten(training.metrics)
+            _named_metric(metric, loss)
+            for metric in tf.nest.flatten(training.metrics)
             if metric is not None
         )
         specs = trainer.batch_specs(element_spec)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import engine, keras_versions
-from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
+from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import cohort, program
 from tfdp_fl.engine import trainer as trainer_lib
 
