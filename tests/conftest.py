@@ -17,7 +17,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _ROOT = pathlib.Path(__file__).resolve().parent
 # What only the TFF stack can run: whole folders, and files.
-_OF_TFF = ("aggregators", "learning", "engine/tff_equality_test.py")
+_OF_TFF = ("aggregators", "learning", "engine/tff_")
 _TFF, _FLOWER = "tensorflow_federated", "flwr"
 
 

@@ -292,7 +292,9 @@ def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
         for method, function in vars(replaced).items()
         if callable(function) and method in vars(base) and method != "__init__"
     }
-    kind = type(f"Stateless{type(optimizer).__name__}", (type(optimizer),), original)
+    kind: Any = type(
+        f"Stateless{type(optimizer).__name__}", (type(optimizer),), original
+    )
     made = kind.from_config(optimizer.get_config())
     made.build(variables)
     return made

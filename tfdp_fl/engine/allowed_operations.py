@@ -141,8 +141,10 @@ StatelessTruncatedNormal StatelessTruncatedNormalV2
 
 ALLOWED = frozenset(
     " ".join(
-        [_ARITHMETIC, _ARRAYS, _CONTROL_FLOW, _LAYERS, _ALGEBRA, _IMAGES]
-        + [_SPARSE_AND_RAGGED, _TEXT, _RANDOM]
+        (
+            *(_ARITHMETIC, _ARRAYS, _CONTROL_FLOW, _LAYERS, _ALGEBRA),
+            *(_IMAGES, _SPARSE_AND_RAGGED, _TEXT, _RANDOM),
+        )
     ).split()
 )
 

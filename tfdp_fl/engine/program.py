@@ -189,9 +189,8 @@ def _is_only_looked_up(handle: tf.Tensor) -> bool:
                 for value in node.attr.values()
                 if value.func.name in bodies
             ]
-            offset = (
-                1 if node.op in ("If", "StatelessIf", "Case", "StatelessCase") else 0
-            )
+            # A branch does not get what chooses it.
+            offset = int(node.op in ("If", "StatelessIf", "Case", "StatelessCase"))
             if not called or not all(
                 only_looked_up(
                     _uses(body.node_def, body.signature.input_arg[place - offset].name)
