@@ -13,7 +13,7 @@ _LAYERS = (
     ("aggregators", "auditing", "flower"),
     ("engine",),
     ("mechanisms", "secure_aggregation"),
-    ("accounting", "correlated_noise", "datasets", "features", "keras_versions"),
+    ("accounting", "correlated_noise", "datasets", "features"),
 )
 
 

@@ -247,25 +247,8 @@ def _runtimes() -> calling.Calls:
     if names.can_be_made("runtimes.RayWorkers"):
         yield (
             "runtimes.RayWorkers",
-            lambda: calling.usual(r.RayWorkers, num_workers=2, paths=("data",)),
+            lambda: calling.usual(r.RayWorkers, num_workers=2),
         )
-    yield (
-        "runtimes.MappedArray.from_npy",
-        lambda: calling.usual(
-            r.MappedArray.from_npy,
-            path=_files() / "array.npy",
-            paths=("path",),
-        ),
-    )
-    yield (
-        "runtimes.export_for_workers",
-        lambda: calling.usual(
-            r.export_for_workers,
-            dataset=toy.clients(2),
-            directory="exported",
-            paths=("directory",),
-        ),
-    )
 
 
 def calls() -> calling.Calls:

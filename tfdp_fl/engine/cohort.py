@@ -86,7 +86,7 @@ class Trained(NamedTuple):
       total: Their `CohortSum`.
       metrics: The values of the trainer's metric variables.
       window_norms: Float32 [K, L], each client's layer norms before noise;
-        [K, 0] if the mechanism keeps no window.
+        [0, 0] if the mechanism keeps no window.
       collected: Their `CollectedUpdates`, () where they are summed.
     """
 

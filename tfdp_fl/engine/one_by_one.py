@@ -117,7 +117,7 @@ class OneByOne:
             collected = cohort.CollectedUpdates(
                 updates, query.norm_of_scalars(scalars), scalars
             )
-        norms = tf.zeros([tf.shape(table.members)[0], 0])
+        norms = tf.zeros([0, 0])
         if query.keeps_window:
             norms = windows.stack()
         return cohort.Trained(total, metrics, norms, collected)
