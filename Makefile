@@ -64,7 +64,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 RUN = TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python
 
-.PHONY: help python train test pytest stress stress-crashes stress-others newcomer \
+.PHONY: help python train test pytest mutants stress stress-crashes stress-others newcomer \
   lint types format benchmark notebooks docs docs-serve \
   requirements install clean distclean
 
@@ -73,6 +73,7 @@ help:
 	@echo "make train         train on digits, epsilon = 2; results in runs/digits"
 	@echo "make test          run every test, on both stacks"
 	@echo "make pytest        run those that PYTEST_ARGS names, on one stack"
+	@echo "make mutants       plant faults in a copy; the tests have to notice each"
 	@echo "make stress        attack it for an hour (docs/threat_model.md)"
 	@echo "make newcomer      play a first hour from the wheel on (minutes; downloads)"
 	@echo "make lint          check style, format and types"
@@ -98,6 +99,10 @@ test:
 # On one stack, as in: make pytest PYTEST_ARGS=tests/accounting
 pytest: $(STAMP)
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+# Some of them, by a word in their names: make mutants MUTANTS="ledger flower"
+mutants: $(STAMP)
+	$(RUN) tools/mutants.py $(MUTANTS)
 
 # One of them: make stress STRESS=tests/stress/kill_stress.py
 STRESS_PYTEST = $(RUN) -m pytest -o python_files='*_stress.py' $(PYTEST_ARGS)

@@ -207,13 +207,14 @@ class PrivacyAccountantTest(parameterized.TestCase):
         for charge in rounds:
             step_by_step.add(charge)
             step_by_step.epsilon(1e-5)
-        at_once = _history(*rounds)
+        at_once = _history(*((charge, 10) for charge in rounds[:3]))
         self.assertAlmostEqual(
             step_by_step.epsilon(1e-5), at_once.epsilon(1e-5), places=12
         )
-        self.assertEqual(at_once.rounds, 30)
-        self.assertEqual([count for _, count in at_once.charges], [10] * 3)
-        self.assertEqual(at_once.charges[1][0], rounds[1])
+        for history in step_by_step, at_once:
+            self.assertEqual(history.rounds, 30)
+            self.assertEqual([count for _, count in history.charges], [10] * 3)
+            self.assertEqual(history.charges[1][0], rounds[1])
 
     @parameterized.parameters(*charge_lib.SAMPLINGS)
     def test_would_be_leaves_the_history_alone(self, sampling):

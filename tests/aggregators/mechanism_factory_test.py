@@ -303,6 +303,24 @@ class BehaviourTest(parameterized.TestCase):
                     delta=1e-5,
                 )
 
+    def test_how_many_there_are_is_written_down(self):
+        """Of more clients than there were, sampling would hide one better."""
+        factory = aggregators.FixedClippingFactory(
+            clip_norm=1.0, noise_multiplier=1.0, clients_per_round=2, num_clients=10
+        )
+        process = factory.create(SCALAR)
+        state = process.next(process.initialize(), [1.0] * 2).state
+        for num_clients in (9, 1000):
+            with self.assertRaisesRegex(ValueError, "num_clients must be the 10"):
+                learning.epsilon(
+                    state,
+                    factory.mechanism,
+                    sampling="poisson",
+                    num_clients=num_clients,
+                    clients_per_round=2,
+                    delta=1e-5,
+                )
+
     def test_schedules(self):
         process = aggregators.FixedClippingFactory(
             clip_norm=2.0,

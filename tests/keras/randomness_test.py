@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 from unittest import mock
 
 import numpy as np
@@ -30,6 +32,25 @@ class AttemptsTest(absltest.TestCase):
         ]
         self.assertLen(set(seeds), len(seeds))
         np.testing.assert_array_equal(seeds[0], randomness.round_seed(1, (0,)))
+
+    def test_a_fork_takes_no_attempt_of_its_parent(self):
+        attempts = randomness.Attempts()
+        attempts.take()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.write(writer, repr([attempts.take() for _ in range(2)]).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            there = ast.literal_eval(pipe.read())
+        os.waitpid(child, 0)
+        here = [attempts.take() for _ in range(2)]
+        self.assertEqual(here, [(1,), (2,)])
+        self.assertEmpty({*here} & {*there})
+        self.assertLen({*there}, 2)
 
     def test_the_upper_words_of_a_seed_are_no_attempt(self):
         # NumPy's `SeedSequence` of [s + 2**32, 1, 0] is that of [s, 1, 1].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 
@@ -23,25 +24,35 @@ class Attempts:
     With a seed, two sums with one noise differ by a sum without any. So the key
     of a round's noise is not the round, but the attempt at it. A round that is
     run again, by whatever way, is another attempt. A resumed run does not know which
-    numbers were used after its checkpoint: it goes on with fresh entropy in its keys.
+    numbers were used after its checkpoint, nor a fork which ones its parent uses:
+    they go on with fresh entropy in their keys.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._taken = 0
         self._entropy: tuple[int, ...] = ()
 
     @property
     def coming(self) -> Attempt:
         """The next attempt, unless another draw takes it first."""
+        self._renew_in_a_fork()
         return (self._taken, *self._entropy)
 
     def take(self) -> Attempt:
         """Returns an attempt that nothing had before, nor has afterwards."""
+        self._renew_in_a_fork()
         with self._lock:
-            attempt = self.coming
+            attempt = (self._taken, *self._entropy)
             self._taken += 1
         return attempt
+
+    def _renew_in_a_fork(self) -> None:
+        if os.getpid() != self._process:
+            # Another thread of the parent may have held the lock.
+            self._process, self._lock = os.getpid(), threading.Lock()
+            self.renew()
 
     def renew(self) -> None:
         """Sets all later attempts apart from those of any other process."""
