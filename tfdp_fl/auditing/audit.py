@@ -33,7 +33,7 @@ class CanaryAudit:
     round, each mean has about K m / N directions of length S / m more. They
     hand in nothing else: what the clip goes by, and what `History` tells, is
     of the clients. For the clients' guarantee they are nothing: they do not
-    hang on anybody's data.
+    depend on anybody's data.
 
     Audited are central mechanisms whose server adds the noise and that scale
     updates by their norm (fixed, adaptive and median clips among them).

@@ -17,7 +17,7 @@ class Canaries:
     """Directions drawn uniformly from the unit sphere in R^d.
 
     A direction is made anew from a secret seed whenever it is needed, so that
-    memory does not hang on their number.
+    memory does not depend on their number.
 
     Attributes:
       count: How many there are.

@@ -58,7 +58,7 @@ def downlink_noise_stddev(
 
     L is the number of clients of a round, as in FederatedScope; in the paper it
     is how often a client's parameters are exposed. Every upload is charged by
-    sigma_U, which has T in that place, so epsilon does not hang on it.
+    sigma_U, which has T in that place, so epsilon does not depend on it.
 
     sigma_D = 2 c C sqrt(T^2 - L^2 N) / (min_n N epsilon) if T > sqrt(N) L, and
     0 otherwise: then the noise of the uplink already covers the downlink.
