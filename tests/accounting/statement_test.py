@@ -64,6 +64,14 @@ class StatementTest(parameterized.TestCase):
         text = _text(epsilon_pld=None, epsilon_rdp=epsilon)
         self.assertIn(f"epsilon = {written} at", text)
 
+    def test_it_says_whose_accounting_it_is(self):
+        # TFF's statements said it was our own, which is gone.
+        text = _text()
+        self.assertRegex(text, r"by the privacy loss distributions of dp-accounting \d")
+        self.assertRegex(text, r"by the Renyi accounting of dp-accounting \d")
+        exact = _text(sampling="shuffled", pld_is_exact=True)
+        self.assertIn("by the exact conversion of one Gaussian", exact)
+
     def test_the_tighter_accountant_leads(self):
         content = _text(format="dict")
         self.assertEqual(content["epsilon"], 1.99995)

@@ -529,7 +529,6 @@ class StreamedTest(parameterized.TestCase):
 
         spec = (tf.TensorSpec([3], tf.float32), tf.TensorSpec([], tf.int64))
         dataset = FederatedDataset.from_client_fn(range(1000), read, spec)
-        dataset.describe()
         clients = dataset.read_clients([5, 3, 8])
         self.assertEqual(reads, [])
         next(clients)

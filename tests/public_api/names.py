@@ -85,7 +85,6 @@ NOT_CALLED = {
     "aggregators.RoundHistory": _BY_TFF,
     "auditing.Estimate": _HANDED_OUT,
     "callbacks.FederatedCallback": _ABSTRACT,
-    "correlated_noise.Comparison": _HANDED_OUT,
     "correlated_noise.Generator": _ABSTRACT,
     "correlated_noise.Memory": "made inside the compiled cohort",
     "correlated_noise.ParticipationRecord.from_state": (

@@ -182,7 +182,7 @@ class PrivacyAccountant:
             return 0.0
         if accountant == "rdp":
             return self._least(dp_accounting.rdp.compute_epsilon, delta)
-        if self._is_one_gaussian:
+        if self.is_one_gaussian:
             return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
 
@@ -202,7 +202,7 @@ class PrivacyAccountant:
                 everybody = float(charge.num_clients)
                 charge = dataclasses.replace(charge, clients_per_round=everybody)
             known.add(dataclasses.replace(charge, event=event), count)
-        return known.epsilon(delta, "pld" if known._is_one_gaussian else "rdp")
+        return known.epsilon(delta, "pld" if known.is_one_gaussian else "rdp")
 
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
         """Returns delta at epsilon; 1 where a round had no noise.
@@ -219,19 +219,9 @@ class PrivacyAccountant:
             return 0.0
         if accountant == "rdp":
             return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
-        if self._is_one_gaussian:
+        if self.is_one_gaussian:
             return gaussian.gaussian_delta(self._mu_squared**-0.5, epsilon)
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
-
-    def computed_by(self, accountant: str) -> str:
-        """Returns what code computes `epsilon`, in words for a statement."""
-        _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-        package = f"dp-accounting {charge_lib.dp_accounting_version()}"
-        if accountant == "pld":
-            if self._is_one_gaussian:
-                return "the exact conversion of one Gaussian (Balle & Wang 2018)"
-            return f"the privacy loss distributions of {package}"
-        return f"the Renyi accounting of {package}"
 
     def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
         """Returns the least figure over the Renyi orders, rounded up.
@@ -265,7 +255,8 @@ class PrivacyAccountant:
         return curve
 
     @property
-    def _is_one_gaussian(self) -> bool:
+    def is_one_gaussian(self) -> bool:
+        """Whether all rounds are one Gaussian, of which PLD's epsilon is exact."""
         return not self._amplified and not self._other
 
     def _compose_pld(

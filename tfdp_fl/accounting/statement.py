@@ -56,8 +56,7 @@ class StatementFacts:
         well.
       epsilon_rdp: Central epsilon by Renyi accounting.
       epsilon_pld: Central epsilon by privacy loss distributions.
-      rdp_computed_by: What computed `epsilon_rdp`, in words.
-      pld_computed_by: What computed `epsilon_pld`, in words.
+      pld_is_exact: Whether `epsilon_pld` is the exact one of a Gaussian.
       epsilon_if_participation_is_known: Central epsilon against an observer who
         knows who took part in which round; needed for a sampling that amplifies.
       epsilon_local: Local (or per-record) epsilon of the client that spent
@@ -87,8 +86,7 @@ class StatementFacts:
     rounds_of_others: int = 0
     epsilon_rdp: Epsilon = None
     epsilon_pld: Epsilon = None
-    rdp_computed_by: str = "tfdp_fl's own Renyi accounting"
-    pld_computed_by: str = "the privacy loss distributions of dp-accounting"
+    pld_is_exact: bool = False
     epsilon_if_participation_is_known: Epsilon = None
     epsilon_local: Epsilon = None
     max_participations: int | None = None

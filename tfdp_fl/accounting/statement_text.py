@@ -110,10 +110,9 @@ def summary(
 
 def _by_accountants(facts: StatementFacts, values: dict[str, float | None]) -> str:
     rdp, pld = values["epsilon_rdp"], values["epsilon_pld"]
-    exact = "exact" in facts.pld_computed_by
     by_pld = (
         f"exactly, as one Gaussian, {_up(pld)}"
-        if exact and pld is not None
+        if facts.pld_is_exact and pld is not None
         else f"by privacy loss distributions {_up(pld)}"
         if pld is not None
         else ""
@@ -208,14 +207,15 @@ def how(facts: StatementFacts, content: dict[str, Any]) -> str:
     if not content["has_guarantee"]:
         return f"{text}."
     if facts.guarantee == "central":
-        by = [
-            computed_by
-            for name, computed_by in (
-                ("epsilon_pld", facts.pld_computed_by),
-                ("epsilon_rdp", facts.rdp_computed_by),
-            )
-            if content[name] is not None
-        ]
+        package = f"dp-accounting {content['dp_accounting']}"
+        by_pld = f"the privacy loss distributions of {package}"
+        if facts.pld_is_exact:
+            by_pld = "the exact conversion of one Gaussian (Balle & Wang 2018)"
+        accountants = {
+            "epsilon_pld": by_pld,
+            "epsilon_rdp": f"the Renyi accounting of {package}",
+        }
+        by = [each for name, each in accountants.items() if content[name] is not None]
         return (
             f"{text}. Epsilon was computed for the sampling that was done, by "
             f"{'; and by '.join(by)}."

@@ -41,6 +41,25 @@ def split(
     )
 
 
+def of_one_client(
+    frame: Any,
+    features: Columns | None,
+    label: Columns,
+    sample_weight: str | None,
+) -> tuple[Any, ...]:
+    """Returns `(x, y)` or `(x, y, sample_weight)` of one client's own frame.
+
+    Raises:
+      TypeError, ValueError: See `FederatedDataset.from_dataframe`.
+    """
+    features = chosen(_names(frame), None, features, label, sample_weight)
+    x = _arrays(frame, features, "features")
+    y = _arrays(frame, label, "label")
+    if sample_weight is None:
+        return x, y
+    return x, y, _weights(frame, sample_weight)
+
+
 def _names(frame: Any) -> list[str]:
     for attribute in ("columns", "__getitem__", "iloc"):
         if not hasattr(frame, attribute):
@@ -52,7 +71,7 @@ def _names(frame: Any) -> list[str]:
 
 def chosen(
     names: list[str],
-    client: str,
+    client: str | None,
     features: Columns | None,
     label: Columns,
     sample_weight: str | None,
@@ -61,7 +80,7 @@ def chosen(
 
     Args:
       names: The columns that there are.
-      client: The column of clients.
+      client: The column of clients; None: there is none.
       features: None: all that are not named otherwise.
       label: The column or columns of the labels.
       sample_weight: The column of weights, or None.
@@ -71,7 +90,9 @@ def chosen(
     """
     if len(set(names)) < len(names):
         raise ValueError("frame must have distinct column names.")
-    others = {"client": client}
+    others = {}
+    if client is not None:
+        others["client"] = client
     if sample_weight is not None:
         others["sample_weight"] = sample_weight
     for argument, name in others.items():
@@ -82,7 +103,7 @@ def chosen(
     _known(names, features=features)
     _known(names, label=label)
     used = [*named(features), *named(label)]
-    if client in used or client == sample_weight:
+    if client in used or (client is not None and client == sample_weight):
         raise ValueError(
             "features, label and sample_weight must not hold the client "
             f"column, got {client!r}: who somebody is would be learned as a "

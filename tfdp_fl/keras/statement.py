@@ -52,8 +52,7 @@ def facts(
         epsilon_if_participation_is_known=None
         if by_client
         else spending.central.epsilon_if_participation_is_known,
-        rdp_computed_by=spending.central.computed_by("rdp"),
-        pld_computed_by=spending.central.computed_by("pld"),
+        pld_is_exact=spending.central.is_one_gaussian,
         epsilon_local=spending.epsilon if by_client else None,
         max_participations=spending.clients.max_participations if by_client else None,
         central_epsilon=spending.central_epsilon

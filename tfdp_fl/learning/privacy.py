@@ -210,6 +210,7 @@ def epsilon(
         how = {
             f"epsilon_{accountant}": value,
             "epsilon_if_participation_is_known": known,
+            "pld_is_exact": record.is_one_gaussian,
         }
         sizes = [charge.clients_per_round for charge in charges]
         costs = {charge.noise_multiplier for charge in charges}
