@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         NoPrivacy,
         QueryMechanism,
     )
+    from tfdp_fl.search import PrivateScore, PrivateSearch, PublicScore
 
 # A package is imported when it is first used: a Flower server that only adds up
 # needs no TensorFlow.
@@ -37,7 +38,7 @@ _PACKAGES = frozenset(
         *("accounting", "aggregators", "auditing", "correlated_noise", "datasets"),
         *("engine", "experiments", "features", "flower", "keras", "learning"),
         *("losses", "mechanisms", "runtimes", "sampling", "schedules"),
-        "secure_aggregation",
+        *("search", "secure_aggregation"),
     ]
 )
 _PACKAGE_OF = {
@@ -56,6 +57,9 @@ _PACKAGE_OF = {
     "NbAFL": "mechanisms",
     "NoPrivacy": "mechanisms",
     "PrivateMetrics": "keras",
+    "PrivateScore": "search",
+    "PrivateSearch": "search",
+    "PublicScore": "search",
     "QueryMechanism": "mechanisms",
     "callbacks": "keras",
     "make_private": "keras",
@@ -78,6 +82,9 @@ __all__ = [
     "NbAFL",
     "NoPrivacy",
     "PrivateMetrics",
+    "PrivateScore",
+    "PrivateSearch",
+    "PublicScore",
     "QueryMechanism",
     "__version__",
     "accounting",

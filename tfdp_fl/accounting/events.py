@@ -12,6 +12,7 @@ import attr
 import dp_accounting
 
 from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting.search import BestOfTrialsDpEvent
 
 
 def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
@@ -116,7 +117,7 @@ def _plain(value: Any) -> Any:
 def event_to_dict(event: dp_accounting.DpEvent) -> dict[str, Any]:
     """Returns an event as a dictionary that JSON can hold exactly."""
     name = type(event).__name__
-    if getattr(dp_accounting.dp_event, name, None) is not type(event):
+    if _event_class(name) is not type(event):
         raise TypeError(
             f"event must be one of dp_accounting's own events, got {event!r}."
         )
@@ -125,6 +126,12 @@ def event_to_dict(event: dp_accounting.DpEvent) -> dict[str, Any]:
         for field in attr.fields(type(event))
     }
     return {"type": name, **fields}
+
+
+def _event_class(name: str) -> Any:
+    if name == BestOfTrialsDpEvent.__name__:
+        return BestOfTrialsDpEvent
+    return getattr(dp_accounting.dp_event, name, None)
 
 
 def _to_json_value(value: Any) -> Any:
@@ -139,7 +146,7 @@ def event_from_dict(fields: dict[str, Any]) -> dp_accounting.DpEvent:
     """Inverse of `event_to_dict`; only dp_accounting's own events are made."""
     fields = dict(fields)
     name = fields.pop("type", None)
-    cls = getattr(dp_accounting.dp_event, str(name), None)
+    cls = _event_class(str(name))
     if not (isinstance(cls, type) and issubclass(cls, dp_accounting.DpEvent)):
         raise ValueError(
             f"The event type {name!r} is not known to dp-accounting "
