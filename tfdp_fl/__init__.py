@@ -8,7 +8,7 @@ from tfdp_fl.version import __version__
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
     from tfdp_fl.correlated_noise import BLT, BandedToeplitz
-    from tfdp_fl.datasets import FederatedDataset
+    from tfdp_fl.datasets import FederatedDataset, bound_rows
     from tfdp_fl.keras import (
         DPFederatedModel,
         PrivateMetrics,
@@ -61,6 +61,7 @@ _PACKAGE_OF = {
     "PrivateSearch": "search",
     "PublicScore": "search",
     "QueryMechanism": "mechanisms",
+    "bound_rows": "datasets",
     "callbacks": "keras",
     "make_private": "keras",
     "validate": "keras",
@@ -88,6 +89,7 @@ __all__ = [
     "QueryMechanism",
     "__version__",
     "accounting",
+    "bound_rows",
     "callbacks",
     "datasets",
     "losses",

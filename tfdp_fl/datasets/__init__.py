@@ -7,6 +7,7 @@ from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.loading import load_from_config
 from tfdp_fl.datasets.mnist import load_mnist
 from tfdp_fl.datasets.partitioning import partition
+from tfdp_fl.datasets.persons import bound_rows
 from tfdp_fl.datasets.shakespeare import (
     decode_text,
     encode_text,
@@ -20,6 +21,7 @@ __all__ = [
     "ClientFailure",
     "FederatedDataset",
     "as_federated",
+    "bound_rows",
     "decode_text",
     "encode_text",
     "load_digits",

@@ -85,7 +85,7 @@ def _hint(clients: Any) -> str:
         isinstance(clients, tuple | list) and len(clients) in (2, 3)
     ):
         return (
-            " For one pair of arrays (x, y), say whose rows are whose: "
-            "FederatedDataset.from_indices(x, y, indices)."
+            " For one pair of arrays (x, y), say whose row each is: "
+            "fit(x, y, client_ids=ids)."
         )
     return ""

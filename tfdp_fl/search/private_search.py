@@ -98,8 +98,7 @@ class PrivateSearch:
         """
         if not callable(build):
             raise TypeError(f"build must be callable, got {build!r}.")
-        if isinstance(candidates, Mapping | str):
-            raise TypeError("candidates must be a list of mappings, got one mapping.")
+        _validate.instance_of((list, tuple), candidates=candidates)
         self.candidates: list[Candidate] = []
         for candidate in candidates:
             _validate.instance_of(Mapping, candidates=candidate)
