@@ -8,7 +8,7 @@ from tools import docs_site
 
 # From the top; the packages of a row know nothing of each other.
 _LAYERS = (
-    ("experiments",),
+    ("experiments", "search"),
     ("keras", "learning", "runtimes"),
     ("aggregators", "auditing", "flower"),
     ("engine",),

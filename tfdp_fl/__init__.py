@@ -8,7 +8,7 @@ from tfdp_fl.version import __version__
 if TYPE_CHECKING:
     from tfdp_fl import accounting, datasets, losses
     from tfdp_fl.correlated_noise import BLT, BandedToeplitz
-    from tfdp_fl.datasets import FederatedDataset
+    from tfdp_fl.datasets import FederatedDataset, bound_rows
     from tfdp_fl.keras import (
         DPFederatedModel,
         PrivateMetrics,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         NoPrivacy,
         QueryMechanism,
     )
+    from tfdp_fl.search import PrivateScore, PrivateSearch, PublicScore
 
 # A package is imported when it is first used: a Flower server that only adds up
 # needs no TensorFlow.
@@ -37,7 +38,7 @@ _PACKAGES = frozenset(
         *("accounting", "aggregators", "auditing", "correlated_noise", "datasets"),
         *("engine", "experiments", "features", "flower", "keras", "learning"),
         *("losses", "mechanisms", "runtimes", "sampling", "schedules"),
-        "secure_aggregation",
+        *("search", "secure_aggregation"),
     ]
 )
 _PACKAGE_OF = {
@@ -56,7 +57,11 @@ _PACKAGE_OF = {
     "NbAFL": "mechanisms",
     "NoPrivacy": "mechanisms",
     "PrivateMetrics": "keras",
+    "PrivateScore": "search",
+    "PrivateSearch": "search",
+    "PublicScore": "search",
     "QueryMechanism": "mechanisms",
+    "bound_rows": "datasets",
     "callbacks": "keras",
     "make_private": "keras",
     "validate": "keras",
@@ -78,9 +83,13 @@ __all__ = [
     "NbAFL",
     "NoPrivacy",
     "PrivateMetrics",
+    "PrivateScore",
+    "PrivateSearch",
+    "PublicScore",
     "QueryMechanism",
     "__version__",
     "accounting",
+    "bound_rows",
     "callbacks",
     "datasets",
     "losses",

@@ -31,6 +31,11 @@ PAGES: dict[str, tuple[str, ...]] = {
         "DPFederatedModel.epsilon_after_round DPFederatedModel.rounds "
         "DPFederatedModel.mechanism DPFederatedModel.target",
     ),
+    "search": (
+        "A search inside the budget",
+        "tfdp_fl: PrivateSearch(fit,epsilon,privacy_statement) PublicScore() "
+        "PrivateScore()",
+    ),
     "mechanisms": (
         "Mechanisms",
         "tfdp_fl: FixedClipping() AdaptiveClipping() MedianClipping() LocalDP() "
@@ -48,7 +53,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "federated_dataset": (
         "FederatedDataset: from your data",
         "tfdp_fl: FederatedDataset(from_client_arrays,from_indices,from_dataframe,"
-        "from_tf_datasets,from_client_data,from_client_fn)",
+        "from_tf_datasets,from_client_data,from_client_fn,from_parquet) bound_rows",
     ),
     "federated_dataset_use": (
         "FederatedDataset: its clients",

@@ -46,8 +46,8 @@ class AsFederatedTest(parameterized.TestCase):
             np.testing.assert_array_equal(dataset.client(1)[0], _pair()[0])
 
     @parameterized.named_parameters(
-        ("arrays", _pair(), "from_indices"),
-        ("list_of_arrays", list(_pair()), "from_indices"),
+        ("arrays", _pair(), "client_ids=ids"),
+        ("list_of_arrays", list(_pair()), "client_ids=ids"),
         ("frame", DataFrame(), "from_dataframe"),
         ("number", 3, "got int"),
         ("text", "clients", "got str"),

@@ -207,9 +207,9 @@ MISTAKES = {
     ),
     "x_and_y": Mistake(
         lambda: toy.federated().fit(*_arrays()),
-        "clients",
-        "ndarray",
-        "from_indices",
+        "client_ids",
+        "whose row each is",
+        "client_ids=ids",
         TypeError,
     ),
     "width": Mistake(

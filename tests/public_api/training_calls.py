@@ -83,6 +83,25 @@ def _keras() -> calling.Calls:
             clients_per_round=3.0,
         ),
     )
+    score = tfdp_fl.PublicScore(*toy.arrays(4), "loss")
+    yield (
+        "search.PrivateSearch",
+        lambda: calling.usual(
+            tfdp_fl.PrivateSearch,
+            build=len,
+            candidates=[{}],
+            expected_trials=2,
+            target_epsilon=1.0,
+            target_delta=1e-3,
+            score=score,
+        ),
+    )
+    yield (
+        "search.PrivateScore",
+        lambda: calling.usual(
+            tfdp_fl.PrivateScore, metric="loss", noise_multiplier=1.0
+        ),
+    )
     yield (
         "keras.make_private",
         lambda: calling.usual(

@@ -68,6 +68,18 @@ CAVEATS: dict[str, str] = {
         "Only this run is counted: other runs on the same clients, such as a "
         "search for hyperparameters, cost extra."
     ),
+    "search_counted": (
+        "The search for settings is counted: epsilon is that of all its trials, "
+        "however many there were, as long as only the chosen candidate and its model "
+        "are released, and the number of trials and the other ones stay secret. "
+        "That the candidates, what builds their models and a public score know "
+        "nothing of these clients, and that no trial changes a later one by code of "
+        "the user's own, is taken as given."
+    ),
+    "search_time_not_hidden": (
+        "The running time of a search is not hidden, and tells about how many trials "
+        "there were: keep it secret, and the directory of a search until it has ended."
+    ),
     "only_runs_in_ledgers_counted": (
         "Only this run and the other runs in its ledgers are counted: further "
         "runs on the same clients cost extra."

@@ -16,6 +16,7 @@ import dp_accounting
 
 from tfdp_fl import _json, _validate, schedules
 from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting.search import BestOfTrialsDpEvent
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic")
 # How clients came where nobody drew them: as they liked, so many rounds apart.
@@ -386,10 +387,16 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"event holds {value!r}, which no ledger can keep.")
 
 
+def _event_class(name: str) -> Any:
+    if name == BestOfTrialsDpEvent.__name__:
+        return BestOfTrialsDpEvent
+    return getattr(dp_accounting.dp_event, name, None)
+
+
 def event_to_dict(event: dp_accounting.DpEvent) -> dict[str, Any]:
     """Returns an event as a dictionary that JSON can hold exactly."""
     name = type(event).__name__
-    if getattr(dp_accounting.dp_event, name, None) is not type(event):
+    if _event_class(name) is not type(event):
         raise TypeError(
             f"event must be one of dp_accounting's own events, got {event!r}."
         )
@@ -412,7 +419,7 @@ def event_from_dict(fields: dict[str, Any]) -> dp_accounting.DpEvent:
     """Inverse of `event_to_dict`; only dp_accounting's own events are made."""
     fields = dict(fields)
     name = fields.pop("type", None)
-    cls = getattr(dp_accounting.dp_event, str(name), None)
+    cls = _event_class(str(name))
     if not (isinstance(cls, type) and issubclass(cls, dp_accounting.DpEvent)):
         raise ValueError(
             f"The event type {name!r} is not known to dp-accounting "

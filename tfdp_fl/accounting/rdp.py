@@ -14,6 +14,8 @@ import dp_accounting
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 
+from tfdp_fl.accounting import search
+
 # Integers to 8192 for a small epsilon; every half to 32, and orders near 1 for a
 # large one. Under sampling the best order is sharp, so neighbours differ by about
 # 5 % in (order - 1). dp-accounting takes no order up to 1.01 for an epsilon.
@@ -59,6 +61,8 @@ def curve(
       ValueError: dp-accounting knows no bound for the event.
     """
     alpha = PARTS[part]
+    if isinstance(event, search.BestOfTrialsDpEvent):
+        return _best_of_trials(event, relation)[part]
     if _is_sampled_gaussian(event):
         fixed_size = isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent)
         integers = _INTEGERS_OF_FIXED_SIZE if fixed_size else _INTEGERS
@@ -76,6 +80,33 @@ def curve(
     rdp = np.maximum(rdp, _ROUNDING)
     rdp.setflags(write=False)
     return rdp
+
+
+@functools.lru_cache(maxsize=256)
+def _best_of_trials(
+    event: search.BestOfTrialsDpEvent, relation: dp_accounting.NeighboringRelation
+) -> list[np.ndarray]:
+    """Returns the curve of the best trial, at each of `PARTS`."""
+    trial = [
+        np.concatenate([_of_trial(each, relation, part) for part in range(len(PARTS))])
+        for each in event.events
+    ]
+    best = search.best_of_trials_rdp(_ORDERS, trial, event.mean, event.shape)
+    return np.split(best, np.cumsum([len(part) for part in PARTS])[:-1])
+
+
+def _of_trial(
+    event: dp_accounting.DpEvent,
+    relation: dp_accounting.NeighboringRelation,
+    part: int,
+) -> np.ndarray:
+    """Returns the curve of a trial, of which each kind of round is known by itself."""
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        return event.count * _of_trial(event.event, relation, part)
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        parts = [_of_trial(each, relation, part) for each in event.events]
+        return np.sum([np.zeros(len(PARTS[part])), *parts], axis=0)
+    return curve(event, relation, part)
 
 
 def _is_sampled_gaussian(event: dp_accounting.DpEvent) -> bool:

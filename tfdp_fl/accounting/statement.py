@@ -66,6 +66,7 @@ class StatementFacts:
         those who see only the averages.
       implied_epsilon: For NbAFL: the epsilon its formula was given.
       implied_delta: For NbAFL: 1.25 exp(-c^2/2), implied by its constant.
+      search: For the best of a search, what came before its release, in words.
       caveats: Keys of `CAVEATS` that hold.
       audit: Says at a delta what an audit of this run found, if there was one.
     """
@@ -93,6 +94,7 @@ class StatementFacts:
     central_epsilon: Epsilon = None
     implied_epsilon: float | None = None
     implied_delta: float | None = None
+    search: str = ""
     caveats: tuple[str, ...] = ()
     audit: Callable[[float], str] | None = None
 

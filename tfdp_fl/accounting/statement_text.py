@@ -45,7 +45,7 @@ def summary(
     delta: float,
 ) -> str:
     """Returns the paragraph that says what was guaranteed, and to whom."""
-    after = f"after {_count(facts.rounds, 'round')} of training"
+    after = facts.search or f"after {_count(facts.rounds, 'round')} of training"
     if facts.rounds_of_others:
         after += f" and {facts.rounds_of_others} of other runs on the same clients"
     if not math.isfinite(best):
@@ -61,9 +61,12 @@ def summary(
     neighbours = _RELATION[relation.name].format(unit=facts.unit)
     if facts.guarantee == "central":
         by = _by_accountants(facts, values)
+        released = "the sequence of all models published"
+        if facts.search:
+            released = "what was chosen, with its model,"
         return (
             f"Central differential privacy per {facts.unit}: {after}, "
-            "the sequence of all models published is (epsilon, "
+            f"{released} is (epsilon, "
             f"delta)-differentially private with epsilon = {_up(best)} at "
             f"delta = {delta:g}{by}. Two data sets are neighbours when "
             f"{neighbours}; all data of a {facts.unit} count as one."

@@ -8,6 +8,7 @@ from tfdp_fl.datasets.images import (
     load_mnist,
     partition,
 )
+from tfdp_fl.datasets.persons import bound_rows
 from tfdp_fl.datasets.shakespeare import (
     load_shakespeare,
     shakespeare_vocabulary,
@@ -19,6 +20,7 @@ __all__ = [
     "ClientFailure",
     "FederatedDataset",
     "as_federated",
+    "bound_rows",
     "load_digits",
     "load_emnist",
     "load_mnist",

@@ -78,7 +78,7 @@ def _hint(clients: Any) -> str:
         isinstance(clients, tuple | list) and len(clients) in (2, 3)
     ):
         return (
-            " For one pair of arrays (x, y), say which rows each client has: "
-            "FederatedDataset.from_indices(x, y, indices)."
+            " For one pair of arrays (x, y), say whose row each is: "
+            "fit(x, y, client_ids=ids)."
         )
     return ""

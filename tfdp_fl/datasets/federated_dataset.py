@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate
 from tfdp_fl.datasets import client_ids as ids_lib
-from tfdp_fl.datasets import frames, nests, sources, tf_datasets
+from tfdp_fl.datasets import frames, nests, parquet, sources, tf_datasets
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
 
@@ -160,6 +160,7 @@ class FederatedDataset:
         features: frames.Columns | None = None,
         label: frames.Columns = "label",
         sample_weight: str | None = None,
+        vocabulary: frames.Vocabulary = None,
     ) -> FederatedDataset:
         """Makes a dataset of a pandas frame with a column that names clients.
 
@@ -178,14 +179,55 @@ class FederatedDataset:
             numbers float32.
           sample_weight: The column of what each example counts in the loss;
             None: all count 1.
+          vocabulary: Maps a column of text or categories to the values it may have,
+            declared without looking at the clients. Alone the column is int64, a
+            value's place in the list; in a list of features it is as many columns of
+            zeros and ones.
 
         Raises:
           TypeError: `frame` is no frame.
           ValueError: A column is not there, holds something else than finite
-            numbers, or has missing values; or a feature is the client column.
+            numbers or declared values, or has missing values (the message has the
+            column and the row); or a feature is the client column.
         """
-        x, y, rows, weight = frames.split(frame, client, features, label, sample_weight)
+        x, y, rows, weight = frames.split(
+            frame, client, features, label, sample_weight, vocabulary
+        )
         return cls.from_indices(x, y, rows, sample_weight=weight)
+
+    @classmethod
+    def from_parquet(
+        cls,
+        path: str | os.PathLike[str],
+        client: str,
+        features: frames.Columns | None = None,
+        label: frames.Columns = "label",
+        sample_weight: str | None = None,
+        vocabulary: frames.Vocabulary = None,
+    ) -> FederatedDataset:
+        """Makes a dataset of a Parquet file with a column that names clients.
+
+        The file is read once, one row group at a time, to find the clients and to
+        check all values. Of a file that is sorted by clients, a client is read when
+        it takes part. Of another one all columns that are used are held in memory.
+
+        Args:
+          path: The file.
+          client: As in `from_dataframe`.
+          features: Likewise.
+          label: Likewise.
+          sample_weight: Likewise.
+          vocabulary: Likewise.
+
+        Raises:
+          ImportError: pandas or pyarrow is not installed.
+          ValueError: As in `from_dataframe`.
+        """
+        client_ids, read, is_sorted = parquet.readers(
+            path, client, features, label, sample_weight, vocabulary
+        )
+        dataset = cls.from_client_fn(client_ids, read)
+        return dataset if is_sorted else dataset.in_memory()
 
     @classmethod
     def from_tf_datasets(

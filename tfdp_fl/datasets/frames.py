@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from tfdp_fl import _validate
+
 Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+# Of columns that are no numbers: the values that each may have, known beforehand.
+Vocabulary = Mapping[str, Sequence[Any]] | None
 
 
 def split(
@@ -16,6 +20,7 @@ def split(
     features: Columns | None,
     label: Columns,
     sample_weight: str | None = None,
+    vocabulary: Vocabulary = None,
 ) -> tuple[Any, Any, dict[Any, np.ndarray], Any]:
     """Returns (x, y, rows of each client, weights) of a pandas frame.
 
@@ -25,18 +30,20 @@ def split(
       features: See there.
       label: See there.
       sample_weight: See there; the weights are None where it is.
+      vocabulary: See there.
 
     Raises:
       TypeError, ValueError: See there.
     """
     names = _names(frame)
     features = chosen(names, client, features, label, sample_weight)
+    check_vocabulary(names, vocabulary)
     if not len(frame):
         raise ValueError("frame must have rows, got none.")
     return (
-        _arrays(frame, features, "features"),
-        _arrays(frame, label, "label"),
-        rows_by_client(_ids(frame, client)),
+        arrays(frame, features, "features", vocabulary),
+        arrays(frame, label, "label", vocabulary),
+        rows_by_client(ids(frame, client)),
         _weights(frame, sample_weight),
     )
 
@@ -46,6 +53,7 @@ def of_one_client(
     features: Columns | None,
     label: Columns,
     sample_weight: str | None,
+    vocabulary: Vocabulary = None,
 ) -> tuple[Any, ...]:
     """Returns `(x, y)` or `(x, y, sample_weight)` of one client's own frame.
 
@@ -53,8 +61,8 @@ def of_one_client(
       TypeError, ValueError: See `FederatedDataset.from_dataframe`.
     """
     features = chosen(_names(frame), None, features, label, sample_weight)
-    x = _arrays(frame, features, "features")
-    y = _arrays(frame, label, "label")
+    x = arrays(frame, features, "features", vocabulary)
+    y = arrays(frame, label, "label", vocabulary)
     if sample_weight is None:
         return x, y
     return x, y, _weights(frame, sample_weight)
@@ -112,10 +120,20 @@ def chosen(
     return features
 
 
+def check_vocabulary(names: list[str], vocabulary: Vocabulary) -> None:
+    """Raises unless a vocabulary maps columns that there are to lists of values."""
+    if vocabulary is None:
+        return
+    _validate.instance_of(Mapping, vocabulary=vocabulary)
+    for name, values in vocabulary.items():
+        _known(names, vocabulary=name)
+        _validate.instance_of((list, tuple, np.ndarray), vocabulary=values)
+
+
 def _weights(frame: Any, sample_weight: str | None) -> np.ndarray | None:
     if sample_weight is None:
         return None
-    return _array(frame, sample_weight, "sample_weight").astype(np.float32)
+    return array(frame, sample_weight, "sample_weight").astype(np.float32)
 
 
 def named(columns: Any) -> list[str]:
@@ -137,45 +155,76 @@ def _known(names: list[str], **checked: Any) -> None:
             )
 
 
-def _arrays(frame: Any, columns: Any, argument: str) -> Any:
+def arrays(
+    frame: Any, columns: Any, argument: str, vocabulary: Vocabulary = None
+) -> Any:
     """Returns [n] of one column, [n, F] of a list of them, a dict of a dict."""
     if isinstance(columns, Mapping):
-        return {key: _arrays(frame, each, argument) for key, each in columns.items()}
+        return {
+            key: arrays(frame, each, argument, vocabulary)
+            for key, each in columns.items()
+        }
     if isinstance(columns, str):
-        return _array(frame, columns, argument)
-    return np.stack(
-        [
-            _array(frame, name, argument).astype(np.float32)
-            if argument == "features"
-            else _array(frame, name, argument)
-            for name in columns
-        ],
-        axis=1,
-    )
+        return array(frame, columns, argument, vocabulary)
+    found = []
+    for name in columns:
+        one = array(frame, name, argument, vocabulary)
+        if argument == "features" and name in (vocabulary or {}):
+            one = np.eye(len((vocabulary or {})[name]), dtype=np.float32)[one]
+        found.append(one.reshape(len(one), -1))
+    if argument == "features":
+        found = [one.astype(np.float32) for one in found]
+    return np.concatenate(found, axis=1)
 
 
-def _array(frame: Any, name: str, argument: str) -> np.ndarray:
+def _codes(column: Any, name: str, values: Sequence[Any], first_row: int) -> np.ndarray:
+    """Returns the places of a column's values in its vocabulary, int64 [n]."""
+    places = {value: place for place, value in enumerate(values)}
+    if len(places) < len(values) or not places:
+        raise ValueError(
+            f"vocabulary must have different values of column {name!r}, got some "
+            "repeatedly, or none."
+        )
+    codes = np.array([places.get(value, -1) for value in column.tolist()], np.int64)
+    unknown = np.flatnonzero(codes < 0)
+    if len(unknown):
+        raise ValueError(
+            f"vocabulary must have all values of column {name!r}, got {len(unknown)} "
+            f"rows with others, the first in row {first_row + unknown[0]}."
+        )
+    return codes
+
+
+def array(
+    frame: Any, name: str, argument: str, vocabulary: Vocabulary = None
+) -> np.ndarray:
+    """Returns one column, [n]: numbers, or places in its vocabulary.
+
+    Raises:
+      ValueError: It holds something else, or has missing values.
+    """
     column = frame[name]
     if not len(column):  # A file without rows does not tell of which kind.
         return np.zeros(0, np.float32)
+    first_row = frame.attrs.get("first_row", 0)
     kind = getattr(column.dtype, "kind", "O")
-    if kind not in "biuf":
+    declared = (vocabulary or {}).get(name)
+    if kind not in "biuf" and declared is None:
         raise ValueError(
             f"{argument} must be numbers, got column {name!r} of {column.dtype}. "
-            + (
-                f"Of text or categories, make columns of zeros and ones: frame = "
-                f"pandas.get_dummies(frame, columns=[{name!r}], dtype=float)."
-                if argument == "features"
-                else f"Number its classes: frame[{name!r}], classes = "
-                f"pandas.factorize(frame[{name!r}], sort=True)."
-            )
+            "Declare the values that text or categories may have, known beforehand: "
+            f"from_dataframe(..., vocabulary={{{name!r}: [...]}})."
         )
     if column.isna().any():
         raise ValueError(
             f"{argument} must have a value in every row, got column {name!r} "
-            f"with {int(column.isna().sum())} missing. Fill them in, with a number "
-            f"that is not computed from clients: frame.fillna({{{name!r}: 0}})."
+            f"with {int(column.isna().sum())} missing, the first in row "
+            f"{first_row + int(np.argmax(column.isna().to_numpy()))}. Fill them in, "
+            "with a number that is not computed from clients: "
+            f"frame.fillna({{{name!r}: 0}})."
         )
+    if declared is not None:
+        return _codes(column, name, declared, first_row)
     if kind == "u" and column.max() > np.iinfo(np.int64).max:
         raise ValueError(
             f"{argument} must fit into int64, got column {name!r} of "
@@ -192,25 +241,33 @@ def _array(frame: Any, name: str, argument: str) -> np.ndarray:
     return array
 
 
-def _ids(frame: Any, client: str) -> list[Any]:
+def ids(frame: Any, client: str) -> list[Any]:
+    """Returns whose each row is.
+
+    Raises:
+      ValueError: A row has no id.
+    """
     column = frame[client]
     if column.isna().any():
         raise ValueError(
             f"client must be named in every row, got column {client!r} with "
-            f"{int(column.isna().sum())} missing."
+            f"{int(column.isna().sum())} missing, the first in row "
+            f"{frame.attrs.get('first_row', 0) + int(np.argmax(column.isna()))}."
         )
     return column.tolist()
 
 
-def rows_by_client(ids: list[Any]) -> dict[Any, np.ndarray]:
+def rows_by_client(row_ids: list[Any]) -> dict[Any, np.ndarray]:
     """Returns each client's rows (int64), by id, in the order of the rows.
 
     Args:
-      ids: The client of each row.
+      row_ids: The client of each row.
     """
     place: dict[Any, int] = {}
     codes = np.fromiter(
-        (place.setdefault(each, len(place)) for each in ids), np.int64, len(ids)
+        (place.setdefault(each, len(place)) for each in row_ids),
+        np.int64,
+        len(row_ids),
     )
     # Stable: a client's rows stay in the frame's order.
     order = np.argsort(codes, kind="stable")

@@ -27,7 +27,7 @@ from tfdp_fl import (
     schedules,
 )
 from tfdp_fl.accounting import spending as spending_lib
-from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.datasets import FederatedDataset, persons
 from tfdp_fl.engine import CohortEngine, LocalTraining
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import checkpoint as checkpoint_lib
@@ -442,7 +442,9 @@ class DPFederatedModel:
     @model_history.one_fit_at_a_time
     def fit(
         self,
-        clients: Any,
+        clients: Any = None,
+        y: Any = None,
+        *,
         rounds: int = 1,
         batch_size: int = 32,
         local_epochs: int = 1,
@@ -452,7 +454,9 @@ class DPFederatedModel:
         verbose: str | int = "auto",
         seed: int | None = None,
         runtime: Any = None,
-        *,
+        x: Any = None,
+        client_ids: Any = None,
+        sample_weight: Any = None,
         shuffle: bool = False,
         class_weight: Mapping[int, float] | None = None,
         validation_split: float = 0.0,
@@ -478,7 +482,10 @@ class DPFederatedModel:
             each client (local and per-record guarantees), and within a pass
             over shuffled ones, they are the same clients in the same order as
             before; elsewhere they may be others, and the statement names all
-            their numbers.
+            their numbers. With `client_ids`: the features of all rows of one table,
+            [n, ...], as arrays or a pandas frame.
+          y: With `client_ids`: the labels of all rows. (A number without them is
+            `rounds`.)
           rounds: How many rounds to run (with `resume_from`: how many the
             interrupted call was to run in all).
           batch_size: Examples in one local batch; a client's last may be short.
@@ -497,6 +504,11 @@ class DPFederatedModel:
             system.
           runtime: Where cohorts are trained: None for this process, or a
             `tfdp_fl.runtimes.RayWorkers`.
+          x: Another name for `clients`, as Keras has it.
+          client_ids: For `fit(x, y, client_ids=ids)`: whose row each is, [n] numbers
+            or strings. All rows of one id are one client: what is protected as a
+            whole.
+          sample_weight: With `client_ids`: what each row counts in the loss, [n].
           shuffle: Whether clients shuffle their examples for every epoch.
           class_weight: What each class counts in the loss, by its number, as
             in Keras's `fit`; times the weight of the example, if it has one.
@@ -525,7 +537,11 @@ class DPFederatedModel:
         """
         keras_names.refuse_arguments(others, _FIT_ARGUMENTS)
         compiled = self._require_compiled("fit").with_class_weight(class_weight)
-        clients = datasets.as_federated(clients)
+        if client_ids is None and isinstance(y, int) and rounds == 1:
+            y, rounds = None, y
+        clients = persons.of_fit(
+            clients if x is None else x, y, client_ids, sample_weight
+        )
         clients, validation_data, held_out = validation_data_lib.split(
             clients, validation_data, validation_split
         )

@@ -1,0 +1,146 @@
+"""What it costs to release the best of a random number of trials.
+
+Papernot & Steinke 2022, "Hyperparameter tuning with Rényi differential privacy",
+https://arxiv.org/abs/2110.03620: if the number of trials is random and secret, the
+best of them costs little more than one of them, however many there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import attr
+import dp_accounting
+import numpy as np
+from dp_accounting.rdp import rdp_privacy_accountant
+
+from tfdp_fl import _validate
+
+# The shapes of the number's distribution that have a name.
+_SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class BestOfTrialsDpEvent(dp_accounting.DpEvent):
+    """The best of a random number of trials; nothing else of them is released.
+
+    `dp_accounting.RepeatAndSelectDpEvent` for trials that need not be alike: a trial
+    costs one of several events, not their sum. Which one is drawn independently of
+    the data (a candidate), or differs by client (training on some, a score on others).
+
+    Attributes:
+      events: What a trial may cost.
+      mean: The expected number of trials.
+      shape: Of the number's distribution: infinity for Poisson, 0 for the
+        logarithmic, and above 0 for the truncated negative binomial distribution
+        (1: geometric).
+    """
+
+    events: tuple[dp_accounting.DpEvent, ...]
+    mean: float
+    shape: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrialCount:
+    """The distribution of the secret number of trials.
+
+    Attributes:
+      mean: The expected number, at least 1.
+      shape: As in `BestOfTrialsDpEvent`.
+    """
+
+    mean: float
+    shape: float
+
+    @classmethod
+    def named(cls, expected_trials: float, distribution: str | float) -> TrialCount:
+        """Returns the distribution that `PrivateSearch` was told.
+
+        Raises:
+          ValueError, TypeError: An argument is not allowed; the message names it.
+        """
+        mean = _validate.positive(expected_trials=expected_trials)
+        if mean < 1:
+            raise ValueError(
+                f"expected_trials must be at least 1, got {expected_trials!r}."
+            )
+        if isinstance(distribution, str):
+            _validate.one_of(_SHAPES, distribution=distribution)
+            return cls(mean=mean, shape=_SHAPES[distribution])
+        return cls(mean=mean, shape=_validate.non_negative(distribution=distribution))
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether there may be no trial at all."""
+        return math.isinf(self.shape)
+
+    @property
+    def theorem(self) -> str:
+        """Which theorem bounds the cost, in words for a statement."""
+        number = 6 if self.may_be_none else 2
+        return f"theorem {number} of Papernot & Steinke (2022, arXiv 2110.03620)"
+
+    def describe(self) -> str:
+        """Returns the distribution in words."""
+        names = {shape: name for name, shape in _SHAPES.items()}
+        name = names.get(
+            self.shape, f"truncated negative binomial (shape {self.shape:g})"
+        )
+        return f"{name} with mean {self.mean:g}"
+
+    def draw(self, generator: np.random.Generator) -> int:
+        """Returns a number of trials; with a Poisson distribution it may be 0."""
+        if self.may_be_none:
+            return int(generator.poisson(self.mean))
+        # Rounded so that fewer trials are drawn than are accounted for.
+        gamma = min(1.0, _stopping(self.shape, self.mean) * (1 + 1e-8))
+        if self.shape == 0:
+            return int(generator.logseries(1 - gamma)) if gamma < 1 else 1
+        if self.shape == 1 or gamma == 1:
+            return int(generator.geometric(gamma))
+        number = 0
+        while not number:
+            number = int(generator.negative_binomial(self.shape, gamma))
+        return number
+
+
+def best_of_trials_rdp(
+    orders: np.ndarray, trial: Sequence[np.ndarray], mean: float, shape: float
+) -> np.ndarray:
+    """Returns the Renyi divergence of the best trial, at each order.
+
+    Theorem 6 of Papernot & Steinke (2022) for a Poisson number, theorem 2 for a
+    truncated negative binomial one, by dp-accounting.
+
+    Args:
+      orders: Float [k], above 1 and rising.
+      trial: The curve [k] of each event that a trial may cost. What is drawn
+        independently of the data, and what differs by client, costs at most the
+        largest of them at each order.
+      mean: See `BestOfTrialsDpEvent`.
+      shape: See there.
+
+    Raises:
+      ValueError: This version of dp-accounting knows no such event.
+    """
+    if not hasattr(dp_accounting.dp_event, "RepeatAndSelectDpEvent"):
+        raise ValueError(
+            "PrivateSearch needs a dp-accounting that has RepeatAndSelectDpEvent: "
+            "0.6.0 or later."
+        )
+    worst = np.max(np.stack(trial), axis=0)
+    return np.asarray(
+        rdp_privacy_accountant._compute_rdp_repeat_and_select(
+            orders, worst, mean, shape
+        )
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _stopping(shape: float, mean: float) -> float:
+    """Returns gamma, the parameter of the truncated negative binomial."""
+    return rdp_privacy_accountant._gamma_truncated_negative_binomial(shape, mean)

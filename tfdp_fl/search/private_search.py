@@ -1,0 +1,671 @@
+"""A search over settings that is charged as a whole.
+
+Every figure of private training is reached by trying settings on clients' data, and
+hardly anybody counts the tries. Here a secret, random number of trials is run, each
+with a candidate drawn at random; the best one's model is all that is released. Each
+trial gets so much noise that the whole search keeps the target.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import logging
+import math
+import os
+import secrets
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import (
+    _json,
+    _validate,
+    accounting,
+    datasets,
+    keras_versions,
+    sampling,
+    schedules,
+)
+from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
+from tfdp_fl.accounting.spending import Spending
+from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl.engine import replicas
+from tfdp_fl.keras import DPFederatedModel, features, model_history
+from tfdp_fl.keras.make_private import _largest_noise
+from tfdp_fl.mechanisms import Deployment, Mechanism
+from tfdp_fl.search.directory import SearchDirectory, SearchState
+from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
+
+Candidate = dict[str, Any]
+
+
+class PrivateSearch:
+    """Finds settings and trains with them, within one epsilon.
+
+    Runs a random number of trials, each a training with a candidate that is drawn
+    at random, with replacement, and returns the model of the best. The target holds
+    for all that is released: the candidate and its model. How many trials there were,
+    and how the others did, stays secret: trials are silent, no callback hears of
+    them, and one that fails counts as the worst. The running time is not hidden.
+
+    Trials are by Poisson cohorts and mechanisms of the server's noise. Papernot &
+    Steinke (2022), https://arxiv.org/abs/2110.03620.
+
+    Attributes:
+      candidates: The settings to choose from.
+      best: The chosen candidate of the last `fit`; None if no trial had a score, and
+        the model that was returned is untrained.
+    """
+
+    def __init__(
+        self,
+        build: Callable[..., DPFederatedModel],
+        candidates: Sequence[Mapping[str, Any]],
+        *,
+        expected_trials: float,
+        target_epsilon: float,
+        target_delta: float,
+        score: PublicScore | PrivateScore,
+        distribution: str | float = "poisson",
+    ):
+        """Builds and trains nothing yet.
+
+        Args:
+          build: Called with a candidate's settings, returns a new, compiled
+            `DPFederatedModel`. Its noise multiplier is replaced. It must not look at
+            the clients; it is called once for each candidate when `fit` begins.
+          candidates: Settings, each a mapping of arguments of `build`. They must be
+            chosen without looking at the clients.
+          expected_trials: The expected number of trials, at least 1.
+          target_epsilon: The most that one `fit` may cost.
+          target_delta: At this delta.
+          score: By what trials are compared: on public data, or on clients that do
+            not train.
+          distribution: Of the number of trials. "poisson": there may be none, and
+            then the untrained model is returned; "geometric", "logarithmic" or a
+            number, the shape of a truncated negative binomial distribution: there is
+            at least one. Which costs least depends on the target and on the rounds.
+
+        Raises:
+          TypeError, ValueError: An argument is not allowed; the message names it.
+        """
+        if not callable(build):
+            raise TypeError(f"build must be callable, got {build!r}.")
+        _validate.instance_of((list, tuple), candidates=candidates)
+        self.candidates: list[Candidate] = []
+        for candidate in candidates:
+            _validate.instance_of(Mapping, candidates=candidate)
+            self.candidates.append(dict(candidate))
+        if not self.candidates:
+            raise ValueError("candidates must hold at least one, got none.")
+        self.best: Candidate | None = None
+        self._build = build
+        self._trials = TrialCount.named(expected_trials, distribution)
+        self._target = (
+            _validate.positive(target_epsilon=target_epsilon),
+            _validate.inside_unit_interval(target_delta=target_delta),
+        )
+        self._score = _validate.instance_of((PublicScore, PrivateScore), score=score)
+        self._spent = accounting.PrivacyAccountant()
+        self._counted: set[str] = set()
+        self._searches = 0
+        self._last: tuple[Split, list[_Trial]] | None = None
+        self._fitting = threading.Lock()
+
+    def fit(
+        self,
+        clients: Any,
+        rounds: int = 1,
+        batch_size: int = 32,
+        local_epochs: int = 1,
+        *,
+        shuffle: bool = False,
+        class_weight: Mapping[int, float] | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        resume_from: str | os.PathLike[str] | None = None,
+    ) -> tf.keras.Model:
+        """Runs a search, and returns the Keras model of its best trial.
+
+        It is charged before the first trial. A second call is a second search, and
+        epsilon is that of both.
+
+        Args:
+          clients: As in `DPFederatedModel.fit`.
+          rounds: The rounds of each trial.
+          batch_size: As in `DPFederatedModel.fit`.
+          local_epochs: Likewise.
+          shuffle: Likewise.
+          class_weight: Likewise.
+          directory: Where `ledger.jsonl` is kept, which holds the search as one line;
+            other runs that it tells of count as well. Until the search has ended the
+            directory also holds its state, which is secret. None: nothing is kept.
+          resume_from: The `directory` of a search that was interrupted. It goes on
+            with as many trials as were left; one that was broken off counts as
+            failed. All other arguments are as they were.
+
+        Returns:
+          The model; it is trained no further, as its cost is counted here. Untrained
+          if no trial had a score: `best` is None then.
+
+        Raises:
+          ValueError, TypeError: An argument is not allowed; the message names it.
+            Nothing is charged.
+          LedgerError: The ledger could not be written. Nothing was trained.
+        """
+        if not self._fitting.acquire(blocking=False):
+            raise RuntimeError("fit was called while a fit of this search is running.")
+        try:
+            _validate.positive_integer(rounds=rounds)
+            options = {
+                "batch_size": _validate.positive_integer(batch_size=batch_size),
+                "local_epochs": _validate.positive_integer(local_epochs=local_epochs),
+                "shuffle": bool(shuffle),
+                "class_weight": class_weight,
+            }
+            if None not in (directory, resume_from):
+                raise ValueError(
+                    "directory must be None with resume_from, which names it."
+                )
+            dataset = datasets.as_federated(clients)
+            split = self._score.split(dataset)
+            trials = self._built(split.training)
+            event = _calibrated(trials, split, rounds, self._trials, self._target)
+            charge = _charge(split, event)
+            plan = {
+                **self._plan(dataset, rounds, options),
+                "build": charge.to_json(),
+            }
+            files = SearchDirectory(directory if resume_from is None else resume_from)
+            state = self._begin(files, resume_from is not None, plan, trials)
+            with files.opened(
+                state.run_id, state.ledger_head, self._target
+            ) as contents:
+                self._pay(files, state, charge, contents)
+                self._last = split, trials
+                self._run_trials(
+                    files,
+                    state,
+                    trials,
+                    lambda trial: trial.run(split, rounds, options, self._score),
+                )
+            best = state.best
+            self.best = None if best is None else dict(self.candidates[best])
+            winner = trials[best or 0]
+            winner.assign(state.weights)
+            return winner.model
+        finally:
+            self._fitting.release()
+
+    def epsilon(self, delta: float) -> float:
+        """Returns the epsilon at delta of all searches so far; 0 before the first.
+
+        Args:
+          delta: Strictly between 0 and 1.
+        """
+        return self._spent.epsilon(_validate.inside_unit_interval(delta=delta))
+
+    def privacy_statement(
+        self, delta: float | None = None, format: str = "text"
+    ) -> str | dict[str, Any]:
+        """Returns what was guaranteed, to whom, and what was not.
+
+        Args:
+          delta: Where epsilon is stated; None: the target's.
+          format: "text", "markdown" or "dict".
+
+        Raises:
+          ValueError: Nothing was searched yet, or an argument is not allowed.
+        """
+        if self._last is None or not self._searches:
+            raise ValueError("fit must be called before privacy_statement.")
+        split, trials = self._last
+        caveats = {name for trial in trials for name in trial.mechanism.caveats()}
+        scored = "public data"
+        if split.held_out is not None:
+            scored = f"{split.held_out.num_clients} clients, with noise, and charged"
+        times = "" if self._searches == 1 else f"{self._searches} times, "
+        facts = accounting.StatementFacts(
+            guarantee="central",
+            mechanism="PrivateSearch",
+            mechanism_description=(
+                f"{times}the best of a secret number of trials "
+                f"({self._trials.describe()}) over {len(self.candidates)} candidates, "
+                f"scored on {scored}; the mechanism of the first one's trials: "
+                f"{trials[0].mechanism.describe()}"
+            ),
+            sampling="poisson",
+            num_clients=split.training.num_clients,
+            clients_per_round=sorted(
+                {
+                    schedules.value_at(trial.setup.clients_per_round, 0, "m")
+                    for trial in trials
+                }
+            ),
+            search=f"after {times}a search over {len(self.candidates)} candidates",
+            epsilon_rdp=self._spent.epsilon,
+            epsilon_if_participation_is_known=(
+                self._spent.epsilon_if_participation_is_known
+            ),
+            rdp_computed_by=f"{self._trials.theorem}, on "
+            f"{self._spent.computed_by('rdp')}",
+            caveats=(
+                *sorted(caveats),
+                "search_counted",
+                "search_time_not_hidden",
+                "only_runs_in_ledgers_counted",
+                "floating_point_noise",
+                "pseudorandom_noise",
+            ),
+        )
+        return accounting.privacy_statement(facts, delta or self._target[1], format)
+
+    def _plan(
+        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Returns what a resumed search must have as it was, as JSON values."""
+        return _json.plain(
+            {
+                "candidates": self.candidates,
+                "expected_trials": self._trials.mean,
+                "distribution": str(self._trials.shape),
+                "target_epsilon": self._target[0],
+                "target_delta": self._target[1],
+                "score": self._score.digest(),
+                "clients": clients.clients_digest,
+                "rounds": rounds,
+                **options,
+            }
+        )
+
+    def _built(self, clients: FederatedDataset) -> list[_Trial]:
+        """Calls `build` for all candidates, and checks what it made."""
+        trials: list[_Trial] = []
+        seen: set[int] = set()
+        for candidate in self.candidates:
+            trial = _Trial(candidate, self._build(**candidate))
+            own = {id(variable) for variable in trial.variables}
+            if seen & own:
+                raise ValueError(
+                    "build must return a model of its own for each candidate, got "
+                    "one that shares variables with another: a trial would begin "
+                    "where another one ended."
+                )
+            seen |= own
+            trial.check(clients, self._score.metric)
+            trials.append(trial)
+        return trials
+
+    def _begin(
+        self,
+        directory: SearchDirectory,
+        resumes: bool,
+        plan: dict[str, Any],
+        trials: list[_Trial],
+    ) -> SearchState:
+        """Returns the state of a new search, or of the one that goes on."""
+        if resumes:
+            state = directory.read()
+            _check_same(plan, state.plan)
+            for trial, initial in zip(trials, state.initial, strict=True):
+                trial.initial = initial
+                trial.reset()
+            return state
+        directory.check_empty()
+        return SearchState(
+            plan=plan,
+            trials=self._trials.draw(np.random.default_rng()),
+            initial=[trial.initial for trial in trials],
+            weights=trials[0].initial,
+        )
+
+    def _run_trials(
+        self,
+        directory: SearchDirectory,
+        state: SearchState,
+        trials: list[_Trial],
+        run: Callable[[_Trial], float],
+    ) -> None:
+        """Runs the trials that are left; the state has the best of all."""
+        try:
+            while state.begun < state.trials:
+                # Noted first: one that is broken off is not run again.
+                state.begun += 1
+                directory.write(state)
+                place = secrets.randbelow(len(trials))
+                score = run(trials[place])
+                if score > state.score:
+                    state.best, state.score = place, score
+                    state.weights = trials[place].values()
+                trials[place].reset()
+            directory.forget()
+        finally:
+            for trial in trials:
+                trial.reset()
+                model_history.claim(self, trial.variables)
+
+    def _pay(
+        self,
+        directory: SearchDirectory,
+        state: SearchState,
+        charge: accounting.RoundCharge,
+        contents: accounting.LedgerContents | None,
+    ) -> None:
+        """Charges the search, on the disk and in memory, before any trial."""
+        spent, counted = self._spent.copy(), set(self._counted)
+        recorded = False
+        for run_id, entries in () if contents is None else contents.by_run().items():
+            recorded |= run_id == state.run_id
+            if run_id in counted or run_id == state.run_id:
+                continue
+            counted.add(run_id)
+            for entry in entries:
+                if entry.charge is None:
+                    raise ValueError(
+                        "directory must have a ledger of central guarantees alone, "
+                        f"got one with a round of run {run_id} that has none."
+                    )
+                spent.add(entry.charge)
+        if state.run_id not in counted:
+            spent.add(charge)
+        state.ledger_head = directory.head
+        directory.write(state, start=True)  # Whatever is charged can be resumed.
+        if not recorded:
+            directory.record(charge, self._trials.describe())
+            state.ledger_head = directory.head
+        self._searches += state.run_id not in counted
+        self._spent, self._counted = spent, counted | {state.run_id}
+
+
+class _Trial:
+    """A candidate, as `build` made it, and how it is trained.
+
+    Attributes:
+      model: Its Keras model. Between trials it has the weights it came with.
+      setup: What its `DPFederatedModel` was made with.
+      mechanism: Its mechanism, with the noise of the search once that is known.
+      initial: The values that its variables begin with.
+    """
+
+    def __init__(self, candidate: Candidate, made: Any):
+        if not isinstance(made, DPFederatedModel):
+            raise TypeError(
+                "build must return a compiled tfdp_fl.DPFederatedModel, got a "
+                f"{type(made).__name__} for {candidate!r}."
+            )
+        if made.compiled is None:
+            raise ValueError(
+                f"build must return a compiled model, got one for {candidate!r} of "
+                "which compile was not called."
+            )
+        model_history.check_owner(made)
+        if made.run is not None:
+            raise ValueError(
+                f"build must return a new model, got one for {candidate!r} that was "
+                "already trained."
+            )
+        self.model: tf.keras.Model = made.model
+        self.setup = made.setup
+        self._compiled = made.compiled
+        self.mechanism: Mechanism = made.mechanism
+        self._planned: collections.Counter[accounting.RoundCharge] = (
+            collections.Counter()
+        )
+        self.initial = self.values()
+        _check_mechanism(self.mechanism, self.setup, candidate)
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All variables of the model: weights, and states of random layers."""
+        return keras_versions.tf_variables(self.model.variables)
+
+    @property
+    def clients_per_round(self) -> float:
+        """The expected cohort size, m."""
+        return schedules.value_at(self.setup.clients_per_round, 0, "clients_per_round")
+
+    def values(self) -> list[np.ndarray]:
+        """Returns the values of all variables."""
+        return [variable.numpy() for variable in self.variables]
+
+    def assign(self, values: list[np.ndarray]) -> None:
+        """Sets all variables."""
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.assign(value)
+
+    def reset(self) -> None:
+        """Leaves nothing of a trial in the model."""
+        self.assign(self.initial)
+        self.model.reset_metrics()
+        self.model.history = None
+
+    def check(self, clients: FederatedDataset, metric: str) -> None:
+        """Raises ValueError if the model cannot take the clients' examples.
+
+        On zeros: what is found does not depend on the clients.
+        """
+        x_spec, y_spec = clients.element_spec
+        features.check(self.model, x_spec, "clients", "")
+        x, y, *weight = nests.unpaired(
+            *map(replicas.zeros_like_batch, (x_spec, y_spec))
+        )
+        found = self.model.test_on_batch(x, y, *weight, return_dict=True)
+        self.reset()
+        if metric not in found:
+            raise ValueError(
+                "score must have a metric that every candidate compiles "
+                f"({', '.join(map(repr, found))}), got {metric!r}."
+            )
+
+    def event(
+        self, noise: float, num_clients: int, rounds: int
+    ) -> dp_accounting.DpEvent:
+        """Returns what training costs with a noise multiplier, which it takes."""
+        mechanism = self.mechanism.with_noise_multiplier(noise)
+        deployment = self._deployment(num_clients, rounds)
+        mechanism.check(deployment)
+        sampler = sampling.make_sampler(
+            "poisson", num_clients, self.setup.clients_per_round
+        )
+        self._planned = collections.Counter(
+            sampler.charge(t, mechanism.round_event(t, deployment))
+            for t in range(rounds)
+        )
+        self.mechanism = mechanism
+        return dp_accounting.ComposedDpEvent(
+            tuple(
+                dp_accounting.SelfComposedDpEvent(charge.dp_event("rdp"), count)
+                for charge, count in self._planned.items()
+            )
+        )
+
+    def noise_limit(self, num_clients: int, rounds: int) -> float | None:
+        """Returns the largest noise multiplier that the mechanism takes."""
+        return _largest_noise(
+            self.mechanism.with_noise_multiplier,
+            self._deployment(num_clients, rounds),
+        )
+
+    def _deployment(self, num_clients: int, rounds: int) -> Deployment:
+        return Deployment(
+            clients_per_round=self.setup.clients_per_round,
+            num_clients=num_clients,
+            sampling="poisson",
+            rounds=rounds,
+        )
+
+    def run(
+        self,
+        split: Split,
+        rounds: int,
+        options: dict[str, Any],
+        score: PublicScore | PrivateScore,
+    ) -> float:
+        """Trains and scores once; returns -infinity for a trial that failed."""
+        self.reset()
+        try:
+            with _silence():
+                self._train(split.training, rounds, options)
+                value = score(self.model, split.held_out)
+        except Exception:  # What happened is as secret as that it happened.
+            return -math.inf
+        return value if math.isfinite(value) else -math.inf
+
+    def _train(
+        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
+    ) -> None:
+        setup, compiled = self.setup, self._compiled
+        training = compiled.training
+        fed = DPFederatedModel(
+            self.model,
+            self.mechanism,
+            setup.clients_per_round,
+            "poisson",
+            on_client_failure=setup.on_client_failure,
+            non_trainable_state=setup.non_trainable_state,
+            secure_aggregation=setup.secure_aggregation,
+            num_replicas=setup.num_replicas,
+            noise_generator=setup.noise_generator,
+            client_weighting=setup.client_weighting,
+        )
+        # The model is this trial's alone: it was reset.
+        model_history.claim(fed, self.variables)
+        fed.compile(
+            _anew(training.optimizer),
+            training.loss,
+            training.metrics,
+            _anew(compiled.server_optimizer),
+            compiled.jit_compile,
+            weighted_metrics=training.weighted_metrics,
+            loss_weights=training.loss_weights,
+            grad_clip=training.grad_clip,
+            upload_hook=training.upload_hook,
+            broadcast_hook=compiled.broadcast_hook,
+        )
+        fed.fit(clients, rounds=rounds, verbose=0, **options)
+        charged = collections.Counter(dict(cast(Spending, fed.spending).charges))
+        if not charged <= self._planned:
+            raise RuntimeError("A trial was charged more than was planned.")
+
+
+def _anew(optimizer: Any) -> Any:
+    """Returns an optimizer that has not seen a trial."""
+    return optimizer and type(optimizer).from_config(optimizer.get_config())
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Lets nothing be printed, logged or warned of: it would tell of a trial."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _check_mechanism(mechanism: Mechanism, setup: Any, candidate: Candidate) -> None:
+    """Raises ValueError unless the noise of a candidate can be replaced."""
+    problem = None
+    if setup.sampling != "poisson":
+        problem = f"sampling='poisson', got {setup.sampling!r}"
+    elif not schedules.is_constant(setup.clients_per_round):
+        problem = "a constant clients_per_round, got a schedule"
+    elif mechanism.guarantee != "central" or not isinstance(
+        mechanism.parameters().get("noise_multiplier"), int | float
+    ):
+        problem = (
+            "a central mechanism with a constant noise_multiplier (FixedClipping, "
+            f"AdaptiveClipping, MedianClipping), got {mechanism.describe()!r}"
+        )
+    elif "exact_median" in mechanism.caveats():
+        problem = "a median_noise_multiplier, got an exact median, which is not private"
+    if problem is not None:
+        raise ValueError(
+            f"build must return a model with {problem}, for {candidate!r}."
+        )
+
+
+def _check_same(plan: dict[str, Any], before: dict[str, Any]) -> None:
+    """Raises ValueError if a search is resumed with other arguments."""
+    for name, value in plan.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{name} must be as in the interrupted search, got something else."
+            )
+
+
+def _charge(split: Split, event: dp_accounting.DpEvent) -> accounting.RoundCharge:
+    clients = split.training.num_clients
+    return accounting.RoundCharge(
+        sampling="poisson", num_clients=clients, clients_per_round=clients, event=event
+    )
+
+
+def _calibrated(
+    trials: list[_Trial],
+    split: Split,
+    rounds: int,
+    count: TrialCount,
+    target: tuple[float, float],
+) -> BestOfTrialsDpEvent:
+    """Gives all trials the smallest noise that keeps the target.
+
+    Returns:
+      What the search costs: whichever candidates are drawn, at most that.
+    """
+    epsilon, delta = target
+    clients = split.training.num_clients
+
+    def best_of(events: Sequence[dp_accounting.DpEvent]) -> BestOfTrialsDpEvent:
+        if split.event is not None and split.is_disjoint:
+            events = (*events, split.event)
+        elif split.event is not None:
+            events = [
+                dp_accounting.ComposedDpEvent((each, split.event)) for each in events
+            ]
+        return BestOfTrialsDpEvent(
+            tuple(dict.fromkeys(events)), count.mean, count.shape
+        )
+
+    def noise_of(trial: _Trial, aim: float) -> float:
+        return accounting.calibrate(
+            lambda z: [_charge(split, best_of([trial.event(z, clients, rounds)]))],
+            aim,
+            delta,
+            upper=trial.noise_limit(clients, rounds),
+        )
+
+    aim = epsilon
+    while True:
+        known: dict[dp_accounting.DpEvent, float] = {}
+        for trial in trials:
+            event = None
+            for noise in known.values():
+                with contextlib.suppress(ValueError):
+                    event = trial.event(noise, clients, rounds)
+                if event in known:
+                    break
+            if event not in known:
+                noise = noise_of(trial, aim)
+                known[trial.event(noise, clients, rounds)] = noise
+        event = best_of(list(known))
+        history = accounting.PrivacyAccountant()
+        history.add(_charge(split, event))
+        total = history.epsilon(delta)
+        if total <= epsilon:
+            return event
+        # Candidates of several costs: the largest at each order costs more than any.
+        aim *= 0.999 * epsilon / total
