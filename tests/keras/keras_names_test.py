@@ -155,7 +155,7 @@ class CalledTest(parameterized.TestCase):
         fed = toy.federated()
         with self.assertRaisesRegex(TypeError, "client_ids=ids") as seen:
             fed.fit(*toy.arrays(30))
-        self.assertNotIn("[", str(seen.exception).split("got ")[1])
+        self.assertNotIn("[", str(seen.exception))
 
     def test_a_train_step_of_its_own(self):
         class Model(tf.keras.Model):
