@@ -8,6 +8,7 @@ rests on is in `sources` (examples), `client_ids` and `tf_datasets`.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

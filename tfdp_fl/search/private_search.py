@@ -36,7 +36,7 @@ from tfdp_fl import (
 from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
 from tfdp_fl.accounting.spending import Spending
 from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.engine import replicas
+from tfdp_fl.engine import trainer
 from tfdp_fl.keras import DPFederatedModel, features, model_history
 from tfdp_fl.keras.make_private import _largest_noise
 from tfdp_fl.mechanisms import Deployment, Mechanism
@@ -237,7 +237,8 @@ class PrivateSearch:
             mechanism_description=(
                 f"{times}the best of a secret number of trials "
                 f"({self._trials.describe()}) over {len(self.candidates)} candidates, "
-                f"scored on {scored}; the mechanism of the first one's trials: "
+                f"scored on {scored}, accounted for by {self._trials.theorem}; the "
+                "mechanism of the first one's trials: "
                 f"{trials[0].mechanism.describe()}"
             ),
             sampling="poisson",
@@ -253,8 +254,6 @@ class PrivateSearch:
             epsilon_if_participation_is_known=(
                 self._spent.epsilon_if_participation_is_known
             ),
-            rdp_computed_by=f"{self._trials.theorem}, on "
-            f"{self._spent.computed_by('rdp')}",
             caveats=(
                 *sorted(caveats),
                 "search_counted",
@@ -452,9 +451,7 @@ class _Trial:
         """
         x_spec, y_spec = clients.element_spec
         features.check(self.model, x_spec, "clients", "")
-        x, y, *weight = nests.unpaired(
-            *map(replicas.zeros_like_batch, (x_spec, y_spec))
-        )
+        x, y, *weight = nests.unpaired(*map(trainer.zeros_like_batch, (x_spec, y_spec)))
         found = self.model.test_on_batch(x, y, *weight, return_dict=True)
         self.reset()
         if metric not in found:
@@ -512,7 +509,7 @@ class _Trial:
         try:
             with _silence():
                 self._train(split.training, rounds, options)
-                value = score(self.model, split.held_out)
+                value = score(self.model, self._compiled.training, split.held_out)
         except Exception:  # What happened is as secret as that it happened.
             return -math.inf
         return value if math.isfinite(value) else -math.inf

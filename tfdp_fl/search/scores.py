@@ -11,7 +11,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate, datasets
+from tfdp_fl import _validate, datasets, engine
 from tfdp_fl.datasets import FederatedDataset, client_ids
 from tfdp_fl.keras import PrivateMetrics, client_metrics
 
@@ -27,7 +27,9 @@ class Score(Protocol):
     def split(self, clients: FederatedDataset) -> Split:
         """Returns the clients that train, and what a score of a trial costs."""
 
-    def __call__(self, model: tf.keras.Model, held_out: Any) -> float:
+    def __call__(
+        self, model: tf.keras.Model, training: engine.LocalTraining, held_out: Any
+    ) -> float:
         """Returns the score of a trial's model, larger for a better one."""
 
     def digest(self) -> str:
@@ -112,9 +114,11 @@ class PublicScore:
                 )
         return Split(training=clients)
 
-    def __call__(self, model: tf.keras.Model, held_out: Any) -> float:
+    def __call__(
+        self, model: tf.keras.Model, training: engine.LocalTraining, held_out: Any
+    ) -> float:
         """Returns the metric of a model, negated if less is better."""
-        del held_out
+        del training, held_out
         values = model.evaluate(
             self._x,
             self._y,
@@ -205,10 +209,12 @@ class PrivateScore:
             and not both,
         )
 
-    def __call__(self, model: tf.keras.Model, held_out: Any) -> float:
+    def __call__(
+        self, model: tf.keras.Model, training: engine.LocalTraining, held_out: Any
+    ) -> float:
         """Returns the noisy mean for a model, negated if less is better."""
         values = client_metrics.evaluate(
-            model, held_out, 1024, 0, in_any_case=self._release.bounds
+            model, training, held_out, 1024, 0, in_any_case=self._release.bounds
         )
         generator = np.random.Generator(np.random.Philox())
         released = self._release.released(values, generator)
