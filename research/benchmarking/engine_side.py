@@ -116,7 +116,6 @@ class EngineSide:
         sampling: str = "fixed_size",
         population: int | None = None,
         workers: int = 0,
-        worker_data: str | None = None,
         mechanism: str = "fixed",
         warm_up: int = 3,
     ) -> dict[str, float]:
@@ -129,7 +128,6 @@ class EngineSide:
           population: Clients in all, who share stored examples; None: as many
             as in the cohort, each with examples of its own.
           workers: Ray workers that train and read the data; 0: this process.
-          worker_data: A folder that they read it from; it is written here.
           mechanism: A key of `MECHANISMS`.
           warm_up: Rounds after the first.
 
@@ -143,8 +141,7 @@ class EngineSide:
         if workers:
             from tfdp_fl import runtimes
 
-            runtimes.export_for_workers(clients, worker_data)
-            runtime = runtimes.RayWorkers(num_workers=workers, data=worker_data)
+            runtime = runtimes.RayWorkers(num_workers=workers)
         made = _Run(work, clients, sampling, mechanism, runtime)
         start = time.perf_counter()
         made.fit(1)

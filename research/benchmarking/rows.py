@@ -10,7 +10,6 @@ import pathlib
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -307,11 +306,10 @@ def _sharded(name: str, workers: int, context: Context) -> Result:
     # On the current stack, as Ray is there for it.
     python = context.current_python
     with (
-        tempfile.TemporaryDirectory() as folder,
         Side("engine", python=python) as here,
         Side("engine", python=python) as there,
     ):
-        there.call("add", run="run", workload=name, workers=workers, worker_data=folder)
+        there.call("add", run="run", workload=name, workers=workers)
         here.call("add", run="run", workload=name)
         seconds = context.seconds(1.5)
         both = alternate(
