@@ -1,0 +1,173 @@
+"""One pure program for all threads: nothing passes by it, from nobody to nobody."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.engine import cohorts
+from tfdp_fl import mechanisms
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import program
+
+_layers = tf.keras.layers
+
+
+def _spec(*shape, dtype=tf.float32):
+    return tf.TensorSpec(shape, dtype)
+
+
+class ProgramTest(tf.test.TestCase):
+    def test_large_sums_of_threads_do_not_meet(self):
+        # As `AddN` they would: TensorFlow's memory optimizer adds up in a variable
+        # that it finds by the operation's name.
+        def function(x):
+            def body(k, total):
+                return k + 1, tf.add_n([total, x, x * 2.0, tf.sin(x), x - 1.0])
+
+            whole = tf.add_n([x, x * 2.0, tf.cos(x), x + 1.0])
+            return whole, tf.while_loop(lambda k, _: k < 3, body, (0, x))[1]
+
+        traced = program.Program(function, _spec(None))
+        bodies = [
+            traced.definition.node,
+            *(each.node_def for each in traced.definition.library.function),
+        ]
+        self.assertNotIn("AddN", {node.op for nodes in bodies for node in nodes})
+        rng = np.random.default_rng(0)
+        inputs = [rng.normal(size=400_000).astype(np.float32) for _ in range(8)]
+        alone = [traced(x) for x in inputs]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            for _ in range(5):
+                for one, other in zip(alone, pool.map(traced, inputs), strict=True):
+                    self.assertAllEqual(one[0], other[0])
+                    self.assertAllEqual(one[1], other[1])
+        x = inputs[0].astype(np.float64)
+        self.assertAllClose(alone[0][0], 4 * x + np.cos(x) + 1, atol=1e-5, rtol=1e-5)
+
+    def test_what_is_read_of_a_variable_is_refused_as_well(self):
+        memory = tf.Variable(1.0, name="memory")
+        with self.assertRaisesRegex(ValueError, "the variable 'memory"):
+            program.Program(lambda x: x * memory, _spec())
+
+    def test_a_constant_that_a_layer_holds_is_a_constant(self):
+        table = tf.random.normal([300, 2])
+        traced = program.Program(lambda k: tf.gather(table, k), _spec(dtype=tf.int32))
+        self.assertAllEqual(traced(tf.constant(7)), table[7])
+        self.assertLen(traced.constants, 1)
+
+    def test_an_assertion_runs_although_nobody_uses_it(self):
+        def function(x):
+            tf.debugging.assert_positive(x)
+            return 2 * x
+
+        traced = program.Program(function, _spec())
+        self.assertEqual(float(traced(3.0)), 6.0)
+        with self.assertRaises(tf.errors.InvalidArgumentError):
+            traced(-1.0)
+
+
+def _rows(clients, model, num_replicas=2, jit_compile=None):
+    """Returns each client's own update, [K, D], by a mechanism that keeps them."""
+    dataset = FederatedDataset.from_client_arrays(clients)
+    engine = cohorts.make_engine(
+        model,
+        dataset,
+        mechanism=mechanisms.MedianClipping(noise_multiplier=0.0),
+        num_replicas=num_replicas,
+        jit_compile=jit_compile,
+    )
+    rows = {}
+
+    def noting(pending, *_):
+        for part in (part for group in pending.collected for part in group):
+            members, collected = part
+            norms = collected.norms.numpy()
+            for member, row, norm in zip(
+                members, collected.updates.numpy(), norms, strict=True
+            ):
+                rows[int(member)] = (row, norm)
+
+    engine.complete = noting
+    engine.collect(dataset, cohorts.inputs(dataset))
+    return rows
+
+
+def _with_state():
+    tf.keras.utils.set_random_seed(2)
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input([4]),
+            _layers.Dense(5),
+            _layers.BatchNormalization(),
+            _layers.Dropout(0.3),
+            _layers.GaussianNoise(0.2),
+            _layers.Dense(3),
+        ]
+    )
+
+
+class IndependenceTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        place=[0, 3, 6], kind=["nan", "huge", "none"], threads=[1, 2], xla=[False, True]
+    )
+    def test_others_are_bit_for_bit_what_they_are_without(
+        self, place, kind, threads, xla
+    ):
+        clients = dict(cohorts.client_arrays((5, 7, 5, 3, 5, 7, 2)))
+        model = cohorts.mlp() if xla else _with_state()
+        usual = _rows(clients, model, threads, xla)
+        key = list(clients)[place]
+        x, y = clients[key]
+        clients[key] = {
+            "nan": (np.full_like(x, np.nan), y),
+            "huge": (np.full_like(x, 1e30), y),
+            "none": (x[:0], y[:0]),
+        }[kind]
+        hostile = _rows(clients, model, threads, xla)
+        self.assertEqual(usual.keys(), hostile.keys())
+        for member, (row, norm) in usual.items():
+            if member != place:
+                self.assertAllEqual(row, hostile[member][0])
+                self.assertEqual(norm, hostile[member][1])
+            self.assertGreater(norm, 1e-4)
+
+    def test_the_number_of_threads_changes_no_clients_draws(self):
+        clients = cohorts.client_arrays((5, 5, 5, 5, 5))
+        one, two = (_rows(clients, _with_state(), threads) for threads in (1, 2))
+        for member, (row, _) in one.items():
+            self.assertAllEqual(row, two[member][0])
+        # Alike in their data, clients are not alike in what they draw.
+        x, y = next(iter(clients.values()))
+        alike = _rows(dict.fromkeys(range(4), (x, y)), _with_state())
+        rows = [row for row, _ in alike.values()]
+        for k in range(1, 4):
+            self.assertGreater(np.abs(rows[0] - rows[k]).max(), 1e-4)
+
+    def test_a_layer_that_writes_a_python_attribute(self):
+        @tf.keras.utils.register_keras_serializable("program_test")
+        class Noting(_layers.Layer):
+            def call(self, x):
+                before = getattr(self, "last", None)
+                self.last = x
+                return x if before is None else x + 0 * tf.reduce_sum(before)
+
+        model = tf.keras.Sequential(
+            [tf.keras.Input([4]), _layers.Dense(3, "tanh"), Noting(), _layers.Dense(3)]
+        )
+        clients = dict(cohorts.client_arrays((5, 5)))
+        try:
+            both = _rows(clients, model)
+        except Exception as error:  # Refused is as well as harmless.
+            self.assertNotIsInstance(error, AssertionError)
+            return
+        first = next(iter(clients))
+        clients[first] = (np.full_like(clients[first][0], 1e30), clients[first][1])
+        self.assertAllEqual(both[1][0], _rows(clients, model)[1][0])
+
+
+if __name__ == "__main__":
+    tf.test.main()
