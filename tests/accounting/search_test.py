@@ -10,7 +10,8 @@ from absl.testing import absltest, parameterized
 from scipy import signal, stats
 
 from tfdp_fl import accounting
-from tfdp_fl.accounting import events, search
+from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import search
 
 _G = dp_accounting.GaussianDpEvent
 _SHAPES = (math.inf, 0.0, 0.5, 1.0, 3.0)
@@ -208,7 +209,7 @@ class CostTest(parameterized.TestCase):
         self.assertEqual(again, charge)
         self.assertEqual(hash(again), hash(charge))
         self.assertIsInstance(again.event, search.BestOfTrialsDpEvent)
-        self.assertIsNone(events.noise_multiplier_of(again.event))
+        self.assertIsNone(charge_lib.noise_multiplier_of(again.event))
 
     def test_pld_has_no_answer_rather_than_a_small_one(self):
         history = accounting.PrivacyAccountant()
