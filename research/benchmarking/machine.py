@@ -72,15 +72,6 @@ def memory_bytes(pid: int | str = "self", field: str = "VmRSS") -> int:
     return 1024 * int(found.group(1)) if found else 0
 
 
-def reset_peak() -> bool:
-    """Lets this process's peak start anew; False where that is not allowed."""
-    try:
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
 def children(pid: int | None = None) -> set[int]:
     """Returns the ids of a process's living descendants."""
     parents: dict[int, int] = {}
