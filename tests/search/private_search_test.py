@@ -231,8 +231,8 @@ class PrivateScoreTest(parameterized.TestCase):
         search, seen = _search(score=score), []
         call = tfdp_fl.PrivateScore.__call__
 
-        def scored(self, model, held_out):
-            seen.append(call(self, model, held_out))
+        def scored(self, *arguments):
+            seen.append(call(self, *arguments))
             return seen[-1]
 
         patched = mock.patch.object(tfdp_fl.PrivateScore, "__call__", scored)
@@ -267,8 +267,8 @@ class PublicScoreTest(parameterized.TestCase):
         model = _build(0.1).model
         x, y = toy.arrays(100, seed=9)
         loss, accuracy = model.evaluate(x, y, verbose=0)
-        self.assertAlmostEqual(_public("loss")(model, None), -loss, places=5)
-        self.assertAlmostEqual(_public()(model, None), accuracy, places=6)
+        self.assertAlmostEqual(_public("loss")(model, None, None), -loss, places=5)
+        self.assertAlmostEqual(_public()(model, None, None), accuracy, places=6)
 
     def test_a_metric_that_nobody_compiled(self):
         with self.assertRaisesRegex(ValueError, "every candidate compiles.*got 'auc'"):
