@@ -11,7 +11,8 @@ from absl.testing import parameterized
 from tests.engine import cohorts
 from tfdp_fl import mechanisms
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import program
+from tfdp_fl.engine import allowed_operations, program
+from tfdp_fl.mechanisms import clipping
 
 _layers = tf.keras.layers
 
@@ -47,6 +48,22 @@ class ProgramTest(tf.test.TestCase):
                     self.assertAllEqual(one[1], other[1])
         x = inputs[0].astype(np.float64)
         self.assertAllClose(alone[0][0], 4 * x + np.cos(x) + 1, atol=1e-5, rtol=1e-5)
+
+    def test_clips_of_threads_do_not_meet_either(self):
+        # Where the cohort sets the clip, threads clip by a function of their own.
+        traced = tf.function(clipping.global_norm).get_concrete_function(
+            [_spec(3), _spec(2), _spec(4), _spec(5)]
+        )
+        definition = traced.graph.as_graph_def()
+        self.assertNotIn("AddN", {node.op for node in definition.node})
+
+    def test_dropout_inside_of_an_operation_is_refused(self):
+        definition = tf.compat.v1.GraphDef()
+        node = definition.node.add(op="CudnnRNNV3", name="rnn")
+        allowed_operations.check(definition)
+        node.attr["dropout"].f = 0.5
+        with self.assertRaisesRegex(ValueError, "CudnnRNNV3"):
+            allowed_operations.check(definition)
 
     def test_what_is_read_of_a_variable_is_refused_as_well(self):
         memory = tf.Variable(1.0, name="memory")

@@ -2,8 +2,8 @@
 
 It is trained on the device that holds the user's model.
 
-What was measured on CPUs is chosen on CPUs only: a replica for each core, and
-XLA for small dense models. On any other device there is one replica, and XLA
+What was measured on CPUs is chosen on CPUs only: a thread for each core, and
+XLA for small dense models. On any other device there is one thread, and XLA
 where the user asks for it.
 """
 
@@ -42,8 +42,8 @@ _DENSE_LAYERS = (
 _LARGEST_PRODUCT = 300_000
 
 _GIB = 2.0**30
-# A replica's weights, the gradients, the update, and what it started from.
-_COPIES_OF_A_REPLICA = 4
+# A client's weights, the gradients, the update, and what it started from.
+_COPIES_OF_A_CLIENT = 4
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 
@@ -173,7 +173,7 @@ def check_memory(
       ValueError: It says what is needed, what there is, and what to lower.
     """
     one = 4.0 * elements
-    replicas = _COPIES_OF_A_REPLICA * one * num_replicas
+    replicas = _COPIES_OF_A_CLIENT * one * num_replicas
     collected = one * clients_per_round if collects else 0.0
     free = available_bytes()
     if replicas + collected <= free:
@@ -187,7 +187,7 @@ def check_memory(
             "in place of the median, no secure aggregation) needs none of it"
         )
     raise ValueError(
-        f"{advice}: with {mechanism} a round takes {num_replicas} replicas of "
+        f"{advice}: with {mechanism} a round trains {num_replicas} clients at once, of "
         f"{elements} parameters ({replicas / _GIB:.1f} GiB)"
         + (
             f" and keeps the updates of {clients_per_round:g} clients until "

@@ -132,7 +132,9 @@ class Broadcast:
         """
         self._server = server
         self._unaggregated = unaggregated
-        self._hook = None if hook is None else tf.function(_hooked(hook))
+        self._hook = (
+            None if hook is None else tf.function(_hooked(hook), autograph=False)
+        )
 
     def __call__(
         self, inputs: rounds.RoundInputs

@@ -111,6 +111,13 @@ class _Evaluation:
           ValueError: A metric is not one number, or the model or a metric has an
             operation that could pass something on (see `engine.allowed_operations`).
         """
+        for name in ("test_step", "compute_metrics"):
+            if getattr(type(model), name) is not getattr(tf.keras.Model, name):
+                raise ValueError(
+                    f"model must not have a {name} of its own for evaluate_clients, "
+                    f"which would not call it, got {type(model).__name__}.{name}: "
+                    "compile metrics, or evaluate fed.model."
+                )
         self._trainer = trainer = trainer_lib.make_trainer(
             model, training, element_spec
         )

@@ -7,7 +7,9 @@ always clipped as a whole: one L2 norm over all its variables (McMahan et al.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfdp_fl._on_use import tf
@@ -37,6 +39,15 @@ class Clipped(NamedTuple):
     discarded: tf.Tensor
 
 
+def added(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the sum of tensors of one shape, never by `tf.add_n`.
+
+    TensorFlow may add that up in a variable that it finds by the operation's name:
+    threads that clip at the same time would write into each other's norms.
+    """
+    return functools.reduce(tf.add, tensors)
+
+
 def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the sum of squares (float64 scalar), right to 8e-6 of itself.
 
@@ -58,7 +69,7 @@ def sum_of_squares(tensor: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies(sums[-1:]):
             part = tf.identity(flat)[start : start + at_once]
         sums.append(_sum_of_rows(part))
-    return tf.add_n(sums)
+    return added(sums)
 
 
 def _sum_of_rows(flat: tf.Tensor) -> tf.Tensor:
@@ -86,7 +97,7 @@ def global_norm(tensors: list[tf.Tensor]) -> tf.Tensor:
         return tf.linalg.global_norm(
             [tf.cast(tensor, tf.float32) for tensor in tensors]
         )
-    squares = tf.add_n([sum_of_squares(tensor) for tensor in tensors])
+    squares = added([sum_of_squares(tensor) for tensor in tensors])
     return tf.cast(tf.sqrt(squares), tf.float32)
 
 

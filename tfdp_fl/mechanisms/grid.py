@@ -30,7 +30,7 @@ import numpy as np
 from scipy import special
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import cohort_query
+from tfdp_fl.mechanisms import clipping, cohort_query
 from tfdp_fl.mechanisms.contribution import Client, Contribution
 
 # Steps of the grid in a clip.
@@ -99,7 +99,7 @@ class GridQuery(cohort_query.CohortQuery):
         steps = [tf.round(tf.cast(each, tf.float64) * to_steps) for each in one.update]
         # Whole numbers, so this is exact as long as it is below 2^53; and not
         # below 2^40 if it is not. False for a NaN.
-        squares = tf.add_n([tf.reduce_sum(each * each) for each in steps])
+        squares = clipping.added([tf.reduce_sum(each * each) for each in steps])
         within = squares <= float(STEPS) ** 2
         return one._replace(
             update=[tf.where(within, each, tf.zeros_like(each)) for each in steps]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from typing import Any, Protocol
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -19,21 +19,6 @@ _MODES = ("auto", "max", "min")
 _IS_ERROR = re.compile("loss|error|entropy|divergence|perplexity|mse|mae|mape|msle")
 # So many different examples are no coincidence if all of them are the clients'.
 _TELLING = 20
-
-
-class Score(Protocol):
-    """What a `PrivateSearch` may compare trials by."""
-
-    def split(self, clients: FederatedDataset) -> Split:
-        """Returns the clients that train, and what a score of a trial costs."""
-
-    def __call__(
-        self, model: tf.keras.Model, training: engine.LocalTraining, held_out: Any
-    ) -> float:
-        """Returns the score of a trial's model, larger for a better one."""
-
-    def digest(self) -> str:
-        """Returns what tells this score from others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
