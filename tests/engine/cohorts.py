@@ -77,6 +77,7 @@ def make_engine(
         element_spec=dataset.element_spec,
         num_replicas=num_replicas,
         jit_compile=jit_compile,
+        seed_dtype=tf.int64,
         **options,
     )
 

@@ -82,7 +82,7 @@ class LayOutTest(parameterized.TestCase):
         ends = np.cumsum(lengths)
         seen = []
         for part in (part for group in groups for part in group):
-            self.assertEqual(part.way.side_by_side, side_by_side)
+            self.assertEqual(part.way.kind == layout.SIDE_BY_SIDE, side_by_side)
             for place, member in enumerate(part.clients.members.tolist()):
                 seen.append(member)
                 end = ends[member // 3]
@@ -103,8 +103,8 @@ class LayOutTest(parameterized.TestCase):
         self.assertLen(groups, 1 if small else 3)
         (way,) = {part.way for group in groups for part in group}
         self.assertFalse(way.xla)
-        self.assertEqual(way.full_batches, lengths == [8] * 6)
-        self.assertEqual(way.side_by_side, worthwhile)
+        self.assertEqual(way.full_batches, worthwhile and lengths == [8] * 6)
+        self.assertEqual(way.kind == layout.SIDE_BY_SIDE, worthwhile)
 
     def test_workers_train_no_more_at_once_than_fit_either(self):
         made = dataclasses.replace(_PLAIN, kernels=_KERNELS)

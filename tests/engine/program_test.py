@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -11,7 +13,7 @@ from absl.testing import parameterized
 from tests.engine import cohorts
 from tfdp_fl import mechanisms
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import allowed_operations, program
+from tfdp_fl.engine import allowed_operations, devices, program
 from tfdp_fl.mechanisms import clipping
 
 _layers = tf.keras.layers
@@ -87,16 +89,23 @@ class ProgramTest(tf.test.TestCase):
             traced(-1.0)
 
 
-def _rows(clients, model, num_replicas=2, jit_compile=None):
-    """Returns each client's own update, [K, D], by a mechanism that keeps them."""
+def _engine(model, executor="two threads"):
+    """Returns an engine that keeps each client's update."""
+    threads = 1 if executor == "one thread" else 2
+    at_once = 4 if executor == "batched" else None
+    with mock.patch.object(devices, "clients_at_once", lambda *_: at_once):
+        return cohorts.make_engine(
+            model,
+            FederatedDataset.from_client_arrays(cohorts.client_arrays()),
+            mechanism=mechanisms.MedianClipping(noise_multiplier=0.0),
+            num_replicas=threads,
+            jit_compile=executor == "XLA",
+        )
+
+
+def _rows(engine, clients):
+    """Returns each client's own update, [D], and its norm."""
     dataset = FederatedDataset.from_client_arrays(clients)
-    engine = cohorts.make_engine(
-        model,
-        dataset,
-        mechanism=mechanisms.MedianClipping(noise_multiplier=0.0),
-        num_replicas=num_replicas,
-        jit_compile=jit_compile,
-    )
     rows = {}
 
     def noting(pending, *_):
@@ -128,38 +137,48 @@ def _with_state():
 
 
 class IndependenceTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(
-        place=[0, 3, 6], kind=["nan", "huge", "none"], threads=[1, 2], xla=[False, True]
-    )
-    def test_others_are_bit_for_bit_what_they_are_without(
-        self, place, kind, threads, xla
-    ):
+    @parameterized.parameters("one thread", "two threads", "XLA", "batched")
+    def test_others_are_bit_for_bit_what_they_are_without(self, executor):
+        engine = _engine(
+            cohorts.mlp() if executor == "XLA" else _with_state(), executor
+        )
         clients = dict(cohorts.client_arrays((5, 7, 5, 3, 5, 7, 2)))
-        model = cohorts.mlp() if xla else _with_state()
-        usual = _rows(clients, model, threads, xla)
-        key = list(clients)[place]
-        x, y = clients[key]
-        clients[key] = {
-            "nan": (np.full_like(x, np.nan), y),
-            "huge": (np.full_like(x, 1e30), y),
-            "none": (x[:0], y[:0]),
-        }[kind]
-        hostile = _rows(clients, model, threads, xla)
-        self.assertEqual(usual.keys(), hostile.keys())
-        for member, (row, norm) in usual.items():
-            if member != place:
+        usual = _rows(engine, clients)
+        for place, kind in itertools.product([0, 3, 6], ["nan", "huge", "none"]):
+            changed = dict(clients)
+            x, y = changed[place]
+            changed[place] = {
+                "nan": (np.full_like(x, np.nan), y),
+                "huge": (np.full_like(x, 1e30), y),
+                "none": (x[:0], y[:0]),
+            }[kind]
+            hostile = _rows(engine, changed)
+            self.assertEqual(usual.keys(), hostile.keys())
+            for member, (row, norm) in usual.items():
+                self.assertGreater(norm, 1e-4)
+                if member == place:
+                    continue
+                if (executor, kind) == ("batched", "none"):
+                    # Batches of other sizes are other products, of other rounding.
+                    self.assertAllClose(row, hostile[member][0], atol=1e-6)
+                    continue
                 self.assertAllEqual(row, hostile[member][0])
                 self.assertEqual(norm, hostile[member][1])
-            self.assertGreater(norm, 1e-4)
 
-    def test_the_number_of_threads_changes_no_clients_draws(self):
-        clients = cohorts.client_arrays((5, 5, 5, 5, 5))
-        one, two = (_rows(clients, _with_state(), threads) for threads in (1, 2))
+    def test_the_executor_changes_no_clients_draws(self):
+        clients = cohorts.client_arrays((5, 5, 7, 5, 0, 12))
+        one, two, batched = (
+            _rows(_engine(_with_state(), executor), clients)
+            for executor in ("one thread", "two threads", "batched")
+        )
         for member, (row, _) in one.items():
             self.assertAllEqual(row, two[member][0])
-        # Alike in their data, clients are not alike in what they draw.
-        x, y = next(iter(clients.values()))
-        alike = _rows(dict.fromkeys(range(4), (x, y)), _with_state())
+            self.assertAllClose(row, batched[member][0], atol=1e-6)
+
+    @parameterized.parameters("two threads", "batched")
+    def test_clients_alike_in_their_data_draw_differently(self, executor):
+        x, y = cohorts.client_arrays((5,))[0]
+        alike = _rows(_engine(_with_state(), executor), dict.fromkeys(range(4), (x, y)))
         rows = [row for row, _ in alike.values()]
         for k in range(1, 4):
             self.assertGreater(np.abs(rows[0] - rows[k]).max(), 1e-4)
@@ -177,13 +196,13 @@ class IndependenceTest(tf.test.TestCase, parameterized.TestCase):
         )
         clients = dict(cohorts.client_arrays((5, 5)))
         try:
-            both = _rows(clients, model)
+            both = _rows(_engine(model), clients)
         except Exception as error:  # Refused is as well as harmless.
             self.assertNotIsInstance(error, AssertionError)
             return
         first = next(iter(clients))
         clients[first] = (np.full_like(clients[first][0], 1e30), clients[first][1])
-        self.assertAllEqual(both[1][0], _rows(clients, model)[1][0])
+        self.assertAllEqual(both[1][0], _rows(_engine(model), clients)[1][0])
 
 
 if __name__ == "__main__":

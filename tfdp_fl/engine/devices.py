@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import pathlib
+import subprocess
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -44,6 +45,8 @@ _LARGEST_PRODUCT = 300_000
 _GIB = 2.0**30
 # A client's weights, the gradients, the update, and what it started from.
 _COPIES_OF_A_CLIENT = 4
+# How much of a GPU's memory a batch of clients may take, by the estimate.
+_SHARE_OF_DEVICE = 0.5
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 
@@ -108,6 +111,48 @@ def default_num_replicas(device: str) -> int:
         return max(1, len(os.sched_getaffinity(0)))
     except AttributeError:  # Not on every platform.
         return max(1, os.cpu_count() or 1)
+
+
+def clients_at_once(
+    device: str, model: tf.keras.Model, elements: int, batch_size: int
+) -> int | None:
+    """Returns how many clients to train as one batched program; None on a CPU.
+
+    What a client takes is estimated: copies of its weights, and for each row of a
+    batch what the layers hand on, with the gradients. `CohortEngine` halves the
+    number where that was too little.
+
+    Args:
+      device: Where they are trained.
+      model: A built Keras model.
+      elements: D, of one client's update.
+      batch_size: The usual batch size.
+    """
+    if is_cpu(device):
+        return None
+    outputs = 0
+    for layer in keras_versions.layers_of(model):
+        shape = tf.nest.flatten(getattr(layer, "output", None))
+        outputs += sum(
+            math.prod(size or 1 for size in tensor.shape[1:])
+            for tensor in shape
+            if tensor is not None
+        )
+    one = 4.0 * (2 * _COPIES_OF_A_CLIENT * elements + 4 * batch_size * outputs)
+    return max(1, int(_SHARE_OF_DEVICE * _device_bytes(device) / one))
+
+
+def _device_bytes(device: str) -> float:
+    """Returns a GPU's memory, less what TensorFlow holds there; 4 GiB if unknown."""
+    name = tf.DeviceSpec.from_string(device)
+    short = f"{name.device_type}:{name.device_index or 0}"
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True)
+        total = 2.0**20 * float(told.stdout.split()[name.device_index or 0])
+        return total - tf.config.experimental.get_memory_info(short)["current"]
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+        return 4 * _GIB
 
 
 def prefers_xla(model: tf.keras.Model, batch_size: int) -> bool:

@@ -7,7 +7,8 @@ The way of a client's update, from the dataset to the released model:
                                   tables.client_table, tables.split
         tracing.prepared        the compiled function and its arguments
           server_update.received  what the server sends
-          OneByOne              one client after the other (or SideBySide):
+          OneByOne              one client after the other (or SideBySide, or
+                                a Batched chunk of them on a GPU):
             Trainer               start, step by step, update
             query                 preprocess_record (clip), accumulate (add)
         PendingRound.take       adds up what the functions return
@@ -102,8 +103,11 @@ class CohortEngine:
         num_replicas: int | None = None,
         jit_compile: bool | None = None,
         batch_size: int = 1,
+        seed_dtype: tf.DType = tf.uint64,
     ):
-        """Checks what clients do; the functions are traced when a round needs them.
+        """Traces, and so checks, how clients train one by one.
+
+        Other functions are traced when a round needs them.
 
         Args:
           model: The user's built model; it is the server's.
@@ -121,6 +125,11 @@ class CohortEngine:
           jit_compile: Whether XLA compiles local training; None decides by
             `devices.prefers_xla`.
           batch_size: The usual batch size, for that decision.
+          seed_dtype: Of the kind of seed that rounds will have.
+
+        Raises:
+          ValueError: Something could pass from one client to the next; or the
+            model, the training and the mechanism do not go together.
         """
         self._collect_records = collect_records
         self.has_trained = False
@@ -130,7 +139,6 @@ class CohortEngine:
             trainer = trainer_lib.make_trainer(
                 model, training, element_spec, aggregate_non_trainable
             )
-            trainer.check()
         example_weights.check_weighting(element_spec[1], deployment.client_weighting)
         self._label_ranges = trainer.label_ranges
         self.query = mechanism.bind(
@@ -164,6 +172,9 @@ class CohortEngine:
             collected_bytes=None if summed else 4 * self.update_spec.size,
             xla=xla,
             weighting=deployment.client_weighting,
+            at_once=devices.clients_at_once(
+                self.device, model, self.update_spec.size, batch_size
+            ),
         )
         self._broadcasts = server_update.Broadcast(
             self.server, self._unaggregated, broadcast_hook
@@ -184,6 +195,18 @@ class CohortEngine:
         self._release = release.Release(
             self.query, self.server, trainer.metric_results, self.update_spec.size
         )
+        if not beside:  # Whose model, loss and optimizer are on a list.
+            with tf.device(self.device):
+                self.functions.trace_one_by_one(
+                    (
+                        self.state,
+                        tf.zeros([3]),
+                        tf.zeros([2], seed_dtype),
+                        self.server.variables,
+                        self._unaggregated,
+                    ),
+                    weighted=deployment.client_weighting is not None,
+                )
         self._pool = concurrent.futures.ThreadPoolExecutor(count)
         self.num_replicas = count
 
@@ -217,7 +240,16 @@ class CohortEngine:
     @property
     def has_trained_side_by_side(self) -> bool:
         """Returns whether any clients so far were trained side by side."""
-        return any(way.side_by_side for way, _ in self.functions.traced)
+        return any(way.kind == layout.SIDE_BY_SIDE for way, _ in self.functions.traced)
+
+    @property
+    def executor(self) -> str:
+        """Returns how clients train here, for people to read."""
+        ways = {way.kind for way, _ in self.functions.traced}
+        if layout.BATCHED in ways:
+            return f"batches of {self.layout.at_once} clients on {self.device}"
+        how = layout.SIDE_BY_SIDE if layout.SIDE_BY_SIDE in ways else layout.ONE_BY_ONE
+        return f"clients {how} on {self.num_replicas} threads"
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""
@@ -300,21 +332,27 @@ class CohortEngine:
         if chunk.groups is None:
             chunk = self.lay_out(chunk, pending.inputs)
         groups: list[list[layout.Part]] = chunk.groups
-        prepared = [
-            [(part, self.functions.prepared(pending, chunk, part)) for part in group]
-            for group in groups
-        ]
+        for group in groups:
+            for part in group:  # Traced here, in one thread.
+                self.functions.program(pending, part)
         raised: list[tuple[layout.Part, Exception]] = []
         begun = itertools.count(1)
 
         @devices.at(self.device)
         def run(thread: int) -> None:
-            if next(begun) == len(prepared):
+            if next(begun) == len(groups):
                 # Not before: who draws meanwhile keeps Python from others.
                 draw_ahead()
-            for part, call in prepared[thread]:
+            waiting = groups[thread][::-1]
+            while waiting:
+                part = waiting.pop()
                 try:
-                    trained = call()
+                    trained = self.functions.prepared(pending, chunk, part)()
+                except tf.errors.ResourceExhaustedError:
+                    if part.way.kind != layout.BATCHED or part.clients.num_clients < 2:
+                        raise
+                    waiting += self._in_smaller_batches(part, pending.inputs)
+                    continue
                 except CLIENT_ERRORS as error:
                     raised.append((part, error))
                     continue
@@ -323,7 +361,7 @@ class CohortEngine:
 
         with self.background.computing(at_once=False) as draw_ahead:
             others = [
-                self._pool.submit(run, thread) for thread in range(1, len(prepared))
+                self._pool.submit(run, thread) for thread in range(1, len(groups))
             ]
             try:
                 run(0)
@@ -333,6 +371,14 @@ class CohortEngine:
                 each.result()
         for part, error in raised:
             self._train_each_alone(pending, chunk, part, error)
+
+    def _in_smaller_batches(
+        self, part: layout.Part, inputs: rounds.RoundInputs
+    ) -> list[layout.Part]:
+        """Returns the parts of a batch of clients that the device had no room for."""
+        at_once = part.clients.num_clients // 2
+        self.layout = dataclasses.replace(self.layout, at_once=at_once)
+        return [each.as_tensors() for each in self.layout.batches(part.clients, inputs)]
 
     def _train_each_alone(
         self,

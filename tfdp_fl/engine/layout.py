@@ -17,12 +17,16 @@ from tfdp_fl import _products
 from tfdp_fl.engine import chunks, dense_models, rounds, tables
 from tfdp_fl.mechanisms import ClientWeighting
 
+# One client after the other; dense models without a model for each client
+# (`side_by_side`); all of a chunk as one batched program, for a GPU.
+ONE_BY_ONE, SIDE_BY_SIDE, BATCHED = "one by one", "side by side", "batched"
+
 
 class Way(NamedTuple):
     """Which compiled function trains clients.
 
     Attributes:
-      side_by_side: Whether all of them take each step together.
+      kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
       full_batches: Every batch has exactly B rows; side by side, every client
         also takes all the steps.
       num_steps: Side by side, how many steps there are.
@@ -30,7 +34,7 @@ class Way(NamedTuple):
       xla: Whether XLA compiles it.
     """
 
-    side_by_side: bool
+    kind: str
     full_batches: bool
     num_steps: int | None = None
     in_groups: bool = False
@@ -43,8 +47,9 @@ class Part(NamedTuple):
     Attributes:
       way: The function.
       tables: Its arguments that say who trains on what: a `SideBySideTable`,
-        perhaps with how many of its clients to train at once (int32); or a
-        `ClientTable`, perhaps padded, and the number of its clients (int32).
+        perhaps with how many of its clients to train at once (int32); a
+        `BatchedTable`; or a `ClientTable`, perhaps padded, and the number of its
+        clients (int32).
       clients: What the tables were made of.
     """
 
@@ -70,12 +75,14 @@ class Layout:
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one.
       weighting: What clients count; None: all the same.
+      at_once: How many clients train as one batched program; None: none do.
     """
 
     kernels: dense_models.Kernels | None
     collected_bytes: int | None
     xla: bool
     weighting: ClientWeighting | None = None
+    at_once: int | None = None
 
     def lay_out(
         self,
@@ -118,6 +125,8 @@ class Layout:
                     self.weighting, chunk.lengths, chunk.rows, chunk.y
                 )
             )
+        if self.at_once is not None and not for_workers:
+            return [self.batches(clients, inputs)]
         if not (
             self.kernels is not None
             and float32_products
@@ -132,9 +141,8 @@ class Layout:
             at_most = None
             if self.collected_bytes is not None:
                 at_most = max(1, chunks.CHUNK_BYTES // self.collected_bytes)
-            serving = clients if for_workers else None
             return [
-                [self.one_by_one(each, serving) for each in group]
+                [self.one_by_one(each, for_workers) for each in group]
                 for group in tables.split(clients, num_groups, at_most)
             ]
         small = dense_models.is_small(self.kernels, chunk.lengths, inputs.local_epochs)
@@ -155,23 +163,29 @@ class Layout:
             for (each,) in groups
         ]
 
-    def one_by_one(
-        self,
-        clients: tables.ClientTable,
-        serving: tables.ClientTable | None = None,
-    ) -> Part:
-        """Returns the part in which clients train one by one.
+    def batches(
+        self, clients: tables.ClientTable, inputs: rounds.RoundInputs
+    ) -> list[Part]:
+        """Returns the parts in which clients train as batched programs."""
+        at_once = self.at_once or 1
+        if self.collected_bytes is not None:
+            at_once = min(at_once, max(1, chunks.CHUNK_BYTES // self.collected_bytes))
+        parts = []
+        for group, table in tables.batched(clients, inputs.local_epochs, at_once):
+            # XLA needs shapes that are fixed; one function serves all else.
+            xla = self.xla and not group.has_short_batches
+            parts.append(Part(Way(BATCHED, xla, xla=xla), (table,), group))
+        return parts
 
-        Args:
-          clients: The clients.
-          serving: Whom the function has to serve, without XLA; None: just them.
-        """
-        full = not (serving or clients).has_short_batches
-        xla = self.xla and full and serving is None
-        # XLA compiles anew, for seconds, for every shape that it meets.
+    def one_by_one(
+        self, clients: tables.ClientTable, for_workers: bool = False
+    ) -> Part:
+        """Returns the part in which clients train one by one."""
+        # XLA needs shapes that are fixed, and compiles anew for every one.
+        xla = self.xla and not for_workers and not clients.has_short_batches
         table = tables.padded(clients) if xla else clients
         return Part(
-            Way(side_by_side=False, full_batches=full, xla=xla),
+            Way(ONE_BY_ONE, full_batches=xla, xla=xla),
             (table, np.int32(clients.num_clients)),
             clients,
         )
@@ -192,7 +206,7 @@ def _side_by_side(
     steps = serving.steps
     num_steps = int(steps.max())
     way = Way(
-        side_by_side=True,
+        SIDE_BY_SIDE,
         full_batches=bool(not serving.has_short_batches and (steps == num_steps).all()),
         num_steps=num_steps,
         in_groups=at_once is not None,

@@ -82,6 +82,28 @@ class SideBySideTable(NamedTuple):
         )
 
 
+class BatchedTable(NamedTuple):
+    """The batches of K clients that train at once, as one batched program.
+
+    Their last batches are equally long. Clients of fewer steps than others begin
+    later in each epoch, so that all of them end it together.
+
+    Attributes:
+      rows: Int32 [S, K, B], the row numbers of each step's batch.
+      sizes: Int32 [S], how many of the B rows count.
+      active: Bool [S, K], whether the client takes that step.
+      members: See `ClientTable`, and so for the others.
+    """
+
+    rows: Any
+    sizes: Any
+    active: Any
+    members: Any
+    num_examples: Any
+    windows: Any
+    measured: Any = ()
+
+
 def measured(
     weighting: ClientWeighting | None, lengths: np.ndarray, rows: Any, y: Any
 ) -> Any:
@@ -307,6 +329,62 @@ def side_by_side(table: ClientTable, num_steps: int) -> SideBySideTable:
         table.rows[index],
         np.where(active, table.batch_sizes[index], 0),
         table.measured,
+    )
+
+
+def batched(
+    table: ClientTable, local_epochs: int, at_most: int
+) -> list[tuple[ClientTable, BatchedTable]]:
+    """Lays a table's clients out for training at once.
+
+    Args:
+      table: The clients.
+      local_epochs: How often each goes over its examples.
+      at_most: How many clients train at once.
+
+    Returns:
+      Groups of them, at least one: each as it was, and laid out.
+    """
+    steps = table.steps
+    ends = np.maximum(table.first_step[1:] - 1, 0)
+    last = np.zeros(len(steps), np.int64)
+    if len(table.rows):
+        last = np.where(steps > 0, table.batch_sizes[ends], 0)
+    # Alike in their steps, they wait for each other least.
+    order = np.lexsort((steps, last))
+    (borders,) = np.nonzero(np.diff(last[order]))
+    groups = [
+        group[start : start + at_most]
+        for group in np.split(order, borders + 1)
+        for start in range(0, max(1, len(group)), at_most)
+    ]
+    clients = [select(table, group) for group in groups]
+    return [(each, _batched(each, local_epochs)) for each in clients]
+
+
+def _batched(table: ClientTable, local_epochs: int) -> BatchedTable:
+    per_epoch = table.steps // local_epochs
+    longest = int(per_epoch.max(initial=0))
+    place = np.arange(longest)[:, None] - (longest - per_epoch)
+    epoch = np.arange(local_epochs)[:, None, None] * per_epoch
+    shape = (local_epochs * longest, table.num_clients)
+    step = (table.first_step[:-1] + epoch + np.maximum(place, 0)).reshape(shape)
+    active = np.tile(place >= 0, (local_epochs, 1))
+    # Idle, a client without any step would point beyond the last one.
+    step = np.minimum(step, len(table.rows) - 1)
+    sizes = np.zeros(len(step), np.int32)
+    if len(step):
+        # Of a step the active clients' batches are equally long.
+        found = np.where(active, table.batch_sizes[step], 0)
+        sizes = found.max(axis=1).astype(np.int32)
+    return BatchedTable(
+        rows=table.rows[step],
+        sizes=sizes,
+        active=active,
+        members=table.members,
+        num_examples=table.num_examples,
+        windows=table.windows,
+        measured=table.measured,
     )
 
 

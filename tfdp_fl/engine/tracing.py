@@ -12,12 +12,13 @@ import tensorflow as tf
 
 from tfdp_fl.engine import (
     chunks,
+    client_programs,
     cohort,
     layout,
-    one_by_one,
     rounds,
     server_update,
     side_by_side,
+    tables,
 )
 from tfdp_fl.engine import program as program_lib
 from tfdp_fl.engine import trainer as trainer_lib
@@ -55,13 +56,15 @@ class CohortFunctions:
         """Specs of (x, y), for any number of stored examples."""
         return trainer_lib.batch_specs(self.element_spec)
 
-    def train(self, way: layout.Way) -> Train:
+    def _train(self, way: layout.Way) -> Train:
         """Returns the function that trains a part's clients, not traced."""
-        if way.side_by_side:
+        if way.kind == layout.SIDE_BY_SIDE:
             return side_by_side.SideBySide(
                 self.trainer, self.query, cast(int, way.num_steps), way.full_batches
             )
-        return one_by_one.OneByOne(
+        batched = way.kind == layout.BATCHED
+        kind = client_programs.Batched if batched else client_programs.OneByOne
+        return kind(
             self.trainer,
             self.query,
             output=self.output,
@@ -103,16 +106,30 @@ class CohortFunctions:
             )
         return self.traced[key]
 
-    def _trace(
-        self, way: layout.Way, fixed: Any, tables: tuple[Any, ...]
-    ) -> program_lib.Program:
-        train = self.train(way)
+    def trace_one_by_one(self, fixed: Any, weighted: bool) -> None:
+        """Traces what trains clients one by one, before there is a round.
 
-        def function(state, numbers, seed, weights, unaggregated, x, y, *tables):
+        Args:
+          fixed: As `PendingRound.fixed_arguments`.
+          weighted: Whether clients count by what they have.
+        """
+        nobody = np.zeros(0, np.int32)
+        table = tables.client_table(nobody, nobody, batch_size=1, local_epochs=1)
+        if weighted:
+            table = table._replace(measured=np.zeros(0, np.float32))
+        way = layout.Way(layout.ONE_BY_ONE, full_batches=False)
+        self.traced[way, fixed[2].dtype] = self._trace(way, fixed, (table, np.int32(0)))
+
+    def _trace(
+        self, way: layout.Way, fixed: Any, arguments: tuple[Any, ...]
+    ) -> program_lib.Program:
+        train = self._train(way)
+
+        def function(state, numbers, seed, weights, unaggregated, x, y, *arguments):
             received = server_update.received(
                 self.query, state, numbers, seed, weights, unaggregated
             )
-            return train(received, x, y, *tables)
+            return train(received, x, y, *arguments)
 
         return program_lib.Program(
             function,
@@ -120,13 +137,13 @@ class CohortFunctions:
                 lambda each: tf.TensorSpec(each.shape, each.dtype), fixed
             ),
             *self.example_specs,
-            *table_specs(tables),
+            *table_specs(arguments),
             model=self.trainer.model,
             xla=way.xla,
         )
 
 
-def table_specs(tables: tuple[Any, ...]) -> tuple[Any, ...]:
+def table_specs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the specs of a part's tables, for any number of clients.
 
     The batch width stays free as well: one function serves every size.
@@ -136,4 +153,4 @@ def table_specs(tables: tuple[Any, ...]) -> tuple[Any, ...]:
         value = np.asarray(value)
         return tf.TensorSpec([None] * value.ndim, value.dtype)
 
-    return tf.nest.map_structure(any_size, tuple(tables))
+    return tf.nest.map_structure(any_size, tuple(arguments))

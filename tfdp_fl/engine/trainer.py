@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import cohort, example_weights, labels, layers, program
+from tfdp_fl.engine import cohort, example_weights, labels, layers
 from tfdp_fl.mechanisms import noise
 
 UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
@@ -173,24 +173,6 @@ class Trainer:
             for key, value in self._metrics.stateless_result(values).items():
                 results.update(value if isinstance(value, dict) else {key: value})
         return results
-
-    def check(self) -> None:
-        """Raises ValueError if something would pass from client to client."""
-
-        def client(x: Any, y: Any, received: cohort.Received, metrics: Any) -> Any:
-            state = self.start(received, received.seed)
-            state, *results = self.step(state, x, y, received, metrics)
-            return self.update(state, received.weights, received.seed), results
-
-        x, y = batch_specs(self._element_spec)
-        received = cohort.Received(
-            weights=[tf.TensorSpec(v.shape, v.dtype) for v in self.aggregated],
-            unaggregated=[tf.TensorSpec(v.shape, v.dtype) for v in self.unaggregated],
-            params=(),
-            learning_rate=tf.TensorSpec([], tf.float32),
-            seed=tf.TensorSpec([2], tf.int64),
-        )
-        program.Program(client, x, y, received, self.metric_specs, model=self.model)
 
     def start(self, received: cohort.Received, seed: tf.Tensor) -> ClientState:
         """Returns the state in which every client of a round starts.

@@ -1,0 +1,139 @@
+"""A batch of clients as one program: what one by one gives, and no more."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.engine import cohorts
+from tfdp_fl import mechanisms
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import devices, tables
+
+_layers = tf.keras.layers
+_SIZES = (5, 7, 5, 0, 3, 5, 12, 2)
+_MECHANISMS = {
+    "fixed": mechanisms.FixedClipping(clip_norm=0.1, noise_multiplier=0.0),
+    "shares": mechanisms.FixedClipping(
+        clip_norm=0.1, noise_multiplier=0.1, noise_site="client"
+    ),
+    "adaptive": mechanisms.AdaptiveClipping(
+        noise_multiplier=0.0, count_noise_stddev=0.0
+    ),
+    "median": mechanisms.MedianClipping(noise_multiplier=0.0),
+    "local": mechanisms.LocalDP(clip_norm=0.5, noise_multiplier=0.5),
+    "windows": mechanisms.AdaptiveLocalDP(epsilon=5, delta=1e-5),
+    "weights": mechanisms.NbAFL(epsilon=8, constant=1, weight_clip=0.3),
+}
+
+
+def _model():
+    tf.keras.utils.set_random_seed(2)
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input([cohorts.FEATURES]),
+            _layers.Dense(5),
+            _layers.BatchNormalization(),
+            _layers.Dropout(0.3),
+            _layers.Dense(cohorts.CLASSES),
+        ]
+    )
+
+
+def _engine(dataset, at_once, model=None, **options):
+    with mock.patch.object(devices, "clients_at_once", lambda *_: at_once):
+        return cohorts.make_engine(model or _model(), dataset, **options)
+
+
+class BatchedTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(*_MECHANISMS)
+    def test_it_is_one_by_one_to_rounding(self, name):
+        # Of every size: no example, short and full batches, two epochs.
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays(_SIZES))
+        rounds = []
+        for at_once in (None, 3):
+            model = _model() if name == "fixed" else cohorts.mlp()
+            engine = _engine(
+                dataset,
+                at_once,
+                model,
+                mechanism=_MECHANISMS[name],
+                moments=name == "fixed",
+                training={"metrics": ["accuracy"]},
+            )
+            windows = None
+            if name == "windows":
+                windows = np.full([len(_SIZES), 3, engine.num_variables], np.nan)
+            logs = cohorts.run_round(engine, dataset, windows=windows)
+            self.assertEqual("batches of 3" in engine.executor, at_once == 3)
+            rounds.append((model.get_weights(), logs))
+        (one, logs), (batched, logs_batched) = rounds
+        self.assertAllClose(one, batched, atol=3e-6)
+        self.assertAllClose(logs, logs_batched, rtol=1e-5, atol=1e-6)
+
+    def test_a_batch_without_room_is_halved(self):
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((5,) * 9))
+        whole, halved = (_engine(dataset, 8, cohorts.mlp()) for _ in range(2))
+        expected = cohorts.run_round(whole, dataset)
+        program = halved.functions.prepared
+        sizes = []
+
+        def with_little_room(pending, chunk, part):
+            sizes.append(part.clients.num_clients)
+            if sizes[-1] > 2:
+                raise tf.errors.ResourceExhaustedError(None, None, "no room")
+            return program(pending, chunk, part)
+
+        object.__setattr__(halved.functions, "prepared", with_little_room)
+        self.assertAllClose(cohorts.run_round(halved, dataset), expected, rtol=1e-5)
+        self.assertEqual(halved.layout.at_once, 2)
+        self.assertEqual(sum(size for size in sizes if size <= 2), 9)
+
+    def test_who_raises_has_failed_alone(self):
+        model = tf.keras.Sequential([tf.keras.Input([2]), _layers.Embedding(4, 3)])
+        model.add(_layers.Flatten())
+        model.add(_layers.Dense(cohorts.CLASSES))
+        y = np.array([0, 1])
+        clients = {k: (np.array([[0, 1], [2, 3]], np.int32), y) for k in range(4)}
+        clients[2] = (np.array([[0, 99], [1, 1]], np.int32), y)
+        dataset = FederatedDataset.from_client_arrays(clients)
+        engine = _engine(dataset, 4, model)
+        pending = engine.collect(dataset, cohorts.inputs(dataset))
+        self.assertEqual([each.position for each in pending.failures], [2])
+        self.assertEqual(float(pending.sums[0].contribution.weight), 3.0)
+
+    def test_steps_are_laid_out_as_the_clients_take_them(self):
+        lengths = np.array(_SIZES)
+        table = tables.client_table(np.arange(lengths.sum()), lengths, 5, 2)
+        found = {}
+        for clients, batched in tables.batched(table, 2, at_most=3):
+            self.assertLessEqual(clients.num_clients, 3)
+            for k, member in enumerate(batched.members.tolist()):
+                found[member] = [
+                    batched.rows[s, k, : batched.sizes[s]].tolist()
+                    for s in range(len(batched.rows))
+                    if batched.active[s, k]
+                ]
+        self.assertLen(found, len(lengths))
+        for member in range(len(lengths)):
+            steps = range(*table.first_step[member : member + 2])
+            self.assertEqual(
+                found[member],
+                [table.rows[s, : table.batch_sizes[s]].tolist() for s in steps],
+            )
+
+    def test_a_cpu_takes_threads_and_anything_else_batches(self):
+        model = _model()
+        self.assertIsNone(devices.clients_at_once("/device:CPU:0", model, 63, 5))
+        with mock.patch.object(devices, "_device_bytes", lambda _: 2.0**20):
+            small = devices.clients_at_once("/device:GPU:0", model, 63, 5)
+            large = devices.clients_at_once("/device:GPU:0", model, 10**9, 5)
+        self.assertGreater(small, 50)
+        self.assertEqual(large, 1)
+
+
+if __name__ == "__main__":
+    tf.test.main()
