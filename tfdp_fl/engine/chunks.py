@@ -6,23 +6,19 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import itertools
-import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
+from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import background, labels, rounds, tables
 
 # How much of a streamed cohort's data, or of updates that wait for a joint
 # clip, is held by one call of a compiled function.
 CHUNK_BYTES = 64 * 2**20
-# Where an array has to begin for TensorFlow to take it as it lies.
-_ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,25 +243,42 @@ def _with_a_row(array: Any) -> tf.Tensor:
     return tf.zeros([1, *array.shape[1:]], array.dtype)
 
 
-# A client's place in the cohort, and its features and labels, flattened.
-_Client = tuple[int, list[np.ndarray]]
+@dataclasses.dataclass
+class _Client:
+    """A client that was read: its place in the cohort, and its tensors, flattened."""
+
+    member: int
+    arrays: list[np.ndarray]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Returns the shapes of one example, tensor by tensor."""
+        return [array.shape[1:] for array in self.arrays]
 
 
-def _clients(reading: _Reading) -> Iterator[_Client]:
+def _clients(
+    reading: _Reading, num_features: int, label_ranges: list[labels.LabelRange]
+) -> Iterator[_Client]:
     """Reads clients one after the other, but for those that failed."""
+
+    def fail(member: int, problem: Exception) -> None:
+        position = int(reading.positions[member])
+        reading.failures.append(ClientFailure(position, problem))
+
     read = reading.dataset.read_clients(reading.positions)
     for member, client in enumerate(read):
         if reading.stopped.is_set():
             return
         if isinstance(client, ClientFailure):
             reading.failures.append(client)
+            continue
+        # Copies: what is checked is what is trained on, whatever becomes of a file.
+        arrays = [np.array(leaf) for leaf in tf.nest.flatten((client.x, client.y))]
+        problem = labels.problem_of_client(arrays[num_features:], label_ranges)
+        if problem is None:
+            yield _Client(member, arrays)
         else:
-            yield member, [*_leaves(client.x), *_leaves(client.y)]
-
-
-def _leaves(nest: Any) -> list[np.ndarray]:
-    """Returns a nest's arrays."""
-    return [nest] if type(nest) is np.ndarray else tf.nest.flatten(nest)
+            fail(member, problem)
 
 
 def _chunks(
@@ -276,203 +289,45 @@ def _chunks(
 ) -> Iterator[CohortChunk]:
     """Yields clients whose examples fit into one chunk; at least one chunk.
 
-    A client is copied to where the engine reads it before the next one is
-    read, so that their memory is used again. Labels are looked at once for all
-    of a chunk.
-
     Args:
       reading: Whom to read.
       element_spec: `(features, labels)` specs of one example.
       label_ranges: What class labels may be.
       padded: See `Reader`.
     """
-    held: _Held | None = None
-    sent = False
-
-    def checked(held: _Held) -> CohortChunk:
-        for member, problem in held.leave_out_wrong_labels(label_ranges):
-            position = int(reading.positions[member])
-            reading.failures.append(ClientFailure(position, problem))
-        return held.chunk(padded)
-
-    for member, arrays in _clients(reading):
-        if held is not None and held.shapes != _shapes(arrays):
-            # Of another length, where the spec leaves it open.
-            yield checked(held)
-            held, sent = None, True
-        if held is None:
-            held = _Held(arrays, len(reading.positions), element_spec)
-        held.add(member, arrays)
-        if held.num_bytes >= CHUNK_BYTES:
-            yield checked(held)
-            held, sent = None, True
-    if held is None and not sent:
-        nobody = tf.nest.flatten(nests.no_examples(element_spec))
-        held = _Held(nobody, 0, element_spec)
-    if held is not None:
-        yield checked(held)
+    held: list[_Client] = []
+    num_bytes, sent = 0, False
+    num_features = len(tf.nest.flatten(element_spec[0]))
+    for client in _clients(reading, num_features, label_ranges):
+        # Examples of another length, where the spec leaves it open, do not fit.
+        if held and (num_bytes >= CHUNK_BYTES or held[0].shapes != client.shapes):
+            yield _chunk(held, element_spec, padded)
+            held, num_bytes, sent = [], 0, True
+        held.append(client)
+        num_bytes += sum(array.nbytes for array in client.arrays)
+    if held or not sent:
+        yield _chunk(held, element_spec, padded)
 
 
-def _shapes(arrays: Sequence[np.ndarray]) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of one example of a client, tensor by tensor."""
-    return tuple([array.shape[1:] for array in arrays])
-
-
-def _known(shape: tf.TensorShape) -> list[int]:
-    """Returns a shape, with 1 for what it leaves open."""
-    return [dim or 1 for dim in shape]
-
-
-class _Held:
-    """Clients of a chunk, as far as they were read.
-
-    Attributes:
-      shapes: Of one example, tensor by tensor.
-      num_bytes: Of the examples.
-    """
-
-    def __init__(self, first: list[np.ndarray], expected: int, element_spec: Any):
-        """Holds nobody.
-
-        Args:
-          first: The arrays of the client who comes first.
-          expected: How many clients will come at most.
-          element_spec: See `_chunks`.
-        """
-        self.shapes = _shapes(first)
-        self.num_bytes = 0
-        self._element_spec = element_spec
-        self._members: list[int] = []
-        self._lengths: list[int] = []
-        bytes_of_one = max(1, sum(array.nbytes for array in first))
-        most = min(expected, 1 + CHUNK_BYTES // bytes_of_one)
-        self._columns = [
-            _Column(spec.dtype, shape, most * len(array))
-            for spec, shape, array in zip(
-                tf.nest.flatten(element_spec), self.shapes, first, strict=True
-            )
-        ]
-
-    def add(self, member: int, arrays: list[np.ndarray]) -> None:
-        """Copies the examples of a client."""
-        for column, array in zip(self._columns, arrays, strict=True):
-            column.append(array)
-            self.num_bytes += array.nbytes
-        self._members.append(member)
-        self._lengths.append(len(arrays[-1]))
-
-    def leave_out_wrong_labels(
-        self, allowed: list[labels.LabelRange]
-    ) -> list[tuple[int, ValueError]]:
-        """Lets go of clients whose labels are not allowed.
-
-        Args:
-          allowed: What class labels may be.
-
-        Returns:
-          Their places in the cohort, and what is wrong.
-        """
-        first = len(tf.nest.flatten(self._element_spec[0]))
-        leaves = [column.rows for column in self._columns[first:]]
-        if labels.problem_of_client(leaves, allowed) is None:
-            return []
-        wrong = []
-        ends = np.cumsum(self._lengths).tolist()
-        for member, length, end in zip(self._members, self._lengths, ends, strict=True):
-            own = [leaf[end - length : end] for leaf in leaves]
-            problem = labels.problem_of_client(own, allowed)
-            if problem is not None:
-                wrong.append((member, problem))
-        kept = ~np.isin(self._members, [member for member, _ in wrong])
-        for column in self._columns:
-            column.keep(np.repeat(kept, self._lengths))
-        self._members = list(itertools.compress(self._members, kept))
-        self._lengths = list(itertools.compress(self._lengths, kept))
-        return wrong
-
-    def chunk(self, padded: bool) -> CohortChunk:
-        """Returns the clients, who are not held any more."""
-        lengths = np.asarray(self._lengths, np.int64)
-        total = int(lengths.sum())
-        num_rows = tables.power_of_two(total) if padded else total
-        if total:
-            tensors = [column.tensor(num_rows) for column in self._columns]
-        else:  # A gather needs a tensor to read nothing from.
-            tensors = [
-                tf.zeros([max(1, num_rows), *_known(spec.shape)], spec.dtype)
-                for spec in tf.nest.flatten(self._element_spec)
-            ]
-        x, y = tf.nest.pack_sequence_as(self._element_spec, tensors)
-        members = np.asarray(self._members, np.int64)
-        return CohortChunk(x, y, np.arange(total), lengths, members)
-
-
-class _Column:
-    """Clients' arrays of one kind, one after another.
-
-    Attributes:
-      row_bytes: Of one example.
-    """
-
-    def __init__(self, dtype: tf.DType, shape: tuple[int, ...], num_rows: int):
-        """Has room for so many rows, of one shape, and takes more as well."""
-        self._dtype = dtype
-        self._shape = shape
-        self._kind = np.dtype(dtype.as_numpy_dtype)
-        self.row_bytes = math.prod(shape) * self._kind.itemsize
-        self._used = 0
-        self._rows = self._room(num_rows)
-
-    def append(self, array: np.ndarray) -> None:
-        """Copies a client's rows."""
-        end = self._used + len(array)
-        if end > len(self._rows):
-            self._grow(max(end, 2 * len(self._rows)))
-        self._rows[self._used : end] = array
-        self._used = end
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The rows so far."""
-        return self._rows[: self._used]
-
-    def keep(self, wanted: np.ndarray) -> None:
-        """Lets go of all rows but those that are wanted, bool [n]."""
-        kept = self.rows[wanted]
-        self._used = len(kept)
-        self._rows[: self._used] = kept
-
-    def tensor(self, num_rows: int) -> tf.Tensor:
-        """Returns the rows, and zeros after them; appends no more.
-
-        Args:
-          num_rows: How many there are with the zeros.
-        """
-        if num_rows > len(self._rows):
-            self._grow(num_rows)
-        rows = self._rows[:num_rows]
-        rows[self._used :] = b"" if self._dtype == tf.string else 0
-        if not _is_shared(self._kind):
-            return tf.constant(rows, self._dtype)
-        # It keeps the array, and is the only one who does.
-        return tf.experimental.dlpack.from_dlpack(rows.__dlpack__())
-
-    def _grow(self, num_rows: int) -> None:
-        rows = self._room(num_rows)
-        rows[: self._used] = self._rows[: self._used]
-        self._rows = rows
-
-    def _room(self, num_rows: int) -> np.ndarray:
-        """Returns memory that is the system's until somebody writes to it."""
-        shape = [num_rows, *self._shape]
-        if not _is_shared(self._kind):
-            return np.empty(shape, self._kind)
-        size = num_rows * self.row_bytes
-        held = np.empty(size + _ALIGNMENT, np.uint8)
-        start = -held.ctypes.data % _ALIGNMENT
-        return held[start : start + size].view(self._kind).reshape(shape)
-
-
-def _is_shared(kind: np.dtype) -> bool:
-    """Returns whether TensorFlow takes such arrays as they lie, by DLPack."""
-    return kind.kind in "iuf"
+def _chunk(
+    clients: list[_Client], element_spec: tuple[Any, Any], padded: bool
+) -> CohortChunk:
+    """Returns a chunk of clients, perhaps of none."""
+    lengths = np.array([len(client.arrays[-1]) for client in clients], np.int64)
+    total = int(lengths.sum())
+    # A gather needs a row to read nothing from.
+    num_rows = max(1, tables.power_of_two(total) if padded else total)
+    tensors = []
+    for place, spec in enumerate(tf.nest.flatten(element_spec)):
+        if not total:
+            shape = [size or 1 for size in spec.shape]
+            tensors.append(tf.zeros([num_rows, *shape], spec.dtype))
+            continue
+        arrays = [client.arrays[place] for client in clients]
+        if num_rows > total:
+            shape = [num_rows - total, *arrays[0].shape[1:]]
+            arrays.append(np.zeros(shape, arrays[0].dtype))
+        tensors.append(tf.constant(np.concatenate(arrays), spec.dtype))
+    x, y = tf.nest.pack_sequence_as(element_spec, tensors)
+    members = np.array([client.member for client in clients], np.int64)
+    return CohortChunk(x, y, np.arange(total), lengths, members)

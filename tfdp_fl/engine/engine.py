@@ -255,20 +255,6 @@ class CohortEngine:
         """Raises ValueError if a client's labels cannot be the model's."""
         labels.check_clients(dataset, self._label_ranges)
 
-    def expect(self, clients_per_round: float) -> None:
-        """Is told, before rounds, of the largest expected cohort among them.
-
-        Raises:
-          ValueError: A round of so many clients cannot fit here.
-        """
-        devices.check_memory(
-            elements=self.update_spec.size,
-            clients_per_round=clients_per_round,
-            num_replicas=self.num_replicas,
-            collects=self.output != cohort.SUM,
-            mechanism=self.query.mechanism.name,
-        )
-
     # Half one: train and add up. Its steps are public for runtimes that run
     # the functions elsewhere.
 

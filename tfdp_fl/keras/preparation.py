@@ -112,7 +112,6 @@ class Preparation:
         mechanism.check(deployment)
         prepared = self._engine(deployment, before)
         prepared.engine.check_labels(clients)
-        prepared.engine.expect(max(map(deployment.cohort_size, coming)))
         run = run_lib.Run(
             plan=plan,
             sampler=sampler,

@@ -1,0 +1,119 @@
+"""Mechanism by runtime: what each promises holds in every cell.
+
+A cell that is left out says why: `pytest -rs tests/conformance` lists them. A
+false alarm of the noise's tests has a probability below 1e-6 (`statistics`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.conformance import mechanisms, runtimes
+from tests.mechanisms import statistics
+from tfdp_fl import accounting
+
+S, Z, M = mechanisms.S, mechanisms.Z, mechanisms.M
+# A few more than a float32's rounding of the clip, proven in `clipping`.
+_ALLOWED = 1 + 1e-5
+_WIDE = 20_000
+_HOSTILE = {
+    "huge": np.full(6, 1e18),
+    "longer than the clip": np.array([3.0, 0, -4, 0, 0, 0]),
+    "NaN": np.array([0.1, np.nan, 0, 0, 0, 0]),
+    "infinite": np.array([0.1, np.inf, 0, 0, 0, -np.inf]),
+    "beyond float32's norms": np.full(6, 3e38),
+    "denormal": np.full(6, 1e-42),
+}
+_CELLS = [
+    pytest.param(case, run, id=f"{mechanism} in {runtime}", marks=_marks)
+    for mechanism, case in mechanisms.CASES.items()
+    for runtime, run in runtimes.RUNTIMES.items()
+    for why in [case.not_in.get(runtime) or runtimes.missing(runtime)]
+    for _marks in [
+        [pytest.mark.skip(reason=f"{mechanism} in {runtime}: {why}")] if why else []
+    ]
+]
+
+
+def _updates(norms=(0.1, 0.4, 2.0, 30.0)) -> np.ndarray:
+    rows = np.random.default_rng(0).normal(size=[len(norms), 6])
+    rows *= np.array(norms)[:, None] / np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows.astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def quiet():
+    """Returns the rounds of a cell without noise, run once for all tests.
+
+    The first has all updates; in the next ones the second client is silent, or
+    hands in zeros, or is hostile.
+    """
+    done = {}
+
+    def rounds(case, run):
+        if (id(case), id(run)) not in done:
+            updates = _updates()
+            changed = [runtimes.SILENT, np.zeros(6), *_HOSTILE.values()]
+            if not _can_be_silent(case, run):
+                changed[0] = np.zeros(6)
+            cohorts = [list(updates)]
+            for change in changed:
+                cohorts.append(list(updates))
+                cohorts[-1][1] = change
+            done[id(case), id(run)] = run(case.make(0.0), cohorts, M).moved
+        return done[id(case), id(run)]
+
+    return rounds
+
+
+def _can_be_silent(case, run) -> bool:
+    # TFF has no client that is asked and does not answer: it is not there.
+    return case.make(1.0).noise_site != "client"
+
+
+@pytest.mark.parametrize(("case", "run"), _CELLS)
+def test_without_noise_it_is_the_papers_mean(case, run, quiet):
+    expected = case.mean(_updates().astype(float))
+    np.testing.assert_allclose(quiet(case, run)[0], expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("case", "run"), _CELLS)
+def test_a_silent_client_changes_the_sum_and_no_denominator(case, run, quiet):
+    _, silent, zero, *_ = quiet(case, run)
+    if not _can_be_silent(case, run):
+        pytest.skip("without a share of the noise the round is abandoned")
+    answered = M / (M - 1) if case.by_answers else 1.0
+    if case.make(1.0).name == "MedianClipping":
+        zero = mechanisms._median_mean(np.delete(_updates(), 1, axis=0).astype(float))
+    np.testing.assert_allclose(silent, zero * answered, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("case", "run"), _CELLS)
+def test_one_client_moves_the_mean_by_its_clip_at_most(case, run, quiet):
+    _, _, zero, *hostile = quiet(case, run)
+    for kind, moved in zip(_HOSTILE, hostile, strict=True):
+        assert np.isfinite(moved).all(), kind
+        if kind in ("NaN", "infinite", "beyond float32's norms"):
+            np.testing.assert_array_equal(moved, zero, err_msg=kind)
+        assert np.linalg.norm(moved - zero) <= case.bound * _ALLOWED + 1e-7, kind
+        if kind == "longer than the clip" and np.isfinite(case.bound):
+            assert np.linalg.norm(moved - zero) >= case.bound * (1 - 1e-4)
+
+
+@pytest.mark.parametrize(("case", "run"), _CELLS)
+def test_noise_has_its_scale_is_new_each_round_and_is_charged(case, run):
+    nobody = [np.zeros(_WIDE, np.float32)] * M
+    done = run(case.make(Z), [nobody, nobody], M)
+    first, second = done.moved
+    if not case.stddev:
+        assert not first.any() and not second.any()
+        return
+    statistics.assert_gaussian(first, case.stddev)
+    statistics.assert_uncorrelated(first, second)
+    statistics.assert_uncorrelated(first[: _WIDE // 2], first[_WIDE // 2 :])
+    if case.sampled and done.epsilon is not None:
+        expected = accounting.epsilon(
+            Z, "fixed_size", M, M, rounds=2, delta=runtimes.DELTA
+        )
+        assert done.epsilon == pytest.approx(expected, rel=1e-6)

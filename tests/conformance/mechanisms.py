@@ -1,0 +1,114 @@
+"""The mechanisms that the conformance suite runs, with what the papers say of each.
+
+A new mechanism is one more `Case` in `CASES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+import tfdp_fl
+from tests.mechanisms import references
+
+S, Z, M = 0.5, 1.5, 4
+_BITS = 1.0  # Stddev of the noise on the count of adaptive clipping.
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A mechanism.
+
+    Attributes:
+      make: Returns it, for a noise multiplier.
+      stddev: Of its noise on the mean of M answers, at Z.
+      mean: Of updates (float64 [K, D]), without noise.
+      bound: The most that one client moves the mean of M.
+      by_answers: Whether the mean is over the clients that answered.
+      sampled: Whether epsilon is that of cohorts of a fixed size.
+      not_in: Why some runtimes do not run it.
+    """
+
+    make: Callable[[float], tfdp_fl.Mechanism]
+    stddev: float = Z * S / M
+    mean: Callable[[np.ndarray], np.ndarray] = lambda updates: _clipped_mean(updates, S)
+    bound: float = S / M
+    by_answers: bool = False
+    sampled: bool = True
+    not_in: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _clipped_mean(updates: np.ndarray, bound: float) -> np.ndarray:
+    (mean,) = references.fixed_clipping_mean([[each] for each in updates], bound, M)
+    return mean
+
+
+def _median_mean(updates: np.ndarray) -> np.ndarray:
+    (mean,), _ = references.median_clipping_mean([[each] for each in updates], M)
+    return mean
+
+
+def _plain_mean(updates: np.ndarray) -> np.ndarray:
+    return updates.mean(axis=0)
+
+
+_ADDS_NOISE = "only updates that are scaled, and no more, need no model of their own"
+_WHOLE_COHORT = "its clip needs every client's norm"
+_CLIENTS_ONLY = "Flower runs local mechanisms on the client's side only"
+
+CASES = {
+    "NoPrivacy": Case(
+        lambda z: tfdp_fl.NoPrivacy(),
+        stddev=0.0,
+        mean=_plain_mean,
+        bound=math.inf,
+        by_answers=True,
+        sampled=False,
+        not_in={"Flower": "PrivateStrategy refuses it: it hides nobody"},
+    ),
+    "FixedClipping": Case(
+        lambda z: tfdp_fl.FixedClipping(clip_norm=S, noise_multiplier=z)
+    ),
+    "FixedClipping, noise at clients": Case(
+        lambda z: tfdp_fl.FixedClipping(
+            clip_norm=S, noise_multiplier=z, noise_site="client"
+        ),
+        not_in={"side by side": _ADDS_NOISE},
+    ),
+    "AdaptiveClipping": Case(
+        lambda z: tfdp_fl.AdaptiveClipping(
+            noise_multiplier=z,
+            initial_clip_norm=S,
+            count_noise_stddev=_BITS,
+            clip_learning_rate=1e-9,  # So that every round is of one clip.
+        ),
+        stddev=references.update_noise_multiplier(Z, _BITS) * S / M,
+    ),
+    "MedianClipping": Case(
+        lambda z: tfdp_fl.MedianClipping(noise_multiplier=z),
+        stddev=0.0,  # Of zero updates the median is 0, and so is the noise.
+        mean=_median_mean,
+        bound=math.inf,  # One client moves the clip of all others.
+        not_in={"side by side": _WHOLE_COHORT},
+    ),
+    "LocalDP": Case(
+        lambda z: tfdp_fl.LocalDP(clip_norm=S, noise_multiplier=z),
+        stddev=Z * S / math.sqrt(M),
+        by_answers=True,
+        sampled=False,
+        not_in={"side by side": _ADDS_NOISE},
+    ),
+    "CorrelatedNoise": Case(
+        lambda z: tfdp_fl.CorrelatedNoise(
+            clip_norm=S,
+            noise_multiplier=z,
+            strategy=tfdp_fl.BandedToeplitz(bands=1),
+            rounds=16,
+            min_separation=1,
+        ),
+        sampled=False,
+    ),
+}

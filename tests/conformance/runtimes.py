@@ -1,0 +1,209 @@
+"""The runtimes that run mechanisms, as one function each: updates in, models out.
+
+Every runtime is brought to hand its clients' updates to the mechanism exactly as a
+test gives them. A new runtime is one more function in `RUNTIMES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import tfdp_fl
+from tests.flower import flower_messages
+
+DELTA = 1e-3
+# What a silent client "sends": it is asked, and does not answer.
+SILENT = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """What some rounds released.
+
+    Attributes:
+      moved: float64 [T, D], by how much each round moved the model.
+      epsilon: At `DELTA`, of those rounds; None where the mechanism promises
+        nothing, or promises it to others than the whole run's readers.
+    """
+
+    moved: np.ndarray
+    epsilon: float | None
+
+
+Run = Callable[..., Released]
+
+
+def _trainer(mechanism, size, clients_per_round, executor):
+    """Returns a wrapper whose clients' updates are their examples.
+
+    Of w in |w x - 10^6| the gradient is -x, so that one step at rate 1 is x.
+    """
+    import keras
+
+    from tfdp_fl.engine import devices
+
+    model = keras.Sequential(
+        [
+            keras.Input([size]),
+            keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+        ]
+    )
+    federated = tfdp_fl.DPFederatedModel(
+        model,
+        mechanism,
+        clients_per_round=clients_per_round,
+        sampling="cyclic" if mechanism.name == "CorrelatedNoise" else "fixed_size",
+        on_client_failure="exclude",
+        num_replicas=2,
+    )
+    compiled = {"side by side": None, "XLA": True}.get(executor, False)
+    federated.compile(
+        keras.optimizers.SGD(1.0),
+        keras.losses.MeanAbsoluteError(),
+        jit_compile=compiled,
+    )
+    at_once = 3 if executor == "batched" else None
+    return federated, mock.patch.object(devices, "clients_at_once", lambda *_: at_once)
+
+
+def _keras(executor: str, runtime: Callable[[], Any] | None = None) -> Run:
+    """Returns the runtime of `DPFederatedModel.fit` with an executor."""
+
+    def run(mechanism, rounds, clients_per_round):
+        from tfdp_fl.engine import dense_models
+
+        size = len(next(each for each in rounds[0] if each is not SILENT))
+        federated, patch = _trainer(mechanism, size, clients_per_round, executor)
+        y = np.full([1, 1], 1e6, np.float32)
+        moved = []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patch)
+            stack.enter_context(
+                mock.patch.object(
+                    dense_models,
+                    "is_worthwhile",
+                    lambda *_: executor == "side by side",
+                )
+            )
+            workers = stack.enter_context(runtime()) if runtime else None
+            for updates in rounds:
+
+                def read(client, updates=updates):
+                    if updates[client] is SILENT:
+                        raise OSError("It does not answer.")
+                    return np.asarray(updates[client], np.float32)[None], y
+
+                clients = tfdp_fl.FederatedDataset.from_client_fn(
+                    range(len(updates)), read, element_spec=_spec(size)
+                )
+                before = federated.model.get_weights()[0]
+                federated.fit(
+                    clients, rounds=1, batch_size=1, verbose=0, runtime=workers
+                )
+                after = federated.model.get_weights()[0]
+                moved.append(np.ravel(after.astype(float) - before))
+        if executor == "side by side":
+            assert federated.engine.has_trained_side_by_side
+        if executor == "batched":
+            assert "batches of 3" in federated.engine.executor
+        central = mechanism.guarantee == "central"
+        spent = federated.epsilon(DELTA) if central else None
+        return Released(np.stack(moved), spent)
+
+    return run
+
+
+def _spec(size):
+    import tensorflow as tf
+
+    return tf.TensorSpec([size], tf.float32), tf.TensorSpec([1], tf.float32)
+
+
+def _ray():
+    from tfdp_fl import runtimes
+
+    return runtimes.RayWorkers(num_workers=2)
+
+
+def _tff(mechanism, rounds, clients_per_round):
+    import tensorflow_federated as tff
+
+    from tfdp_fl import aggregators, learning
+
+    size = len(rounds[0][0])
+    factory = aggregators.from_mechanism(mechanism, clients_per_round)
+    process = factory.create(tff.TensorType(np.float32, [size]))
+    state, moved = process.initialize(), []
+    for updates in rounds:
+        output = process.next(
+            state, [np.float32(each) for each in updates if each is not SILENT]
+        )
+        state = output.state
+        moved.append(np.asarray(output.result, float))
+    spent = None
+    if mechanism.guarantee == "central" and mechanism.name != "CorrelatedNoise":
+        spent = learning.epsilon(
+            state,
+            mechanism,
+            sampling="fixed_size",
+            num_clients=clients_per_round,
+            clients_per_round=clients_per_round,
+            delta=DELTA,
+        )
+    return Released(np.stack(moved), spent)
+
+
+def _flower(mechanism, rounds, clients_per_round):
+    size = len(next(each for each in rounds[0] if each is not SILENT))
+    strategy = tfdp_fl.flower.PrivateStrategy(
+        flower_messages.Strategy(clients_per_round),
+        mechanism,
+        num_clients=clients_per_round,
+        clients_per_round=clients_per_round,
+    )
+    record, moved = flower_messages.model(np.zeros(size)), []
+    for number, updates in enumerate(rounds, start=1):
+        grid = flower_messages.Grid(
+            {
+                node: None if each is SILENT else flower_messages.adds([each])
+                for node, each in enumerate(updates)
+            }
+        )
+        after, _ = flower_messages.a_round(strategy, grid, record, number)
+        moved.append(
+            flower_messages.arrays(after)[0] - flower_messages.arrays(record)[0]
+        )
+        record = after
+    central = mechanism.guarantee == "central"
+    spent = strategy.privacy_epsilon(DELTA) if central else None
+    return Released(np.stack(moved), spent)
+
+
+RUNTIMES: dict[str, Run] = {
+    "threads": _keras("one by one"),
+    "side by side": _keras("side by side"),
+    "XLA": _keras("XLA"),
+    "batched": _keras("batched"),
+    "Ray": _keras("one by one", _ray),
+    "TFF": _tff,
+    "Flower": _flower,
+}
+
+
+def missing(runtime: str) -> str | None:
+    """Returns why a runtime cannot run in this environment, or None."""
+    import tensorflow as tf
+
+    needs = {"TFF": "tensorflow_federated", "Ray": "ray"}.get(runtime)
+    if needs and importlib.util.find_spec(needs) is None:
+        return f"{needs} is not installed: it is the other stack's"
+    if runtime not in ("TFF", "Flower") and not hasattr(tf.keras, "ops"):
+        return "the Keras front is for Keras 3; here TFF's functional models train"
+    return None
