@@ -7,7 +7,6 @@ from tfdp_fl.correlated_noise import (
     BLT,
     BandedToeplitz,
     Participation,
-    Workload,
     strategies,
 )
 
@@ -44,8 +43,8 @@ def test_given_poles_are_used_as_they_are():
 def test_the_same_declaration_is_optimised_once():
     one = BLT(2).generator(promised())
     assert BLT(2).generator(promised()) is one
-    assert BLT(2).generator(promised(), Workload()) is one
-    assert BLT(2).generator(promised(), Workload(momentum=0.5)) is not one
+    assert BLT(2).generator(promised(), 0.0) is one
+    assert BLT(2).generator(promised(), 0.5) is not one
 
 
 @pytest.mark.parametrize("strategy", [BandedToeplitz(4), BLT(2)])
@@ -101,7 +100,7 @@ def test_poles_that_cancel_are_left_out():
 def test_the_best_buffers_never_rise(rounds, min_separation, momentum, buffers):
     made = strategies.BLT(num_buffers=buffers).generator(
         Participation(rounds=rounds, min_separation=min_separation),
-        Workload(momentum=momentum),
+        momentum,
     )
     assert np.all(np.diff(made.coefficients) <= 0)
     assert np.min(made.weights) >= 0

@@ -97,12 +97,6 @@ class ExactMedianTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class PrivateMedianTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(1e-3, 0.2, 1.0, 37.0, 5e3)
-    def test_with_little_noise_it_is_the_median(self, scale):
-        norms = scale * np.random.default_rng(0).lognormal(size=1001)
-        found = median_clipping.private_median(tf.constant(norms, tf.float32), 0.01)
-        self.assertAllClose(found, np.median(norms), rtol=0.02)
-
     def test_it_is_a_quantile_near_the_half_at_a_useful_noise(self):
         norms = np.random.default_rng(0).lognormal(size=200)
         found = tf.function(
@@ -202,12 +196,6 @@ class UnreliableMedianTest(parameterized.TestCase):
         found = tfdp_fl.mechanisms.default_median_noise_multiplier(z, m)
         self.assertAlmostEqual(found, expected)
 
-    def test_the_default_for_a_hundred_clients_is_silent(self):
-        default = tfdp_fl.mechanisms.default_median_noise_multiplier(3.3, 100)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            self._bind(default)
-
 
 class MedianClippingCostTest(parameterized.TestCase):
     @parameterized.parameters((1.0, 1.0), (0.7, 3.0), (5.0, 0.5))
@@ -235,16 +223,6 @@ class MedianClippingCostTest(parameterized.TestCase):
             mechanism.round_event(0, Deployment(clients_per_round=5)),
             dp_accounting.NonPrivateDpEvent,
         )
-
-    @parameterized.parameters(
-        ({"noise_multiplier": -1.0}, "noise_multiplier"),
-        ({"median_noise_multiplier": 0.0}, "median_noise_multiplier"),
-        ({"median_noise_multiplier": -1.0}, "median_noise_multiplier"),
-        ({"noise_site": "nowhere"}, "noise_site"),
-    )
-    def test_values_that_are_not_allowed(self, arguments, name):
-        with self.assertRaisesRegex(ValueError, name):
-            tfdp_fl.MedianClipping(**{"noise_multiplier": 1.0, **arguments})
 
 
 if __name__ == "__main__":

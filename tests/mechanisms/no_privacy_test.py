@@ -29,13 +29,6 @@ class NoPrivacyTest(tf.test.TestCase):
         )
         self.assertAllEqual(rounds.flat(done.mean), np.zeros(26))
 
-    def test_a_nan_counts_as_zero_and_is_counted(self):
-        updates = rounds.updates_with_norms([1.0, 2.0])
-        updates[1][0][0, 0] = np.nan
-        done = rounds.run_round(self.query, self.state, updates)
-        self.assertAllClose(rounds.flat(done.mean), rounds.flat(updates[0]) / 2)
-        self.assertEqual(float(done.total.discarded), 1)
-
     def test_claims_nothing(self):
         self.assertEqual(tfdp_fl.NoPrivacy().guarantee, "none")
         self.assertIsInstance(

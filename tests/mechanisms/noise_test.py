@@ -25,9 +25,6 @@ def _noise(stddev=1.0, shapes=((150, 100), (150, 100), (100,))):
 
 
 class AddNormalTest(tf.test.TestCase):
-    def test_has_the_stddev_asked_for(self):
-        statistics.assert_gaussian(rounds.flat(_noise(2.5)), 2.5)
-
     def test_one_stddev_for_each_tensor(self):
         first, second, third = _noise([0.5, 2.0, 0.0], [(20000,)] * 3)
         statistics.assert_gaussian(first, 0.5)
@@ -37,24 +34,6 @@ class AddNormalTest(tf.test.TestCase):
     def test_the_wrong_number_of_stddevs_is_an_error(self):
         with self.assertRaises(ValueError):
             _noise([1.0])
-
-    def test_is_added(self):
-        with noise.seeded(_SEED):
-            zero = noise.add_normal([tf.zeros([5])], 1.0)
-        with noise.seeded(_SEED):
-            one = noise.add_normal([tf.ones([5])], 1.0)
-        self.assertAllClose(one[0] - zero[0], np.ones(5))
-
-    def test_zero_stddev_changes_nothing(self):
-        value = tf.random.normal([100])
-        self.assertAllEqual(noise.add_normal([value], 0.0)[0], value)
-
-    def test_variables_of_one_shape_get_different_noise(self):
-        first, second, _ = _noise()
-        statistics.assert_uncorrelated(first, second)
-
-    def test_nothing_to_add_to(self):
-        self.assertEqual(noise.add_normal([], 1.0), [])
 
     def test_keeps_dtypes_and_shapes(self):
         values = [tf.zeros([2, 3], tf.float64), tf.zeros([], tf.float16)]
@@ -87,32 +66,11 @@ class LongDrawTest(tf.test.TestCase):
         for lag in (chunk, 2 * chunk):
             statistics.assert_uncorrelated(flat[lag:], flat[:-lag])
 
-    def test_one_stddev_for_each_tensor(self):
-        stddevs = [0.5, 2.0, 0.0, 3.0, 1.0, 1.0]
-        noised = _noise(stddevs, self._SHAPES)
-        statistics.assert_gaussian(rounds.flat([noised[1]]), 2.0)
-        self.assertAllEqual(noised[2], np.zeros(13))
-        statistics.assert_gaussian(noised[3], 3.0)
-
     def test_is_added_in_its_place(self):
         values = [tf.random.normal(shape) for shape in self._SHAPES]
         noised = noise.add_normal(values, 0.0)
         for value, same in zip(values, noised, strict=True):
             self.assertAllEqual(value, same)
-
-    def test_repeats_bit_for_bit_also_when_compiled(self):
-        def drawn(seed):
-            with noise.seeded(seed):
-                noised = _noise(1.0, self._SHAPES)
-            return tf.concat([tf.reshape(v, [-1]) for v in noised], 0)
-
-        expected = drawn(_SEED)
-        self.assertAllEqual(tf.function(drawn)(_SEED), expected)
-        statistics.assert_uncorrelated(drawn(_SEED + 1), expected)
-        # XLA turns the same seed into other numbers.
-        compiled = tf.function(drawn, jit_compile=True)
-        self.assertAllEqual(compiled(_SEED), compiled(_SEED))
-        statistics.assert_gaussian(compiled(_SEED), 1.0)
 
     def test_the_graph_stays_small(self):
         graph = (
@@ -222,22 +180,12 @@ class FreshnessTest(tf.test.TestCase):
         traced = tf.function(lambda: _noise()[0])
         self.assert_all_differ([traced() for _ in range(3)])
 
-    def test_a_function_traced_again_does_not_repeat(self):
-        self.assert_all_differ([tf.function(lambda: _noise()[0])() for _ in range(3)])
-
     def test_every_turn_of_a_loop_draws_anew(self):
         @tf.function
         def loop():
             return tf.map_fn(lambda _: _noise()[0], tf.zeros([3]))
 
         self.assert_all_differ(list(loop().numpy()))
-
-    def test_two_draws_in_one_function_differ(self):
-        @tf.function
-        def two():
-            return _noise()[0], _noise()[0]
-
-        self.assert_all_differ(list(two()))
 
 
 class SeededTest(tf.test.TestCase):
@@ -253,14 +201,6 @@ class SeededTest(tf.test.TestCase):
         with noise.seeded(_SEED):
             first, second = _noise()[0], _noise()[0]
         statistics.assert_uncorrelated(first, second)
-
-    def test_another_seed_gives_other_noise(self):
-        draws = []
-        for seed in ([17, 4], [17, 5], [18, 4]):
-            with noise.seeded(tf.constant(seed, tf.int64)):
-                draws.append(_noise()[0])
-        for i in range(3):
-            statistics.assert_uncorrelated(draws[i], draws[i - 1])
 
     def test_a_traced_function_follows_a_seed_that_is_its_argument(self):
         @tf.function
@@ -287,13 +227,6 @@ class SeededTest(tf.test.TestCase):
         with noise.seeded(_SEED):
             self.assertAllEqual(first, _noise()[0])
             self.assertAllEqual(second, _noise()[0])
-
-    def test_folded_seeds_differ_for_every_number(self):
-        seeds = {
-            tuple(noise.fold_in(_SEED, number).numpy())
-            for number in (*range(-5, 100), 2**31, 2**40)
-        }
-        self.assertLen(seeds, 107)
 
 
 class KindsOfSeedTest(parameterized.TestCase, tf.test.TestCase):
@@ -350,11 +283,6 @@ class KindsOfSeedTest(parameterized.TestCase, tf.test.TestCase):
             self.assertLen(np.unique(words), words.size)
         integers = [int(noise.integer(seed, k)) for k in range(50)]
         self.assertLen(set(integers), 50)
-
-    @parameterized.parameters(*_KINDS)
-    def test_is_handed_on_as_integers(self, kind):
-        integers = noise.as_integers(_KINDS[kind])
-        self.assertEqual((integers.dtype, integers.shape), (tf.int64, (2,)))
 
     def test_fresh_seeds(self):
         seeds = [noise.fresh_seed() for _ in range(20)]

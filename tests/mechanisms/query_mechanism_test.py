@@ -70,22 +70,6 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
             bound = references.next_clip(bound, norms, 0.4, 0.3, 8)
             state = done.next_state
 
-    def test_both_adaptive_clips_are_the_same_mechanism(self):
-        ours = tfdp_fl.AdaptiveClipping(
-            noise_multiplier=0.0,
-            initial_clip_norm=0.5,
-            target_quantile=0.4,
-            clip_learning_rate=0.3,
-        ).bind(Deployment(clients_per_round=8))
-        own_state = ours.initial_global_state()
-        theirs, their_state = _bound(_adaptive())
-        updates = rounds.updates_with_norms([0.1, 0.3, 0.6, 1, 2, 3, 4, 5])
-        for _ in range(4):
-            one = rounds.run_round(ours, own_state, updates)
-            two = rounds.run_round(theirs, their_state, updates)
-            self.assertAllClose(rounds.flat(one.mean), rounds.flat(two.mean))
-            own_state, their_state = one.next_state, two.next_state
-
     @parameterized.parameters(
         (tfp.GaussianSumQuery(0.5, 1.5), 1.5 / 8),
         (tfp.NormalizedQuery(tfp.GaussianSumQuery(0.5, 1.5), 5.0), 1.5 / 5),
@@ -115,30 +99,6 @@ class QueryMechanismTest(tf.test.TestCase, parameterized.TestCase):
         expected = (rounds.flat(updates[0]) + rounds.flat(updates[2])) / 3
         self.assertAllClose(rounds.flat(done.mean), expected)
         self.assertEqual(float(done.total.discarded), 1)
-
-    def test_sums_of_parts_of_a_cohort_merge(self):
-        query, state = _bound(_adaptive())
-        updates = rounds.updates_with_norms([0.1, 0.4, 2.0, 8.0])
-        whole = rounds.run_round(query, state, updates)
-        parts = [
-            rounds.run_round(query, state, updates[:1]).total,
-            rounds.run_round(query, state, updates[1:]).total,
-        ]
-        merged = query.merge_sample_states(*parts)
-        for one, other in zip(
-            tf.nest.flatten(whole.total), tf.nest.flatten(merged), strict=True
-        ):
-            self.assertAllClose(one, other)
-
-    def test_costs_what_was_declared(self):
-        mechanism = tfdp_fl.QueryMechanism(
-            query=tfp.GaussianSumQuery(0.5, 0.5), dp_event=_EVENT
-        )
-        self.assertEqual(
-            mechanism.round_event(3, Deployment(clients_per_round=8)), _EVENT
-        )
-        self.assertIn("custom_query_event", mechanism.caveats())
-        self.assertIn("GaussianSumQuery", mechanism.describe())
 
     def test_what_is_not_allowed(self):
         query = tfp.GaussianSumQuery(0.5, 1.0)

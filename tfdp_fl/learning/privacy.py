@@ -438,9 +438,7 @@ def _parameters(mechanism: mechanism_lib.Mechanism, costs: Any) -> dict[str, Any
     for name, value in mechanism.parameters().items():
         if value is None:
             continue
-        if name == "server_rates":
-            value = f"{min(value):g} to {max(value):g} (relative, by round)"
-        elif not isinstance(value, (bool, int, float, str)):
+        if not isinstance(value, (bool, int, float, str)):
             value = type(value).__name__ if name == "query" else repr(value)
         parameters[name] = value
     if len(costs) > 1 and None not in costs:
