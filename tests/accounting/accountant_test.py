@@ -67,7 +67,7 @@ class TableTest(parameterized.TestCase):
 
 
 class AgainstDpAccountingTest(parameterized.TestCase):
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=4, deadline=None)
     @given(
         st.integers(2, 10_000),
         st.floats(0.001, 0.8),
@@ -86,7 +86,7 @@ class AgainstDpAccountingTest(parameterized.TestCase):
         # Its cells count beside an epsilon next to nothing.
         self.assertGreaterEqual(found, by_pld * 0.999 - 1e-5)
 
-    @settings(max_examples=4, deadline=None)
+    @settings(max_examples=3, deadline=None)
     @given(
         st.integers(50, 5000),
         st.floats(0.02, 0.8),
@@ -218,7 +218,9 @@ class PrivacyAccountantTest(parameterized.TestCase):
 
     @parameterized.parameters(*charge_lib.SAMPLINGS)
     def test_would_be_leaves_the_history_alone(self, sampling):
-        place = {"pass_index": 0} if sampling == "shuffled" else {}
+        place = {}
+        if sampling == "shuffled":
+            place = {"pass_index": 0, "pass_offset": 100}
         history = _history((_charge(sampling, **place), 3))
         before = history.epsilon(1e-5), history.charges, history.rounds
         next_round = _charge(sampling, z=0.9)
@@ -253,18 +255,13 @@ class PrivacyAccountantTest(parameterized.TestCase):
 
     def test_a_pass_costs_its_least_noise(self):
         history = _history(
-            *(_charge("shuffled", z=z, pass_index=0) for z in (2.0, 1.0, 3.0))
+            *(
+                _charge("shuffled", z=z, pass_index=0, pass_offset=100 * place)
+                for place, z in enumerate((2.0, 1.0, 3.0))
+            )
         )
         expected = _history(_charge("shuffled", z=1.0)).epsilon(1e-5)
         self.assertEqual(history.epsilon(1e-5), expected)
-
-    def test_a_pass_that_is_full_begins_anew(self):
-        history = _history((_charge("shuffled", m=400, pass_index=0), 3))
-        once = _history(_charge("shuffled")).epsilon(1e-5)
-        twice = _history((_charge("shuffled"), 2)).epsilon(1e-5)
-        self.assertEqual(history.epsilon(1e-5), once)
-        history.add(_charge("shuffled", m=400, pass_index=0))
-        self.assertEqual(history.epsilon(1e-5), twice)
 
     def test_a_cohort_run_again_is_charged_again(self):
         cohort = _charge("shuffled", pass_index=0, pass_offset=300, partition="a")
@@ -307,13 +304,6 @@ class PrivacyAccountantTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "LaplaceDpEvent.*'pld'"):
             sampled.epsilon(1e-5)
 
-    def test_cyclic_rounds_are_their_events(self):
-        history = _history((_charge("cyclic", m=10, z=3.0), 5))
-        self.assertAlmostEqual(
-            history.epsilon(1e-5, "pld"),
-            gaussian.gaussian_epsilon(3.0 / 5**0.5, 1e-5),
-        )
-
     def test_two_relations_are_refused_and_nothing_is_added(self):
         history = _history(_charge("poisson"))
         with self.assertRaisesRegex(ValueError, "REPLACE_ONE"):
@@ -329,11 +319,6 @@ class PrivacyAccountantTest(parameterized.TestCase):
         with unittest.mock.patch.object(accountant_lib, "_PLD_MAX_CELLS", 2_000):
             coarse = _history((charge, 40)).epsilon(1e-5, "pld")
         self.assertBetween(coarse, fine, 1.01 * fine)
-
-    @parameterized.parameters((0.0,), (1.0,), ("1e-5",))
-    def test_a_wrong_delta_is_refused(self, delta):
-        with self.assertRaisesRegex((ValueError, TypeError), "delta"):
-            _history(_charge()).epsilon(delta)
 
 
 class KnownParticipationTest(parameterized.TestCase):
@@ -361,16 +346,9 @@ class KnownParticipationTest(parameterized.TestCase):
         history = _history(_charge("cyclic", event=event))
         self.assertEqual(history.epsilon_if_participation_is_known(1e-5), math.inf)
 
-    def test_shuffled_is_the_same(self):
-        history = _history((_charge("shuffled", pass_index=0, pass_offset=0), 2))
-        self.assertEqual(
-            history.epsilon_if_participation_is_known(1e-5),
-            history.epsilon(1e-5, "pld"),
-        )
-
 
 class MonotoneTest(absltest.TestCase):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(
         st.sampled_from(charge_lib.SAMPLINGS),
         st.integers(1, 100),
@@ -390,23 +368,9 @@ class MonotoneTest(absltest.TestCase):
         self.assertGreaterEqual(epsilon(min(100, m + more), z, rounds), base)
         self.assertGreaterEqual(epsilon(m, z / factor, rounds), base)
 
-    def test_by_pld(self):
-        for sampling in ("poisson", "fixed_size"):
-            values = [
-                _history((_charge(sampling, 100, m, z), rounds)).epsilon(1e-5, "pld")
-                for m, z, rounds in (
-                    (5, 5.0, 10),
-                    (5, 5.0, 20),
-                    (10, 5.0, 20),
-                    (10, 4.0, 20),
-                )
-            ]
-            self.assertEqual(values, sorted(values))
-
 
 class CoarseTest(parameterized.TestCase):
     @parameterized.parameters(
-        ("poisson", 500, 100, 2.0, 60),
         ("poisson", 10_000, 500, 0.94, 350),
         ("fixed_size", 500, 100, 4.0, 60),
     )
@@ -448,25 +412,28 @@ _COHORT = st.tuples(
 )
 
 
-class PassCostsTest(absltest.TestCase):
-    @settings(max_examples=200, deadline=None)
+class PassTest(absltest.TestCase):
+    @settings(max_examples=100, deadline=None)
     @given(st.lists(_COHORT, max_size=10))
-    def test_the_pass_costs_what_its_most_exposed_client_met(self, cohorts):
-        costs, spent, total = accountant_lib._PassCosts(), np.zeros(_N), 0.0
+    def test_a_pass_costs_what_its_most_exposed_client_met(self, cohorts):
+        history, spent = accountant_lib.PrivacyAccountant(), np.zeros(_N)
         for start, size, weight in cohorts:
-            stop = min(_N, start + size)
-            spent[start:stop] += weight
-            total += costs.add("pass", start, stop, weight)
-            self.assertEqual(total, spent.max())
-
-    def test_passes_add_up_and_copies_are_independent(self):
-        costs = accountant_lib._PassCosts()
-        self.assertEqual(costs.add("a", 0, 5, 1.0), 1.0)
-        copy = costs.copy()
-        self.assertEqual(costs.add("a", 5, 10, 1.0), 0.0)
-        self.assertEqual(costs.add("a", 5, 10, 1.0), 1.0)
-        self.assertEqual(copy.add("a", 5, 10, 3.0), 2.0)
-        self.assertEqual(costs.add("b", 0, 5, 1.0), 1.0)
+            size = min(size, _N - start)
+            spent[start : start + size] += weight
+            history.add(
+                _charge(
+                    *("shuffled", _N, size, weight**-0.5),
+                    pass_index=0,
+                    pass_offset=start,
+                )
+            )
+            copy = history.copy()
+            for again in (copy, history):
+                self.assertAlmostEqual(
+                    again.epsilon(1e-3, "pld"),
+                    gaussian.epsilon_of_mu_squared(spent.max(), 1e-3),
+                )
+            copy.add(_charge("shuffled", _N, _N, pass_index=0, pass_offset=0))
 
 
 if __name__ == "__main__":

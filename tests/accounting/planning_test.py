@@ -58,23 +58,6 @@ class EpsilonTest(parameterized.TestCase):
         swapped = accounting.epsilon([3.0, 1.0], "poisson", 100, [40, 10], 2, 1e-5)
         self.assertAlmostEqual(mixed, swapped, places=12)
 
-    def test_passes_over_shuffled_clients(self):
-        # 100 clients by 30: cohorts of 30, 30, 30, 10 are one pass.
-        one = accounting.epsilon(1.0, "shuffled", 100, 30, 1, 1e-5)
-        self.assertEqual(accounting.epsilon(1.0, "shuffled", 100, 30, 4, 1e-5), one)
-        self.assertAlmostEqual(
-            accounting.epsilon(1.0, "shuffled", 100, 30, 5, 1e-5, "pld"),
-            accounting.gaussian_epsilon(1 / math.sqrt(2), 1e-5),
-            places=12,
-        )
-
-    def test_no_rounds_and_no_noise(self):
-        self.assertEqual(accounting.epsilon(1.0, "poisson", 100, 10, 0, 1e-5), 0.0)
-        for sampling in _SAMPLINGS:
-            self.assertEqual(
-                accounting.epsilon(0.0, sampling, 100, 10, 3, 1e-5), math.inf
-            )
-
     @parameterized.parameters(
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
         ({"sampling": "none"}, "sampling"),
@@ -101,7 +84,7 @@ class EpsilonTest(parameterized.TestCase):
 
 
 class CalibrateTest(parameterized.TestCase):
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(
         st.sampled_from(_SAMPLINGS),
         st.floats(0.05, 100),
@@ -176,15 +159,12 @@ class CalibrateTest(parameterized.TestCase):
 class MaxRoundsTest(parameterized.TestCase):
     # A PLD of every prefix of a schedule is slow, and the same code.
     @parameterized.parameters(
-        *(
-            (sampling, accountant, scheduled)
-            for sampling in _SAMPLINGS
-            for accountant, scheduled in (
-                ("rdp", False),
-                ("rdp", True),
-                ("pld", False),
-            )
-        )
+        ("poisson", "rdp", False),
+        ("poisson", "rdp", True),
+        ("poisson", "pld", False),
+        ("fixed_size", "rdp", False),
+        ("shuffled", "rdp", True),
+        ("shuffled", "pld", False),
     )
     def test_one_round_more_overspends(self, sampling, accountant, scheduled):
         z = (lambda t: 2.0 + 0.01 * t) if scheduled else 2.0
@@ -197,10 +177,6 @@ class MaxRoundsTest(parameterized.TestCase):
 
         self.assertLessEqual(epsilon(found), 5.0)
         self.assertGreater(epsilon(found + 1), 5.0)
-
-    def test_not_even_one_round(self):
-        self.assertEqual(accounting.max_rounds(0.5, "poisson", 10, 10, 0.1, 1e-5), 0)
-        self.assertEqual(accounting.max_rounds(0.0, "shuffled", 10, 5, 100.0, 1e-5), 0)
 
     def test_a_sequence_is_not_continued(self):
         self.assertEqual(
@@ -239,15 +215,6 @@ class PassCohortsTest(parameterized.TestCase):
             self.assertEqual(
                 positions, whole if index < last else whole[: len(positions)]
             )
-
-    @parameterized.parameters((10, 5), (10, 3), (7, 7), (1, 1))
-    def test_a_constant_is_its_equal_sequence(self, n, m):
-        constant = charge_lib.PassCohorts(n, m)
-        sequence = charge_lib.PassCohorts(n, [m] * 30)
-        function = charge_lib.PassCohorts(n, lambda t: m)
-        for t in (17, 0, 29):
-            self.assertEqual(constant.cohort(t), sequence.cohort(t))
-            self.assertEqual(constant.cohort(t), function.cohort(t))
 
     def test_sizes_are_checked(self):
         with self.assertRaisesRegex(ValueError, "clients_per_round"):

@@ -38,7 +38,7 @@ class _Plan:
         self._sampling = sampling
         self._num_clients = _validate.positive_integer(num_clients=num_clients)
         self._clients_per_round = clients_per_round
-        self._passes: charge_lib.PassCohorts | None = None
+        self._passes = None
         if sampling == "shuffled":
             self._passes = charge_lib.PassCohorts(num_clients, clients_per_round)
         self._charges: list[charge_lib.RoundCharge] = []
@@ -52,13 +52,14 @@ class _Plan:
     def history(self, rounds: int) -> accountant_lib.PrivacyAccountant:
         """Returns an accountant of the first so many rounds."""
         history = accountant_lib.PrivacyAccountant()
-        if self._is_constant:
-            count = rounds
+        if self._is_constant and rounds:
+            one, count = self._charge(0), rounds
             if self._passes is not None:
                 # The first round of a pass costs as much as all of it.
-                count = -(-rounds // self._passes.rounds_of_constant_pass)
-            if count:
-                history.add(self._charge(0), count)
+                cohorts = -(-self._num_clients // int(one.clients_per_round))
+                count = -(-rounds // cohorts)
+            history.add(one, count)
+        if self._is_constant:
             return history
         # Asked for as they are needed: a callable need not go on for ever.
         while len(self._charges) < rounds:
@@ -182,18 +183,16 @@ def last_true(predicate: Callable[[int], bool], limit: int, guess: int = 1) -> i
       limit: Where to stop looking.
       guess: Where to begin.
     """
-    low, high = 0, limit + 1
-    n, stride = min(max(guess, 1), limit), max(1, guess // 8)
+    low, high, n, stride = 0, limit + 1, min(max(guess, 1), limit), max(1, guess // 8)
     while high - low > 1:
         if predicate(n):
             low = n
         else:
             high = n
-        if low and high <= limit:
-            n = (low + high) // 2
-        else:  # One side is still open: ever longer strides.
-            n = min(max(1, n + stride if low else n - stride), limit)
-            stride *= 2 if guess > 1 else 1 + n
+        n = (low + high) // 2
+        if not low or high > limit:  # One side is still open: ever longer strides.
+            n = min(max(1, low + stride if low else high - stride), limit)
+            stride *= 4
     return low
 
 
