@@ -30,12 +30,6 @@ class OwnMechanismTest(absltest.TestCase):
                 state.query_state.clip_norm, query_state.clip_norm, rtol=1e-5
             )
 
-    def test_has_a_factory_of_its_own(self):
-        factory = aggregators.factory_of(smooth_clipping())(
-            noise_multiplier=1.0, start_norm=2.0, clients_per_round=3
-        )
-        self.assertEqual(factory.mechanism.start_norm, 2.0)
-
 
 if __name__ == "__main__":
     absltest.main()
