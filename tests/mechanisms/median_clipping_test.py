@@ -172,9 +172,8 @@ def test_too_much_noise_for_the_cohort_is_warned_of(z_median, warned):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         mechanism.bind(Deployment(clients_per_round=100))
-    assert [("take at most 7.22" in str(one.message)) for one in seen] == [
-        True
-    ] * warned
+    advice = ["take at most 7.22" in str(one.message) for one in seen]
+    assert advice == [True] * warned
 
 
 @pytest.mark.parametrize(
