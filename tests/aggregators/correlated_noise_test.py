@@ -42,7 +42,7 @@ def _run(process, rounds, clients=2):
 
 
 class CorrelatedNoiseTest(parameterized.TestCase):
-    @parameterized.parameters("banded", "blt:2", "banded:1")
+    @parameterized.parameters("banded", "blt:2")
     def test_noise_is_that_of_the_strategy(self, strategy):
         mechanism = _mechanism(strategy)
         _, results = _run(_process(mechanism), _ROUNDS)
