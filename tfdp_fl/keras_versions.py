@@ -256,19 +256,11 @@ def learning_rate(optimizer: Any) -> Any:
     return None if callable(rate) else rate
 
 
-def momentum_and_schedule(optimizer: Any) -> tuple[float, Any]:
-    """Returns the momentum of SGD, and a rate's schedule; 0 and None if none.
-
-    Of other optimizers, such as Adam, which divide by what they have seen,
-    only the schedule.
-    """
-    momentum = 0.0
-    if isinstance(optimizer, tf.keras.optimizers.SGD):
-        momentum = float(optimizer.get_config().get("momentum") or 0.0)
-    rate = getattr(optimizer, "_learning_rate", None)
-    if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
-        return momentum, rate
-    return momentum, None
+def momentum(optimizer: Any) -> float:
+    """Returns the momentum of SGD, 0 of others."""
+    if not isinstance(optimizer, tf.keras.optimizers.SGD):
+        return 0.0
+    return float(optimizer.get_config().get("momentum") or 0.0)
 
 
 def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import unittest.mock
 
 import dp_accounting
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 from dp_accounting import pld
 from dp_accounting import rdp as dp_accounting_rdp
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
 
 _G = dp_accounting.GaussianDpEvent
+_RELATIONS = dp_accounting.NeighboringRelation
 
 
 def _charge(sampling="poisson", n=1000, m=100, z=1.0, event=None, **place):
@@ -29,6 +31,14 @@ def _charge(sampling="poisson", n=1000, m=100, z=1.0, event=None, **place):
         event=_G(z) if event is None else event,
         **place,
     )
+
+
+def _in_pass(*cohorts, **options):
+    """Returns charges of (first position, z) in one pass, a tenth each."""
+    return [
+        _charge("shuffled", z=z, pass_index=0, pass_offset=offset, **options)
+        for offset, z in cohorts
+    ]
 
 
 def _history(*charges):
@@ -49,425 +59,315 @@ _TABLE = (
 )
 
 
-class TableTest(parameterized.TestCase):
-    @parameterized.parameters(*_TABLE)
-    def test_published_figures(
-        self, n, m, z, rounds, p_rdp, p_pld, f_rdp, f_pld, n_rdp, n_pld
+@pytest.mark.parametrize("row", _TABLE)
+def test_published_figures(row):
+    n, m, z, rounds, p_rdp, p_pld, f_rdp, f_pld, n_rdp, n_pld = row
+    for sampling, size, by_rdp, by_pld in (
+        ("poisson", m, p_rdp, p_pld),
+        ("fixed_size", m, f_rdp, f_pld),
+        ("shuffled", n, n_rdp, n_pld),
     ):
-        for sampling, size, by_rdp, by_pld in (
-            ("poisson", m, p_rdp, p_pld),
-            ("fixed_size", m, f_rdp, f_pld),
-            ("shuffled", n, n_rdp, n_pld),
-        ):
-            charge = _charge(sampling, n, size, z)
-            history = _history((charge, rounds))
-            self.assertLessEqual(history.epsilon(1e-5), by_rdp + 6e-5)
-            self.assertGreaterEqual(history.epsilon(1e-5), by_rdp * 0.997)
-            self.assertAlmostEqual(history.epsilon(1e-5, "pld"), by_pld, delta=6e-5)
+        history = _history((_charge(sampling, n, size, z), rounds))
+        assert by_rdp * 0.997 <= history.epsilon(1e-5) <= by_rdp + 6e-5
+        assert history.epsilon(1e-5, "pld") == pytest.approx(by_pld, abs=6e-5)
 
 
-class AgainstDpAccountingTest(parameterized.TestCase):
-    @settings(max_examples=8, deadline=None)
-    @given(
-        st.integers(2, 10_000),
-        st.floats(0.001, 0.8),
-        st.floats(0.5, 6),
-        st.integers(1, 2000),
-        st.floats(math.log(1e-9), math.log(0.05)),
+@settings(max_examples=4, deadline=None)
+@given(
+    st.integers(2, 10_000),
+    st.floats(0.001, 0.8),
+    st.floats(0.5, 6),
+    st.integers(1, 2000),
+    st.floats(math.log(1e-9), math.log(0.05)),
+)
+def test_poisson_by_rdp(n, share, z, rounds, log_delta):
+    delta, m = math.exp(log_delta), n * share
+    direct = dp_accounting_rdp.RdpAccountant()
+    direct.compose(dp_accounting.PoissonSampledDpEvent(m / n, _G(z)), rounds)
+    expected = direct.get_epsilon(delta)
+    history = _history((_charge(n=n, m=m, z=z), rounds))
+    found = history.epsilon(delta)
+    assert found <= expected * (1 + 1e-9) + 1e-12
+    # Its cells count beside an epsilon next to nothing.
+    assert found >= history.epsilon(delta, "pld", True) * 0.999 - 1e-5
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    st.integers(50, 5000),
+    st.floats(0.02, 0.8),
+    st.floats(0.7, 5),
+    st.integers(1, 500),
+)
+def test_fixed_size_by_rdp(n, share, z, rounds):
+    m = max(1, int(n * share))
+    direct = dp_accounting_rdp.RdpAccountant(range(2, 65), _RELATIONS.REPLACE_ONE)
+    event = dp_accounting.SampledWithoutReplacementDpEvent(n, m, _G(z / 2))
+    direct.compose(event, rounds)
+    found = _history((_charge("fixed_size", n, m, z), rounds)).epsilon(1e-6)
+    everybody = _history((_charge("fixed_size", n, n, z), rounds)).epsilon(1e-6)
+    assert found <= direct.get_epsilon(1e-6) * (1 + 1e-7)
+    assert found <= everybody * (1 + 1e-9)
+
+
+def test_mixed_rounds_by_pld():
+    direct = pld.PLDAccountant(_RELATIONS.ADD_OR_REMOVE_ONE)
+    direct.compose(dp_accounting.PoissonSampledDpEvent(0.05, _G(2.0)), 7)
+    direct.compose(dp_accounting.PoissonSampledDpEvent(0.1, _G(3.0)), 5)
+    direct.compose(_G(4.0), 2)
+    history = _history(
+        (_charge(m=50, z=2.0), 3),
+        (_charge("shuffled", m=10, z=4.0), 2),
+        (_charge(m=100, z=3.0), 5),
+        (_charge(m=50, z=2.0), 4),
     )
-    def test_poisson_by_rdp(self, n, share, z, rounds, log_delta):
-        delta, m = math.exp(log_delta), n * share
-        direct = dp_accounting_rdp.RdpAccountant()
-        direct.compose(dp_accounting.PoissonSampledDpEvent(m / n, _G(z)), rounds)
-        expected = direct.get_epsilon(delta)
-        found = _history((_charge(n=n, m=m, z=z), rounds)).epsilon(delta)
-        self.assertLessEqual(found, expected * (1 + 1e-9) + 1e-12)
-        by_pld = _history((_charge(n=n, m=m, z=z), rounds)).epsilon(delta, "pld", True)
-        # Its cells count beside an epsilon next to nothing.
-        self.assertGreaterEqual(found, by_pld * 0.999 - 1e-5)
+    expected = direct.get_epsilon(1e-6)
+    assert history.epsilon(1e-6, "pld") == pytest.approx(expected, abs=1e-6)
+    assert history.delta(1.0, "pld") == pytest.approx(direct.get_delta(1.0), abs=1e-9)
 
-    @settings(max_examples=4, deadline=None)
-    @given(
-        st.integers(50, 5000),
-        st.floats(0.02, 0.8),
-        st.floats(0.7, 5),
-        st.integers(1, 500),
+
+# Fixed-size PLD against integrals of the hockey-stick divergence.
+
+
+def _pair(q, z, shifts, x):
+    """Densities of a round with the client, and with its replacement."""
+    other, one, two = shifts
+    stays = (1 - q) * stats.norm.pdf(x, other, z)
+    return (
+        stays + q * stats.norm.pdf(x, one, z),
+        stays + q * stats.norm.pdf(x, two, z),
     )
-    def test_fixed_size_by_rdp(self, n, share, z, rounds):
-        m = max(1, int(n * share))
-        direct = dp_accounting_rdp.RdpAccountant(
-            range(2, 65), dp_accounting.NeighboringRelation.REPLACE_ONE
-        )
-        direct.compose(
-            dp_accounting.SampledWithoutReplacementDpEvent(n, m, _G(z / 2)),
-            rounds,
-        )
-        found = _history((_charge("fixed_size", n, m, z), rounds)).epsilon(1e-6)
-        everybody = _history((_charge("fixed_size", n, n, z), rounds)).epsilon(1e-6)
-        self.assertLessEqual(found, direct.get_epsilon(1e-6) * (1 + 1e-7))
-        self.assertLessEqual(found, everybody * (1 + 1e-9))
-
-    def test_mixed_rounds_by_pld(self):
-        relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-        direct = pld.PLDAccountant(relation)
-        direct.compose(dp_accounting.PoissonSampledDpEvent(0.05, _G(2.0)), 7)
-        direct.compose(dp_accounting.PoissonSampledDpEvent(0.1, _G(3.0)), 5)
-        direct.compose(_G(4.0), 2)
-        history = _history(
-            (_charge(m=50, z=2.0), 3),
-            (_charge("shuffled", m=10, z=4.0), 2),
-            (_charge(m=100, z=3.0), 5),
-            (_charge(m=50, z=2.0), 4),
-        )
-        self.assertAlmostEqual(
-            history.epsilon(1e-6, "pld"), direct.get_epsilon(1e-6), places=6
-        )
-        self.assertAlmostEqual(
-            history.delta(1.0, "pld"), direct.get_delta(1.0), places=9
-        )
 
 
-class BruteForceTest(parameterized.TestCase):
-    """Fixed-size PLD against integrals of the hockey-stick divergence."""
+@pytest.mark.parametrize("epsilon", [0.1, 1.5])
+@pytest.mark.parametrize("n, m", [(10, 3), (100, 5), (8, 8)])
+def test_one_round_by_brute_force(n, m, epsilon):
+    z, q = 1.2, m / n
+    x = np.linspace(-12 * z - 2, 12 * z + 2, 20_001)
+    found = _history(_charge("fixed_size", n, m, z)).delta(epsilon, "pld")
+    worst = 0.0
+    # Who takes the client's place, the client, its replacement: on the
+    # line that is all that clipped updates can do.
+    for shifts in itertools.product((-1, 0, 1), repeat=3):
+        p, r = _pair(q, z, shifts, x)
+        excess = np.maximum(p - math.exp(epsilon) * r, 0)
+        worst = max(worst, excess.sum() * (x[1] - x[0]))
+    assert found >= worst * (1 - 1e-6)
+    # The event's own dominating pair: 0 against +2 and -2. With everybody
+    # in the cohort, +1 against -1.
+    shifts = (0, 2, -2) if m < n else (0, 1, -1)
+    x = np.linspace(-12 * z - 4, 12 * z + 4, 100_001)
+    p, r = _pair(q, z, shifts, x)
+    excess = np.maximum(p - math.exp(epsilon) * r, 0).sum() * (x[1] - x[0])
+    assert found == pytest.approx(excess, abs=1e-4 * found + 1e-7)
 
-    def _pair(self, q, z, shifts, x):
-        """Densities of a round with the client, and with its replacement."""
-        other, one, two = shifts
-        stays = (1 - q) * stats.norm.pdf(x, other, z)
-        return (
-            stays + q * stats.norm.pdf(x, one, z),
-            stays + q * stats.norm.pdf(x, two, z),
-        )
 
-    @parameterized.product(shape=((10, 3), (100, 5), (8, 8)), epsilon=(0.1, 1.5))
-    def test_one_round(self, shape, epsilon):
-        (n, m), z = shape, 1.2
-        q = m / n
-        x = np.linspace(-12 * z - 2, 12 * z + 2, 20_001)
-        step = x[1] - x[0]
-        found = _history(_charge("fixed_size", n, m, z)).delta(epsilon, "pld")
-        worst = 0.0
-        # Who takes the client's place, the client, its replacement: on the
-        # line that is all that clipped updates can do.
-        for other in (-1, 0, 1):
-            for one in (-1, 0, 1):
-                for two in (-1, 0, 1):
-                    p, r = self._pair(q, z, (other, one, two), x)
-                    excess = np.maximum(p - math.exp(epsilon) * r, 0)
-                    worst = max(worst, excess.sum() * step)
-        self.assertGreaterEqual(found, worst * (1 - 1e-6))
-        # The event's own dominating pair: 0 against +2 and -2. With everybody
-        # in the cohort, +1 against -1.
-        shifts = (0, 2, -2) if m < n else (0, 1, -1)
-        x = np.linspace(-12 * z - 4, 12 * z + 4, 100_001)
-        p, r = self._pair(q, z, shifts, x)
-        excess = np.maximum(p - math.exp(epsilon) * r, 0).sum()
-        self.assertAlmostEqual(found, excess * (x[1] - x[0]), delta=1e-4 * found + 1e-7)
+def test_two_rounds_by_brute_force():
+    q, z, epsilon = 0.25, 1.5, 1.0
+    found = _history((_charge("fixed_size", 8, 2, z), 2)).delta(epsilon, "pld")
+    x = np.linspace(-9 * z - 3, 9 * z + 3, 801)
 
-    def test_two_rounds(self):
-        q, z, epsilon = 0.25, 1.5, 1.0
-        found = _history((_charge("fixed_size", 8, 2, z), 2)).delta(epsilon, "pld")
-        x = np.linspace(-9 * z - 3, 9 * z + 3, 801)
-        p, r = self._pair(q, z, (0, 2, -2), x)
+    def delta(shifts):
+        p, r = _pair(q, z, shifts, x)
         excess = np.outer(p, p) - math.exp(epsilon) * np.outer(r, r)
-        expected = np.maximum(excess, 0).sum() * (x[1] - x[0]) ** 2
-        self.assertAlmostEqual(found, expected, delta=3e-4 * expected)
-        p, r = self._pair(q, z, (0, 1, -1), x)
-        excess = np.outer(p, p) - math.exp(epsilon) * np.outer(r, r)
-        real = np.maximum(excess, 0).sum() * (x[1] - x[0]) ** 2
-        self.assertGreaterEqual(found, real)
+        return np.maximum(excess, 0).sum() * (x[1] - x[0]) ** 2
 
-    def test_rdp_is_above_pld(self):
-        for sampling in charge_lib.SAMPLINGS:
-            history = _history((_charge(sampling, 50, 10, 3.0), 20))
-            self.assertGreater(history.epsilon(1e-4), history.epsilon(1e-4, "pld"))
+    assert found == pytest.approx(delta((0, 2, -2)), rel=3e-4)
+    assert found >= delta((0, 1, -1))
 
 
-class PrivacyAccountantTest(parameterized.TestCase):
-    @parameterized.parameters(*charge_lib.ACCOUNTANTS)
-    def test_nothing_done_costs_nothing(self, accountant):
-        history = _history()
-        self.assertEqual(history.epsilon(1e-5, accountant), 0.0)
-        self.assertEqual(history.delta(0.0, accountant), 0.0)
-        history.add(_charge(event=dp_accounting.NoOpDpEvent()))
-        self.assertEqual(history.epsilon(1e-5, accountant), 0.0)
-        self.assertEqual(history.rounds, 1)
+@pytest.mark.parametrize("sampling", charge_lib.SAMPLINGS)
+def test_rdp_is_above_pld(sampling):
+    history = _history((_charge(sampling, 50, 10, 3.0), 20))
+    assert history.epsilon(1e-4) > history.epsilon(1e-4, "pld")
 
-    @parameterized.product(
-        sampling=charge_lib.SAMPLINGS, accountant=charge_lib.ACCOUNTANTS
-    )
-    def test_one_round_without_noise_ends_the_guarantee(self, sampling, accountant):
+
+@pytest.mark.parametrize("accountant", charge_lib.ACCOUNTANTS)
+def test_nothing_done_costs_nothing_and_no_noise_everything(accountant):
+    history = _history()
+    assert history.epsilon(1e-5, accountant) == history.delta(0.0, accountant) == 0.0
+    history.add(_charge(event=dp_accounting.NoOpDpEvent()))
+    assert (history.epsilon(1e-5, accountant), history.rounds) == (0.0, 1)
+    for sampling in charge_lib.SAMPLINGS:
         history = _history((_charge(sampling), 3), _charge(sampling, z=0.0))
-        self.assertEqual(history.epsilon(1e-5, accountant), math.inf)
-        self.assertEqual(history.delta(10.0, accountant), 1.0)
+        assert history.epsilon(1e-5, accountant) == math.inf
+        assert history.delta(10.0, accountant) == 1.0
 
-    def test_incremental_is_the_whole(self):
-        rounds = [_charge(z=1 + 0.1 * (t % 3)) for t in range(30)]
-        step_by_step = _history()
-        for charge in rounds:
-            step_by_step.add(charge)
-            step_by_step.epsilon(1e-5)
-        at_once = _history(*((charge, 10) for charge in rounds[:3]))
-        self.assertAlmostEqual(
-            step_by_step.epsilon(1e-5), at_once.epsilon(1e-5), places=12
+
+def test_incremental_is_the_whole():
+    rounds = [_charge(z=1 + 0.1 * (t % 3)) for t in range(30)]
+    step_by_step = _history()
+    for charge in rounds:
+        step_by_step.add(charge)
+        step_by_step.epsilon(1e-5)
+    at_once = _history(*((charge, 10) for charge in rounds[:3]))
+    expected = pytest.approx(at_once.epsilon(1e-5), abs=1e-12)
+    assert step_by_step.epsilon(1e-5) == expected
+    for history in step_by_step, at_once:
+        assert history.rounds == 30
+        assert [count for _, count in history.charges] == [10] * 3
+        assert history.charges[1][0] == rounds[1]
+
+
+@pytest.mark.parametrize("sampling", charge_lib.SAMPLINGS)
+def test_would_be_leaves_the_history_alone(sampling):
+    place = {}
+    if sampling == "shuffled":
+        place = {"pass_index": 0, "pass_offset": 100}
+    history = _history((_charge(sampling, **place), 3))
+    before = history.epsilon(1e-5), history.charges, history.rounds
+    next_round = _charge(sampling, z=0.9)
+    predicted = history.epsilon_after(next_round, 1e-5)
+    assert history.would_be(next_round).epsilon(1e-5) == predicted
+    assert (history.epsilon(1e-5), history.charges, history.rounds) == before
+    history.add(next_round)
+    assert history.epsilon(1e-5) == predicted
+
+
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_k_passes_are_one_gaussian_of_z_over_root_k(k):
+    z = 1.3
+    history = _history(
+        *(
+            _charge("shuffled", z=z, pass_index=p, pass_offset=100 * c)
+            for p in range(k)
+            for c in range(10)
         )
-        for history in step_by_step, at_once:
-            self.assertEqual(history.rounds, 30)
-            self.assertEqual([count for _, count in history.charges], [10] * 3)
-            self.assertEqual(history.charges[1][0], rounds[1])
-
-    @parameterized.parameters(*charge_lib.SAMPLINGS)
-    def test_would_be_leaves_the_history_alone(self, sampling):
-        place = {"pass_index": 0} if sampling == "shuffled" else {}
-        history = _history((_charge(sampling, **place), 3))
-        before = history.epsilon(1e-5), history.charges, history.rounds
-        next_round = _charge(sampling, z=0.9)
-        would_be = history.would_be(next_round)
-        predicted = history.epsilon_after(next_round, 1e-5)
-        self.assertEqual(would_be.epsilon(1e-5), predicted)
-        self.assertEqual(
-            (history.epsilon(1e-5), history.charges, history.rounds), before
-        )
-        history.add(next_round)
-        self.assertEqual(history.epsilon(1e-5), predicted)
-
-    @parameterized.product(k=(1, 2, 7), accountant=charge_lib.ACCOUNTANTS)
-    def test_k_passes_are_one_gaussian_of_z_over_root_k(self, k, accountant):
-        z, cohorts = 1.3, 10
-        history = _history(
-            *(
-                _charge("shuffled", z=z, pass_index=p, pass_offset=100 * c)
-                for p in range(k)
-                for c in range(cohorts)
-            )
-        )
-        one = _history(_charge("shuffled", z=z / math.sqrt(k)))
-        self.assertAlmostEqual(
-            history.epsilon(1e-5, accountant),
-            one.epsilon(1e-5, accountant),
-            places=9,
-        )
-        if accountant == "pld":
-            exact = gaussian.gaussian_epsilon(z / math.sqrt(k), 1e-5)
-            self.assertAlmostEqual(history.epsilon(1e-5, "pld"), exact, places=9)
-
-    def test_a_pass_costs_its_least_noise(self):
-        history = _history(
-            *(_charge("shuffled", z=z, pass_index=0) for z in (2.0, 1.0, 3.0))
-        )
-        expected = _history(_charge("shuffled", z=1.0)).epsilon(1e-5)
-        self.assertEqual(history.epsilon(1e-5), expected)
-
-    def test_a_pass_that_is_full_begins_anew(self):
-        history = _history((_charge("shuffled", m=400, pass_index=0), 3))
-        once = _history(_charge("shuffled")).epsilon(1e-5)
-        twice = _history((_charge("shuffled"), 2)).epsilon(1e-5)
-        self.assertEqual(history.epsilon(1e-5), once)
-        history.add(_charge("shuffled", m=400, pass_index=0))
-        self.assertEqual(history.epsilon(1e-5), twice)
-
-    def test_a_cohort_run_again_is_charged_again(self):
-        cohort = _charge("shuffled", pass_index=0, pass_offset=300, partition="a")
-        history = _history(
-            _charge("shuffled", pass_index=0, pass_offset=0, partition="a"),
-            cohort,
-            cohort,
-        )
-        twice = _history((_charge("shuffled"), 2)).epsilon(1e-5)
-        self.assertEqual(history.epsilon(1e-5), twice)
-
-    def test_two_orders_never_share_a_pass(self):
-        history = _history(
-            _charge("shuffled", pass_index=0, pass_offset=0, partition="a"),
-            _charge("shuffled", pass_index=0, pass_offset=100, partition="b"),
-        )
-        twice = _history((_charge("shuffled"), 2)).epsilon(1e-5)
-        self.assertEqual(history.epsilon(1e-5), twice)
-
-    def test_other_events(self):
-        laplace = dp_accounting.LaplaceDpEvent(2.0)
-        history = _history((_charge("shuffled", event=laplace), 4))
-        for accountant in charge_lib.ACCOUNTANTS:
-            # Four releases of pure epsilon 1/2.
-            self.assertBetween(history.epsilon(1e-9, accountant), 1.9, 2.01)
-        one_pass = _history(
-            *(
-                _charge(
-                    "shuffled",
-                    event=laplace,
-                    pass_index=0,
-                    pass_offset=100 * c,
-                )
-                for c in range(4)
-            )
-        )
-        self.assertBetween(one_pass.epsilon(1e-9, "pld"), 0.49, 0.5001)
-        sampled = _history((_charge(event=laplace), 4))
-        self.assertLess(sampled.epsilon(1e-5, "pld"), 1.0)
-        with self.assertRaisesRegex(ValueError, "LaplaceDpEvent.*'pld'"):
-            sampled.epsilon(1e-5)
-
-    def test_cyclic_rounds_are_their_events(self):
-        history = _history((_charge("cyclic", m=10, z=3.0), 5))
-        self.assertAlmostEqual(
-            history.epsilon(1e-5, "pld"),
-            gaussian.gaussian_epsilon(3.0 / 5**0.5, 1e-5),
-        )
-
-    def test_two_relations_are_refused_and_nothing_is_added(self):
-        history = _history(_charge("poisson"))
-        with self.assertRaisesRegex(ValueError, "REPLACE_ONE"):
-            history.add(_charge("fixed_size"))
-        self.assertEqual(history.rounds, 1)
-        self.assertLen(history.charges, 1)
-        history.add(_charge("shuffled"))
-        self.assertEqual(history.rounds, 2)
-
-    def test_a_huge_epsilon_gets_coarser_cells_and_stays_above(self):
-        charge = _charge(n=100, m=10, z=1.5)
-        fine = _history((charge, 40)).epsilon(1e-5, "pld")
-        with unittest.mock.patch.object(accountant_lib, "_PLD_MAX_CELLS", 2_000):
-            coarse = _history((charge, 40)).epsilon(1e-5, "pld")
-        self.assertBetween(coarse, fine, 1.01 * fine)
-
-    @parameterized.parameters((0.0,), (1.0,), ("1e-5",))
-    def test_a_wrong_delta_is_refused(self, delta):
-        with self.assertRaisesRegex((ValueError, TypeError), "delta"):
-            _history(_charge()).epsilon(delta)
-
-
-class KnownParticipationTest(parameterized.TestCase):
-    """An observer who knows who took part meets no amplification."""
-
-    @parameterized.parameters(("poisson", 1), ("fixed_size", 2))
-    def test_every_round_that_a_client_could_have_been_in(self, sampling, moved):
-        history = _history((_charge(sampling, z=2.0), 60), _charge(sampling, m=50))
-        mu_squared = moved**2 * (60 / 4 + 1)
-        self.assertAlmostEqual(
-            history.epsilon_if_participation_is_known(1e-5),
-            gaussian.epsilon_of_mu_squared(mu_squared, 1e-5),
-            places=9,
-        )
-
-    def test_an_event_s_own_sampling_does_not_count(self):
-        event = dp_accounting.PoissonSampledDpEvent(0.1, _G(1.5))
-        history = _history((_charge("cyclic", m=10, event=event), 3))
-        self.assertAlmostEqual(
-            history.epsilon_if_participation_is_known(1e-5),
-            gaussian.gaussian_epsilon(1.5 / 3**0.5, 1e-5),
-            places=9,
-        )
-        event = dp_accounting.TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 3.0)
-        history = _history(_charge("cyclic", event=event))
-        self.assertEqual(history.epsilon_if_participation_is_known(1e-5), math.inf)
-
-    def test_shuffled_is_the_same(self):
-        history = _history((_charge("shuffled", pass_index=0, pass_offset=0), 2))
-        self.assertEqual(
-            history.epsilon_if_participation_is_known(1e-5),
-            history.epsilon(1e-5, "pld"),
-        )
-
-
-class MonotoneTest(absltest.TestCase):
-    @settings(max_examples=60, deadline=None)
-    @given(
-        st.sampled_from(charge_lib.SAMPLINGS),
-        st.integers(1, 100),
-        st.floats(0.05, 8),
-        st.integers(1, 300),
-        st.integers(1, 50),
-        st.floats(1.0, 3.0),
     )
-    def test_more_rounds_more_clients_less_noise_never_cost_less(
-        self, sampling, m, z, rounds, more, factor
-    ):
-        def epsilon(m, z, rounds):
-            return _history((_charge(sampling, 100, m, z), rounds)).epsilon(1e-5)
-
-        base = epsilon(m, z, rounds) * (1 - 1e-9) - 1e-12
-        self.assertGreaterEqual(epsilon(m, z, rounds + more), base)
-        self.assertGreaterEqual(epsilon(min(100, m + more), z, rounds), base)
-        self.assertGreaterEqual(epsilon(m, z / factor, rounds), base)
-
-    def test_by_pld(self):
-        for sampling in ("poisson", "fixed_size"):
-            values = [
-                _history((_charge(sampling, 100, m, z), rounds)).epsilon(1e-5, "pld")
-                for m, z, rounds in (
-                    (5, 5.0, 10),
-                    (5, 5.0, 20),
-                    (10, 5.0, 20),
-                    (10, 4.0, 20),
-                )
-            ]
-            self.assertEqual(values, sorted(values))
+    one = _history(_charge("shuffled", z=z / math.sqrt(k)))
+    exact = gaussian.gaussian_epsilon(z / math.sqrt(k), 1e-5)
+    assert history.epsilon(1e-5) == pytest.approx(one.epsilon(1e-5), abs=1e-9)
+    assert history.epsilon(1e-5, "pld") == pytest.approx(exact, abs=1e-9)
 
 
-class CoarseTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ("poisson", 500, 100, 2.0, 60),
-        ("poisson", 10_000, 500, 0.94, 350),
-        ("fixed_size", 500, 100, 4.0, 60),
+def test_what_a_pass_costs():
+    once = _history(_charge("shuffled")).epsilon(1e-5)
+    twice = _history((_charge("shuffled"), 2)).epsilon(1e-5)
+    # A pass costs its least noise.
+    history = _history(*_in_pass((100, 2.0), (200, 1.0), (300, 3.0)))
+    assert history.epsilon(1e-5) == once
+    # A cohort run again is charged again.
+    history = _history(*_in_pass((0, 1.0), (300, 1.0), (300, 1.0), partition="a"))
+    assert history.epsilon(1e-5) == twice
+    # Two orders never share a pass.
+    history = _history(
+        *_in_pass((0, 1.0), partition="a"), *_in_pass((100, 1.0), partition="b")
     )
-    def test_a_bound_a_little_larger(self, sampling, n, m, z, rounds):
-        history = accountant_lib.PrivacyAccountant()
-        history.add(
-            charge_lib.RoundCharge(
-                sampling=sampling,
-                num_clients=n,
-                clients_per_round=m,
-                event=dp_accounting.GaussianDpEvent(z),
-            ),
-            rounds,
-        )
-        coarse = history.epsilon(1e-5, "pld", coarse=True)
-        exact = history.epsilon(1e-5, "pld")
-        self.assertBetween(coarse, exact, exact * 1.001)
-        self.assertEqual(history.epsilon(1e-5, "pld", coarse=True), exact)
-
-
-class TightestTest(absltest.TestCase):
-    def test_near_full_cohorts_of_a_fixed_size_are_left_to_rdp(self):
-        # N = 40, m = 39, z = 4, three rounds: PLD says 8.01, RDP 4.01.
-        for size, wanted in ((4, "pld"), (20, "rdp"), (39, "rdp")):
-            one = charge_lib.RoundCharge(
-                sampling="fixed_size",
-                num_clients=40,
-                clients_per_round=size,
-                event=dp_accounting.GaussianDpEvent(4.0),
-            )
-            self.assertEqual(accountant_lib.tightest([one]), wanted)
+    assert history.epsilon(1e-5) == twice
 
 
 _N = 12
 _COHORT = st.tuples(
-    st.integers(0, _N - 1),
-    st.integers(1, _N),
-    st.sampled_from([0.25, 1.0, 4.0]),
+    st.integers(0, _N - 1), st.integers(1, _N), st.sampled_from([0.25, 1.0, 4.0])
 )
 
 
-class PassCostsTest(absltest.TestCase):
-    @settings(max_examples=200, deadline=None)
-    @given(st.lists(_COHORT, max_size=10))
-    def test_the_pass_costs_what_its_most_exposed_client_met(self, cohorts):
-        costs, spent, total = accountant_lib._PassCosts(), np.zeros(_N), 0.0
-        for start, size, weight in cohorts:
-            stop = min(_N, start + size)
-            spent[start:stop] += weight
-            total += costs.add("pass", start, stop, weight)
-            self.assertEqual(total, spent.max())
-
-    def test_passes_add_up_and_copies_are_independent(self):
-        costs = accountant_lib._PassCosts()
-        self.assertEqual(costs.add("a", 0, 5, 1.0), 1.0)
-        copy = costs.copy()
-        self.assertEqual(costs.add("a", 5, 10, 1.0), 0.0)
-        self.assertEqual(costs.add("a", 5, 10, 1.0), 1.0)
-        self.assertEqual(copy.add("a", 5, 10, 3.0), 2.0)
-        self.assertEqual(costs.add("b", 0, 5, 1.0), 1.0)
+@settings(max_examples=100, deadline=None)
+@given(st.lists(_COHORT, max_size=10))
+def test_a_pass_costs_what_its_most_exposed_client_met(cohorts):
+    history, spent = accountant_lib.PrivacyAccountant(), np.zeros(_N)
+    for start, size, weight in cohorts:
+        size = min(size, _N - start)
+        spent[start : start + size] += weight
+        place = {"pass_index": 0, "pass_offset": start}
+        history.add(_charge("shuffled", _N, size, weight**-0.5, **place))
+        copy = history.copy()
+        expected = gaussian.epsilon_of_mu_squared(spent.max(), 1e-3)
+        for again in (copy, history):
+            assert again.epsilon(1e-3, "pld") == pytest.approx(expected)
+        copy.add(_charge("shuffled", _N, _N, pass_index=0, pass_offset=0))
 
 
-if __name__ == "__main__":
-    absltest.main()
+def test_other_events():
+    laplace = dp_accounting.LaplaceDpEvent(2.0)
+    history = _history((_charge("shuffled", event=laplace), 4))
+    for accountant in charge_lib.ACCOUNTANTS:
+        # Four releases of pure epsilon 1/2.
+        assert 1.9 <= history.epsilon(1e-9, accountant) <= 2.01
+    places = [(100 * c, None) for c in range(4)]
+    one_pass = _history(*_in_pass(*places, event=laplace))
+    assert 0.49 <= one_pass.epsilon(1e-9, "pld") <= 0.5001
+    sampled = _history((_charge(event=laplace), 4))
+    assert sampled.epsilon(1e-5, "pld") < 1.0
+    with pytest.raises(ValueError, match=r"LaplaceDpEvent.*'pld'"):
+        sampled.epsilon(1e-5)
+
+
+def test_two_relations_are_refused_and_nothing_is_added():
+    history = _history(_charge("poisson"))
+    with pytest.raises(ValueError, match="REPLACE_ONE"):
+        history.add(_charge("fixed_size"))
+    assert (history.rounds, len(history.charges)) == (1, 1)
+    history.add(_charge("shuffled"))
+    assert history.rounds == 2
+
+
+def test_a_huge_epsilon_gets_coarser_cells_and_stays_above():
+    charge = _charge(n=100, m=10, z=1.5)
+    fine = _history((charge, 40)).epsilon(1e-5, "pld")
+    with unittest.mock.patch.object(accountant_lib, "_PLD_MAX_CELLS", 2_000):
+        coarse = _history((charge, 40)).epsilon(1e-5, "pld")
+    assert fine <= coarse <= 1.01 * fine
+
+
+# An observer who knows who took part meets no amplification.
+
+
+@pytest.mark.parametrize("sampling, moved", [("poisson", 1), ("fixed_size", 2)])
+def test_every_round_that_a_client_could_have_been_in(sampling, moved):
+    history = _history((_charge(sampling, z=2.0), 60), _charge(sampling, m=50))
+    mu_squared = moved**2 * (60 / 4 + 1)
+    expected = gaussian.epsilon_of_mu_squared(mu_squared, 1e-5)
+    known = history.epsilon_if_participation_is_known(1e-5)
+    assert known == pytest.approx(expected, abs=1e-9)
+
+
+def test_an_event_s_own_sampling_does_not_count():
+    event = dp_accounting.PoissonSampledDpEvent(0.1, _G(1.5))
+    history = _history((_charge("cyclic", m=10, event=event), 3))
+    expected = gaussian.gaussian_epsilon(1.5 / 3**0.5, 1e-5)
+    known = history.epsilon_if_participation_is_known(1e-5)
+    assert known == pytest.approx(expected, abs=1e-9)
+    event = dp_accounting.TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 3.0)
+    history = _history(_charge("cyclic", event=event))
+    assert history.epsilon_if_participation_is_known(1e-5) == math.inf
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(charge_lib.SAMPLINGS),
+    st.integers(1, 100),
+    st.floats(0.05, 8),
+    st.integers(1, 300),
+    st.integers(1, 50),
+    st.floats(1.0, 3.0),
+)
+def test_more_rounds_more_clients_less_noise_never_cost_less(
+    sampling, m, z, rounds, more, factor
+):
+    def epsilon(m, z, rounds):
+        return _history((_charge(sampling, 100, m, z), rounds)).epsilon(1e-5)
+
+    base = epsilon(m, z, rounds) * (1 - 1e-9) - 1e-12
+    assert epsilon(m, z, rounds + more) >= base
+    assert epsilon(min(100, m + more), z, rounds) >= base
+    assert epsilon(m, z / factor, rounds) >= base
+
+
+@pytest.mark.parametrize(
+    "sampling, n, m, z, rounds",
+    [("poisson", 10_000, 500, 0.94, 350), ("fixed_size", 500, 100, 4.0, 60)],
+)
+def test_a_coarse_bound_is_a_little_larger(sampling, n, m, z, rounds):
+    history = _history((_charge(sampling, n, m, z), rounds))
+    coarse = history.epsilon(1e-5, "pld", coarse=True)
+    exact = history.epsilon(1e-5, "pld")
+    assert exact <= coarse <= exact * 1.001
+    assert history.epsilon(1e-5, "pld", coarse=True) == exact
+
+
+@pytest.mark.parametrize("size, wanted", [(4, "pld"), (20, "rdp"), (39, "rdp")])
+def test_near_full_cohorts_of_a_fixed_size_are_left_to_rdp(size, wanted):
+    # N = 40, m = 39, z = 4, three rounds: PLD says 8.01, RDP 4.01.
+    one = _charge("fixed_size", 40, size, 4.0)
+    assert accountant_lib.tightest([one]) == wanted

@@ -50,7 +50,7 @@ class RoundChargeTest(parameterized.TestCase):
         self.assertEqual(charge.relation.name, "REPLACE_ONE")
 
     def test_shuffled_claims_no_amplification(self):
-        charge = _charge("shuffled", pass_index=3)
+        charge = _charge("shuffled", pass_index=3, pass_offset=0)
         self.assertEqual(charge.dp_event(), _G(1.0))
         self.assertEqual(charge.relation.name, "ADD_OR_REMOVE_ONE")
 
@@ -114,6 +114,7 @@ class RoundChargeTest(parameterized.TestCase):
         ({"event": _G(-1.0)}, ValueError, "noise multiplier"),
         ({"event": "Gaussian"}, TypeError, "event"),
         ({"pass_index": 1}, ValueError, "pass_index"),
+        ({"sampling": "shuffled", "pass_index": 1}, ValueError, "together"),
         (
             {
                 "sampling": "fixed_size",
@@ -127,10 +128,6 @@ class RoundChargeTest(parameterized.TestCase):
         with self.assertRaisesRegex(error, name):
             _charge(**arguments)
 
-    def test_an_unknown_accountant_is_refused(self):
-        with self.assertRaisesRegex(ValueError, "accountant"):
-            _charge().dp_event("zcdp")
-
 
 class EventsTest(parameterized.TestCase):
     def test_gaussians_of_one_round_are_one_gaussian(self):
@@ -141,12 +138,6 @@ class EventsTest(parameterized.TestCase):
         self.assertAlmostEqual(
             charge_lib.noise_multiplier_of(event), expected, places=14
         )
-
-    def test_adaptive_clipping_s_two_releases_cost_z(self):
-        z, sigma_b = 1.0, 2.5
-        z_delta = (z**-2 - (2 * sigma_b) ** -2) ** -0.5
-        event = dp_accounting.ComposedDpEvent([_G(z_delta), _G(2 * sigma_b)])
-        self.assertAlmostEqual(charge_lib.noise_multiplier_of(event), z, places=14)
 
     @parameterized.parameters(
         (dp_accounting.NonPrivateDpEvent(), 0.0),
@@ -173,7 +164,7 @@ class EventsTest(parameterized.TestCase):
             ]
         )
         event = charge_lib.normalised(event)
-        again = charge_lib.event_from_dict(charge_lib.event_to_dict(event))
+        again = charge_lib.event_from_json(charge_lib.event_to_json(event))
         self.assertEqual(again, event)
         self.assertEqual(hash(again), hash(event))
         self.assertEqual(again.events[0].noise_multiplier, 0.1 + 0.2)
@@ -181,7 +172,7 @@ class EventsTest(parameterized.TestCase):
     def test_nothing_but_dp_accounting_s_events_is_made(self):
         for name in ("os", "NeighboringRelation", "NoSuchDpEvent"):
             with self.assertRaisesRegex(ValueError, name):
-                charge_lib.event_from_dict({"type": name})
+                charge_lib.event_from_json({"type": name})
 
     def test_what_is_no_event_is_refused(self):
         with self.assertRaisesRegex(TypeError, "event"):

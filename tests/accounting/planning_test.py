@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import dp_accounting
-from absl.testing import absltest, parameterized
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,247 +16,198 @@ from tfdp_fl.accounting import planning
 _SAMPLINGS = charge_lib.SAMPLINGS
 
 
-class EpsilonTest(parameterized.TestCase):
-    @parameterized.product(
-        sampling=["poisson", "fixed_size", "shuffled"],
-        accountant=["rdp", "pld"],
+def _charge(z):
+    return charge_lib.RoundCharge(
+        sampling="poisson",
+        num_clients=100,
+        clients_per_round=10,
+        event=dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(z)] * 2),
     )
-    def test_noise_out_of_reach_is_taken_for_less(self, sampling, accountant):
-        # It was an OverflowError, a NaN, or, shuffled, an epsilon of 0.
-        def of(z):
-            return planning.epsilon(z, sampling, 100, 10, 3, 1e-3, accountant)
 
-        for z in (1e-200, 1e-160, 1e-9):
-            self.assertEqual(of(z), math.inf)
-        for z in (1e8, 1e160, 1e300):
-            self.assertBetween(of(z), 0.0, 1e-3)
 
-    @parameterized.product(sampling=_SAMPLINGS, accountant=charge_lib.ACCOUNTANTS)
-    def test_equal_rounds_are_the_constant(self, sampling, accountant):
-        constant = accounting.epsilon(4.0, sampling, 100, 20, 12, 1e-5, accountant)
-        for noise, sizes in (
-            ([4.0] * 12, 20),
-            (lambda t: 4.0, lambda t: 20),
-            (4.0, tuple([20] * 12)),
-        ):
-            self.assertEqual(
-                accounting.epsilon(noise, sampling, 100, sizes, 12, 1e-5, accountant),
-                constant,
-            )
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_noise_out_of_reach_is_taken_for_less(sampling, accountant):
+    # It was an OverflowError, a NaN, or, shuffled, an epsilon of 0.
+    def of(z):
+        return planning.epsilon(z, sampling, 100, 10, 3, 1e-3, accountant)
 
-    @parameterized.parameters(*_SAMPLINGS)
-    def test_delta_and_epsilon_agree(self, sampling):
-        for accountant in charge_lib.ACCOUNTANTS:
-            epsilon = accounting.epsilon(2.0, sampling, 100, 20, 10, 1e-4, accountant)
-            delta = accounting.delta(2.0, sampling, 100, 20, 10, epsilon, accountant)
-            self.assertAlmostEqual(delta, 1e-4, delta=1e-6)
+    for z in (0.0, 1e-200, 1e-160, 1e-9):
+        assert of(z) == math.inf
+    for z in (1e8, 1e160, 1e300):
+        assert 0.0 <= of(z) <= 1e-3
 
-    def test_rounds_that_differ_are_composed(self):
-        mixed = accounting.epsilon([1.0, 3.0], "poisson", 100, [10, 40], 2, 1e-5)
-        for z, m in ((1.0, 10), (3.0, 40)):
-            self.assertGreater(mixed, accounting.epsilon(z, "poisson", 100, m, 1, 1e-5))
-        swapped = accounting.epsilon([3.0, 1.0], "poisson", 100, [40, 10], 2, 1e-5)
-        self.assertAlmostEqual(mixed, swapped, places=12)
 
-    def test_passes_over_shuffled_clients(self):
-        # 100 clients by 30: cohorts of 30, 30, 30, 10 are one pass.
-        one = accounting.epsilon(1.0, "shuffled", 100, 30, 1, 1e-5)
-        self.assertEqual(accounting.epsilon(1.0, "shuffled", 100, 30, 4, 1e-5), one)
-        self.assertAlmostEqual(
-            accounting.epsilon(1.0, "shuffled", 100, 30, 5, 1e-5, "pld"),
-            accounting.gaussian_epsilon(1 / math.sqrt(2), 1e-5),
-            places=12,
-        )
+@pytest.mark.parametrize("sampling", _SAMPLINGS)
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_equal_rounds_are_the_constant(sampling, accountant):
+    constant = accounting.epsilon(4.0, sampling, 100, 20, 12, 1e-5, accountant)
+    for noise, sizes in (
+        ([4.0] * 12, 20),
+        (lambda t: 4.0, lambda t: 20),
+        (4.0, tuple([20] * 12)),
+    ):
+        found = accounting.epsilon(noise, sampling, 100, sizes, 12, 1e-5, accountant)
+        assert found == constant
+    delta = accounting.delta(4.0, sampling, 100, 20, 12, constant, accountant)
+    assert delta == pytest.approx(1e-5, abs=1e-7)
 
-    def test_no_rounds_and_no_noise(self):
-        self.assertEqual(accounting.epsilon(1.0, "poisson", 100, 10, 0, 1e-5), 0.0)
-        for sampling in _SAMPLINGS:
-            self.assertEqual(
-                accounting.epsilon(0.0, sampling, 100, 10, 3, 1e-5), math.inf
-            )
 
-    @parameterized.parameters(
-        ({"noise_multiplier": -1.0}, "noise_multiplier"),
-        ({"sampling": "none"}, "sampling"),
-        ({"num_clients": 0}, "num_clients"),
-        ({"clients_per_round": 101}, "clients_per_round"),
-        ({"clients_per_round": [10, 10]}, "clients_per_round"),
-        ({"noise_multiplier": [1.0]}, "noise_multiplier"),
-        ({"rounds": -1}, "rounds"),
-        ({"delta": 0.0}, "delta"),
-        ({"delta": 1.0}, "delta"),
-        ({"accountant": "moments"}, "accountant"),
+def test_rounds_that_differ_are_composed():
+    mixed = accounting.epsilon([1.0, 3.0], "poisson", 100, [10, 40], 2, 1e-5)
+    for z, m in ((1.0, 10), (3.0, 40)):
+        assert mixed > accounting.epsilon(z, "poisson", 100, m, 1, 1e-5)
+    swapped = accounting.epsilon([3.0, 1.0], "poisson", 100, [40, 10], 2, 1e-5)
+    assert mixed == pytest.approx(swapped, abs=1e-12)
+
+
+def test_passes_over_shuffled_clients():
+    # 100 clients by 30: cohorts of 30, 30, 30, 10 are one pass.
+    one, four, five = (
+        accounting.epsilon(1.0, "shuffled", 100, 30, rounds, 1e-5, "pld")
+        for rounds in (1, 4, 5)
     )
-    def test_errors_name_the_argument(self, wrong, name):
-        arguments = {
-            "noise_multiplier": 1.0,
-            "sampling": "poisson",
-            "num_clients": 100,
-            "clients_per_round": 10,
-            "rounds": 5,
-            "delta": 1e-5,
-        }
-        with self.assertRaisesRegex((ValueError, TypeError), name):
-            accounting.epsilon(**{**arguments, **wrong})
+    assert one == four
+    assert five == pytest.approx(accounting.gaussian_epsilon(0.5**0.5, 1e-5))
 
 
-class CalibrateTest(parameterized.TestCase):
-    @settings(max_examples=15, deadline=None)
-    @given(
-        st.sampled_from(_SAMPLINGS),
-        st.floats(0.05, 100),
-        st.integers(1, 200),
-        st.integers(1, 500),
-    )
-    def test_it_inverts_epsilon_and_rounds_up(self, sampling, target, m, rounds):
-        arguments = (sampling, 200, m, rounds)
-        z = accounting.calibrate_noise_multiplier(target, *arguments, 1e-5)
-        found = accounting.epsilon(z, *arguments, 1e-5)
-        self.assertLessEqual(found, target)
-        self.assertGreaterEqual(found, target * 0.999)
-        self.assertGreater(accounting.epsilon(z * 0.999, *arguments, 1e-5), target)
-
-    @parameterized.parameters("poisson", "shuffled")
-    def test_by_pld(self, sampling):
-        arguments = (sampling, 200, 10, 20)
-        z = accounting.calibrate_noise_multiplier(0.8, *arguments, 1e-4, "pld")
-        found = accounting.epsilon(z, *arguments, 1e-4, "pld")
-        self.assertLessEqual(found, 0.8)
-        self.assertGreaterEqual(found, 0.8 * 0.999)
-        self.assertLess(z, accounting.calibrate_noise_multiplier(0.8, *arguments, 1e-4))
-
-    def test_delta_has_two_names_and_one_value(self):
-        with self.assertRaisesRegex(ValueError, "target_delta"):
-            accounting.calibrate_noise_multiplier(1.0, "poisson", 100, 10, 5)
-        with self.assertRaisesRegex(ValueError, "target_delta"):
-            accounting.calibrate_noise_multiplier(
-                1.0, "poisson", 100, 10, 5, 1e-5, target_delta=1e-5
-            )
-
-    def test_any_charges(self):
-        # Two releases a round, as adaptive clipping has.
-        def make(z):
-            yield (
-                charge_lib.RoundCharge(
-                    sampling="poisson",
-                    num_clients=100,
-                    clients_per_round=10,
-                    event=dp_accounting.ComposedDpEvent(
-                        [dp_accounting.GaussianDpEvent(z)] * 2
-                    ),
-                ),
-                10,
-            )
-
-        z = accounting.calibrate(make, 2.0, 1e-5)
-        one = accounting.calibrate_noise_multiplier(2.0, "poisson", 100, 10, 10, 1e-5)
-        self.assertAlmostEqual(z / math.sqrt(2) / one, 1, delta=2e-3)
-        with self.assertRaisesRegex(ValueError, "up to 1 "):
-            accounting.calibrate(make, 0.01, 1e-5, upper=1.0)
-        self.assertAlmostEqual(
-            accounting.calibrate(make, 2.0, 1e-5, upper=z * 1.01) / z,
-            1,
-            delta=1e-3,
-        )
-
-    def test_a_target_that_no_noise_reaches(self):
-        def make(z):
-            del z
-            yield charge_lib.RoundCharge(
-                sampling="poisson",
-                num_clients=100,
-                clients_per_round=10,
-                event=dp_accounting.GaussianDpEvent(0.0),
-            )
-
-        with self.assertRaisesRegex(ValueError, "target_epsilon=2 "):
-            accounting.calibrate(make, 2.0, 1e-5)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": [1.0]},
+        {"sampling": "none"},
+        {"num_clients": 0},
+        {"clients_per_round": 101},
+        {"clients_per_round": [10, 10]},
+        {"rounds": -1},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"accountant": "moments"},
+    ],
+)
+def test_errors_name_the_argument(wrong):
+    arguments = {
+        "noise_multiplier": 1.0,
+        "sampling": "poisson",
+        "num_clients": 100,
+        "clients_per_round": 10,
+        "rounds": 5,
+        "delta": 1e-5,
+    }
+    with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+        accounting.epsilon(**{**arguments, **wrong})
 
 
-class MaxRoundsTest(parameterized.TestCase):
-    # A PLD of every prefix of a schedule is slow, and the same code.
-    @parameterized.parameters(
-        *(
-            (sampling, accountant, scheduled)
-            for sampling in _SAMPLINGS
-            for accountant, scheduled in (
-                ("rdp", False),
-                ("rdp", True),
-                ("pld", False),
-            )
-        )
-    )
-    def test_one_round_more_overspends(self, sampling, accountant, scheduled):
-        z = (lambda t: 2.0 + 0.01 * t) if scheduled else 2.0
-        m = (lambda t: 20 + t % 2) if scheduled else 20
-        found = accounting.max_rounds(z, sampling, 100, m, 5.0, 1e-5, accountant)
-        self.assertGreater(found, 0)
-
-        def epsilon(rounds):
-            return accounting.epsilon(z, sampling, 100, m, rounds, 1e-5, accountant)
-
-        self.assertLessEqual(epsilon(found), 5.0)
-        self.assertGreater(epsilon(found + 1), 5.0)
-
-    def test_not_even_one_round(self):
-        self.assertEqual(accounting.max_rounds(0.5, "poisson", 10, 10, 0.1, 1e-5), 0)
-        self.assertEqual(accounting.max_rounds(0.0, "shuffled", 10, 5, 100.0, 1e-5), 0)
-
-    def test_a_sequence_is_not_continued(self):
-        self.assertEqual(
-            accounting.max_rounds([5.0] * 7, "poisson", 100, 5, 50.0, 1e-5), 7
-        )
-
-    @settings(max_examples=100, deadline=None)
-    @given(st.integers(0, 3000), st.integers(1, 4000), st.integers(1, 5000))
-    def test_the_search_finds_the_last_true(self, answer, limit, guess):
-        def predicate(n):
-            self.assertBetween(n, 1, limit)
-            return n <= answer
-
-        self.assertEqual(
-            planning.last_true(predicate, limit, guess), min(answer, limit)
-        )
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from(_SAMPLINGS),
+    st.floats(0.05, 100),
+    st.integers(1, 200),
+    st.integers(1, 500),
+)
+def test_calibration_inverts_epsilon_and_rounds_up(sampling, target, m, rounds):
+    arguments = (sampling, 200, m, rounds)
+    z = accounting.calibrate_noise_multiplier(target, *arguments, 1e-5)
+    assert target * 0.999 <= accounting.epsilon(z, *arguments, 1e-5) <= target
+    assert accounting.epsilon(z * 0.999, *arguments, 1e-5) > target
 
 
-class PassCohortsTest(parameterized.TestCase):
-    @settings(max_examples=60, deadline=None)
-    @given(
-        st.integers(1, 30),
-        st.lists(st.integers(1, 30), min_size=40, max_size=40),
-    )
-    def test_every_pass_covers_every_position_once(self, n, sizes):
-        sizes = [min(n, size) for size in sizes]
-        plan = charge_lib.PassCohorts(n, sizes)
-        covered: dict[int, list[int]] = {}
-        for t, size in enumerate(sizes):
-            index, start, stop = plan.cohort(t)
-            self.assertBetween(stop - start, 1, size)
-            covered.setdefault(index, []).extend(range(start, stop))
-        last = max(covered)
-        for index, positions in covered.items():
-            whole = list(range(n))
-            self.assertEqual(
-                positions, whole if index < last else whole[: len(positions)]
-            )
-
-    @parameterized.parameters((10, 5), (10, 3), (7, 7), (1, 1))
-    def test_a_constant_is_its_equal_sequence(self, n, m):
-        constant = charge_lib.PassCohorts(n, m)
-        sequence = charge_lib.PassCohorts(n, [m] * 30)
-        function = charge_lib.PassCohorts(n, lambda t: m)
-        for t in (17, 0, 29):
-            self.assertEqual(constant.cohort(t), sequence.cohort(t))
-            self.assertEqual(constant.cohort(t), function.cohort(t))
-
-    def test_sizes_are_checked(self):
-        with self.assertRaisesRegex(ValueError, "clients_per_round"):
-            charge_lib.PassCohorts(10, 11)
-        with self.assertRaisesRegex(ValueError, "whole number"):
-            charge_lib.PassCohorts(10, 2.5)
-        with self.assertRaisesRegex(ValueError, "clients_per_round"):
-            charge_lib.PassCohorts(10, lambda t: 10 + t).cohort(20)
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_calibration_by_pld(sampling):
+    arguments = (sampling, 200, 10, 20)
+    z = accounting.calibrate_noise_multiplier(0.8, *arguments, 1e-4, "pld")
+    found = accounting.epsilon(z, *arguments, 1e-4, "pld")
+    assert 0.8 * 0.999 <= found <= 0.8
+    assert z < accounting.calibrate_noise_multiplier(0.8, *arguments, 1e-4)
 
 
-if __name__ == "__main__":
-    absltest.main()
+@pytest.mark.parametrize("deltas", [{}, {"delta": 1e-5, "target_delta": 1e-5}])
+def test_delta_has_two_names_and_one_value(deltas):
+    with pytest.raises(ValueError, match="target_delta"):
+        accounting.calibrate_noise_multiplier(1.0, "poisson", 100, 10, 5, **deltas)
+
+
+def test_calibration_of_any_charges():
+    # Two releases a round, as adaptive clipping has.
+    def make(z):
+        yield _charge(z), 10
+
+    z = accounting.calibrate(make, 2.0, 1e-5)
+    one = accounting.calibrate_noise_multiplier(2.0, "poisson", 100, 10, 10, 1e-5)
+    assert z / math.sqrt(2) / one == pytest.approx(1, abs=2e-3)
+    with pytest.raises(ValueError, match="up to 1 "):
+        accounting.calibrate(make, 0.01, 1e-5, upper=1.0)
+    limited = accounting.calibrate(make, 2.0, 1e-5, upper=z * 1.01)
+    assert limited / z == pytest.approx(1, abs=1e-3)
+    with pytest.raises(ValueError, match="target_epsilon=2 "):
+        accounting.calibrate(lambda z: [_charge(0.0)], 2.0, 1e-5)
+
+
+# A PLD of every prefix of a schedule is slow, and the same code.
+@pytest.mark.parametrize(
+    "sampling, accountant, scheduled",
+    [
+        ("poisson", "rdp", False),
+        ("poisson", "rdp", True),
+        ("poisson", "pld", False),
+        ("fixed_size", "rdp", False),
+        ("shuffled", "rdp", True),
+        ("shuffled", "pld", False),
+    ],
+)
+def test_one_round_more_overspends(sampling, accountant, scheduled):
+    z = (lambda t: 2.0 + 0.01 * t) if scheduled else 2.0
+    m = (lambda t: 20 + t % 2) if scheduled else 20
+    found = accounting.max_rounds(z, sampling, 100, m, 5.0, 1e-5, accountant)
+
+    def epsilon(rounds):
+        return accounting.epsilon(z, sampling, 100, m, rounds, 1e-5, accountant)
+
+    assert found > 0
+    assert epsilon(found) <= 5.0 < epsilon(found + 1)
+
+
+def test_the_ends_of_max_rounds():
+    assert accounting.max_rounds(0.5, "poisson", 10, 10, 0.1, 1e-5) == 0
+    assert accounting.max_rounds(0.0, "shuffled", 10, 5, 100.0, 1e-5) == 0
+    # A sequence is not continued.
+    assert accounting.max_rounds([5.0] * 7, "poisson", 100, 5, 50.0, 1e-5) == 7
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 3000), st.integers(1, 4000), st.integers(1, 5000))
+def test_the_search_finds_the_last_true(answer, limit, guess):
+    def predicate(n):
+        assert 1 <= n <= limit
+        return n <= answer
+
+    assert planning.last_true(predicate, limit, guess) == min(answer, limit)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 30), st.lists(st.integers(1, 30), min_size=40, max_size=40))
+def test_every_pass_covers_every_position_once(n, sizes):
+    sizes = [min(n, size) for size in sizes]
+    plan = charge_lib.PassCohorts(n, sizes)
+    covered: dict[int, list[int]] = {}
+    for t, size in enumerate(sizes):
+        index, start, stop = plan.cohort(t)
+        assert 1 <= stop - start <= size
+        covered.setdefault(index, []).extend(range(start, stop))
+    for index, positions in covered.items():
+        whole = list(range(n))
+        last = index == max(covered)
+        assert positions == (whole[: len(positions)] if last else whole)
+    constant = charge_lib.PassCohorts(n, sizes[0])
+    function = charge_lib.PassCohorts(n, lambda t: sizes[0])
+    assert constant.cohort(17) == function.cohort(17)
+
+
+def test_sizes_of_passes_are_checked():
+    with pytest.raises(ValueError, match="clients_per_round"):
+        charge_lib.PassCohorts(10, 11)
+    with pytest.raises(ValueError, match="whole number"):
+        charge_lib.PassCohorts(10, 2.5)
+    with pytest.raises(ValueError, match="clients_per_round"):
+        charge_lib.PassCohorts(10, lambda t: 10 + t).cohort(20)

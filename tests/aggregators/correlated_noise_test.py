@@ -42,7 +42,7 @@ def _run(process, rounds, clients=2):
 
 
 class CorrelatedNoiseTest(parameterized.TestCase):
-    @parameterized.parameters("banded", "blt:2", "banded:1")
+    @parameterized.parameters("banded", "blt:2")
     def test_noise_is_that_of_the_strategy(self, strategy):
         mechanism = _mechanism(strategy)
         _, results = _run(_process(mechanism), _ROUNDS)
@@ -186,17 +186,6 @@ class CorrelatedNoiseTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "shapes"):
             factory.create(tff.TensorType(np.float32, [None]))
 
-    def test_has_a_factory_of_its_own(self):
-        factory = aggregators.CorrelatedNoiseFactory(
-            clip_norm=1.0,
-            noise_multiplier=1.0,
-            rounds=8,
-            min_separation=2,
-            clients_per_round=3,
-        )
-        self.assertEqual(factory.mechanism.rounds, 8)
-        self.assertEqual(factory.deployment.rounds, 8)
-
     def test_clients_are_told_nothing_of_the_noise(self):
         query = _mechanism().bind(
             tfdp_fl.mechanisms.Deployment(
@@ -208,10 +197,6 @@ class CorrelatedNoiseTest(parameterized.TestCase):
         self.assertLen(tf.nest.flatten(told), 3)
         self.assertGreater(len(tf.nest.flatten(state)), 3)
         self.assertFalse(math.isnan(float(told.clip_norm)))
-
-
-def _workload():
-    return tfdp_fl.correlated_noise.Workload()
 
 
 if __name__ == "__main__":

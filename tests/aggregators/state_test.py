@@ -1,14 +1,15 @@
 import collections
 
 import numpy as np
+import pytest
 import tensorflow_federated as tff
-from absl.testing import absltest, parameterized
 
 from tfdp_fl import aggregators
 from tfdp_fl.aggregators import state as state_lib
 
 STATE = state_lib.AggregatorState((), 1, (), ())
 SCALAR = tff.TensorType(np.float32)
+MOVING = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(1.0, 0.5, 0.2)
 
 
 def ours(**sums):
@@ -30,106 +31,99 @@ def learning_state(aggregator=STATE, client_work=(), **parts):
     )
 
 
-class AccountableStateTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ((),),
-        (collections.OrderedDict(learning_rate=np.float32(0.1)),),
-        (np.int32(3),),
-    )
-    def test_federated_averaging(self, client_work):
-        state = learning_state(client_work=client_work)
-        self.assertIs(state_lib.accountable_state(state), STATE)
+@pytest.mark.parametrize(
+    "client_work",
+    [(), collections.OrderedDict(learning_rate=np.float32(0.1)), np.int32(3)],
+)
+def test_federated_averaging(client_work):
+    state = learning_state(client_work=client_work)
+    assert state_lib.accountable_state(state) is STATE
 
-    def test_constant_zeroing_and_clipping(self):
-        state = (
+
+def test_constant_zeroing_and_clipping():
+    clipping = tff.aggregators.clipping_factory(1.0, ours())
+    factory = tff.aggregators.zeroing_factory(5.0, clipping)
+    state = factory.create(SCALAR).initialize()
+    for each in (state, learning_state(state)):
+        found = state_lib.accountable_state(each)
+        assert isinstance(found, state_lib.AggregatorState)
+
+
+@pytest.mark.parametrize(
+    "wrapped, message",
+    [
+        (tff.aggregators.zeroing_factory(MOVING, ours()), "constant"),
+        (tff.aggregators.clipping_factory(MOVING, ours()), "constant"),
+        (
             tff.aggregators.zeroing_factory(
-                5.0, tff.aggregators.clipping_factory(1.0, ours())
-            )
-            .create(SCALAR)
-            .initialize()
-        )
-        for each in (state, learning_state(state)):
-            found = state_lib.accountable_state(each)
-            self.assertIsInstance(found, state_lib.AggregatorState)
-
-    @parameterized.named_parameters(
-        (
-            "zeroing",
-            lambda norm: tff.aggregators.zeroing_factory(norm, ours()),
-        ),
-        (
-            "clipping",
-            lambda norm: tff.aggregators.clipping_factory(norm, ours()),
-        ),
-        (
-            "inside",
-            lambda norm: tff.aggregators.zeroing_factory(
-                5.0, tff.aggregators.clipping_factory(norm, ours())
+                5.0, tff.aggregators.clipping_factory(MOVING, ours())
             ),
+            "constant",
         ),
-    )
-    def test_a_norm_that_follows_the_clients_is_refused(self, wrapped):
-        norm = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(1.0, 0.5, 0.2)
-        state = wrapped(norm).create(SCALAR).initialize()
-        with self.assertRaisesRegex(ValueError, "constant.*build_dp_fed_avg"):
-            state_lib.accountable_state(learning_state(state))
-
-    def test_means_around_the_mechanism_are_refused(self):
-        weighted = tff.aggregators.MeanFactory(ours()).create(SCALAR, SCALAR)
-        unweighted = tff.aggregators.UnweightedMeanFactory(ours()).create(SCALAR)
-        for process in (weighted, unweighted):
-            state = process.initialize()
-            with self.assertRaisesRegex(ValueError, "build_dp_fed_avg"):
-                state_lib.accountable_state(state)
-            with self.assertRaisesRegex(ValueError, "divides once more"):
-                state_lib.accountable_state(learning_state(state))
-
-    def test_sums_whose_bounds_follow_the_clients_are_refused(self):
-        norm = tff.aggregators.PrivateQuantileEstimationProcess.no_noise(1.0, 0.5, 0.2)
-        for sums in (
-            {"inner_factory": tff.aggregators.SecureSumFactory(norm)},
-            {"scalars_factory": tff.aggregators.SecureSumFactory(norm)},
-        ):
-            state = ours(**sums).create(SCALAR).initialize()
-            with self.assertRaisesRegex(ValueError, "inner_factory"):
-                state_lib.accountable_state(state)
-        constant = {
-            "inner_factory": tff.aggregators.SecureSumFactory(4.0, -4.0),
-            "scalars_factory": tff.aggregators.SecureSumFactory(99.0),
-        }
-        state = ours(**constant).create(SCALAR).initialize()
-        self.assertIs(state_lib.accountable_state(state), state)
-
-    def test_what_is_no_sum_is_refused(self):
-        for each in (
-            ours(),
-            tff.aggregators.UnweightedMeanFactory(),
-            tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(1.0, 10, 1.0),
-        ):
-            with self.assertRaisesRegex(ValueError, "inner_factory.*a sum"):
-                ours(inner_factory=each)
-
-    @parameterized.named_parameters(
-        ("gradients", {"client_work": ((np.zeros(3),), ())}),
-        ("a_vector", {"client_work": np.zeros(3)}),
-        ("vectors", {"client_work": {"momentum": np.zeros(3)}}),
-        ("another_mechanism", {"distributor": (STATE,)}),
-        ("nothing_of_ours", {"aggregator": ()}),
-    )
-    def test_what_else_may_be_released_is_refused(self, parts):
-        with self.assertRaisesRegex(ValueError, "build_dp_fed_avg"):
-            state_lib.accountable_state(learning_state(**parts))
-
-    def test_kinds_of_rounds(self):
-        fixed = ours().mechanism
-        kind = state_lib.history_kind(fixed, None, "poisson")
-        self.assertEqual(kind, np.int64(kind))
-        # It is in checkpoints: the same on every machine.
-        self.assertEqual(
-            kind, state_lib.history_kind(ours().mechanism, None, "poisson")
-        )
-        self.assertNotEqual(kind, state_lib.history_kind(fixed, None, None))
+        (tff.aggregators.UnweightedMeanFactory(ours()), "divides once more"),
+        # A sum whose bounds follow the clients.
+        (ours(inner_factory=tff.aggregators.SecureSumFactory(MOVING)), "inner_factory"),
+        (
+            ours(scalars_factory=tff.aggregators.SecureSumFactory(MOVING)),
+            "inner_factory",
+        ),
+    ],
+)
+def test_what_follows_the_clients_around_the_mechanism_is_refused(wrapped, message):
+    state = wrapped.create(SCALAR).initialize()
+    with pytest.raises(ValueError, match="build_dp_fed_avg"):
+        state_lib.accountable_state(state)
+    with pytest.raises(ValueError, match=f"{message}.*build_dp_fed_avg"):
+        state_lib.accountable_state(learning_state(state))
 
 
-if __name__ == "__main__":
-    absltest.main()
+def test_a_weighted_mean_around_the_mechanism_is_refused():
+    state = tff.aggregators.MeanFactory(ours()).create(SCALAR, SCALAR).initialize()
+    with pytest.raises(ValueError, match="divides once more"):
+        state_lib.accountable_state(learning_state(state))
+
+
+def test_secure_sums_with_constant_bounds():
+    constant = {
+        "inner_factory": tff.aggregators.SecureSumFactory(4.0, -4.0),
+        "scalars_factory": tff.aggregators.SecureSumFactory(99.0),
+    }
+    state = ours(**constant).create(SCALAR).initialize()
+    assert state_lib.accountable_state(state) is state
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        ours(),
+        tff.aggregators.UnweightedMeanFactory(),
+        tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(1.0, 10, 1.0),
+    ],
+)
+def test_what_is_no_sum_is_refused(inner):
+    with pytest.raises(ValueError, match=r"inner_factory.*a sum"):
+        ours(inner_factory=inner)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"client_work": ((np.zeros(3),), ())},
+        {"client_work": np.zeros(3)},
+        {"client_work": {"momentum": np.zeros(3)}},
+        {"distributor": (STATE,)},
+        {"aggregator": ()},
+    ],
+)
+def test_what_else_may_be_released_is_refused(parts):
+    with pytest.raises(ValueError, match="build_dp_fed_avg"):
+        state_lib.accountable_state(learning_state(**parts))
+
+
+def test_kinds_of_rounds():
+    fixed = ours().mechanism
+    kind = state_lib.history_kind(fixed, None, "poisson")
+    assert kind == np.int64(kind)
+    # It is in checkpoints: the same on every machine.
+    assert kind == state_lib.history_kind(ours().mechanism, None, "poisson")
+    assert kind != state_lib.history_kind(fixed, None, None)

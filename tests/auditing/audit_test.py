@@ -147,29 +147,6 @@ class IntervalTest(parameterized.TestCase):
             missed += not found.low <= truth <= found.high
         self.assertLessEqual(missed, 18)
 
-    def test_the_lower_end_for_a_model_of_ten_weights(self):
-        """Above the truth in 2.5 % of releases; a symmetric 1/chi: 4.3 %.
-
-        More than 78 of 2000 have a probability of 6e-5 at 2.5 %; the figures are
-        those of one seed, which does not change.
-        """
-        rng, size = np.random.default_rng(1), 10
-        truth = estimate.epsilon_of(8.0, 1.0, 0.0, 1.0, _DELTA)
-        above = 0
-        for seed in range(2000):
-            drawn = canaries.Canaries(20, size, seed)
-            added = drawn.sum_of(np.arange(20))
-            update = added + rng.normal(0, 1 / 8, size)
-            found = estimate.estimate(
-                estimate.Scores(
-                    observed=canaries.scores(drawn, update, added, np.ones(20)),
-                    null_std=size**-0.5,
-                ),
-                _DELTA,
-            )
-            above += found.low > truth
-        self.assertLess(above, 78)
-
     def test_thresholds_too_are_no_surer_than_the_unit(self):
         # With d = 2 it is off by half of itself.
         found = estimate.estimate(
@@ -192,18 +169,11 @@ class CanariesTest(absltest.TestCase):
             drawn.projections(each[2]), each @ each[2], rtol=1e-4, atol=1e-6
         )
 
-    def test_two_audits_have_other_ones(self):
-        one, other = canaries.Canaries(1, 50), canaries.Canaries(1, 50)
-        self.assertFalse(
-            np.allclose(one.sum_of(np.array([0])), other.sum_of(np.array([0])))
-        )
-
 
 class TrainingTest(parameterized.TestCase):
     """In training, and nothing is found above what is claimed."""
 
     @parameterized.named_parameters(
-        ("fixed", _fixed(), "shuffled", 1, {}),
         ("several_rounds", _fixed(3.0), "shuffled", 4, {}),
         (
             "adaptive",
@@ -212,16 +182,7 @@ class TrainingTest(parameterized.TestCase):
             1,
             {},
         ),
-        (
-            "median",
-            tfdp_fl.MedianClipping(noise_multiplier=1.0, median_noise_multiplier=5.0),
-            "shuffled",
-            1,
-            {},
-        ),
-        ("poisson", _fixed(), "poisson", 4, {"clients_per_round": 4}),
         ("fixed_size", _fixed(), "fixed_size", 4, {"clients_per_round": 4}),
-        ("cyclic", _fixed(), "cyclic", 4, {"clients_per_round": 2}),
         (
             "correlated",
             tfdp_fl.CorrelatedNoise(
@@ -274,14 +235,6 @@ class TrainingTest(parameterized.TestCase):
         found = audit.estimate(_DELTA)
         self.assertAlmostEqual(found.epsilon / fed.epsilon(_DELTA), 1, delta=0.2)
 
-    def test_an_empty_cohort_has_canaries_too(self):
-        audit = CanaryAudit(num_canaries=50)
-        fed = _audited(
-            _fixed(), audit, rounds=3, sampling="poisson", clients_per_round=0.1
-        )
-        self.assertEqual(fed.rounds, 3)
-        self.assertTrue(np.isfinite(audit.scores.observed).all())
-
     @parameterized.named_parameters(*_SCALED)
     def test_canaries_add_their_clipped_updates_and_nothing_else(
         self, mechanism, sampling
@@ -321,12 +274,6 @@ class TrainingTest(parameterized.TestCase):
                 plain.model.history.history[name],
                 rtol=0.15,
             )
-
-    def test_history_is_about_the_clients(self):
-        plain = _audited(_fixed(), None).model.history.history
-        audited = _audited(_fixed(), CanaryAudit(100)).model.history.history
-        for name in ("mean_update_norm", "clipped_fraction", "cohort_size"):
-            self.assertAlmostEqual(plain[name][0], audited[name][0], places=5)
 
 
 class PlantedFaultsTest(parameterized.TestCase):
@@ -400,10 +347,6 @@ class ArgumentsTest(parameterized.TestCase):
     def test_number_of_canaries(self, number):
         with self.assertRaisesRegex(ValueError, "num_canaries"):
             CanaryAudit(number)
-
-    def test_iterates(self):
-        with self.assertRaisesRegex(ValueError, "iterates must be one of"):
-            CanaryAudit(iterates="some")
 
     def test_what_is_not_audited(self):
         for mechanism in (

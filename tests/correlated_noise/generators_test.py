@@ -90,15 +90,6 @@ def test_draws_in_turn_are_told_apart():
     np.testing.assert_allclose(noise[:, 0], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["5 bands", "3 buffers"])
-def test_eager_and_compiled_noise_are_the_same(name):
-    generator = STRATEGIES[name].generator(promised())
-    draws = table_for(generator)
-    compiled, _ = stream(generator, draws)
-    eager, _ = stream(generator, draws, graph=False)
-    np.testing.assert_allclose(compiled, eager, atol=1e-6)
-
-
 @pytest.mark.parametrize("strategy", [BandedToeplitz(32), BLT(3)])
 def test_float32_is_exact_enough_over_two_thousand_rounds(strategy):
     generator = strategy.generator(promised(2048, 256))
@@ -106,16 +97,6 @@ def test_float32_is_exact_enough_over_two_thousand_rounds(strategy):
     noise, _ = stream(generator, draws)
     difference = noise - dense_noise(generator, draws)
     assert np.abs(np.cumsum(difference, axis=0)).max() < 5e-4
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 3, 8, 9, 2047, 2048])
-def test_buffers_have_the_size_that_is_promised(rounds):
-    where = promised(rounds, min(rounds, 256))
-    assert BandedToeplitz(1).generator(where).copies == 0
-    bands = min(rounds, 5)
-    made = BandedToeplitz(5).generator(where)
-    assert (len(made.coefficients), made.copies) == (bands, bands - 1)
-    assert BLT(theta=(0.9, 0.5), theta_hat=(0.7, 0.2)).generator(where).copies == 2
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -152,8 +133,3 @@ def test_covariance_is_that_of_the_strategy(strategy):
     # A tenth more noise is found out.
     wrong = np.abs(1.1**2 * np.diag(found) - np.diag(expected))
     assert np.all(wrong > 6.2 * np.sqrt(2 / runs) * np.diag(expected))
-
-
-def test_two_poles_that_are_one_are_refused():
-    with pytest.raises(ValueError, match=r"theta .*differ in float32"):
-        BLT(theta=(0.5, 0.5), theta_hat=(0.3, 0.1)).generator(promised())

@@ -60,24 +60,6 @@ class OrientedGradientsTest(parameterized.TestCase):
         np.testing.assert_allclose(layer(images), wanted, atol=2e-4)
         np.testing.assert_allclose(layer(images[..., None]), wanted, atol=2e-4)
 
-    def test_an_image_of_digits(self):
-        (clients, _) = tfdp_fl.datasets.load_digits(num_clients=5)
-        x, _ = clients.client(0)
-        layer = tfdp_fl.features.OrientedGradients()
-        images = np.reshape(x, [-1, 8, 8])
-        self.assertEqual(layer(images).shape, (len(x), 2 * 2 * 8))
-        self.assertTrue(np.isfinite(layer(images)).all())
-
-    def test_nothing_in_the_image_is_nothing(self):
-        layer = tfdp_fl.features.OrientedGradients()
-        np.testing.assert_array_equal(layer(np.zeros([1, 8, 8])), 0)
-
-    def test_an_edge_points_one_way(self):
-        image = np.zeros([1, 8, 8], np.float32)
-        image[:, :, 2:] = 1.0  # Brighter to the right: direction 0.
-        found = np.reshape(tfdp_fl.features.OrientedGradients()(image), [2, 2, 8])
-        self.assertEqual(int(np.argmax(found[0, 0])), 0)
-
     def test_is_saved_with_a_model(self):
         model = tf.keras.Sequential(
             [

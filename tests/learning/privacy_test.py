@@ -1,10 +1,8 @@
 import functools
 import json
-import math
 
 import dp_accounting
 import numpy as np
-import tensorflow_privacy as tfp
 from absl.testing import absltest, parameterized
 
 from tfdp_fl import accounting, learning, mechanisms
@@ -101,21 +99,6 @@ class EpsilonTest(parameterized.TestCase):
             accounting.epsilon(2.0, "shuffled", 1000, 100, 10, DELTA),
         )
 
-    def test_schedules(self):
-        noise, clients = (1.0, 2.0, 4.0), (100, 50, 10)
-        value = learning.epsilon(
-            state_after(fixed(noise), 2, clients),
-            fixed(noise),
-            sampling="poisson",
-            num_clients=1000,
-            clients_per_round=clients,
-            delta=DELTA,
-        )
-        self.assertAlmostEqual(
-            value,
-            accounting.epsilon(noise[:2], "poisson", 1000, clients[:2], 2, DELTA),
-        )
-
     def test_local_guarantee_is_that_of_one_client(self):
         mechanism = mechanisms.LocalDP(clip_norm=1.0, epsilon=8.0, delta=DELTA)
 
@@ -138,32 +121,6 @@ class EpsilonTest(parameterized.TestCase):
         # It had noise for ten, and was in three.
         self.assertLess(spent(10, max_participations=3), 5.0)
 
-    def test_no_privacy_is_infinite(self):
-        mechanism = mechanisms.NoPrivacy()
-        value = learning.epsilon(
-            state_after(mechanism, 1),
-            mechanism,
-            sampling="poisson",
-            num_clients=1000,
-            clients_per_round=100,
-            delta=DELTA,
-        )
-        self.assertEqual(value, math.inf)
-
-    def test_other_events_are_charged_as_declared(self):
-        event = dp_accounting.LaplaceDpEvent(0.1)
-        mechanism = mechanisms.QueryMechanism(
-            query=tfp.GaussianSumQuery(1.0, 1.0), dp_event=event
-        )
-        (charge,) = learning.privacy_charges(
-            state_after(mechanism, 1),
-            mechanism,
-            sampling="poisson",
-            num_clients=1000,
-            clients_per_round=100,
-        )
-        self.assertEqual(charge.event, event)
-
     def test_each_round_costs_what_it_cost_when_it_was_run(self):
         # Four rounds nearly without noise, and one with much.
         state = one_after_the_other(
@@ -182,23 +139,6 @@ class EpsilonTest(parameterized.TestCase):
         self.assertAlmostEqual(value, expected)
         self.assertGreater(value, 100)
         self.assertIn("0.1 to 5", value.statement)
-
-    def test_so_do_rounds_of_another_cohort_size(self):
-        state = one_after_the_other(
-            state_after(fixed(1.0), 9, 500), state_after(fixed(1.0), 1, 10)
-        )
-        value = learning.epsilon(
-            state,
-            fixed(1.0),
-            sampling="poisson",
-            num_clients=1000,
-            clients_per_round=10,
-            delta=DELTA,
-        )
-        sizes = (500,) * 9 + (10,)
-        self.assertAlmostEqual(
-            value, accounting.epsilon(1.0, "poisson", 1000, sizes, 10, DELTA)
-        )
 
     def test_so_do_local_releases(self):
         weak, strong = (
@@ -320,20 +260,6 @@ class EpsilonTest(parameterized.TestCase):
         self.assertEqual(facts["epsilon"], value)
         for caveat in ("tff_cohorts_declared", "tff_other_releases"):
             self.assertIn(caveat, facts["caveats"])
-
-    def test_the_statement_of_a_local_guarantee(self):
-        mechanism = mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=4.0)
-        value = learning.epsilon(
-            state_after(mechanism, 5),
-            mechanism,
-            sampling="poisson",
-            num_clients=1000,
-            clients_per_round=100,
-            delta=DELTA,
-            max_participations=2,
-        )
-        self.assertIn("Local differential privacy", value.statement)
-        self.assertIn("2 rounds", value.statement)
 
     @parameterized.named_parameters(
         ("noise", fixed(2.0), 100, "noise multiplier of 1.0"),

@@ -2,14 +2,12 @@
 
 import math
 
-import dp_accounting
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tfdp_fl
 from tfdp_fl import mechanisms
-from tfdp_fl.mechanisms import tf_privacy as tfp
 
 _NUM_EXAMPLES = tfdp_fl.ClientWeighting.num_examples
 
@@ -74,18 +72,6 @@ class ClientWeightingTest(tf.test.TestCase, parameterized.TestCase):
         )
         with self.assertRaisesRegex(ValueError, "client_weighting must be"):
             mechanism.bind(deployment)
-
-    def test_a_query_of_somebodys_own(self):
-        mechanism = tfdp_fl.QueryMechanism(
-            query=tfp.GaussianSumQuery(1.0, 1.0),
-            dp_event=dp_accounting.GaussianDpEvent(1.0),
-        )
-        with self.assertRaisesRegex(ValueError, "client_weighting must be"):
-            mechanism.bind(
-                mechanisms.Deployment(
-                    clients_per_round=4, client_weighting=_NUM_EXAMPLES(cap=9)
-                )
-            )
 
 
 if __name__ == "__main__":

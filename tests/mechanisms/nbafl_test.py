@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import dp_accounting
 import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tfdp_fl
 from tests.mechanisms import references, rounds, statistics
-from tfdp_fl.mechanisms import Deployment, nbafl
+from tfdp_fl.mechanisms import Deployment
 
 _WIDE = [[150, 150], [150, 150], [5000]]
 # T = 10 is below sqrt(N) L = 40: no noise before broadcast. T = 100 is above.
@@ -15,200 +15,128 @@ _SHORT = Deployment(clients_per_round=4, num_clients=100, rounds=10)
 _LONG = Deployment(clients_per_round=4, num_clients=100, rounds=100, min_examples=7)
 
 
-def _bound(deployment=_SHORT, epsilon=10.0, constant=1.0, weight_clip=0.5):
-    mechanism = tfdp_fl.NbAFL(
-        epsilon=epsilon, constant=constant, weight_clip=weight_clip
-    )
-    query = mechanism.bind(deployment)
+def _mechanism(epsilon=10.0, constant=1.0, weight_clip=0.5):
+    return tfdp_fl.NbAFL(epsilon=epsilon, constant=constant, weight_clip=weight_clip)
+
+
+def _bound(deployment=_SHORT, **arguments):
+    query = _mechanism(**arguments).bind(deployment)
     return query, query.initial_global_state()
 
 
-class UplinkTest(tf.test.TestCase, parameterized.TestCase):
-    def test_without_noise_weights_are_clipped_and_averaged_by_examples(self):
-        query, state = _bound(epsilon=1e9)
-        self.assertTrue(query.mechanism.releases_weights)
-        weights = rounds.updates_with_norms([0.1, 0.4, 2.0, 1e4])
-        examples = [1, 10, 30, 5]
-        done = rounds.run_round(query, state, weights, num_examples=examples)
-        clipped = [references.clipped(each, 0.5) for each in weights]
-        for i, actual in enumerate(done.mean):
-            mean = sum(
-                n * each[i] for n, each in zip(examples, clipped, strict=True)
-            ) / sum(examples)
-            self.assertAllClose(
-                actual,
-                references.nbafl_server_clip([mean], 0.5)[0],
-                rtol=1e-4,
-                atol=1e-6,
-            )
-        self.assertEqual(float(done.total.clipped), 2)
-
-    @parameterized.parameters(1, 20, 600)
-    def test_noise_follows_the_clients_own_number_of_examples(self, examples):
-        query, state = _bound(constant=1.3)
-        done = rounds.run_round(
-            query,
-            state,
-            rounds.zero_updates(1, _WIDE),
-            num_examples=[examples],
-        )
-        # A record is weighted by n.
-        sent = rounds.flat(done.records[0].update) / examples
-        sigma = references.nbafl_uplink_sigma(0.5, 1.3, 10, examples, 10.0)
-        statistics.assert_gaussian(sent, sigma)
-        statistics.assert_uncorrelated(*done.records[0].update[:2])
-
-    def test_a_clients_noise_is_its_own(self):
-        query, state = _bound()
-        done = rounds.run_round(
-            query, state, rounds.zero_updates(2, _WIDE), num_examples=[5, 5]
-        )
-        one, other = (rounds.flat(each.update) for each in done.records)
-        statistics.assert_uncorrelated(one, other)
-
-    @parameterized.parameters((2.0, 3.0, 50.0, 7, 12), (1.0, 30.0, 100.0, 1, 1))
-    def test_formula(self, clip, constant, epsilon, rounds_, examples):
-        self.assertAlmostEqual(
-            nbafl.uplink_noise_stddev(clip, constant, epsilon, rounds_, examples),
-            references.nbafl_uplink_sigma(clip, constant, rounds_, examples, epsilon),
-        )
-
-    def test_clients_with_nothing_to_say_weigh_nothing(self):
-        query, state = _bound(epsilon=1e9)
-        weights = rounds.updates_with_norms([0.1, 0.2, 0.3])
-        weights[1][0][0, 0] = np.nan
-        done = rounds.run_round(query, state, weights, num_examples=[6, 100, 0])
-        self.assertAllClose(rounds.flat(done.mean), rounds.flat(weights[0]), atol=1e-6)
-        self.assertEqual(float(done.total.weight), 6)
-        self.assertEqual(float(done.total.discarded), 1)
-
-    @parameterized.parameters(0.5, 0.99999994, 2.0**31, 2**31, 2**32)
-    def test_whoever_weighs_anything_has_noise(self, examples):
-        query, state = _bound(constant=1.3)
-        done = rounds.run_round(
-            query, state, rounds.zero_updates(1, _WIDE), num_examples=[examples]
-        )
-        self.assertEqual(float(done.total.weight), np.float32(examples))
-        sigma = references.nbafl_uplink_sigma(0.5, 1.3, 10, 1, 10.0)
-        statistics.assert_gaussian(rounds.flat(done.records[0].update), sigma)
-
-    @parameterized.parameters(np.nan, np.inf, -np.inf, -5.0, -5, 0.0)
-    def test_what_is_no_number_of_examples_weighs_nothing(self, examples):
-        query, state = _bound(epsilon=1e9)
-        weights = rounds.updates_with_norms([0.1, 0.2])
-        done = rounds.run_round(query, state, weights, num_examples=[6.0, examples])
-        self.assertEqual(float(done.total.weight), 6)
-        self.assertAllClose(rounds.flat(done.mean), rounds.flat(weights[0]), atol=1e-6)
-
-    def test_the_number_of_examples_must_be_given(self):
-        query, state = _bound()
-        with self.assertRaisesRegex(ValueError, "num_examples"):
-            rounds.run_round(query, state, rounds.zero_updates(1))
+def test_without_noise_weights_are_clipped_and_averaged_by_examples():
+    query, state = _bound(epsilon=1e9)
+    assert query.mechanism.releases_weights
+    weights = rounds.updates_with_norms([0.1, 0.4, 2.0, 1e4])
+    examples = [1, 10, 30, 5]
+    done = rounds.run_round(query, state, weights, num_examples=examples)
+    clipped = [references.clipped(each, 0.5) for each in weights]
+    for i, actual in enumerate(done.mean):
+        total = sum(n * each[i] for n, each in zip(examples, clipped, strict=True))
+        (wanted,) = references.nbafl_server_clip([total / sum(examples)], 0.5)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-6)
+    assert float(done.total.clipped) == 2
 
 
-class DownlinkTest(tf.test.TestCase, parameterized.TestCase):
-    def _released(self, deployment, value=0.0, epsilon=10.0):
-        query, state = _bound(deployment, epsilon)
-        total = query.initial_sample_state(
-            [tf.zeros([150, 150]), tf.zeros([150, 150]), tf.zeros([5000])]
-        )
-        total = total._replace(
-            update=[v + 5 * value for v in total.update],
-            weight=tf.constant(5.0),
-        )
-        weights, _, _ = query.get_noised_result(total, state)
-        return weights
-
-    def test_noise_before_broadcast_when_it_is_due(self):
-        weights = self._released(_LONG)
-        sigma = references.nbafl_downlink_sigma(0.5, 1.0, 100, 4, 100, 7, 10.0)
-        statistics.assert_gaussian(rounds.flat(weights), sigma)
-        statistics.assert_uncorrelated(weights[0], weights[1])
-        again = self._released(_LONG)
-        statistics.assert_uncorrelated(weights[0], again[0])
-
-    def test_none_when_it_is_not_due(self):
-        self.assertAllEqual(rounds.flat(self._released(_SHORT)), np.zeros(50_000))
-
-    @parameterized.parameters(0.3, 0.5, -0.7, 20.0, -1e6)
-    def test_the_mean_is_clipped_element_by_element(self, value):
-        weights = rounds.flat(self._released(_SHORT, value))
-        expected = references.nbafl_server_clip([value], 0.5)[0]
-        self.assertAllClose(weights, expected + np.zeros(50_000))
-
-    @parameterized.parameters(
-        (10, 4, 100), (40, 4, 100), (41, 4, 100), (100, 1, 9), (4, 1, 16)
+@pytest.mark.parametrize("examples", [0.5, 0.99999994, 1, 600, 2**31, 2**32])
+def test_whoever_weighs_anything_has_noise_by_its_own_examples(examples):
+    query, state = _bound(constant=1.3)
+    done = rounds.run_round(
+        query, state, rounds.zero_updates(1, _WIDE), num_examples=[examples]
     )
-    def test_condition_and_formula(self, rounds_, m, population):
-        actual = nbafl.downlink_noise_stddev(2.0, 3.0, 50.0, rounds_, population, m, 11)
-        expected = references.nbafl_downlink_sigma(
-            2.0, 3.0, rounds_, m, population, 11, 50.0
-        )
-        self.assertAlmostEqual(actual, expected)
-        self.assertEqual(actual > 0, rounds_ > population**0.5 * m)
-
-    def test_unknown_sizes_are_an_error_where_noise_is_due(self):
-        mechanism = tfdp_fl.NbAFL(epsilon=10.0, constant=1.0, weight_clip=1.0)
-        for sizes in (None, 0):
-            with self.assertRaisesRegex(ValueError, "min_examples"):
-                mechanism.bind(
-                    Deployment(
-                        clients_per_round=4,
-                        num_clients=100,
-                        rounds=100,
-                        min_examples=sizes,
-                    )
-                )
-        mechanism.bind(_SHORT)  # Not due.
+    assert float(done.total.weight) == np.float32(examples)
+    # A record is weighted by n, and its noise goes by 1/n.
+    sent = rounds.flat(done.records[0].update)
+    sigma = examples * references.nbafl_uplink_sigma(0.5, 1.3, 10, examples, 10.0)
+    statistics.assert_gaussian(sent, sigma)
+    statistics.assert_uncorrelated(*done.records[0].update[:2])
 
 
-class CostTest(parameterized.TestCase):
-    @parameterized.parameters((1, 0.76), (2, 0.17), (3, 0.014))
-    def test_the_constant_implies_a_delta(self, constant, delta):
-        mechanism = tfdp_fl.NbAFL(epsilon=10.0, constant=constant, weight_clip=1.0)
-        self.assertAlmostEqual(mechanism.implied_delta / delta, 1, 1)
-        self.assertIn(f"{mechanism.implied_delta:.3g}", mechanism.describe())
-
-    def test_implied_delta_is_a_probability(self):
-        mechanism = tfdp_fl.NbAFL(epsilon=1.0, constant=0.1, weight_clip=1.0)
-        self.assertEqual(mechanism.implied_delta, 1.0)
-
-    def test_one_upload_costs_its_sensitivity_over_sigma(self):
-        mechanism = tfdp_fl.NbAFL(epsilon=10.0, constant=2.0, weight_clip=0.3)
-        for examples in (1, 50):
-            sigma = references.nbafl_uplink_sigma(0.3, 2.0, 10, examples, 10.0)
-            self.assertAlmostEqual(
-                mechanism.mu_squared(_SHORT), (2 * 0.3 / examples / sigma) ** 2
-            )
-
-    def test_is_per_record_and_says_so(self):
-        mechanism = tfdp_fl.NbAFL(epsilon=10.0, constant=2.0, weight_clip=0.3)
-        self.assertEqual(mechanism.guarantee, "record")
-        self.assertIn("per_record", mechanism.caveats())
-        self.assertIsInstance(
-            mechanism.round_event(0, _SHORT), dp_accounting.NonPrivateDpEvent
-        )
-
-
-class ArgumentsTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ({"epsilon": 0.0}, "epsilon"),
-        ({"constant": 0.0}, "constant"),
-        ({"weight_clip": -1.0}, "weight_clip"),
-        ({"mu": -0.1}, "mu"),
+@pytest.mark.parametrize("examples", [np.nan, np.inf, -np.inf, -5.0, -5, 0.0])
+def test_what_is_no_number_of_examples_weighs_nothing(examples):
+    query, state = _bound(epsilon=1e9)
+    weights = rounds.updates_with_norms([0.1, 0.2, 0.3])
+    weights[2][0][0, 0] = np.nan
+    done = rounds.run_round(query, state, weights, num_examples=[6.0, examples, 9.0])
+    assert float(done.total.weight) == 6
+    assert float(done.total.discarded) == 1
+    np.testing.assert_allclose(
+        rounds.flat(done.mean), rounds.flat(weights[0]), atol=1e-6
     )
-    def test_values_that_are_not_allowed(self, arguments, name):
-        good = {"epsilon": 1.0, "constant": 1.0, "weight_clip": 1.0}
-        with self.assertRaisesRegex(ValueError, name):
-            tfdp_fl.NbAFL(**{**good, **arguments})
-
-    @parameterized.parameters("rounds", "num_clients")
-    def test_what_the_noise_depends_on_must_be_known(self, name):
-        mechanism = tfdp_fl.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0)
-        known = {"rounds": 10, "num_clients": 100, name: None}
-        with self.assertRaisesRegex(ValueError, name):
-            mechanism.bind(Deployment(clients_per_round=4, **known))
 
 
-if __name__ == "__main__":
-    tf.test.main()
+def _released(deployment, value=0.0):
+    query, state = _bound(deployment)
+    total = query.initial_sample_state([tf.zeros(shape) for shape in _WIDE])
+    total = total._replace(
+        update=[v + 5 * value for v in total.update], weight=tf.constant(5.0)
+    )
+    weights, _, _ = query.get_noised_result(total, state)
+    return weights
+
+
+def test_noise_before_broadcast_when_it_is_due():
+    weights = _released(_LONG)
+    sigma = references.nbafl_downlink_sigma(0.5, 1.0, 100, 4, 100, 7, 10.0)
+    statistics.assert_gaussian(rounds.flat(weights), sigma)
+    statistics.assert_uncorrelated(weights[0], weights[1])
+    statistics.assert_uncorrelated(weights[0], _released(_LONG)[0])
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, -0.7, -1e6])
+def test_else_the_mean_is_only_clipped_element_by_element(value):
+    weights = rounds.flat(_released(_SHORT, value))
+    expected = references.nbafl_server_clip([value], 0.5)[0]
+    np.testing.assert_allclose(weights, expected + np.zeros(50_000), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rounds_, m, population", [(40, 4, 100), (41, 4, 100), (100, 1, 9), (4, 1, 16)]
+)
+def test_downlink_condition_and_formula(rounds_, m, population):
+    deployment = Deployment(
+        clients_per_round=m, num_clients=population, rounds=rounds_, min_examples=11
+    )
+    actual = _mechanism(50.0, 3.0, 2.0).downlink_stddev(deployment)
+    expected = references.nbafl_downlink_sigma(
+        2.0, 3.0, rounds_, m, population, 11, 50.0
+    )
+    assert actual == pytest.approx(expected)
+    assert (actual > 0) == (rounds_ > population**0.5 * m)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("rounds", None),
+        ("num_clients", None),
+        ("min_examples", None),
+        ("min_examples", 0),
+    ],
+)
+def test_what_the_noise_depends_on_must_be_known(name, value):
+    known = {"rounds": 100, "num_clients": 100, "min_examples": 3, name: value}
+    with pytest.raises(ValueError, match=name):
+        _mechanism().bind(Deployment(clients_per_round=4, **known))
+    _mechanism().bind(_SHORT)  # Where no noise is due.
+
+
+@pytest.mark.parametrize(
+    "constant, delta", [(0.1, 1.0), (1, 0.76), (2, 0.17), (3, 0.014)]
+)
+def test_the_constant_implies_a_delta(constant, delta):
+    mechanism = _mechanism(constant=constant)
+    assert mechanism.implied_delta / delta == pytest.approx(1, abs=0.05)
+    assert f"{mechanism.implied_delta:.3g}" in mechanism.describe()
+
+
+@pytest.mark.parametrize("examples", [1, 50])
+def test_is_per_record_and_one_upload_costs_its_sensitivity_over_sigma(examples):
+    mechanism = _mechanism(constant=2.0, weight_clip=0.3)
+    sigma = references.nbafl_uplink_sigma(0.3, 2.0, 10, examples, 10.0)
+    expected = (2 * 0.3 / examples / sigma) ** 2
+    assert mechanism.mu_squared(_SHORT) == pytest.approx(expected)
+    assert mechanism.guarantee == "record"
+    assert "per_record" in mechanism.caveats()
+    event = mechanism.round_event(0, _SHORT)
+    assert event == dp_accounting.NonPrivateDpEvent()

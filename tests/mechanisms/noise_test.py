@@ -5,8 +5,8 @@ import math
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 from scipy import stats
 
 from tests.mechanisms import rounds, statistics
@@ -18,350 +18,235 @@ _KINDS = {
     "of_a_user": _SEED,
     "philox": tf.constant([2**63 + 17, 4], tf.uint64),
 }
+# Longer than one chunk. Chunks end inside variables, and some lie inside a chunk.
+_LONG = ((300,), (700, 300), (13,), (40000,), (0, 3), (7,))
 
 
 def _noise(stddev=1.0, shapes=((150, 100), (150, 100), (100,))):
     return noise.add_normal([tf.zeros(shape) for shape in shapes], stddev)
 
 
-class AddNormalTest(tf.test.TestCase):
-    def test_has_the_stddev_asked_for(self):
-        statistics.assert_gaussian(rounds.flat(_noise(2.5)), 2.5)
-
-    def test_one_stddev_for_each_tensor(self):
-        first, second, third = _noise([0.5, 2.0, 0.0], [(20000,)] * 3)
-        statistics.assert_gaussian(first, 0.5)
-        statistics.assert_gaussian(second, 2.0)
-        self.assertAllEqual(third, np.zeros(20000))
-
-    def test_the_wrong_number_of_stddevs_is_an_error(self):
-        with self.assertRaises(ValueError):
-            _noise([1.0])
-
-    def test_is_added(self):
-        with noise.seeded(_SEED):
-            zero = noise.add_normal([tf.zeros([5])], 1.0)
-        with noise.seeded(_SEED):
-            one = noise.add_normal([tf.ones([5])], 1.0)
-        self.assertAllClose(one[0] - zero[0], np.ones(5))
-
-    def test_zero_stddev_changes_nothing(self):
-        value = tf.random.normal([100])
-        self.assertAllEqual(noise.add_normal([value], 0.0)[0], value)
-
-    def test_variables_of_one_shape_get_different_noise(self):
-        first, second, _ = _noise()
-        statistics.assert_uncorrelated(first, second)
-
-    def test_nothing_to_add_to(self):
-        self.assertEqual(noise.add_normal([], 1.0), [])
-
-    def test_keeps_dtypes_and_shapes(self):
-        values = [tf.zeros([2, 3], tf.float64), tf.zeros([], tf.float16)]
-        noised = noise.add_normal(values, 1.0)
-        self.assertEqual([v.dtype for v in noised], [v.dtype for v in values])
-        self.assertEqual([v.shape for v in noised], [v.shape for v in values])
-
-    def test_shapes_that_are_known_only_when_it_runs(self):
-        @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)] * 2)
-        def add(first, second):
-            return noise.add_normal([first, second], 3.0)
-
-        first, second = add(tf.zeros([20000]), tf.zeros([30000]))
-        self.assertEqual([len(first), len(second)], [20000, 30000])
-        statistics.assert_gaussian(rounds.flat([first, second]), 3.0)
+def test_one_stddev_for_each_tensor():
+    stddevs = [0.5, 2.0, 0.0, 3.0, 1.0, 1.0]
+    noised = _noise(stddevs, _LONG)
+    statistics.assert_gaussian(noised[1], 2.0)
+    assert not np.any(noised[2])
+    statistics.assert_gaussian(noised[3], 3.0)
+    with pytest.raises(ValueError):
+        _noise([1.0])
 
 
-class LongDrawTest(tf.test.TestCase):
-    """More numbers than one chunk holds."""
-
-    # Chunks end inside variables, and some variables lie inside a chunk.
-    _SHAPES = ((300,), (700, 300), (13,), (40000,), (0, 3), (7,))
-
-    def test_every_number_is_drawn_for_itself(self):
-        noised = _noise(2.5, self._SHAPES)
-        self.assertEqual([each.shape for each in noised], [*self._SHAPES])
-        flat = rounds.flat(noised)
-        statistics.assert_gaussian(flat, 2.5)
-        chunk = noise._SMALLEST_CHUNK
-        for lag in (chunk, 2 * chunk):
-            statistics.assert_uncorrelated(flat[lag:], flat[:-lag])
-
-    def test_one_stddev_for_each_tensor(self):
-        stddevs = [0.5, 2.0, 0.0, 3.0, 1.0, 1.0]
-        noised = _noise(stddevs, self._SHAPES)
-        statistics.assert_gaussian(rounds.flat([noised[1]]), 2.0)
-        self.assertAllEqual(noised[2], np.zeros(13))
-        statistics.assert_gaussian(noised[3], 3.0)
-
-    def test_is_added_in_its_place(self):
-        values = [tf.random.normal(shape) for shape in self._SHAPES]
-        noised = noise.add_normal(values, 0.0)
-        for value, same in zip(values, noised, strict=True):
-            self.assertAllEqual(value, same)
-
-    def test_repeats_bit_for_bit_also_when_compiled(self):
-        def drawn(seed):
-            with noise.seeded(seed):
-                noised = _noise(1.0, self._SHAPES)
-            return tf.concat([tf.reshape(v, [-1]) for v in noised], 0)
-
-        expected = drawn(_SEED)
-        self.assertAllEqual(tf.function(drawn)(_SEED), expected)
-        statistics.assert_uncorrelated(drawn(_SEED + 1), expected)
-        # XLA turns the same seed into other numbers.
-        compiled = tf.function(drawn, jit_compile=True)
-        self.assertAllEqual(compiled(_SEED), compiled(_SEED))
-        statistics.assert_gaussian(compiled(_SEED), 1.0)
-
-    def test_the_graph_stays_small(self):
-        graph = (
-            tf.function(lambda value: noise.add_normal([value], 1.0))
-            .get_concrete_function(tf.TensorSpec([10**8]))
-            .graph
-        )
-        draws = [
-            each
-            for each in graph.get_operations()
-            if each.type == "StatelessRandomUniformFullIntV2"
-            and each.outputs[0].dtype == tf.int32
-        ]
-        self.assertLen(draws, noise._MOST_CHUNKS)
+def test_is_added_in_its_place_and_keeps_dtypes_and_shapes():
+    values = [tf.random.normal(shape) for shape in _LONG]
+    values += [tf.ones([2, 3], tf.float64), tf.ones([], tf.float16)]
+    for value, same in zip(values, noise.add_normal(values, 0.0), strict=True):
+        assert (value.dtype, value.shape) == (same.dtype, same.shape)
+        np.testing.assert_array_equal(value, same)
 
 
-class RadiusTest(tf.test.TestCase):
-    """What is made of Philox's bits, without a user's seed."""
+def test_shapes_that_are_known_only_when_it_runs():
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)] * 2)
+    def add(first, second):
+        return noise.add_normal([first, second], 3.0)
 
-    _WORDS = (0, 1, -1, 6, -7, 2**20, 2**30, -(2**30), 2**31 - 1, -(2**31))
-
-    def test_is_what_float64_makes_of_the_same_words(self):
-        words = np.array(list(itertools.product(self._WORDS, repeat=3))).T
-        words = np.concatenate(
-            [
-                words,
-                np.random.default_rng(1).integers(
-                    -(2**31), 2**31, (3, 10**5 - words.shape[1])
-                ),
-            ],
-            1,
-        )
-
-        def drawn(shape, seed, **options):
-            del seed, options
-            self.assertEqual(shape, [3, 10**5])
-            return tf.constant(words, tf.int32)
-
-        with mock.patch.object(tf.random, "stateless_uniform", drawn):
-            draws = noise._by_radius(2 * 10**5, _SEED).numpy()
-        high, low, direction = words
-        u = (high % 2**31 + abs(low) / 2**31 + 2.0**-33) / 2**31
-        # As a float32 they are the next ones, of which the largest is 1.
-        u = np.minimum(u, 1)
-        radius = np.sqrt(-2 * np.log(u))
-        angle = direction * (np.pi / 2**31)
-        self.assertAllClose(
-            draws.reshape(2, -1),
-            [radius * np.cos(angle), radius * np.sin(angle)],
-            rtol=1e-5,
-            # Radii near zero go up in steps, of which this is the first.
-            atol=2**-11.5,
-        )
-        self.assertAllClose(max(draws), math.sqrt(128 * math.log(2)), 1e-6)
-        self.assertTrue(np.all(np.isfinite(draws)))
-
-    def test_two_of_a_pair_are_independent(self):
-        draws = noise._by_radius(2 * 10**6, tf.constant([3, 5], tf.int64))
-        first, second = draws.numpy().reshape(2, -1).astype(float)
-        squares = first**2, second**2
-        for one, other in (
-            (first, second),
-            squares,
-            (first, squares[1]),
-            (squares[0], second),
-            (np.sign(first), squares[1]),
-        ):
-            statistics.assert_uncorrelated(one, other)
-        # Each wrongly refused once in 1e9.
-        exponential = stats.kstest(sum(squares) / 2, "expon")
-        self.assertGreater(exponential.pvalue, 1e-9)
-        turns = np.arctan2(second, first) / (2 * np.pi) + 0.5
-        self.assertGreater(stats.kstest(turns, "uniform").pvalue, 1e-9)
-
-    def test_any_number_of_them(self):
-        for length in (0, 1, 15, 16, 17, 33, 1000):
-            draws = noise._by_radius(length, _SEED)
-            self.assertEqual(draws.shape, [length])
-            unknown = tf.function(
-                noise._by_radius,
-                input_signature=[
-                    tf.TensorSpec([], tf.int32),
-                    tf.TensorSpec([2], tf.int64),
-                ],
-            )(length, _SEED)
-            self.assertAllEqual(unknown, draws)
+    first, second = add(tf.zeros([20000]), tf.zeros([30000]))
+    assert [len(first), len(second)] == [20000, 30000]
+    statistics.assert_gaussian(rounds.flat([first, second]), 3.0)
 
 
-class FreshnessTest(tf.test.TestCase):
-    def assert_all_differ(self, draws):
-        for i, one in enumerate(draws):
-            for other in draws[:i]:
-                self.assertNotAllEqual(one, other)
-                statistics.assert_uncorrelated(one, other)
-
-    def test_every_call_draws_anew(self):
-        self.assert_all_differ([_noise()[0] for _ in range(3)])
-
-    def test_a_global_seed_does_not_make_it_repeat(self):
-        draws = []
-        for _ in range(2):
-            tf.random.set_seed(1)
-            draws.append(_noise()[0])
-        self.assert_all_differ(draws)
-
-    def test_a_traced_function_draws_anew_in_every_call(self):
-        traced = tf.function(lambda: _noise()[0])
-        self.assert_all_differ([traced() for _ in range(3)])
-
-    def test_a_function_traced_again_does_not_repeat(self):
-        self.assert_all_differ([tf.function(lambda: _noise()[0])() for _ in range(3)])
-
-    def test_every_turn_of_a_loop_draws_anew(self):
-        @tf.function
-        def loop():
-            return tf.map_fn(lambda _: _noise()[0], tf.zeros([3]))
-
-        self.assert_all_differ(list(loop().numpy()))
-
-    def test_two_draws_in_one_function_differ(self):
-        @tf.function
-        def two():
-            return _noise()[0], _noise()[0]
-
-        self.assert_all_differ(list(two()))
+def test_the_graph_of_a_long_draw_stays_small():
+    traced = tf.function(lambda value: noise.add_normal([value], 1.0))
+    graph = traced.get_concrete_function(tf.TensorSpec([10**8])).graph
+    draws = [
+        each
+        for each in graph.get_operations()
+        if each.type == "StatelessRandomUniformFullIntV2"
+        and each.outputs[0].dtype == tf.int32
+    ]
+    assert len(draws) == noise._MOST_CHUNKS
 
 
-class SeededTest(tf.test.TestCase):
-    def test_repeats_bit_for_bit(self):
-        draws = []
-        for _ in range(2):
-            with noise.seeded(_SEED):
-                draws.append([_noise()[0], noise.normal([1000], 1.0)])
-        self.assertAllEqual(draws[0][0], draws[1][0])
-        self.assertAllEqual(draws[0][1], draws[1][1])
+# What is made of Philox's bits, without a user's seed.
 
-    def test_two_draws_inside_one_block_differ(self):
-        with noise.seeded(_SEED):
-            first, second = _noise()[0], _noise()[0]
-        statistics.assert_uncorrelated(first, second)
-
-    def test_another_seed_gives_other_noise(self):
-        draws = []
-        for seed in ([17, 4], [17, 5], [18, 4]):
-            with noise.seeded(tf.constant(seed, tf.int64)):
-                draws.append(_noise()[0])
-        for i in range(3):
-            statistics.assert_uncorrelated(draws[i], draws[i - 1])
-
-    def test_a_traced_function_follows_a_seed_that_is_its_argument(self):
-        @tf.function
-        def drawn(seed):
-            with noise.seeded(seed):
-                return _noise()[0]
-
-        self.assertAllEqual(drawn(_SEED), drawn(_SEED))
-        self.assertNotAllEqual(drawn(_SEED), drawn(_SEED + 1))
-        with noise.seeded(_SEED):
-            self.assertAllEqual(drawn(_SEED), _noise()[0])
-
-    def test_ends_with_its_block_also_after_an_error(self):
-        with self.assertRaises(RuntimeError), noise.seeded(_SEED):
-            raise RuntimeError
-        self.assertNotAllEqual(noise.next_seed(), noise.next_seed())
-
-    def test_blocks_nest(self):
-        with noise.seeded(_SEED):
-            first = _noise()[0]
-            with noise.seeded(_SEED + 9):
-                _noise()
-            second = _noise()[0]
-        with noise.seeded(_SEED):
-            self.assertAllEqual(first, _noise()[0])
-            self.assertAllEqual(second, _noise()[0])
-
-    def test_folded_seeds_differ_for_every_number(self):
-        seeds = {
-            tuple(noise.fold_in(_SEED, number).numpy())
-            for number in (*range(-5, 100), 2**31, 2**40)
-        }
-        self.assertLen(seeds, 107)
+_WORDS = (0, 1, -1, 6, -7, 2**20, 2**30, -(2**30), 2**31 - 1, -(2**31))
 
 
-class KindsOfSeedTest(parameterized.TestCase, tf.test.TestCase):
-    # Longer than one chunk, of shapes that end inside of blocks and chunks.
-    _SHAPES = ((300,), (700, 300), (13,), (40000,))
+def test_a_draw_is_what_float64_makes_of_the_same_words():
+    words = np.array(list(itertools.product(_WORDS, repeat=3))).T
+    rng = np.random.default_rng(1)
+    more = rng.integers(-(2**31), 2**31, (3, 10**5 - words.shape[1]))
+    words = np.concatenate([words, more], 1)
 
-    def _drawn(self, seed, stddev=1.0):
+    def drawn(shape, seed, **options):
+        del seed, options
+        assert shape == [3, 10**5]
+        return tf.constant(words, tf.int32)
+
+    with mock.patch.object(tf.random, "stateless_uniform", drawn):
+        draws = noise._by_radius(2 * 10**5, _SEED).numpy()
+    high, low, direction = words
+    u = (high % 2**31 + abs(low) / 2**31 + 2.0**-33) / 2**31
+    # As a float32 they are the next ones, of which the largest is 1.
+    radius = np.sqrt(-2 * np.log(np.minimum(u, 1)))
+    angle = direction * (np.pi / 2**31)
+    np.testing.assert_allclose(
+        draws.reshape(2, -1),
+        [radius * np.cos(angle), radius * np.sin(angle)],
+        rtol=1e-5,
+        # Radii near zero go up in steps, of which this is the first.
+        atol=2**-11.5,
+    )
+    assert max(draws) == pytest.approx(math.sqrt(128 * math.log(2)), rel=1e-6)
+    assert np.all(np.isfinite(draws))
+
+
+def test_two_of_a_pair_are_independent():
+    draws = noise._by_radius(2 * 10**6, tf.constant([3, 5], tf.int64))
+    first, second = draws.numpy().reshape(2, -1).astype(float)
+    squares = first**2, second**2
+    for one, other in (
+        (first, second),
+        squares,
+        (first, squares[1]),
+        (squares[0], second),
+        (np.sign(first), squares[1]),
+    ):
+        statistics.assert_uncorrelated(one, other)
+    # Each wrongly refused once in 1e9.
+    assert stats.kstest(sum(squares) / 2, "expon").pvalue > 1e-9
+    turns = np.arctan2(second, first) / (2 * np.pi) + 0.5
+    assert stats.kstest(turns, "uniform").pvalue > 1e-9
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 33, 1000])
+def test_any_number_of_them(length):
+    draws = noise._by_radius(length, _SEED)
+    assert draws.shape == [length]
+    signature = [tf.TensorSpec([], tf.int32), tf.TensorSpec([2], tf.int64)]
+    unknown = tf.function(noise._by_radius, input_signature=signature)
+    np.testing.assert_array_equal(unknown(length, _SEED), draws)
+
+
+# Never the same twice.
+
+
+def _calls():
+    yield _noise()[0]
+    yield _noise()[0]
+
+
+def _seeded_calls():
+    for _ in range(2):
+        tf.random.set_seed(1)
+        yield _noise()[0]
+
+
+def _traced_calls():
+    traced = tf.function(lambda: (_noise()[0], _noise()[0]))
+    return [*traced(), *traced(), tf.function(lambda: _noise()[0])()]
+
+
+def _turns_of_a_loop():
+    return tf.function(lambda: tf.map_fn(lambda _: _noise()[0], tf.zeros([3])))()
+
+
+def _in_one_block():
+    with noise.seeded(_SEED):
+        return [_noise()[0], _noise()[0]]
+
+
+@pytest.mark.parametrize(
+    "draws", [_calls, _seeded_calls, _traced_calls, _turns_of_a_loop, _in_one_block]
+)
+def test_two_draws_differ(draws):
+    for one, other in itertools.combinations(list(draws()), 2):
+        assert not np.array_equal(one, other)
+        statistics.assert_uncorrelated(one, other)
+
+
+def test_a_traced_function_follows_a_seed_that_is_its_argument():
+    @tf.function
+    def drawn(seed):
         with noise.seeded(seed):
-            return [
-                noise.normal([], 1.0)[None],
-                *noise.add_normal([tf.zeros(s) for s in self._SHAPES], stddev),
+            return _noise()[0]
+
+    np.testing.assert_array_equal(drawn(_SEED), drawn(_SEED))
+    assert not np.array_equal(drawn(_SEED), drawn(_SEED + 1))
+    with noise.seeded(_SEED):
+        np.testing.assert_array_equal(drawn(_SEED), _noise()[0])
+
+
+def test_blocks_nest_and_end_also_after_an_error():
+    with noise.seeded(_SEED):
+        first = _noise()[0]
+        with pytest.raises(RuntimeError), noise.seeded(_SEED + 9):
+            _noise()
+            raise RuntimeError
+        second = _noise()[0]
+    with noise.seeded(_SEED):
+        np.testing.assert_array_equal(first, _noise()[0])
+        np.testing.assert_array_equal(second, _noise()[0])
+    assert not np.array_equal(noise.next_seed(), noise.next_seed())
+
+
+# Both kinds of seed.
+
+
+@pytest.mark.parametrize("xla", [None, False, True])
+@pytest.mark.parametrize("kind", _KINDS)
+def test_is_gaussian_and_repeats(kind, xla):
+    def drawn(seed):
+        with noise.seeded(seed):
+            parts = [
+                noise.normal([], 1.0),
+                *_noise(1.0, _LONG),
                 *noise.standard_normals([tf.zeros([20011])], noise.next_seed()),
             ]
+        return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
 
-    @parameterized.product(kind=list(_KINDS), xla=[None, False, True])
-    def test_is_gaussian_and_repeats(self, kind, xla):
-        def drawn(seed):
-            return tf.concat([tf.reshape(v, [-1]) for v in self._drawn(seed)], 0)
-
-        if xla is not None:
-            drawn = tf.function(drawn, jit_compile=xla)
-        seed = _KINDS[kind]
-        values = drawn(seed)
-        self.assertAllEqual(values, drawn(seed))
-        statistics.assert_gaussian(values, 1.0)
-        # Wrongly refused once in 1e9.
-        self.assertGreater(stats.kstest(values, "norm").pvalue, 1e-9)
-        for lag in (1, 8, noise._SMALLEST_CHUNK):
-            statistics.assert_uncorrelated(values[lag:], values[:-lag])
-        for other in range(3):
-            statistics.assert_uncorrelated(values, drawn(noise.fold_in(seed, other)))
-
-    def test_a_users_seed_draws_what_it_always_did(self):
-        with noise.seeded(_SEED):
-            first, _ = noise.normal([2], 1.0), noise.next_seed()
-            added = noise.add_normal([tf.zeros([3])], 2.0)[0]
-        self.assertAllClose(first, [-0.113940895, -1.255936], 1e-5)
-        self.assertAllClose(added, [-1.730042, 0.09592744, -0.38477606], 1e-5)
-        self.assertAllEqual(noise.fold_in(_SEED, -3), [-5325777890577690760, -3])
-
-    @parameterized.parameters(*_KINDS)
-    def test_a_child_is_a_seed_of_its_kind_and_hangs_on_both(self, kind):
-        seed = _KINDS[kind]
-        other = tf.bitwise.bitwise_xor(seed, tf.ones_like(seed))
-        numbers = [0, 1, -1, 2**31, 2**32, 2**33 + 1, -(2**40), 2**62]
-        children = [noise.fold_in(seed, each) for each in numbers]
-        children += [noise.fold_in(other, each) for each in numbers]
-        for each in children:
-            self.assertEqual((each.dtype, each.shape), (seed.dtype, seed.shape))
-        words = np.array([each.numpy() for each in children])
-        self.assertLen({tuple(row) for row in words}, 2 * len(numbers))
-        if kind != "of_a_user":  # Whose last word is the number.
-            # Every word is secret: none comes twice (once in 2e7).
-            self.assertLen(np.unique(words), words.size)
-        integers = [int(noise.integer(seed, k)) for k in range(50)]
-        self.assertLen(set(integers), 50)
-
-    @parameterized.parameters(*_KINDS)
-    def test_is_handed_on_as_integers(self, kind):
-        integers = noise.as_integers(_KINDS[kind])
-        self.assertEqual((integers.dtype, integers.shape), (tf.int64, (2,)))
-
-    def test_fresh_seeds(self):
-        seeds = [noise.fresh_seed() for _ in range(20)]
-        self.assertLen({each.tobytes() for each in seeds}, 20)
-        self.assertEqual(seeds[0].dtype, _KINDS["philox"].dtype)
-        self.assertEqual(seeds[0].shape, _KINDS["philox"].shape)
+    if xla is not None:
+        drawn = tf.function(drawn, jit_compile=xla)
+    seed = _KINDS[kind]
+    values = drawn(seed)
+    np.testing.assert_array_equal(values, drawn(seed))
+    statistics.assert_gaussian(values, 1.0)
+    # Wrongly refused once in 1e9.
+    assert stats.kstest(values, "norm").pvalue > 1e-9
+    for lag in (1, 8, noise._SMALLEST_CHUNK, 2 * noise._SMALLEST_CHUNK):
+        statistics.assert_uncorrelated(values[lag:], values[:-lag])
+    for other in range(3):
+        statistics.assert_uncorrelated(values, drawn(noise.fold_in(seed, other)))
 
 
-if __name__ == "__main__":
-    tf.test.main()
+def test_a_users_seed_draws_what_it_always_did():
+    with noise.seeded(_SEED):
+        first, _ = noise.normal([2], 1.0), noise.next_seed()
+        added = noise.add_normal([tf.zeros([3])], 2.0)[0]
+    np.testing.assert_allclose(first, [-0.113940895, -1.255936], 1e-5)
+    np.testing.assert_allclose(added, [-1.730042, 0.09592744, -0.38477606], 1e-5)
+    folded = noise.fold_in(_SEED, -3)
+    np.testing.assert_array_equal(folded, [-5325777890577690760, -3])
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_child_is_a_seed_of_its_kind_and_hangs_on_both(kind):
+    seed = _KINDS[kind]
+    other = tf.bitwise.bitwise_xor(seed, tf.ones_like(seed))
+    numbers = [0, 1, -1, 2**31, 2**32, 2**33 + 1, -(2**40), 2**62]
+    children = [noise.fold_in(parent, n) for parent in (seed, other) for n in numbers]
+    for child in children:
+        assert (child.dtype, child.shape) == (seed.dtype, seed.shape)
+    words = np.array([child.numpy() for child in children])
+    assert len({tuple(row) for row in words}) == 2 * len(numbers)
+    if kind != "of_a_user":  # Whose last word is the number.
+        # Every word is secret: none comes twice (once in 2e7).
+        assert len(np.unique(words)) == words.size
+    assert len({int(noise.integer(seed, k)) for k in range(50)}) == 50
+    integers = noise.as_integers(seed)
+    assert (integers.dtype, integers.shape) == (tf.int64, (2,))
+
+
+def test_fresh_seeds():
+    seeds = [noise.fresh_seed() for _ in range(20)]
+    assert len({seed.tobytes() for seed in seeds}) == 20
+    assert (seeds[0].dtype, seeds[0].shape) == (np.uint64, (2,))

@@ -222,10 +222,6 @@ def _correlated() -> calling.Calls:
             },
         ),
     )
-    yield (
-        "correlated_noise.Workload",
-        lambda: calling.usual(c.Workload, momentum=0.9, rates=(0.1, 0.2)),
-    )
     yield "correlated_noise.BLT", lambda: calling.usual(c.BLT, num_buffers=2)
     yield (
         "correlated_noise.BandedToeplitz",

@@ -36,16 +36,6 @@ class CoordinatorTest(parameterized.TestCase):
         self.assertLen({m.session for m in lists}, 1)
         self.assertEqual(coordinator.ready, ())
 
-    def test_every_group_has_its_own_session(self):
-        coordinator = Coordinator(AdditiveSecretSharing(), group_size=4)
-        sessions = set()
-        for start in (0, 4, 8):
-            for member in range(start, start + 4):
-                lists = coordinator.receive(_ready(member), 0.0)
-            self.assertLen(lists, 4)
-            sessions.add(lists[0].session)
-        self.assertLen(sessions, 3)
-
     def test_a_member_is_in_one_group_of_a_round(self):
         coordinator = Coordinator(AdditiveSecretSharing())
         for member in "abc":
@@ -76,11 +66,6 @@ class CoordinatorTest(parameterized.TestCase):
         with self.assertRaises(RejectedMessageError):
             coordinator.receive(_ready(**{"sender": "b", **changes}), 1.0)
         self.assertEqual(coordinator.ready, ("a",))
-
-    @parameterized.parameters(2, 101)
-    def test_group_size_must_be_allowed(self, group_size):
-        with self.assertRaisesRegex(ValueError, f"got {group_size}"):
-            Coordinator(AdditiveSecretSharing(), group_size)
 
 
 if __name__ == "__main__":

@@ -27,25 +27,10 @@ class SplitTest(parameterized.TestCase):
         self.assertLess(max(sizes), 2 * group)
         self.assertLessEqual(max(sizes) - min(sizes), 1)
 
-    def test_the_default_is_the_smallest_group_allowed(self):
-        protocol = AdditiveSecretSharing(min_participants=4)
-        groups = split_into_groups(10, protocol)
-        self.assertEqual([len(g) for g in groups], [5, 5])
-
-    def test_no_group_is_too_large(self):
-        protocol = AdditiveSecretSharing(max_participants=100)
-        sizes = [len(g) for g in split_into_groups(150, protocol, 100)]
-        self.assertEqual(sizes, [75, 75])
-
     def test_limits_that_can_not_be_kept(self):
         protocol = AdditiveSecretSharing(min_participants=5, max_participants=6)
         with self.assertRaisesRegex(ValueError, "cohort of 7 "):
             split_into_groups(7, protocol)
-
-    @parameterized.parameters(2, 101)
-    def test_group_size_outside_the_limits(self, group_size):
-        with self.assertRaisesRegex(ValueError, f"got {group_size}"):
-            split_into_groups(50, AdditiveSecretSharing(), group_size)
 
 
 class SumInGroupsTest(parameterized.TestCase):
@@ -109,11 +94,6 @@ class SumInGroupsTest(parameterized.TestCase):
         ((_, outcome),) = result.groups
         self.assertFalse(outcome.succeeded)
         self.assertIn("min_participants=3", outcome.reason)
-
-    def test_an_empty_cohort_has_no_total(self):
-        result = sum_in_groups([], self.protocol)
-        self.assertEqual(result.groups, ())
-        self.assertIsNone(result.total)
 
     def test_overflow_names_the_member_and_the_value(self):
         self.updates[6][3] = 250.0
@@ -210,16 +190,6 @@ class WhatEachPartySeesTest(parameterized.TestCase):
                 statistic = np.sum((counts - expected) ** 2) / expected
                 # One false alarm in 1e8 for each of the eight.
                 self.assertLess(statistic, stats.chi2.isf(1e-8, 511))
-
-    def test_the_statistic_notices_a_summand_in_the_clear(self):
-        # The negative of the test above: with the summand itself in view the
-        # same statistic is enormous, so that test can fail.
-        size = 1_000_000
-        encoded = AdditiveSecretSharing().encode(np.full(size, 50.0))
-        cells = (encoded >> np.uint64(55)).astype(np.int64)
-        counts = np.bincount(cells, minlength=512)
-        statistic = np.sum((counts - size / 512) ** 2) / (size / 512)
-        self.assertGreater(statistic, stats.chi2.isf(1e-8, 511))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -104,12 +102,6 @@ class InMemoryTest(parameterized.TestCase):
             np.testing.assert_allclose(outcome.value, _TOTAL, rtol=0, atol=1e-11)
         self.assertNotEmpty(network.rejected)
 
-    def test_deadlines_pass_in_virtual_time(self):
-        protocol = AdditiveSecretSharing(deadline_seconds=1e6)
-        start = time.monotonic()
-        aggregate_in_memory(_UPDATES, protocol, [Fault("crash", 3, "ann")])
-        self.assertLess(time.monotonic() - start, 60.0)
-
     def test_a_slow_network_misses_deadlines(self):
         outcomes = aggregate_in_memory(_UPDATES, _PROTOCOL, latency_seconds=5.1)
         self.assertFalse(any(one.succeeded for one in outcomes.values()))
@@ -119,10 +111,6 @@ class InMemoryTest(parameterized.TestCase):
     def test_members_with_other_shapes_fail(self):
         outcomes = aggregate_in_memory({**_UPDATES, "eve": np.zeros(6)}, _PROTOCOL)
         self.assertFalse(any(one.succeeded for one in outcomes.values()))
-
-    def test_a_group_that_is_too_small_is_refused(self):
-        with self.assertRaisesRegex(ValueError, "min_participants.*got 2"):
-            aggregate_in_memory({1: np.zeros(2), 2: np.zeros(2)}, _PROTOCOL)
 
 
 if __name__ == "__main__":

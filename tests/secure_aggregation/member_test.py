@@ -245,22 +245,6 @@ class MemberTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "at least one tensor"):
             Member(protocol, "ann", [])
 
-    def test_the_same_update_twice_gives_different_shares(self):
-        update = np.ones(100)
-        first, second = (
-            Member(
-                AdditiveSecretSharing(),
-                "ann",
-                [update, update],
-                members=_NAMES,
-                session="s",
-            ).begin(0.0)
-            for _ in range(2)
-        )
-        tensors = [t for m in [*first, *second] for t in m.tensors]
-        self.assertLen(tensors, 8)
-        self.assertLen({tensor.tobytes() for tensor in tensors}, 8)
-
 
 if __name__ == "__main__":
     absltest.main()

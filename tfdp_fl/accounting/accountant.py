@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import TypeAlias
 
 import attr
 import dp_accounting
@@ -27,6 +29,8 @@ _PLD_MAX_CELLS = 2_000_000
 _PLD_COARSE_INTERVAL = 1e-3
 # PLD takes a second or two for each further kind of round.
 _MOST_KINDS_FOR_PLD = 3
+
+_Cohorts: TypeAlias = tuple[tuple[int, int, float], ...]
 
 
 class PrivacyAccountant:
@@ -56,7 +60,8 @@ class PrivacyAccountant:
         self._mu_squared = 0.0  # Of all Gaussians without amplification.
         self._other: dict[dp_accounting.DpEvent, int] = {}
         self._no_privacy = False
-        self._passes = _PassCosts()
+        # Of each pass its cost, and where cohorts lie in its order, with their weight.
+        self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
         self._pld: privacy_loss_distribution.PrivacyLossDistribution | None = None
 
     @property
@@ -76,12 +81,9 @@ class PrivacyAccountant:
 
     def copy(self) -> PrivacyAccountant:
         """Returns an independent copy."""
-        other = object.__new__(PrivacyAccountant)
-        other.__dict__.update(self.__dict__)
-        other._counts = dict(self._counts)
-        other._amplified = dict(self._amplified)
-        other._other = dict(self._other)
-        other._passes = self._passes.copy()
+        other = copy.copy(self)
+        for name in ("_counts", "_amplified", "_other", "_passes"):
+            setattr(other, name, dict(getattr(self, name)))
         return other
 
     def would_be(
@@ -124,44 +126,42 @@ class PrivacyAccountant:
         if z == 0:
             self._no_privacy = True
         elif z == math.inf:
-            pass
+            return
         elif charge.is_amplified:
             self._amplified[charge] = self._amplified.get(charge, 0) + count
         elif z is not None:
             one = (charge.sensitivity / z) ** 2
             self._mu_squared += self._pass_increase(charge, count, one)
-        else:
-            event = charge.event
-            more = round(self._pass_increase(charge, count, 1))
-            if more:
-                self._other[event] = self._other.get(event, 0) + more
+        elif more := round(self._pass_increase(charge, count, 1)):
+            self._other[charge.event] = self._other.get(charge.event, 0) + more
 
     def _pass_increase(
         self, charge: charge_lib.RoundCharge, count: int, weight: float
     ) -> float:
         """Returns by how much the most exposed client's sum of weights rises.
 
-        Outside a pass, or in a pass that is not known, that is every round.
+        Outside a pass, or in a pass that is not known, that is every round. Within
+        one, every client is in one cohort, so a pass costs the most that one of its
+        cohorts does, not their sum (parallel composition); passes add up. A cohort
+        that is run again, after a crash for instance, meets the same clients:
+        cohorts are intervals of the pass's order, and the cost of a pass is the
+        largest sum of weights at any position.
         """
-        if charge.sampling != "shuffled" or charge.pass_index is None:
+        if charge.pass_index is None or charge.pass_offset is None:
             return count * weight
         kind = None if charge.noise_multiplier is not None else charge.event
         key = (charge.partition, charge.num_clients, charge.pass_index, kind)
-        size = int(charge.clients_per_round)
-        increase = 0.0
-        place: tuple[Any, ...]
-        for _ in range(count):
-            if charge.pass_offset is None:
-                # Disjoint as long as the pass has clients left; then anew.
-                place = (*key, "unplaced")
-                start = self._passes.next_start(place, charge.num_clients)
-                stop = min(charge.num_clients, start + size)
-            else:
-                place = key
-                start = charge.pass_offset
-                stop = start + size
-            increase += self._passes.add(place, start, stop, weight)
-        return increase
+        start, weight = charge.pass_offset, count * weight
+        stop = start + int(charge.clients_per_round)
+        before, cohorts = self._passes.get(key, (0.0, ()))
+        in_order = start >= max((end for _, end, _ in cohorts), default=0)
+        if cohorts and cohorts[-1][1:] == (start, weight):
+            cohorts = (*cohorts[:-1], (cohorts[-1][0], stop, weight))
+        else:
+            cohorts = (*cohorts, (start, stop, weight))
+        cost = max(before, weight) if in_order else _largest_sum(cohorts)
+        self._passes[key] = (cost, cohorts)
+        return cost - before
 
     def epsilon(
         self, delta: float, accountant: str = "rdp", coarse: bool = False
@@ -178,7 +178,7 @@ class PrivacyAccountant:
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         if self._no_privacy:
             return math.inf
-        if not (self._amplified or self._other or self._mu_squared):
+        if self.is_one_gaussian and not self._mu_squared:
             return 0.0
         if accountant == "rdp":
             return self._least(dp_accounting.rdp.compute_epsilon, delta)
@@ -215,7 +215,7 @@ class PrivacyAccountant:
         _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
         if self._no_privacy:
             return 1.0
-        if not (self._amplified or self._other or self._mu_squared):
+        if self.is_one_gaussian and not self._mu_squared:
             return 0.0
         if accountant == "rdp":
             return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
@@ -275,7 +275,9 @@ class PrivacyAccountant:
             if self._relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
                 z *= 2
             counts[dp_accounting.GaussianDpEvent(z)] = 1
-        interval = self._pld_interval(_PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL)
+        interval = _PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL
+        with contextlib.suppress(ValueError):  # Wide cells keep it computable.
+            interval = max(interval, self.epsilon(1e-9) / _PLD_MAX_CELLS)
         composed = None
         for event, count in counts.items():
             one = _event_pld(event, self._relation, interval)
@@ -285,14 +287,6 @@ class PrivacyAccountant:
         if not coarse:
             self._pld = composed
         return composed
-
-    def _pld_interval(self, interval: float) -> float:
-        """Returns a cell width that keeps a huge epsilon computable."""
-        try:
-            by_rdp = self.epsilon(1e-9)
-        except ValueError:
-            return interval
-        return max(interval, by_rdp / _PLD_MAX_CELLS)
 
 
 def _unsampled(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
@@ -315,62 +309,12 @@ def _unsampled(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
     return event
 
 
-class _PassCosts:
-    """What the most exposed client of each pass has spent.
-
-    Within a pass every client is in one cohort, so the pass costs the maximum
-    over its cohorts, not the sum (parallel composition); passes add up. A
-    cohort that is run again, after a crash for instance, meets the same
-    clients: cohorts are intervals of positions in the pass's order, and the
-    cost is the largest sum of weights over any position.
-    """
-
-    def __init__(self) -> None:
-        # key -> (cost, end of the last interval, intervals)
-        self._passes: dict[Hashable, tuple[float, int, tuple]] = {}
-
-    def copy(self) -> _PassCosts:
-        """Returns an independent copy."""
-        other = _PassCosts()
-        other._passes = dict(self._passes)
-        return other
-
-    def next_start(self, key: Hashable, num_positions: int) -> int:
-        """Returns where the pass's next cohort begins; 0 once it is full."""
-        _, end, intervals = self._passes.get(key, (0.0, 0, ()))
-        last = intervals[-1][1] if intervals else end
-        return last if last < num_positions else 0
-
-    def add(self, key: Hashable, start: int, stop: int, weight: float) -> float:
-        """Adds one cohort and returns by how much its pass's cost rose."""
-        cost, end, intervals = self._passes.get(key, (0.0, 0, ()))
-        if intervals and intervals[-1][1:] == (start, weight):
-            # Goes on where the last cohort ended, at the same cost.
-            intervals = (*intervals[:-1], (intervals[-1][0], stop, weight))
-        else:
-            intervals = (*intervals, (start, stop, weight))
-        if start >= end:  # The usual case: cohorts come in order.
-            new = max(cost, weight)
-        else:
-            new = _largest_sum(intervals)
-        self._passes[key] = (new, max(end, stop), intervals)
-        return new - cost
-
-
-def _largest_sum(intervals: tuple) -> float:
-    edges = sorted(
-        edge
-        for start, stop, weight in intervals
-        # At one position, ends come before beginnings.
-        for edge in ((start, 1, weight), (stop, 0, -weight))
+def _largest_sum(cohorts: _Cohorts) -> float:
+    """Returns the largest sum of the weights of cohorts that share a position."""
+    return max(
+        math.fsum(weight for start, stop, weight in cohorts if start <= first < stop)
+        for first, _, _ in cohorts
     )
-    largest = current = 0.0
-    open_intervals = 0
-    for _, begins, weight in edges:
-        open_intervals += 1 if begins else -1
-        current = current + weight if open_intervals else 0.0
-        largest = max(largest, current)
-    return largest
 
 
 def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
@@ -384,20 +328,17 @@ def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
     Args:
       charges: The kinds of rounds.
     """
-    amplified = set()
-    for charge in charges:
-        _validate.instance_of(charge_lib.RoundCharge, charge=charge)
-        if charge.noise_multiplier is None:
-            return "rdp"
-        if charge.is_amplified:
-            amplified.add(charge)
-    if len(amplified) > _MOST_KINDS_FOR_PLD:
-        return "rdp"
-    near_full = any(
-        charge.sampling == "fixed_size" and charge.sampling_probability >= 0.5
-        for charge in amplified
+    kinds = {_validate.instance_of(charge_lib.RoundCharge, charge=c) for c in charges}
+    amplified = [charge for charge in kinds if charge.is_amplified]
+    by_rdp = (
+        any(charge.noise_multiplier is None for charge in kinds)
+        or len(amplified) > _MOST_KINDS_FOR_PLD
+        or any(
+            charge.sampling == "fixed_size" and charge.sampling_probability >= 0.5
+            for charge in amplified
+        )
     )
-    return "rdp" if near_full else "pld"
+    return "rdp" if by_rdp else "pld"
 
 
 @functools.lru_cache(maxsize=32)

@@ -50,7 +50,7 @@ class RoundCharge:
         belongs to. None: unknown, and any client may be in the round.
       pass_offset: For "shuffled": where in the pass's order the cohort begins,
         so that it holds the positions from `pass_offset` up to `pass_offset +
-        clients_per_round`. None: disjoint from the pass's other rounds.
+        clients_per_round`; given together with `pass_index`.
       partition: For "shuffled": names the order that the passes follow. Rounds
         of two orders never count as one pass.
     """
@@ -84,6 +84,11 @@ class RoundCharge:
             raise ValueError(
                 "pass_index, pass_offset and partition belong to shuffled "
                 f"sampling, got {place!r} under {self.sampling} sampling."
+            )
+        if (self.pass_index is None) != (self.pass_offset is None):
+            raise ValueError(
+                "pass_index and pass_offset must be given together, got "
+                f"{self.pass_index!r} and {self.pass_offset!r}."
             )
         for name in ("pass_index", "pass_offset"):
             value = getattr(self, name)
@@ -182,7 +187,7 @@ class RoundCharge:
             "sampling": self.sampling,
             "num_clients": self.num_clients,
             "clients_per_round": self.clients_per_round,
-            "event": event_to_dict(self.event),
+            "event": event_to_json(self.event),
         }
         for name in ("pass_index", "pass_offset", "partition"):
             if getattr(self, name) is not None:
@@ -203,7 +208,7 @@ class RoundCharge:
         fields = dict(json.loads(text) if isinstance(text, str) else text)
         if "event" not in fields:
             raise ValueError("text must have an event, got none.")
-        fields["event"] = event_from_dict(fields["event"])
+        fields["event"] = event_from_json(fields["event"])
         return cls(**fields)
 
     def __hash__(self) -> int:
@@ -253,11 +258,6 @@ class PassCohorts:
             self._constant = int(checked_size(clients_per_round, num_clients))
         self._cohorts: list[tuple[int, int, int]] = []
 
-    @property
-    def rounds_of_constant_pass(self) -> int:
-        """How many rounds a pass has, where all cohorts are to be of one size."""
-        return -(-self._num_clients // cast(int, self._constant))
-
     def place(self, round_index: int) -> dict[str, int]:
         """Returns what a `RoundCharge` says of a round's place in its pass."""
         index, start, stop = self.cohort(round_index)
@@ -305,8 +305,6 @@ def noise_multiplier_of(event: dp_accounting.DpEvent) -> float | None:
     """
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return float(event.noise_multiplier)
-    if _is_without_noise(event):
-        return 0.0
     mu_squared = _mu_squared(event)
     if mu_squared is None:
         return None
@@ -317,27 +315,20 @@ def _mu_squared(event: dp_accounting.DpEvent) -> float | None:
     """Returns sum z_i^-2 over the Gaussians of an event, None for others."""
     if isinstance(event, dp_accounting.NoOpDpEvent):
         return 0.0
-    if _is_without_noise(event):
+    if isinstance(event, dp_accounting.NonPrivateDpEvent):
         return math.inf
+    if isinstance(event, dp_accounting.LaplaceDpEvent):
+        return None if event.noise_multiplier else math.inf
     if isinstance(event, dp_accounting.GaussianDpEvent):
         z = float(event.noise_multiplier)
-        return math.inf if z == 0 else z**-2
+        return z**-2 if z else math.inf
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        one = _mu_squared(event.event)
-        return None if one is None else event.count * one if event.count else 0.0
+        one = _mu_squared(event.event) if event.count else 0.0
+        return None if one is None else event.count * one
     if isinstance(event, dp_accounting.ComposedDpEvent):
         parts = [_mu_squared(part) for part in event.events]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
-            return None
-        return math.fsum(known) if math.inf not in known else math.inf
+        return None if None in parts else math.fsum(cast(list[float], parts))
     return None
-
-
-def _is_without_noise(event: dp_accounting.DpEvent) -> bool:
-    return isinstance(event, dp_accounting.NonPrivateDpEvent) or (
-        isinstance(event, dp_accounting.LaplaceDpEvent) and event.noise_multiplier == 0
-    )
 
 
 def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
@@ -359,16 +350,12 @@ def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
         for field in attr.fields(type(event))
     }
     if isinstance(event, dp_accounting.GaussianDpEvent):
-        fields["noise_multiplier"] = _within_reach(fields["noise_multiplier"])
+        z = fields["noise_multiplier"]
+        if 0 < z < gaussian.LEAST_NOISE:
+            fields["noise_multiplier"] = 0.0
+        elif gaussian.MOST_NOISE < z < math.inf:
+            fields["noise_multiplier"] = gaussian.MOST_NOISE
     return type(event)(**fields)
-
-
-def _within_reach(noise_multiplier: float) -> float:
-    if 0 < noise_multiplier < gaussian.LEAST_NOISE:
-        return 0.0
-    if gaussian.MOST_NOISE < noise_multiplier < math.inf:
-        return gaussian.MOST_NOISE
-    return noise_multiplier
 
 
 def _plain(value: Any) -> Any:
@@ -387,53 +374,43 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"event holds {value!r}, which no ledger can keep.")
 
 
-def _event_class(name: str) -> Any:
+def _event_class(name: Any) -> Any:
     if name == BestOfTrialsDpEvent.__name__:
         return BestOfTrialsDpEvent
-    return getattr(dp_accounting.dp_event, name, None)
+    return getattr(dp_accounting.dp_event, str(name), None)
 
 
-def event_to_dict(event: dp_accounting.DpEvent) -> dict[str, Any]:
-    """Returns an event as a dictionary that JSON can hold exactly."""
-    name = type(event).__name__
-    if _event_class(name) is not type(event):
+def event_to_json(event: Any) -> Any:
+    """Returns an event, or a value of one, as JSON can hold it exactly."""
+    if isinstance(event, tuple):
+        return [event_to_json(item) for item in event]
+    if not isinstance(event, dp_accounting.DpEvent):
+        return event
+    kind = type(event)
+    if _event_class(kind.__name__) is not kind:
         raise TypeError(
             f"event must be one of dp_accounting's own events, got {event!r}."
         )
-    fields = {
-        field.name: _to_json_value(getattr(event, field.name))
-        for field in attr.fields(type(event))
-    }
-    return {"type": name, **fields}
+    names = [field.name for field in attr.fields(kind)]
+    values = {name: event_to_json(getattr(event, name)) for name in names}
+    return {"type": kind.__name__, **values}
 
 
-def _to_json_value(value: Any) -> Any:
-    if isinstance(value, dp_accounting.DpEvent):
-        return event_to_dict(value)
-    if isinstance(value, tuple):
-        return [_to_json_value(item) for item in value]
-    return value
-
-
-def event_from_dict(fields: dict[str, Any]) -> dp_accounting.DpEvent:
-    """Inverse of `event_to_dict`; only dp_accounting's own events are made."""
-    fields = dict(fields)
+def event_from_json(value: Any) -> Any:
+    """Inverse of `event_to_json`; only dp_accounting's own events are made."""
+    if isinstance(value, list):
+        return tuple(event_from_json(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    fields = {key: event_from_json(field) for key, field in value.items()}
     name = fields.pop("type", None)
-    cls = _event_class(str(name))
-    if not (isinstance(cls, type) and issubclass(cls, dp_accounting.DpEvent)):
+    kind = _event_class(name)
+    if not (isinstance(kind, type) and issubclass(kind, dp_accounting.DpEvent)):
         raise ValueError(
             f"The event type {name!r} is not known to dp-accounting "
             f"{dp_accounting_version()}."
         )
-    return cls(**{key: _from_json_value(v) for key, v in fields.items()})
-
-
-def _from_json_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return event_from_dict(value)
-    if isinstance(value, list):
-        return tuple(_from_json_value(item) for item in value)
-    return value
+    return kind(**fields)
 
 
 def dp_accounting_version() -> str:

@@ -20,6 +20,7 @@ what another one wrote here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -177,12 +178,10 @@ class LedgerContents:
         round has no guarantee of that kind.
         """
         guarantee = self.header.get("mechanism", {}).get("guarantee")
-        if guarantee in ("local", "record"):
+        charges = [entry.charge for entry in self.entries]
+        if guarantee in ("local", "record") or set(charges) == {None}:
             return self.local_epsilon(delta)
-        central = [entry.charge is not None for entry in self.entries]
-        if self.entries and not any(central):
-            return self.local_epsilon(delta)
-        if not all(central):
+        if None in charges:
             return math.inf
         return self.accountant().epsilon(delta, accountant)
 
@@ -488,8 +487,6 @@ class PrivacyLedger:
             reads it.
           TypeError: `expected_head` is of another type.
         """
-        if expected_head is not None:
-            _validate.instance_of(str, expected_head=expected_head)
         return _parse(pathlib.Path(path).read_bytes(), str(path), expected_head)[0]
 
     @property
@@ -570,13 +567,10 @@ class PrivacyLedger:
         self._check_process()
         own = os.fstat(self._file)
         try:
-            found = os.stat(self._place)
+            there = os.path.samestat(own, os.stat(self._place))
         except OSError:
-            found = None
-        if found is None or (own.st_dev, own.st_ino) != (
-            found.st_dev,
-            found.st_ino,
-        ):
+            there = False
+        if not there:
             raise LedgerMovedError(
                 f"The ledger {self._path} was deleted, moved or replaced while "
                 "it was open: what is written now would not be found there. "
@@ -598,14 +592,12 @@ class PrivacyLedger:
 
     def _sync_folder(self) -> None:
         """Makes the new file's name survive a crash."""
-        try:
+        with contextlib.suppress(PermissionError):  # It may be written but not read.
             folder = os.open(os.path.dirname(self._place), os.O_RDONLY)
-        except OSError:
-            return  # A folder that may be written but not read.
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
 def epsilon_from_ledger(
@@ -651,6 +643,8 @@ def _parse(
     data: bytes, name: str, expected_head: str | None
 ) -> tuple[LedgerContents, int]:
     """Verifies a whole file; returns also how many of its bytes are whole lines."""
+    if expected_head is not None:
+        _validate.instance_of(str, expected_head=expected_head)
     lines = data.split(b"\n")
     tail = lines.pop()  # Empty, unless the last line has no end.
     header: dict[str, Any] = {}
@@ -683,11 +677,8 @@ def _parse(
             f"The ledger {name} does not contain the line with the hash "
             f"{expected_head}: lines at its end were removed."
         )
-    header = {
-        name: value
-        for name, value in header.items()
-        if name not in ("kind", "hash", "previous")
-    }
+    for key in ("kind", "hash", "previous"):
+        header.pop(key, None)
     contents = LedgerContents(
         header=header, entries=tuple(entries), truncated=truncated, head=head
     )

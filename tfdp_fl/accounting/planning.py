@@ -23,73 +23,46 @@ _SMALLEST, _LARGEST = 1e-6, 1e9
 Charges = Iterable["charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]"]
 
 
-class _Plan:
-    """Rounds of a clipped, noised sum that are planned; see `epsilon`."""
-
-    def __init__(
-        self,
-        noise_multiplier: schedules.Schedule,
-        sampling: str,
-        num_clients: int,
-        clients_per_round: schedules.Schedule,
-    ):
-        _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
-        self._noise_multiplier = noise_multiplier
-        self._sampling = sampling
-        self._num_clients = _validate.positive_integer(num_clients=num_clients)
-        self._clients_per_round = clients_per_round
-        self._passes: charge_lib.PassCohorts | None = None
-        if sampling == "shuffled":
-            self._passes = charge_lib.PassCohorts(num_clients, clients_per_round)
-        self._charges: list[charge_lib.RoundCharge] = []
-        given = (noise_multiplier, clients_per_round)
-        self._is_constant = all(map(schedules.is_constant, given))
-        lengths = [len(each) for each in given if hasattr(each, "__len__")]
-        self.most_rounds = min([_MOST_SCHEDULED_ROUNDS, *lengths])
-        if self._is_constant:
-            self.most_rounds = _MOST_ROUNDS
-
-    def history(self, rounds: int) -> accountant_lib.PrivacyAccountant:
-        """Returns an accountant of the first so many rounds."""
-        history = accountant_lib.PrivacyAccountant()
-        if self._is_constant:
-            count = rounds
-            if self._passes is not None:
-                # The first round of a pass costs as much as all of it.
-                count = -(-rounds // self._passes.rounds_of_constant_pass)
-            if count:
-                history.add(self._charge(0), count)
-            return history
-        # Asked for as they are needed: a callable need not go on for ever.
-        while len(self._charges) < rounds:
-            self._charges.append(self._charge(len(self._charges)))
-        for charge in self._charges[:rounds]:
-            history.add(charge)
-        return history
-
-    def _charge(self, t: int) -> charge_lib.RoundCharge:
-        z = _validate.non_negative(
-            noise_multiplier=schedules.value_at(
-                self._noise_multiplier, t, "noise_multiplier"
-            )
-        )
-        place: dict[str, Any]
-        if self._passes is None or self._is_constant:
-            place = {
-                "clients_per_round": charge_lib.checked_size(
-                    schedules.value_at(self._clients_per_round, t, "clients_per_round"),
-                    self._num_clients,
-                    fractional=self._sampling == "poisson",
-                )
-            }
+def _planned(
+    noise_multiplier: schedules.Schedule,
+    sampling: str,
+    num_clients: int,
+    clients_per_round: schedules.Schedule,
+    rounds: int,
+) -> accountant_lib.PrivacyAccountant:
+    """Returns an accountant of rounds that are planned; see `epsilon`."""
+    _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
+    n = _validate.positive_integer(num_clients=num_clients)
+    passes = None
+    if sampling == "shuffled":
+        passes = charge_lib.PassCohorts(n, clients_per_round)
+    given = (noise_multiplier, clients_per_round)
+    constant = all(map(schedules.is_constant, given))
+    history = accountant_lib.PrivacyAccountant()
+    for t in range(min(rounds, 1) if constant else rounds):
+        z = schedules.value_at(noise_multiplier, t, "noise_multiplier")
+        place: dict[str, Any] = {}
+        if passes is not None and not constant:
+            place = passes.place(t)
         else:
-            place = self._passes.place(t)
-        return charge_lib.RoundCharge(
-            sampling=self._sampling,
-            num_clients=self._num_clients,
-            event=dp_accounting.GaussianDpEvent(z),
+            size = schedules.value_at(clients_per_round, t, "clients_per_round")
+            fractional = sampling == "poisson"
+            size = charge_lib.checked_size(size, n, fractional=fractional)
+            place["clients_per_round"] = size
+        one = charge_lib.RoundCharge(
+            sampling=sampling,
+            num_clients=n,
+            event=dp_accounting.GaussianDpEvent(
+                _validate.non_negative(noise_multiplier=z)
+            ),
             **place,
         )
+        count = rounds if constant else 1
+        if passes is not None and constant:
+            # The first round of a pass costs as much as all of it.
+            count = -(-rounds // -(-n // int(one.clients_per_round)))
+        history.add(one, count)
+    return history
 
 
 def epsilon(
@@ -114,9 +87,9 @@ def epsilon(
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
     """
-    plan = _Plan(noise_multiplier, sampling, num_clients, clients_per_round)
     rounds = _validate.non_negative_integer(rounds=rounds)
-    return plan.history(rounds).epsilon(delta, accountant)
+    plan = (noise_multiplier, sampling, num_clients, clients_per_round, rounds)
+    return _planned(*plan).epsilon(delta, accountant)
 
 
 def delta(
@@ -129,9 +102,9 @@ def delta(
     accountant: str = "rdp",
 ) -> float:
     """Returns delta at an epsilon; the arguments are those of `epsilon`."""
-    plan = _Plan(noise_multiplier, sampling, num_clients, clients_per_round)
     rounds = _validate.non_negative_integer(rounds=rounds)
-    return plan.history(rounds).delta(epsilon, accountant)
+    plan = (noise_multiplier, sampling, num_clients, clients_per_round, rounds)
+    return _planned(*plan).delta(epsilon, accountant)
 
 
 def max_rounds(
@@ -160,14 +133,19 @@ def max_rounds(
     target = _validate.positive(target_epsilon=target_epsilon)
     _validate.inside_unit_interval(delta=delta)
     _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-    plan = _Plan(noise_multiplier, sampling, num_clients, clients_per_round)
+    # What is random in a schedule is asked once; a sequence ends.
+    z, m = schedules.fixed(noise_multiplier), schedules.fixed(clients_per_round)
+    lengths = [len(each) for each in (z, m) if hasattr(each, "__len__")]
+    limit = min([_MOST_SCHEDULED_ROUNDS, *lengths])
+    if schedules.is_constant(z) and schedules.is_constant(m):
+        limit = _MOST_ROUNDS
 
     def most(by: str, guess: int) -> int:
-        return last_true(
-            lambda rounds: plan.history(rounds).epsilon(delta, by) <= target,
-            plan.most_rounds,
-            guess,
-        )
+        def is_within(rounds: int) -> bool:
+            history = _planned(z, sampling, num_clients, m, rounds)
+            return history.epsilon(delta, by) <= target
+
+        return last_true(is_within, limit, guess)
 
     by_rdp = most("rdp", 1)
     return by_rdp if accountant == "rdp" else most(accountant, by_rdp)
@@ -182,18 +160,16 @@ def last_true(predicate: Callable[[int], bool], limit: int, guess: int = 1) -> i
       limit: Where to stop looking.
       guess: Where to begin.
     """
-    low, high = 0, limit + 1
-    n, stride = min(max(guess, 1), limit), max(1, guess // 8)
+    low, high, n, stride = 0, limit + 1, min(max(guess, 1), limit), max(1, guess // 8)
     while high - low > 1:
         if predicate(n):
             low = n
         else:
             high = n
-        if low and high <= limit:
-            n = (low + high) // 2
-        else:  # One side is still open: ever longer strides.
-            n = min(max(1, n + stride if low else n - stride), limit)
-            stride *= 2 if guess > 1 else 1 + n
+        n = (low + high) // 2
+        if not low or high > limit:  # One side is still open: ever longer strides.
+            n = min(max(1, low + stride if low else high - stride), limit)
+            stride *= 4
     return low
 
 
@@ -234,9 +210,7 @@ def calibrate_noise_multiplier(
         )
     rounds = _validate.positive_integer(rounds=rounds)
     return calibrate(
-        lambda z: (
-            _Plan(z, sampling, num_clients, clients_per_round).history(rounds).charges
-        ),
+        lambda z: _planned(z, sampling, num_clients, clients_per_round, rounds).charges,
         target_epsilon,
         given[0],
         accountant,

@@ -100,19 +100,17 @@ class LocalAccount:
           ValueError: If anything is out of range; nothing is charged then.
         """
         positions, added = self._checked(positions, mu_squared)
-        if added.any():
-            np.add.at(self._mu_squared, positions, added)
+        np.add.at(self._mu_squared, positions, added)
         np.add.at(self._participations, positions, 1)
 
     def max_mu_squared_after(
         self, positions: np.ndarray, mu_squared: float | np.ndarray
     ) -> float:
         """Returns what `max_mu_squared` would be after `add`."""
-        positions, mu_squared = self._checked(positions, mu_squared)
-        touched, inverse = np.unique(positions, return_inverse=True)
-        sums = self._mu_squared[touched]
-        np.add.at(sums, inverse, mu_squared)
-        return float(max(self.max_mu_squared, sums.max(initial=0.0)))
+        after = LocalAccount(self.num_clients)
+        after.set_state(self.get_state())
+        after.add(positions, mu_squared)
+        return after.max_mu_squared
 
     def max_mu_squared_after_draws(
         self,
@@ -130,12 +128,12 @@ class LocalAccount:
           mu_squared: (sensitivity / sigma)^2 of one client's release in each.
           max_participations: After so many rounds a client sits out.
         """
-        spent, seen = self._mu_squared, self._participations
-        if max_participations is None:
-            return self.max_mu_squared + (draws * mu_squared if draws else 0.0)
-        more = np.minimum(draws, np.maximum(max_participations - seen, 0))
-        after = spent + np.where(more > 0, more * mu_squared, 0.0)
-        return float(after.max())
+        more = np.full(self.num_clients, draws)
+        if max_participations is not None:
+            more = np.clip(max_participations - self._participations, 0, draws)
+        # What is not drawn costs nothing, also where a draw has no noise.
+        added = np.multiply(more, mu_squared, where=more > 0, out=np.zeros(len(more)))
+        return float((self._mu_squared + added).max())
 
     def epsilon(self, delta: float) -> float:
         """Returns the exact epsilon of the client that spent most."""
@@ -152,11 +150,10 @@ class LocalAccount:
         """Puts back what `get_state` returned."""
         mu_squared = np.array(state["mu_squared"], dtype=np.float64)
         participations = np.array(state["participations"], dtype=np.int64)
-        shape = self._mu_squared.shape
-        if mu_squared.shape != shape or participations.shape != shape:
+        shapes = {mu_squared.shape, participations.shape}
+        if shapes != {self._mu_squared.shape}:
             raise ValueError(
-                f"state must be of {self.num_clients} clients, got shapes "
-                f"{mu_squared.shape} and {participations.shape}."
+                f"state must be of {self.num_clients} clients, got shapes {shapes}."
             )
         self._mu_squared, self._participations = mu_squared, participations
 
@@ -164,28 +161,26 @@ class LocalAccount:
         self, positions: Any, mu_squared: Any
     ) -> tuple[np.ndarray, np.ndarray]:
         positions = np.asarray(positions)
-        if positions.size == 0:
+        if not positions.size:
             positions = positions.astype(np.int64)
         if positions.ndim != 1 or positions.dtype.kind not in "iu":
             raise TypeError(
                 "positions must be a one-dimensional integer array, got shape "
                 f"{positions.shape} and dtype {positions.dtype}."
             )
-        if positions.size and (
-            positions.min() < 0 or positions.max() >= self.num_clients
-        ):
+        if not np.all((positions >= 0) & (positions < self.num_clients)):
             raise ValueError(
                 f"positions must be from 0 to {self.num_clients - 1}, got "
                 f"{positions.min()} to {positions.max()}."
             )
         mu_squared = np.asarray(mu_squared, dtype=np.float64)
-        if mu_squared.ndim and mu_squared.shape != positions.shape:
+        if mu_squared.shape not in ((), positions.shape) or not all(
+            np.ravel(mu_squared >= 0)
+        ):
             raise ValueError(
-                "mu_squared must be one number or one per position, got shape "
-                f"{mu_squared.shape} for {len(positions)} positions."
+                "mu_squared must be one number of at least 0, or one per position, "
+                f"got {mu_squared!r} for {len(positions)} positions."
             )
-        if not np.all(mu_squared >= 0):
-            raise ValueError(f"mu_squared must be at least 0, got {mu_squared!r}.")
         return positions, mu_squared
 
 
@@ -330,14 +325,10 @@ class Spending:
                     "have none."
                 )
             # Several files may tell of one release, as it is in all of them.
-            name = other
-            if not other.startswith(_EVALUATION):
-                name = f"{other} in {source}"
-            others[name] = OtherRun(
-                charges=charges,
-                mu_squared=ledger.largest_mu_squared(entries)
-                if self.by_client
-                else 0.0,
+            beside = other.startswith(_EVALUATION)
+            spent = ledger.largest_mu_squared(entries) if self.by_client else 0.0
+            others[other if beside else f"{other} in {source}"] = OtherRun(
+                charges=charges, mu_squared=spent
             )
         self._count(own, others)
 
@@ -418,12 +409,11 @@ class Spending:
         spending._own = _from_json(state["charges"])
         spending.others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
-            # Missing where an earlier version wrote the state.
-            for name, (charges, mu_squared) in state.get("others", {}).items()
+            for name, (charges, mu_squared) in state["others"].items()
         }
         spending.central = _composed(spending._own, spending.others)
         spending.clients.set_state(state)
-        spending.lost_mu_squared = float(state.get("lost_mu_squared", 0.0))
+        spending.lost_mu_squared = float(state["lost_mu_squared"])
         return spending
 
 

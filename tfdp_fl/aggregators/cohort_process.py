@@ -19,17 +19,13 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from tfdp_fl.aggregators import (
-    round_plan,
-    state,
-    values,
-)
+from tfdp_fl.aggregators import round_plan, state, values
 from tfdp_fl.mechanisms import cohort_query, contribution
 
 
@@ -59,20 +55,46 @@ def create_cohort_process(
     client_types = [value_type]
     if weight_type is not None:
         client_types.append(weight_type)
-    at_server = _server_phases(query, plan)
-    query_state_type = at_server.initial_state.type_signature.result
+
+    @tff.tensorflow.computation
+    def initial_query_state():
+        return query.initial_global_state()
+
+    query_state_type = initial_query_state.type_signature.result
+
+    @tff.tensorflow.computation
+    def no_history():
+        # Of a length that the graph does not know: it grows.
+        return state.RoundHistory(
+            *(
+                tf.compat.v1.placeholder_with_default(np.zeros([0], dtype), [None])
+                for dtype in (np.int64, np.float64, np.float64, np.int64, np.float64)
+            )
+        )
+
+    @tff.tensorflow.computation(query_state_type, np.int32)
+    def begin_round(query_state, round_index):
+        return query.begin_round(query_state, *plan.values(round_index))
+
+    @tff.tensorflow.computation(query_state_type)
+    def derive_sample_params(query_state):
+        return query.derive_sample_params(query_state)
+
+    @tff.tensorflow.computation(np.int32, no_history.type_signature.result, np.float32)
+    def finish_round(round_index, history, answered):
+        return round_index + 1, plan.written_down(history, round_index, answered)
+
     if query.two_phase:
         clip_to_cohort = _create_clip_to_cohort(query, query_state_type, value_type)
     preprocess_record = _create_preprocess_record(
-        query, at_server.sample_params.type_signature.result, client_types
+        query, derive_sample_params.type_signature.result, client_types
     )
     record_type = preprocess_record.type_signature.result
     sum_process = values.create_record_sum(record_type, inner_factory, scalars_factory)
-    total_type = sum_process.next.type_signature.result.result.member
     get_noised_result = _create_noised_result(
         query,
         size_check,
-        total_type,
+        sum_process.next.type_signature.result.result.member,
         query_state_type,
         value_type,
         packed=record_type.update.is_equivalent_to(value_type),
@@ -85,17 +107,25 @@ def create_cohort_process(
     def add_inner(measurements, inner):
         return collections.OrderedDict(measurements, inner=inner)
 
-    init_fn = _create_init_fn(at_server, sum_process)
+    @tff.federated_computation
+    def init_fn():
+        return tff.federated_zip(
+            state.AggregatorState(
+                query_state=tff.federated_eval(initial_query_state, tff.SERVER),
+                rounds=tff.federated_value(np.int32(0), tff.SERVER),
+                sum_state=sum_process.initialize(),
+                history=tff.federated_eval(no_history, tff.SERVER),
+            )
+        )
 
     def one_round(server_state, value, *weight):
         query_state = tff.federated_map(
-            at_server.begin_round,
-            (server_state.query_state, server_state.rounds),
+            begin_round, (server_state.query_state, server_state.rounds)
         )
         if query.two_phase:
             query_state = clip_to_cohort(query_state, value)
         params = tff.federated_broadcast(
-            tff.federated_map(at_server.sample_params, query_state)
+            tff.federated_map(derive_sample_params, query_state)
         )
         record = tff.federated_map(preprocess_record, (params, value, *weight))
         total = sum_process.next(server_state.sum_state, record)
@@ -103,21 +133,21 @@ def create_cohort_process(
             get_noised_result, (total.result, query_state)
         )
         rounds, history = tff.federated_map(
-            at_server.finish_round,
-            (server_state.rounds, server_state.history, answered),
-        )
-        new_state = state.AggregatorState(
-            query_state=new_query_state,
-            rounds=rounds,
-            sum_state=total.state,
-            history=history,
+            finish_round, (server_state.rounds, server_state.history, answered)
         )
         if inner_factory is not None:
             measurements = tff.federated_map(
                 add_inner, (measurements, total.measurements)
             )
         return tff.templates.MeasuredProcessOutput(
-            state=tff.federated_zip(new_state),
+            state=tff.federated_zip(
+                state.AggregatorState(
+                    query_state=new_query_state,
+                    rounds=rounds,
+                    sum_state=total.state,
+                    history=history,
+                )
+            ),
             result=mean,
             measurements=measurements,
         )
@@ -130,93 +160,6 @@ def create_cohort_process(
     return tff.templates.AggregationProcess(init_fn, next_fn)
 
 
-class _ServerPhases(NamedTuple):
-    """What the server computes of its own state, as TFF computations.
-
-    Attributes:
-      initial_state: () -> the query's state.
-      begin_round: (state, round) -> the state of the round.
-      sample_params: state -> what clients get to know.
-      no_history: () -> a `RoundHistory` of nothing.
-      finish_round: (round, history, clients in the sum) -> the next round, and
-        the history with this one.
-    """
-
-    initial_state: Any
-    begin_round: Any
-    sample_params: Any
-    no_history: Any
-    finish_round: Any
-
-
-def _server_phases(
-    query: cohort_query.CohortQuery, plan: round_plan.RoundPlan
-) -> _ServerPhases:
-    """Returns what a query and a plan come to at the server."""
-
-    @tff.tensorflow.computation
-    def initial_query_state():
-        return query.initial_global_state()
-
-    query_state_type = initial_query_state.type_signature.result
-
-    @tff.tensorflow.computation(query_state_type, np.int32)
-    def begin_round(query_state, round_index):
-        return query.begin_round(
-            query_state,
-            plan.noise_multiplier.at(round_index),
-            plan.clients_per_round.at(round_index),
-        )
-
-    @tff.tensorflow.computation(query_state_type)
-    def derive_sample_params(query_state):
-        return query.derive_sample_params(query_state)
-
-    @tff.tensorflow.computation
-    def no_history():
-        # Of a length that the graph does not know: it grows.
-        return state.RoundHistory(
-            *(
-                tf.compat.v1.placeholder_with_default(np.zeros([0], dtype), [None])
-                for dtype in (np.int64, np.float64, np.float64, np.int64, np.float64)
-            )
-        )
-
-    @tff.tensorflow.computation(np.int32, no_history.type_signature.result, np.float32)
-    def finish_round(round_index, history, answered):
-        return (
-            round_index + 1,
-            plan.written_down(history, round_index, answered),
-        )
-
-    return _ServerPhases(
-        initial_query_state,
-        begin_round,
-        derive_sample_params,
-        no_history,
-        finish_round,
-    )
-
-
-def _create_init_fn(
-    at_server: _ServerPhases, sum_process: tff.templates.MeasuredProcess
-) -> tff.Computation:
-    """Returns what makes an `AggregatorState` before the first round."""
-
-    @tff.federated_computation
-    def init_fn():
-        return tff.federated_zip(
-            state.AggregatorState(
-                query_state=tff.federated_eval(at_server.initial_state, tff.SERVER),
-                rounds=tff.federated_value(np.int32(0), tff.SERVER),
-                sum_state=sum_process.initialize(),
-                history=tff.federated_eval(at_server.no_history, tff.SERVER),
-            )
-        )
-
-    return init_fn
-
-
 def _create_preprocess_record(
     query: cohort_query.CohortQuery,
     params_type: tff.types.Type,
@@ -226,7 +169,7 @@ def _create_preprocess_record(
     value_type = client_types[0]
 
     def preprocess(params, value, *weight):
-        client = [query.client_with(number) for number in weight]
+        client = [contribution.Client(num_examples=number) for number in weight]
         tensors = values.to_list(value)
         record = query.preprocess_record(params, tensors, *client)
         fields = collections.OrderedDict(record._asdict())
@@ -339,14 +282,9 @@ def _create_clip_to_cohort(
         tff.FederatedType(value_type, tff.CLIENTS),
     )
     def phase(query_state, value):
-        norms = tff.federated_aggregate(
-            tff.federated_map(record_norm, value),
-            no_norms(),
-            append,
-            merge,
-            report,
-        )
-        return tff.federated_map(clip_to_cohort, (query_state, norms))
+        norms = tff.federated_map(record_norm, value)
+        collected = tff.federated_aggregate(norms, no_norms(), append, merge, report)
+        return tff.federated_map(clip_to_cohort, (query_state, collected))
 
     return phase
 

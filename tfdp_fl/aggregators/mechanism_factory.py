@@ -4,42 +4,262 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+import math
+from typing import Any, cast
 
 import dp_accounting
 import tensorflow_federated as tff
 
 from tfdp_fl import _validate, mechanisms, schedules
-from tfdp_fl.aggregators import bound_mechanism
+from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.aggregators import cohort_process, round_plan, state, values
 from tfdp_fl.mechanisms import contribution, nbafl
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
+_SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
+
 
 class BoundFactory:
-    """What the factories of mechanisms have in common."""
+    """A mechanism and where it is used, ready for TFF."""
 
-    def __init__(self, bound: bound_mechanism.BoundMechanism, **factories: Any):
-        """Checks what sums the parts of a record.
+    def __init__(
+        self,
+        mechanism: mechanism_lib.Mechanism,
+        clients_per_round: schedules.Schedule,
+        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        *,
+        sampling: str | None = None,
+        **numbers: int | None,
+    ):
+        """Checks everything that can be checked before a value type is known.
 
         Args:
-          bound: The mechanism, and where it is used.
-          **factories: `inner_factory` and `scalars_factory`, see
-            `MechanismFactory`.
+          mechanism: The mechanism.
+          clients_per_round: m, the expected cohort size: a number, a sequence
+            with one value a round, or (with `rounds`) a callable of the round.
+          inner_factory: See `MechanismFactory`.
+          scalars_factory: See `MechanismFactory`.
+          sampling: "poisson", "fixed_size", "shuffled", "cyclic", "separated"
+            (clients come as they like), or None if unknown.
+          **numbers: Of `Deployment`: `num_clients`, `rounds`, `min_examples` and
+            `max_participations`; None if unknown. The last is not enforced here:
+            TFF hands over clients without names.
+
+        Raises:
+          TypeError: An argument is of a wrong type.
+          ValueError: The mechanism's guarantee does not hold there, or it
+            needs a fact that is not given.
         """
-        for name, factory in factories.items():
-            check_inner_factory(name, factory, bound)
-        self._bound = bound
-        self._factories = factories
+        self.mechanism: Any = _validate.instance_of(
+            mechanism_lib.Mechanism, mechanism=mechanism
+        )
+        for name, value in numbers.items():
+            if value is not None:
+                _validate.positive_integer(**{name: value})
+        if sampling is not None:
+            _validate.one_of(_SAMPLINGS, sampling=sampling)
+        # Schedules as tables: a TFF computation cannot call a callable.
+        rounds = numbers.pop("rounds", None)
+        clients = round_plan.tabulated(
+            clients_per_round, "clients_per_round", rounds, _validate.positive
+        )
+        self._noise = round_plan.tabulated(
+            mechanism.noise_multiplier or 0.0,
+            "noise_multiplier",
+            rounds,
+            _validate.non_negative,
+        )
+        tables = (clients, self._noise)
+        planned = [len(table) for table in tables if isinstance(table, tuple)]
+        if mechanism.event_period is not None:
+            planned.append(mechanism.event_period)
+        if rounds is not None and planned and rounds > min(planned):
+            raise ValueError(
+                f"rounds={rounds} must be at most the {min(planned)} rounds "
+                "for which noise_multiplier and clients_per_round have values "
+                "and the mechanism's noise is made."
+            )
+        self._is_scheduled = bool(planned)
+        if numbers.get("max_participations") is None:
+            numbers["max_participations"] = mechanism.max_participations
+        self.deployment = contribution.Deployment(
+            clients_per_round=clients,
+            sampling=sampling,
+            rounds=min(planned) if rounds is None and planned else rounds,
+            num_variables=1,
+            **cast(dict[str, Any], numbers),
+        )
+        mechanism.bind(self.deployment)
+        self._check_cohort_sizes()
+        self._factories = {
+            "inner_factory": inner_factory,
+            "scalars_factory": scalars_factory,
+        }
+        for name, factory in self._factories.items():
+            self._check_sum(name, factory)
 
     @property
-    def mechanism(self) -> Any:
-        """The mechanism."""
-        return self._bound.mechanism
+    def _has_whole_cohorts(self) -> bool:
+        return self.deployment.sampling not in ("poisson", None)
+
+    def _check_cohort_sizes(self) -> None:
+        limit = self.deployment.num_clients
+        whole = self.mechanism.needs_exact_cohort or self._has_whole_cohorts
+        for value in round_plan.distinct(self._clients):
+            if limit is not None and value > limit:
+                raise ValueError(
+                    f"clients_per_round must be at most num_clients={limit}, "
+                    f"got {value:g}."
+                )
+            if whole and not value.is_integer():
+                raise ValueError(
+                    "clients_per_round must be a whole number where the "
+                    f"cohort size is fixed, got {value!r}."
+                )
 
     @property
-    def deployment(self) -> contribution.Deployment:
-        """Where it is used."""
-        return self._bound.deployment
+    def _clients(self) -> round_plan.Table:
+        return cast(round_plan.Table, self.deployment.clients_per_round)
+
+    def _check_sum(self, name: str, factory: Any) -> None:
+        """Raises unless a factory is None or one whose sum keeps the guarantee."""
+        if factory is None:
+            return
+        _validate.instance_of(
+            tff.aggregators.UnweightedAggregationFactory, **{name: factory}
+        )
+        others = (
+            MechanismFactory,
+            tff.aggregators.DifferentiallyPrivateFactory,
+            tff.aggregators.UnweightedMeanFactory,
+        )
+        if isinstance(factory, others):
+            raise ValueError(
+                f"{name} must give a sum (such as tff.aggregators.SumFactory or "
+                f"SecureSumFactory), got {type(factory).__name__}: the mechanism "
+                "divides, by the expected cohort size, and adds the noise."
+            )
+        # A larger share of the sum would cost more than is charged.
+        event = self.mechanism.round_event(0, self.deployment)
+        has_price = self.mechanism.guarantee == "central" and not isinstance(
+            event, dp_accounting.NonPrivateDpEvent
+        )
+        if has_price and not _keeps_each_share(factory):
+            raise ValueError(
+                f"{name} must be None, a tff.aggregators.SumFactory or a "
+                "SecureSumFactory whose bounds include 0, got "
+                f"{type(factory).__name__}: what others make of an update after "
+                "the clip may be larger than the clip, and no epsilon would hold."
+            )
+
+    def _create(
+        self,
+        value_type: tff.types.Type,
+        weight_type: tff.types.Type | None = None,
+        mechanism: mechanism_lib.Mechanism | None = None,
+    ) -> tff.templates.AggregationProcess:
+        """Returns the aggregation process.
+
+        Args:
+          value_type: A structure of float tensors.
+          weight_type: Type of the second value of each client, if any.
+          mechanism: What runs in the place of the mechanism that is charged.
+        """
+        num_variables = values.check_value_type(value_type)
+        shapes = values.shapes(value_type)
+        if shapes is None and self.mechanism.draws_noise_itself:
+            raise TypeError(
+                "value_type must have tensors of known shapes for a query, on which "
+                f"what it costs can be tried, got {value_type}."
+            )
+        deployment = dataclasses.replace(
+            self.deployment, num_variables=num_variables, shapes=shapes
+        )
+        rounding = self._rounding_of_sums(shapes)
+        at_most = deployment.num_clients
+        if at_most is not None and deployment.sampling == "poisson":
+            at_most = round_plan.largest_poisson_cohort(
+                at_most, max(round_plan.distinct(self._clients))
+            )
+        return cohort_process.create_cohort_process(
+            (mechanism or self.mechanism).bind(deployment),
+            self._plan(deployment),
+            round_plan.CohortSizeCheck(
+                exact=self.mechanism.needs_exact_cohort,
+                at_most_expected=self._has_whole_cohorts,
+                at_most=at_most,
+                some_weight=self.mechanism.releases_weights,
+                smallest_clip=rounding / values.LARGEST_ROUNDING,
+            ),
+            value_type,
+            weight_type,
+            **self._factories,
+        )
+
+    def _rounding_of_sums(self, shapes: tuple[tuple[int, ...], ...] | None) -> float:
+        """Returns what secure sums may add to a client's share of the update."""
+        if self.mechanism.guarantee != "central":
+            return 0.0
+        inner, scalars = self._factories.values()
+        if shapes is None and values.largest_rounding(inner, 1):
+            raise ValueError(
+                "inner_factory must be a plain sum where shapes are not known: what "
+                "a secure sum rounds depends on how many numbers there are."
+            )
+        numbers = sum(math.prod(shape) for shape in shapes or ())
+        rounding = values.largest_rounding(inner, numbers)
+        clip = self.mechanism.first_clip_norm()
+        for name, one, limit in (
+            ("inner_factory", rounding, clip or math.inf),
+            ("scalars_factory", values.largest_rounding(scalars, 1), 1.0),
+        ):
+            if one > values.LARGEST_ROUNDING * limit:
+                raise ValueError(
+                    f"{name} must have closer bounds: its sum rounds a client's share "
+                    f"by up to {one:.3g}, where {values.LARGEST_ROUNDING:g} of "
+                    f"the {limit:g} that a client may add is allowed."
+                )
+        return rounding
+
+    def _plan(self, deployment: contribution.Deployment) -> round_plan.RoundPlan:
+        event, cost = self._costs(deployment)
+        return round_plan.RoundPlan(
+            noise_multiplier=self._noise,
+            clients_per_round=self._clients,
+            kind=state.history_kind(self.mechanism, event, deployment.sampling),
+            cost=cost,
+            population=deployment.num_clients or 0,
+        )
+
+    def _costs(
+        self, deployment: contribution.Deployment
+    ) -> tuple[dp_accounting.DpEvent | None, round_plan.Table]:
+        """Returns an event, if it is no Gaussian, and `RoundHistory.costs`."""
+        if self.mechanism.guarantee in ("local", "record"):
+            return None, float(self.mechanism.mu_squared(deployment))
+        if self.mechanism.guarantee != "central":
+            return None, 0.0
+        # Where there is a schedule, its length is known.
+        count = cast(int, deployment.rounds) if self._is_scheduled else 1
+        multipliers = []
+        for index in range(count):
+            event = self.mechanism.round_event(index, deployment)
+            noise_multiplier = charge_lib.noise_multiplier_of(event)
+            if noise_multiplier is None or not isinstance(event, state.OF_NOISE):
+                return event, 0.0
+            multipliers.append(noise_multiplier)
+        return None, tuple(multipliers) if self._is_scheduled else multipliers[0]
+
+
+def _keeps_each_share(factory: Any) -> bool:
+    if type(factory) is not tff.aggregators.SecureSumFactory:
+        return type(factory) is tff.aggregators.SumFactory
+    upper = factory._upper_bound_threshold
+    lower = factory._lower_bound_threshold
+    if isinstance(upper, tff.templates.EstimationProcess):
+        return True  # It makes a state, by which `accountable_state` knows it.
+    return lower is None or lower <= 0 <= upper
 
 
 class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactory):
@@ -115,9 +335,7 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
                 "tfdp_fl.learning.build_dp_fed_avg."
             )
         super().__init__(
-            bound_mechanism.BoundMechanism(mechanism, clients_per_round, **deployment),
-            inner_factory=inner_factory,
-            scalars_factory=scalars_factory,
+            mechanism, clients_per_round, inner_factory, scalars_factory, **deployment
         )
 
     def create(self, value_type: tff.types.Type) -> tff.templates.AggregationProcess:
@@ -129,7 +347,7 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
         Raises:
           TypeError: `value_type` has a tensor that is not of a float type.
         """
-        return self._bound.create(value_type, **self._factories)
+        return self._create(value_type)
 
 
 def from_mechanism(
@@ -152,59 +370,6 @@ def from_mechanism(
         fact that is not given.
     """
     return MechanismFactory(mechanism, clients_per_round, inner_factory, **options)
-
-
-def check_inner_factory(
-    name: str, factory: Any, bound: bound_mechanism.BoundMechanism
-) -> None:
-    """Raises unless a factory is None or one whose sum keeps the guarantee.
-
-    Raises:
-      TypeError: It is not an unweighted factory.
-      ValueError: It is known to give something else than a sum, or it is not
-        known to leave each client's share of it as it was clipped.
-    """
-    if factory is None:
-        return
-    _validate.instance_of(
-        tff.aggregators.UnweightedAggregationFactory, **{name: factory}
-    )
-    others = (
-        MechanismFactory,
-        tff.aggregators.DifferentiallyPrivateFactory,
-        tff.aggregators.UnweightedMeanFactory,
-    )
-    if isinstance(factory, others):
-        raise ValueError(
-            f"{name} must give a sum (such as tff.aggregators.SumFactory or "
-            f"SecureSumFactory), got {type(factory).__name__}: the mechanism "
-            "divides, by the expected cohort size, and adds the noise."
-        )
-    if _needs_each_share(bound) and not _keeps_each_share(factory):
-        raise ValueError(
-            f"{name} must be None, a tff.aggregators.SumFactory or a "
-            "SecureSumFactory whose bounds include 0, got "
-            f"{type(factory).__name__}: what others make of an update after "
-            "the clip may be larger than the clip, and no epsilon would hold."
-        )
-
-
-def _needs_each_share(bound: bound_mechanism.BoundMechanism) -> bool:
-    """Whether a larger share of the sum would cost more than is charged."""
-    event = bound.mechanism.round_event(0, bound.deployment)
-    return bound.mechanism.guarantee == "central" and not isinstance(
-        event, dp_accounting.NonPrivateDpEvent
-    )
-
-
-def _keeps_each_share(factory: Any) -> bool:
-    if type(factory) is not tff.aggregators.SecureSumFactory:
-        return type(factory) is tff.aggregators.SumFactory
-    upper = factory._upper_bound_threshold
-    lower = factory._lower_bound_threshold
-    if isinstance(upper, tff.templates.EstimationProcess):
-        return True  # It makes a state, by which `accountable_state` knows it.
-    return lower is None or lower <= 0 <= upper
 
 
 class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
@@ -264,17 +429,15 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
             }
             mechanism = nbafl.NbAFL(**given)
         super().__init__(
-            bound_mechanism.BoundMechanism(
-                mechanism,
-                clients_per_round,
-                num_clients=num_clients,
-                rounds=rounds,
-                min_examples=min_examples,
-                sampling=sampling,
-                max_participations=max_participations,
-            ),
-            inner_factory=inner_factory,
-            scalars_factory=scalars_factory,
+            mechanism,
+            clients_per_round,
+            inner_factory,
+            scalars_factory,
+            sampling=sampling,
+            num_clients=num_clients,
+            rounds=rounds,
+            min_examples=min_examples,
+            max_participations=max_participations,
         )
         self._downlink_noise = downlink_noise
 
@@ -292,18 +455,10 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
           value_type: A structure of float tensors, the weights.
           weight_type: A scalar, the number of examples.
         """
-        return self._bound.create(
-            value_type,
-            weight_type,
-            wrap=lambda query: (
-                query
-                if self._downlink_noise
-                else _WithoutDownlinkNoise(**query.mechanism.parameters()).bind(
-                    query.deployment
-                )
-            ),
-            **self._factories,
-        )
+        mechanism = self.mechanism
+        if not self._downlink_noise:
+            mechanism = _WithoutDownlinkNoise(**mechanism.parameters())
+        return self._create(value_type, weight_type, mechanism)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 import tensorflow as tf
 from scipy import stats
@@ -12,13 +12,19 @@ from scipy import stats
 from tfdp_fl import schedules
 from tfdp_fl.aggregators import state
 
+# One number for all rounds, or one for each.
+Table: TypeAlias = float | tuple[float, ...]
+
+# How often a cohort that was drawn as declared is refused.
+_REFUSED_BY_CHANCE = 1e-12
+
 
 def tabulated(
     schedule: schedules.Schedule,
     name: str,
     rounds: int | None,
     check: Callable[..., float],
-) -> float | tuple[float, ...]:
+) -> Table:
     """Returns a schedule as a number, or as one number for each round.
 
     Args:
@@ -49,49 +55,27 @@ def tabulated(
     )
 
 
-class RoundValues:
-    """A number that may differ from round to round, as a tensor."""
+def distinct(table: Table) -> set[float]:
+    """Returns every value that occurs."""
+    return set(table) if isinstance(table, tuple) else {table}
 
-    def __init__(
-        self,
-        table: float | tuple[float, ...],
-        name: str,
-        dtype: tf.DType = tf.float32,
-    ):
-        self._table = table
-        self._name = name
-        self._dtype = dtype
 
-    @property
-    def distinct(self) -> set[float]:
-        """Returns every value that occurs."""
-        table = self._table
-        return set(table) if isinstance(table, tuple) else {table}
-
-    @property
-    def num_rounds(self) -> int | None:
-        """Returns for how many rounds there are values; None: for all."""
-        return len(self._table) if isinstance(self._table, tuple) else None
-
-    def at(self, round_index: tf.Tensor) -> tf.Tensor:
-        """Returns the scalar of a round; past the end the round fails.
-
-        Args:
-          round_index: Int32 scalar, counted from 0.
-        """
-        if self.num_rounds is None:
-            return tf.constant(self._table, self._dtype)
-        in_range = tf.debugging.assert_less(
-            round_index,
-            self.num_rounds,
-            message=(
-                f"{self._name} has {self.num_rounds} values, one for each "
-                "round, and this round lies past its end."
-            ),
-        )
-        with tf.control_dependencies([in_range]):
-            index = tf.identity(round_index)
-        return tf.gather(tf.constant(self._table, self._dtype), index)
+def _at(
+    table: Table, round_index: tf.Tensor, dtype: tf.DType = tf.float32
+) -> tf.Tensor:
+    """Returns the scalar of a round; past the end the round fails."""
+    if not isinstance(table, tuple):
+        return tf.constant(table, dtype)
+    in_range = tf.debugging.assert_less(
+        round_index,
+        len(table),
+        message=(
+            f"There is a plan for {len(table)} rounds, and this round lies past its "
+            "end."
+        ),
+    )
+    with tf.control_dependencies([in_range]):
+        return tf.gather(tf.constant(table, dtype), tf.identity(round_index))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,18 +85,24 @@ class RoundPlan:
     Attributes:
       noise_multiplier: The mechanism's z.
       clients_per_round: m.
-      kind: See `history_kind`.
-      cost: Float64, see `RoundHistory.costs`.
-      cohort_size: Float64, m.
+      kind: See `state.history_kind`.
+      cost: See `RoundHistory.costs`.
       population: N, or 0 if it is not known.
     """
 
-    noise_multiplier: RoundValues
-    clients_per_round: RoundValues
+    noise_multiplier: Table
+    clients_per_round: Table
     kind: int
-    cost: RoundValues
-    cohort_size: RoundValues
+    cost: Table
     population: int
+
+    def values(self, round_index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns z and m of a round, float32 scalars."""
+        tables = (self.noise_multiplier, self.clients_per_round)
+        return cast(
+            tuple[tf.Tensor, tf.Tensor],
+            tuple(_at(table, round_index) for table in tables),
+        )
 
     def written_down(
         self, history: state.RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
@@ -120,8 +110,8 @@ class RoundPlan:
         """Returns a history with one more round, and how many were in its sum."""
         row = state.RoundHistory(
             kinds=tf.constant(self.kind, tf.int64),
-            costs=self.cost.at(round_index),
-            cohort_sizes=self.cohort_size.at(round_index),
+            costs=_at(self.cost, round_index, tf.float64),
+            cohort_sizes=_at(self.clients_per_round, round_index, tf.float64),
             populations=tf.constant(self.population, tf.int64),
             answered=tf.cast(answered, tf.float64),
         )
@@ -173,71 +163,55 @@ class CohortSizeCheck:
           weight: Float32 scalar, the sum of the weights of the clients.
           clip_norm: Float32 scalar, the largest norm of a client's share.
         """
-        checks = []
+        allowed = []
         if self.exact:
-            checks.append(
-                tf.debugging.assert_equal(
-                    cohort_size,
-                    clients_per_round,
-                    message=(
-                        "cohort size differs from clients_per_round: with "
-                        "noise_site='client' the noise is complete only if "
-                        "exactly clients_per_round clients answer; the round "
-                        "is abandoned."
-                    ),
+            allowed.append(
+                (
+                    tf.equal(cohort_size, clients_per_round),
+                    "cohort size differs from clients_per_round: with "
+                    "noise_site='client' the noise is complete only if "
+                    "exactly clients_per_round clients answer",
                 )
             )
-        elif self.at_most_expected:
-            checks.append(
-                tf.debugging.assert_less_equal(
-                    cohort_size,
-                    clients_per_round,
-                    message=(
-                        "cohort size exceeds clients_per_round, against the "
-                        "sampling that was declared; the round is abandoned."
-                    ),
+        if self.at_most_expected:
+            allowed.append(
+                (
+                    cohort_size <= clients_per_round,
+                    "cohort size exceeds clients_per_round, against the "
+                    "sampling that was declared",
                 )
             )
         if self.at_most is not None:
-            checks.append(
-                tf.debugging.assert_less_equal(
-                    cohort_size,
-                    tf.constant(float(self.at_most)),
-                    message=(
-                        f"cohort size exceeds {self.at_most}, the most that the "
-                        "declared sampling gives; the round is abandoned."
-                    ),
+            allowed.append(
+                (
+                    cohort_size <= float(self.at_most),
+                    f"cohort size exceeds {self.at_most}, the most that the "
+                    "declared sampling gives",
                 )
             )
         if self.some_weight:
-            checks.append(
-                tf.debugging.assert_positive(
-                    weight,
-                    message=(
-                        "cohort has nothing usable, and this mechanism "
-                        "replaces the model by what the cohort hands in; the "
-                        "round is abandoned."
-                    ),
+            allowed.append(
+                (
+                    weight > 0,
+                    "cohort has nothing usable, and this mechanism replaces the "
+                    "model by what the cohort hands in",
                 )
             )
         if self.smallest_clip:
-            checks.append(
-                tf.debugging.assert_greater_equal(
-                    tf.cast(clip_norm, tf.float32),
-                    tf.constant(self.smallest_clip, tf.float32),
-                    message=(
-                        "the clip has become so small that the secure sum's rounding "
-                        "counts beside it: give its inner_factory closer bounds; the "
-                        "round is abandoned."
-                    ),
+            allowed.append(
+                (
+                    tf.cast(clip_norm, tf.float32) >= self.smallest_clip,
+                    "the clip has become so small that the secure sum's rounding "
+                    "counts beside it: give its inner_factory closer bounds",
                 )
             )
-        with tf.control_dependencies(checks):
+        checks = [
+            tf.debugging.Assert(holds, [f"{why}; the round is abandoned."])
+            for holds, why in allowed
+        ]
+        # Eagerly a check that holds is None.
+        with tf.control_dependencies([check for check in checks if check is not None]):
             return tf.identity(cohort_size)
-
-
-# How often a cohort that was drawn as declared is refused.
-_REFUSED_BY_CHANCE = 1e-12
 
 
 def largest_poisson_cohort(num_clients: int, clients_per_round: float) -> int:

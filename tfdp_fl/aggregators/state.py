@@ -14,6 +14,13 @@ import tensorflow_federated as tff
 
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
+# Events that a noise multiplier says all of: a Gaussian, no privacy, nothing.
+OF_NOISE = (
+    dp_accounting.GaussianDpEvent,
+    dp_accounting.NonPrivateDpEvent,
+    dp_accounting.NoOpDpEvent,
+)
+
 
 class RoundHistory(NamedTuple):
     """What each round cost, written down by the process that ran it.
@@ -54,28 +61,17 @@ def history_kind(
         written down with each round.
       sampling: How the process was told that cohorts are drawn, or None.
     """
-    if isinstance(
-        event,
-        (
-            dp_accounting.GaussianDpEvent,
-            dp_accounting.NonPrivateDpEvent,
-            dp_accounting.NoOpDpEvent,
-        ),
-    ):
-        event = None
     same = mechanism.must_not_change()
-    text = repr(
-        (
-            mechanism.name,
-            mechanism.guarantee,
-            mechanism.caveats(),
-            mechanism.noise_site,
-            event,
-            sampling,
-            *((same,) if same else ()),
-        )
+    kind = (
+        mechanism.name,
+        mechanism.guarantee,
+        mechanism.caveats(),
+        mechanism.noise_site,
+        None if isinstance(event, OF_NOISE) else event,
+        sampling,
+        *((same,) if same else ()),
     )
-    digest = hashlib.sha256(text.encode()).digest()
+    digest = hashlib.sha256(repr(kind).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 

@@ -30,23 +30,21 @@ def check_value_type(value_type: tff.types.Type) -> int:
     if not leaves:
         raise TypeError(f"value_type must have at least one tensor, got {value_type}.")
     for path, leaf in leaves:
+        why = None
         if not isinstance(leaf, tff.TensorType):
-            raise TypeError(
-                f"value_type must be a structure of tensors, got {path} of type {leaf}."
+            why = "be a structure of tensors"
+        elif tf.as_dtype(leaf.dtype) in (tf.float16, tf.bfloat16):
+            why = (
+                "not have tensors of float16 or bfloat16, in which a clip is rounded "
+                "by more than it may be and noise is lost (cast them to float32)"
             )
-        if tf.as_dtype(leaf.dtype) in (tf.float16, tf.bfloat16):
-            raise TypeError(
-                "value_type must not have tensors of float16 or bfloat16, in "
-                "which a clip is rounded by more than it may be and noise is "
-                f"lost, got {path} of type {leaf}; cast them to float32 first."
+        elif not tf.as_dtype(leaf.dtype).is_floating:
+            why = (
+                "have float tensors only, because a mechanism scales and noises them "
+                "(leave others out, or aggregate them with a factory of their own)"
             )
-        if not tf.as_dtype(leaf.dtype).is_floating:
-            raise TypeError(
-                "value_type must have float tensors only, because a mechanism "
-                f"scales and noises them, got {path} of type {leaf}; leave "
-                "it out of the value, or aggregate it with a factory of its "
-                "own."
-            )
+        if why:
+            raise TypeError(f"value_type must {why}, got {path} of type {leaf}.")
     return len(leaves)
 
 
@@ -86,12 +84,8 @@ def from_list(tensors: list[tf.Tensor], value_type: tff.types.Type) -> Any:
     def build(type_):
         if isinstance(type_, tff.TensorType):
             return next(remaining)
-        struct = tff.structure.Struct(
-            [
-                (name, build(element))
-                for name, element in tff.structure.iter_elements(type_)
-            ]
-        )
+        elements = tff.structure.iter_elements(type_)
+        struct = tff.structure.Struct([(name, build(each)) for name, each in elements])
         if isinstance(type_, tff.types.StructWithPythonType):
             return tff.types.type_to_py_container(struct, type_)
         return struct

@@ -163,31 +163,24 @@ class CanaryAudit:
         moved, added = update
         nobody = np.zeros(self.num_canaries)
         for row, canaries, times in (
-            (0, self._canaries, own),
-            (1, self._others, nobody),
+            (self._best[0], self._canaries, own),
+            (self._best[1], self._others, nobody),
         ):
             # In the earlier of two rounds a canary counts against the update.
             found = scores(canaries, moved, added, times) * np.where(own < 0, -1, 1)
-            np.maximum(self._best[row], found, out=self._best[row])
+            np.maximum(row, found, out=row)
 
     def end(self) -> None:
         """Looks at the model, after the last round."""
         if not self._rounds:
             return
-        if self.iterates == ALL:
-            self._found = estimate_lib.Scores(
-                observed=self._best[0],
-                unobserved=self._best[1],
-                null_std=self._canaries.size**-0.5,
-            )
-            return
+        observed, unobserved = self._best
+        if self.iterates == FINAL:
+            moved = self._weights() - self._start
+            observed = scores(self._canaries, moved, self._added, self._times)
         self._found = estimate_lib.Scores(
-            observed=scores(
-                self._canaries,
-                self._weights() - self._start,
-                self._added,
-                self._times,
-            ),
+            observed=observed,
+            unobserved=unobserved if self.iterates == ALL else None,
             null_std=self._canaries.size**-0.5,
         )
 
@@ -258,9 +251,8 @@ class CanaryAudit:
                 self._places = {
                     key: self._rng.uniform(0, population, self.num_canaries)
                 }
-            start = charge.pass_offset or 0
-            places = self._places[key]
-            return np.flatnonzero((places >= start) & (places < start + size))
+            places = self._places[key] - charge.pass_offset
+            return np.flatnonzero((places >= 0) & (places < size))
         chance = size / population
         drawn = self._rng.random(self.num_canaries)
         if not charge.sampling.startswith("cyclic"):

@@ -3,7 +3,6 @@
 from tfdp_fl.correlated_noise.generators import Generator, Memory
 from tfdp_fl.correlated_noise.participation import Participation, ParticipationRecord
 from tfdp_fl.correlated_noise.strategies import BLT, BandedToeplitz, Strategy
-from tfdp_fl.correlated_noise.toeplitz import Workload
 
 __all__ = [
     "BLT",
@@ -13,5 +12,4 @@ __all__ = [
     "Participation",
     "ParticipationRecord",
     "Strategy",
-    "Workload",
 ]

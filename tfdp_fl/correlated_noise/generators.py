@@ -14,14 +14,16 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from tfdp_fl._on_use import tf
 from tfdp_fl.correlated_noise import toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
-from tfdp_fl.correlated_noise.toeplitz import Workload
+
+Numbers: TypeAlias = Sequence[float] | np.ndarray
+Tensors: TypeAlias = "list[tf.Tensor]"
 
 
 class Memory(NamedTuple):
@@ -35,7 +37,7 @@ class Memory(NamedTuple):
     """
 
     position: tf.Tensor
-    buffers: list[tf.Tensor]
+    buffers: Tensors
 
 
 class Generator(abc.ABC):
@@ -70,19 +72,10 @@ class Generator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def next_noise(
-        self, memory: Memory, fresh: list[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], Memory]:
-        """Returns n of one of the first T rounds, and the memory after it.
+    def next_noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
+        """Returns n of one of the first T rounds, and the memory after it."""
 
-        Args:
-          memory: Of the rounds before.
-          fresh: z of this round: float32 N(0, 1), of the update's shapes.
-        """
-
-    def noise(
-        self, memory: Memory, fresh: list[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], Memory]:
+    def noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
         """Returns n of a round, and the memory after it.
 
         After T rounds the memory is emptied: a new segment begins, whose
@@ -116,14 +109,14 @@ class Generator(abc.ABC):
         """How far one client moves C x, in clip norms."""
         return float(np.sqrt(np.sum(self.charges**2)))
 
-    def squared_errors(self, workload: Workload) -> np.ndarray:
+    def squared_errors(self, momentum: float = 0.0) -> np.ndarray:
         """Returns each model's noise variance for z of variance 1, [T]."""
         return toeplitz.squared_errors(
-            self.coefficients, self.participation.rounds, workload
+            self.coefficients, self.participation.rounds, momentum
         )
 
 
-def _as_float32(values: Sequence[float] | np.ndarray) -> np.ndarray:
+def _as_float32(values: Numbers) -> np.ndarray:
     """Returns float64 numbers that float32 can hold."""
     return np.array(values, np.float32).astype(np.float64)
 
@@ -135,11 +128,7 @@ class BandedGenerator(Generator):
     s mod (bands - 1) holds n_s.
     """
 
-    def __init__(
-        self,
-        coefficients: Sequence[float] | np.ndarray,
-        participation: Participation,
-    ):
+    def __init__(self, coefficients: Numbers, participation: Participation):
         """Rounds and checks coefficients.
 
         Args:
@@ -157,9 +146,7 @@ class BandedGenerator(Generator):
         """See base class."""
         return tuple(self.coefficients.tolist())
 
-    def next_noise(
-        self, memory: Memory, fresh: list[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], Memory]:
+    def next_noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
         """See base class."""
         position, buffers = memory
         if not self.copies:
@@ -201,10 +188,7 @@ class BLTGenerator(Generator):
     """
 
     def __init__(
-        self,
-        theta: Sequence[float] | np.ndarray,
-        theta_hat: Sequence[float] | np.ndarray,
-        participation: Participation,
+        self, theta: Numbers, theta_hat: Numbers, participation: Participation
     ):
         """Makes the weights of poles and zeros.
 
@@ -243,9 +227,7 @@ class BLTGenerator(Generator):
         """See base class."""
         return (*self.theta.tolist(), *self.weights.tolist())
 
-    def next_noise(
-        self, memory: Memory, fresh: list[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], Memory]:
+    def next_noise(self, memory: Memory, fresh: Tensors) -> tuple[Tensors, Memory]:
         """See base class."""
         position, buffers = memory
         weights = tf.constant(self.weights, tf.float32)

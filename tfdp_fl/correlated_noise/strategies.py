@@ -6,13 +6,13 @@ import abc
 import ast
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
 from tfdp_fl import _validate
 from tfdp_fl.correlated_noise import generators, optimisation, toeplitz
 from tfdp_fl.correlated_noise.participation import Participation
-from tfdp_fl.correlated_noise.toeplitz import Workload
 
 # Poles and zeros that are closer than this cancel out.
 _SAME = 1e-6
@@ -23,26 +23,26 @@ class Strategy(abc.ABC):
     """How the noise of one round is correlated with that of others.
 
     Privacy depends on it and on who takes part when (`Participation`), never
-    on the workload, which only chooses among strategies.
+    on the server's momentum, which only chooses among strategies.
     """
 
     def generator(
-        self, participation: Participation, workload: Workload | None = None
+        self, participation: Participation, momentum: float = 0.0
     ) -> generators.Generator:
         """Returns the noise of one run; kept, so that it is optimised once.
 
         Args:
           participation: (k, b) and T.
-          workload: What is made of the sums; None for their prefix sums.
+          momentum: The server optimizer's.
 
         Raises:
           ValueError: The strategy's sensitivity is not known there.
         """
-        return _generator(self, participation, workload or Workload())
+        return _generator(self, participation, momentum)
 
     @abc.abstractmethod
     def make(
-        self, participation: Participation, workload: Workload
+        self, participation: Participation, momentum: float
     ) -> generators.Generator:
         """Makes what `generator` keeps."""
 
@@ -53,9 +53,9 @@ class Strategy(abc.ABC):
 
 @functools.lru_cache(maxsize=64)
 def _generator(
-    strategy: Strategy, participation: Participation, workload: Workload
+    strategy: Strategy, participation: Participation, momentum: float
 ) -> generators.Generator:
-    return strategy.make(participation, workload)
+    return strategy.make(participation, momentum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +90,13 @@ class BandedToeplitz(Strategy):
             object.__setattr__(self, "bands", bands)
 
     def make(
-        self, participation: Participation, workload: Workload
+        self, participation: Participation, momentum: float
     ) -> generators.BandedGenerator:
         """See base class."""
         if self.coefficients is not None:
             return generators.BandedGenerator(self.coefficients, participation)
         bands = min(self.bands or participation.min_separation, participation.rounds)
-        best = optimisation.banded(bands, participation, workload)
+        best = optimisation.banded(bands, participation, momentum)
         return generators.BandedGenerator(best, participation)
 
     def describe(self) -> str:
@@ -147,12 +147,12 @@ class BLT(Strategy):
         object.__setattr__(self, "num_buffers", buffers)
 
     def make(
-        self, participation: Participation, workload: Workload
+        self, participation: Participation, momentum: float
     ) -> generators.BLTGenerator:
         """See base class."""
         if self.theta is not None and self.theta_hat is not None:
             return generators.BLTGenerator(self.theta, self.theta_hat, participation)
-        best = optimisation.blt(self.num_buffers, participation, workload)
+        best = optimisation.blt(self.num_buffers, participation, momentum)
         return generators.BLTGenerator(*without_pairs(*best), participation)
 
     def describe(self) -> str:
@@ -193,57 +193,33 @@ def without_pairs(
     return np.array(left[::2]), np.array(left[1::2])
 
 
-# By the words that stand for them in flags and settings.
 _BY_WORD = {"banded": BandedToeplitz, "blt": BLT}
-_BY_NAME = {kind.__name__: kind for kind in _BY_WORD.values()}
-
-
-def from_text(text: str) -> Strategy:
-    """Returns the strategy that a text stands for.
-
-    Args:
-      text: "blt" or "banded", with a colon and the number of buffers or of
-        bands: "blt:2"; or the `repr` of a strategy.
-
-    Raises:
-      ValueError: It stands for none.
-    """
-    word, colon, number = text.partition(":")
-    if word in _BY_WORD and (number.isdigit() if colon else True):
-        return _BY_WORD[word](int(number)) if colon else _BY_WORD[word]()
-    if text.partition("(")[0] in _BY_NAME:
-        return _from_repr(text)
-    raise ValueError(
-        "strategy must be blt or banded, or one of them with a number, as in "
-        f"blt:2, got {text!r}."
-    )
-
-
-def _from_repr(text: str) -> Strategy:
-    """Returns the strategy that a text such as "BLT(num_buffers=2)" makes."""
-    try:
-        call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("no call with names")
-        options = {
-            str(each.arg): ast.literal_eval(each.value) for each in call.keywords
-        }
-        return _BY_NAME[text.partition("(")[0]](**options)
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(
-            "strategy must be a text that a strategy's repr makes, such as "
-            f"'BLT(num_buffers=2)', got {text!r}: {error}"
-        ) from error
 
 
 def checked(**checked: Strategy | str) -> Strategy:
-    """Returns a strategy, given as such or as a text, or raises."""
+    """Returns a strategy, or what a text stands for, or raises.
+
+    The text is "blt" or "banded", with a colon and the number of buffers or of bands,
+    as in "blt:2"; or the `repr` of a strategy.
+    """
     ((name, value),) = checked.items()
-    if isinstance(value, str):
-        return from_text(value)
-    if not isinstance(value, Strategy):
+    if isinstance(value, Strategy):
+        return value
+    if not isinstance(value, str):
         raise TypeError(
             f"{name} must be a BandedToeplitz or a BLT, or a text that stands for "
             f"one, got {value!r}."
         )
-    return value
+    word, colon, number = value.partition(":")
+    if word in _BY_WORD and (number.isdigit() if colon else True):
+        return _BY_WORD[word](*([int(number)] if colon else []))
+    try:
+        call: Any = ast.parse(value, mode="eval").body
+        kinds = {kind.__name__: kind for kind in _BY_WORD.values()}
+        options = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        return kinds[call.func.id](*call.args, **options)
+    except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be blt or banded, or one of them with a number, as in "
+            f"blt:2, or the repr of a strategy, got {value!r}: {error}"
+        ) from error

@@ -7,75 +7,22 @@ B z, B = A C^-1. Everything here is float64; T is the number of rounds.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import linalg, signal
+from scipy import signal
 
-from tfdp_fl import _validate
 from tfdp_fl.correlated_noise.participation import Participation
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The matrix A that turns the sums of all rounds into all models.
+def workload(rounds: int, momentum: float = 0.0) -> np.ndarray:
+    """Returns the first column of A, float64 [rounds].
 
-    Row t says what the model after round t holds of each round's sum. Without
-    momentum and with one rate that is the prefix sum, a triangle of ones;
-    with a server momentum beta it is the Toeplitz matrix of
-    (1 - beta^(j+1)) / (1 - beta); rates scale its columns. It decides which
-    noise is best, and has no part in what the noise guarantees.
-
-    Attributes:
-      momentum: The server optimizer's beta, from 0 to below 1.
-      rates: The server's learning rates, one a round, or None for a constant
-        one; only how they relate to each other matters.
+    Row t of A says what the model after round t holds of each round's sum. That is
+    the prefix sum, ones; with a server momentum beta (1 - beta^(j+1)) / (1 - beta).
+    It decides which noise is best, and has no part in what the noise guarantees.
     """
-
-    momentum: float = 0.0
-    rates: Sequence[float] | None = None
-
-    def __post_init__(self):
-        momentum = _validate.non_negative(momentum=self.momentum)
-        if momentum >= 1:
-            raise ValueError(f"momentum must be below 1, got {momentum!r}.")
-        object.__setattr__(self, "momentum", momentum)
-        if self.rates is not None:
-            rates = tuple(_validate.non_negative(rates=r) for r in self.rates)
-            if not any(rates):
-                raise ValueError("rates must hold a number above 0, got only zeros.")
-            object.__setattr__(self, "rates", rates)
-
-    def coefficients(self, rounds: int) -> np.ndarray:
-        """Returns the first column without rates, float64 [rounds]."""
-        ones = np.ones(rounds)
-        if not self.momentum:
-            return ones
-        return signal.lfilter([1.0], [1.0, -self.momentum], ones)
-
-    def rates_of(self, rounds: int) -> np.ndarray:
-        """Returns the rates of all rounds, float64 [rounds].
-
-        Raises:
-          ValueError: There is another number of them.
-        """
-        if self.rates is None:
-            return np.ones(rounds)
-        if len(self.rates) != rounds:
-            raise ValueError(
-                f"rates must hold one number for each of {rounds} rounds, got "
-                f"{len(self.rates)}."
-            )
-        return np.array(self.rates)
-
-    def applied(self, columns: np.ndarray) -> np.ndarray:
-        """Returns A times a matrix, float64 [rounds, any]."""
-        scaled = self.rates_of(len(columns))[:, None] * columns
-        sums = np.cumsum(scaled, axis=0)
-        if not self.momentum:
-            return sums
-        return signal.lfilter([1.0], [1.0, -self.momentum], sums, axis=0)
+    return signal.lfilter([1.0], [1.0, -momentum], np.ones(rounds))
 
 
 def checked(coefficients: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -137,36 +84,18 @@ def charges(coefficients: np.ndarray, participation: Participation) -> np.ndarra
     return total
 
 
-def backwards(
-    columns: np.ndarray, participation: Participation, count: int
-) -> np.ndarray:
-    """Returns the transpose of `charges` at col: [count], for gradients."""
-    gradient = np.zeros(count)
-    for i in range(participation.most):
-        start = i * participation.min_separation
-        part = columns[start : start + count]
-        gradient[: len(part)] += part
-    return gradient
-
-
 def squared_errors(
-    coefficients: np.ndarray, rounds: int, workload: Workload
+    coefficients: np.ndarray, rounds: int, momentum: float = 0.0
 ) -> np.ndarray:
     """Returns the variance of each model's noise for z of variance 1.
 
     Args:
       coefficients: c; what is missing is zero.
       rounds: T.
-      workload: A.
+      momentum: See `workload`.
 
     Returns:
       Float64 [T]: sum over s of B_ts^2.
     """
-    if workload.rates is None:
-        a = workload.coefficients(rounds)
-        return np.cumsum(signal.lfilter([1.0], coefficients, a) ** 2)
-    impulse = np.zeros(rounds)
-    impulse[0] = 1.0
-    inverse = signal.lfilter([1.0], coefficients, impulse)
-    dense = linalg.toeplitz(inverse, np.zeros(rounds))
-    return np.sum(workload.applied(dense) ** 2, axis=1)
+    column = signal.lfilter([1.0], coefficients, workload(rounds, momentum))
+    return np.cumsum(column**2)

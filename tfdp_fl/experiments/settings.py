@@ -150,10 +150,10 @@ def _declared_parameters() -> Any:
 
 
 def _kind(field: dataclasses.Field[Any]) -> Any:
-    words = parameters.words_of(field)
-    if words is not None:
-        return tuple(words)
-    if parameters.none_word_of(field) is not None:
+    check = field.metadata.get("check")
+    if isinstance(check, parameters.OneOf):
+        return tuple(check.words)
+    if field.metadata.get("none_word") is not None:
         return str
     # A type, or its text where annotations are kept as text.
     declared = getattr(field.type, "__name__", str(field.type))
@@ -164,8 +164,8 @@ def _help(used: list[tuple[str, dataclasses.Field[Any]]]) -> str:
     """Returns what a parameter is, to whom, and what it is if not given."""
     by_text: dict[str, list[str]] = {}
     for name, field in used:
-        text = parameters.help_of(field).rstrip(".")
-        value = parameters.start_of(field)
+        text = field.metadata.get("help", "").rstrip(".")
+        value = field.metadata.get("start")
         if value is None and field.default is not dataclasses.MISSING:
             value = field.default
         if value is not None:
@@ -176,7 +176,7 @@ def _help(used: list[tuple[str, dataclasses.Field[Any]]]) -> str:
 
 def _starts(mechanism: str) -> dict[str, Any]:
     """Returns the parameters that `train.py` starts from."""
-    starts = {field.name: parameters.start_of(field) for field in _fields(mechanism)}
+    starts = {field.name: field.metadata.get("start") for field in _fields(mechanism)}
     return {name: value for name, value in starts.items() if value is not None}
 
 
@@ -548,7 +548,7 @@ class Settings(_MechanismParameters):
             value = getattr(self, field.name)
             if field.name == "noise_multiplier" or value is None:
                 continue
-            word = parameters.none_word_of(field)
+            word = field.metadata.get("none_word")
             if word is not None and isinstance(value, str):
                 try:
                     value = None if value == word else float(value)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.flower import correlated, private_rounds, replies, wrapped
-from tfdp_fl.mechanisms import formulas
+from tfdp_fl.mechanisms import adaptive_clipping
 
 # A client of the last round (a proxy) and what it was sent or returned.
 _Messages = list[tuple[Any, Any]]
@@ -247,8 +247,10 @@ class DPFedAvgAdaptive(DPFedAvg):
         z = _validate.non_negative(noise_multiplier=noise_multiplier)
         m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
         if clip_count_stddev is None:
-            clip_count_stddev = m * formulas.COUNT_NOISE_FRACTION if z > 0 else 0.0
-        formulas.check_count_noise(
+            clip_count_stddev = (
+                m * adaptive_clipping.COUNT_NOISE_FRACTION if z > 0 else 0.0
+            )
+        adaptive_clipping.check_count_noise(
             z,
             _validate.non_negative(clip_count_stddev=clip_count_stddev),
             "clip_count_stddev",

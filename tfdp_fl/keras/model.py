@@ -261,10 +261,10 @@ class DPFederatedModel:
             update as its gradient (SGD with momentum: FedAvgM; Adam: FedAdam).
             None adds the mean update (FedAvg). With `use_ema` the model has
             the averaged weights when `fit` ends, as with Keras. Before the
-            first round its momentum and schedule choose how `CorrelatedNoise`
-            is correlated, unless it was told (`server_momentum`,
-            `server_rates`): `mechanism` has what was chosen. With a target
-            the noise multiplier follows, so that the run costs the same.
+            first round SGD's momentum chooses how `CorrelatedNoise` is
+            correlated, unless it was told (`server_momentum`): `mechanism` has
+            what was chosen. With a target the noise multiplier follows, so that
+            the run costs the same.
           jit_compile: Whether XLA compiles the clients' training; None decides
             by the model.
           weighted_metrics: As in Keras's `compile`: those that weights of

@@ -97,8 +97,6 @@ def _parameters(setup: TrainingSetup, rounds: int) -> dict[str, Any]:
         if name == "noise_multiplier" and (callable(value) or isinstance(value, tuple)):
             values = [mechanism.noise_multiplier_at(t) for t in charged]
             value = f"{min(values):g} to {max(values):g} (scheduled)"
-        elif name == "server_rates":
-            value = f"{min(value):g} to {max(value):g} (relative, by round)"
         elif not isinstance(value, (bool, int, float, str)):
             value = type(value).__name__ if name == "query" else repr(value)
         parameters[name] = value

@@ -96,18 +96,12 @@ class TrainingSetup:
           mechanism: The one that was given.
           optimizer: A Keras optimizer; None where the mean is added.
         """
-        momentum, rates = 0.0, None
+        momentum = 0.0
         if optimizer is not None:
-            momentum, schedule = keras_versions.momentum_and_schedule(optimizer)
-            if schedule is not None and mechanism.event_period is not None:
-                rates = [
-                    max(0.0, float(schedule(t))) for t in range(mechanism.event_period)
-                ]
-        if rates is not None and not any(rates):
-            rates = None  # Nothing is moved, so all noise is as good.
+            momentum = keras_versions.momentum(optimizer)
         charged = None if self.target is None else self.target.rounds
         return dataclasses.replace(
-            self, mechanism=mechanism.for_server(momentum, rates, charged)
+            self, mechanism=mechanism.for_server(momentum, charged)
         )
 
     def check_seed(self, seed: int) -> None:

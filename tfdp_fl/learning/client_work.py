@@ -29,22 +29,17 @@ def build_local_training(
       local_epochs: How often each client goes through its data set. A weight
         by examples counts each example once.
     """
+    templates = tff.learning.templates
+    build, name = templates.build_model_delta_client_work, "model_fn"
     if isinstance(model_fn, tff.learning.models.FunctionalModel):
-        work = tff.learning.templates.build_functional_model_delta_client_work(
-            model=model_fn,
-            optimizer=optimizer,
-            client_weighting=client_weighting,
-            metrics_aggregator=metrics_aggregator,
-            loop_implementation=loop_implementation,
-        )
-    else:
-        work = tff.learning.templates.build_model_delta_client_work(
-            model_fn=model_fn,
-            optimizer=optimizer,
-            client_weighting=client_weighting,
-            metrics_aggregator=metrics_aggregator,
-            loop_implementation=loop_implementation,
-        )
+        build, name = templates.build_functional_model_delta_client_work, "model"
+    work = build(
+        **{name: model_fn},
+        optimizer=optimizer,
+        client_weighting=client_weighting,
+        metrics_aggregator=metrics_aggregator,
+        loop_implementation=loop_implementation,
+    )
     if local_epochs == 1:
         return work
     once = client_weighting == tff.learning.ClientWeighting.NUM_EXAMPLES
@@ -104,7 +99,9 @@ def hand_in_weights(
                 lambda start, change: tf.where(
                     usable, start - change, np.nan * tf.ones_like(start)
                 ),
-                _like(received.trainable, result.update),
+                tf.nest.pack_sequence_as(
+                    result.update, tf.nest.flatten(received.trainable)
+                ),
                 result.update,
             ),
             update_weight=result.update_weight,
@@ -120,10 +117,6 @@ def hand_in_weights(
         )
 
     return _with_next(work, next_fn)
-
-
-def _like(tensors: Any, structure: Any) -> Any:
-    return tf.nest.pack_sequence_as(structure, tf.nest.flatten(tensors))
 
 
 def _with_next(

@@ -87,19 +87,14 @@ def build_dp_fed_avg(
       ValueError: The mechanism's guarantee does not hold there, or it needs a
         fact that is not given.
     """
+    optimizer = tff.learning.optimizers.Optimizer
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
-    _validate.instance_of(
-        tff.learning.optimizers.Optimizer,
-        client_optimizer_fn=client_optimizer_fn,
-    )
+    _validate.instance_of(optimizer, client_optimizer_fn=client_optimizer_fn)
     _validate.instance_of(
         tff.learning.LoopImplementation, loop_implementation=loop_implementation
     )
     if server_optimizer_fn is not None:
-        _validate.instance_of(
-            tff.learning.optimizers.Optimizer,
-            server_optimizer_fn=server_optimizer_fn,
-        )
+        _validate.instance_of(optimizer, server_optimizer_fn=server_optimizer_fn)
     local_epochs = _validate.positive_integer(local_epochs=local_epochs)
     facts: dict[str, Any] = {
         "inner_factory": inner_factory,
@@ -108,6 +103,7 @@ def build_dp_fed_avg(
         "num_clients": num_clients,
         "rounds": rounds,
         "max_participations": max_participations,
+        "min_examples": min_examples,
     }
     initial_weights = _initial_weights(model_fn)
     weights_type = initial_weights.type_signature.result
@@ -132,7 +128,6 @@ def build_dp_fed_avg(
             aggregators.NbAFLFactory(
                 mechanism,
                 clients_per_round=clients_per_round,
-                min_examples=min_examples,
                 downlink_noise=False,
                 **facts,
             ),
@@ -141,9 +136,7 @@ def build_dp_fed_avg(
             client_optimizer_fn,
             training,
         )
-    factory = aggregators.from_mechanism(
-        mechanism, clients_per_round, min_examples=min_examples, **facts
-    )
+    factory = aggregators.from_mechanism(mechanism, clients_per_round, **facts)
     if server_optimizer_fn is None:
         server_optimizer_fn = tff.learning.optimizers.build_sgdm(1.0)
     if model_distributor is None:
@@ -213,32 +206,28 @@ def _aggregator(
 
 def _initial_weights(model_fn: Any) -> tff.Computation:
     """Returns a computation of the weights before the first round."""
-    if isinstance(model_fn, tff.learning.models.FunctionalModel):
-
-        @tff.tensorflow.computation
-        def initial_weights():
-            trainable, non_trainable = model_fn.initial_weights
-            return tff.learning.models.ModelWeights(
-                tuple(tf.convert_to_tensor(value) for value in trainable),
-                tuple(tf.convert_to_tensor(value) for value in non_trainable),
-            )
-
-    elif callable(model_fn):
-
-        @tff.tensorflow.computation
-        def initial_weights():
-            model = model_fn()
-            if not isinstance(model, tff.learning.models.VariableModel):
-                raise TypeError(
-                    "model_fn must return a tff.learning.models.VariableModel "
-                    f"(wrap a Keras model with from_keras_model), got "
-                    f"{type(model)}."
-                )
-            return tff.learning.models.ModelWeights.from_model(model)
-
-    else:
+    functional = isinstance(model_fn, tff.learning.models.FunctionalModel)
+    if not functional and not callable(model_fn):
         raise TypeError(
             "model_fn must be a function without arguments, or a "
             f"tff.learning.models.FunctionalModel, got {model_fn!r}."
         )
+
+    @tff.tensorflow.computation
+    def initial_weights():
+        if functional:
+            return tff.learning.models.ModelWeights(
+                *(
+                    tuple(tf.convert_to_tensor(value) for value in values)
+                    for values in model_fn.initial_weights
+                )
+            )
+        model = model_fn()
+        if not isinstance(model, tff.learning.models.VariableModel):
+            raise TypeError(
+                "model_fn must return a tff.learning.models.VariableModel "
+                f"(wrap a Keras model with from_keras_model), got {type(model)}."
+            )
+        return tff.learning.models.ModelWeights.from_model(model)
+
     return initial_weights

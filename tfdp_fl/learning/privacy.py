@@ -23,8 +23,6 @@ from tfdp_fl.correlated_noise import ParticipationRecord
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
-_BY_CLIENT = ("local", "record")
-
 
 class Epsilon(float):
     """An epsilon, as the number that it is, and what has to be said with it.
@@ -87,38 +85,35 @@ def privacy_charges(
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     found = state_lib.accountable_state(state)
+    weights = getattr(state, "global_model_weights", None)
     deployment = contribution.Deployment(
         clients_per_round=clients_per_round,
         num_clients=num_clients,
         sampling=sampling,
         rounds=rounds,
-        num_variables=_num_variables(state),
+        num_variables=weights and len(tf.nest.flatten(weights.trainable)),
         max_participations=max_participations,
     )
-    _check_memory(mechanism, deployment)
+    if mechanism.event_period is not None:
+        mechanism.check(deployment)
     history = _history(found, mechanism, deployment)
-    done = len(history.costs)
     events = [
         _event(mechanism, index, float(cost), deployment)
         for index, cost in enumerate(history.costs)
     ]
-    if done:
-        _check_last(history, mechanism, events[-1], deployment)
     sizes = tuple(float(size) for size in history.cohort_sizes)
-    in_passes = None
-    if sampling == "shuffled" and done:
-        in_passes = charge_lib.PassCohorts(num_clients, sizes)
-    charges = []
-    for index, event in enumerate(events):
-        place: dict[str, Any] = {"clients_per_round": sizes[index]}
-        if in_passes is not None:
-            place = in_passes.place(index)
-        charges.append(
-            accounting.RoundCharge(
-                sampling=sampling, num_clients=num_clients, event=event, **place
-            )
+    if events:
+        _check_last(sizes[-1], mechanism, events, deployment)
+    places: list[dict[str, Any]] = [{"clients_per_round": size} for size in sizes]
+    if sampling == "shuffled" and sizes:
+        passes = charge_lib.PassCohorts(num_clients, sizes)
+        places = [passes.place(index) for index in range(len(sizes))]
+    return [
+        accounting.RoundCharge(
+            sampling=sampling, num_clients=num_clients, event=event, **place
         )
-    return charges
+        for event, place in zip(events, places, strict=True)
+    ]
 
 
 def epsilon(
@@ -173,35 +168,28 @@ def epsilon(
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
     checked = _check_participations(state, mechanism, sampling, participations)
-    how: dict[str, Any]
-    costs: Any = ()
-    if mechanism.guarantee in _BY_CLIENT:
+    declared: dict[str, Any] = {
+        "sampling": sampling,
+        "num_clients": num_clients,
+        "clients_per_round": clients_per_round,
+    }
+    times, noise_multipliers = None, set()
+    if mechanism.guarantee in ("local", "record"):
         found = state_lib.accountable_state(state)
-        history = _history(
-            found,
-            mechanism,
-            contribution.Deployment(
-                clients_per_round=clients_per_round,
-                num_clients=num_clients,
-                sampling=sampling,
-            ),
-        )
-        times = len(history.costs)
-        if max_participations is not None:
-            times = min(times, max_participations)
-        most = np.sort(history.costs)[len(history.costs) - times :]
+        history = _history(found, mechanism, contribution.Deployment(**declared))
+        sizes = history.cohort_sizes.tolist()
+        times = min(len(sizes), max_participations or len(sizes))
+        most = np.sort(history.costs)[len(sizes) - times :]
         value = epsilon_of_mu_squared(math.fsum(most), delta)
-        how, sizes = {"epsilon_local": value}, list(history.cohort_sizes)
+        how: dict[str, Any] = {"epsilon_local": value}
     else:
         record = accounting.PrivacyAccountant()
         charges = privacy_charges(
             state,
             mechanism,
-            sampling=sampling,
-            num_clients=num_clients,
-            clients_per_round=clients_per_round,
             rounds=rounds,
             max_participations=max_participations,
+            **declared,
         )
         for charge in charges:
             record.add(charge)
@@ -212,24 +200,24 @@ def epsilon(
             "epsilon_if_participation_is_known": known,
             "pld_is_exact": record.is_one_gaussian,
         }
-        sizes = [charge.clients_per_round for charge in charges]
-        costs = {charge.noise_multiplier for charge in charges}
-        times = None
+        sizes = [float(charge.clients_per_round) for charge in charges]
+        noise_multipliers = {charge.noise_multiplier for charge in charges}
     result = Epsilon(value)
     result.delta = delta
+    per_record = mechanism.guarantee == "record"
     result.facts = accounting.StatementFacts(
         guarantee=mechanism.guarantee,
         mechanism=mechanism.name,
         mechanism_description=mechanism.describe(),
-        mechanism_parameters=_parameters(mechanism, costs),
-        unit="record" if mechanism.guarantee == "record" else "client",
+        mechanism_parameters=_parameters(mechanism, noise_multipliers),
+        unit="record" if per_record else "client",
         sampling=sampling,
         num_clients=num_clients,
-        clients_per_round=[float(size) for size in sizes]
+        clients_per_round=sizes
         or float(schedules.value_at(clients_per_round, 0, "clients_per_round")),
         rounds=len(sizes),
         max_participations=times,
-        implied_epsilon=mechanism.epsilon if mechanism.guarantee == "record" else None,
+        implied_epsilon=mechanism.epsilon if per_record else None,
         implied_delta=mechanism.implied_delta,
         caveats=(*_caveats(mechanism), *checked),
         **how,
@@ -305,20 +293,6 @@ def privacy_statement(
     return statement_of(spent, delta, format)
 
 
-def _check_memory(
-    mechanism: mechanism_lib.Mechanism, deployment: contribution.Deployment
-) -> None:
-    """Refuses samplings that noise with a memory does not go with."""
-    if mechanism.event_period is None:
-        return
-    mechanism.check(deployment)
-
-
-def _num_variables(state: Any) -> int | None:
-    weights = getattr(state, "global_model_weights", None)
-    return None if weights is None else len(tf.nest.flatten(weights.trainable))
-
-
 def _history(
     found: state_lib.AggregatorState,
     mechanism: mechanism_lib.Mechanism,
@@ -389,63 +363,62 @@ def _event(
     deployment: contribution.Deployment,
 ) -> dp_accounting.DpEvent:
     """Returns what a round released, from what is written down of it."""
-    if math.isinf(cost):
-        return dp_accounting.NoOpDpEvent()
-    if cost > 0:
-        return dp_accounting.GaussianDpEvent(cost)
-    if mechanism.guarantee != "central":
-        return mechanism.round_event(index, deployment)
+    if mechanism.guarantee == "central":
+        if math.isinf(cost):
+            return dp_accounting.NoOpDpEvent()
+        if cost > 0:
+            return dp_accounting.GaussianDpEvent(cost)
     event = mechanism.round_event(index, deployment)
-    if isinstance(event, dp_accounting.GaussianDpEvent):
+    if mechanism.guarantee == "central" and isinstance(
+        event, dp_accounting.GaussianDpEvent
+    ):
         return dp_accounting.NonPrivateDpEvent()
     return event  # Of the kind that is written down.
 
 
 def _check_last(
-    history: state_lib.RoundHistory,
+    size: float,
     mechanism: mechanism_lib.Mechanism,
-    event: dp_accounting.DpEvent,
+    events: list[dp_accounting.DpEvent],
     deployment: contribution.Deployment,
 ) -> None:
     """Raises ValueError if the last round cannot be what is declared."""
-    last = len(history.costs) - 1
-    size, known = deployment.cohort_size(last), float(history.cohort_sizes[-1])
-    if not math.isclose(size, known, rel_tol=1e-5):
+    last = len(events) - 1
+    given = deployment.cohort_size(last)
+    if not math.isclose(given, size, rel_tol=1e-5):
         raise ValueError(
-            f"clients_per_round must be what the state was made with, {known} "
-            f"in its last round, got {size}."
+            f"clients_per_round must be what the state was made with, {size} "
+            f"in its last round, got {given}."
         )
-    recorded, declared = (
-        accounting.RoundCharge(
-            sampling="poisson", num_clients=1, clients_per_round=1, event=each
-        ).noise_multiplier
-        for each in (event, mechanism.round_event(last, deployment))
+    written = charge_lib.noise_multiplier_of(events[last])
+    declared = charge_lib.noise_multiplier_of(mechanism.round_event(last, deployment))
+    # None, an event that is no Gaussian, is of the kind that is written down.
+    same = written is declared or (
+        None not in (written, declared)
+        and math.isclose(cast(float, written), cast(float, declared), rel_tol=1e-5)
     )
-    if recorded is None or declared is None:
-        matches = recorded is declared
-    else:
-        matches = math.isclose(recorded, declared, rel_tol=1e-5)
-    if not matches:
+    if not same:
         raise ValueError(
             "mechanism must be what the state was made with, whose last round "
-            f"had a noise multiplier of {recorded}, got {mechanism!r} with "
+            f"had a noise multiplier of {written}, got {mechanism!r} with "
             f"{declared}."
         )
 
 
-def _parameters(mechanism: mechanism_lib.Mechanism, costs: Any) -> dict[str, Any]:
+def _parameters(
+    mechanism: mechanism_lib.Mechanism, noise_multipliers: Any
+) -> dict[str, Any]:
     parameters = {}
     for name, value in mechanism.parameters().items():
         if value is None:
             continue
-        if name == "server_rates":
-            value = f"{min(value):g} to {max(value):g} (relative, by round)"
-        elif not isinstance(value, (bool, int, float, str)):
+        if not isinstance(value, (bool, int, float, str)):
             value = type(value).__name__ if name == "query" else repr(value)
         parameters[name] = value
-    if len(costs) > 1 and None not in costs:
+    if len(noise_multipliers) > 1 and None not in noise_multipliers:
+        least, most = min(noise_multipliers), max(noise_multipliers)
         parameters["noise_multiplier"] = (
-            f"{min(costs):g} to {max(costs):g} (by round, all releases of one)"
+            f"{least:g} to {most:g} (by round, all releases of one)"
         )
     return parameters
 

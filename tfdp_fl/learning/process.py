@@ -12,7 +12,12 @@ from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 
 class DPLearningProcess(tff.learning.templates.LearningProcess):
-    """A `tff.learning.templates.LearningProcess` and what it guarantees."""
+    """A `tff.learning.templates.LearningProcess` and what it guarantees.
+
+    Attributes:
+      mechanism: The mechanism.
+      deployment: Where it is used, as far as it was said when it was built.
+    """
 
     def __init__(
         self,
@@ -40,53 +45,43 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
             get_hparams_fn=process.get_hparams,
             set_hparams_fn=process.set_hparams,
         )
-        self._mechanism = mechanism
-        self._deployment = deployment
-
-    @property
-    def mechanism(self) -> mechanism_lib.Mechanism:
-        """The mechanism."""
-        return self._mechanism
-
-    @property
-    def deployment(self) -> contribution.Deployment:
-        """Where it is used, as far as it was said when it was built."""
-        return self._deployment
+        self.mechanism = mechanism
+        self.deployment = deployment
 
     def epsilon(
-        self,
-        state: Any,
-        *,
-        delta: float,
-        sampling: str | None = None,
-        num_clients: int | None = None,
-        accountant: str = "rdp",
-        max_participations: int | None = None,
+        self, state: Any, *, delta: float, accountant: str = "rdp", **declared: Any
     ) -> privacy.Epsilon:
         """Returns epsilon after a state (see `tfdp_fl.learning.epsilon`).
 
         Args:
           state: A state of this process.
           delta: In (0, 1).
-          sampling: How the cohorts were drawn; only if the process was not
-            built with it.
-          num_clients: N; only if the process was not built with it.
           accountant: "rdp" or "pld".
-          max_participations: The most rounds that any one client took part in;
-            only if the process was not built with it.
+          **declared: `sampling`, `num_clients` and `max_participations`, where the
+            process was not built with them.
         """
+        for name in ("sampling", "num_clients", "max_participations"):
+            built_with = getattr(self.deployment, name)
+            if declared.setdefault(name, built_with) is None:
+                declared[name] = built_with
+            if built_with not in (None, declared[name]):
+                raise ValueError(
+                    f"{name} must be what the process was built with, "
+                    f"{built_with!r}, got {declared[name]!r}."
+                )
+            if declared[name] is None and name != "max_participations":
+                raise ValueError(
+                    f"{name} must be given here or to build_dp_fed_avg: "
+                    "epsilon depends on it, and TFF does not know it."
+                )
         return privacy.epsilon(
             state,
-            self._mechanism,
-            sampling=self._known("sampling", sampling),
-            num_clients=self._known("num_clients", num_clients),
-            clients_per_round=self._deployment.clients_per_round,
+            self.mechanism,
+            clients_per_round=self.deployment.clients_per_round,
             delta=delta,
             accountant=accountant,
-            rounds=self._deployment.rounds,
-            max_participations=self._known(
-                "max_participations", max_participations, optional=True
-            ),
+            rounds=self.deployment.rounds,
+            **declared,
         )
 
     def privacy_statement(
@@ -102,19 +97,3 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         """
         spent = self.epsilon(state, delta=delta, **declared)
         return privacy.statement_of(spent, delta, format)
-
-    def _known(self, name: str, value: Any, optional: bool = False) -> Any:
-        built_with = getattr(self._deployment, name)
-        if built_with is None:
-            if value is None and not optional:
-                raise ValueError(
-                    f"{name} must be given here or to build_dp_fed_avg: "
-                    "epsilon depends on it, and TFF does not know it."
-                )
-            return value
-        if value not in (None, built_with):
-            raise ValueError(
-                f"{name} must be what the process was built with, "
-                f"{built_with!r}, got {value!r}."
-            )
-        return built_with

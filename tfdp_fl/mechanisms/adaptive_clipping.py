@@ -1,58 +1,122 @@
-"""DP-FedAvg with a clip that follows a quantile (Andrew et al. 2021)."""
+"""DP-FedAvg with a clip that follows a quantile (Andrew et al. 2021).
+
+The formulas take Python floats and TensorFlow scalars alike.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import dp_accounting
+import numpy as np
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import (
-    contribution,
-    fixed_clipping,
-    formulas,
-    mechanism,
-    parameters,
-    registry,
-)
+from tfdp_fl.mechanisms import fixed_clipping, mechanism, parameters, registry
+from tfdp_fl.mechanisms.contribution import Deployment, Round
 
 # The name of the released sum of bits.
 BELOW = "below_clip"
+# sigma_b unless it is given, as a part of m.
+COUNT_NOISE_FRACTION = 1 / 20
+# Closer to 2 sigma_b, float32 does not tell z_delta to a thousandth.
+_CLOSEST = 1 - 1e-4
 
 
-def bits_below(norm: tf.Tensor, clip_norm: Any) -> tf.Tensor:
-    """Returns b_k - 1/2, float32: whether norms are at most the clip.
-
-    Centred, so that a client that is there or not moves their sum by 1/2.
-    """
-    return tf.cast(norm <= clip_norm, tf.float32) - 0.5
-
-
-def moved_clip(
-    sums: Mapping[str, Any],
-    round: contribution.Round,
-    target_quantile: float,
-    clip_learning_rate: float,
-) -> Any:
-    """Returns S exp(-eta (b - gamma)), b from the noised sum of `bits_below`.
+def check_count_noise(
+    noise_multiplier: Any,
+    count_noise_stddev: Any,
+    name: str = "count_noise_stddev",
+    clients: str = "clients_per_round",
+) -> None:
+    """Raises ValueError where a count alone costs (nearly) all of z, or more.
 
     Args:
-      sums: The noised sums by name; Python floats or TensorFlow scalars.
-      round: This round, likewise.
-      target_quantile: gamma.
-      clip_learning_rate: eta.
+      noise_multiplier: z, what a round's two releases together cost; where it
+        is 0 there is nothing to keep to.
+      count_noise_stddev: sigma_b, in clients.
+      name: What the user calls sigma_b.
+      clients: And m.
     """
-    return formulas.next_clip_norm(
-        round.clip_norm,
-        sums[BELOW] / round.clients_per_round + 0.5,
-        target_quantile,
-        clip_learning_rate,
-        exp=math.exp if isinstance(sums[BELOW], float) else tf.exp,
-    )
+    largest = 2 * count_noise_stddev * _CLOSEST
+    if noise_multiplier > 0 and not noise_multiplier <= largest:
+        raise ValueError(
+            f"noise_multiplier must be less than 2 * {name} (by a "
+            "ten-thousandth of it at least), or the count alone would cost "
+            "all that the round may, got "
+            f"noise_multiplier={noise_multiplier!r} and "
+            f"{name}={count_noise_stddev!r} (which is {clients} / 20 unless "
+            "given)."
+        )
+
+
+def update_noise_multiplier(noise_multiplier: Any, count_noise_stddev: Any) -> Any:
+    """Returns z_delta, the noise multiplier left for the updates themselves.
+
+    A round releases two noised sums: the updates and the count of unclipped
+    ones. A bit centred at +-1/2 has sensitivity 1/2, so its multiplier is
+    2 sigma_b, and the two cost together what one Gaussian of multiplier z costs
+    when
+
+        z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)
+
+    (Andrew et al. 2021, Theorem 1), here as z (1 - (z / (2 sigma_b))^2)^(-1/2),
+    which is the same for z > 0 and is 0 at z = 0.
+
+    Args:
+      noise_multiplier: z >= 0, what the two releases together cost.
+      count_noise_stddev: sigma_b, in clients; above z / 2.
+
+    Raises:
+      ValueError: Plain numbers are given and z >= 2 sigma_b > 0. (Of tensors
+        that is not checked, and gives NaN or infinity.)
+    """
+    z, sigma_b = noise_multiplier, count_noise_stddev
+    if isinstance(z, numbers.Real) and isinstance(sigma_b, numbers.Real):
+        check_count_noise(z, sigma_b)
+    sigma_b = _choose(z > 0, sigma_b, 1.0)
+    return z * (1.0 - (z / (2.0 * sigma_b)) ** 2) ** -0.5
+
+
+def next_clip_norm(
+    clip_norm: Any, noised_fraction: Any, target_quantile: Any, learning_rate: Any
+) -> Any:
+    """Returns the next round's clip norm: S exp(-eta (b - gamma)).
+
+    Source: Andrew et al. (2021), Algorithm 1 and Section 2.2 (the geometric
+    update).
+
+    Args:
+      clip_norm: S, the norm with which the clients of this round clipped.
+      noised_fraction: b, the noised count of updates with norm <= S, divided
+        by m. It may lie outside [0, 1].
+      target_quantile: gamma.
+      learning_rate: eta.
+
+    Returns:
+      The next S. It stays between `SMALLEST_CLIP_NORM` and `LARGEST_CLIP_NORM`:
+      where noise alone had brought it down by hundreds of decades, it could rise
+      by a tenth a round at most. Both depend on nobody's data.
+    """
+    power = -learning_rate * (noised_fraction - target_quantile)
+    if isinstance(power, numbers.Real):
+        moved = clip_norm * math.exp(min(float(power), 700.0))
+    else:
+        moved = clip_norm * tf.exp(power)
+    smallest, largest = parameters.SMALLEST_CLIP_NORM, parameters.LARGEST_CLIP_NORM
+    moved = _choose(moved > smallest, moved, smallest)
+    return _choose(moved < largest, moved, largest)
+
+
+def _choose(condition: Any, one: Any, other: Any) -> Any:
+    """Returns `one` if a condition holds, else `other`; numbers or tensors."""
+    if isinstance(condition, bool | np.bool_):
+        return one if condition else other
+    return tf.where(condition, one, other)
 
 
 @registry.register("adaptive")
@@ -68,8 +132,7 @@ class AdaptiveClipping(mechanism.Mechanism):
 
     Two sums are released: the updates, and the bits b_k - 1/2 that say whether
     a norm was at most S. Centred bits have sensitivity 1/2, so the two
-    together cost z (Andrew et al. 2021, Theorem 1). S never falls below
-    `formulas.SMALLEST_CLIP_NORM`, from where it could hardly rise again.
+    together cost z (Andrew et al. 2021, Theorem 1).
 
     Attributes:
       noise_multiplier: z >= 0, what both releases of a round cost together; a
@@ -104,7 +167,7 @@ class AdaptiveClipping(mechanism.Mechanism):
         _validate.non_negative, "how fast the clip follows.", default=0.2
     )
     count_noise_stddev: float | None = parameters.parameter(
-        parameters.Optional(_validate.non_negative),
+        parameters.optional(_validate.non_negative),
         "noise on the count of unclipped clients; m / 20 unless given.",
         default=None,
     )
@@ -117,13 +180,13 @@ class AdaptiveClipping(mechanism.Mechanism):
         largest = self.noise_multiplier
         if isinstance(largest, tuple):
             largest = max(largest)
-        formulas.check_count_noise(cast(float, largest), self.count_noise_stddev)
+        check_count_noise(cast(float, largest), self.count_noise_stddev)
 
     def count_noise_stddev_of(self, clients_per_round: Any) -> Any:
         """Returns sigma_b of a round of so many clients (number or tensor)."""
         if self.count_noise_stddev is not None:
             return self.count_noise_stddev
-        return clients_per_round * formulas.COUNT_NOISE_FRACTION
+        return clients_per_round * COUNT_NOISE_FRACTION
 
     @classmethod
     def for_target(
@@ -139,7 +202,7 @@ class AdaptiveClipping(mechanism.Mechanism):
             largest: Any = target.noise_multiplier
             if isinstance(largest, Sequence):
                 largest = max(largest)
-            default = target.clients_per_round * formulas.COUNT_NOISE_FRACTION
+            default = target.clients_per_round * COUNT_NOISE_FRACTION
             if isinstance(largest, float | int) and largest > default:
                 options["count_noise_stddev"] = largest
         return super().for_target(target, **options)
@@ -148,64 +211,56 @@ class AdaptiveClipping(mechanism.Mechanism):
         """Implements `Mechanism.first_clip_norm`."""
         return self.initial_clip_norm
 
-    def noise_limit(
-        self, round_index: int, deployment: contribution.Deployment
-    ) -> float:
+    def noise_limit(self, round_index: int, deployment: Deployment) -> float:
         """Implements `Mechanism.noise_limit`: just below 2 sigma_b."""
-        return formulas.largest_noise_multiplier(
-            self.count_noise_stddev_of(deployment.cohort_size(round_index))
-        )
+        size = deployment.cohort_size(round_index)
+        return 2 * self.count_noise_stddev_of(size) * _CLOSEST
 
-    def _check_round(
-        self, round_index: int, deployment: contribution.Deployment
-    ) -> None:
-        formulas.check_count_noise(
+    def _check_round(self, round_index: int, deployment: Deployment) -> None:
+        check_count_noise(
             self.noise_multiplier_at(round_index),
             self.count_noise_stddev_of(deployment.cohort_size(round_index)),
         )
 
-    def check(self, deployment: contribution.Deployment) -> None:
+    def check(self, deployment: Deployment) -> None:
         """Implements `Mechanism.check`."""
         super().check(deployment)
-        constant = schedules.is_constant(
-            self.noise_multiplier
-        ) and schedules.is_constant(deployment.clients_per_round)
+        given = (self.noise_multiplier, deployment.clients_per_round)
+        constant = all(map(schedules.is_constant, given))
         for round_index in range(1 if constant else deployment.rounds or 1):
             self._check_round(round_index, deployment)
 
-    def noise_stddevs(
-        self, round: contribution.Round, deployment: contribution.Deployment
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: z_Delta S, and sigma_b.
 
-        The count has no noise where the updates have none.
+        Unless it is given, the count has no noise where the updates have none.
         """
         del deployment
         z = round.noise_multiplier
         count = self.count_noise_stddev_of(round.clients_per_round)
-        noisy = formulas.choose(z > 0, count, 1.0)
-        return {
-            "update": formulas.choose(
-                z > 0, formulas.update_noise_multiplier(z, noisy), 0.0
-            )
-            * round.clip_norm,
-            BELOW: formulas.choose(z > 0, count, 0.0)
-            if self.count_noise_stddev is None
-            else count,
-        }
+        update = update_noise_multiplier(z, count) * round.clip_norm
+        if self.count_noise_stddev is None:
+            count = _choose(z > 0, count, 0.0)
+        return {"update": update, BELOW: count}
 
-    def sums_of(
-        self, norm: tf.Tensor, round: contribution.Round
-    ) -> dict[str, tf.Tensor]:
-        """Implements `Mechanism.sums_of`: the centred bits."""
-        return {BELOW: bits_below(norm, round.clip_norm)}
+    def sums_of(self, norm: tf.Tensor, round: Round) -> dict[str, tf.Tensor]:
+        """Implements `Mechanism.sums_of`: b_k - 1/2, whether norms are at most S.
 
-    def next_clip_norm(self, sums: Mapping[str, Any], round: contribution.Round) -> Any:
+        Centred, so that a client that is there or not moves their sum by 1/2.
+        """
+        return {BELOW: tf.cast(norm <= round.clip_norm, tf.float32) - 0.5}
+
+    def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
         """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma))."""
-        return moved_clip(sums, round, self.target_quantile, self.clip_learning_rate)
+        return next_clip_norm(
+            round.clip_norm,
+            sums[BELOW] / round.clients_per_round + 0.5,
+            self.target_quantile,
+            self.clip_learning_rate,
+        )
 
     def round_event(
-        self, round_index: int, deployment: contribution.Deployment
+        self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: updates and count as one.
 

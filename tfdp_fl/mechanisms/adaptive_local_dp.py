@@ -17,9 +17,8 @@ from tfdp_fl.mechanisms.contribution import (
     Contribution,
     Deployment,
     Round,
+    Tensors,
 )
-
-LAYER_ACCOUNTS = ("joint", "separate")
 
 
 @registry.register("adaptive_local")
@@ -82,7 +81,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
     calibration: str = local_dp.calibration_parameter()
     composition: str = local_dp.composition_parameter()
     layers: str = parameters.parameter(
-        parameters.OneOf(*LAYER_ACCOUNTS),
+        parameters.OneOf("joint", "separate"),
         "whether a round's layers are one release or charged one by one.",
         default="joint",
     )
@@ -97,9 +96,7 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
 
     def releases_per_round(self, deployment: Deployment) -> int:
         """Implements `LocalMechanism.releases_per_round`."""
-        if self.layers == "joint":
-            return 1
-        return self._num_layers(deployment)
+        return 1 if self.layers == "joint" else self._num_layers(deployment)
 
     def first_clip_norm(self) -> float:
         """Implements `Mechanism.first_clip_norm`: the largest radius."""
@@ -122,18 +119,11 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         count = tf.reduce_sum(tf.cast(seen, tf.float32), axis=0)
         total = tf.reduce_sum(tf.where(seen, client.window, 0.0), axis=0)
         mean = tf.math.divide_no_nan(total, count)
-        return tf.where(
-            count > 0,
-            tf.minimum(mean, self.clipping_radius),
-            self.clipping_radius,
-        )
+        smaller = tf.minimum(mean, self.clipping_radius)
+        return tf.where(count > 0, smaller, self.clipping_radius)
 
     def contribution(
-        self,
-        update: list[tf.Tensor],
-        round: Round,
-        client: Client,
-        deployment: Deployment,
+        self, update: Tensors, round: Round, client: Client, deployment: Deployment
     ) -> Contribution:
         """Implements `Mechanism.contribution`, layer by layer.
 
@@ -145,12 +135,11 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         norm = tf.norm(norms)
         usable = tf.math.is_finite(norm)
         scales = tf.where(usable, clipping.clip_factor(norms, radii), 0.0)
-        clipped = [
-            clipping.scaled([layer], scales[index])[0]
-            for index, layer in enumerate(update)
-        ]
         return Contribution(
-            update=clipped,
+            update=[
+                clipping.scaled([layer], scales[index])[0]
+                for index, layer in enumerate(update)
+            ],
             sums={},
             weight=tf.ones([]),
             norm=tf.where(usable, norm, 0.0),
@@ -198,11 +187,9 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
-        together = (
-            "All layers of a round are one release."
-            if self.layers == "joint"
-            else "Every layer of a round is charged as a release of its own."
-        )
+        together = "Every layer of a round is charged as a release of its own."
+        if self.layers == "joint":
+            together = "All layers of a round are one release."
         return (
             "Adaptive local differential privacy: every client clips each "
             f"layer of its update to the mean of its last {self.window} norms "
@@ -212,7 +199,6 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
 
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
-        layers = (
-            "layers_joint" if self.layers == "joint" else "layers_charged_separately"
-        )
-        return (*super().caveats(), "radius_from_unnoised_norms", layers)
+        layers = {"joint": "layers_joint", "separate": "layers_charged_separately"}
+        charged = layers[self.layers]
+        return (*super().caveats(), "radius_from_unnoised_norms", charged)

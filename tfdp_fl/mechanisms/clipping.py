@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tfdp_fl._on_use import tf
 
@@ -20,23 +19,6 @@ _TERMS, _FEWEST_TERMS = 128, 32
 # A larger tensor is squared in parts, one after the other and no more than so
 # many: all squares at once would be another copy of it.
 _COPIED, _PARTS = 2**20, 64
-
-
-class Clipped(NamedTuple):
-    """A clipped update and what was seen on the way.
-
-    Attributes:
-      update: List of float tensors with a joint L2 norm of at most the bound.
-      norm: Float32 scalar, the L2 norm before clipping (0 if discarded).
-      clipped: Float32 scalar, 1 if the update was scaled down, else 0.
-      discarded: Float32 scalar, 1 if the update held a NaN or an Inf (or its
-        norm is not a finite float32) and was replaced by zero, else 0.
-    """
-
-    update: list[tf.Tensor]
-    norm: tf.Tensor
-    clipped: tf.Tensor
-    discarded: tf.Tensor
 
 
 def added(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -126,42 +108,8 @@ def clip_factor(norm: tf.Tensor, clip_norm: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(clip_norm, tf.maximum(norm, clip_norm))
 
 
-def clip_by_norm(update: list[tf.Tensor], clip_norm: tf.Tensor) -> Clipped:
-    """Clips one client's update to an L2 norm of at most `clip_norm`.
-
-    Computes Delta * min(1, S / ||Delta||) (McMahan et al. 2018, Algorithm 1,
-    FlatClip). An update with a NaN or an Inf is replaced by zero first.
-
-    Args:
-      update: List of float tensors.
-      clip_norm: Float32 scalar S >= 0.
-
-    Returns:
-      A `Clipped`.
-    """
-    norm, usable = usable_norm(update)
-    scale = tf.where(usable, clip_factor(norm, clip_norm), 0.0)
-    return Clipped(
-        update=scaled(update, scale),
-        norm=norm,
-        clipped=tf.cast(norm > clip_norm, tf.float32),
-        discarded=tf.cast(~usable, tf.float32),
-    )
-
-
 def mean_of_answers(total: list[tf.Tensor], weight: tf.Tensor) -> list[tf.Tensor]:
     """Returns a sum divided by the weight that answered; 0 for none."""
     return [
         tf.math.divide_no_nan(tensor, tf.cast(weight, tensor.dtype)) for tensor in total
     ]
-
-
-def median(values: tf.Tensor) -> tf.Tensor:
-    """Returns the median (float32 scalar) of a non-empty vector.
-
-    Both halves of an even number of values count: the mean of the two in the
-    middle.
-    """
-    ordered = tf.sort(values)
-    count = tf.shape(ordered)[0]
-    return 0.5 * (ordered[(count - 1) // 2] + ordered[count // 2])

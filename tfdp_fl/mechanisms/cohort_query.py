@@ -1,6 +1,6 @@
 """The query that runs any mechanism, in TF-Privacy's order of calls.
 
-Both runtimes (the compiled cohort engine and TFF) call it so, once a round:
+Every runtime calls it so, once a round:
 
     state  = query.begin_round(state, z, m)         # this round's m and z
     params = query.derive_sample_params(state)
@@ -22,6 +22,7 @@ seconds, and cannot be installed beside current versions of TensorFlow.
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting
@@ -34,11 +35,10 @@ from tfdp_fl.mechanisms.contribution import (
     Contribution,
     Deployment,
     Round,
-    RoundWithMemory,
+    Tensors,
 )
 
-# A query's state is its own: a `Round`, a `RoundWithMemory`, or with more in
-# it. TF-Privacy's interface leaves it open, and so do the methods here.
+# A query's state is its own: a `Round`, or that of a query of TF-Privacy.
 State = Any
 
 
@@ -67,6 +67,15 @@ class CohortQuery:
     def keeps_window(self) -> bool:
         """Whether clients bring norms of their earlier rounds."""
         return self.mechanism.window_norms is not None
+
+    @property
+    def only_scales(self) -> bool:
+        """Whether a client's record is its update times one number.
+
+        Then a runtime that knows the norm need not have the update itself.
+        Not so if the client adds noise.
+        """
+        return self.mechanism.scales_updates and self.mechanism.noise_site == "server"
 
     @property
     def num_scalars(self) -> int:
@@ -108,24 +117,14 @@ class CohortQuery:
         weighting = self.deployment.client_weighting
         return None if weighting is None else weighting.weight(measured)
 
-    @property
-    def only_scales(self) -> bool:
-        """Whether a client's record is its update times one number.
-
-        Then a runtime that knows the norm need not have the update itself.
-        Not so if the client adds noise.
-        """
-        return self.mechanism.scales_updates and self.mechanism.noise_site == "server"
-
     def initial_global_state(self) -> State:
         """Returns the state before the first round."""
-        first = Round(
+        return Round(
             clip_norm=tf.constant(self.mechanism.first_clip_norm(), tf.float32),
             noise_multiplier=tf.constant(0.0),
             clients_per_round=tf.constant(1.0),
+            memory=self.mechanism.first_memory(self.deployment),
         )
-        memory = self.mechanism.first_memory(self.deployment)
-        return RoundWithMemory(*first, memory) if memory != () else first
 
     def new_segment(self, state: State) -> State:
         """Returns a state that has forgotten the rounds before, but its clip.
@@ -133,10 +132,7 @@ class CohortQuery:
         Where a round may have been released that the state knows nothing of,
         later noise must not be correlated with that of the rounds before it.
         """
-        if state.memory == ():
-            return state
-        memory = self.mechanism.first_memory(self.deployment)
-        return state._replace(memory=memory)
+        return state._replace(memory=self.mechanism.first_memory(self.deployment))
 
     def begin_round(
         self,
@@ -150,27 +146,22 @@ class CohortQuery:
             clients_per_round=tf.cast(clients_per_round, tf.float32),
         )
 
-    def client_with(self, number: tf.Tensor) -> Client:
-        """Returns a client of which a runtime knows one number: its n."""
-        return Client(num_examples=number)
-
-    def record_norm(self, record: list[tf.Tensor]) -> tf.Tensor:
+    def record_norm(self, record: Tensors) -> tf.Tensor:
         """Returns the norm (float32 scalar) of a client's unclipped update."""
-        norm, _ = clipping.usable_norm(record)
-        return norm
+        return clipping.usable_norm(record)[0]
 
     def clip_to_cohort(self, state: State, norms: tf.Tensor) -> State:
         """Returns the state with the clip that the cohort's norms give."""
         return state._replace(clip_norm=self.mechanism.clip_to_cohort(norms, state))
 
     def derive_sample_params(self, state: State) -> State:
-        """Returns what every client of a round gets to know."""
-        return Round(*state[:3])
+        """Returns what every client of a round gets to know: not the memory."""
+        return state._replace(memory=())
 
-    def initial_sample_state(self, template: list[tf.Tensor]) -> Contribution:
+    def initial_sample_state(self, template: Tensors) -> Contribution:
         """Returns the zeros that the records of a cohort are added to."""
         return Contribution(
-            update=[tf.zeros(each.shape, each.dtype) for each in template],
+            update=[tf.zeros(tensor.shape, tensor.dtype) for tensor in template],
             sums={name: tf.zeros([]) for name in self.mechanism.released_sums},
             weight=tf.zeros([]),
             norm=tf.zeros([]),
@@ -181,7 +172,7 @@ class CohortQuery:
     def preprocess_record(
         self,
         params: State,
-        record: list[tf.Tensor],
+        record: Tensors,
         client: Client = Client(),  # noqa: B008
     ) -> Contribution:
         """Returns what a client hands in, with the noise that it is to add."""
@@ -190,11 +181,7 @@ class CohortQuery:
         if mechanism.noise_site == "client":
             shares = self.noise_shares(params)
             update = noise.add_normal(one.update, shares["update"])
-            sums = {
-                name: value + noise.normal([], shares[name])
-                for name, value in one.sums.items()
-            }
-            return one._replace(update=update, sums=sums)
+            return one._replace(update=update, sums=_noised(one.sums, shares))
         if mechanism.client_noise is not None:
             stddev = mechanism.client_noise(params, client, self.deployment)
             return one._replace(update=noise.add_normal(one.update, stddev))
@@ -215,18 +202,12 @@ class CohortQuery:
     def accumulate_preprocessed_record(
         self, sample_state: Contribution, preprocessed_record: Contribution
     ) -> Contribution:
-        """Adds one client's record to a sum of records."""
+        """Adds one client's record, or a sum of records, to a sum of records."""
         return tf.nest.map_structure(tf.add, sample_state, preprocessed_record)
-
-    def merge_sample_states(
-        self, sample_state_1: Contribution, sample_state_2: Contribution
-    ) -> Contribution:
-        """Adds up two sums of records."""
-        return tf.nest.map_structure(tf.add, sample_state_1, sample_state_2)
 
     def get_noised_result(
         self, sample_state: Contribution, global_state: State
-    ) -> tuple[list[tf.Tensor], State, dp_accounting.DpEvent]:
+    ) -> tuple[Tensors, State, dp_accounting.DpEvent]:
         """Returns the noised mean, and the state before the next round.
 
         The noise goes by the clip that the clients of this round used.
@@ -237,24 +218,22 @@ class CohortQuery:
         if mechanism.noise_site == "server":
             stddevs = mechanism.noise_stddevs(state, self.deployment)
             update, memory = mechanism.add_noise(update, stddevs["update"], memory)
-            sums = {
-                name: value + noise.normal([], stddevs[name])
-                for name, value in sums.items()
-            }
+            sums = _noised(sums, stddevs)
         mean = mechanism.mean(update, sample_state.weight, state, self.deployment)
-        event = mechanism.query_event(state)
-        state = state._replace(clip_norm=mechanism.next_clip_norm(sums, state))
-        if memory != ():
-            state = state._replace(memory=memory)
-        return mean, state, event
-
-    def noise_stddev(self, state: State) -> tf.Tensor:
-        """Returns the stddev (float32 scalar) of the noise on the sum."""
-        return self.mechanism.noise_stddevs(state, self.deployment)["update"]
+        clip_norm = mechanism.next_clip_norm(sums, state)
+        after = state._replace(clip_norm=clip_norm, memory=memory)
+        return mean, after, mechanism.query_event(state)
 
     def derive_metrics(self, state: State) -> collections.OrderedDict:
         """Returns `clip_norm` and `noise_stddev` (on the sum) of a round."""
+        stddev = self.mechanism.noise_stddevs(state, self.deployment)["update"]
         return collections.OrderedDict(
-            clip_norm=state.clip_norm,
-            noise_stddev=tf.cast(self.noise_stddev(state), tf.float32),
+            clip_norm=state.clip_norm, noise_stddev=tf.cast(stddev, tf.float32)
         )
+
+
+def _noised(sums: Mapping[str, Any], stddevs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is released beside updates, with noise."""
+    return {
+        name: value + noise.normal([], stddevs[name]) for name, value in sums.items()
+    }

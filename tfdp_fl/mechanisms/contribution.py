@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tfdp_fl import schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms.client_weighting import ClientWeighting
+
+# One tensor for each variable of the model.
+Tensors: TypeAlias = "list[tf.Tensor]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,33 +62,14 @@ class Round(NamedTuple):
       clip_norm: The clip S of this round, or of the coming one.
       noise_multiplier: This round's z.
       clients_per_round: This round's expected cohort size m.
+      memory: What only the server keeps from round to round, such as the noise
+        that later noise is correlated with: a nest of tensors, () for nothing.
     """
 
     clip_norm: Any
     noise_multiplier: Any
     clients_per_round: Any
-
-    @property
-    def memory(self) -> Any:
-        """Nothing: see `RoundWithMemory`."""
-        return ()
-
-
-class RoundWithMemory(NamedTuple):
-    """A `Round` of a mechanism that remembers earlier ones at the server.
-
-    Attributes:
-      clip_norm: See `Round`.
-      noise_multiplier: See `Round`.
-      clients_per_round: See `Round`.
-      memory: What the server keeps from round to round, such as the noise that
-        later noise is correlated with: a nest of tensors.
-    """
-
-    clip_norm: Any
-    noise_multiplier: Any
-    clients_per_round: Any
-    memory: Any
+    memory: Any = ()
 
 
 class Client(NamedTuple):

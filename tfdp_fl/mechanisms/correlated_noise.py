@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import dp_accounting
@@ -16,15 +16,8 @@ import dp_accounting
 from tfdp_fl import _validate, correlated_noise, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.correlated_noise import generators, strategies
-from tfdp_fl.mechanisms import (
-    mechanism,
-    noise,
-    parameters,
-    registry,
-)
-from tfdp_fl.mechanisms.contribution import Deployment
-
-_SAMPLINGS = ("cyclic", "separated")
+from tfdp_fl.mechanisms import mechanism, noise, parameters, registry
+from tfdp_fl.mechanisms.contribution import Deployment, Tensors
 
 
 def _momentum(**checked: Any) -> float:
@@ -33,29 +26,6 @@ def _momentum(**checked: Any) -> float:
     if momentum >= 1:
         raise ValueError(f"{name} must be below 1, got {value!r}.")
     return momentum
-
-
-def _rates(**checked: Any) -> tuple[float, ...] | None:
-    """Returns rates relative to the largest; None if all are the same.
-
-    Rounded, so that two machines that compute a schedule say the same.
-    """
-    ((name, value),) = checked.items()
-    if isinstance(value, str):
-        try:
-            value = [float(part) for part in value.split(",")]
-        except ValueError as error:
-            raise ValueError(
-                f"{name} must be numbers with commas, got {value!r}."
-            ) from error
-    if not isinstance(value, Sequence) or not value:
-        raise TypeError(f"{name} must be a sequence of rates, got {value!r}.")
-    rates = [_validate.non_negative(**{name: each}) for each in value]
-    largest = max(rates)
-    if not largest:
-        raise ValueError(f"{name} must hold a number above 0, got only zeros.")
-    relative = tuple(float(f"{rate / largest:.6g}") for rate in rates)
-    return None if min(relative) == 1 else relative
 
 
 def _server_only(**checked: Any) -> str:
@@ -111,9 +81,6 @@ class CorrelatedNoise(mechanism.Mechanism):
       server_momentum: That of the server optimizer, by which C is chosen; it
         has no part in the guarantee. None: that of the optimizer that
         `DPFederatedModel.compile` is given, or 0.
-      server_rates: The server's learning rates, one for each of T rounds, by
-        which C is chosen as well; only how they relate to each other counts.
-        None: those of the optimizer's schedule, or the same in all rounds.
       noise_site: "server".
     """
 
@@ -169,21 +136,15 @@ class CorrelatedNoise(mechanism.Mechanism):
         "make_private and train.py take N / m.",
     )
     max_participations: int | None = parameters.parameter(
-        parameters.Optional(_validate.positive_integer),
+        parameters.optional(_validate.positive_integer),
         "after so many rounds a client sits out; as many as there is room for "
         "unless given.",
         default=None,
     )
     server_momentum: float | None = parameters.parameter(
-        parameters.Optional(_momentum),
+        parameters.optional(_momentum),
         "of the server optimizer, by which the noise is chosen; that of the "
         "one that is compiled unless given.",
-        default=None,
-    )
-    server_rates: tuple[float, ...] | None = parameters.parameter(
-        parameters.Optional(_rates),
-        "learning rates of the server optimizer, one a round, by which the "
-        "noise is chosen; those of its schedule unless given.",
         default=None,
     )
     noise_site: str = parameters.parameter(
@@ -192,12 +153,6 @@ class CorrelatedNoise(mechanism.Mechanism):
 
     def check_parameters(self) -> None:
         """Implements `Mechanism.check_parameters`; makes the coefficients."""
-        rates = self.server_rates
-        if rates is not None and len(rates) != self.rounds:
-            raise ValueError(
-                f"server_rates must hold one number for each of rounds="
-                f"{self.rounds}, got {len(rates)}."
-            )
         self.generator  # noqa: B018
 
     @property
@@ -216,28 +171,16 @@ class CorrelatedNoise(mechanism.Mechanism):
     @functools.cached_property
     def generator(self) -> generators.Generator:
         """What the strategy comes to in a segment of T rounds."""
-        return self.strategy.generator(
-            self.participation,
-            correlated_noise.Workload(
-                momentum=self.server_momentum or 0.0, rates=self.server_rates
-            ),
-        )
+        momentum = self.server_momentum or 0.0
+        return self.strategy.generator(self.participation, momentum)
 
     def for_server(
-        self,
-        momentum: float,
-        rates: Sequence[float] | None,
-        charged_rounds: int | None = None,
+        self, momentum: float, charged_rounds: int | None = None
     ) -> mechanism.Mechanism:
         """Implements `Mechanism.for_server`: chooses C for the optimizer."""
-        changes: dict[str, Any] = {}
-        if self.server_momentum is None and momentum:
-            changes["server_momentum"] = momentum
-        if self.server_rates is None and rates is not None:
-            changes["server_rates"] = tuple(rates)
-        if not changes:
+        if self.server_momentum is not None or not momentum:
             return self
-        made = dataclasses.replace(self, **changes)
+        made = dataclasses.replace(self, server_momentum=momentum)
         if charged_rounds is None or made.generator is self.generator:
             return made
         ratio = _charged(made.generator, charged_rounds) / _charged(
@@ -254,7 +197,7 @@ class CorrelatedNoise(mechanism.Mechanism):
 
     def check(self, deployment: Deployment) -> None:
         """Implements `Mechanism.check`."""
-        if deployment.sampling not in (*_SAMPLINGS, None):
+        if deployment.sampling not in ("cyclic", "separated", None):
             raise ValueError(
                 "sampling must be 'cyclic' or, of clients who come as they like, "
                 f"'separated' with {self.name}, because its noise counts on a "
@@ -269,10 +212,6 @@ class CorrelatedNoise(mechanism.Mechanism):
                 f"{deployment.sampling} sampling, got "
                 f"{deployment.clients_per_round!r}."
             )
-        self._check_room(deployment)
-
-    def _check_room(self, deployment: Deployment) -> None:
-        """Refuses facts under which clients cannot be so seldom in a round."""
         most, declared = self.max_participations, deployment.max_participations
         if most is not None and declared is not None and declared > most:
             raise ValueError(
@@ -305,11 +244,8 @@ class CorrelatedNoise(mechanism.Mechanism):
         return self.generator.first_memory(deployment.shapes)
 
     def add_noise(
-        self,
-        update: list[tf.Tensor],
-        stddev: tf.Tensor,
-        memory: generators.Memory,
-    ) -> tuple[list[tf.Tensor], generators.Memory]:
+        self, update: Tensors, stddev: tf.Tensor, memory: generators.Memory
+    ) -> tuple[Tensors, generators.Memory]:
         """Implements `Mechanism.add_noise`: adds stddev n_t."""
         fresh = noise.standard_normals(update, noise.next_seed())
         made, memory = self.generator.noise(memory, fresh)

@@ -7,14 +7,11 @@ import dataclasses
 from tfdp_fl import _validate, schedules
 from tfdp_fl.mechanisms import mechanism, parameters, registry
 
-# Who adds the noise of a mechanism with a trusted server.
-noise_site_check = parameters.OneOf("server", "client")
-
 
 def noise_multiplier_parameter() -> schedules.Schedule:
     """Returns the z of a mechanism with a trusted server."""
     return parameters.parameter(
-        parameters.Scheduled(_validate.non_negative),
+        parameters.scheduled(_validate.non_negative),
         "z, noise stddev on the sum of the clipped updates over the clip; a "
         "number, or one value a round.",
     )
@@ -23,10 +20,17 @@ def noise_multiplier_parameter() -> schedules.Schedule:
 def noise_site_parameter() -> str:
     """Returns who adds the noise of a mechanism with a trusted server."""
     return parameters.parameter(
-        noise_site_check,
+        parameters.OneOf("server", "client"),
         "who adds the noise; client needs fixed-size sampling.",
         default="server",
     )
+
+
+def site_phrase(noise_site: str) -> str:
+    """Returns the words that say where the noise is added."""
+    return {"client": "in equal shares by the clients", "server": "by the server"}[
+        noise_site
+    ]
 
 
 @registry.register("fixed")
@@ -69,10 +73,3 @@ class FixedClipping(mechanism.Mechanism):
             f"to an L2 norm of {self.clip_norm:g}, and Gaussian noise is added "
             f"to the sum {site_phrase(self.noise_site)}."
         )
-
-
-def site_phrase(noise_site: str) -> str:
-    """Returns the words that say where the noise is added."""
-    if noise_site == "client":
-        return "in equal shares by the clients"
-    return "by the server"

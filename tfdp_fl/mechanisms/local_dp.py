@@ -14,19 +14,11 @@ import dp_accounting
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.mechanisms import (
-    clipping,
-    contribution,
-    mechanism,
-    parameters,
-    registry,
-)
+from tfdp_fl.mechanisms import clipping, mechanism, parameters, registry
+from tfdp_fl.mechanisms.contribution import Client, Deployment, Round, Tensors
 
 if TYPE_CHECKING:
     from tfdp_fl.mechanisms import cohort_query
-
-CALIBRATIONS = ("analytic", "classic")
-COMPOSITIONS = ("rdp", "basic")
 
 # Noise that every client adds by itself wants few weights, few rounds and
 # everybody in them (docs/mechanisms.md shows what comes out).
@@ -83,7 +75,7 @@ def noise_over_sensitivity(
 def calibration_parameter() -> str:
     """Returns the formula that makes noise of a budget."""
     return parameters.parameter(
-        parameters.OneOf(*CALIBRATIONS),
+        parameters.OneOf("analytic", "classic"),
         "analytic (Balle & Wang 2018), or the classic formula, proven for epsilon < 1.",
         default="analytic",
     )
@@ -92,7 +84,7 @@ def calibration_parameter() -> str:
 def composition_parameter() -> str:
     """Returns how a client's rounds add up."""
     return parameters.parameter(
-        parameters.OneOf(*COMPOSITIONS),
+        parameters.OneOf("rdp", "basic"),
         "how a client's rounds add up: rdp, or basic (epsilon / T for every round).",
         default="rdp",
     )
@@ -101,7 +93,7 @@ def composition_parameter() -> str:
 def max_participations_parameter() -> int | None:
     """Returns the limit of a client's rounds."""
     return parameters.parameter(
-        parameters.Optional(_validate.positive_integer),
+        parameters.optional(_validate.positive_integer),
         "after so many rounds a client sits out, which needs less noise in each.",
         default=None,
     )
@@ -136,12 +128,8 @@ class LocalMechanism(mechanism.Mechanism):
     }
 
     def mean(
-        self,
-        update: list[tf.Tensor],
-        weight: tf.Tensor,
-        round: contribution.Round,
-        deployment: contribution.Deployment,
-    ) -> list[tf.Tensor]:
+        self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
+    ) -> Tensors:
         """Implements `Mechanism.mean`: over the clients that answered.
 
         Each answer is private by itself, so nothing depends on how many there
@@ -158,28 +146,26 @@ class LocalMechanism(mechanism.Mechanism):
         budget: dict[str, Any] = {"epsilon": target.epsilon, "delta": target.delta}
         return cls(**budget, **options)
 
-    def bind(self, deployment: contribution.Deployment) -> cohort_query.CohortQuery:
+    def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`: the noise has to be known there."""
-        self.noise_stddevs(contribution.Round(1.0, 0.0, 1.0), deployment)
-        if self.epsilon is not None and self.calibration == "classic":
-            one = self.epsilon
-            if self.composition == "basic":
-                one /= deployment.rounds
-            if one >= 1:
-                warnings.warn(
-                    "calibration='classic' is proven for epsilon < 1 only, and "
-                    f"was asked for at epsilon={one:g}; the epsilon that is "
-                    "reported is computed from the noise itself.",
-                    stacklevel=2,
-                )
+        self.noise_stddevs(Round(1.0, 0.0, 1.0), deployment)
+        releases = deployment.rounds if self.composition == "basic" else 1
+        one = (self.epsilon or 0.0) / (releases or 1)
+        if self.calibration == "classic" and one >= 1:
+            warnings.warn(
+                "calibration='classic' is proven for epsilon < 1 only, and was asked "
+                f"for at epsilon={one:g}; the epsilon that is reported is computed "
+                "from the noise itself.",
+                stacklevel=2,
+            )
         return super().bind(deployment)
 
-    def releases_per_round(self, deployment: contribution.Deployment) -> int:
+    def releases_per_round(self, deployment: Deployment) -> int:
         """Returns how many separately charged releases one round makes."""
         del deployment
         return 1
 
-    def noise_over_sensitivity(self, deployment: contribution.Deployment) -> float:
+    def noise_over_sensitivity(self, deployment: Deployment) -> float:
         """Returns sigma / sensitivity of one release, calibrated if need be.
 
         Raises:
@@ -200,24 +186,19 @@ class LocalMechanism(mechanism.Mechanism):
             participations=deployment.max_participations or deployment.rounds,
         )
 
-    def mu_squared(self, deployment: contribution.Deployment) -> float:
+    def mu_squared(self, deployment: Deployment) -> float:
         """Returns (sensitivity / sigma)^2 of one client's part in one round.
 
         Infinite without noise.
         """
         ratio = self.noise_over_sensitivity(deployment)
-        if ratio == 0:
-            return math.inf
-        return self.releases_per_round(deployment) / ratio**2
+        return self.releases_per_round(deployment) / ratio**2 if ratio else math.inf
 
     def caveats(self) -> tuple[str, ...]:
         """Implements `Mechanism.caveats`."""
-        above_one = (
-            self.calibration == "classic"
-            and self.epsilon is not None
-            and self.epsilon >= 1
-        )
-        return ("local_not_central",) + (("classic_above_one",) if above_one else ())
+        if self.calibration == "classic" and (self.epsilon or 0.0) >= 1:
+            return ("local_not_central", "classic_above_one")
+        return ("local_not_central",)
 
 
 @registry.register("local")
@@ -249,17 +230,17 @@ class LocalDP(LocalMechanism):
         parameters.clip, "the clip S, L2 over the whole update.", start=1.0
     )
     epsilon: float | None = parameters.parameter(
-        parameters.Optional(_validate.positive),
+        parameters.optional(_validate.positive),
         "the budget of one client over the training.",
         default=None,
     )
     delta: float | None = parameters.parameter(
-        parameters.Optional(_validate.inside_unit_interval),
+        parameters.optional(_validate.inside_unit_interval),
         "its delta.",
         default=None,
     )
     noise_multiplier: float | None = parameters.parameter(
-        parameters.Optional(_validate.non_negative),
+        parameters.optional(_validate.non_negative),
         "what one client adds, over the clip, in the place of a budget.",
         default=None,
     )
@@ -269,19 +250,12 @@ class LocalDP(LocalMechanism):
 
     def check_parameters(self) -> None:
         """Implements `Mechanism.check_parameters`."""
-        if self.noise_multiplier is None:
-            if self.epsilon is None or self.delta is None:
-                raise ValueError(
-                    "LocalDP needs either epsilon and delta, or "
-                    "noise_multiplier, got "
-                    f"epsilon={self.epsilon!r}, delta={self.delta!r} and "
-                    "noise_multiplier=None."
-                )
-        elif self.epsilon is not None or self.delta is not None:
+        by_budget = self.noise_multiplier is None
+        if {self.epsilon is not None, self.delta is not None} != {by_budget}:
             raise ValueError(
-                "noise_multiplier must not be given together with epsilon "
-                f"and delta, got noise_multiplier={self.noise_multiplier!r}, "
-                f"epsilon={self.epsilon!r}, delta={self.delta!r}."
+                "LocalDP needs either epsilon and delta, or noise_multiplier, got "
+                f"epsilon={self.epsilon!r}, delta={self.delta!r} and "
+                f"noise_multiplier={self.noise_multiplier!r}."
             )
 
     def first_clip_norm(self) -> float:
@@ -293,35 +267,28 @@ class LocalDP(LocalMechanism):
         del round_index
         return self.noise_multiplier or 0.0
 
-    def client_noise(
-        self,
-        round: contribution.Round,
-        client: contribution.Client,
-        deployment: contribution.Deployment,
-    ) -> Any:
+    def client_noise(self, round: Round, client: Client, deployment: Deployment) -> Any:
         """Implements `Mechanism.client_noise`: z_local S."""
         del client
         return self.client_noise_multiplier(deployment) * round.clip_norm
 
-    def noise_stddevs(
-        self, round: contribution.Round, deployment: contribution.Deployment
-    ) -> dict[str, Any]:
+    def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: sqrt(m) z S, on m releases."""
         one = self.client_noise_multiplier(deployment) * round.clip_norm
         return {"update": round.clients_per_round**0.5 * one}
 
-    def noise_over_sensitivity(self, deployment: contribution.Deployment) -> float:
+    def noise_over_sensitivity(self, deployment: Deployment) -> float:
         """Implements `LocalMechanism.noise_over_sensitivity`."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier / SENSITIVITY
         return super().noise_over_sensitivity(deployment)
 
-    def client_noise_multiplier(self, deployment: contribution.Deployment) -> float:
+    def client_noise_multiplier(self, deployment: Deployment) -> float:
         """Returns z_local, the noise of one client divided by S."""
         return SENSITIVITY * self.noise_over_sensitivity(deployment)
 
     def round_event(
-        self, round_index: int, deployment: contribution.Deployment
+        self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: what the mean gives centrally.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
@@ -26,18 +26,13 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.accounting import caveats as caveats_lib
-from tfdp_fl.mechanisms import (
-    clipping,
-    cohort_query,
-    grid,
-    noise,
-    parameters,
-)
+from tfdp_fl.mechanisms import clipping, cohort_query, grid, noise, parameters
 from tfdp_fl.mechanisms.contribution import (
     Client,
     Contribution,
     Deployment,
     Round,
+    Tensors,
 )
 
 # Between this and its inverse float32 has all its digits, and squares of noise
@@ -244,11 +239,7 @@ class Mechanism(abc.ABC):
         )
 
     def contribution(
-        self,
-        update: list[tf.Tensor],
-        round: Round,
-        client: Client,
-        deployment: Deployment,
+        self, update: Tensors, round: Round, client: Client, deployment: Deployment
     ) -> Contribution:
         """Returns what one client hands in, before anybody's noise.
 
@@ -267,24 +258,20 @@ class Mechanism(abc.ABC):
         return one._replace(update=clipping.scaled(update, one.update))
 
     def add_noise(
-        self, update: list[tf.Tensor], stddev: tf.Tensor, memory: Any
-    ) -> tuple[list[tf.Tensor], Any]:
+        self, update: Tensors, stddev: tf.Tensor, memory: Any
+    ) -> tuple[Tensors, Any]:
         """Adds the server's noise to a sum; returns it and the next memory.
 
         Args:
           update: The sum of the clients' updates.
           stddev: What `noise_stddevs` says.
-          memory: `RoundWithMemory.memory`; () without one.
+          memory: `Round.memory`; () without one.
         """
         return noise.add_normal(update, stddev), memory
 
     def mean(
-        self,
-        update: list[tf.Tensor],
-        weight: tf.Tensor,
-        round: Round,
-        deployment: Deployment,
-    ) -> list[tf.Tensor]:
+        self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
+    ) -> Tensors:
         """Returns the released mean of a noised sum: the sum divided by m.
 
         Where clients count differently, by m times their expected weight.
@@ -296,12 +283,9 @@ class Mechanism(abc.ABC):
           deployment: Where it is.
         """
         del weight
-        expected, weighting = (
-            round.clients_per_round,
-            deployment.client_weighting,
-        )
-        if weighting is not None:
-            expected = expected * weighting.mean_weight
+        expected = round.clients_per_round
+        if deployment.client_weighting is not None:
+            expected = expected * deployment.client_weighting.mean_weight
         return [tensor / tf.cast(expected, tensor.dtype) for tensor in update]
 
     def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
@@ -348,7 +332,7 @@ class Mechanism(abc.ABC):
         Args:
           round_index: The coming round, counted from 0, abandoned rounds
             included.
-          memory: `RoundWithMemory.memory` before it; () without one.
+          memory: `Round.memory` before it; () without one.
         """
         del memory
         return round_index
@@ -409,20 +393,16 @@ class Mechanism(abc.ABC):
         return dataclasses.replace(self, **changed)
 
     def for_server(
-        self,
-        momentum: float,
-        rates: Sequence[float] | None,
-        charged_rounds: int | None = None,
+        self, momentum: float, charged_rounds: int | None = None
     ) -> Mechanism:
         """Returns the mechanism that suits what the server does with means.
 
         Args:
           momentum: The server optimizer's; 0 if it has none.
-          rates: Its learning rates in the first rounds, if they change.
           charged_rounds: Where given, so many rounds must not cost more than
             before: the noise multiplier follows. None: it stays.
         """
-        del momentum, rates, charged_rounds
+        del momentum, charged_rounds
         return self
 
     @property

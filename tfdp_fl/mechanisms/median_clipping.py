@@ -13,15 +13,13 @@ import dp_accounting
 from tfdp_fl import _validate, schedules
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import (
-    clipping,
-    contribution,
     fixed_clipping,
-    formulas,
     mechanism,
     noise,
     parameters,
     registry,
 )
+from tfdp_fl.mechanisms.contribution import Deployment, Round
 
 if TYPE_CHECKING:
     from tfdp_fl.mechanisms import cohort_query
@@ -37,6 +35,17 @@ _SAFE_STDDEVS = 4.0
 # The default: five times the noise of the sum adds 2 % to it, and never less
 # than one and a half times, which adds 20 %.
 _USUAL_RATIO, _LEAST_RATIO = 5.0, 1.5
+
+
+def median(values: tf.Tensor) -> tf.Tensor:
+    """Returns the median (float32 scalar) of a non-empty vector.
+
+    Both halves of an even number of values count: the mean of the two in the
+    middle.
+    """
+    ordered = tf.sort(values)
+    count = tf.shape(ordered)[0]
+    return 0.5 * (ordered[(count - 1) // 2] + ordered[count // 2])
 
 
 def private_median(norms: tf.Tensor, median_noise_multiplier: float) -> tf.Tensor:
@@ -92,32 +101,9 @@ def default_median_noise_multiplier(
       noise_multiplier: z > 0 of the sum.
       clients_per_round: m, the smallest expected size of a cohort.
     """
-    return min(
-        _USUAL_RATIO * noise_multiplier,
-        max(
-            _largest_reliable(clients_per_round),
-            _LEAST_RATIO * noise_multiplier,
-        ),
-    )
-
-
-def _warn_if_unreliable(
-    median_noise_multiplier: float, clients_per_round: float
-) -> None:
-    stddev = _answer_stddev(median_noise_multiplier)
-    largest = clients_per_round / 2
-    advised = _largest_reliable(clients_per_round)
-    # Rounding of the default, which is just this, is no reason to warn.
-    if median_noise_multiplier > advised * (1 + 1e-6):
-        warnings.warn(
-            f"median_noise_multiplier={median_noise_multiplier:.3g} puts noise "
-            f"of stddev {stddev:.3g} on counts of at most {largest:g}: now and "
-            "then the median will be wrong by orders of magnitude, and the "
-            "noise on the sum with it, which can ruin a model. With "
-            f"{clients_per_round:g} clients in a cohort take at most "
-            f"{advised:.3g}, at the price of more noise on the sum.",
-            stacklevel=3,
-        )
+    least = _LEAST_RATIO * noise_multiplier
+    reliable = max(_largest_reliable(clients_per_round), least)
+    return min(_USUAL_RATIO * noise_multiplier, reliable)
 
 
 @registry.register("median")
@@ -157,7 +143,7 @@ class MedianClipping(mechanism.Mechanism):
 
     noise_multiplier: schedules.Schedule = fixed_clipping.noise_multiplier_parameter()
     median_noise_multiplier: float | None = parameters.parameter(
-        parameters.Optional(_validate.positive),
+        parameters.optional(_validate.positive),
         "noise multiplier of a private median, whose cost is included (by "
         "default 5 times --noise_multiplier, less for small cohorts); or "
         "exact: the cohort's own median as published, which is not private "
@@ -181,7 +167,7 @@ class MedianClipping(mechanism.Mechanism):
             )
         return super().for_target(target, **options)
 
-    def check(self, deployment: contribution.Deployment) -> None:
+    def check(self, deployment: Deployment) -> None:
         """Refuses an exact median of so few that one client sets it."""
         super().check(deployment)
         smallest = deployment.cohort_size(0)
@@ -192,13 +178,24 @@ class MedianClipping(mechanism.Mechanism):
                 f"{smallest:g}; a median_noise_multiplier gives a private one."
             )
 
-    def bind(self, deployment: contribution.Deployment) -> cohort_query.CohortQuery:
+    def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""
-        if self.median_noise_multiplier is not None:
-            _warn_if_unreliable(self.median_noise_multiplier, deployment.cohort_size(0))
+        noise_multiplier, size = self.median_noise_multiplier, deployment.cohort_size(0)
+        advised = _largest_reliable(size)
+        # Rounding of the default, which is just this, is no reason to warn.
+        if noise_multiplier is not None and noise_multiplier > advised * (1 + 1e-6):
+            warnings.warn(
+                f"median_noise_multiplier={noise_multiplier:.3g} puts noise of stddev "
+                f"{_answer_stddev(noise_multiplier):.3g} on counts of at most "
+                f"{size / 2:g}: now and then the median will be wrong by orders of "
+                "magnitude, and the noise on the sum with it, which can ruin a model. "
+                f"With {size:g} clients in a cohort take at most {advised:.3g}, at the "
+                "price of more noise on the sum.",
+                stacklevel=2,
+            )
         return super().bind(deployment)
 
-    def clip_to_cohort(self, norms: tf.Tensor, round: contribution.Round) -> tf.Tensor:
+    def clip_to_cohort(self, norms: tf.Tensor, round: Round) -> tf.Tensor:
         """Returns the median of the cohort's norms (float32 vector).
 
         An empty cohort has no exact median, and keeps the S of the round
@@ -209,15 +206,15 @@ class MedianClipping(mechanism.Mechanism):
         return tf.cond(
             tf.size(norms) > 0,
             lambda: tf.clip_by_value(
-                clipping.median(norms),
-                formulas.SMALLEST_CLIP_NORM,
-                formulas.LARGEST_CLIP_NORM,
+                median(norms),
+                parameters.SMALLEST_CLIP_NORM,
+                parameters.LARGEST_CLIP_NORM,
             ),
             lambda: round.clip_norm,
         )
 
     def round_event(
-        self, round_index: int, deployment: contribution.Deployment
+        self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: sum and private median as one."""
         event = super().round_event(round_index, deployment)
@@ -231,9 +228,8 @@ class MedianClipping(mechanism.Mechanism):
 
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
-        if self.median_noise_multiplier is None:
-            how = "the exact median norm of the round's updates"
-        else:
+        how = "the exact median norm of the round's updates"
+        if self.median_noise_multiplier is not None:
             how = (
                 "a differentially private median norm of the round's updates, "
                 "whose cost is included"

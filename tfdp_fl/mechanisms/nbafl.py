@@ -24,62 +24,19 @@ from tfdp_fl.mechanisms.contribution import (
     Contribution,
     Deployment,
     Round,
+    Tensors,
 )
 
 if TYPE_CHECKING:
     from tfdp_fl.mechanisms import cohort_query
 
 
-def uplink_noise_stddev(
-    weight_clip: float, constant: float, epsilon: float, rounds: int, examples
-):
-    """Returns sigma_U = 2 C T c / (n epsilon) (Wei et al. 2020, eq. 10).
-
-    Args:
-      weight_clip: C.
-      constant: c.
-      epsilon: The budget of the whole training.
-      rounds: T.
-      examples: n, the client's number of examples (number or tensor).
-    """
-    return 2.0 * weight_clip * rounds * constant / (examples * epsilon)
-
-
-def downlink_noise_stddev(
-    weight_clip: float,
-    constant: float,
-    epsilon: float,
-    rounds: int,
-    num_clients: int,
-    clients_per_round: float,
-    min_examples: int,
-) -> float:
-    """Returns sigma_D (Wei et al. 2020, Theorem 1).
-
-    L is the number of clients of a round, as in FederatedScope; in the paper it
-    is how often a client's parameters are exposed. Every upload is charged by
-    sigma_U, which has T in that place, so epsilon does not depend on it.
-
-    sigma_D = 2 c C sqrt(T^2 - L^2 N) / (min_n N epsilon) if T > sqrt(N) L, and
-    0 otherwise: then the noise of the uplink already covers the downlink.
-    """
-    if rounds <= math.sqrt(num_clients) * clients_per_round:
-        return 0.0
-    return (
-        2.0
-        * constant
-        * weight_clip
-        * math.sqrt(rounds**2 - clients_per_round**2 * num_clients)
-        / (min_examples * num_clients * epsilon)
-    )
-
-
 def _known(name: str, deployment: Deployment) -> int:
-    """Returns a number of a deployment, or raises where it is None."""
+    """Returns a number of a deployment, or raises where it is not known."""
     value = getattr(deployment, name)
-    if value is None:
+    if not value:
         raise ValueError(
-            f"{name} must be known to NbAFL, got None: the noise depends on it."
+            f"{name} must be known to NbAFL, got {value!r}: the noise depends on it."
         )
     return value
 
@@ -165,28 +122,23 @@ class NbAFL(mechanism.Mechanism):
         return min(1.0, 1.25 * math.exp(-(self.constant**2) / 2))
 
     def downlink_stddev(self, deployment: Deployment) -> float:
-        """Returns sigma_D, 0 where there is no noise before broadcast."""
+        """Returns sigma_D (Wei et al. 2020, Theorem 1).
+
+        2 c C sqrt(T^2 - L^2 N) / (min_n N epsilon) if T > sqrt(N) L, and 0
+        otherwise: then the noise of the uplink already covers the downlink.
+
+        L is the number of clients of a round, as in FederatedScope; in the paper
+        it is how often a client's parameters are exposed. Every upload is charged
+        by sigma_U, which has T in that place, so epsilon does not depend on it.
+        """
         rounds = _known("rounds", deployment)
         num_clients = _known("num_clients", deployment)
-        cohort_size = deployment.cohort_size(0)
-        needed = rounds > math.sqrt(num_clients) * cohort_size
-        if not needed:
+        exceeding = rounds**2 - deployment.cohort_size(0) ** 2 * num_clients
+        if exceeding <= 0:
             return 0.0
-        if not deployment.min_examples:
-            raise ValueError(
-                "min_examples (the smallest number of examples that a client "
-                "holds) must be known to NbAFL, because the noise before "
-                f"broadcast depends on it, got {deployment.min_examples!r}."
-            )
-        return downlink_noise_stddev(
-            self.weight_clip,
-            self.constant,
-            self.epsilon,
-            rounds,
-            num_clients,
-            cohort_size,
-            deployment.min_examples,
-        )
+        examples = _known("min_examples", deployment)
+        one = 2.0 * self.constant * self.weight_clip * math.sqrt(exceeding)
+        return one / (examples * num_clients * self.epsilon)
 
     def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
         """Implements `Mechanism.bind`."""
@@ -203,26 +155,16 @@ class NbAFL(mechanism.Mechanism):
         return {"update": self.downlink_stddev(deployment)}
 
     def contribution(
-        self,
-        update: list[tf.Tensor],
-        round: Round,
-        client: Client,
-        deployment: Deployment,
+        self, update: Tensors, round: Round, client: Client, deployment: Deployment
     ) -> Contribution:
         """Implements `Mechanism.contribution`: n w / max(1, ||w|| / C).
 
         A client without examples has nothing to say and weighs nothing.
         """
-        del deployment
-        clipped = clipping.clip_by_norm(update, round.clip_norm)
+        clipped = super().contribution(update, round, Client(), deployment)
         weight = _num_examples(client) * (1.0 - clipped.discarded)
-        return Contribution(
-            update=clipping.scaled(clipped.update, weight),
-            sums={},
-            weight=weight,
-            norm=clipped.norm,
-            clipped=clipped.clipped,
-            discarded=clipped.discarded,
+        return clipped._replace(
+            update=clipping.scaled(clipped.update, weight), weight=weight
         )
 
     def client_noise(
@@ -230,24 +172,16 @@ class NbAFL(mechanism.Mechanism):
     ) -> tf.Tensor:
         """Implements `Mechanism.client_noise`: n sigma_U, on n times weights.
 
-        sigma_U goes by 1/n, so n sigma_U is the same for all who have any.
+        sigma_U = 2 C T c / (n epsilon) (Wei et al. 2020, eq. 10), so n sigma_U is
+        the same for all who have any.
         """
-        stddev = uplink_noise_stddev(
-            self.weight_clip,
-            self.constant,
-            self.epsilon,
-            _known("rounds", deployment),
-            examples=1.0,
-        )
+        rounds = _known("rounds", deployment)
+        stddev = 2.0 * self.weight_clip * rounds * self.constant / self.epsilon
         return tf.where(_num_examples(client) > 0, stddev, 0.0)
 
     def mean(
-        self,
-        update: list[tf.Tensor],
-        weight: tf.Tensor,
-        round: Round,
-        deployment: Deployment,
-    ) -> list[tf.Tensor]:
+        self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
+    ) -> Tensors:
         """Implements `Mechanism.mean`: p / max(1, |p| / C), N(0, sigma_D^2).
 
         The mean over the clients' examples, clipped element by element.

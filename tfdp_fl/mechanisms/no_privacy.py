@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import clipping, contribution, mechanism, registry
+from tfdp_fl.mechanisms import clipping, mechanism, registry
+from tfdp_fl.mechanisms.contribution import Deployment, Round, Tensors
 
 
 @registry.register("none")
@@ -29,30 +30,26 @@ class NoPrivacy(mechanism.Mechanism):
         del target
         return cls(**options)
 
-    def largest_norm(self, round: contribution.Round) -> float:
+    def largest_norm(self, round: Round) -> float:
         """Implements `Mechanism.largest_norm`: there is no bound."""
         del round
         return float("inf")
 
-    def scale(self, norm: tf.Tensor, round: contribution.Round) -> tf.Tensor:
+    def scale(self, norm: tf.Tensor, round: Round) -> tf.Tensor:
         """Implements `Mechanism.scale`: nothing is clipped."""
         del round
         return tf.ones_like(norm)
 
     def add_noise(
-        self, update: list[tf.Tensor], stddev: tf.Tensor, memory: Any
-    ) -> tuple[list[tf.Tensor], Any]:
+        self, update: Tensors, stddev: tf.Tensor, memory: Any
+    ) -> tuple[Tensors, Any]:
         """Implements `Mechanism.add_noise`: nothing is added."""
         del stddev
         return update, memory
 
     def mean(
-        self,
-        update: list[tf.Tensor],
-        weight: tf.Tensor,
-        round: contribution.Round,
-        deployment: contribution.Deployment,
-    ) -> list[tf.Tensor]:
+        self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
+    ) -> Tensors:
         """Implements `Mechanism.mean`: over those who answered, 0 for none."""
         del round, deployment
         return clipping.mean_of_answers(update, weight)

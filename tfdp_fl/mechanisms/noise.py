@@ -157,35 +157,19 @@ def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
     shape = tf.convert_to_tensor(shape, tf.int32)
     static = tf.get_static_value(shape)
     size = tf.reduce_prod(shape) if static is None else math.prod(static)
-    (draw,) = _side_by_side([size], next_seed())
+    (draw,) = _draws([size], next_seed())
     return tf.reshape(draw * tf.cast(stddev, tf.float32), shape)
 
 
-def _normals(size: int | tf.Tensor, seed: tf.Tensor | None = None) -> list[tf.Tensor]:
-    """Draws `size` N(0, 1) as some vectors, to be read as one.
-
-    A drawing operation runs on one thread; several can run side by side. The
-    vectors' lengths, and so what is drawn, do not depend on the machine.
-    """
-    seed = next_seed() if seed is None else seed
-    if not isinstance(size, int) or size <= _SMALLEST_CHUNK:
-        return _side_by_side([size], seed)
-    # A multiple of 16, so that slicing at the boundaries copies nothing.
-    chunk = max(_SMALLEST_CHUNK, -(-size // (16 * _MOST_CHUNKS)) * 16)
-    return _side_by_side(
-        [min(chunk, size - start) for start in range(0, size, chunk)], seed
-    )
-
-
-def _side_by_side(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
+def _draws(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
     """Draws vectors of N(0, 1) of some lengths, from a seed of any kind."""
-    of_a_user = seed.dtype == tf.int64
-    seed = _of_philox(seed)
-    seeds = [seed]
+    drawn = _by_tensorflow if seed.dtype == tf.int64 else _by_radius
+    seeds = [_of_philox(seed)]
     if len(lengths) > 1:
-        split = tf.random.experimental.stateless_split(seed, len(lengths), alg=_PHILOX)
+        split = tf.random.experimental.stateless_split(
+            seeds[0], len(lengths), alg=_PHILOX
+        )
         seeds = tf.unstack(split)
-    drawn = _by_tensorflow if of_a_user else _by_radius
     return [drawn(length, seed) for length, seed in zip(lengths, seeds, strict=True)]
 
 
@@ -229,27 +213,29 @@ def _by_radius(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
     """Draws float32 N(0, 1) of the shapes of some tensors.
 
-    They are what `add_normal` adds with a stddev of 1 and the same seed.
+    They are what `add_normal` adds with a stddev of 1 and the same seed. A drawing
+    operation runs on one thread; several can run side by side. Into how many a draw
+    is cut, and so what is drawn, does not depend on the machine.
 
     Args:
-      tensors: Of any dtype; their shapes must be known.
+      tensors: Of any dtype.
       seed: Of any kind; no other draw uses it.
     """
-    sizes = [_size(tensor) for tensor in tensors]
-    draws = _normals(sum(sizes), seed)
-    result, start = [], 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        zeros = tf.zeros([size])
-        parts = [part for _, part in _pieces(zeros, size, draws, start)]
-        flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-        result.append(tf.reshape(flat, tf.shape(tensor)))
-        start += size
-    return result
-
-
-def _size(tensor: tf.Tensor) -> int | tf.Tensor:
-    static = tensor.shape.num_elements()
-    return tf.size(tensor) if static is None else static
+    static = [tensor.shape.num_elements() for tensor in tensors]
+    sizes = [
+        tf.size(tensor) if size is None else size
+        for tensor, size in zip(tensors, static, strict=True)
+    ]
+    size = sum(sizes)
+    lengths = [size]
+    if None not in static and size > _SMALLEST_CHUNK:
+        chunk = max(_SMALLEST_CHUNK, -(-size // (16 * _MOST_CHUNKS)) * 16)
+        lengths = [min(chunk, size - start) for start in range(0, size, chunk)]
+    parts = tf.split(tf.concat(_draws(lengths, seed), 0), sizes)
+    return [
+        tf.reshape(part, tf.shape(tensor))
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 def add_normal(
@@ -267,40 +253,9 @@ def add_normal(
     if not tensors:
         return []
     stddevs = stddev if isinstance(stddev, list) else [stddev] * len(tensors)
-    sizes = [_size(tensor) for tensor in tensors]
-    draws = _normals(sum(sizes))
-    noised, start = [], 0
-    for tensor, size, scale in zip(tensors, sizes, stddevs, strict=True):
-        flat = tf.reshape(tensor, [-1])
-        parts = [
-            part + tf.cast(draw * tf.cast(scale, tf.float32), tensor.dtype)
-            for part, draw in _pieces(flat, size, draws, start)
-        ]
-        start += size
-        flat = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-        noised.append(tf.reshape(flat, tf.shape(tensor)))
-    return noised
-
-
-def _pieces(
-    flat: tf.Tensor,
-    size: int | tf.Tensor,
-    draws: list[tf.Tensor],
-    start: int | tf.Tensor,
-) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Pairs parts of a vector with the draws from place `start` onwards."""
-    if len(draws) == 1:
-        return [(flat, draws[0][start : start + size])]
-    pieces, first = [], 0
-    for draw in draws:
-        end = first + draw.shape[0]
-        low, high = max(start, first), min(start + size, end)
-        if low < high:
-            pieces.append(
-                (
-                    flat[low - start : high - start],
-                    draw[low - first : high - first],
-                )
-            )
-        first = end
-    return pieces or [(flat, tf.zeros([0], draws[0].dtype))]
+    return [
+        tensor + tf.cast(draw * tf.cast(scale, tf.float32), tensor.dtype)
+        for tensor, draw, scale in zip(
+            tensors, standard_normals(tensors, next_seed()), stddevs, strict=True
+        )
+    ]

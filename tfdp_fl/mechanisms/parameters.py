@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp_fl import _validate, schedules
-from tfdp_fl.mechanisms import formulas
 
 Check = Callable[..., Any]
 
-_CHECK, _HELP, _START, _NONE_WORD = "check", "help", "start", "none_word"
+# Between these float32 clips and noises as it should. Below the squares of what is
+# to be clipped begin to vanish, above the noise is no number any more.
+SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 1e-10, 1e30
 
 
 def parameter(
@@ -39,40 +40,16 @@ def parameter(
         no default, or another one suits it better.
       none_word: What stands for None on a command line.
     """
-    return dataclasses.field(
-        default=default,
-        metadata={
-            _CHECK: check,
-            _HELP: help,
-            _START: start,
-            _NONE_WORD: none_word,
-        },
-    )
+    metadata = {"check": check, "help": help, "start": start, "none_word": none_word}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_all(declared: Any) -> None:
     """Checks every parameter of a frozen dataclass, and keeps what it is."""
     for field in dataclasses.fields(declared):
-        if _CHECK in field.metadata:
-            value = field.metadata[_CHECK](
-                **{field.name: getattr(declared, field.name)}
-            )
-            object.__setattr__(declared, field.name, value)
-
-
-def help_of(field: dataclasses.Field[Any]) -> str:
-    """Returns a parameter's sentence of help."""
-    return str(field.metadata.get(_HELP, ""))
-
-
-def start_of(field: dataclasses.Field[Any]) -> Any:
-    """Returns what `train.py` starts from; None where the default does."""
-    return field.metadata.get(_START)
-
-
-def none_word_of(field: dataclasses.Field[Any]) -> str | None:
-    """Returns what stands for None on a command line, if anything does."""
-    return field.metadata.get(_NONE_WORD)
+        if "check" in field.metadata:
+            given = {field.name: getattr(declared, field.name)}
+            object.__setattr__(declared, field.name, field.metadata["check"](**given))
 
 
 class OneOf:
@@ -83,55 +60,41 @@ class OneOf:
     """
 
     def __init__(self, *words: str):
-        self.words = words
+        self.words: Sequence[str] = words
 
     def __call__(self, **checked: Any) -> str:
         """Checks one named value."""
         return str(_validate.one_of(self.words, **checked))
 
 
-class Optional:
-    """Allows None beside what another check allows."""
+def optional(check: Check) -> Check:
+    """Returns a check that allows None beside what another one allows."""
 
-    def __init__(self, check: Check):
-        self.check = check
+    def checked(**value: Any) -> Any:
+        ((_, given),) = value.items()
+        return None if given is None else check(**value)
 
-    def __call__(self, **checked: Any) -> Any:
-        """Checks one named value."""
-        ((_, value),) = checked.items()
-        return None if value is None else self.check(**checked)
+    return checked
 
 
-class Scheduled:
-    """Allows a number, one value a round, or a callable of the round."""
+def scheduled(check: Check) -> Check:
+    """Returns a check of a number, one value a round, or a callable of the round."""
 
-    def __init__(self, check: Check):
-        self.check = check
+    def checked(**value: Any) -> schedules.Schedule:
+        ((name, schedule),) = value.items()
+        return schedules.checked(schedule, check, name)
 
-    def __call__(self, **checked: Any) -> schedules.Schedule:
-        """Checks one named value."""
-        ((name, value),) = checked.items()
-        return schedules.checked(value, self.check, name)
+    return checked
 
 
 def clip(**checked: Any) -> float:
-    """Returns a clip norm for which float32 keeps the guarantee, or raises.
-
-    Below 1e-10 the squares of what is to be clipped begin to vanish, above
-    1e30 the noise is no number any more.
-    """
+    """Returns a clip norm for which float32 keeps the guarantee, or raises."""
     ((name, value),) = checked.items()
     value = _validate.positive(**checked)
-    if not formulas.SMALLEST_CLIP_NORM <= value <= formulas.LARGEST_CLIP_NORM:
+    if not SMALLEST_CLIP_NORM <= value <= LARGEST_CLIP_NORM:
         raise ValueError(
-            f"{name} must be from {formulas.SMALLEST_CLIP_NORM:g} to "
-            f"{formulas.LARGEST_CLIP_NORM:g}, got {value!r}: beyond, float32 "
+            f"{name} must be from {SMALLEST_CLIP_NORM:g} to "
+            f"{LARGEST_CLIP_NORM:g}, got {value!r}: beyond, float32 "
             "can neither clip nor noise."
         )
     return value
-
-
-def words_of(field: dataclasses.Field[Any]) -> Sequence[str] | None:
-    """Returns the words that a parameter may be, None if it is no word."""
-    check = field.metadata.get(_CHECK)
-    return check.words if isinstance(check, OneOf) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import dp_accounting
@@ -85,33 +85,31 @@ def check_query(
 
 
 def _check_classes(query: Any) -> None:
-    for each in type(query).__mro__:
-        if each.__module__.startswith("tensorflow_privacy."):
-            break
+    """Raises ValueError for a class of TF-Privacy that is not known to work."""
+    base = next(
+        kind
+        for kind in type(query).__mro__
+        if kind.__module__.startswith("tensorflow_privacy.")
+    )
     abstract = (tfp.SumAggregationDPQuery, tfp.DPQuery)
-    allowed = [getattr(tfp, name) for name in _ALLOWED]
-    if each not in allowed and each not in abstract:
-        name = type(query).__name__
+    if base not in (*abstract, *(getattr(tfp, name) for name in _ALLOWED)):
+        why = ""
+        if "Tree" in base.__name__ or "Restart" in base.__name__:
+            why = (
+                ", whose noise is correlated over the rounds (it is seeded by the "
+                "clock, its state changes shape, and it reports no event that can "
+                "be accounted for round by round; tfdp_fl.CorrelatedNoise does what "
+                "it is for, with less noise)"
+            )
         raise ValueError(
             "query must be one whose state and cost are known here, got "
-            f"{name}{_why_not(each)}; {_USE_INSTEAD}."
+            f"{type(query).__name__}{why}; {_USE_INSTEAD}."
         )
     if isinstance(query, tfp.NormalizedQuery):
         _check_classes(query._numerator)
     if isinstance(query, tfp.NestedSumQuery):
         for inner in tf.nest.flatten(query._queries):
             _check_classes(inner)
-
-
-def _why_not(query_class: type) -> str:
-    if "Tree" in query_class.__name__ or "Restart" in query_class.__name__:
-        return (
-            ", whose noise is correlated over the rounds (it is seeded by the "
-            "clock, its state changes shape, and it reports no event that can "
-            "be accounted for round by round; tfdp_fl.CorrelatedNoise does what it "
-            "is for, with less noise)"
-        )
-    return ""
 
 
 def _has_noise(result: tf.Tensor) -> bool:
@@ -147,27 +145,24 @@ def _layout(state: Any) -> list[tuple[Any, Any]]:
 def _check_event(
     query: Any, declared: dp_accounting.DpEvent, reported: dp_accounting.DpEvent
 ) -> None:
+    """Raises ValueError where an event costs less than what a query reports."""
+    if declared == reported:
+        return
     name = type(query).__name__
-    reported_cost = _epsilons(reported)
-    if reported_cost is None and declared != reported:
+    reported_cost, declared_cost = _epsilons(reported), _epsilons(declared)
+    if reported_cost is None:
         raise ValueError(
             "query must report an event that can be accounted for, got "
             f"{name} with {reported!r}; {_USE_INSTEAD}."
         )
-    declared_cost = _epsilons(declared)
     if declared_cost is None:
-        if declared != reported:
-            raise ValueError(
-                f"dp_event must be what the query reports, {reported!r}, or "
-                f"one that can be compared with it, got {declared!r}."
-            )
-    elif any(
-        one < other * (1 - _ROUNDING)
-        for one, other in zip(
-            declared_cost,
-            cast(list[float], reported_cost),  # None: then they are equal.
-            strict=True,
+        raise ValueError(
+            f"dp_event must be what the query reports, {reported!r}, or "
+            f"one that can be compared with it, got {declared!r}."
         )
+    if any(
+        one < other * (1 - _ROUNDING)
+        for one, other in zip(declared_cost, reported_cost, strict=True)
     ):
         raise ValueError(
             f"dp_event must not cost less than what {name} reports of a round, "

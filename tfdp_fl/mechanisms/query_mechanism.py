@@ -5,74 +5,49 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import dp_accounting
 
 from tfdp_fl import _validate
 from tfdp_fl._on_use import tf
-from tfdp_fl.mechanisms import (
-    clipping,
-    cohort_query,
-    contribution,
-    mechanism,
-    query_check,
-)
+from tfdp_fl.mechanisms import clipping, cohort_query, mechanism, query_check
 from tfdp_fl.mechanisms import tf_privacy as tfp
-
-
-class WrappedState(NamedTuple):
-    """The inner query's state, and this round's m.
-
-    Attributes:
-      inner: The wrapped query's own global state.
-      clients_per_round: Float32 scalar, this round's expected cohort size m.
-    """
-
-    inner: Any
-    clients_per_round: tf.Tensor
-
-    @property
-    def memory(self) -> Any:
-        """Nothing: see `contribution.RoundWithMemory`."""
-        return ()
+from tfdp_fl.mechanisms.contribution import (
+    Client,
+    Contribution,
+    Deployment,
+    Round,
+    Tensors,
+)
 
 
 class WrappedQuery(cohort_query.CohortQuery):
-    """Runs a TF-Privacy query inside the cohort query's interface."""
+    """Runs a TF-Privacy query, whose state is `Round.memory`."""
 
-    def __init__(self, mechanism: QueryMechanism, deployment: contribution.Deployment):
+    def __init__(self, mechanism: QueryMechanism, deployment: Deployment):
         super().__init__(mechanism, deployment)
-        self._query = query = mechanism.query
-        self._is_normalized = isinstance(query, tfp.NormalizedQuery)
+        self._query = mechanism.query
 
-    def initial_global_state(self) -> WrappedState:
+    def initial_global_state(self) -> Round:
         """Implements `DPQuery.initial_global_state`."""
-        return WrappedState(
-            inner=self._query.initial_global_state(),
-            clients_per_round=tf.constant(1.0),
-        )
+        inner = self._query.initial_global_state()
+        return super().initial_global_state()._replace(memory=inner)
 
-    def begin_round(
-        self,
-        state: WrappedState,
-        noise_multiplier: tf.Tensor | float,
-        clients_per_round: tf.Tensor | float,
-    ) -> WrappedState:
-        """Implements `CohortQuery.begin_round`; the query knows its noise."""
-        del noise_multiplier
-        return state._replace(clients_per_round=tf.cast(clients_per_round, tf.float32))
+    def new_segment(self, state: Round) -> Round:
+        """Implements `CohortQuery.new_segment`: no noise depends on the state."""
+        return state
 
-    def derive_sample_params(self, state: WrappedState) -> Any:
+    def derive_sample_params(self, state: Round) -> Any:
         """Implements `DPQuery.derive_sample_params`."""
-        return self._query.derive_sample_params(state.inner)
+        return self._query.derive_sample_params(state.memory)
 
-    def largest_norm(self, state: WrappedState) -> Any:
+    def largest_norm(self, state: Round) -> Any:
         """Implements `CohortQuery.largest_norm`: what the query may say."""
         params = self.derive_sample_params(state)
         return getattr(params, "clip_norm", float("inf"))
 
-    def initial_sample_state(self, template: list[tf.Tensor]) -> Any:
+    def initial_sample_state(self, template: Tensors) -> Any:
         """Implements `DPQuery.initial_sample_state`."""
         zeros = super().initial_sample_state(template)
         return zeros._replace(update=self._query.initial_sample_state(template))
@@ -80,14 +55,14 @@ class WrappedQuery(cohort_query.CohortQuery):
     def preprocess_record(
         self,
         params: Any,
-        record: list[tf.Tensor],
-        client: contribution.Client = contribution.Client(),  # noqa: B008
-    ) -> contribution.Contribution:
+        record: Tensors,
+        client: Client = Client(),  # noqa: B008
+    ) -> Contribution:
         """Zeroes a NaN or Inf update, then lets the query preprocess it."""
         del client
         norm, usable = clipping.usable_norm(record)
         safe = clipping.scaled(record, tf.cast(usable, tf.float32))
-        return contribution.Contribution(
+        return Contribution(
             update=self._query.preprocess_record(params, safe),
             sums={},
             weight=tf.ones([]),
@@ -109,38 +84,23 @@ class WrappedQuery(cohort_query.CohortQuery):
         )
         return rest._replace(update=update)
 
-    def merge_sample_states(self, sample_state_1: Any, sample_state_2: Any):
-        """Implements `SumAggregationDPQuery.merge_sample_states`."""
-        update = self._query.merge_sample_states(
-            sample_state_1.update, sample_state_2.update
-        )
-        rest = super().merge_sample_states(
-            sample_state_1._replace(update=()),
-            sample_state_2._replace(update=()),
-        )
-        return rest._replace(update=update)
-
     def get_noised_result(
-        self,
-        sample_state: contribution.Contribution,
-        global_state: WrappedState,
-    ) -> tuple[list[tf.Tensor], WrappedState, dp_accounting.DpEvent]:
+        self, sample_state: Contribution, global_state: Round
+    ) -> tuple[Tensors, Round, dp_accounting.DpEvent]:
         """Returns the query's result, as a mean over the expected m."""
         result, inner, event = self._query.get_noised_result(
-            sample_state.update, global_state.inner
+            sample_state.update, global_state.memory
         )
-        if not self._is_normalized:
-            result = [
-                tensor / tf.cast(global_state.clients_per_round, tensor.dtype)
-                for tensor in result
-            ]
-        return result, global_state._replace(inner=inner), event
+        if not isinstance(self._query, tfp.NormalizedQuery):
+            result = self.mechanism.mean(
+                result, sample_state.weight, global_state, self.deployment
+            )
+        return result, global_state._replace(memory=inner), event
 
-    def derive_metrics(self, state: WrappedState) -> collections.OrderedDict:
+    def derive_metrics(self, state: Round) -> collections.OrderedDict:
         """Implements `DPQuery.derive_metrics`: what the query itself says."""
-        metrics = self._query.derive_metrics(state.inner)
         flat = collections.OrderedDict()
-        for name, value in metrics.items():
+        for name, value in self._query.derive_metrics(state.memory).items():
             key = "clip_norm" if name.split("/")[-1] == "clip" else name
             flat[key] = tf.cast(value, tf.float32)
         return flat
@@ -207,7 +167,7 @@ class QueryMechanism(mechanism.Mechanism):
         """Implements `Mechanism.scales_updates`: the query clips."""
         return False
 
-    def bind(self, deployment: contribution.Deployment) -> WrappedQuery:
+    def bind(self, deployment: Deployment) -> WrappedQuery:
         """Implements `Mechanism.bind`."""
         vectors = [query_check.VECTOR] * (deployment.num_variables or 1)
         query_check.check_query(self.query, self.dp_event, vectors)
@@ -218,7 +178,7 @@ class QueryMechanism(mechanism.Mechanism):
         return WrappedQuery(self, deployment)
 
     def round_event(
-        self, round_index: int, deployment: contribution.Deployment
+        self, round_index: int, deployment: Deployment
     ) -> dp_accounting.DpEvent:
         """Implements `Mechanism.round_event`: the event that was given."""
         del round_index, deployment

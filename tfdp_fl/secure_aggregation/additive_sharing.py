@@ -16,21 +16,12 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from tfdp_fl import _validate
 
 _FLOAT64_DIGITS = 53
-_RING_DTYPES: dict[int, np.dtype[Any]] = {
-    32: np.dtype("<u4"),
-    64: np.dtype("<u8"),
-}
-_SIGNED_DTYPES: dict[int, np.dtype[Any]] = {
-    32: np.dtype("<i4"),
-    64: np.dtype("<i8"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,14 +89,10 @@ class AdditiveSecretSharing:
         _validate.positive(max_share_value=self.max_share_value)
         _validate.one_of((32, 64), bits=self.bits)
         _validate.positive_integer(max_participants=self.max_participants)
-        if self.max_participants < self.min_participants:
+        if not self.min_participants <= self.max_participants <= 2**20:
             raise ValueError(
                 "max_participants must be at least min_participants="
-                f"{self.min_participants}, got {self.max_participants!r}."
-            )
-        if self.max_participants > 2**20:
-            raise ValueError(
-                "max_participants must be at most 2^20, or the ring is full, "
+                f"{self.min_participants}, and at most 2^20, or the ring is full, "
                 f"got {self.max_participants!r}."
             )
         _validate.positive(deadline_seconds=self.deadline_seconds)
@@ -117,9 +104,8 @@ class AdditiveSecretSharing:
         # positive twin: that much of the range stays free.
         capacity = 2.0 ** min(self.bits - 1, _FLOAT64_DIGITS)
         free = capacity - self.max_participants / 2 - 1
-        return math.floor(
-            math.log2(free / (self.max_participants * self.max_share_value))
-        )
+        largest = self.max_participants * self.max_share_value
+        return math.floor(math.log2(free / largest))
 
     @property
     def resolution(self) -> float:
@@ -129,9 +115,12 @@ class AdditiveSecretSharing:
     @property
     def share_dtype(self) -> np.dtype:
         """The dtype of shares and of partial sums."""
-        if self.mode == "ring":
-            return _RING_DTYPES[self.bits]
-        return np.dtype("<f8")
+        kind = f"<u{self.bits // 8}" if self.mode == "ring" else "<f8"
+        return np.dtype(kind)
+
+    @property
+    def _signed_dtype(self) -> np.dtype:
+        return np.dtype(f"<i{self.bits // 8}")
 
     def check_group_size(self, participants: int) -> None:
         """Raises ValueError unless so many members may aggregate."""
@@ -205,15 +194,13 @@ class AdditiveSecretSharing:
             return encoded
         encoded *= 2.0**self.fractional_bits
         np.rint(encoded, out=encoded)
-        signed = encoded.astype(_SIGNED_DTYPES[self.bits])
-        return signed.view(self.share_dtype)
+        return encoded.astype(self._signed_dtype).view(self.share_dtype)
 
     def decode(self, total: np.ndarray) -> np.ndarray:
         """Returns the float64 numbers for which ring elements stand."""
         if self.mode == "float":
             return total
-        signed = total.view(_SIGNED_DTYPES[self.bits])
-        return signed.astype(np.float64) * self.resolution
+        return total.view(self._signed_dtype).astype(np.float64) * self.resolution
 
     def split(
         self,

@@ -68,10 +68,9 @@ class Coordinator:
           RejectedMessageError: if the message is of another kind, for
             somebody else, or from a member already waiting or listed.
         """
-        if (
-            message.kind != messages.READY
-            or message.recipient != messages.COORDINATOR
-            or message.sender == messages.COORDINATOR
+        name = messages.COORDINATOR
+        if (message.kind, message.recipient) != (messages.READY, name) or (
+            message.sender == name
         ):
             raise messages.RejectedMessageError(
                 'The coordinator takes "ready" messages from members, got '

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -34,12 +36,8 @@ class GroupedSum:
     @property
     def succeeded_members(self) -> tuple[int, ...]:
         """The indices of all members whose updates are in `total`."""
-        return tuple(
-            index
-            for indices, outcome in self.groups
-            if outcome.succeeded
-            for index in indices
-        )
+        succeeded = [indices for indices, outcome in self.groups if outcome.succeeded]
+        return tuple(itertools.chain.from_iterable(succeeded))
 
 
 def split_into_groups(
@@ -135,18 +133,19 @@ def sum_in_groups(
     else:
         _validate.instance_of((Sequence, np.ndarray), updates=updates)
         update_of, count = updates.__getitem__, len(updates)
-    groups = []
-    total = None
-    failed: list[int] = []
-    for indices in split_into_groups(count, protocol, group_size):
-        outcome = _sum_group(indices, update_of, protocol)
-        groups.append((indices, outcome))
-        if not outcome.succeeded:
-            failed.extend(indices)
-        else:
-            value = cast(np.ndarray, outcome.value)
-            total = value if total is None else total + value
-    return GroupedSum(tuple(groups), total, tuple(failed))
+    groups = tuple(
+        (indices, _sum_group(indices, update_of, protocol))
+        for indices in split_into_groups(count, protocol, group_size)
+    )
+    sums = [
+        cast(np.ndarray, outcome.value) for _, outcome in groups if outcome.succeeded
+    ]
+    failed = [indices for indices, outcome in groups if not outcome.succeeded]
+    return GroupedSum(
+        groups,
+        total=functools.reduce(np.add, sums) if sums else None,
+        failed_members=tuple(itertools.chain.from_iterable(failed)),
+    )
 
 
 def _sum_group(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Member:
         self._id = member_id
         self._update = update
         self._single = isinstance(update, np.ndarray)
-        tensors: Sequence[np.ndarray] = (
+        tensors: list[np.ndarray] = (
             [update] if isinstance(update, np.ndarray) else list(update)
         )
         if not tensors:
@@ -159,10 +159,9 @@ class Member:
             and the member goes on.
         """
         self.check_deadline(now)
-        if self.outcome is not None:
-            raise messages.RejectedMessageError("This member's aggregation is over.")
-        if self.deadline is None:
-            raise messages.RejectedMessageError("This member has not begun yet.")
+        if self.outcome is not None or self.deadline is None:
+            when = "has not begun yet" if self.outcome is None else "is over"
+            raise messages.RejectedMessageError(f"This member's aggregation {when}.")
         if message.recipient != self._id:
             raise messages.RejectedMessageError(
                 f"A message for {message.recipient!r} reached {self._id!r}."
@@ -216,12 +215,10 @@ class Member:
         self.deadline = now + self._protocol.deadline_seconds
 
     def _end(self, outcome: AggregationOutcome) -> None:
-        self.outcome = outcome
-        self.deadline = None
-        self._encoded.clear()
-        self._sum_of_shares.clear()
+        self.outcome, self.deadline = outcome, None
+        for kept in (self._encoded, self._sum_of_shares, self._early):
+            kept.clear()
         self._partial_sums.clear()
-        self._early.clear()
 
     def _check_members(self, members: Sequence[messages.MemberId]) -> None:
         self._protocol.check_group_size(len(members))
@@ -270,11 +267,8 @@ class Member:
         ]
         self._sum_of_shares = [split[own_index] for split in shares]
         self._shares_from.add(self._id)
-        return [
-            self._message(messages.SHARE, member, tuple(split[i] for split in shares))
-            for i, member in enumerate(self._members)
-            if member != self._id
-        ]
+        # One share of each tensor for each member.
+        return self._to_others(messages.SHARE, zip(*shares, strict=True))
 
     def _receive_tensors(
         self, message: messages.Message, now: float
@@ -306,19 +300,15 @@ class Member:
         for tensor in partial_sum:
             tensor.flags.writeable = False
         self._partial_sums[self._id] = partial_sum
-        to_send = [
-            self._message(messages.PARTIAL_SUM, member, partial_sum)
-            for member in self._members
-            if member != self._id
-        ]
+        to_send = self._to_others(
+            messages.PARTIAL_SUM, [partial_sum] * len(self._members)
+        )
         self._reconstruct_if_complete()
         return to_send
 
     def _reconstruct_if_complete(self) -> None:
         """Step 4: the partial sums add up to the sum of the updates."""
-        if not self._all_shares_are_here or len(self._partial_sums) < len(
-            self._members
-        ):
+        if not self._all_shares_are_here or self._absent(self._partial_sums):
             return
         # In the order of the list, so that floating-point sums agree too.
         in_order = [self._partial_sums[member] for member in self._members]
@@ -358,16 +348,18 @@ class Member:
                 f"Tensors from {message.sender!r} are not finite."
             )
 
-    def _message(
-        self,
-        kind: str,
-        recipient: messages.MemberId,
-        tensors: tuple[np.ndarray, ...],
-    ) -> messages.Message:
-        return messages.Message(
-            kind=kind,
-            session=self._session,
-            sender=self._id,
-            recipient=recipient,
-            tensors=tensors,
-        )
+    def _to_others(
+        self, kind: str, tensors: Iterable[tuple[np.ndarray, ...]]
+    ) -> list[messages.Message]:
+        """Returns a message to each other member, of one value for each member."""
+        return [
+            messages.Message(
+                kind=kind,
+                session=self._session,
+                sender=self._id,
+                recipient=member,
+                tensors=tuple(theirs),
+            )
+            for member, theirs in zip(self._members, tensors, strict=True)
+            if member != self._id
+        ]

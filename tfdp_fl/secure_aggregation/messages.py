@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import struct
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -97,67 +98,58 @@ class Message:
         try:
             header = json.loads(data[start : start + length].decode("utf-8"))
             layout = [
-                (_known_dtype(dtype), _known_shape(shape))
+                (_one_of(_DTYPES, dtype), _shape(shape))
                 for dtype, shape in header["tensors"]
             ]
             fields: dict[str, Any] = {
-                "kind": _known_kind(header["kind"]),
-                "session": _text(header["session"]),
-                "sender": _member_id(header["sender"]),
-                "recipient": _member_id(header["recipient"]),
-                "members": tuple(_member_id(m) for m in header["members"]),
+                "kind": _one_of(STEP_OF_KIND, header["kind"]),
+                "session": _one_of_types((str,), header["session"]),
+                "sender": _one_of_types((int, str), header["sender"]),
+                "recipient": _one_of_types((int, str), header["recipient"]),
+                "members": tuple(
+                    _one_of_types((int, str), member) for member in header["members"]
+                ),
             }
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise RejectedMessageError(
                 "The header of the message cannot be read."
             ) from error
+        counts = [math.prod(shape) for _, shape in layout]
+        sizes = [
+            count * np.dtype(dtype).itemsize
+            for count, (dtype, _) in zip(counts, layout, strict=True)
+        ]
         offset = start + length
-        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in layout]
         if offset + sum(sizes) != len(data):
             raise RejectedMessageError("The message is not as long as its header says.")
         tensors = []
-        for (dtype, shape), size in zip(layout, sizes, strict=True):
-            raw = np.frombuffer(
-                data, dtype, count=size // dtype.itemsize, offset=offset
-            )
-            tensors.append(raw.reshape(shape))
+        for (dtype, shape), count, size in zip(layout, counts, sizes, strict=True):
+            tensors.append(np.frombuffer(data, dtype, count, offset).reshape(shape))
             offset += size
         return cls(tensors=tuple(tensors), **fields)
 
 
-def _known_dtype(name: str) -> np.dtype:
-    if name not in _DTYPES:
-        raise ValueError(f"dtype must be one of {_DTYPES}, got {name!r}.")
-    return np.dtype(name)
+def _one_of(allowed: Collection[str], value: Any) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"It must be one of {tuple(allowed)}, got {value!r}.")
+    return value
 
 
-def _known_shape(shape: object) -> tuple[int, ...]:
-    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(
-            f"A shape is a list of at most {_MOST_DIMENSIONS} sizes, got {shape!r}."
-        )
-    # JSON knows 1.9, Infinity and true as well; `int` would take them.
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"Sizes are integers from 0, got {shape!r}.")
-    # Sizes beside a 0 need no bytes, and are still sizes of an array.
-    if math.prod(max(size, 1) for size in shape) > _MOST_BYTES // 8:
+def _one_of_types(types: tuple[type, ...], value: Any) -> Any:
+    # Not of a subclass: JSON's true is an int.
+    if type(value) not in types:
+        raise TypeError(f"It must be of {types}, got {value!r}.")
+    return value
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    # JSON knows 1.9, Infinity and true as well. Sizes beside a 0 need no bytes, and
+    # are still sizes of an array.
+    if (
+        type(shape) is not list
+        or len(shape) > _MOST_DIMENSIONS
+        or not all(type(size) is int and size >= 0 for size in shape)
+        or math.prod(max(size, 1) for size in shape) > _MOST_BYTES // 8
+    ):
         raise ValueError(f"No array has the shape {shape!r}.")
     return tuple(shape)
-
-
-def _known_kind(kind: object) -> str:
-    if not isinstance(kind, str) or kind not in STEP_OF_KIND:
-        raise ValueError(f"kind must be one of {tuple(STEP_OF_KIND)}, got {kind!r}.")
-    return kind
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"session must be a string, got {value!r}.")
-    return value
-
-
-def _member_id(value: object) -> MemberId:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"A member is named by an int or str, got {value!r}.")
-    return value
