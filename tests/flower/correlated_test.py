@@ -302,16 +302,6 @@ class RestartTest(parameterized.TestCase):
         self.assertEqual(made.state()["remembered"], before)
         made.close()
 
-    def test_a_ledger_of_another_relation_is_refused(self):
-        made = _private(
-            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0),
-            ledger=self.path,
-        )
-        _run(made, _grid(), 1)
-        made.close()
-        with self.assertRaisesRegex(ValueError, "neighbouring relation"):
-            _private(ledger=self.path)
-
     def test_a_budget_ends_before_the_round_that_would_pass_it(self):
         squares = np.cumsum((_mechanism().generator.charges / 2.0) ** 2)
         limit = accounting.gaussian_epsilon(
