@@ -114,8 +114,8 @@ class RoundHistory:
         ours = ledger_lib.PrivacyLedger(
             ledger,
             mode="append",
-            target_epsilon=self.budget and self.budget.epsilon,
-            target_delta=self.budget and self.budget.delta,
+            target_epsilon=self.budget.epsilon if self.budget else None,
+            target_delta=self.budget.delta if self.budget else None,
             mechanism=dict(mechanism),
         )
         try:
