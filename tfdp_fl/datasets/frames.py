@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _optional, _validate
+from tfdp_fl import _on_use, _validate
 
 Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 # Of columns that are no numbers: the values that each may have, known beforehand.
@@ -78,9 +78,9 @@ def split(
 
 def read_parquet(path: str | os.PathLike[str]) -> Any:
     """Returns the pandas frame of a Parquet file."""
-    with _optional.needed("pyarrow", "Reading .parquet files"):
+    with _on_use.needed("pyarrow", "Reading .parquet files"):
         import pyarrow  # noqa: F401
-    with _optional.needed("pandas", "Reading tables"):
+    with _on_use.needed("pandas", "Reading tables"):
         import pandas
 
     return pandas.read_parquet(os.fspath(path)).reset_index(drop=True)
