@@ -148,44 +148,12 @@ class FlowersStrategiesTest(parameterized.TestCase):
             rtol=1e-12,
         )
 
-    @parameterized.parameters((0.9, 0), (0.5, 1))
-    def test_nothing_is_charged_for_what_a_strategy_will_not_take(
-        self, completion_rate, released
-    ):
-        wrapper = DPFedAvgFixed(
-            real_flower.strategy(
-                "FaultTolerantFedAvg",
-                4,
-                min_completion_rate_fit=completion_rate,
-            ),
-            4,
-            1.0,
-        )
-        clients = [real_flower.client([np.zeros(2)]) for _ in range(4)]
-        got, _ = real_flower.round_of(
-            wrapper,
-            real_flower.manager(clients),
-            real_flower.parameters(np.zeros(2)),
-            change=lambda results: setattr(results[0][1], "parameters", None),
-        )
-        self.assertEqual(got is not None, bool(released))
-        self.assertLen(wrapper.released_rounds, released)
-
     @parameterized.parameters("FedMedian", "FedTrimmedAvg", "Krum", "Bulyan", "QFedAvg")
     def test_what_does_not_is_refused_by_name(self, name):
         strategy = real_flower.strategy(name, 40)
         for averages in (False, True):
             with self.assertRaisesRegex(ValueError, f"{name}.*averages=True"):
                 DPFedAvgFixed(strategy, 40, 1.0, averages=averages)
-
-    def test_flowers_own_wrappers_are_refused(self):
-        import flwr
-
-        inner = flwr.server.strategy.DifferentialPrivacyServerSideFixedClipping(
-            real_flower.strategy("FedAvg", 2), 1.0, 1.0, 2
-        )
-        with self.assertRaisesRegex(ValueError, "averages=True"):
-            DPFedAvgFixed(inner, 2, 1.0)
 
     def test_a_subclass_is_accepted_unless_it_aggregates_itself(self):
         import flwr

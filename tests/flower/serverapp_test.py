@@ -91,22 +91,6 @@ class StrategiesTest(parameterized.TestCase):
                     averages=averages,
                 )
 
-    @parameterized.parameters(
-        {}, {"fraction_train": 1.0}, {"fraction_train": 0.5, "min_available_nodes": 12}
-    )
-    def test_three_of_twelve_are_asked_however_many_it_would_ask(self, **options):
-        private = PrivateStrategy(
-            _strategy(**options), _NOISY, num_clients=12, clients_per_round=3
-        )
-        grid = _grid([[1.0]] * 12)
-        for number in range(1, 5):
-            fm.a_round(private, grid, fm.model(np.ones(1)), number)
-            self.assertLen({m.metadata.dst_node_id for m in grid.sent}, 3)
-        self.assertAlmostEqual(
-            private.privacy_epsilon(delta=1e-5),
-            accounting.epsilon(1.0, "fixed_size", 12, 3, 4, 1e-5),
-        )
-
     def test_start_ends_on_the_budget_with_its_result(self):
         private = PrivateStrategy(
             _strategy(),
