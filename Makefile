@@ -112,7 +112,6 @@ ifeq ($(STRESS),)
 else
 	$(STRESS_PYTEST) $(STRESS)
 endif
-	@$(BIN)/python -m tests.stress.counts
 
 CRASHES = $(addprefix tests/stress/,kill_stress.py crash_stress.py)
 stress-crashes: $(STAMP)

@@ -233,19 +233,25 @@ def write_results(output_dir: str | os.PathLike[str]) -> str:
     _files.write_text(root / TABLE, table)
     run_directory.write_csv(
         root / TABLE_CSV,
+        [
+            {name: _cell(value) for name, value in dataclasses.asdict(row).items()}
+            for row in rows
+        ],
         [field.name for field in dataclasses.fields(Row)],
-        [[_cell(value) for value in dataclasses.astuple(row)] for row in rows],
     )
     finished = _finished(root)
     run_directory.write_csv(
         root / RUNS_CSV,
-        ["sweep", "seed", *sweeps.FIGURES],
         [
-            [name, run.settings.seed]
-            + [run.result.get(figure, "") for figure in sweeps.FIGURES]
+            {
+                "sweep": name,
+                "seed": run.settings.seed,
+                **{f: run.result[f] for f in sweeps.FIGURES if f in run.result},
+            }
             for name, runs in finished.items()
             for run in runs
         ],
+        ["sweep", "seed", *sweeps.FIGURES],
     )
     figures.plot_stopping_points(
         {

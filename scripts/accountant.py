@@ -52,11 +52,6 @@ _ACCOUNTANT = flags.DEFINE_multi_enum(
 _LEDGER = flags.DEFINE_string(
     "ledger", None, "Read the epsilon of this ledger at --delta."
 )
-_GROUPS = {
-    "The plan; one of the last four is solved for": (*_CLIENTS, *_SOLVED),
-    "What is compared": ("sampling", "accountant"),
-    "A ledger instead of a plan": ("ledger",),
-}
 _CHECKS = {
     "num_clients": _validate.positive_integer,
     "clients_per_round": _validate.positive,
@@ -190,7 +185,7 @@ def _print_table(rows: Iterable[Sequence[str]]) -> None:
 
 def run() -> None:
     """Entry point of the installed command."""
-    _console.run(main, __doc__, _GROUPS)
+    _console.run(main, __doc__)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ configuration are one colour, with their mean as a thick line.
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,8 @@ _console.load_tensorflow()
 
 from absl import flags
 
-from tfdp_fl.experiments import Settings, plots, sweeps
+from tfdp_fl.experiments import plots, sweeps
+from tfdp_fl.experiments.settings import OPTIONS
 
 _AGAINST = flags.DEFINE_enum(
     "against",
@@ -36,7 +36,6 @@ _GROUP_BY = flags.DEFINE_list(
     "Settings by which runs belong together, as in mechanism,target_epsilon.",
 )
 _OUTPUT = flags.DEFINE_string("output", "chart.png", "The .png or .pdf file.")
-_GROUPS = {"The chart": ("against", "group_by", "output")}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -49,9 +48,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _draw(paths: Sequence[str]) -> None:
-    names = {field.name for field in dataclasses.fields(Settings)}
     for name in _GROUP_BY.value:
-        if name not in names:
+        if name not in OPTIONS:
             raise ValueError(f"--group_by: {name!r} is no setting.")
     path = pathlib.Path(_OUTPUT.value)
     if path.suffix not in (".png", ".pdf"):
@@ -63,7 +61,7 @@ def _draw(paths: Sequence[str]) -> None:
 
 def run() -> None:
     """Entry point of the installed command."""
-    _console.run(main, __doc__, _GROUPS)
+    _console.run(main, __doc__)
 
 
 if __name__ == "__main__":

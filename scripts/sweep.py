@@ -53,10 +53,6 @@ _SET = flags.DEFINE_multi_string(
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check and list the runs, and run none.")
 _VERBOSE = flags.DEFINE_integer("verbose", 0, "1 a progress bar, 2 a line a round.")
 
-_GROUPS = {
-    "What to run": ("config", "set", "mechanism_module"),
-    "How": ("output_dir", "dry_run", "verbose"),
-}
 # Those that come with the program.
 _SHIPPED = pathlib.Path(__file__).parent / "configs"
 
@@ -105,7 +101,7 @@ def _replaced() -> dict[str, Any]:
 
 def run() -> None:
     """Entry point of the installed command."""
-    _console.run(main, __doc__, _GROUPS)
+    _console.run(main, __doc__)
 
 
 if __name__ == "__main__":

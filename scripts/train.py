@@ -36,7 +36,7 @@ registry.load_named_in(sys.argv[1:], "mechanism_module")
 from tfdp_fl.experiments import Settings, run_directory, training
 from tfdp_fl.experiments import settings as settings_lib
 
-_SETTINGS = settings_lib.define_flags()
+settings_lib.define_flags()
 
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir",
@@ -60,17 +60,6 @@ _VERBOSE = flags.DEFINE_enum(
     ("auto", "0", "1", "2"),
     "0 nothing, 1 a progress bar, 2 a line a round; auto: 1 on a terminal, "
     "otherwise 2.",
-)
-_GROUPS = {
-    "Output": ("output_dir", "overwrite", "resume", "verbose"),
-    "Settings": _SETTINGS,
-}
-# What a first run needs.
-_FIRST = (
-    *("dataset", "data_path", "num_clients", "model"),
-    *("mechanism", "target_epsilon", "target_delta"),
-    *("clients_per_round", "rounds", "client_learning_rate"),
-    *("output_dir", "resume"),
 )
 
 
@@ -174,7 +163,7 @@ def _up(epsilon: float) -> str:
 
 def run() -> None:
     """Entry point of the installed command."""
-    _console.run(main, __doc__, _GROUPS, _FIRST)
+    _console.run(main, __doc__, settings_lib.__name__)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,6 @@ class CohortSampler(abc.ABC):
             seed = _validate.non_negative_integer(seed=seed)
         self._seed = seed
         clients_per_round = self._clients_per_round = schedules.fixed(clients_per_round)
-        self._last_charge: charge_lib.RoundCharge | None = None
         if schedules.is_constant(clients_per_round):
             self._checked(clients_per_round)
         elif isinstance(clients_per_round, Sequence):
@@ -144,21 +143,12 @@ class CohortSampler(abc.ABC):
         self, round_index: int, event: dp_accounting.DpEvent
     ) -> charge_lib.RoundCharge:
         """Returns what a round costs in which a mechanism releases `event`."""
-        size = self.expected_cohort_size(round_index)
-        last = self._last_charge
-        if (
-            last is None
-            or last.clients_per_round != size
-            or type(event) is not dp_accounting.GaussianDpEvent
-            or last.event != event
-        ):  # Most rounds are like the one before, which was checked.
-            last = self._last_charge = charge_lib.RoundCharge(
-                sampling=self.sampling,
-                num_clients=self._num_clients,
-                clients_per_round=size,
-                event=event,
-            )
-        return last
+        return charge_lib.RoundCharge(
+            sampling=self.sampling,
+            num_clients=self._num_clients,
+            clients_per_round=self.expected_cohort_size(round_index),
+            event=event,
+        )
 
     def max_participations(self, rounds: int, first_round: int = 0) -> int:
         """Returns how often one client can be drawn in consecutive rounds."""
@@ -219,6 +209,12 @@ class CohortSampler(abc.ABC):
             return np.random.default_rng(np.random.SeedSequence(entropy))
         attempt = (round_index,) if self.attempt is None else self.attempt
         return np.random.default_rng(seed_sequence(self._seed, _STREAM, attempt))
+
+    def _permutation(self, key: str | None, *stream: int) -> np.ndarray:
+        """Returns an order of the clients that follows from the seed, or a key."""
+        first = cast(int, self._seed) if key is None else int(key, 16)
+        rng = np.random.default_rng(np.random.SeedSequence([first, *stream]))
+        return rng.permutation(self._num_clients)
 
     def _without_replacement(self, rng: np.random.Generator, size: int) -> np.ndarray:
         # Floyd's algorithm in NumPy: time and memory O(size), not O(N).
@@ -283,11 +279,8 @@ class ShuffledSampler(CohortSampler):
         """See base class."""
         index, start, stop = self._cohorts.cohort(round_index)
         if self._order is None or self._order[0] != index:
-            first = self._seed
-            if first is None:
-                first = int(self._key or "", 16)
-            rng = np.random.default_rng(np.random.SeedSequence([first, _STREAM, index]))
-            self._order = (index, rng.permutation(self._num_clients))
+            order = self._permutation(self._key, _STREAM, index)
+            self._order = (index, order)
         return np.sort(self._order[1][start:stop].astype(np.int64))
 
     def expected_cohort_size(self, round_index: int) -> float:
@@ -407,12 +400,7 @@ class CyclicSampler(CohortSampler):
     def _group(self) -> np.ndarray:
         """Returns who may be in the coming cohort: int64, in secret order."""
         if self._order is None:
-            # Without a seed there is a key.
-            first = self._seed
-            if first is None:
-                first = int(cast(str, self._key), 16)
-            rng = np.random.default_rng(np.random.SeedSequence([first, _GROUP_STREAM]))
-            self._order = rng.permutation(self._num_clients)
+            self._order = self._permutation(self._key, _GROUP_STREAM)
         return self._order[self._released % self._num_groups :: self._num_groups]
 
     def cohort(self, round_index: int) -> np.ndarray:

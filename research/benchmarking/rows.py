@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import os
-import pathlib
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -438,33 +434,6 @@ def rivals(context: Context) -> Result:
     return {"ours": ours, "rivals": found}
 
 
-_IMPORT = """
-import json, time
-start = time.perf_counter()
-import tensorflow
-middle = time.perf_counter()
-import tfdp_fl
-end = time.perf_counter()
-print(json.dumps({"tensorflow": middle - start, "tfdp_fl": end - middle}))
-"""
-
-
-def import_time(context: Context) -> Result:
-    """Times the import over TensorFlow's, each in a new process."""
-    found = []
-    for _ in range(context.blocks):
-        output = subprocess.run(
-            [sys.executable, "-c", _IMPORT],
-            capture_output=True,
-            check=True,
-            text=True,
-            cwd=pathlib.Path(__file__).resolve().parents[2],
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        ).stdout
-        found.append(json.loads(output.splitlines()[-1]))
-    return {name: summary(times[name] for times in found) for name in found[0]}
-
-
 def _rows() -> list[Row]:
     works = workloads.WORKLOADS.values()
     return [
@@ -484,7 +453,6 @@ def _rows() -> list[Row]:
         Row(
             "correlated", "growth", "correlated noise, three buffers", correlated_noise
         ),
-        Row("import", "growth", "import time", import_time),
         Row("rivals", "rivals", "other frameworks", rivals),
     ]
 

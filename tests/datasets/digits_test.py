@@ -25,18 +25,6 @@ class LoadDigitsTest(parameterized.TestCase):
         everything = train | {row.tobytes() for row in x_test}
         self.assertLen(everything, 1797)
 
-    def test_more_clients_than_points_repeat_them_by_index(self):
-        clients, _ = datasets.load_digits(num_clients=500)
-        self.assertEqual(clients.client_sizes().tolist(), [20] * 500)
-        self.assertEqual(clients.flat()[0].shape[0], 1437)
-
-    def test_label_shards(self):
-        clients, _ = datasets.load_digits(num_clients=50, iid=False)
-        labels = [len(set(clients.client(k)[1])) for k in range(50)]
-        # A shard of 10 lies on at most two neighbouring labels.
-        self.assertLessEqual(max(labels), 4)
-        self.assertLess(np.mean(labels), 3)
-
     def test_validation_examples_replace_the_test_set(self):
         _, (x_test, _) = datasets.load_digits()
         clients, (x_val, y_val) = datasets.load_digits(validation_examples=200)

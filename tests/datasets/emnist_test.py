@@ -62,19 +62,6 @@ class LoadEmnistTest(parameterized.TestCase):
         self.assertEqual(list(x_test.shape), [6, *shape])
         self.assertEqual(y_test.tolist(), [0, 1, 2, 0, 0, 1])
 
-    def test_in_memory(self):
-        clients, _ = self._load()
-        self.assertEqual(clients.in_memory().flat()[0].shape, [12, 28, 28, 1])
-
-    def test_the_first_writers(self):
-        clients, (x_test, _) = self._load(num_clients=2)
-        self.assertEqual(list(clients.client_ids), ["f0000_14", "f0001_41"])
-        self.assertLen(x_test, 4)
-
-    def test_arguments_reach_tff(self):
-        self._load(only_digits=False, cache_dir=None)
-        self.load_data.assert_called_once_with(only_digits=False, cache_dir=None)
-
     def test_refuses_more_writers_than_there_are(self):
         with self.assertRaisesRegex(ValueError, "num_clients must be at most 3"):
             self._load(num_clients=4)

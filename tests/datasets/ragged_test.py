@@ -6,7 +6,7 @@ from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests.keras import toy
-from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl.datasets import FederatedDataset
 
 _TEXTS = {"a": [[1, 2, 3], [4]], "b": [[5, 6]]}
 
@@ -82,12 +82,6 @@ class FilledUpTest(parameterized.TestCase):
                 dataset.client("a")[0], [[1, 2, 3], [4, 0, 0]]
             )
             np.testing.assert_array_equal(dataset.client("b")[0], [[5, 6]])
-
-    def test_same_widths_leaves_what_fits(self):
-        one, other = np.ones((2, 3)), np.ones((1, 3))
-        kept = nests.same_widths([one, other])
-        self.assertIs(kept[0], one)
-        self.assertIs(kept[1], other)
 
 
 class TrainTest(absltest.TestCase):

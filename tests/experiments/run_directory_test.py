@@ -76,19 +76,10 @@ class CheckTest(_InFolder):
         run_directory.clear(path)
         self.assertEqual([each.name for each in path.iterdir()], ["thesis.tex"])
 
-    def test_new_and_empty_directories_will_do(self):
-        run_directory.check(self.folder / "new")
-        run_directory.check(self.folder)
-
     def test_resume_needs_checkpoints(self):
         path = self.write_run("a", [0.5], [1.0, 2.0])
         with self.assertRaisesRegex(ValueError, "no interrupted run"):
             run_directory.check(path, resume=True)
-
-    def test_a_file_is_no_directory(self):
-        (self.folder / "file").write_text("")
-        with self.assertRaisesRegex(ValueError, "is a file"):
-            run_directory.check(self.folder / "file", overwrite=True)
 
 
 class ReadTest(_InFolder):
@@ -103,21 +94,6 @@ class ReadTest(_InFolder):
 
 
 class CurvesTest(_InFolder):
-    def test_accuracy_by_what_had_been_spent(self):
-        path = self.write_run("a", [0.5, 0.75], [1.0, 2.0, 3.0, 4.0])
-        run = Run.read(path)
-        self.assertEqual(plots.accuracy_of(run), ([2, 4], [0.5, 0.75]))
-
-    def test_infinite_epsilon_is_not_drawn(self):
-        path = self.write_run("a", [0.5], [math.inf, math.inf])
-        run = Run.read(path)
-        self.assertEqual(plots.epsilon_of(run), ([], []))
-        plots.plot_run(run, path / "accuracy.png")
-        self.assertStartsWith(
-            (path / "accuracy.png").read_bytes()[:4].decode("latin-1"),
-            "\x89PNG",
-        )
-
     def test_tradeoff_is_of_means_over_the_seeds(self):
         runs = [
             Run.read(self.write_run(name, [accuracy], [1.0, epsilon]))
@@ -137,16 +113,6 @@ class CurvesTest(_InFolder):
         groups = {"private": runs[:3], "none": runs[3:]}
         plots.plot_comparison(groups, path, "tradeoff")
         self.assertGreater(path.stat().st_size, 1000)
-
-    def test_comparisons_are_drawn(self):
-        runs = [
-            Run.read(self.write_run(name, accuracies, [1.0, 2.0, 3.0, 4.0]))
-            for name, accuracies in (("a", [0.5, 0.7]), ("b", [0.6, 0.8]))
-        ]
-        for against in ("rounds", "tradeoff"):
-            path = self.folder / f"{against}.png"
-            plots.plot_comparison({"both": runs}, path, against)
-            self.assertGreater(path.stat().st_size, 1000)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import tempfile
@@ -30,10 +29,6 @@ class SettingsTest(parameterized.TestCase):
         else:
             self.assertGreater(resolved.target_epsilon, 0)
         self.assertEqual(resolved, resolved.resolved())
-
-    def test_what_has_a_default_is_not_left_open(self):
-        with self.assertRaisesRegex(ValueError, "--mechanism must be one of"):
-            Settings(mechanism=None).resolved()
 
     def test_what_is_given_is_kept(self):
         given = Settings(mechanism="local", model="mlp", rounds=7, target_epsilon=3.0)
@@ -139,12 +134,6 @@ class SettingsTest(parameterized.TestCase):
             self.assertEqual(Settings.read(path), settings)
         with self.assertRaisesRegex(ValueError, "setting must be one of"):
             Settings.from_dict({"learning_rate": 1})
-
-    def test_every_parameter_of_every_mechanism_is_a_setting(self):
-        names = {field.name for field in dataclasses.fields(Settings)}
-        for mechanism in settings_lib.MECHANISMS:
-            for parameter in settings_lib.parameters_of(mechanism):
-                self.assertIn(parameter, names)
 
 
 if __name__ == "__main__":

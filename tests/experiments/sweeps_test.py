@@ -41,14 +41,6 @@ class ExpandTest(absltest.TestCase):
         self.assertEqual(trials[3].settings.batch_size, 7)
         self.assertEqual(trials[3].settings.seed, 4)
 
-    def test_listed_runs(self):
-        trials = sweeps.expand(
-            {"runs": [{"mechanism": "none"}, {"mechanism": "local"}]}
-        )
-        self.assertEqual(
-            [trial.settings.mechanism for trial in trials], ["none", "local"]
-        )
-
     def test_a_bad_run_is_refused_before_any_is_run(self):
         with self.assertRaisesRegex(ValueError, "clip_norm=3.*no parameter"):
             sweeps.expand({"grid": {"clip_norm": [3.0]}})

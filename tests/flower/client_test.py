@@ -172,19 +172,19 @@ class NormBitTest(parameterized.TestCase):
         )
         self.assertEqual(client.metrics, {"loss": 0.5})
 
-    def test_a_norm_that_equals_the_clip_norm_is_within(self):
-        _, _, metrics = DPFedAvgNumPyClient(_Client([np.array([3.0, 4.0])])).fit(
-            [np.zeros(2)],
-            {"dpfedavg_clip_norm": 5.0, "dpfedavg_adaptive_clip_enabled": True},
-        )
-        self.assertIs(metrics["dpfedavg_norm_bit"], True)
-
     def test_no_bit_unless_it_is_asked_for(self):
         for config in ({}, {"dpfedavg_adaptive_clip_enabled": False}):
             _, _, metrics = DPFedAvgNumPyClient(_Client(_update(1.0))).fit(
                 _model(), {"dpfedavg_clip_norm": 1.0, **config}
             )
             self.assertNotIn("dpfedavg_norm_bit", metrics)
+
+    def test_a_norm_that_equals_the_clip_norm_is_within(self):
+        _, _, metrics = DPFedAvgNumPyClient(_Client([np.array([3.0, 4.0])])).fit(
+            [np.zeros(2)],
+            {"dpfedavg_clip_norm": 5.0, "dpfedavg_adaptive_clip_enabled": True},
+        )
+        self.assertIs(metrics["dpfedavg_norm_bit"], True)
 
 
 class NoiseTest(parameterized.TestCase):
@@ -223,12 +223,6 @@ class NoiseTest(parameterized.TestCase):
 
 
 class ContractTest(parameterized.TestCase):
-    def test_a_missing_clip_norm_is_an_error_before_training(self):
-        client = _Client(_update(1.0))
-        with self.assertRaisesRegex(KeyError, "dpfedavg_clip_norm"):
-            DPFedAvgNumPyClient(client).fit(_model(), {"lr": 0.1})
-        self.assertEqual(client.calls, 0)
-
     @parameterized.parameters(
         ({"dpfedavg_clip_norm": 0.0}, ValueError),
         ({"dpfedavg_clip_norm": "1"}, TypeError),
@@ -290,21 +284,6 @@ class ModTest(parameterized.TestCase):
         for new, change in zip(got, update, strict=True):
             np.testing.assert_allclose(new, scale * change, rtol=1e-12)
         self.assertEqual(reply.content["metrics"]["dpfedavg_norm_bit"], bit)
-
-    def test_float32_rounding_does_not_lead_out_of_s(self):
-        w = np.ones(1000, np.float32)
-        _, (got,) = _trained(
-            fm.adds([np.full(1000, 1e-3)]),
-            fm.model(w),
-            dpfedavg_clip_norm=1e-6,
-        )
-        self.assertEqual(got.dtype, np.float32)
-        self.assertLessEqual(np.linalg.norm(got.astype(np.float64) - w), 1e-6)
-
-    @parameterized.parameters(np.nan, np.inf)
-    def test_what_is_not_finite_becomes_zero(self, value):
-        _, (got,) = _trained(fm.adds([np.array([value, 1.0])]), fm.model(np.ones(2)))
-        np.testing.assert_array_equal(got, np.ones(2))
 
     def test_noise_on_request(self):
         zeros = np.zeros([200, 200])

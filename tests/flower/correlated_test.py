@@ -124,24 +124,6 @@ class WhoTest(parameterized.TestCase):
         _, asked, _ = _run(made, _grid(range(24)), 6)
         self._assert_apart([[node % _N for node in each] for each in asked])
 
-    def test_an_abandoned_round_counts_for_nobody(self):
-        made = _private(on_client_failure="abort")
-        grid = _grid()
-        _run(made, grid, 1)
-        before = made.state()["remembered"]
-        first = set(_asked(grid))
-        good = dict(grid.trains)
-        grid.trains = dict.fromkeys(good)
-        new, _ = fm.a_round(made, grid, fm.model(np.zeros(4)), 2)
-        self.assertIsNone(new)
-        self.assertEqual(made.state()["remembered"], before)
-        grid.trains = good
-        _, asked, _ = _run(made, grid, 2, 3)
-        for cohort in asked:
-            self.assertEmpty(first & set(cohort))
-        squares = (made.mechanism.generator.charges / 2.0) ** 2
-        self.assertAlmostEqual(_spent(made), squares[:3].sum())
-
     def test_who_failed_was_not_in_it(self):
         # All 12 are needed every 3 rounds: the silent one may come at once.
         made, grid = _private(), _grid()
@@ -193,6 +175,24 @@ class WhoTest(parameterized.TestCase):
                 tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
                 client_of=str,
             )
+
+    def test_an_abandoned_round_counts_for_nobody(self):
+        made = _private(on_client_failure="abort")
+        grid = _grid()
+        _run(made, grid, 1)
+        before = made.state()["remembered"]
+        first = set(_asked(grid))
+        good = dict(grid.trains)
+        grid.trains = dict.fromkeys(good)
+        new, _ = fm.a_round(made, grid, fm.model(np.zeros(4)), 2)
+        self.assertIsNone(new)
+        self.assertEqual(made.state()["remembered"], before)
+        grid.trains = good
+        _, asked, _ = _run(made, grid, 2, 3)
+        for cohort in asked:
+            self.assertEmpty(first & set(cohort))
+        squares = (made.mechanism.generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(_spent(made), squares[:3].sum())
 
 
 class RestartTest(parameterized.TestCase):
@@ -302,16 +302,6 @@ class RestartTest(parameterized.TestCase):
         self.assertEqual(made.state()["remembered"], before)
         made.close()
 
-    def test_a_ledger_of_another_relation_is_refused(self):
-        made = _private(
-            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0),
-            ledger=self.path,
-        )
-        _run(made, _grid(), 1)
-        made.close()
-        with self.assertRaisesRegex(ValueError, "neighbouring relation"):
-            _private(ledger=self.path)
-
     def test_a_budget_ends_before_the_round_that_would_pass_it(self):
         squares = np.cumsum((_mechanism().generator.charges / 2.0) ** 2)
         limit = accounting.gaussian_epsilon(
@@ -322,6 +312,16 @@ class RestartTest(parameterized.TestCase):
         _, _, record = _run(made, grid, 4)
         self.assertEqual(made.configure_train(5, record, fm.ConfigRecord(), grid), [])
         self.assertEqual(made.stopped_before_round, 5)
+
+    def test_a_ledger_of_another_relation_is_refused(self):
+        made = _private(
+            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0),
+            ledger=self.path,
+        )
+        _run(made, _grid(), 1)
+        made.close()
+        with self.assertRaisesRegex(ValueError, "neighbouring relation"):
+            _private(ledger=self.path)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import pathlib
 import tempfile
 
@@ -51,16 +50,6 @@ class BenchmarkScriptTest(absltest.TestCase):
         self.assertEqual(stored.rows["one"]["error"], "because")
         self.assertEqual(stored.result("two"), {"figure": 1})
 
-    def test_rows_of_other_runs_are_kept(self):
-        self._run([_row("one", self._measured({"figure": 1}))])
-        self._run(
-            [_row("two", self._measured({"figure": 2}))],
-            results.Results(self.folder / "docs" / "page.json"),
-        )
-        stored = results.Results(self.folder / "docs" / "page.json")
-        self.assertEqual(stored.result("one"), {"figure": 1})
-        self.assertEqual(stored.result("two"), {"figure": 2})
-
     def test_resume_measures_only_what_is_missing(self):
         selected = [
             _row("one", self._measured({"figure": 1})),
@@ -73,18 +62,6 @@ class BenchmarkScriptTest(absltest.TestCase):
         self.store.rows["one"]["revision"] = "0123456"
         self._run(selected, resume=True)
         self.assertLen(self.calls, 5)
-
-    def test_a_quick_row_does_not_stand_for_a_thorough_one(self):
-        self.store.put("one", True, 0.0, result={}, seconds=1.0)
-        self.assertTrue(self.store.is_current("one", quick=True))
-        self.assertFalse(self.store.is_current("one", quick=False))
-
-    def test_a_file_of_somebody_else_is_refused(self):
-        path = self.folder / "other.json"
-        path.write_text(json.dumps([1, 2]))
-        with self.assertRaisesRegex(ValueError, "json must be a file that"):
-            results.Results(path)
-        self.assertEqual(json.loads(path.read_text()), [1, 2])
 
     def test_unknown_names_are_refused_before_anything_starts(self):
         path = self.folder / "none.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import pathlib
 
 import numpy as np
@@ -97,20 +96,6 @@ class GeyerTest(absltest.TestCase):
         self.assertIn("| exact median |", published)
         self.assertNotIn("exact median", best)
 
-    def test_epsilons_are_rounded_up_and_every_run_is_listed(self):
-        for seed in (0, 1):
-            self._write_run("k100_best_honest", seed, 0.8 + seed / 100)
-        path = self.folder / "k100_best_honest/base/seed=0/result.json"
-        result = json.loads(path.read_text())
-        result.update(epsilon_pld=7.0001, epsilon=7.0001)
-        path.write_text(json.dumps(result))
-        self.assertIn("| 7.001 |", geyer.write_results(self.folder))
-        with open(self.folder / geyer.RUNS_CSV, newline="") as file:
-            rows = list(csv.DictReader(file))
-        self.assertEqual([row["seed"] for row in rows], ["0", "1"])
-        self.assertEqual([row["accuracy"] for row in rows], ["0.8", "0.81"])
-        self.assertEqual([row["epsilon"] for row in rows], ["7.0001", ""])
-
     def test_every_configuration_is_geyers_setting(self):
         configs = geyer.read_configs(_CONFIGS, geyer.names(), _mnist(self.folder))
         deltas = {100: 1e-3, 1000: 1e-5, 10000: 1e-6}
@@ -133,55 +118,6 @@ class GeyerTest(absltest.TestCase):
             if name.endswith("public_features"):
                 seeds = 3 if k == 10000 else 5
             self.assertLen(config["seeds"], seeds)
-
-    def test_runs_and_goes_on(self):
-        path = _mnist(self.folder)
-        configs = self.folder / "configs"
-        configs.mkdir()
-        for name in geyer.names([100], ["non_private", "best_honest"]):
-            mechanism = "none" if "non_private" in name else "fixed"
-            config = {
-                "description": "small",
-                "base": {
-                    "dataset": "mnist",
-                    "num_clients": 20,
-                    "examples_per_client": 20,
-                    "mechanism": mechanism,
-                    "model": "linear",
-                    "rounds": 2,
-                    "clients_per_round": 10,
-                    "between_client_variance": True,
-                },
-                "seeds": [0, 1, 2],
-            }
-            (configs / f"{name}.json").write_text(json.dumps(config))
-        read = geyer.read_configs(
-            configs,
-            geyer.names([100], ["non_private", "best_honest"]),
-            path,
-            seeds=1,
-        )
-        said = []
-        for _ in range(2):
-            failed = geyer.run_all(read, self.folder, say=said.append)
-            self.assertEqual(failed, [])
-        self.assertLen([line for line in said if "there already" in line], 2)
-        self.assertLen(geyer.read_rows(self.folder), 2)
-
-    def test_quick_runs_are_the_same_but_for_rounds_and_seeds(self):
-        names = geyer.names()
-        whole = geyer.read_configs(_CONFIGS, names, __file__)
-        quick = geyer.read_configs(_CONFIGS, names, __file__, seeds=1, rounds=3)
-        for name in names:
-            self.assertLen(quick[name]["seeds"], 1)
-            base = {**whole[name]["base"], "rounds": 3, "validation_freq": 1}
-            self.assertEqual(quick[name]["base"], base)
-
-    def test_refused(self):
-        with self.assertRaisesRegex(ValueError, "rows"):
-            geyer.names(rows=["best"])
-        with self.assertRaisesRegex(ValueError, "clients"):
-            geyer.names(clients=[50])
 
 
 if __name__ == "__main__":

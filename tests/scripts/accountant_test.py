@@ -50,17 +50,6 @@ class AccountantTest(parameterized.TestCase):
         ):
             self.assertRegex(text, rf"{sampling} +{epsilon}\n")
 
-    def test_both_accountants_side_by_side(self):
-        text = _run(
-            **{**_PLAN, "rounds": 10, "noise_multiplier": 5.0},
-            sampling=["poisson"],
-            accountant=["rdp", "pld"],
-        )
-        self.assertRegex(text, r"epsilon +by RDP +by PLD\n")
-        (row,) = [line for line in text.splitlines() if "poisson  " in line]
-        by_rdp, by_pld = map(float, row.split()[1:])
-        self.assertLess(by_pld, by_rdp)
-
     @parameterized.parameters(*accountant._SOLVED)
     def test_any_one_quantity_may_be_missing(self, missing):
         values = {**_PLAN, "epsilon": 20.0, missing: None}

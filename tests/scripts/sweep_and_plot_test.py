@@ -18,10 +18,9 @@ _CONFIG = {
         "num_clients": 20,
         "clients_per_round": 10,
         "model": "linear",
-        "target_epsilon": 8.0,
     },
-    "grid": {"mechanism": ["fixed", "adaptive"]},
-    "seeds": [0, 1],
+    "grid": {"mechanism": ["none", "fixed"]},
+    "seeds": [0],
 }
 
 
@@ -43,11 +42,9 @@ class SweepAndPlotTest(absltest.TestCase):
             "sweep": [*sweep, "--set=rounds=2"],
             "again": [*sweep, "--set=rounds=2"],
             "no config": ["sweep"],
-            "no file": ["sweep", f"--config={folder / 'none.json'}"],
             "bad config": ["sweep", f"--config={bad}"],
             "bad set": [*sweep, "--set=rounds"],
             "other rounds": [*sweep, "--set=rounds=3"],
-            "rounds": ["plot", f"--output={folder / 'rounds.png'}", str(runs)],
             "tradeoff": [
                 "plot",
                 "--against=tradeoff",
@@ -58,7 +55,6 @@ class SweepAndPlotTest(absltest.TestCase):
             "no runs": ["plot", str(folder / "empty")],
             "nothing": ["plot"],
             "bad group": ["plot", "--group_by=colour", str(runs)],
-            "bad output": ["plot", "--output=chart.doc", str(runs)],
         }
         for config in _CONFIGS:
             lines[config.stem] = [
@@ -78,41 +74,31 @@ class SweepAndPlotTest(absltest.TestCase):
         self.assertEqual(outcome.code, 0, msg=outcome.err)
         self.assertEqual(
             outcome.out.splitlines(),
-            [
-                f"mechanism={mechanism}/seed={seed}"
-                for mechanism in ("fixed", "adaptive")
-                for seed in (0, 1)
-            ],
+            [f"mechanism={mechanism}/seed=0" for mechanism in ("none", "fixed")],
         )
 
     def test_a_sweep_runs_once(self):
         first, again = self.outcomes["sweep"], self.outcomes["again"]
         self.assertEqual((first.code, again.code), (0, 0), msg=first.err)
-        self.assertEqual(first.out.count("accuracy 0."), 4)
-        self.assertEqual(again.out.count("there already"), 4)
-        self.assertLen(sweeps.read_runs([self.folder / "runs"]), 4)
+        self.assertEqual(first.out.count("accuracy 0."), 2)
+        self.assertEqual(again.out.count("there already"), 2)
+        self.assertLen(sweeps.read_runs([self.folder / "runs"]), 2)
 
-    def test_charts_are_drawn(self):
-        for name, file in (
-            ("rounds", "rounds.png"),
-            ("tradeoff", "tradeoff.png"),
-        ):
-            outcome = self.outcomes[name]
-            self.assertEqual(outcome.code, 0, msg=outcome.err)
-            self.assertIn("4 runs", outcome.out)
-            self.assertGreater((self.folder / file).stat().st_size, 1000)
+    def test_a_chart_is_drawn(self):
+        outcome = self.outcomes["tradeoff"]
+        self.assertEqual(outcome.code, 0, msg=outcome.err)
+        self.assertIn("2 runs", outcome.out)
+        self.assertGreater((self.folder / "tradeoff.png").stat().st_size, 1000)
 
     def test_refusals_are_one_sentence(self):
         for name, word in (
             ("no config", "--config"),
-            ("no file", "none.json"),
             ("bad config", "--clip_norm"),
             ("bad set", "--set"),
             ("other rounds", "rounds=2"),
             ("no runs", "holds no run"),
             ("nothing", "directory"),
             ("bad group", "colour"),
-            ("bad output", "chart.doc"),
         ):
             with self.subTest(name):
                 outcome = self.outcomes[name]

@@ -5,12 +5,9 @@ What the audit finds where something is broken is in `tests/auditing/audit_test.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from tests.stress import counts
 from tfdp_fl import auditing
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.auditing import canaries, estimate
@@ -55,7 +52,6 @@ def _fit(values, audit):
 class AuditTest(parameterized.TestCase):
     @parameterized.parameters("final", "all")
     def test_nothing_above_the_claim(self, iterates):
-        started = time.time()
         for name, values in _MECHANISMS.items():
             audit = auditing.CanaryAudit(1000, iterates)
             prepared = _fit({**_SMALL, **values}, audit)
@@ -66,12 +62,6 @@ class AuditTest(parameterized.TestCase):
             )
             print(name, iterates, claimed, found.epsilon, found.low, found.high)
             self.assertLessEqual(found.low, claimed)
-        counts.held(
-            f"No audit finds significantly more than is claimed ({iterates} iterates)",
-            len(_MECHANISMS),
-            "audits",
-            time.time() - started,
-        )
 
     def test_the_lower_end_for_a_model_of_ten_weights(self):
         """Above the truth in 2.5 % of releases; a symmetric 1/chi: 4.3 %.
@@ -97,16 +87,9 @@ class AuditTest(parameterized.TestCase):
         self.assertLess(above, 78)
 
     def test_what_is_not_audited_is_said(self):
-        started = time.time()
         for values in _REFUSED.values():
             with self.assertRaisesRegex(ValueError, "audit must be None unless"):
                 _fit(values, auditing.CanaryAudit(1000))
-        counts.held(
-            "What cannot be audited is refused, with the reason",
-            len(_REFUSED),
-            "refusals",
-            time.time() - started,
-        )
 
 
 if __name__ == "__main__":

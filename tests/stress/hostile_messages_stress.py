@@ -9,7 +9,6 @@ the float32 roundings of `tests/keras/hostile.py`, here 1e-5 of it.
 from __future__ import annotations
 
 import importlib.util
-import time
 import unittest
 
 import numpy as np
@@ -18,7 +17,6 @@ from absl.testing import absltest, parameterized
 import tfdp_fl
 from tests.flower import flower_messages as fm
 from tests.outside.loading import smooth_clipping
-from tests.stress import counts
 
 _TFF = importlib.util.find_spec("tensorflow_federated")
 _CLIP, _CLIENTS, _SIZE = 0.4, 4, 40
@@ -110,7 +108,6 @@ class UpdatesTest(parameterized.TestCase):
 
         from tfdp_fl import aggregators
 
-        started = time.time()
         mechanism, reach = _mechanisms()[name]
         options = {"rounds": 3} if name.endswith("local") else {}
         process = aggregators.from_mechanism(mechanism, _CLIENTS, **options).create(
@@ -140,13 +137,6 @@ class UpdatesTest(parameterized.TestCase):
         ):
             with self.assertRaises((TypeError, ValueError)):
                 process.next(state, [[value, value]] * _CLIENTS)
-        counts.held(
-            "A hostile update moves the mean of TFF's factories by at most S/m "
-            f"({name})",
-            len(_ATTACKS) + 3,
-            "updates",
-            time.time() - started,
-        )
 
     @unittest.skipIf(_TFF is None, "TensorFlow Federated is not installed.")
     def test_of_tff_weights(self):
@@ -154,7 +144,6 @@ class UpdatesTest(parameterized.TestCase):
 
         from tfdp_fl import aggregators
 
-        started = time.time()
         process = aggregators.NbAFLFactory(
             epsilon=1e9,
             constant=1.0,
@@ -177,12 +166,6 @@ class UpdatesTest(parameterized.TestCase):
             self.assertLessEqual(
                 np.linalg.norm(result - without), _bound(2 * _CLIP), attack
             )
-        counts.held(
-            "A hostile update moves the mean of TFF's factories by at most S/m (nbafl)",
-            len(_ATTACKS),
-            "updates",
-            time.time() - started,
-        )
 
     @parameterized.product(
         name=[
@@ -197,7 +180,6 @@ class UpdatesTest(parameterized.TestCase):
     )
     def test_of_flower(self, name, clips):
         """With a client that clips, as it is told, and one that does not."""
-        started = time.time()
         mechanism, reach = _mechanisms()[name]
         record = fm.model(np.zeros(_SIZE))
 
@@ -232,13 +214,6 @@ class UpdatesTest(parameterized.TestCase):
             self.assertTrue(np.isfinite(result).all(), attack)
             moved = np.linalg.norm(result - without)
             self.assertLessEqual(moved, _bound(reach), attack)
-        counts.held(
-            "A hostile reply moves the mean of Flower's server by at most S/m "
-            f"({name}{'' if clips else ' and a client that does not clip'})",
-            len(_ATTACKS),
-            "replies",
-            time.time() - started,
-        )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import time
 from absl.testing import absltest, parameterized
 
 from tests.keras import files
-from tests.stress import counts, killed_run
+from tests.stress import killed_run
 from tfdp_fl import accounting
 from tfdp_fl.experiments import run_directory
 from tfdp_fl.keras import checkpoint
@@ -109,7 +109,7 @@ class KillTest(parameterized.TestCase):
     def test_every_released_round_is_charged(self, mode):
         if mode == "workers" and _RAY is None:
             self.skipTest("Ray is not installed.")
-        started, killed, runs, charged, seen = time.time(), 0, 0, 0, 0
+        killed, runs, charged, seen = 0, 0, 0, 0
         while killed < _KILLS:
             directory = self.root / f"run-{runs}"
             runs += 1
@@ -133,14 +133,6 @@ class KillTest(parameterized.TestCase):
         print(
             f"{mode}: {killed} kills in {runs} runs, {charged} rounds charged, "
             f"{seen} released"
-        )
-        counts.held(
-            "Killed at a random moment: no released round is uncharged, at "
-            "most one a kill was charged and not released, and every file is "
-            f"read ({mode})",
-            killed,
-            "kills",
-            time.time() - started,
         )
 
 

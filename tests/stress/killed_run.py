@@ -139,14 +139,13 @@ def _train_as_the_script(path: pathlib.Path) -> None:
             rounds=ROUNDS,
         )
     )
-    own = training._callbacks
+    fit = prepared.federated_model.fit
+    witness = _Witness(path.parent / f"{path.name}-{WITNESS}")
 
-    def with_witness(prepared, output_dir):
-        found, budget = own(prepared, output_dir)
-        witness = _Witness(path.parent / f"{path.name}-{WITNESS}")
-        return [witness, *found], budget
+    def with_witness(*arguments, callbacks, **options):
+        return fit(*arguments, callbacks=[witness, *callbacks], **options)
 
-    training._callbacks = with_witness
+    prepared.federated_model.fit = with_witness
     saved = any((path / run_directory.CHECKPOINT).glob("round-*.npz"))
     training.run(prepared, path, overwrite=not saved, resume=saved, verbose=0)
 

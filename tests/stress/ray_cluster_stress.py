@@ -18,7 +18,6 @@ import numpy as np
 from absl.testing import absltest
 
 from tests.runtimes import cohorts
-from tests.stress import counts
 from tfdp_fl import runtimes
 
 _CPUS = 2
@@ -74,21 +73,15 @@ class ClusterTest(absltest.TestCase):
         self.assertEqual(here.epsilon(1e-3), federated.epsilon(1e-3))
 
     def test_workers_on_both_nodes_train_the_same_model(self):
-        start = time.monotonic()
+        time.monotonic()
         workers = self._workers().open()
         self.assertLen({self._node_of(pid).node_id for pid in workers.pids}, 2)
         federated = cohorts._federated(self.case)
         cohorts._fit(federated, self.case, self.case.clients(), runtime=workers)
         self._assert_same_model(federated)
-        counts.held(
-            "Workers on two nodes of a Ray cluster train the same model",
-            1,
-            "clusters",
-            time.monotonic() - start,
-        )
 
     def test_a_lost_node_is_made_up_for(self):
-        start = time.monotonic()
+        time.monotonic()
         workers = self._workers().open()
         nodes = [self._node_of(pid) for pid in workers.pids]
         struck, victim = next(
@@ -112,12 +105,6 @@ class ClusterTest(absltest.TestCase):
             cohorts._fit(federated, self.case, self.case.clients(), runtime=workers)
         self.assertLen(lost, 1)
         self._assert_same_model(federated)
-        counts.held(
-            "A node of a Ray cluster that is lost in a round is made up for",
-            1,
-            "kills",
-            time.monotonic() - start,
-        )
 
 
 if __name__ == "__main__":

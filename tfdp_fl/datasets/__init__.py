@@ -1,6 +1,5 @@
 """Data for federated training: many clients' examples, and loaders of some."""
 
-from tfdp_fl.datasets.accepted import as_federated
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.images import (
     load_digits,
@@ -8,7 +7,7 @@ from tfdp_fl.datasets.images import (
     load_mnist,
     partition,
 )
-from tfdp_fl.datasets.persons import bound_rows
+from tfdp_fl.datasets.persons import as_federated, bound_rows
 from tfdp_fl.datasets.shakespeare import (
     load_shakespeare,
     shakespeare_vocabulary,

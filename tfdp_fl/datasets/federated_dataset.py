@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate
 from tfdp_fl.datasets import client_ids as ids_lib
-from tfdp_fl.datasets import frames, nests, parquet, sources, tf_datasets
+from tfdp_fl.datasets import frames, nests, sources, tf_datasets
 from tfdp_fl.datasets.nests import Nest
 from tfdp_fl.datasets.sources import ClientExamples, ClientFailure
 
@@ -208,13 +208,12 @@ class FederatedDataset:
     ) -> FederatedDataset:
         """Makes a dataset of a Parquet file with a column that names clients.
 
-        The file is read once, one row group at a time, to find the clients and to
-        check all values. Of a file that is sorted by clients, a client is read when
-        it takes part. Of another one all columns that are used are held in memory.
+        The file is read at once. For one that is larger than memory, write a
+        `from_client_fn` over its row groups.
 
         Args:
           path: The file.
-          client: As in `from_dataframe`.
+          client: As in `from_dataframe`, and so are all that follow.
           features: Likewise.
           label: Likewise.
           sample_weight: Likewise.
@@ -224,11 +223,14 @@ class FederatedDataset:
           ImportError: pandas or pyarrow is not installed.
           ValueError: As in `from_dataframe`.
         """
-        client_ids, read, is_sorted = parquet.readers(
-            path, client, features, label, sample_weight, vocabulary
+        return cls.from_dataframe(
+            frames.read_parquet(path),
+            client,
+            features,
+            label,
+            sample_weight,
+            vocabulary,
         )
-        dataset = cls.from_client_fn(client_ids, read)
-        return dataset if is_sorted else dataset.in_memory()
 
     @classmethod
     def from_tf_datasets(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _optional, _validate
+from tfdp_fl import _on_use, _validate
 from tfdp_fl.datasets import nests, tf_datasets
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 
@@ -54,7 +54,7 @@ def load_digits(
       ImportError: If scikit-learn is not installed.
       TypeError, ValueError: If an argument is out of its range.
     """
-    with _optional.needed("scikit-learn", "load_digits"):
+    with _on_use.needed("scikit-learn", "load_digits"):
         from sklearn import datasets
 
     test_fraction = _validate.inside_unit_interval(test_fraction=test_fraction)

@@ -318,18 +318,6 @@ def views(nest: Nest) -> Nest:
     return tf.nest.map_structure(view, nest)
 
 
-def writable(nest: Nest) -> Nest:
-    """Copies the arrays that nobody may write to, such as views."""
-    if isinstance(nest, np.ndarray):
-        return nest if nest.flags.writeable else nest.copy()
-    if isinstance(nest, dict):
-        return {name: writable(part) for name, part in nest.items()}
-    if isinstance(nest, tuple):
-        parts = map(writable, nest)
-        return type(nest)(*parts) if hasattr(nest, "_fields") else tuple(parts)
-    return nest
-
-
 def take(nest: Nest, rows: Any) -> Nest:
     """Takes the same rows (a slice or an integer array) of every array."""
     return tf.nest.map_structure(lambda array: array[rows], nest)

@@ -1,8 +1,8 @@
-"""Persons in a table: rows, and a vector that says whose row each is."""
+"""Clients' data as a user holds it, and a table that says whose row each is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,74 @@ import tensorflow as tf
 
 from tfdp_fl import _validate
 from tfdp_fl.datasets import frames, nests
-from tfdp_fl.datasets.accepted import as_federated
 from tfdp_fl.datasets.federated_dataset import FederatedDataset
 from tfdp_fl.datasets.nests import Nest
 
 _CHOICES = ("random", "first", "last")
+_ALLOWED = (
+    "a FederatedDataset, a mapping or list with one (x, y), one (x, y, "
+    "sample_weight) or one tf.data.Dataset of single examples for each client, "
+    "or a tff.simulation.datasets.ClientData"
+)
+
+
+def as_federated(clients: Any) -> FederatedDataset:
+    """Returns clients' data as a `FederatedDataset`.
+
+    Args:
+      clients: One already; a mapping from client ids to `(x, y)` or `(x, y,
+        sample_weight)` (nests of arrays) or to `tf.data.Dataset`s of single
+        examples; a list of those, whose clients are then 0 to N - 1; or a TFF
+        `ClientData`.
+
+    Raises:
+      TypeError: It is something else; the message names its type only.
+      ValueError: Clients do not fit together.
+    """
+    if isinstance(clients, FederatedDataset):
+        return clients
+    if hasattr(clients, "client_ids") and hasattr(
+        clients, "create_tf_dataset_for_client"
+    ):
+        return FederatedDataset.from_client_data(clients)
+    by_id, listed = clients, False
+    if isinstance(clients, Sequence) and not isinstance(clients, str | bytes):
+        by_id, listed = dict(enumerate(clients)), True
+    if not isinstance(by_id, Mapping):
+        raise TypeError(
+            f"clients must be {_ALLOWED}, got {type(clients).__name__}."
+            + _hint(clients)
+        )
+    if by_id and all(isinstance(d, tf.data.Dataset) for d in by_id.values()):
+        return FederatedDataset.from_tf_datasets(by_id)
+    for client_id, examples in by_id.items():
+        if not isinstance(examples, tuple | list) or len(examples) not in (2, 3):
+            raise TypeError(
+                f"clients must be {_ALLOWED}, got {type(examples).__name__} for "
+                f"client {client_id!r}." + _hint(clients)
+            )
+    dataset = FederatedDataset.from_client_arrays(
+        {client_id: tuple(examples) for client_id, examples in by_id.items()}
+    )
+    # Known by their places, then: see `FederatedDataset.clients_digest`.
+    return dataset.with_ids(range(len(by_id))) if listed else dataset
+
+
+def _hint(clients: Any) -> str:
+    if type(clients).__name__ == "DataFrame" or hasattr(clients, "to_pandas"):
+        frame = "dataset.to_pandas()" if hasattr(clients, "to_pandas") else "frame"
+        return (
+            " Which column names the client? FederatedDataset.from_dataframe("
+            f"{frame}, client=..., features=..., label=...)."
+        )
+    if hasattr(clients, "__array__") or (
+        isinstance(clients, tuple | list) and len(clients) in (2, 3)
+    ):
+        return (
+            " For one pair of arrays (x, y), say whose row each is: "
+            "fit(x, y, client_ids=ids)."
+        )
+    return ""
 
 
 def of_fit(data: Any, y: Any, client_ids: Any, sample_weight: Any) -> FederatedDataset:
@@ -57,11 +120,10 @@ def by_person(
         lengths differ.
     """
     x, y = _from_pandas(x, "x"), _from_pandas(y, "y")
-    num_rows = nests.common_length(*_arrays(x, y))
-    rows = frames.rows_by_client(_row_ids(client_ids, num_rows))
+    rows = frames.rows_by_client(_row_ids(client_ids, x, y))
     for argument, nest in (("x", x), ("y", y)):
         for leaf in tf.nest.flatten(_arrays(nest)):
-            _check_no_missing(argument, leaf)
+            _check_finite(argument, leaf)
     return FederatedDataset.from_indices(x, y, rows, sample_weight=sample_weight)
 
 
@@ -88,11 +150,9 @@ def bound_rows(
     """
     _validate.positive_integer(most=most)
     _validate.one_of(_CHOICES, choose=choose)
-    ids = np.asarray(client_ids)
-    rows = frames.rows_by_client(_row_ids(ids, nests.common_length(*_arrays(x, y))))
     generator = np.random.default_rng()
     kept = []
-    for own in rows.values():
+    for own in frames.rows_by_client(_row_ids(client_ids, x, y)).values():
         if choose == "random" and len(own) > most:
             own = generator.choice(own, most, replace=False)
         kept.append(own[-most:] if choose == "last" else own[:most])
@@ -102,24 +162,22 @@ def bound_rows(
         if hasattr(nest, "iloc"):
             return nest.iloc[stay]
         if isinstance(nest, Mapping):
-            return {name: take(each) for name, each in nest.items()}
+            return {name: take(part) for name, part in nest.items()}
         return tf.nest.map_structure(
             lambda leaf: np.asarray(leaf)[stay], nests.with_array_leaves(nest)
         )
 
-    return take(x), take(y), ids[stay]
+    return take(x), take(y), np.asarray(client_ids)[stay]
 
 
-def _arrays(*parts: Any) -> Any:
-    return tf.nest.map_structure(
-        np.asarray, [nests.with_array_leaves(p) for p in parts]
-    )
+def _arrays(nest: Any) -> Any:
+    return tf.nest.map_structure(np.asarray, nests.with_array_leaves(nest))
 
 
 def _from_pandas(value: Any, argument: str) -> Nest:
     """Returns arrays in the place of frames and series."""
     if isinstance(value, Mapping):
-        return {name: _from_pandas(each, argument) for name, each in value.items()}
+        return {name: _from_pandas(part, argument) for name, part in value.items()}
     if hasattr(value, "to_frame") and hasattr(value, "iloc"):
         return frames.array(value.to_frame("value"), "value", argument)
     if hasattr(value, "iloc"):
@@ -130,7 +188,9 @@ def _from_pandas(value: Any, argument: str) -> Nest:
     return value
 
 
-def _row_ids(client_ids: Any, num_rows: int) -> list[Any]:
+def _row_ids(client_ids: Any, x: Any, y: Any) -> list[Any]:
+    """Returns whose each row of x and y is."""
+    num_rows = nests.common_length(_arrays(x), _arrays(y))
     ids = np.asarray(client_ids)
     if ids.ndim != 1 or len(ids) != num_rows:
         raise ValueError(
@@ -147,15 +207,14 @@ def _row_ids(client_ids: Any, num_rows: int) -> list[Any]:
     return values
 
 
-def _check_no_missing(argument: str, leaf: np.ndarray) -> None:
+def _check_finite(argument: str, leaf: np.ndarray) -> None:
     if leaf.dtype.kind != "f":
         return
-    rows = np.isfinite(leaf.reshape(len(leaf), -1))
-    if rows.all():
-        return
-    row, column = (int(place) for place in np.argwhere(~rows)[0])
-    raise ValueError(
-        f"{argument} must have a finite number everywhere, got none in column "
-        f"{column} of row {row}, and {int((~rows).sum())} in all: fill them in, or "
-        "leave those rows out."
-    )
+    finite = np.isfinite(leaf.reshape(len(leaf), -1))
+    if not finite.all():
+        row, column = (int(place) for place in np.argwhere(~finite)[0])
+        raise ValueError(
+            f"{argument} must have a finite number everywhere, got none in column "
+            f"{column} of row {row}, and {int((~finite).sum())} in all: fill them in, "
+            "or leave those rows out."
+        )

@@ -22,10 +22,6 @@ from tfdp_fl.datasets import nests
 
 # How many clients say what an example looks like, if nobody else does.
 _ASKED_FOR_SPEC = 5
-# Of how much a digest is taken: all of it up to 1 GiB, else a sample.
-_DIGESTED_BYTES = 2**30
-_DIGESTED_CLIENTS = 4096
-_DIGESTED_AT_ONCE = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,30 +125,16 @@ class IndexedSource:
         return self.lengths[positions]
 
     def content_digest(self) -> str:
-        """Returns a SHA-256 of what the clients hold, in their order.
-
-        Of more than `_DIGESTED_BYTES` of examples, all lengths and the first
-        examples of some clients, spread evenly.
-        """
-        digest = hashlib.sha256(self.lengths.tobytes())
-        arrays = tf.nest.flatten(nests.views((self.x, self.y)))
-        positions = np.arange(self.num_clients)
-        rows, _ = self.rows(positions)
-        if sum(array.nbytes for array in arrays) > _DIGESTED_BYTES:
-            filled = positions[self.lengths > 0]
-            chosen = np.linspace(0, len(filled) - 1, _DIGESTED_CLIENTS)
-            positions = np.unique(filled[chosen.astype(np.int64)])
-            first = self.starts[positions]
-            rows = first if self.table is None else self.table[first]
-        for start in range(0, len(rows), _DIGESTED_AT_ONCE):
-            some = rows[start : start + _DIGESTED_AT_ONCE]
-            for array in arrays:
-                taken = np.ascontiguousarray(array[some])
-                digest.update(
-                    repr(taken.tolist()).encode()
-                    if taken.dtype.hasobject
-                    else taken.tobytes()
-                )
+        """Returns a SHA-256 of all examples, and of which are whose."""
+        rows, lengths = self.rows(np.arange(self.num_clients))
+        digest = hashlib.sha256(repr(self.element_spec).encode())
+        digest.update(lengths.tobytes() + rows.tobytes())
+        for array in tf.nest.flatten(nests.views((self.x, self.y))):
+            digest.update(
+                repr(array.tolist()).encode()
+                if array.dtype.hasobject
+                else np.ascontiguousarray(array).tobytes()
+            )
         return digest.hexdigest()
 
     def take(self, positions: np.ndarray) -> IndexedSource:
@@ -273,7 +255,8 @@ class StreamedSource:
         read_fn = self._read_fn
 
         def read(key: Any) -> Any:
-            return _mapped(fn, *_pair(nests.writable(read_fn(key))))
+            x, y, _, _ = _client_arrays(read_fn(key))
+            return _mapped(fn, *tf.nest.map_structure(np.array, (x, y)))
 
         return StreamedSource(self._keys, read, None)
 

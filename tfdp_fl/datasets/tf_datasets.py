@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,10 +11,6 @@ from tfdp_fl import _validate
 from tfdp_fl.datasets import nests, sources
 from tfdp_fl.datasets.nests import Nest
 
-# A dataset that is run once is run as it is.
-_UNCHANGED = tf.data.Options()
-_UNCHANGED.autotune.enabled = False
-_UNCHANGED.experimental_optimization.apply_default_optimizations = False
 _INT64_MAX = 2**63 - 1
 
 
@@ -73,7 +68,14 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError("A client's dataset must end, got one that repeats for ever.")
     spec = _element_pair(dataset.element_spec)
-    spec = tf.nest.map_structure(_dense_spec, spec)
+    spec = tf.nest.map_structure(
+        lambda leaf: (  # What a sequence is when it was filled up.
+            tf.TensorSpec(leaf.shape, leaf.dtype)
+            if isinstance(leaf, tf.RaggedTensorSpec)
+            else leaf
+        ),
+        spec,
+    )
     leaves = tf.nest.flatten(spec)
     for leaf in leaves:
         if not isinstance(leaf, tf.TensorSpec):
@@ -84,20 +86,14 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
             f"what looks like batches, {nests.describe_spec(spec)}; "
             ".unbatch() makes single examples of them."
         )
-    spec = tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec(
-            leaf.shape, tf.float32 if leaf.dtype == tf.float64 else leaf.dtype
-        ),
-        spec,
+    return with_float_weights(
+        tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec(
+                leaf.shape, tf.float32 if leaf.dtype == tf.float64 else leaf.dtype
+            ),
+            spec,
+        )
     )
-    return with_float_weights(spec)
-
-
-def _dense_spec(spec: Any) -> Any:
-    """Returns what a sequence is when it was filled up."""
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.TensorSpec(spec.shape, spec.dtype)
-    return spec
 
 
 def with_float_weights(spec: tuple[Nest, Nest]) -> tuple[Nest, Nest]:
@@ -113,16 +109,12 @@ def with_float_weights(spec: tuple[Nest, Nest]) -> tuple[Nest, Nest]:
 
 def _check_same_spec(spec: Nest, expected: Nest) -> None:
     try:
-        tf.nest.assert_same_structure(spec, expected)
-        same = all(
-            leaf.is_compatible_with(other)
-            for leaf, other in zip(
-                tf.nest.flatten(spec), tf.nest.flatten(expected), strict=True
-            )
+        same = tf.nest.map_structure(
+            lambda leaf, other: leaf.is_compatible_with(other), spec, expected
         )
     except (TypeError, ValueError):
         same = False
-    if not same:
+    if not all(tf.nest.flatten(same)):
         raise ValueError(
             "Examples must be the same for every client, "
             f"{nests.describe_spec(expected)}, got {nests.describe_spec(spec)}."
@@ -134,55 +126,22 @@ def read(dataset: tf.data.Dataset) -> Nest:
 
     Sequences are as wide as the client's longest.
     """
-    if any(map(nests.is_sequence, tf.nest.flatten(dataset.element_spec))):
+    spec = dataset.element_spec
+    if any(map(nests.is_sequence, tf.nest.flatten(spec))):
         batches = list(dataset.ragged_batch(1024))
         if not batches:
-            return nests.no_examples(dataset.element_spec)
+            return nests.no_examples(spec)
         return tf.nest.map_structure(
             lambda *parts: nests.as_array(
                 parts[0] if len(parts) == 1 else tf.concat(parts, 0), "x"
             ),
             *batches,
         )
-    # An iterator, and optimising its graph, would cost milliseconds.
-    if int(dataset.cardinality()) > 0:
-        return _single_batch(dataset)
-    chunks = list(dataset.batch(1024).with_options(_UNCHANGED).as_numpy_iterator())
-    if not chunks:
-        return nests.no_examples(dataset.element_spec)
-    return nests.concatenate(chunks) if len(chunks) > 1 else chunks[0]
-
-
-def _single_batch(dataset: tf.data.Dataset) -> Nest:
-    """Returns all elements, dense tensors, in one nest of arrays.
-
-    As `dataset.batch(tf.int64.max).get_single_element()`, without the Python
-    around its two operations, which takes longer than they do.
-    """
-    spec = dataset.element_spec
-    leaves = tuple(tf.nest.flatten(spec))
-    kind = _batch_kind(leaves)
-    batch = tf.raw_ops.BatchDatasetV2(
-        input_dataset=tf.data.experimental.to_variant(dataset),
-        batch_size=_INT64_MAX,
-        drop_remainder=False,
-        **kind,
-    )
-    tensors = tf.raw_ops.DatasetToSingleElement(dataset=batch, **kind)
-    arrays = tuple(map(nests.view, tensors))
-    if type(spec) is tuple and spec == leaves:
-        return arrays
-    return tf.nest.pack_sequence_as(spec, arrays)
-
-
-@functools.lru_cache
-def _batch_kind(leaves: tuple[tf.TensorSpec, ...]) -> dict[str, Any]:
-    """Returns what the operations are told of batches of such elements."""
-    batch = tf.TensorShape([None])
-    return {
-        "output_types": [leaf.dtype for leaf in leaves],
-        "output_shapes": [batch.concatenate(leaf.shape) for leaf in leaves],
-    }
+    if int(dataset.cardinality()) > 0:  # Without an iterator, which is slower.
+        batch = dataset.batch(_INT64_MAX).get_single_element()
+        return tf.nest.map_structure(nests.view, batch)
+    chunks = list(dataset.batch(1024).as_numpy_iterator())
+    return nests.concatenate(chunks) if chunks else nests.no_examples(spec)
 
 
 def _element_pair(element: Any) -> tuple[Any, Any]:

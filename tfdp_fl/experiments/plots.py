@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tfdp_fl import _optional
+from tfdp_fl import _on_use
 from tfdp_fl.experiments.run_directory import Run
 
 # Colour-blind safe (Okabe and Ito 2008), the two that every chart uses first.
@@ -31,7 +31,7 @@ def pyplot() -> Any:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    with _optional.needed("matplotlib", "A chart"):
+    with _on_use.needed("matplotlib", "A chart"):
         import matplotlib
 
     matplotlib.use("Agg")

@@ -6,7 +6,7 @@ model.keras   the trained Keras model
 privacy.txt   the privacy statement
 privacy.json  the same, for programs
 accuracy.png  accuracy and epsilon against rounds
-report.html   all of it as one page; written by train.py and report.py
+report.html   all of it as one page; written by train.py
 result.json   the figures that a sweep compares; written last
 """
 
@@ -19,11 +19,11 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tfdp_fl import _files, _json
-from tfdp_fl.experiments import settings as settings_lib
+from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import callbacks
 from tfdp_fl.keras.callbacks import report
 
@@ -38,16 +38,9 @@ RESULT = "result.json"
 LEDGER = "ledger.jsonl"
 CHECKPOINT = "checkpoint"
 
-_FILES = (
-    CONFIG,
-    HISTORY,
-    MODEL,
-    STATEMENT,
-    STATEMENT_JSON,
-    CHART,
-    REPORT,
-    RESULT,
-    LEDGER,
+_OWNED = (
+    *(CONFIG, HISTORY, MODEL, STATEMENT, STATEMENT_JSON),
+    *(CHART, REPORT, RESULT, LEDGER, CHECKPOINT),
 )
 
 
@@ -68,7 +61,7 @@ def check(
             "--overwrite or --resume."
         )
     if overwrite and path.is_dir():
-        strangers = sorted(p.name for p in path.iterdir() if p.name not in _owned())
+        strangers = sorted(p.name for p in path.iterdir() if p.name not in _OWNED)
         if strangers:
             raise ValueError(
                 f"--overwrite: {path} holds what no run wrote: "
@@ -79,7 +72,7 @@ def check(
 def clear(path: str | os.PathLike[str]) -> None:
     """Removes the files of an earlier run, and no others."""
     path = pathlib.Path(path)
-    for name in _owned():
+    for name in _OWNED:
         if (path / name).is_dir():
             shutil.rmtree(path / name)
         else:
@@ -93,27 +86,24 @@ def keep_ledger_alone(path: str | os.PathLike[str]) -> None:
     shutil.rmtree(path / CHECKPOINT)
 
 
-def _owned() -> tuple[str, ...]:
-    return (*_FILES, CHECKPOINT)
-
-
 def write_csv(
-    path: pathlib.Path, header: Sequence[str], rows: Sequence[Sequence[Any]]
+    path: pathlib.Path, rows: Sequence[Mapping[str, Any]], columns: Collection[str]
 ) -> None:
-    """Writes a table, floats with six digits, and JSON's null as inf."""
+    """Writes a table; floats have seven digits, and JSON's null is inf."""
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
+    writer: csv.DictWriter[str] = csv.DictWriter(
+        text, columns, restval="", lineterminator="\n"
+    )
+    writer.writeheader()
     for row in rows:
-        writer.writerow(
-            "inf"
-            if cell is None
-            else f"{cell:.6g}"
-            if isinstance(cell, float)
-            else cell
-            for cell in row
-        )
+        writer.writerow({name: _cell(value) for name, value in row.items()})
     _files.write_text(path, text.getvalue())
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return "inf"
+    return value if isinstance(value, str | int) else f"{float(value):.7g}"
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
@@ -147,18 +137,7 @@ class HistoryFile(callbacks.FederatedCallback):
         """Adds a round's row; rounds are counted from 1, as printed."""
         self._rows.append({"round": epoch + 1, **(logs or {})})
         columns = dict.fromkeys(name for row in self._rows for name in row)
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        for row in self._rows:
-            writer.writerow({k: _cell(v) for k, v in row.items()})
-        _files.write_text(self._path, text.getvalue())
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, str | int):
-        return value
-    return f"{float(value):.7g}"
+        write_csv(self._path, self._rows, columns)
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
@@ -170,19 +149,8 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
         ]
 
 
-def write_report(run: Run, path: str | os.PathLike[str] | None = None) -> None:
-    """Writes the page that `callbacks.Report` writes of a training.
-
-    Args:
-      run: A run that has ended, perhaps early.
-      path: The file; None: `report.html` in the run's directory.
-
-    Raises:
-      ValueError: There is a folder in the file's place.
-    """
-    path = pathlib.Path(path or run.path / REPORT)
-    if path.is_dir():
-        raise ValueError(f"--output must name a file, got the folder {path}.")
+def write_report(run: Run) -> None:
+    """Writes the page that `callbacks.Report` writes, of all of a run's rounds."""
     rounds: dict[int, dict[str, float]] = {}
     for name, (numbers, values) in run.history.items():
         for number, value in zip(numbers, values, strict=True):
@@ -195,7 +163,7 @@ def write_report(run: Run, path: str | os.PathLike[str] | None = None) -> None:
         target=run.settings.target_epsilon,
         ended_early=run.result.get("stopped") == "interrupted",
     )
-    _files.write_text(path, text)
+    _files.write_text(run.path / REPORT, text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +181,7 @@ class Run:
     """
 
     path: pathlib.Path
-    settings: settings_lib.Settings
+    settings: Settings
     history: dict[str, tuple[list[int], list[float]]]
     result: dict[str, Any]
     caveats: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -243,7 +211,7 @@ class Run:
         )
         return cls(
             path,
-            settings_lib.Settings.read(path / CONFIG),
+            Settings.read(path / CONFIG),
             columns,
             result,
             statement.get("caveats", {}),

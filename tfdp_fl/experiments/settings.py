@@ -1,9 +1,8 @@
 """What one training run is: every choice, its meaning and its default.
 
-`scripts/train.py` makes a flag of each field, and a sweep's configuration
-file sets the same names; nothing is declared twice. The parameters of mechanisms
-are made from their declarations. The file is long because its subject is one: the
-list of choices, and which of them go together.
+One table declares them. `scripts/train.py` makes a flag of each, and a sweep's
+configuration file sets the same names. The parameters of mechanisms come from
+their declarations.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -21,9 +20,6 @@ from tfdp_fl import _validate, mechanisms
 from tfdp_fl.accounting.charge import SAMPLINGS
 from tfdp_fl.mechanisms import parameters
 
-DATASETS = ("digits", "mnist", "shakespeare")
-FEATURES = ("oriented_gradients",)
-MODELS = ("linear", "mlp", "cnn", "lstm")
 MECHANISMS: dict[str, type[mechanisms.Mechanism]] = {
     name: mechanisms.by_name(name) for name in mechanisms.names()
 }
@@ -31,93 +27,152 @@ CENTRAL = tuple(
     name for name, kind in MECHANISMS.items() if kind.guarantee == "central"
 )
 
-# Where a choice is left open, what each data set is trained with; then what
-# its mechanism suggests.
-_BY_DATASET: dict[str, dict[str, Any]] = {
-    "digits": {
-        "num_clients": 500,
-        "examples_per_client": 20,
-        "shards_per_client": 2,
-        "iid": True,
-        "model": "mlp",
-        "hidden_units": "128",
-        "clients_per_round": 100,
-        "rounds": 60,
-        "batch_size": 10,
-        "client_learning_rate": 0.2,
-        "validation_freq": 1,
-    },
-    "mnist": {
-        "num_clients": 1000,
-        "examples_per_client": 600,
-        "shards_per_client": 2,
-        "iid": False,
-        "model": "mlp",
-        "hidden_units": "600,100",
-        "clients_per_round": 100,
-        "rounds": 60,
-        "batch_size": 60,
-        "client_learning_rate": 0.1,
-        "validation_freq": 5,
-    },
-    "shakespeare": {
-        "sequence_length": 80,
-        "model": "lstm",
-        "hidden_units": "128,128",
-        "clients_per_round": 50,
-        "rounds": 100,
-        "batch_size": 10,
-        "client_learning_rate": 1.0,
-        "validation_freq": 10,
-    },
-}
+_DATASETS = ("digits", "mnist", "shakespeare")
 
-_ALWAYS: dict[str, Any] = {"sampling": "poisson", "local_epochs": 1}
-
-# What was tuned with a mechanism and the data set's usual model, on 5000
+# What was tuned for MNIST with an adaptive clip and the usual model, on 5000
 # training images that were held out, at epsilon = 8: python scripts/train.py
 # --dataset=mnist --validation_examples=5000.
-_TUNED: dict[tuple[str, str], dict[str, Any]] = {
-    ("mnist", "adaptive"): {"rounds": 100, "initial_clip_norm": 0.4},
-}
-_TUNED_SERVER: dict[tuple[str, str], dict[str, Any]] = {
-    ("mnist", "adaptive"): {
-        "server_optimizer": "sgd",
-        "server_learning_rate": 0.5,
-        "server_momentum": 0.9,
-        "server_schedule": "linear",
-    },
+_TUNED_FOR = ("mnist", "adaptive")
+_TUNED = {"rounds": 100, "initial_clip_norm": 0.4}
+_TUNED_SERVER = {
+    "server_optimizer": "sgd",
+    "server_learning_rate": 0.5,
+    "server_momentum": 0.9,
+    "server_schedule": "linear",
 }
 
 
-# Settings that only go with some values of another one.
-_IMAGES = ("digits", "mnist")
-_ONLY_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("num_clients", "dataset", _IMAGES),
-    ("iid", "dataset", _IMAGES),
-    ("shards_per_client", "dataset", _IMAGES),
-    ("input_shifts", "dataset", _IMAGES),
-    ("examples_per_client", "dataset", _IMAGES),
-    ("validation_examples", "dataset", _IMAGES),
-    ("sequence_length", "dataset", ("shakespeare",)),
-    ("clients_per_role", "dataset", ("shakespeare",)),
-    ("data_path", "dataset", ("mnist", "shakespeare")),
-    ("prior_smoothing", "client_loss", ("balanced",)),
-    ("server_momentum", "server_optimizer", ("sgd",)),
-    ("server_learning_rate", "server_optimizer", ("sgd", "adam")),
-    ("server_schedule", "server_optimizer", ("sgd", "adam")),
-    ("server_ema", "server_optimizer", ("sgd", "adam")),
-)
-# The same, once the model is chosen.
-_ONLY_WITH_MODEL = (
-    ("input_pooling", "model", ("linear", "mlp")),
-    ("input_features", "model", ("linear", "mlp")),
-)
+class Option(NamedTuple):
+    """A choice.
+
+    Attributes:
+      default: Its value unless given; None is filled in by `resolved`. Or a list:
+        what it is filled in with for digits, mnist and shakespeare.
+      kind: A type, or the words allowed.
+      help: What it is.
+      only_with: Another option, and the values of it that this one goes with.
+    """
+
+    default: Any
+    kind: Any
+    help: str
+    only_with: tuple[str, ...] = ()
 
 
-def _option(default: Any, kind: Any, help_: str) -> Any:
-    """Returns a field; `kind` is a type, or a tuple of the words allowed."""
-    return dataclasses.field(default=default, metadata={"kind": kind, "help": help_})
+_IMAGES = ("dataset", "digits", "mnist")
+_ROLES = ("dataset", "shakespeare")
+_FILES = ("dataset", "mnist", "shakespeare")
+_DENSE = ("model", "linear", "mlp")
+_STEPS = ("server_optimizer", "sgd", "adam")
+
+_OWN = {
+    # The data.
+    "dataset": Option("digits", _DATASETS, "scikit-learn's digits need no file."),
+    "data_path": Option(
+        None, str, "mnist.npz of Keras, or Shakespeare's text.", _FILES
+    ),
+    "num_clients": Option([500, 1000, None], int, "N, how many clients.", _IMAGES),
+    "iid": Option(
+        [True, False, None], bool, "Clients hold random examples, or shards.", _IMAGES
+    ),
+    "shards_per_client": Option(
+        [2, 2, None], int, "Label shards of a client, if not --iid.", _IMAGES
+    ),
+    "examples_per_client": Option(
+        [20, 600, None], int, "How many each client holds.", _IMAGES
+    ),
+    "validation_examples": Option(
+        0, int, "Training examples held out and evaluated on, to tune by.", _IMAGES
+    ),
+    "sequence_length": Option(
+        [None, None, 80], int, "Characters in an example.", _ROLES
+    ),
+    "clients_per_role": Option(
+        None, int, "At most (1). With more, a part of a role is protected.", _ROLES
+    ),
+    # The model.
+    "model": Option(
+        ["mlp", "mlp", "lstm"], ("linear", "mlp", "cnn", "lstm"), "The network."
+    ),
+    "hidden_units": Option(["128", "600,100", "128,128"], str, "As in 600,100."),
+    "input_pooling": Option(
+        None, int, "Images come in as means over squares of this side.", _DENSE
+    ),
+    "input_features": Option(
+        None, ("oriented_gradients",), "Fixed, public features of images.", _DENSE
+    ),
+    "input_shifts": Option(
+        0, int, "Clients move each image once, at random, by so much.", _IMAGES
+    ),
+    # The mechanism.
+    "mechanism": Option(
+        "adaptive", tuple(MECHANISMS), "What is released; see the flags it names."
+    ),
+    "mechanism_module": Option(
+        None, str, "A Python file or module that registers a mechanism of your own."
+    ),
+    "target_epsilon": Option(
+        None,
+        float,
+        "The guarantee to keep at --target_delta: the noise is calibrated to it, or "
+        "with --noise_multiplier training stops before the round that would pass it.",
+    ),
+    "target_delta": Option(None, float, "N^-1.1 unless given; nbafl: by --constant."),
+    "accountant": Option(None, ("rdp", "pld"), "pld is tighter, and slower."),
+    # The rounds.
+    "sampling": Option(["poisson"] * 3, SAMPLINGS, "How a cohort is drawn."),
+    "clients_per_round": Option(
+        [100, 100, 50], str, "m: a number, all, or values as in 30x50,30x100."
+    ),
+    "rounds": Option([60, 60, 100], int, "T, how many rounds."),
+    # Local training and the server.
+    "local_epochs": Option([1, 1, 1], int, "Passes of a client over its examples."),
+    "batch_size": Option([10, 60, 10], int, "Examples in a local batch."),
+    "shuffle": Option(False, bool, "Clients shuffle their examples in each epoch."),
+    "client_learning_rate": Option([0.2, 0.1, 1.0], float, "The clients' SGD's."),
+    "client_loss": Option(
+        "cross_entropy",
+        ("cross_entropy", "balanced"),
+        "balanced: tfdp_fl.losses, for clients with few of the classes.",
+    ),
+    "prior_smoothing": Option(
+        None,
+        float,
+        "Added to a client's share of a class (0.01).",
+        ("client_loss", "balanced"),
+    ),
+    "server_optimizer": Option(
+        None, ("none", "sgd", "adam"), "What the server does with the mean update."
+    ),
+    "server_learning_rate": Option(None, float, "1; adam: 0.01.", _STEPS),
+    "server_momentum": Option(
+        0.0, float, "The server's momentum.", ("server_optimizer", "sgd")
+    ),
+    "server_schedule": Option(
+        "constant",
+        ("constant", "linear", "cosine"),
+        "Whether the server's rate ends at 0.",
+        _STEPS,
+    ),
+    "server_ema": Option(
+        0.0, float, "If not 0, the model is the rounds' average (0.95, say).", _STEPS
+    ),
+    # How it runs; nothing here changes the guarantee, except a seed.
+    "between_client_variance": Option(
+        False, bool, "history.csv has V_c and U_s, of unclipped updates; to study."
+    ),
+    "seed": Option(
+        None, int, "Repeats everything; whoever knows it can undo the noise."
+    ),
+    "validation_freq": Option([1, 5, 10], int, "Evaluate every so many rounds."),
+    "checkpoint_every": Option(0, int, "Save every so many rounds, for --resume."),
+}
+
+
+def _fields(mechanism: str) -> list[dataclasses.Field[Any]]:
+    """Returns a mechanism's parameters, but what the target's flags give."""
+    fields = dataclasses.fields(MECHANISMS[mechanism])
+    return [field for field in fields if field.name not in ("epsilon", "delta")]
 
 
 def parameters_of(mechanism: str) -> tuple[str, ...]:
@@ -125,28 +180,28 @@ def parameters_of(mechanism: str) -> tuple[str, ...]:
     return tuple(field.name for field in _fields(mechanism))
 
 
-def _fields(mechanism: str) -> list[dataclasses.Field[Any]]:
-    return [
-        field
-        for field in dataclasses.fields(MECHANISMS[mechanism])
-        # These come from --target_epsilon and --target_delta.
-        if field.name not in ("epsilon", "delta")
-    ]
-
-
-def _declared_parameters() -> Any:
-    """Returns a dataclass with every parameter of every mechanism, all None."""
-    users: dict[str, list[tuple[str, dataclasses.Field[Any]]]] = {}
-    for name in MECHANISMS:
-        for field in _fields(name):
-            users.setdefault(field.name, []).append((name, field))
-    made = [
-        (name, Any, _option(None, _kind(used[0][1]), _help(used)))
-        for name, used in users.items()
-    ]
-    return dataclasses.make_dataclass(
-        "_MechanismParameters", made, frozen=True, kw_only=True
-    )
+def _parameters() -> dict[str, Option]:
+    """Returns an option for every parameter of every mechanism."""
+    kinds: dict[str, Any] = {}
+    helps: dict[str, dict[str, list[str]]] = {}
+    for mechanism in MECHANISMS:
+        for field in _fields(mechanism):
+            kinds.setdefault(field.name, _kind(field))
+            text = field.metadata.get("help", "").rstrip(".")
+            start = field.metadata.get("start")
+            if start is None and field.default is not dataclasses.MISSING:
+                start = field.default
+            if start is not None:
+                text += f" ({start})"
+            helps.setdefault(field.name, {}).setdefault(text, []).append(mechanism)
+    return {
+        name: Option(
+            None,
+            kind,
+            "; ".join(f"{', '.join(who)}: {t}" for t, who in helps[name].items()),
+        )
+        for name, kind in kinds.items()
+    }
 
 
 def _kind(field: dataclasses.Field[Any]) -> Any:
@@ -160,241 +215,36 @@ def _kind(field: dataclasses.Field[Any]) -> Any:
     return {"int": int, "float": float, "bool": bool}.get(declared.split(" ")[0], str)
 
 
-def _help(used: list[tuple[str, dataclasses.Field[Any]]]) -> str:
-    """Returns what a parameter is, to whom, and what it is if not given."""
-    by_text: dict[str, list[str]] = {}
-    for name, field in used:
-        text = field.metadata.get("help", "").rstrip(".")
-        value = field.metadata.get("start")
-        if value is None and field.default is not dataclasses.MISSING:
-            value = field.default
-        if value is not None:
-            text += f" ({value})"
-        by_text.setdefault(text, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
-
-
 def _starts(mechanism: str) -> dict[str, Any]:
     """Returns the parameters that `train.py` starts from."""
     starts = {field.name: field.metadata.get("start") for field in _fields(mechanism)}
     return {name: value for name, value in starts.items() if value is not None}
 
 
-_MechanismParameters: Any = _declared_parameters()
+def _default(option: Option) -> Any:
+    return None if isinstance(option.default, list) else option.default
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(_MechanismParameters):
-    """Everything that decides a training run.
+# A parameter of a mechanism that is an option of its own, as --rounds, is that.
+OPTIONS = {**_parameters(), **_OWN}
+_Options: Any = dataclasses.make_dataclass(
+    "_Options",
+    [
+        (name, Any, dataclasses.field(default=_default(option)))
+        for name, option in OPTIONS.items()
+    ],
+    frozen=True,
+    kw_only=True,
+)
+
+
+class Settings(_Options):
+    """Everything that decides a training run: a field for each of `OPTIONS`.
 
     None leaves a choice to the data set or the mechanism; `resolved` fills it
-    in (always where the type is Any). What each field means is said in its
-    help, which `python scripts/train.py --helpfull` prints.
+    in. What each field means is said in its help, which
+    `python scripts/train.py --help` prints.
     """
-
-    # The data.
-    dataset: str = _option(
-        "digits",
-        DATASETS,
-        "digits (scikit-learn's, nothing to download), mnist, or shakespeare (a "
-        "client per role).",
-    )
-    data_path: str | None = _option(
-        None,
-        str,
-        "The data's file: Keras's mnist.npz (otherwise downloaded by Keras), or "
-        "the Shakespeare text.",
-    )
-    num_clients: int | None = _option(
-        None,
-        int,
-        "digits, mnist: N, how many clients there are (500, 1000).",
-    )
-    iid: bool | None = _option(
-        None,
-        bool,
-        "digits, mnist: whether clients hold random examples (digits) or "
-        "label shards (mnist).",
-    )
-    shards_per_client: int | None = _option(
-        None, int, "digits, mnist: label shards per client, if not --iid (2)."
-    )
-    examples_per_client: int | None = _option(
-        None, int, "digits, mnist: how many each client holds (20, 600)."
-    )
-    validation_examples: int = _option(
-        0,
-        int,
-        "digits, mnist: if not 0, so many training examples are held out and "
-        "evaluated on in place of the test set. Choose settings by these.",
-    )
-    sequence_length: int | None = _option(
-        None, int, "shakespeare: characters in an example (80)."
-    )
-    clients_per_role: int | None = _option(
-        None,
-        int,
-        "shakespeare: how many clients a role is at most (1). With more, a "
-        "part of a role is what is protected.",
-    )
-
-    # The model.
-    model: str | None = _option(
-        None,
-        MODELS,
-        "linear (logistic regression), mlp, cnn (two 5x5 convolutions), or "
-        "lstm (shakespeare's). By default what suits the data.",
-    )
-    hidden_units: str | None = _option(
-        None,
-        str,
-        "Units of the dense (mlp, cnn) or LSTM layers, as in 600,100.",
-    )
-    input_pooling: int | None = _option(
-        None,
-        int,
-        "linear, mlp: images come in as the means of squares of so many "
-        "pixels' side; fewer weights for noise to fall on.",
-    )
-    input_features: str | None = _option(
-        None,
-        FEATURES,
-        "linear, mlp: what the model sees of images, computed once: "
-        "oriented_gradients (tfdp_fl.features), fixed and public, or the "
-        "pixels themselves (by default).",
-    )
-
-    input_shifts: int = _option(
-        0,
-        int,
-        "digits, mnist: each image that a client holds is moved at "
-        "random, once: by so many pixels to one of four sides, or not at all. "
-        "Inside the client, so that it changes no guarantee.",
-    )
-
-    # The mechanism.
-    mechanism: str = _option(
-        "adaptive",
-        tuple(MECHANISMS),
-        "What is released about a cohort, and the flags that are its parameters.",
-    )
-    mechanism_module: str | None = _option(
-        None,
-        str,
-        "A Python file or module that registers a mechanism of your own "
-        "(docs/architecture.md); it is imported first.",
-    )
-    target_epsilon: Any = _option(
-        None,
-        float,
-        "The guarantee to keep at --target_delta; the noise is calibrated to it. "
-        "With a trusted server: of the trained model, for a whole client. For local "
-        "mechanisms: of what "
-        "a client sends, for all it takes part in. For nbafl: per record. With "
-        "--noise_multiplier the noise is as given, and training stops before "
-        "the round that would spend more.",
-    )
-    target_delta: float | None = _option(
-        None,
-        float,
-        "delta, at which epsilon is reported too; N^-1.1 unless given. With "
-        "nbafl it follows from --constant.",
-    )
-    accountant: str | None = _option(
-        None,
-        ("rdp", "pld"),
-        "Who calibrates and reports: rdp, or pld (tighter). Unless given, pld "
-        "where noise is calibrated and pld is tight and quick, and rdp "
-        "elsewhere.",
-    )
-    # The rounds.
-    sampling: Any = _option(
-        None,
-        SAMPLINGS,
-        "How a cohort is drawn: poisson (every client with probability m/N; "
-        "for fixed, adaptive, median), fixed_size (m of N; for local ones), "
-        "shuffled (every client once per pass), or cyclic (fixed groups in turn; "
-        "for correlated).",
-    )
-    clients_per_round: str | float | None = _option(
-        None,
-        str,
-        "m, the expected cohort size: a number, all, or one value a round, as "
-        "in 50,50,100 or 30x50,30x100.",
-    )
-    rounds: Any = _option(None, int, "T, how many rounds.")
-
-    # Local training and the server.
-    local_epochs: Any = _option(
-        None, int, "Passes of a client over its examples in one round."
-    )
-    batch_size: Any = _option(None, int, "Examples in a local batch.")
-    shuffle: bool = _option(
-        False, bool, "Whether clients shuffle their examples for each epoch."
-    )
-    client_learning_rate: float | None = _option(
-        None, float, "The clients' learning rate."
-    )
-    client_loss: str = _option(
-        "cross_entropy",
-        ("cross_entropy", "balanced"),
-        "What clients minimize. balanced: cross entropy that allows for the "
-        "labels a client happens to hold (tfdp_fl.losses); for clients with "
-        "few of the classes. Add --shuffle.",
-    )
-    prior_smoothing: float | None = _option(
-        None,
-        float,
-        "--client_loss=balanced: what a class is given besides its share of "
-        "the client's labels (0.01).",
-    )
-    server_optimizer: Any = _option(
-        None,
-        ("none", "sgd", "adam"),
-        "What the server does with the mean update: add it (none), or take "
-        "its negative for a gradient (sgd: FedAvgM, adam: FedAdam). none, but "
-        "for --dataset=mnist with --mechanism=adaptive and the usual model: "
-        "there sgd with momentum 0.9 and a rate that goes from 0.5 to 0.",
-    )
-    server_learning_rate: float | None = _option(
-        None, float, "The server optimizer's learning rate (1; adam: 0.01)."
-    )
-    server_momentum: float = _option(0.0, float, "Momentum of --server_optimizer=sgd.")
-    server_schedule: str = _option(
-        "constant",
-        ("constant", "linear", "cosine"),
-        "How the server optimizer's learning rate goes, over --rounds: to 0 "
-        "at the end unless constant.",
-    )
-    server_ema: float = _option(
-        0.0,
-        float,
-        "If not 0, the trained model is an average of those of all rounds, "
-        "each counting for so much less than the next (0.95, say). It is made "
-        "of what was released, and costs no privacy.",
-    )
-
-    # How it runs; nothing here changes the guarantee, except a seed.
-    between_client_variance: bool = _option(
-        False,
-        bool,
-        "Whether history.csv receives Geyer's V_c and U_s. They are computed "
-        "from unclipped updates, and are for studying, not for publishing.",
-    )
-    seed: int | None = _option(
-        None,
-        int,
-        "Makes everything repeat bit for bit. Anyone who knows it can undo the "
-        "noise, and privacy.txt says so; without it, fresh secret entropy.",
-    )
-    validation_freq: Any = _option(
-        None, int, "Evaluate every so many rounds, and after the last."
-    )
-    checkpoint_every: int = _option(
-        0,
-        int,
-        "Save the training after every so many rounds, for --resume; 0: never.",
-    )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Settings:
@@ -403,9 +253,8 @@ class Settings(_MechanismParameters):
         Raises:
           ValueError: A name is no field.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
-            _validate.one_of(names, setting=name)
+            _validate.one_of(OPTIONS, setting=name)
         return cls(**values)
 
     @classmethod
@@ -424,34 +273,41 @@ class Settings(_MechanismParameters):
           ValueError: Two settings do not go together; the message names them
             as flags.
         """
-        self._check_words()
+        self._check_kinds()
         self._check_dataset()
         self._check_mechanism()
-        self._check_only_with(_ONLY_WITH)
         if not 0 <= self.server_ema < 1:
             raise ValueError(
                 "--server_ema must be at least 0 and less than 1, got "
                 f"{self.server_ema!r}."
             )
-        defaults = {**_ALWAYS, **_BY_DATASET[self.dataset]}
-        usual_model = defaults["model"]
-        defaults.update(MECHANISMS[self.mechanism].suggested_run)
-        defaults.update(_starts(self.mechanism))
+        place = _DATASETS.index(self.dataset)
+        by_dataset = {
+            name: option.default[place]
+            for name, option in OPTIONS.items()
+            if isinstance(option.default, list)
+        }
+        defaults = {
+            **by_dataset,
+            **MECHANISMS[self.mechanism].suggested_run,
+            **_starts(self.mechanism),
+        }
         server: dict[str, Any] = {"server_optimizer": "none"}
-        if self.model is None and not self.input_features:
-            which = self.dataset, self.mechanism
-            defaults.update(_TUNED.get(which, {}))
-            server = _TUNED_SERVER.get(which, server)
+        usual = self.model is None and not self.input_features
+        if usual and (self.dataset, self.mechanism) == _TUNED_FOR:
+            defaults.update(_TUNED)
+            server = _TUNED_SERVER
         if self.dataset == "shakespeare":
-            defaults["model"] = usual_model
+            defaults["model"] = by_dataset["model"]
         if self.noise_multiplier is not None:
             defaults.pop("target_epsilon", None)
-        if (self.model or defaults["model"]) != usual_model:
+        if (self.model or defaults["model"]) != by_dataset["model"]:
             defaults.pop("hidden_units")
-        filled = self._with_defaults(defaults)
+        changes = {n: v for n, v in defaults.items() if getattr(self, n) is None}
+        filled = dataclasses.replace(self, **changes)
+        self._check_only_with(filled)
         if self.server_optimizer is None:
             filled = dataclasses.replace(filled, **server)
-        filled._check_only_with(_ONLY_WITH_MODEL)
         if filled.input_features and filled.input_pooling:
             raise ValueError("--input_features is without --input_pooling.")
         if filled.iid:
@@ -463,21 +319,10 @@ class Settings(_MechanismParameters):
         return filled
 
     def for_population(self, num_clients: int) -> Settings:
-        """Returns the settings with `clients_per_round` for N clients.
-
-        What the data set's default asks for is at most N.
-        """
+        """Returns the settings with `clients_per_round` for N clients."""
         if self.clients_per_round == "all":
             return dataclasses.replace(self, clients_per_round=num_clients)
         return self
-
-    def _with_defaults(self, defaults: Mapping[str, Any]) -> Settings:
-        changes = {
-            name: value
-            for name, value in defaults.items()
-            if getattr(self, name) is None
-        }
-        return dataclasses.replace(self, **changes)
 
     def schedule(self, name: str) -> Any:
         """Returns a number, or one value a round, from a setting's text."""
@@ -490,13 +335,12 @@ class Settings(_MechanismParameters):
             try:
                 if match is None:
                     raise ValueError(part)
-                count, value = int(match[1] or 1), float(match[2])
+                values += [float(match[2])] * int(match[1] or 1)
             except ValueError as error:
                 raise ValueError(
                     f"--{name} must be a number, or one value a round as in "
                     f"30x50,30x100, got {text!r}."
                 ) from error
-            values += [value] * count
         if len(values) == 1 and "x" not in str(text):
             return values[0]
         if self.rounds is not None and len(values) < self.rounds:
@@ -511,8 +355,8 @@ class Settings(_MechanismParameters):
             return None
         try:
             units = tuple(int(u) for u in str(self.hidden_units).split(","))
-            for each in units:
-                _validate.positive_integer(hidden_units=each)
+            for width in units:
+                _validate.positive_integer(hidden_units=width)
         except ValueError as error:
             raise ValueError(
                 "--hidden_units must be positive integers as in 600,100, got "
@@ -559,20 +403,20 @@ class Settings(_MechanismParameters):
             options[field.name] = value
         return options
 
-    def _check_words(self) -> None:
+    def _check_kinds(self) -> None:
         """Refuses words and types that a flag would have refused."""
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), field.metadata["kind"]
-            if value is None and field.default is None:
+        for name, option in OPTIONS.items():
+            value, kind = getattr(self, name), option.kind
+            if value is None and _default(option) is None:
                 continue
             if isinstance(kind, tuple):
-                _validate.one_of(kind, **{f"--{field.name}": value})
+                _validate.one_of(kind, **{f"--{name}": value})
             elif kind is bool:
-                _validate.instance_of(bool, **{f"--{field.name}": value})
+                _validate.instance_of(bool, **{f"--{name}": value})
             elif kind is int:
-                _validate.non_negative_integer(**{f"--{field.name}": value})
+                _validate.non_negative_integer(**{f"--{name}": value})
             elif kind is float:
-                _validate.finite(**{f"--{field.name}": value})
+                _validate.finite(**{f"--{name}": value})
 
     def _check_dataset(self) -> None:
         if self.shards_per_client and self.iid:
@@ -593,8 +437,8 @@ class Settings(_MechanismParameters):
 
     def _check_mechanism(self) -> None:
         own = parameters_of(self.mechanism)
-        for name in _MECHANISM_PARAMETERS:
-            if getattr(self, name) is not None and name not in own:
+        for name in OPTIONS.keys() - _OWN.keys() - {*own}:
+            if getattr(self, name) is not None:
                 raise ValueError(
                     f"--{name} is no parameter of --mechanism="
                     f"{self.mechanism}, which has: {', '.join(own) or 'none'}."
@@ -618,27 +462,20 @@ class Settings(_MechanismParameters):
             )
         self.mechanism_options()
 
-    def _check_only_with(self, rules: tuple[tuple[str, str, tuple[str, ...]], ...]):
+    def _check_only_with(self, filled: Settings) -> None:
         """Refuses what is set beside a value that it does not go with."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name, other, allowed in rules:
-            given, value = getattr(self, name), getattr(self, other)
-            if given and given != defaults[name] and value not in allowed:
+        for name, option in OPTIONS.items():
+            given = getattr(self, name)
+            if not option.only_with or not given or given == _default(option):
+                continue
+            other, *allowed = option.only_with
+            value = getattr(filled, other)
+            if value not in allowed:
                 raise ValueError(
                     f"--{name} is for --{other}={'|'.join(allowed)}, got "
                     f"--{other}={value}."
                 )
 
-
-# Those that no setting of another kind has the name of, as --rounds has.
-_MECHANISM_PARAMETERS = tuple(
-    dict.fromkeys(
-        parameter
-        for mechanism in MECHANISMS
-        for parameter in parameters_of(mechanism)
-        if parameter not in Settings.__annotations__
-    )
-)
 
 _DEFINE: dict[type, Any] = {
     bool: flags.DEFINE_bool,
@@ -648,22 +485,27 @@ _DEFINE: dict[type, Any] = {
 }
 
 
-def define_flags() -> tuple[str, ...]:
-    """Defines a flag for each setting; returns their names."""
-    fields = dataclasses.fields(Settings)
-    for field in fields:
-        kind, help_ = field.metadata["kind"], field.metadata["help"]
-        if isinstance(kind, tuple):
-            default: Any = field.default
-            flags.DEFINE_enum(field.name, default, kind, help_)
+def _help(option: Option) -> str:
+    """Returns an option's help: with what it goes, and what each data set has."""
+    text = option.help
+    if option.only_with:
+        text += f" For --{option.only_with[0]}={'|'.join(option.only_with[1:])}."
+    if isinstance(option.default, list):
+        text += f" {', '.join(_DATASETS)}: {', '.join(map(str, option.default))}."
+    return text
+
+
+def define_flags() -> None:
+    """Defines a flag for each setting."""
+    for name, option in OPTIONS.items():
+        if isinstance(option.kind, tuple):
+            flags.DEFINE_enum(name, _default(option), option.kind, _help(option))
         else:
-            _DEFINE[kind](field.name, field.default, help_)
-    return tuple(field.name for field in fields)
+            _DEFINE[option.kind](name, _default(option), _help(option))
 
 
 def given_flags() -> dict[str, Any]:
     """Returns the settings whose flags stand on the command line."""
-    names = (field.name for field in dataclasses.fields(Settings))
     return {
-        name: flags.FLAGS[name].value for name in names if flags.FLAGS[name].present
+        name: flags.FLAGS[name].value for name in OPTIONS if flags.FLAGS[name].present
     }

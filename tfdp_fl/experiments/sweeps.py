@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
@@ -35,18 +34,10 @@ from tfdp_fl.experiments.run_directory import Run
 from tfdp_fl.experiments.settings import Settings
 
 _PARTS = ("description", "base", "grid", "runs", "seeds")
-# What a table of runs says of each, by its name in `result.json`.
-FIGURES = (
-    "accuracy",
-    "loss",
-    "epsilon",
-    "delta",
-    "central_epsilon",
-    "rounds",
-    "seconds",
-)
 # What may differ between the seeds, and is given as their mean.
 _MEANS = ("rounds", "seconds")
+# What a table of runs says of each, by its name in `result.json`.
+FIGURES = ("accuracy", "loss", "epsilon", "delta", "central_epsilon", *_MEANS)
 RUNS_TABLE = "runs.csv"
 SUMMARY_TABLE = "summary.csv"
 
@@ -80,8 +71,13 @@ def expand(config: Mapping[str, Any]) -> list[Trial]:
     """
     for part in config:
         _validate.one_of(_PARTS, part=part)
+    variations = list(config.get("runs", []))
+    grid = config.get("grid", {})
+    if grid or not variations:
+        combinations = itertools.product(*grid.values())
+        variations += [dict(zip(grid, values, strict=True)) for values in combinations]
     trials = []
-    for varied in _variations(config):
+    for varied in variations:
         name = ",".join(f"{k}={v}" for k, v in varied.items()) or "base"
         for seed in config.get("seeds", [None]):
             values = {**config.get("base", {}), **varied, "seed": seed}
@@ -94,17 +90,6 @@ def expand(config: Mapping[str, Any]) -> list[Trial]:
     if len({*names}) < len(names):
         raise ValueError("Two runs of the configuration are the same.")
     return trials
-
-
-def _variations(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    listed = list(config.get("runs", []))
-    grid = config.get("grid", {})
-    if grid or not listed:
-        listed += [
-            dict(zip(grid, values, strict=True))
-            for values in itertools.product(*grid.values())
-        ]
-    return listed
 
 
 def run_sweep(
@@ -174,7 +159,7 @@ def _check_unchanged(root: pathlib.Path, trial: Trial) -> None:
     path = root / trial.directory
     if not (path / run_directory.CONFIG).is_file():
         return
-    num_clients = _num_clients(path)
+    num_clients = Run.read(path).result.get("num_clients")
     settings = trial.settings
     if num_clients is not None:
         settings = settings.for_population(num_clients)
@@ -186,10 +171,6 @@ def _check_unchanged(root: pathlib.Path, trial: Trial) -> None:
                 f"where the configuration has {value!r}; give the sweep "
                 "another output_dir."
             )
-
-
-def _num_clients(path: pathlib.Path) -> int | None:
-    return Run.read(path).result.get("num_clients")
 
 
 def _run(trial: Trial, path: pathlib.Path, verbose: int) -> dict[str, Any]:
@@ -214,48 +195,39 @@ def _run(trial: Trial, path: pathlib.Path, verbose: int) -> dict[str, Any]:
 def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     """Writes `runs.csv` and `summary.csv` from the results there are."""
     varied = list(dict.fromkeys(k for t in trials for k in t.varied))
-    rows: list[list[Any]] = []
+    rows: list[dict[str, Any]] = []
     groups: dict[str, tuple[Trial, list[dict[str, Any]]]] = {}
     for trial in trials:
         path = root / trial.directory / run_directory.RESULT
         if path.is_file():
             result = json.loads(path.read_text("utf-8"))
-            rows.append(
-                [trial.varied.get(k, "") for k in varied]
-                + [trial.settings.seed]
-                + [result.get(name, "") for name in FIGURES]
-            )
+            figures = {name: result[name] for name in FIGURES if name in result}
+            seed = {"seed": "" if trial.settings.seed is None else trial.settings.seed}
+            rows.append({**trial.varied, **seed, **figures})
             groups.setdefault(trial.name, (trial, []))[1].append(result)
     root.mkdir(parents=True, exist_ok=True)
-    run_directory.write_csv(root / RUNS_TABLE, [*varied, "seed", *FIGURES], rows)
+    run_directory.write_csv(root / RUNS_TABLE, rows, [*varied, "seed", *FIGURES])
     summary = []
     for trial, results in groups.values():
         accuracies = [result["accuracy"] for result in results]
-        summary.append(
-            [trial.varied.get(k, "") for k in varied]
-            + [
-                len(results),
-                statistics.fmean(accuracies),
-                statistics.stdev(accuracies) if len(results) > 1 else "",
-                _largest(results, "epsilon"),
-                results[0]["delta"],
-                _largest(results, "central_epsilon"),
-                *(statistics.fmean(r[name] for r in results) for name in _MEANS),
-            ]
-        )
-    header = [*varied, "runs", "accuracy", "stddev"]
-    header += ["epsilon", "delta", "central_epsilon", *_MEANS]
-    run_directory.write_csv(root / SUMMARY_TABLE, header, summary)
-
-
-def _largest(results: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Returns the worst of an epsilon; "" where it has no meaning."""
-    values = [result[name] for result in results if name in result]
-    return max(values, key=_or_infinite) if values else ""
-
-
-def _or_infinite(epsilon: float | None) -> float:
-    return math.inf if epsilon is None else epsilon
+        row = {
+            **trial.varied,
+            "runs": len(results),
+            "accuracy": statistics.fmean(accuracies),
+            "delta": results[0]["delta"],
+        }
+        if len(results) > 1:
+            row["stddev"] = statistics.stdev(accuracies)
+        for name in ("epsilon", "central_epsilon"):  # The worst of the seeds.
+            found = [result[name] for result in results if name in result]
+            if found:
+                row[name] = None if None in found else max(found)
+        for name in _MEANS:
+            row[name] = statistics.fmean(result[name] for result in results)
+        summary.append(row)
+    columns = [*varied, "runs", "accuracy", "stddev"]
+    columns += ["epsilon", "delta", "central_epsilon", *_MEANS]
+    run_directory.write_csv(root / SUMMARY_TABLE, summary, columns)
 
 
 def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import datasets
-from tfdp_fl.experiments import models
-from tfdp_fl.experiments import settings as settings_lib
+from tfdp_fl import datasets, features
+from tfdp_fl.experiments.settings import Settings
+
+_layers = tf.keras.layers
+_EMBEDDING_SIZE = 8
+# The settings that decide what the data are.
+_OF_DATA = (
+    *("dataset", "data_path", "num_clients", "iid", "shards_per_client"),
+    *("examples_per_client", "validation_examples", "sequence_length"),
+    *("clients_per_role", "input_features", "input_shifts"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Task:
     features: tf.keras.Model | None = None
 
 
-def load_task(settings: settings_lib.Settings) -> Task:
+def load_task(settings: Settings) -> Task:
     """Returns the data of a run; that of the last call is kept for the next.
 
     Args:
@@ -44,23 +53,105 @@ def load_task(settings: settings_lib.Settings) -> Task:
       ValueError: An option does not fit the data.
       OSError: A file is not there, or cannot be downloaded.
     """
-    chosen = {
-        name: getattr(settings, name)
-        for name in (
-            "dataset",
-            "data_path",
-            "num_clients",
-            "iid",
-            "shards_per_client",
-            "examples_per_client",
-            "validation_examples",
-            "sequence_length",
-            "clients_per_role",
-            "input_features",
-            "input_shifts",
+    return _load(json.dumps({name: getattr(settings, name) for name in _OF_DATA}))
+
+
+@functools.lru_cache(maxsize=1)
+def _load(chosen: str) -> Task:
+    options = {k: v for k, v in json.loads(chosen).items() if v is not None}
+    has_features = options.pop("input_features", None) is not None
+    pixels, dataset = options.pop("input_shifts"), options.pop("dataset")
+    path = options.pop("data_path", None)
+    if dataset == "shakespeare":
+        options.pop("validation_examples")
+        clients, test = datasets.load_shakespeare(path, **options)
+        task = Task(clients, test, len(datasets.shakespeare_vocabulary()))
+    elif dataset == "mnist":
+        task = Task(*datasets.load_mnist(path=path, **options), num_classes=10)
+    else:
+        task = Task(*datasets.load_digits(**options), num_classes=10)
+    if not has_features and not pixels:
+        return task
+    return _prepared(task, has_features, pixels)
+
+
+def _prepared(task: Task, has_features: bool, pixels: int) -> Task:
+    """Returns the same task, of examples that are computed here, once."""
+    layer = None
+    if has_features:
+        shape = task.clients.element_spec[0].shape
+        layer = tf.keras.Sequential(
+            [
+                tf.keras.Input(shape),
+                *([_as_image(shape, "input_features")] if len(shape) == 1 else []),
+                features.OrientedGradients(),
+            ]
         )
-    }
-    return _load(json.dumps(chosen))
+
+    def computed(x: Any) -> np.ndarray:
+        if layer is None:
+            return np.asarray(x)
+        return layer.predict(x, batch_size=1000, verbose=0)
+
+    x, y = map(np.asarray, task.clients.flat())
+    rows, lengths = task.clients.client_rows(np.arange(task.clients.num_clients))
+    versions = [x]
+    if pixels:
+        versions = shifted(x, pixels)
+        drawn = np.random.default_rng([0, pixels])
+        rows = rows + len(x) * drawn.integers(len(versions), size=len(rows))
+    by_client = np.split(rows, np.cumsum(lengths)[:-1])
+    clients = datasets.FederatedDataset.from_indices(
+        np.concatenate([computed(version) for version in versions]),
+        np.tile(y, len(versions)),
+        dict(zip(task.clients.client_ids, by_client, strict=True)),
+    )
+    test_x, test_y = task.test
+    return Task(clients, (computed(test_x), test_y), task.num_classes, layer)
+
+
+def shifted(images: np.ndarray, pixels: int) -> list[np.ndarray]:
+    """Returns images as they are, and moved up, down, left and right.
+
+    Args:
+      images: [n, height, width, channels], or [n, m] of square grey images of
+        m pixels.
+      pixels: By how many; what comes in at the other side is 0.
+    """
+    grid = images
+    if images.ndim == 2:
+        side = math.isqrt(images.shape[1])
+        grid = images.reshape(-1, side, side)
+    if pixels >= min(grid.shape[1:3]):
+        raise ValueError(
+            "input_shifts must be less than the images' sides, got "
+            f"{pixels} for {list(images.shape[1:])}."
+        )
+    found = [images]
+    for axis in (1, 2):
+        before, after = [slice(None)] * 3, [slice(None)] * 3
+        before[axis], after[axis] = slice(None, -pixels), slice(pixels, None)
+        for source, target in ((before, after), (after, before)):
+            moved = np.zeros_like(grid)
+            moved[tuple(target)] = grid[tuple(source)]
+            found.append(moved.reshape(images.shape))
+    return found
+
+
+def build_model(settings: Settings, task: Task) -> tf.keras.Model:
+    """Returns a new model for a task; its outputs are logits.
+
+    Raises:
+      ValueError: The model does not take the task's examples.
+    """
+    units, classes = settings.units(), task.num_classes
+    if settings.model == "lstm":
+        return lstm(classes, units or (128, 128))
+    shape = task.clients.element_spec[0].shape
+    if settings.model == "cnn":
+        return cnn(shape, classes, units or (512,))
+    hidden = () if settings.model == "linear" else units or (128,)
+    return mlp(shape, classes, hidden, settings.input_pooling or 1)
 
 
 def whole_model(task: Task, model: tf.keras.Model) -> tf.keras.Model:
@@ -81,82 +172,94 @@ def whole_model(task: Task, model: tf.keras.Model) -> tf.keras.Model:
     )
 
 
-@functools.lru_cache(maxsize=1)
-def _load(chosen: str) -> Task:
-    options = {k: v for k, v in json.loads(chosen).items() if v is not None}
-    features = options.pop("input_features", None) is not None
-    pixels = options.pop("input_shifts")
-    task = _load_original(dict(options))
-    if not features and not pixels:
-        return task
-    return _prepared(task, features, pixels)
+def mlp(
+    input_shape: Sequence[int],
+    num_classes: int,
+    hidden_units: Sequence[int] = (128,),
+    pooling: int = 1,
+) -> tf.keras.Model:
+    """Returns a dense network with ReLU, whose outputs are logits.
 
-
-def _prepared(task: Task, features: bool, pixels: int) -> Task:
-    """Returns the same task, of examples that are computed here, once."""
-    spec = task.clients.element_spec[0]
-    if not isinstance(spec, tf.TensorSpec):
-        name = "input_features" if features else "input_shifts"
-        raise ValueError(
-            f"{name} must be given one array of images, got examples of {spec}."
-        )
-    layer = models.oriented_gradients(spec.shape) if features else None
-
-    def computed(x: Any) -> np.ndarray:
-        if layer is None:
-            return np.asarray(x)
-        return layer.predict(x, batch_size=1000, verbose=0)
-
-    x, y = map(np.asarray, task.clients.flat())
-    rows, lengths = task.clients.client_rows(np.arange(task.clients.num_clients))
-    versions = [x]
-    if pixels:
-        versions = models.shifted(x, pixels)
-        drawn = np.random.default_rng([0, pixels])
-        rows = rows + len(x) * drawn.integers(len(versions), size=len(rows))
-    by_client = np.split(rows, np.cumsum(lengths)[:-1])
-    clients = datasets.FederatedDataset.from_indices(
-        np.concatenate([computed(each) for each in versions]),
-        np.tile(y, len(versions)),
-        dict(zip(task.clients.client_ids, by_client, strict=True)),
-    )
-    test_x, test_y = task.test
-    return Task(clients, (computed(test_x), test_y), task.num_classes, layer)
-
-
-def _load_original(options: dict[str, Any]) -> Task:
-    dataset = options.pop("dataset")
-    path = options.pop("data_path", None)
-    if dataset in ("digits", "mnist"):
-        load = datasets.load_digits
-        if dataset == "mnist":
-            load = functools.partial(datasets.load_mnist, path=path)
-        return Task(*load(**options), num_classes=10)
-    options.pop("validation_examples")
-    clients, test = datasets.load_shakespeare(path, **options)
-    return Task(clients, test, len(datasets.shakespeare_vocabulary()))
-
-
-def build_model(settings: settings_lib.Settings, task: Task) -> tf.keras.Model:
-    """Returns a new model for a task; its outputs are logits.
+    Args:
+      input_shape: One example's shape; flattened if need be.
+      num_classes: How many logits.
+      hidden_units: The widths of the hidden layers.
+      pooling: If not 1, images come in as the means of squares of so many
+        pixels' side, times that side, which keeps their L2 norm about the
+        same: fewer weights for noise to fall on.
 
     Raises:
-      ValueError: The model does not take the task's examples.
+      ValueError: The examples are to be pooled, and are no images.
     """
-    spec = task.clients.element_spec[0]
-    if not isinstance(spec, tf.TensorSpec):
+    layers = [tf.keras.Input(tuple(input_shape))]
+    if pooling != 1:
+        if len(input_shape) == 1:
+            layers.append(_as_image(input_shape, "pooling"))
+        layers += [_layers.AveragePooling2D(pooling), _layers.Rescaling(pooling)]
+    if pooling != 1 or len(input_shape) != 1:
+        layers.append(_layers.Flatten())
+    layers += [_layers.Dense(units, activation="relu") for units in hidden_units]
+    return tf.keras.Sequential([*layers, _layers.Dense(num_classes)])
+
+
+def cnn(
+    input_shape: Sequence[int],
+    num_classes: int,
+    hidden_units: Sequence[int] = (512,),
+) -> tf.keras.Model:
+    """Returns the convolutional network of McMahan et al. (2017) for images.
+
+    Two 5x5 convolutions of 32 and 64 channels, each with 2x2 max pooling, and
+    dense layers.
+
+    Args:
+      input_shape: `[height, width, channels]`, or `[n]` for a square image of
+        n grey pixels.
+      num_classes: How many logits.
+      hidden_units: The widths of the dense layers.
+
+    Raises:
+      ValueError: The examples are no images.
+    """
+    layers = [tf.keras.Input(tuple(input_shape))]
+    if len(input_shape) == 1:
+        layers.append(_as_image(input_shape, "model='cnn'"))
+    for channels in (32, 64):
+        layers.append(_layers.Conv2D(channels, 5, padding="same", activation="relu"))
+        layers.append(_layers.MaxPooling2D())
+    layers.append(_layers.Flatten())
+    layers += [_layers.Dense(units, activation="relu") for units in hidden_units]
+    return tf.keras.Sequential([*layers, _layers.Dense(num_classes)])
+
+
+def _as_image(input_shape: Sequence[int], what: str) -> tf.keras.layers.Layer:
+    side = math.isqrt(input_shape[0])
+    if side**2 != input_shape[0]:
         raise ValueError(
-            f"model={settings.model!r} must be given one array of features, got {spec}."
+            f"{what} must be given images, got examples of shape {list(input_shape)}."
         )
-    units = settings.units()
-    widths: dict[str, Any] = {} if units is None else {"hidden_units": units}
-    if settings.model == "lstm":
-        return models.lstm(task.num_classes, **widths)
-    if settings.input_pooling:
-        widths["pooling"] = settings.input_pooling
-    build: dict[Any, Callable[..., tf.keras.Model]] = {
-        "linear": models.linear,
-        "mlp": models.mlp,
-        "cnn": models.cnn,
-    }
-    return build[settings.model](spec.shape, task.num_classes, **widths)
+    return _layers.Reshape((side, side, 1))
+
+
+def lstm(
+    vocabulary_size: int, hidden_units: Sequence[int] = (128, 128)
+) -> tf.keras.Model:
+    """Returns a next-token model over sequences of any length.
+
+    Token 0 is padding, which counts neither in the loss nor in the metrics.
+
+    Args:
+      vocabulary_size: How many tokens, and logits.
+      hidden_units: The widths of the LSTM layers.
+    """
+    # Keras's own initializer, 20 times smaller, delays learning by hundreds of
+    # rounds.
+    embedding = _layers.Embedding(
+        vocabulary_size,
+        _EMBEDDING_SIZE,
+        embeddings_initializer=tf.keras.initializers.RandomNormal(stddev=1.0),
+        mask_zero=True,
+        input_shape=(None,),
+    )
+    hidden = [_layers.LSTM(units, return_sequences=True) for units in hidden_units]
+    return tf.keras.Sequential([embedding, *hidden, _layers.Dense(vocabulary_size)])

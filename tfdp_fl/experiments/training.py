@@ -17,6 +17,7 @@ from tfdp_fl import _files, losses, mechanisms
 from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.experiments import plots, run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
+from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
 from tfdp_fl.keras.make_private import known_facts
 
@@ -53,13 +54,13 @@ class Prepared:
       delta: The delta at which epsilon is reported.
     """
 
-    settings: settings_lib.Settings
+    settings: Settings
     task: tasks.Task
     federated_model: DPFederatedModel
     delta: float
 
 
-def prepare(settings: settings_lib.Settings) -> Prepared:
+def prepare(settings: Settings) -> Prepared:
     """Loads the data, and makes the model and the mechanism.
 
     Raises:
@@ -91,101 +92,77 @@ def prepare(settings: settings_lib.Settings) -> Prepared:
 
 
 def _federated_model(
-    settings: settings_lib.Settings,
-    model: tf.keras.Model,
-    num_clients: int,
-    delta: float,
+    settings: Settings, model: tf.keras.Model, num_clients: int, delta: float
 ) -> DPFederatedModel:
     kind: Any = settings_lib.MECHANISMS[settings.mechanism]
+    size = settings.schedule("clients_per_round")
+    smallest = min(size) if isinstance(size, tuple) else size
     options = {
-        **known_facts(
-            kind,
-            settings.rounds,
-            num_clients,
-            _smallest(settings.schedule("clients_per_round")),
-        ),
+        **known_facts(kind, settings.rounds, num_clients, smallest),
         **settings.mechanism_options(),
     }
-    cohorts: dict[str, Any] = {
-        "clients_per_round": settings.schedule("clients_per_round"),
-        "sampling": settings.sampling,
-    }
     noise = settings.schedule("noise_multiplier")
+    by_default = None not in options.values()  # Else asked for by name.
     if noise is None and kind.guarantee == "central":
         mechanism: Any = settings.mechanism
-        if None in options.values():  # Asked for by name, and so no default.
-            mechanism = kind(noise_multiplier=1.0, **options)
-            options = {}
+        if not by_default:
+            mechanism, options = kind(noise_multiplier=1.0, **options), {}
         return make_private(
             model,
             target_epsilon=settings.target_epsilon,
             target_delta=delta,
             num_clients=num_clients,
+            clients_per_round=size,
+            sampling=settings.sampling,
             mechanism=mechanism,
             accountant=settings.accountant,
             **{**options, "rounds": settings.rounds},
-            **cohorts,
         )
-    if (
-        noise is not None
-        and kind.guarantee == "central"
-        and (None not in options.values())
-    ):
-        smallest = _smallest(cohorts["clients_per_round"])
-        target = mechanisms.Target(noise, math.inf, delta, smallest)
-        made = kind.for_target(target, **options)
-    elif noise is not None:
-        made = kind(noise_multiplier=noise, **options)
-    elif kind.guarantee == "none":
-        made = kind(**options)
-    else:
+    if noise is None:
         budget = {"epsilon": settings.target_epsilon, "delta": delta}
         own = {field.name for field in dataclasses.fields(kind)}
-        made = kind(**options, **{name: budget[name] for name in own & budget.keys()})
+        options |= {name: budget[name] for name in own & budget.keys()}
+        made = kind(**options)
+    elif kind.guarantee == "central" and by_default:
+        target = mechanisms.Target(noise, math.inf, delta, smallest)
+        made = kind.for_target(target, **options)
+    else:
+        made = kind(noise_multiplier=noise, **options)
     return DPFederatedModel(
         model,
         made,
+        clients_per_round=size,
+        sampling=settings.sampling,
         delta=delta,
         accountant=settings.accountant or "rdp",
-        **cohorts,
     )
 
 
-def _smallest(value: float | tuple[float, ...]) -> float:
-    return min(value) if isinstance(value, tuple) else value
-
-
-def _loss(settings: settings_lib.Settings) -> tf.keras.losses.Loss:
+def _loss(settings: Settings) -> tf.keras.losses.Loss:
     if settings.client_loss == "balanced":
-        smoothing = settings.prior_smoothing
-        if smoothing is None:
-            return losses.BalancedSoftmaxCrossentropy()
-        return losses.BalancedSoftmaxCrossentropy(smoothing=smoothing)
+        given = settings.prior_smoothing
+        options = {} if given is None else {"smoothing": given}
+        return losses.BalancedSoftmaxCrossentropy(**options)
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def _server_optimizer(settings: settings_lib.Settings) -> Any:
-    rate = settings.server_learning_rate
+def _server_optimizer(settings: Settings) -> Any:
+    if settings.server_optimizer == "none":
+        return None
+    is_adam = settings.server_optimizer == "adam"
+    rate: Any = settings.server_learning_rate or (_SERVER_ADAM_RATE if is_adam else 1.0)
+    if settings.server_schedule == "linear":
+        decay = tf.keras.optimizers.schedules.PolynomialDecay
+        rate = decay(float(rate), settings.rounds, 0.0)
+    elif settings.server_schedule == "cosine":
+        decay = tf.keras.optimizers.schedules.CosineDecay
+        rate = decay(float(rate), settings.rounds)
     average: dict[str, Any] = {}
     if settings.server_ema:
         average = {"use_ema": True, "ema_momentum": settings.server_ema}
-    if settings.server_optimizer == "adam":
-        rate = _scheduled(settings, float(rate or _SERVER_ADAM_RATE))
+    if is_adam:
         return tf.keras.optimizers.Adam(rate, **average)
-    if settings.server_optimizer == "sgd":
-        rate = _scheduled(settings, float(rate or 1))
-        momentum = settings.server_momentum
-        return tf.keras.optimizers.SGD(rate, momentum, **average)
-    return None
-
-
-def _scheduled(settings: settings_lib.Settings, rate: float) -> Any:
-    schedules = tf.keras.optimizers.schedules
-    if settings.server_schedule == "linear":
-        return schedules.PolynomialDecay(rate, settings.rounds, 0.0)
-    if settings.server_schedule == "cosine":
-        return schedules.CosineDecay(rate, settings.rounds)
-    return rate
+    return tf.keras.optimizers.SGD(rate, settings.server_momentum, **average)
 
 
 def run(
@@ -222,11 +199,26 @@ def run(
         path.mkdir(parents=True, exist_ok=True)
         run_directory.clear(path)
         run_directory.write_json(path / run_directory.CONFIG, settings.to_dict())
-    listeners, budget = _callbacks(prepared, path)
+    federated_model, delta = prepared.federated_model, prepared.delta
+    listeners: list[tf.keras.callbacks.Callback] = [
+        run_directory.HistoryFile(path / run_directory.HISTORY),
+        callbacks.RoundCheckpoint(
+            path / run_directory.CHECKPOINT,
+            # Else for a run that is interrupted, which can always be resumed.
+            every=settings.checkpoint_every or settings.rounds,
+            delta=delta,
+        ),
+    ]
+    budget = None
+    if settings.noise_multiplier is not None and settings.target_epsilon:
+        budget = callbacks.PrivacyBudget(
+            settings.target_epsilon, delta, federated_model.accountant
+        )
+        listeners.insert(0, budget)
     stopped = None
     started = time.perf_counter()
     try:
-        prepared.federated_model.fit(
+        federated_model.fit(
             task.clients,
             rounds=settings.rounds,
             batch_size=settings.batch_size,
@@ -256,30 +248,6 @@ def run(
     return result
 
 
-def _callbacks(
-    prepared: Prepared, path: pathlib.Path
-) -> tuple[list[tf.keras.callbacks.Callback], callbacks.PrivacyBudget | None]:
-    settings, delta = prepared.settings, prepared.delta
-    federated_model = prepared.federated_model
-    listeners: list[tf.keras.callbacks.Callback] = []
-    budget = None
-    if settings.noise_multiplier is not None and settings.target_epsilon:
-        budget = callbacks.PrivacyBudget(
-            settings.target_epsilon, delta, federated_model.accountant
-        )
-        listeners.append(budget)
-    listeners.append(run_directory.HistoryFile(path / run_directory.HISTORY))
-    listeners.append(
-        callbacks.RoundCheckpoint(
-            path / run_directory.CHECKPOINT,
-            # Else for a run that is interrupted, which always goes on.
-            every=settings.checkpoint_every or settings.rounds,
-            delta=delta,
-        )
-    )
-    return listeners, budget
-
-
 def _leave_files(
     prepared: Prepared, path: pathlib.Path, stopped: str | None, seconds: float
 ) -> dict[str, Any]:
@@ -306,7 +274,6 @@ def _leave_files(
         if settings.validation_examples
         else "test examples",
         "num_evaluated": len(prepared.task.test[1]),
-        "num_classes": prepared.task.num_classes,
         "guarantee": mechanism.guarantee,
         "epsilon": federated_model.epsilon(prepared.delta, by),
         "delta": prepared.delta,
@@ -320,7 +287,6 @@ def _leave_files(
             if value is not None
         },
         "num_clients": prepared.task.clients.num_clients,
-        "num_parameters": federated_model.model.count_params(),
         "seconds": round(seconds, 2),
     }
     if settings.mechanism in settings_lib.CENTRAL:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,6 @@ from tfdp_fl.mechanisms import noise
 
 # The name of a client that is a node.
 ClientOf = Callable[[int], str | int]
-
-
-def remembers(mechanism: mechanisms.Mechanism) -> bool:
-    """Whether the noise of a round goes by that of earlier ones."""
-    return isinstance(mechanism, mechanisms.CorrelatedNoise)
 
 
 class Remembered:
@@ -46,16 +41,17 @@ class Remembered:
         self.memory: Any = None
         self.segment = secrets.token_hex(8)
 
-    def client(self, node: int) -> str | int:
+    def client(self, node: Any) -> str | int:
         """Returns the name of the client that a node is."""
         return int(node) if self.client_of is None else self.client_of(node)
 
-    def eligible(self, nodes: Sequence[int]) -> list[int]:
-        """Returns the nodes of clients that may take part now, one of each."""
-        by_client: dict[Any, int] = {}
+    def eligible(self, nodes: Iterable[Hashable]) -> tuple[list[Hashable], int]:
+        """Returns a node of each client that may take part, and how many there are."""
+        by_client: dict[Any, Hashable] = {}
         for node in nodes:
             by_client.setdefault(self.client(node), node)
-        return [by_client[name] for name in self.record.eligible(by_client)]
+        may = [by_client[name] for name in self.record.eligible(by_client)]
+        return may, len(by_client)
 
     @property
     def position(self) -> int:
@@ -87,7 +83,7 @@ class Remembered:
             )
         return self.memory
 
-    def released(self, memory: Any, nodes: Sequence[int]) -> None:
+    def released(self, memory: Any, nodes: Iterable[Any]) -> None:
         """Takes over the memory after a round, and which nodes were in its sum."""
         self.record.add([self.client(node) for node in nodes])
         self.memory = memory
@@ -100,20 +96,18 @@ class Remembered:
 
     def state(self) -> dict[str, Any]:
         """Returns what a restarted server has to know, as JSON values."""
-        memory = None
-        if self.memory is not None:
-            memory = {
-                "position": self.position,
-                "buffers": [
-                    {
-                        "shape": list(buffer.shape),
-                        "float32": base64.b64encode(
-                            buffer.numpy().astype("<f4").tobytes()
-                        ).decode("ascii"),
-                    }
-                    for buffer in self.memory.buffers
-                ],
-            }
+        memory = self.memory and {
+            "position": self.position,
+            "buffers": [
+                {
+                    "shape": list(buffer.shape),
+                    "float32": base64.b64encode(
+                        buffer.numpy().astype("<f4").tobytes()
+                    ).decode(),
+                }
+                for buffer in self.memory.buffers
+            ],
+        }
         return {
             "record": self.record.state(),
             "memory": memory,
@@ -135,8 +129,7 @@ class Remembered:
           ValueError: nodes had names, and `client_of` is missing, or the other
             way round.
         """
-        named = self.client_of is not None
-        if state["named_by_the_server"] != named:
+        if state["named_by_the_server"] != (self.client_of is not None):
             raise ValueError(
                 "client_of must be given if and only if the run that the "
                 f"state was taken of had one, got {self.client_of!r}."

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tfdp_fl import _validate, mechanisms
-from tfdp_fl.flower import correlated, private_rounds, replies, wrapped
+from tfdp_fl.flower import averaging, private_rounds, replies
 from tfdp_fl.mechanisms import adaptive_clipping
 
 # A client of the last round (a proxy) and what it was sent or returned.
@@ -39,7 +39,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
     with each update then, and SecAgg+ has nothing to add up.
     """
 
-    _api = wrapped.LEGACY
+    _api = averaging.LEGACY
 
     def __init__(
         self,
@@ -62,11 +62,13 @@ class DPFedAvg(private_rounds.PrivateRounds):
 
         Raises:
           TypeError, ValueError: if an argument is not what it should be.
-          LedgerError: if the ledger cannot be gone on with.
+          LedgerError: if the ledger cannot be continued.
         """
         m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
         _validate.instance_of(mechanisms.Mechanism, mechanism=mechanism)
-        if mechanism.guarantee != "central" or correlated.remembers(mechanism):
+        if mechanism.guarantee != "central" or isinstance(
+            mechanism, mechanisms.CorrelatedNoise
+        ):
             raise ValueError(
                 "mechanism must be a central one whose noise is new in each round, "
                 f"got {mechanism!r}; for this one there is PrivateStrategy."

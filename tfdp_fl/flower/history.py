@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import dp_accounting
 
-from tfdp_fl import _validate
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
@@ -33,7 +32,7 @@ class ReleasedRound:
         more than earlier rounds.
       clients_per_round: m, how many clients were asked.
       num_replies: how many of them were in the sum.
-      num_clients: N, of whom the m were drawn uniformly.
+      num_clients: N, from which the m were drawn uniformly.
       sampling: "fixed_size" or "separated".
       mu_squared: where each client is private by itself, (sensitivity /
         sigma)^2 of what one of them released; None elsewhere.
@@ -97,28 +96,26 @@ class RoundHistory:
         """Keeps a ledger from now on.
 
         Args:
-          ledger: a ledger, or the file of one, which is gone on with if it is
-            there.
+          ledger: a ledger, or the file of one, which is continued if it exists.
           mechanism: for the header of a new file.
-          known: what `state` said of the ledger; None if there was none: rounds
-            that were released without one are written now.
+          known: what `ledger_state` said of the ledger; None if there was none:
+            rounds that were released without one are written now.
 
         Raises:
           ValueError: if it is not the ledger of the state, or holds rounds of
             another neighbouring relation.
-          LedgerError: if it cannot be gone on with.
+          LedgerError: if it cannot be continued.
         """
         if isinstance(ledger, ledger_lib.PrivacyLedger):
             self._take_over(ledger, known)
             return
         if known is not None and not os.path.exists(ledger):
             raise _not_the_ledger(ledger, known)
-        target = self.budget
         ours = ledger_lib.PrivacyLedger(
             ledger,
             mode="append",
-            target_epsilon=None if target is None else target.epsilon,
-            target_delta=None if target is None else target.delta,
+            target_epsilon=self.budget.epsilon if self.budget else None,
+            target_delta=self.budget.delta if self.budget else None,
             mechanism=dict(mechanism),
         )
         try:
@@ -152,7 +149,7 @@ class RoundHistory:
             )
 
     def close(self) -> None:
-        """Lets go of the ledger."""
+        """Closes the ledger."""
         if self._ledger is not None:
             self._ledger.close()
 
@@ -204,12 +201,11 @@ class RoundHistory:
         ledger = cast(ledger_lib.PrivacyLedger, self._ledger)
         entries, local = self._entries(), None
         if released.mu_squared is not None:
-            own = [entry.local for entry in entries if entry.run == ledger.run]
-            spent = [line["max_mu_squared"] for line in own if line is not None]
-            local = {
-                "mu_squared": released.mu_squared,
-                "max_mu_squared": max(spent, default=0.0) + released.mu_squared,
-            }
+            own = [e.local for e in entries if e.run == ledger.run and e.local]
+            spent = math.fsum(
+                [*(line["mu_squared"] for line in own), released.mu_squared]
+            )
+            local = {"mu_squared": released.mu_squared, "max_mu_squared": spent}
         ledger.record(
             len(entries),
             None if self._local else released.charge(),
@@ -242,9 +238,9 @@ class RoundHistory:
         if self._local:
             spent = [*costs, *(r.mu_squared for r in rounds)]
             return gaussian.epsilon_of_mu_squared(math.fsum(spent), delta)
-        charges = collections.Counter([*costs, *(r.charge() for r in rounds)])
         composed = accountant_lib.PrivacyAccountant()
-        for charge, count in charges.items():
+        counts = collections.Counter([*costs, *(r.charge() for r in rounds)])
+        for charge, count in counts.items():
             if cohorts_known and charge.sampling == "fixed_size":
                 charge = dataclasses.replace(
                     charge, num_clients=int(charge.clients_per_round)
@@ -254,59 +250,26 @@ class RoundHistory:
 
     def _cost_of(self, entry: ledger_lib.LedgerEntry, ledger: Any) -> Any:
         """Returns what a ledger's line costs here, or raises."""
-        if self._local:
-            if entry.local is None:
-                raise ValueError(
-                    "ledger must hold rounds with a local charge only, got "
-                    f"{ledger.path} with one of {entry.charge!r}: a central "
-                    "guarantee and a local one are no one epsilon."
-                )
+        if self._local and entry.local is not None:
             return entry.local["mu_squared"]
-        if entry.charge is None or entry.charge.sampling != self._sampling:
-            raise ValueError(
-                f"ledger must hold rounds of {self._sampling} sampling and with "
-                f"a central charge only, got {ledger.path} with one of "
-                f"{entry.charge!r}: its neighbouring relation is another, "
-                "and no one epsilon covers both."
-            )
-        return entry.charge
-
-    def state(self) -> dict[str, Any]:
-        """Returns what a restarted server has to know, as JSON values."""
-        known = None
-        if self._ledger is not None:
-            entries = self._entries()
-            known = {
-                "rounds": len(entries),
-                "run": entries[-1].run if entries else None,
-            }
-        return {
-            "released": [dataclasses.asdict(r) for r in self.released],
-            "ledger": known,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state; to be called before `open_ledger`."""
-        self.released = [ReleasedRound(**fields) for fields in state["released"]]
-
-
-def budget_of(
-    target_epsilon: float | None, target_delta: float | None, accountant: str
-) -> ledger_lib.Budget | None:
-    """Returns the budget that a strategy's arguments name."""
-    _validate.one_of(charge_lib.ACCOUNTANTS, accountant=accountant)
-    if target_epsilon is None and target_delta is None:
-        return None
-    if target_epsilon is None or target_delta is None:
+        charge = entry.charge
+        if not self._local and charge and charge.sampling == self._sampling:
+            return charge
+        wanted = f"{self._sampling} sampling and with a central charge"
+        if self._local:
+            wanted = "a client and with a local charge"
         raise ValueError(
-            "target_epsilon and target_delta must be given both or not at "
-            f"all, got {target_epsilon!r} and {target_delta!r}."
+            f"ledger must hold rounds of {wanted} only, got {ledger.path} with one "
+            f"of {charge!r}: its neighbouring relation is another, and no one "
+            "epsilon covers both."
         )
-    return ledger_lib.Budget(
-        _validate.positive(target_epsilon=target_epsilon),
-        _validate.inside_unit_interval(target_delta=target_delta),
-        accountant,
-    )
+
+    def ledger_state(self) -> dict[str, Any] | None:
+        """Returns what a restarted server has to know of the ledger."""
+        if self._ledger is None:
+            return None
+        entries = self._entries()
+        return {"rounds": len(entries), "run": entries[-1].run if entries else None}
 
 
 def _not_the_ledger(path: Any, known: Mapping[str, Any]) -> ValueError:

@@ -1,7 +1,7 @@
 """The server's side of a round, whichever of Flower's APIs asks for it.
 
 A wrapper says how Flower's messages are read and written. What is planned, drawn,
-released, abandoned and charged is here.
+released, abandoned, charged and reported is here.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import secrets
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import dp_accounting
 import numpy as np
 
-from tfdp_fl import mechanisms
+from tfdp_fl import _validate, mechanisms, schedules
+from tfdp_fl.accounting import caveats
+from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
-from tfdp_fl.flower import charged_strategy, history, replies, sums, wrapped
+from tfdp_fl.flower import averaging, correlated, history, replies, sums
+from tfdp_fl.mechanisms import registry
+
+_Wrapper = TypeVar("_Wrapper", bound="PrivateRounds")
+_STATE_FORMAT = "tfdp_fl flower state 3"
 
 _logger = logging.getLogger(__name__)
 
@@ -43,15 +50,420 @@ class RoundsAbandonedError(RoundError):
     """Round after round was abandoned; the message says why."""
 
 
-class PrivateRounds(charged_strategy.ChargedStrategy):
-    """A round, from its cohort to its release.
+class PrivateRounds:
+    """A wrapped strategy with a budget, and its rounds from cohort to release.
 
     One after the other: a round is forgotten when the next one is configured.
+
+    Attributes:
+      strategy: the wrapped strategy.
+      num_clients: N.
+      clients_per_round: m.
+      rounds: T, or None.
+      clip_norm: S, of the next round.
+      on_client_failure: "exclude" or "abort".
+      max_abandoned_rounds: after so many abandoned in a row the run ends.
+      averages: whether the user vouched for the strategy.
+      discarded_updates: how many updates arrived not finite, and became zero.
+      rejected_replies: how many replies could not be used.
+      stopped_before_round: the server's number of the last round that the
+        budget did not allow; None if there was none.
     """
 
+    _api: averaging.Api
     _configured: sums.ConfiguredRound | None = None
     # The last round for which no clients were asked.
     _idle_round: int | None = None
+
+    def __init__(
+        self,
+        strategy: Any,
+        mechanism: mechanisms.Mechanism,
+        *,
+        num_clients: int,
+        clients_per_round: int,
+        rounds: int | None = None,
+        on_client_failure: str | None = None,
+        max_abandoned_rounds: int | None = 10,
+        averages: bool = False,
+        ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        accountant: str = "rdp",
+        client_of: correlated.ClientOf | None = None,
+    ):
+        """Wraps a strategy.
+
+        Args:
+          strategy: what is to be wrapped (see `averages`).
+          mechanism: what is released.
+          num_clients: N. In each round at least so many must be connected.
+          clients_per_round: m, how many of them are asked in each round, drawn
+            by the operating system's random numbers.
+          rounds: T. No more are begun; those that a ledger holds count. Needed
+            where a mechanism splits a budget over them.
+          on_client_failure: "exclude" (the others are released) or "abort" (the
+            round is abandoned); None means "abort" if the clients share the
+            noise (`noise_site="client"`), which is enough only if all of them
+            reply, else "exclude". A reply of no use is no failure if they do:
+            the update is zero, and the server adds the noise in its place.
+          max_abandoned_rounds: how many rounds in a row may be abandoned before
+            `RoundsAbandonedError` is raised; None for any number.
+          averages: the user's word that a subclass of one of Flower's averaging
+            strategies, with an aggregation of its own, makes what it should of
+            one averaged reply.
+          ledger: a `PrivacyLedger`, or the file of one, made or continued. A
+            round's line is on the disk before its result is returned.
+          target_epsilon: the budget: a round that would bring epsilon above it
+            is not begun.
+          target_delta: at this delta; both or neither.
+          accountant: "rdp" or "pld", for the budget.
+          client_of: for `CorrelatedNoise`: the name (a text or a whole number)
+            of the client that a node is, by what the server knows of it. None:
+            every node is a client of its own, and must keep its id.
+
+        Raises:
+          TypeError, ValueError: if an argument is not what it should be.
+          LedgerError: if the ledger cannot be continued.
+        """
+        self.averages = _validate.instance_of(bool, averages=averages)
+        averaging.require_averaging(strategy, self.averages, self._api)
+        self.strategy = strategy
+        _validate.instance_of(mechanisms.Mechanism, mechanism=mechanism)
+        if callable(mechanism.noise_multiplier):
+            # A schedule that cannot change under the run.
+            mechanism = mechanism.with_noise_multiplier(
+                schedules.fixed(mechanism.noise_multiplier)
+            )
+        self._mechanism = mechanism
+        self.num_clients = _validate.positive_integer(num_clients=num_clients)
+        self.clients_per_round = _validate.positive_integer(
+            clients_per_round=clients_per_round
+        )
+        if self.clients_per_round > self.num_clients:
+            raise ValueError(
+                f"clients_per_round must be at most num_clients={num_clients}, "
+                f"got {clients_per_round!r}."
+            )
+        if rounds is not None:
+            rounds = _validate.positive_integer(rounds=rounds)
+        self.rounds = rounds
+        self._clients_clip = sums.clients_clip(mechanism, self._deployment)
+        self._remembered: correlated.Remembered | None = None
+        if isinstance(mechanism, mechanisms.CorrelatedNoise):
+            self._remembered = correlated.Remembered(mechanism, client_of)
+        elif client_of is not None:
+            raise ValueError(
+                "client_of must be left out, as it does not matter with "
+                f"{mechanism.name} which clients take part when, got {client_of!r}."
+            )
+        # A clip that only the cohort tells is 0 before there is one.
+        self.clip_norm = mechanism.first_clip_norm() or sums.NO_CLIP
+        shared = mechanism.needs_exact_cohort
+        failure = on_client_failure or ("abort" if shared else "exclude")
+        _validate.one_of(("exclude", "abort"), on_client_failure=failure)
+        if failure == "exclude" and shared:
+            raise ValueError(
+                "on_client_failure must be 'abort' where the clients add the noise "
+                "(server_side_noising=False, noise_site='client'), got 'exclude': "
+                "their shares are enough only if all of them reply."
+            )
+        self.on_client_failure = failure
+        if max_abandoned_rounds is not None:
+            max_abandoned_rounds = _validate.positive_integer(
+                max_abandoned_rounds=max_abandoned_rounds
+            )
+        self.max_abandoned_rounds = max_abandoned_rounds
+        self.accountant = _validate.one_of(
+            charge_lib.ACCOUNTANTS, accountant=accountant
+        )
+        if (target_epsilon is None) != (target_delta is None):
+            raise ValueError(
+                "target_epsilon and target_delta must be given both or not at "
+                f"all, got {target_epsilon!r} and {target_delta!r}."
+            )
+        budget = None
+        if target_epsilon is not None and target_delta is not None:
+            budget = ledger_lib.Budget(
+                _validate.positive(target_epsilon=target_epsilon),
+                _validate.inside_unit_interval(target_delta=target_delta),
+                accountant,
+            )
+        self._history = history.RoundHistory(
+            cast(str, self._deployment.sampling),
+            mechanism.guarantee == "local",
+            budget,
+        )
+        self.discarded_updates = 0
+        self.rejected_replies = 0
+        self.stopped_before_round: int | None = None
+        self._abandoned_in_a_row = 0
+        if ledger is not None:
+            self._history.open_ledger(ledger, self._header())
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "strategy" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.strategy, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} cannot be copied or pickled: two of them would "
+            "say what one has spent. Use state() and from_state(), with a ledger."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.strategy!r}, {self.mechanism!r}, "
+            f"num_clients={self.num_clients}, "
+            f"clients_per_round={self.clients_per_round})"
+        )
+
+    # What was released, and what it cost.
+
+    @property
+    def mechanism(self) -> mechanisms.Mechanism:
+        """What is released; it cannot be exchanged during a run."""
+        return self._mechanism
+
+    @property
+    def released_rounds(self) -> tuple[history.ReleasedRound, ...]:
+        """The rounds that this strategy was charged with."""
+        return tuple(self._history.released)
+
+    def privacy_epsilon(
+        self, delta: float | None = None, accountant: str = "rdp"
+    ) -> float:
+        """Returns epsilon at delta after the rounds charged so far.
+
+        Those of other strategies in the same ledger are among them.
+
+        Args:
+          delta: the failure probability; None means `target_delta`.
+          accountant: "rdp" or "pld".
+
+        Returns:
+          Epsilon; infinity if a round was released without noise.
+
+        Raises:
+          ValueError: if an argument is not allowed.
+        """
+        return self._history.epsilon(self._delta(delta), accountant)
+
+    def privacy_report(
+        self, delta: float | None = None, accountant: str = "rdp"
+    ) -> dict[str, Any]:
+        """Returns what is guaranteed, and what was assumed, as JSON values.
+
+        Args:
+          delta: the failure probability; None means `target_delta`.
+          accountant: "rdp" or "pld".
+
+        Returns:
+          epsilon (None if there is no guarantee), epsilon_if_cohorts_are_known
+          (towards somebody who knows which clients were in which round), delta,
+          accountant, guarantee ("central" or "local"), relation, rounds,
+          rounds_from_ledger, clients_per_round, num_clients, noise_added_by,
+          on_client_failure, strategy, averages, and caveats: sentences that have
+          to be read with epsilon.
+        """
+        delta = self._delta(delta)
+        epsilon = self._history.epsilon(delta, accountant)
+        known = self._history.epsilon(delta, accountant, cohorts_known=True)
+        relation = "one client is replaced by another"
+        if self._remembered is not None:
+            relation = "one client is replaced by nothing, in its place"
+        if self.mechanism.guarantee == "local":
+            relation = "one client's data are replaced by other data"
+        kind = type(self.strategy)
+        by_server = self.mechanism.noise_site == "server"
+        return {
+            "epsilon": epsilon if math.isfinite(epsilon) else None,
+            "epsilon_if_cohorts_are_known": known if math.isfinite(known) else None,
+            "delta": delta,
+            "accountant": accountant,
+            "guarantee": self.mechanism.guarantee,
+            "relation": relation,
+            "rounds": len(self._history.released),
+            "rounds_from_ledger": self._history.num_from_ledger,
+            "clients_per_round": self.clients_per_round,
+            "num_clients": self.num_clients,
+            "noise_added_by": "server" if by_server else "clients",
+            "on_client_failure": self.on_client_failure,
+            "strategy": f"{kind.__module__}.{kind.__qualname__}",
+            "averages": self.averages,
+            "caveats": self._caveats(epsilon, known),
+        }
+
+    def _caveats(self, epsilon: float, known: float) -> list[str]:
+        """Returns the sentences that hold; each stands by itself."""
+        said = [caveats.CAVEATS[key] for key in self.mechanism.caveats()]
+        if self._remembered is not None:
+            names = "by the ids of nodes"
+            if self._remembered.client_of is not None:
+                names = "by the names that the server gave to nodes"
+            said.append(
+                f"{self.mechanism.own_caveats['participations_checked']} Here they "
+                f"went {names}. No amplification by sampling is claimed."
+            )
+        elif epsilon != known:
+            said.append(
+                "Epsilon holds towards those who do not know which clients were in "
+                "which round, so that must stay secret, and with it the server's log, "
+                "which names clients that failed. The server itself, which draws them, "
+                f"knows. Towards those who know, epsilon is {known:.4g}."
+            )
+        if any(r.num_replies < r.clients_per_round for r in self._history.released):
+            said.append(
+                "Some drawn clients failed and were left out of their round's sum; "
+                "the noise and the divisor stayed as planned. That they failed is "
+                "not hidden."
+            )
+        if self.mechanism.guarantee == "local":
+            said.append(
+                "Each client noised its own update, and only that is covered, also "
+                "from the server; every client is charged as if it had been in "
+                "all rounds. That clients clip and noise is taken on trust."
+            )
+        elif self.mechanism.noise_site != "server":
+            said.append(
+                "Each client added its share of the noise; if clients leave it "
+                "out, the noise on the sum is smaller than charged."
+            )
+        if self._history.num_from_ledger:
+            said.append("Rounds that others wrote into the ledger are charged as well.")
+        said.append(
+            "The wrapped strategy is handed the noised mean and no metrics of "
+            "training. What clients report to an evaluation, and that they failed, "
+            "carries no noise and is not covered."
+        )
+        return said
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a restarted server has to know, as JSON values.
+
+        To be saved together with the model, after each round. A round that
+        clients are at work for is not in it. With `CorrelatedNoise` it is as
+        secret as the data.
+        """
+        budget = self._history.budget
+        return {
+            "format": _STATE_FORMAT,
+            "wrapper": type(self).__name__,
+            "arguments": {
+                "mechanism": {
+                    "name": self.mechanism.registered_name,
+                    "parameters": self.mechanism.parameters(),
+                },
+                "num_clients": self.num_clients,
+                "clients_per_round": self.clients_per_round,
+                "rounds": self.rounds,
+                "on_client_failure": self.on_client_failure,
+                "max_abandoned_rounds": self.max_abandoned_rounds,
+                "averages": self.averages,
+                "target_epsilon": budget and budget.epsilon,
+                "target_delta": budget and budget.delta,
+                "accountant": self.accountant,
+            },
+            "clip_norm": self.clip_norm,
+            "abandoned_in_a_row": self._abandoned_in_a_row,
+            "discarded_updates": self.discarded_updates,
+            "rejected_replies": self.rejected_replies,
+            "history": {
+                "released": [dataclasses.asdict(r) for r in self._history.released],
+                "ledger": self._history.ledger_state(),
+            },
+            "remembered": self._remembered and self._remembered.state(),
+        }
+
+    @classmethod
+    def from_state(
+        cls: type[_Wrapper],
+        state: Mapping[str, Any],
+        strategy: Any,
+        *,
+        ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None = None,
+        **changes: Any,
+    ) -> _Wrapper:
+        """Returns a wrapper that goes on where another stopped.
+
+        Args:
+          state: what `state` returned.
+          strategy: the strategy to be wrapped.
+          ledger: the ledger that the other kept, if it did. Rounds that stand
+            in it and not in the state were released all the same, and are
+            charged.
+          **changes: arguments of `PrivateStrategy` other than those the state was
+            taken with.
+
+        Raises:
+          ValueError: if the state is not of this class, or the ledger is not
+            the one that the state knows.
+        """
+        found = (state.get("format"), state.get("wrapper"))
+        if found != (_STATE_FORMAT, cls.__name__):
+            raise ValueError(
+                f"state must be one of {cls.__name__} (format "
+                f"{_STATE_FORMAT!r}), got {found!r}."
+            )
+        known = state["history"]["ledger"]
+        if known is not None and ledger is None:
+            raise ValueError(
+                "ledger must be given, as the state was taken of a run that "
+                "kept one: it may hold rounds that the state does not, got "
+                "None."
+            )
+        saved = state["arguments"]["mechanism"]
+        mechanism = registry.by_name(saved["name"])(**saved["parameters"])
+        wrapper = cls.__new__(cls)
+        PrivateRounds.__init__(
+            wrapper,
+            strategy,
+            **{**state["arguments"], "mechanism": mechanism, **changes},
+        )
+        wrapper.clip_norm = float(state["clip_norm"])
+        wrapper._abandoned_in_a_row = int(state["abandoned_in_a_row"])
+        wrapper.discarded_updates = int(state["discarded_updates"])
+        wrapper.rejected_replies = int(state["rejected_replies"])
+        wrapper._history.released = [
+            history.ReleasedRound(**fields) for fields in state["history"]["released"]
+        ]
+        if wrapper._remembered is not None and state["remembered"] is not None:
+            wrapper._remembered.restore(state["remembered"], ledger is not None)
+        if ledger is not None:
+            wrapper._history.open_ledger(ledger, wrapper._header(), known)
+        return wrapper
+
+    def close(self) -> None:
+        """Closes the ledger, so that another process may go on with it."""
+        self._history.close()
+
+    def _header(self) -> dict[str, Any]:
+        """Returns what a new ledger says of the run."""
+        return {
+            "name": type(self).__name__,
+            "guarantee": self.mechanism.guarantee,
+            "description": repr(self),
+        }
+
+    def _delta(self, delta: float | None) -> float:
+        if delta is not None:
+            return delta
+        if self._history.budget is None:
+            raise ValueError("delta must be given, as no target_delta was, got None.")
+        return self._history.budget.delta
+
+    @property
+    def _deployment(self) -> mechanisms.Deployment:
+        separated = isinstance(self.mechanism, mechanisms.CorrelatedNoise)
+        return mechanisms.Deployment(
+            clients_per_round=self.clients_per_round,
+            num_clients=self.num_clients,
+            sampling="separated" if separated else "fixed_size",
+            rounds=self.rounds,
+        )
+
+    # A round.
 
     def _is_over(self, server_round: int) -> bool:
         """Forgets the last round; returns whether T rounds were charged."""
@@ -87,18 +499,18 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
         if not cohort:
             self._idle_round = server_round
             return None
-        mechanism, plan = self.mechanism, self._planned(server_round)
+        plan = self._planned(server_round)
         if self._remembered is not None:
             self._remembered.memory_for(sent)  # Or raises, before anybody is asked.
         this = mechanisms.Round(
             self.clip_norm,
-            mechanism.noise_multiplier_at(self._round_index),
+            self.mechanism.noise_multiplier_at(self._round_index),
             float(self.clients_per_round),
         )
         try:
             if not self._history.affords(plan):
                 raise ledger_lib.BudgetExceededError()
-            if mechanism.guarantee == "local":
+            if self.mechanism.guarantee == "local":
                 # What a client sends has left it, whatever comes of the round.
                 with _RELEASING:
                     self._history.add(plan)
@@ -110,7 +522,7 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
             sent=[np.array(array) for array in sent],
             asked={name: connected[name] for name in cohort},
             plan=plan,
-            mechanism=mechanism,
+            mechanism=self.mechanism,
             deployment=self._deployment,
             this=this,
             clients_clip=self._clients_clip,
@@ -125,9 +537,7 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
         """Returns m clients, drawn uniformly and unforeseeably; [] if too few."""
         eligible, num_connected = list(connected), len(connected)
         if self._remembered is not None:
-            nodes = cast(list[int], eligible)
-            num_connected = len({self._remembered.client(node) for node in nodes})
-            eligible = cast(list[Hashable], self._remembered.eligible(nodes))
+            eligible, num_connected = self._remembered.eligible(connected)
         if num_connected < self.num_clients:
             text = (
                 "num_clients must be at most the number of connected clients, "
@@ -171,9 +581,8 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
             self._remembered.go_on(self._history)
             place["segment"] = self._remembered.segment
             place["position"] = self._remembered.position
-        mu_squared = None
         if mechanism.guarantee == "local":
-            mu_squared = mechanism.mu_squared(self._deployment)
+            place["mu_squared"] = mechanism.mu_squared(self._deployment)
         event = mechanism.round_event(self._round_index, self._deployment)
         multiplier = 0.0
         if isinstance(event, dp_accounting.NoOpDpEvent):
@@ -188,7 +597,6 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
             num_replies=self.clients_per_round,
             num_clients=self.num_clients,
             sampling=cast(str, self._deployment.sampling),
-            mu_squared=mu_squared,
             **place,
         )
 
@@ -212,7 +620,7 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
         server_round = configured.server_round
         answers = replies.collect(server_round, results, configured.asked.keys(), read)
         self.rejected_replies += answers.rejected
-        if not self._releasable(answers, configured):
+        if not self._releasable(answers):
             self._abandon(
                 server_round,
                 f"{len(answers.replies)} of {self.clients_per_round} clients sent a "
@@ -267,20 +675,18 @@ class PrivateRounds(charged_strategy.ChargedStrategy):
             "not known. Nothing is released or charged."
         )
 
-    def _releasable(
-        self, answers: replies.Answers, configured: sums.ConfiguredRound
-    ) -> bool:
+    def _releasable(self, answers: replies.Answers) -> bool:
         m, usable = self.clients_per_round, len(answers.replies)
         if usable in (0, m):
             return usable > 0
         # Before anything is charged that the strategy would throw away.
-        if wrapped.refuses(self.strategy, usable, m - usable):
+        if averaging.refuses(self.strategy, usable, m - usable):
             return False
         if self.on_client_failure == "exclude":
             return True
         # A client may end no run by what it sends: if that is of no use, the
         # server adds the client's share of the noise.
-        return configured.mechanism.needs_exact_cohort and answers.num_replied == m
+        return self.mechanism.needs_exact_cohort and answers.num_replied == m
 
     def _abandon(self, server_round: int, reason: str) -> None:
         _logger.warning("Round %s is abandoned: %s.", server_round, reason)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tfdp_fl.flower import averaging, private_rounds
 from tfdp_fl.flower import client as client_lib
-from tfdp_fl.flower import private_rounds, wrapped
 from tfdp_fl.flower import replies as replies_lib
 
 _logger = logging.getLogger(__name__)
@@ -39,11 +39,10 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     metrics, no errors. Whatever it makes of it costs nothing more.
 
     The clients clip, and the server once more what it noises itself, for
-    `FixedClipping`, `AdaptiveClipping` and `LocalDP`, and for mechanisms of
-    your own that change no more than the noise or how S moves. The server needs
-    numpy and dp-accounting then, and no TensorFlow. All other central
-    mechanisms (`MedianClipping`, ...) clip at the server, by the mechanism's
-    own TensorFlow functions.
+    `FixedClipping`, `AdaptiveClipping` and `LocalDP`. The server needs numpy and
+    dp-accounting then, and no TensorFlow. All other central mechanisms
+    (`MedianClipping`, your own) clip at the server, by the mechanism's own
+    TensorFlow functions.
 
     With `LocalDP` each client noises its own update, and the mean is that of
     the clients that answered. A round is charged when its clients are asked, to every
@@ -64,7 +63,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     Source: McMahan et al. (2018), Algorithm 1, and each mechanism's own.
     """
 
-    _api = wrapped.MESSAGES
+    _api = averaging.MESSAGES
 
     def start(self, grid: Any, initial_arrays: Any, *args, **kwargs) -> Any:
         """Runs the wrapped strategy's rounds; arguments and result are its own.

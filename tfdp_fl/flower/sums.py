@@ -2,8 +2,8 @@
 
 There are two ways. Either the clients clip to an S that they are told and the
 server once more: numpy only. Or the server clips, by the mechanism's own
-TensorFlow functions, because the clip goes by what all clients sent or because
-the noise goes by earlier rounds.
+TensorFlow functions, because the clip depends on what all clients sent or
+the noise on earlier rounds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -25,34 +25,12 @@ NO_CLIP = 1e30
 # A factor in float32 may be rounded up by so much of itself.
 _ROUNDING = 1e-6
 
-# In what a mechanism may differ from DP-FedAvg (or from `LocalDP`), and still
-# ask no more of its clients than a clip to an S that they are told, a bit and
-# noise: by how much it noises, how S moves, what it costs, what is said of it.
-_MAY_DIFFER = frozenset(
-    {
-        "caveats",
-        "check",
-        "check_parameters",
-        "describe",
-        "epsilon",
-        "first_clip_norm",
-        "for_target",
-        "guarantee",
-        "implied_delta",
-        "name",
-        "next_clip_norm",
-        "noise_limit",
-        "noise_limit_reason",
-        "noise_multiplier",
-        "noise_multiplier_at",
-        "noise_site",
-        "noise_stddevs",
-        "own_caveats",
-        "registered_name",
-        "round_event",
-        "suggested_run",
-        "with_noise_multiplier",
-    }
+# What these ask of a client is a clip to an S that it is told, a bit, and noise.
+# A subclass may ask for more, and is clipped by the server.
+_CLIPPED_BY_CLIENTS = (
+    mechanisms.FixedClipping,
+    mechanisms.AdaptiveClipping,
+    mechanisms.LocalDP,
 )
 
 
@@ -115,13 +93,11 @@ class ConfiguredRound:
 
     def wanted(self, answers_to: dict[int, str] | None = None) -> replies.Wanted:
         """Returns what a reply has to hold."""
-        applied = None
-        if self.client_noise_stddev:
-            applied = (self.this.clip_norm, self.client_noise_stddev)
+        noise = self.client_noise_stddev
         return replies.Wanted(
             [array.shape for array in self.sent],
             self.clients_clip and bool(self.mechanism.released_sums),
-            applied,
+            (self.this.clip_norm, noise) if noise else None,
             self.names,
             answers_to or {},
         )
@@ -153,20 +129,24 @@ def clients_clip(
       ValueError: if a mechanism releases what neither way can make.
     """
     mechanism.check(deployment)
-    if _clients_can_clip(mechanism):
-        if mechanism.guarantee == "local" and not (
-            cast(mechanisms.LocalDP, mechanism).noise_over_sensitivity(deployment) > 0
+    if type(mechanism) in _CLIPPED_BY_CLIENTS and mechanism.max_participations is None:
+        if isinstance(mechanism, mechanisms.LocalDP) and not (
+            mechanism.noise_over_sensitivity(deployment) > 0
         ):
             raise ValueError(
                 f"mechanism must have noise, got {mechanism!r}: without, a "
-                "client hands over its update as it is."
+                "client sends its update as it is."
             )
         return True
     central = mechanism.guarantee == "central" and mechanism.noise_site == "server"
-    remembers = correlated.remembers(mechanism) or (
+    new_each_round = (
         mechanism.event_period is None and mechanism.first_memory(deployment) == ()
     )
-    if central and mechanism.scales_updates and remembers:
+    if (
+        central
+        and mechanism.scales_updates
+        and (new_each_round or isinstance(mechanism, mechanisms.CorrelatedNoise))
+    ):
         return False
     raise ValueError(
         "mechanism must be a central one that scales updates and whose noise "
@@ -175,35 +155,6 @@ def clients_clip(
         "CorrelatedNoise, or LocalDP "
         f"without max_participations, got {mechanism!r}."
     )
-
-
-def _clients_can_clip(mechanism: mechanisms.Mechanism) -> bool:
-    """Whether all a mechanism asks of a client is a clip, a bit and noise."""
-    kind, adaptive = type(mechanism), mechanisms.AdaptiveClipping
-    if mechanism.guarantee == "local":
-        return (
-            isinstance(mechanism, mechanisms.LocalDP)
-            and mechanism.max_participations is None
-            and _changes(kind, mechanisms.LocalDP) <= _MAY_DIFFER
-        )
-    changes = _changes(kind, mechanisms.Mechanism)
-    if (
-        kind.sums_of is adaptive.sums_of
-        and kind.released_sums == adaptive.released_sums
-    ):
-        changes -= {"sums_of", "released_sums"}
-    return mechanism.guarantee == "central" and changes <= _MAY_DIFFER
-
-
-def _changes(kind: type, base: type) -> set[str]:
-    """Returns the public members of a base that a class has of its own."""
-    return {
-        name
-        for cls in kind.__mro__
-        if cls not in base.__mro__
-        for name in vars(cls)
-        if not name.startswith("_") and hasattr(base, name)
-    }
 
 
 def of_clipped(
@@ -248,16 +199,10 @@ def of_clipped(
     if shares:
         total = updates.noised(total, stddevs["update"] * (shares / m) ** 0.5)
     sums = {
-        name: updates.noised_number(
-            sum(bool(reply.norm_bit) - 0.5 for reply in answers), stddevs[name]
-        )
+        name: sum(bool(reply.norm_bit) - 0.5 for reply in answers)
         for name in mechanism.released_sums
     }
-    return Outcome(
-        updates.applied(configured.sent, [array / divisor for array in total]),
-        float(mechanism.next_clip_norm(sums, this)),
-        discarded,
-    )
+    return _outcome(configured, this, stddevs, total, divisor, sums, discarded)
 
 
 def of_unclipped(
@@ -290,23 +235,40 @@ def of_unclipped(
         for array, part in zip(total, change.arrays, strict=True):
             array += factor * (1 - _ROUNDING) * part
     stddevs = mechanism.noise_stddevs(this, configured.deployment)
-    stddev = float(stddevs["update"])
     if memory is None:
-        total = updates.noised(total, stddev)
+        total = updates.noised(total, float(stddevs["update"]))
     else:
-        total, memory = correlated.noised(mechanism, total, stddev, memory)
-    sums = {
-        name: updates.noised_number(
-            float(np.sum(value.numpy(), dtype=np.float64)), float(stddevs[name])
+        total, memory = correlated.noised(
+            mechanism, total, float(stddevs["update"]), memory
         )
+    sums = {
+        name: float(np.sum(value.numpy(), dtype=np.float64))
         for name, value in contribution.sums.items()
     }
+    m = this.clients_per_round
+    lost = int(discarded.sum())
+    return _outcome(configured, this, stddevs, total, m, sums, lost, memory)
+
+
+def _outcome(
+    configured: ConfiguredRound,
+    this: mechanisms.Round,
+    stddevs: dict[str, Any],
+    total: list[np.ndarray],
+    divisor: float,
+    sums: dict[str, float],
+    discarded: int,
+    memory: Any = None,
+) -> Outcome:
+    """Divides a noised total, and moves S by the noised sums."""
+    noised = {
+        name: float(np.random.default_rng().normal(value, float(stddevs[name])))
+        for name, value in sums.items()
+    }
     return Outcome(
-        updates.applied(
-            configured.sent, [array / this.clients_per_round for array in total]
-        ),
-        float(mechanism.next_clip_norm(sums, this)),
-        int(discarded.sum()),
+        updates.applied(configured.sent, [array / divisor for array in total]),
+        float(configured.mechanism.next_clip_norm(noised, this)),
+        discarded,
         memory,
     )
 

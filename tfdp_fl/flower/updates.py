@@ -128,11 +128,6 @@ def noised(arrays: Sequence[np.ndarray], stddev: float) -> list[np.ndarray]:
     return [array + rng.normal(scale=stddev, size=np.shape(array)) for array in arrays]
 
 
-def noised_number(number: float, stddev: float) -> float:
-    """Returns the number plus N(0, stddev^2), drawn anew."""
-    return float(np.random.default_rng().normal(number, stddev))
-
-
 def applied(
     received: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[np.ndarray]:

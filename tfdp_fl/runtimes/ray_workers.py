@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdp_fl import _optional, _products, _validate
+from tfdp_fl import _on_use, _products, _validate
 from tfdp_fl.engine import program
 from tfdp_fl.runtimes.workers import (
     Arrays,
@@ -153,7 +153,7 @@ def _added(one: Arrays, other: Arrays) -> Arrays:
 
 
 def _ray() -> Any:
-    with _optional.needed("ray", "RayWorkers"):
+    with _on_use.needed("ray", "RayWorkers"):
         import ray
     return ray
 

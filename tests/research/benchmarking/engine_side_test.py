@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 from unittest import mock
 
-import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -30,13 +29,6 @@ class EngineSideTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(first, 2)
         self.assertLen(side.measure("run", 100.0), 2)
         self.assertAllGreater(first, 0)
-
-    def test_clients_of_a_large_population_share_examples(self):
-        side = self._side()
-        clients = side._clients(_TINY, 1000)
-        self.assertEqual(clients.num_clients, 1000)
-        self.assertAllEqual(clients.client_sizes(), np.full(1000, 20))
-        self.assertLess(len(clients.flat()[1]), 1000 * 20)
 
     def test_correlated_noise_has_three_buffers(self):
         side = self._side()

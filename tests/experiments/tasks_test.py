@@ -1,4 +1,4 @@
-"""The models of the experiments."""
+"""The experiments' models."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tfdp_fl.experiments import models
+from tfdp_fl.experiments import tasks
 
 
 class ModelsTest(tf.test.TestCase, parameterized.TestCase):
-    def test_geyers_network(self):
-        model = models.mlp((784,), 10, (600, 100))
-        self.assertEqual(model.count_params(), 785 * 600 + 601 * 100 + 101 * 10)
-        self.assertEqual(model(tf.zeros([3, 784])).shape, (3, 10))
-
-    def test_linear(self):
-        model = models.linear((8, 8), 10)
-        self.assertEqual(model.count_params(), 650)
-        self.assertEqual(model(tf.zeros([3, 8, 8])).shape, (3, 10))
-
     @parameterized.parameters(((36,),), ((6, 6, 1),))
     def test_pooled_images_keep_their_norm(self, shape):
-        model = models.mlp(shape, 10, (7,), pooling=2)
+        model = tasks.mlp(shape, 10, (7,), pooling=2)
         self.assertEqual(model.count_params(), (9 + 1) * 7 + 8 * 10)
         before = tf.keras.Model(model.inputs, model.layers[-3].output)
         blocks = np.kron(np.arange(9.0).reshape(3, 3), np.ones((2, 2)))
@@ -32,22 +22,17 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_pooling_refuses_what_is_no_image(self):
         with self.assertRaisesRegex(ValueError, "pooling must be given image"):
-            models.linear((50,), 10, pooling=2)
+            tasks.mlp((50,), 10, (), pooling=2)
 
     @parameterized.parameters(((784,),), ((28, 28, 1),))
     def test_cnn(self, shape):
-        model = models.cnn(shape, 10, (512,))
+        model = tasks.cnn(shape, 10, (512,))
         # McMahan et al. (2017), section 3: 1,663,370 parameters.
         self.assertEqual(model.count_params(), 1_663_370)
         self.assertEqual(model(tf.zeros([2, *shape])).shape, (2, 10))
 
-    @parameterized.parameters(((50,),), ((4, 4),))
-    def test_cnn_refuses_what_is_no_image(self, shape):
-        with self.assertRaisesRegex(ValueError, "must be given images"):
-            models.cnn(shape, 10)
-
     def test_lstm_does_not_count_padding(self):
-        model = models.lstm(11, (6,))
+        model = tasks.lstm(11, (6,))
         model.compile(
             loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         )

@@ -61,14 +61,8 @@ def require_averaging(strategy: Any, vouched: bool, api: Api) -> None:
     """Raises unless a strategy can do with one averaged reply.
 
     Accepted are Flower's strategies that are known to average, their subclasses
-    that leave the averaging alone (or not, if the user says so), and objects that
-    are none of Flower's.
-
-    Args:
-      strategy: what is to be wrapped.
-      vouched: the user's word (`averages=True`) for the methods that are none of
-        Flower's.
-      api: the API it is to be of.
+    that leave the averaging alone (or not, if the user vouches for them by
+    `averages=True`), and objects that are none of Flower's.
 
     Raises:
       TypeError: if it does not have the methods of that API.
@@ -87,9 +81,18 @@ def require_averaging(strategy: Any, vouched: bool, api: Api) -> None:
             "strategy is handed the noised mean alone, and no client's metrics. "
             "Compute metrics in an evaluation."
         )
-    if not is_flowers(strategy):
+    classes = type(strategy).__mro__
+    if not any(_is_of_flower(cls.__module__) for cls in classes):
         return
-    for where in _defining(strategy, api.aggregate):
+    # All classes that define it, not the first: each may call the next one.
+    defining = [
+        f"{cls.__module__}.{cls.__qualname__}"
+        for cls in classes
+        if api.aggregate in vars(cls)
+    ]
+    if api.aggregate in getattr(strategy, "__dict__", {}):
+        defining.append("the object itself")
+    for where in defining:
         if where in api.averaging or (vouched and not _is_of_flower(where)):
             continue
         names = {where.rpartition(".")[2] for where in api.averaging}
@@ -117,25 +120,5 @@ def refuses(strategy: Any, num_results: int, num_failures: int) -> bool:
     )
 
 
-def is_flowers(strategy: Any) -> bool:
-    """Whether an object's class is Flower's, or derived from one."""
-    return any(_is_of_flower(cls.__module__) for cls in type(strategy).__mro__)
-
-
 def _is_of_flower(module: str) -> bool:
     return module.partition(".")[0] == "flwr"
-
-
-def _defining(strategy: Any, method: str) -> list[str]:
-    """Returns the classes that define a method.
-
-    All of them, not the first: each may call the next one.
-    """
-    found = [
-        f"{cls.__module__}.{cls.__qualname__}"
-        for cls in type(strategy).__mro__
-        if method in vars(cls)
-    ]
-    if method in getattr(strategy, "__dict__", {}):
-        found.append("the object itself")
-    return found
