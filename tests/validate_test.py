@@ -51,22 +51,5 @@ class NumbersTest(parameterized.TestCase):
             _validate.positive_integer(rounds=2**63)
 
 
-class ChoicesTest(absltest.TestCase):
-    def test_one_of(self):
-        self.assertEqual(_validate.one_of(("a", "b"), site="b"), "b")
-        with self.assertRaisesRegex(
-            ValueError, "^site must be one of 'a', 'b', got 'c'"
-        ):
-            _validate.one_of(("a", "b"), site="c")
-        self.assertEqual(_validate.one_of({"a": 1}, site="a"), "a")
-
-    def test_instance_of(self):
-        self.assertEqual(_validate.instance_of(int, seed=3), 3)
-        with self.assertRaisesRegex(
-            TypeError, "^seed must be a int or float, got 'x' of type str"
-        ):
-            _validate.instance_of((int, float), seed="x")
-
-
 if __name__ == "__main__":
     absltest.main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import shutil
 import signal
@@ -66,7 +65,7 @@ class OrderTest(absltest.TestCase):
             ["planned", *["charged", "released"] * 2, "end"],
         )
         np.testing.assert_array_equal(lines.seen[1][2], start)
-        self.assertNotAllClose(lines.seen[2][2], start)
+        self.assertGreater(np.abs(lines.seen[2][2] - start).max(), 1e-6)
         np.testing.assert_array_equal(lines.seen[3][2], lines.seen[2][2])
         with self.subTest("a round that is not written does not happen"):
             before, spent = fed.get_weights(), fed.epsilon(_DELTA)
@@ -77,14 +76,10 @@ class OrderTest(absltest.TestCase):
                     verbose=0,
                     callbacks=[_Refuse(2), lines],
                 )
-            for one, other in zip(before, fed.get_weights(), strict=True):
-                np.testing.assert_array_equal(one, other)
+            toy.assert_same(before, fed)
             self.assertEqual(fed.epsilon(_DELTA), spent)
             self.assertEqual(fed.rounds, 2)
             self.assertEqual(lines.seen[-1], ("end",))
-
-    def assertNotAllClose(self, one, other):  # noqa: N802
-        self.assertGreater(np.abs(one - other).max(), 1e-6)
 
 
 class PrivacyBudgetTest(parameterized.TestCase):
@@ -173,18 +168,6 @@ class PrivacyBudgetTest(parameterized.TestCase):
         history = fed.fit(toy.clients(), rounds=3, verbose=0, callbacks=[budget])
         self.assertEmpty(history.epoch)
 
-    @parameterized.parameters(
-        ({"epsilon": 0.0, "delta": 0.1}, "epsilon must be a positive"),
-        ({"epsilon": 1.0, "delta": 1.0}, "delta must be a number strictly"),
-        (
-            {"epsilon": 1.0, "delta": 0.1, "accountant": "gdp"},
-            "accountant must be one of",
-        ),
-    )
-    def test_refuses(self, arguments, message):
-        with self.assertRaisesRegex(ValueError, message):
-            tfdp_fl.callbacks.PrivacyBudget(**arguments)
-
 
 class LedgerTest(parameterized.TestCase):
     def setUp(self):
@@ -248,15 +231,6 @@ class LedgerTest(parameterized.TestCase):
             self.assertAlmostEqual(
                 contents.epsilon(_DELTA), new.epsilon(_DELTA), places=9
             )
-
-    def test_local_spending_is_that_of_the_client_seen_most(self):
-        fed = toy.federated(tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0))
-        ledger = tfdp_fl.callbacks.Ledger(self.path)
-        fed.fit(toy.clients(), rounds=4, verbose=0, callbacks=[ledger])
-        contents = accounting.PrivacyLedger.read(self.path)
-        self.assertAlmostEqual(contents.epsilon(_DELTA), fed.epsilon(_DELTA), places=12)
-        self.assertLess(fed.epsilon(_DELTA), math.inf)
-        self.assertEqual(contents.header["mechanism"]["guarantee"], "local")
 
     def _append(self):
         return tfdp_fl.callbacks.Ledger(self.path, append=True)
@@ -408,8 +382,7 @@ class LedgerTest(parameterized.TestCase):
                 fed.fit(toy.clients(), rounds=1, verbose=0, callbacks=[ledger])
             self.assertEqual(self.path.read_bytes(), before)
             self.assertEqual(fed.rounds, 1)
-            for one, other in zip(weights, fed.get_weights(), strict=True):
-                np.testing.assert_array_equal(one, other)
+            toy.assert_same(weights, fed)
         fed.fit(toy.clients(), rounds=1, verbose=0, callbacks=[ledger])
         self.assertLen(accounting.PrivacyLedger.read(self.path).entries, 2)
 
@@ -512,11 +485,6 @@ class RoundCheckpointTest(parameterized.TestCase):
         for index, weight in enumerate(fed.get_weights()):
             np.testing.assert_array_equal(saved.arrays[f"weights/{index}"], weight)
             np.testing.assert_array_equal(stop.best_weights[index], weight)
-
-    @parameterized.parameters("every", "keep")
-    def test_refuses_counts_below_one(self, name):
-        with self.assertRaisesRegex(ValueError, f"{name} must be an integer"):
-            tfdp_fl.callbacks.RoundCheckpoint(self.path, **{name: 0})
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class CheckpointDirectoryTest(parameterized.TestCase):
         expected = _checkpoint(round_index)
         self.assertEqual(found.round_index, round_index)
         self.assertEqual(found.metadata, expected.metadata)
-        self.assertEqual([*found.arrays], [*sorted(expected.arrays)])
+        self.assertEqual(found.arrays.keys(), expected.arrays.keys())
         for name, array in expected.arrays.items():
             self.assertEqual(found.arrays[name].dtype, array.dtype, name)
             np.testing.assert_array_equal(found.arrays[name], array, name)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import tempfile
 from unittest import mock
 
 import numpy as np
@@ -13,8 +10,8 @@ from absl.testing import parameterized
 
 import tfdp_fl
 from tests.engine import cohorts
-from tests.keras import toy
-from tfdp_fl import runtimes, secure_aggregation
+from tests.keras import hostile, toy
+from tfdp_fl import secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import dense_models
 
@@ -32,6 +29,7 @@ _PATHS = {
     "streamed_side_by_side": {"streamed": True, "beside": True},
     "xla": {"xla": True, "batch_size": 1},
     "two_replicas": {"replicas": 2},
+    "sharded": {"runtime": hostile.HereWorkers()},
 }
 
 
@@ -207,15 +205,6 @@ class MeanTest(tf.test.TestCase, parameterized.TestCase):
         wanted = _expected(clients, _SIZES, clip=np.inf, divisor=sum(_SIZES))
         self._assert_close(moved, wanted)
 
-    def test_on_workers(self):
-        if importlib.util.find_spec("ray") is None:
-            self.skipTest("Workers need Ray.")
-        clients = _clients()
-        with runtimes.RayWorkers(num_workers=1) as workers:
-            moved, _ = _moved(clients, _NUM_EXAMPLES(cap=6), runtime=workers)
-        counted = [min(size / 6, 1.0) for size in _SIZES]
-        self._assert_close(moved, _expected(clients, counted))
-
     def test_the_noise_and_its_price_are_the_same(self):
         # Noise of stddev z S on the sum, over m * mean_weight. 10 000 numbers
         # tell 2 % of a stddev at 5e-8 (chi-squared, normal approximation:
@@ -316,39 +305,6 @@ class FrontTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("cap=6.0", str(facts))
         _, (fed, _) = _moved(_clients(), None)
         self.assertNotIn("counts by", fed.privacy_statement(1e-3))
-
-    def test_make_private_takes_it(self):
-        fed = tfdp_fl.make_private(
-            toy.two_layers(),
-            target_epsilon=8.0,
-            target_delta=1e-3,
-            num_clients=100,
-            clients_per_round=20,
-            rounds=3,
-            mechanism="none",
-            client_weighting=_NUM_EXAMPLES(cap=6),
-        )
-        self.assertEqual(fed.setup.client_weighting, _NUM_EXAMPLES(cap=6))
-
-    def test_a_run_is_resumed_with_the_same(self):
-        directory = tempfile.mkdtemp()
-        self.addCleanup(shutil.rmtree, directory)
-
-        def run(weighting, **options):
-            fed = toy.federated(
-                model=toy.two_layers(),
-                client_weighting=weighting,
-                clients_per_round=9,
-            )
-            fed.fit(toy.clients(), rounds=1, verbose=0, seed=1, **options)
-
-        run(
-            _NUM_EXAMPLES(cap=6),
-            callbacks=[tfdp_fl.callbacks.RoundCheckpoint(directory)],
-        )
-        for other in (None, _NUM_EXAMPLES(cap=7)):
-            with self.assertRaisesRegex(ValueError, "client_weighting must be"):
-                run(other, resume_from=directory)
 
     @parameterized.parameters(
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import stat
 from unittest import mock
 
 import numpy as np
@@ -152,10 +151,6 @@ class TrainingTest(parameterized.TestCase):
     def test_other_samplings_are_refused(self, sampling):
         with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
             _federated(sampling=sampling)
-
-    def test_more_clients_than_a_group_has_are_refused(self):
-        with self.assertRaisesRegex(ValueError, "10 clients of a group"):
-            _fit(_federated(m=11), 1)
 
     def test_other_mechanisms_are_charged_every_cyclic_round(self):
         mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=2.0)
@@ -340,13 +335,6 @@ class SegmentTest(parameterized.TestCase):
         # A client may have been in every one of the four.
         self.assertGreaterEqual(_spent(fed), 4 * 2.0**-2 * (1 - 1e-6))
 
-    def test_compiling_anew_does_not(self):
-        fed = _federated()
-        _fit(fed, 3)
-        fed.compile("sgd", toy.loss(), jit_compile=False)
-        _fit(fed, 1)
-        self.assertEqual(_position(fed), 4)
-
 
 class ResumeTest(parameterized.TestCase):
     def setUp(self):
@@ -389,8 +377,7 @@ class ResumeTest(parameterized.TestCase):
         kept = self._as_of_ledger_round(3)
         other = _federated(_mechanism("blt:2"))
         _fit(other, 6, seed=1, resume_from=kept)
-        for one, two in zip(whole.get_weights(), other.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, two)
+        toy.assert_same(whole, other)
         for one, two in zip(_buffers(whole), _buffers(other), strict=True):
             np.testing.assert_array_equal(one, two)
 
@@ -442,32 +429,8 @@ class ResumeTest(parameterized.TestCase):
         _fit(again, 3, resume_from=self.path)
         self.assertEqual(_position(again), 3)
 
-    def test_the_ledger_tells_what_was_charged(self):
-        fed = _federated()
-        _fit(fed, _T, callbacks=[self._checkpoint()])
-        contents = accounting.PrivacyLedger.read(self.path / "ledger.jsonl")
-        self.assertLen(contents.entries, _T)
-        spent = sum(entry.charge.noise_multiplier**-2 for entry in contents.entries)
-        self.assertAlmostEqual(spent, _spent(fed))
-        self.assertEqual(contents.entries[0].charge.sampling, "cyclic")
-
-    def test_buffers_are_in_files_of_the_owner_only(self):
-        fed = _federated()
-        _fit(fed, 2, callbacks=[self._checkpoint()])
-        for file in self.path.glob("round-*.npz"):
-            self.assertEqual(stat.S_IMODE(file.stat().st_mode), 0o600)
-        for name in ("ledger.jsonl", "privacy.txt"):
-            text = (self.path / name).read_text()
-            self.assertNotIn("buffers/", text)
-
     @parameterized.parameters(
-        {"strategy": "banded:3"},
-        {"strategy": "blt:2"},
-        {"noise_multiplier": 3.0},
-        {"rounds": 9},
-        {"min_separation": 3},
-        {"max_participations": 2},
-        {"server_momentum": 0.5},
+        {"strategy": "blt:2"}, {"noise_multiplier": 3.0}, {"max_participations": 2}
     )
     def test_other_noise_is_refused(self, **changed):
         _fit(_federated(), 2, callbacks=[self._checkpoint()])
@@ -528,8 +491,7 @@ class ServerOptimizerTest(parameterized.TestCase):
         _fit(fed, 1)
         self.assertEqual(_position(fed), 3)
 
-    @parameterized.parameters("blt:2", "banded:2")
-    def test_make_private_keeps_the_target_with_any_optimizer(self, strategy):
+    def test_make_private_keeps_the_target_with_any_optimizer(self):
         fed = tfdp_fl.make_private(
             toy.dense(),
             target_epsilon=3.0,
@@ -538,7 +500,7 @@ class ServerOptimizerTest(parameterized.TestCase):
             clients_per_round=10,
             rounds=_T,
             mechanism="correlated",
-            strategy=strategy,
+            strategy="blt:2",
             sampling="cyclic",
             accountant="pld",
             clip_norm=0.5,
@@ -559,8 +521,8 @@ class ServerOptimizerTest(parameterized.TestCase):
 
 
 class BudgetTest(parameterized.TestCase):
-    @parameterized.parameters({}, {"strategy": "blt:2", "min_separation": 2})
-    def test_make_private_keeps_the_target(self, **options):
+    def test_make_private_keeps_the_target(self):
+        options = {"strategy": "blt:2", "min_separation": 2}
         fed = tfdp_fl.make_private(
             toy.dense(),
             target_epsilon=3.0,
@@ -585,19 +547,6 @@ class BudgetTest(parameterized.TestCase):
         self.assertLessEqual(fed.epsilon(_DELTA), 3.0)
         self.assertGreater(fed.epsilon(_DELTA), 2.99)
         self.assertLess(fed.rounds, 20)
-
-    def test_make_private_refuses_other_samplings(self):
-        with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
-            tfdp_fl.make_private(
-                toy.dense(),
-                target_epsilon=3.0,
-                target_delta=_DELTA,
-                num_clients=40,
-                clients_per_round=10,
-                rounds=12,
-                mechanism="correlated",
-                clip_norm=0.5,
-            )
 
     def test_a_budget_ends_before_the_round_that_would_pass_it(self):
         mechanism = _mechanism("blt:2")

@@ -229,29 +229,27 @@ def without_examples(client: Client) -> Client:
     return client[0][:0], client[1][:0]
 
 
-class HereWorkers(workers_lib.Workers):
+class HereWorkers:
     """Workers that are this very process: shards without a network."""
 
     num_workers = 2
+    shards_per_worker = 1
     float32_products = True
 
-    def open(self):
-        return self
+    def collector(self, cohort_engine, clients):
+        return workers_lib.ShardedCohorts(cohort_engine, clients, self)
 
     def run(self, work, begun):
         begun()
-        examples = work.examples or ()
-        results = []
-        for shard in work.shards:
-            message = ray_workers._Message.of(work.program)
-            results.append(message.runnable()([*work.sent, *examples, *shard]))
-        records = [
-            workers_lib.WorkerRound(address=str(place), shards=(place,), seconds=0.0)
-            for place in range(len(results))
+        results = [
+            ray_workers._Message.of(work.program).runnable()(
+                [*work.sent, *(work.examples or ()), *shard]
+            )
+            for shard in work.shards
         ]
         if work.by_sum:
             results = [functools.reduce(ray_workers._added, results)]
-        return results, records
+        return results
 
 
 WAYS = (

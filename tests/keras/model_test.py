@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 
 import dp_accounting
 import numpy as np
@@ -11,13 +10,16 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
-from tests import stacks
 from tests.keras import files, toy
+from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.mechanisms import tf_privacy as tfp
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _DELTA = 1e-3
 _QUIET = tfdp_fl.FixedClipping(clip_norm=1e6, noise_multiplier=0.0)
+_AT_CLIENTS = tfdp_fl.FixedClipping(
+    clip_norm=1.0, noise_multiplier=1.0, noise_site="client"
+)
 
 
 def _fit(fed, rounds=1, clients=None, **options):
@@ -37,7 +39,25 @@ def _clients_of_whom_one_fails(count):
         rows = slice(10 * client, 10 * client + 10)
         return x[rows], y[rows]
 
-    return tfdp_fl.datasets.FederatedDataset.from_client_fn(list(range(count)), read)
+    return FederatedDataset.from_client_fn(list(range(count)), read)
+
+
+class _TwoOutputs(tf.keras.Model):
+    """Two named inputs, two named outputs."""
+
+    def __init__(self, width=4, **kwargs):
+        super().__init__(**kwargs)
+        self.width = width
+        self.hidden = tf.keras.layers.Dense(width, activation="relu")
+        self.kind = tf.keras.layers.Dense(toy.NUM_CLASSES)
+        self.size = tf.keras.layers.Dense(1)
+
+    def call(self, inputs, training=None):
+        joint = self.hidden(tf.concat([inputs["a"], inputs["b"]], axis=-1))
+        return {"kind": self.kind(joint), "size": self.size(joint)}
+
+    def get_config(self):
+        return {"width": self.width}
 
 
 class KerasTest(parameterized.TestCase):
@@ -64,21 +84,10 @@ class KerasTest(parameterized.TestCase):
         self.assertEqual(
             {*history},
             {
-                "loss",
-                "accuracy",
-                "val_loss",
-                "val_accuracy",
-                "cohort_size",
-                "clip_norm",
-                "noise_stddev",
-                "clipped_fraction",
-                "mean_update_norm",
-                "discarded_clients",
-                "failed_clients",
-                "abandoned_rounds",
-                "between_client_variance",
-                "update_scale",
-                "epsilon",
+                *("loss", "accuracy", "val_loss", "val_accuracy", "cohort_size"),
+                *("clip_norm", "noise_stddev", "clipped_fraction", "epsilon"),
+                *("mean_update_norm", "discarded_clients", "failed_clients"),
+                *("abandoned_rounds", "between_client_variance", "update_scale"),
             },
         )
         self.assertLen(history["loss"], 8)
@@ -120,7 +129,7 @@ class KerasTest(parameterized.TestCase):
                 keras.LearningRateScheduler(lambda epoch, _: 0.1 / (epoch + 1)),
                 keras.LambdaCallback(
                     on_epoch_end=lambda epoch, _: (
-                        rates.append(fed._compiled.learning_rate),
+                        rates.append(fed.compiled.learning_rate),
                         seen.append(fed.get_weights()),
                     )
                 ),
@@ -133,80 +142,33 @@ class KerasTest(parameterized.TestCase):
         )
         self.assertEqual(history.epoch, [0, 1])
         np.testing.assert_allclose(rates, [0.1, 0.05], rtol=1e-6)
-        for one, other in zip(seen[0], fed.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
+        toy.assert_same(seen[0], fed)
         self.assertTrue((path / "2.keras").exists())
         rows = (path / "log.csv").read_text().splitlines()
         self.assertLen(rows, 3)
         self.assertIn("val_accuracy", rows[0])
         self.assertNotEmpty([*(path / "board").rglob("events*")])
 
-    def test_a_rate_moves_the_clients(self):
-        fed = toy.federated(_QUIET)
-        before = fed.get_weights()
-        stay = tf.keras.callbacks.LearningRateScheduler(lambda _: 0.0)
-        _fit(fed, callbacks=[stay])
-        for one, other in zip(before, fed.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
-
-    def test_subclassed_dict_inputs_and_two_outputs(self):
-        class Split(tf.keras.Model):
-            def __init__(self, width=4, **kwargs):
-                super().__init__(**kwargs)
-                self.width = width
-                self.hidden = tf.keras.layers.Dense(width, activation="relu")
-                self.kind = tf.keras.layers.Dense(toy.NUM_CLASSES)
-                self.size = tf.keras.layers.Dense(1)
-
-            def call(self, inputs, training=None):
-                joint = tf.concat([inputs["a"], inputs["b"]], axis=-1)
-                joint = self.hidden(joint)
-                return {"kind": self.kind(joint), "size": self.size(joint)}
-
-            def get_config(self):
-                return {"width": self.width}
-
-        tf.keras.utils.set_random_seed(1)
-        model = Split()
-        model({"a": tf.zeros([1, 5]), "b": tf.zeros([1, 3])})
+    @parameterized.parameters("subclassed", "functional")
+    def test_several_inputs_and_outputs(self, kind):
         x, y = toy.arrays(200)
-        clients = tfdp_fl.datasets.FederatedDataset.from_indices(
-            {"a": x[:, :5], "b": x[:, 5:]},
-            {"kind": y, "size": x[:, :1]},
-            np.arange(200).reshape(20, 10),
-        )
-        fed = toy.federated(
-            _QUIET,
-            model,
-            clients_per_round=10,
-            compile_options={
-                "optimizer": tf.keras.optimizers.SGD(0.5),
-                "loss": {"kind": toy.loss(), "size": "mse"},
-                "loss_weights": {"kind": 1.0, "size": 0.5},
-            },
-        )
-        self._check_learns(fed, clients)
-
-    def test_functional_with_two_inputs(self):
+        compiled = {"optimizer": tf.keras.optimizers.SGD(0.5)}
         tf.keras.utils.set_random_seed(1)
-        left, right = (tf.keras.layers.Input((n,)) for n in (5, 3))
-        merged = tf.keras.layers.Concatenate()([left, right])
-        model = tf.keras.Model(
-            [left, right], tf.keras.layers.Dense(toy.NUM_CLASSES)(merged)
-        )
-        x, y = toy.arrays(200)
-        clients = tfdp_fl.datasets.FederatedDataset.from_indices(
-            (x[:, :5], x[:, 5:]), y, np.arange(200).reshape(20, 10)
-        )
-        fed = toy.federated(
-            _QUIET,
-            model,
-            clients_per_round=10,
-            compile_options={"optimizer": tf.keras.optimizers.SGD(0.5)},
-        )
-        self._check_learns(fed, clients)
-
-    def _check_learns(self, fed, clients):
+        if kind == "subclassed":
+            model = _TwoOutputs()
+            model({"a": tf.zeros([1, 5]), "b": tf.zeros([1, 3])})
+            x, y = {"a": x[:, :5], "b": x[:, 5:]}, {"kind": y, "size": x[:, :1]}
+            compiled["loss"] = {"kind": toy.loss(), "size": "mse"}
+            compiled["loss_weights"] = {"kind": 1.0, "size": 0.5}
+        else:
+            inputs = [tf.keras.layers.Input((n,)) for n in (5, 3)]
+            merged = tf.keras.layers.Concatenate()(inputs)
+            model = tf.keras.Model(
+                inputs, tf.keras.layers.Dense(toy.NUM_CLASSES)(merged)
+            )
+            x = (x[:, :5], x[:, 5:])
+        clients = FederatedDataset.from_indices(x, y, np.arange(200).reshape(20, 10))
+        fed = toy.federated(_QUIET, model, 10, compile_options=compiled)
         losses = _fit(fed, 20, clients, seed=1).history["loss"]
         self.assertLess(losses[-1], 0.7 * losses[0])
 
@@ -220,7 +182,7 @@ class SeedTest(parameterized.TestCase):
                 sampling="poisson",
             )
             _fit(fed, 2, seed=seed, shuffle=True)
-            return np.concatenate([w.ravel() for w in fed.get_weights()])
+            return toy.flat(fed)
 
         first = weights(3)
         np.testing.assert_array_equal(first, weights(3))
@@ -229,11 +191,10 @@ class SeedTest(parameterized.TestCase):
 
     def test_a_second_fit_goes_on(self):
         def make():
+            optimizer = tf.keras.optimizers.SGD(1.0, momentum=0.9)
             return toy.federated(
                 tfdp_fl.AdaptiveClipping(noise_multiplier=0.8),
-                compile_options={
-                    "server_optimizer": tf.keras.optimizers.SGD(1.0, momentum=0.9)
-                },
+                compile_options={"server_optimizer": optimizer},
             )
 
         whole, parts = make(), make()
@@ -242,8 +203,7 @@ class SeedTest(parameterized.TestCase):
         history = _fit(parts, 2, seed=1)
         self.assertEqual(history.epoch, [2, 3])
         self.assertEqual(history.history["clip_norm"], clips[2:])
-        for one, other in zip(whole.get_weights(), parts.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
+        toy.assert_same(whole, parts)
         self.assertEqual(whole.epsilon(_DELTA), parts.epsilon(_DELTA))
         with self.subTest("also after compile, and on other clients"):
             parts.compile("sgd", toy.loss(), jit_compile=False)
@@ -253,27 +213,15 @@ class SeedTest(parameterized.TestCase):
             self.assertGreater(parts.epsilon(_DELTA), whole.epsilon(_DELTA))
 
     def test_averaged_weights_are_what_fit_ends_with(self):
-        fed = toy.federated(
-            compile_options={
-                "server_optimizer": tf.keras.optimizers.SGD(
-                    1.0, use_ema=True, ema_momentum=0.6
-                )
-            }
-        )
-        average, seen, at_end = fed.get_weights()[0], [], []
-
-        def note(*unused):
-            seen.append(fed.get_weights()[0])
-
-        def note_end(*unused):
-            at_end.append(fed.get_weights()[0])
-
+        averaging = tf.keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.6)
+        fed = toy.federated(compile_options={"server_optimizer": averaging})
+        seen, at_end = [], []
         notes = tf.keras.callbacks.LambdaCallback(
-            on_epoch_end=note, on_train_end=note_end
+            on_epoch_end=lambda *_: seen.append(fed.get_weights()[0]),
+            on_train_end=lambda *_: at_end.append(fed.get_weights()[0]),
         )
         _fit(fed, 3, seed=1, callbacks=[notes])
-        if stacks.KERAS_3:  # It begins with the first step's weights.
-            average = seen[0]
+        average = seen[0]  # It begins with the first step's weights.
         for weights in seen:
             average = 0.6 * average + 0.4 * weights
         self.assertGreater(np.abs(average - seen[-1]).max(), 1e-2)
@@ -283,43 +231,28 @@ class SeedTest(parameterized.TestCase):
 
 
 class CohortTest(parameterized.TestCase):
-    def _same_clients(self, count=40):
-        """Returns clients with the very same data: updates are all equal."""
-        x, y = toy.arrays(10)
-        return tfdp_fl.datasets.FederatedDataset.from_indices(
-            x, y, np.tile(np.arange(10), (count, 1))
-        )
-
-    def _move(self, fed, clients, **options):
-        before = fed.get_weights()
-        history = _fit(fed, 1, clients, **options)
-        after = fed.get_weights()
-        moved = [b - a for a, b in zip(before, after, strict=True)]
-        return moved, int(history.history["cohort_size"][0])
-
     def test_denominator_is_the_expected_size(self):
-        clients = self._same_clients()
-        one, size = self._move(toy.federated(_QUIET), clients)
-        self.assertEqual(size, 20)
-        moved, size = self._move(
-            toy.federated(_QUIET, sampling="poisson"), clients, seed=2
+        # Clients with the very same data: updates are all equal.
+        x, y = toy.arrays(10)
+        clients = FederatedDataset.from_indices(x, y, np.tile(np.arange(10), (40, 1)))
+        moved, sizes = [], []
+        for sampling in ("fixed_size", "poisson"):
+            fed = toy.federated(_QUIET, sampling=sampling)
+            before = toy.flat(fed)
+            sizes += _fit(fed, 1, clients, seed=2).history["cohort_size"]
+            moved.append(toy.flat(fed) - before)
+        self.assertEqual(sizes[0], 20)
+        self.assertNotEqual(sizes[1], 20)
+        np.testing.assert_allclose(
+            moved[1], moved[0] * sizes[1] / 20, rtol=1e-4, atol=1e-6
         )
-        self.assertNotEqual(size, 20)
-        for expected, found in zip(one, moved, strict=True):
-            np.testing.assert_allclose(
-                found, expected * size / 20, rtol=1e-4, atol=1e-6
-            )
 
     def test_an_empty_cohort_is_pure_noise_and_charged(self):
-        fed = toy.federated(
-            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0),
-            clients_per_round=0.05,
-            sampling="poisson",
-        )
-        moved, size = self._move(fed, toy.clients(), seed=2)
-        self.assertEqual(size, 0)
+        fed = toy.federated(clients_per_round=0.05, sampling="poisson")
+        before = toy.flat(fed)
+        self.assertEqual(_fit(fed, 1, seed=2).history["cohort_size"], [0])
         # 27 draws of N(0, (1 * 0.5 / 0.05)^2): chi-squared, alarm rate < 1e-6.
-        draws = np.concatenate([each.ravel() for each in moved]) / 10.0
+        draws = (toy.flat(fed) - before) / 10.0
         self.assertBetween((draws**2).sum(), 4.0, 85.0)
         self.assertEqual(fed.spending.rounds, 1)
         self.assertGreater(fed.epsilon(1e-9), 0.0)
@@ -329,6 +262,63 @@ class CohortTest(parameterized.TestCase):
         sizes = _fit(fed, 3).history["cohort_size"]
         self.assertEqual(sizes, [15, 15, 10])
         np.testing.assert_array_equal(fed.spending.clients.participations, np.ones(40))
+
+    @parameterized.parameters("exclude", "abort")
+    def test_a_client_that_fails(self, rule):
+        fed = toy.federated(
+            _QUIET if rule == "exclude" else None,
+            sampling="shuffled",
+            on_client_failure=rule,
+        )
+        before = toy.flat(fed)
+        history = _fit(fed, 2, _clients_of_whom_one_fails(40), seed=1).history
+        self.assertCountEqual(history["failed_clients"], [0.0, 1.0])
+        failed = history["failed_clients"].index(1.0)
+        if rule == "exclude":
+            self.assertEqual(history["abandoned_rounds"], [0.0, 0.0])
+            self.assertEqual(fed.spending.rounds, 2)
+            return
+        self.assertEqual(history["abandoned_rounds"][failed], 1.0)
+        self.assertTrue(math.isnan(history["loss"][failed]))
+        self.assertEqual((fed.rounds, fed.spending.rounds), (2, 1))
+        facts = fed.privacy_statement(0.1, "dict")
+        self.assertIn("rounds_abandoned", facts["caveats"])
+        self.assertEqual(facts["cohort_sizes"]["count"], 1)
+        self.assertGreater(np.abs(before - toy.flat(fed)).max(), 0.0)
+
+    @parameterized.parameters(
+        (tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=2.0), 3),
+        (tfdp_fl.NbAFL(epsilon=9.0, constant=3.0, weight_clip=5.0), 3),
+        (tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=2.0), 0),
+    )
+    def test_what_clients_sent_in_abandoned_rounds_is_charged(self, mechanism, charged):
+        path = files.directory(self) / "ledger.jsonl"
+        fed = toy.federated(mechanism, on_client_failure="abort")
+        before = fed.get_weights()
+        history = _fit(
+            fed,
+            3,
+            _clients_of_whom_one_fails(20),
+            callbacks=[tfdp_fl.callbacks.Ledger(path)],
+        ).history
+        self.assertEqual(history["abandoned_rounds"], [1.0] * 3)
+        toy.assert_same(before, fed)
+        self.assertEqual(fed.spending.rounds, charged)
+        self.assertEqual(fed.spending.clients.max_participations, charged)
+        delta = mechanism.implied_delta or _DELTA
+        self.assertEqual(fed.epsilon(delta) > 0, charged > 0)
+        facts = fed.privacy_statement(delta, "dict")
+        wanted = "rounds_abandoned_charged" if charged else "rounds_abandoned"
+        self.assertIn(wanted, facts["caveats"])
+        known = tfdp_fl.accounting.PrivacyLedger.read(path)
+        self.assertLen(known.entries, charged)
+
+
+class SecureAggregationTest(parameterized.TestCase):
+    def _federated(self, mechanism, size=7):
+        return toy.federated(
+            mechanism, None, size, secure_aggregation=AdditiveSecretSharing()
+        )
 
     @parameterized.named_parameters(
         ("fixed", _QUIET),
@@ -342,161 +332,60 @@ class CohortTest(parameterized.TestCase):
             tfdp_fl.MedianClipping(noise_multiplier=0.1, noise_site="client"),
         ),
     )
-    def test_secure_aggregation_adds_up_the_same(self, mechanism):
+    def test_adds_up_the_same(self, mechanism):
         plain = toy.federated(mechanism, clients_per_round=7)
-        secure = toy.federated(
-            mechanism,
-            clients_per_round=7,
-            secure_aggregation=AdditiveSecretSharing(),
-        )
-        start = plain.get_weights()
+        secure = self._federated(mechanism)
+        start = toy.flat(plain)
         for fed in (plain, secure):
             _fit(fed, 2, seed=1)
-        for one, other in zip(plain.get_weights(), secure.get_weights(), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-6)
-        self.assertFalse(np.array_equal(start[0], plain.get_weights()[0]))
+        np.testing.assert_allclose(toy.flat(plain), toy.flat(secure), atol=1e-6)
+        self.assertFalse(np.array_equal(start, toy.flat(plain)))
 
     def test_a_value_too_large_to_share_does_not_end_the_training(self):
         x, y = toy.arrays(400)
         x[13] = 1e6  # The second of 40 clients.
-        clients = tfdp_fl.datasets.FederatedDataset.from_indices(
-            x, y, np.arange(400).reshape(40, 10)
-        )
-        fed = toy.federated(
-            tfdp_fl.NoPrivacy(),
-            clients_per_round=40,
-            secure_aggregation=AdditiveSecretSharing(),
-        )
-        before = fed.get_weights()
+        clients = FederatedDataset.from_indices(x, y, np.arange(400).reshape(40, 10))
+        fed = self._federated(tfdp_fl.NoPrivacy(), 40)
+        before = toy.flat(fed)
         with self.assertWarnsRegex(UserWarning, "1 of 40.*max_share_value=100"):
             history = _fit(fed, 1, clients).history
         self.assertEqual(history["discarded_clients"], [1.0])
         self.assertEqual(history["failed_clients"], [0.0])
-        for one, other in zip(before, fed.get_weights(), strict=True):
-            self.assertLess(np.abs(one - other).max(), 1.0)
-
-    def test_a_query_with_sums_of_its_own_is_refused(self):
-        fed = toy.federated(
-            tfdp_fl.QueryMechanism(
-                query=tfp.QuantileAdaptiveClipSumQuery(1.0, 1.0, 0.5, 0.2, 2.0, 7.0),
-                dp_event=dp_accounting.GaussianDpEvent(0.9),
-            ),
-            clients_per_round=7,
-            secure_aggregation=AdditiveSecretSharing(),
-        )
-        with self.assertRaisesRegex(ValueError, "use tfdp_fl.AdaptiveClip"):
-            _fit(fed, 1)
+        self.assertLess(np.abs(before - toy.flat(fed)).max(), 1.0)
 
     def test_a_local_release_too_large_to_share_is_left_out_of_the_mean(self):
-        fed = toy.federated(
-            tfdp_fl.LocalDP(clip_norm=1e4, noise_multiplier=1.0),
-            clients_per_round=7,
-            secure_aggregation=AdditiveSecretSharing(),
-        )
+        fed = self._federated(tfdp_fl.LocalDP(clip_norm=1e4, noise_multiplier=1.0))
         before = fed.get_weights()
         with self.assertWarnsRegex(UserWarning, "7 of 7.*hand in zeros"):
             history = _fit(fed, 1).history
         self.assertEqual(history["discarded_clients"], [7.0])
-        np.testing.assert_array_equal(before[0], fed.get_weights()[0])
+        toy.assert_same(before, fed)
         # What each sent has its noise; the mean lacks that of all.
         self.assertTrue(math.isfinite(fed.epsilon(_DELTA)))
-        self.assertEqual(fed.spending.central_epsilon(_DELTA), math.inf)
-
-    def test_what_a_client_counts_must_fit_into_a_share(self):
-        with self.assertRaisesRegex(
-            ValueError, "secure_aggregation must have a max_share_value.*0.5"
-        ):
-            toy.federated(secure_aggregation=AdditiveSecretSharing(max_share_value=0.5))
+        self.assertEqual(fed.central_epsilon(_DELTA), math.inf)
 
     def test_a_client_whose_noise_is_missing_has_failed(self):
-        fed = toy.federated(
+        fed = self._federated(
             tfdp_fl.FixedClipping(
                 clip_norm=1e4, noise_multiplier=1.0, noise_site="client"
-            ),
-            clients_per_round=7,
-            secure_aggregation=AdditiveSecretSharing(),
+            )
         )
         before = fed.get_weights()
         with self.assertWarnsRegex(UserWarning, "lacks their noise"):
             history = _fit(fed, 1).history
         self.assertEqual(history["abandoned_rounds"], [1.0])
         self.assertEqual(fed.epsilon(_DELTA), 0.0)
-        np.testing.assert_array_equal(before[0], fed.get_weights()[0])
+        toy.assert_same(before, fed)
 
-    def test_a_nan_client_is_dropped_and_reported(self):
-        x, y = toy.arrays(400)
-        x[13] = np.nan
-        clients = tfdp_fl.datasets.FederatedDataset.from_indices(
-            x, y, np.arange(400).reshape(40, 10)
+    def test_what_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "max_share_value of at least.*0.5"):
+            toy.federated(secure_aggregation=AdditiveSecretSharing(max_share_value=0.5))
+        query = tfdp_fl.QueryMechanism(
+            query=tfp.QuantileAdaptiveClipSumQuery(1.0, 1.0, 0.5, 0.2, 2.0, 7.0),
+            dp_event=dp_accounting.GaussianDpEvent(0.9),
         )
-        fed = toy.federated(clients_per_round=40)
-        history = _fit(fed, 1, clients).history
-        self.assertEqual(history["discarded_clients"], [1.0])
-        for weight in fed.get_weights():
-            self.assertTrue(np.isfinite(weight).all())
-
-    @parameterized.parameters("exclude", "abort")
-    def test_a_client_that_fails(self, rule):
-        clients = _clients_of_whom_one_fails(40)
-        fed = toy.federated(
-            _QUIET if rule == "exclude" else None,
-            clients_per_round=20,
-            sampling="shuffled",
-            on_client_failure=rule,
-        )
-        before = fed.get_weights()
-        history = _fit(fed, 2, clients, seed=1).history
-        self.assertCountEqual(history["failed_clients"], [0.0, 1.0])
-        failed = history["failed_clients"].index(1.0)
-        if rule == "exclude":
-            self.assertEqual(history["abandoned_rounds"], [0.0, 0.0])
-            self.assertEqual(fed.spending.rounds, 2)
-            return
-        self.assertEqual(history["abandoned_rounds"][failed], 1.0)
-        self.assertTrue(math.isnan(history["loss"][failed]))
-        self.assertEqual(fed.rounds, 2)
-        self.assertEqual(fed.spending.rounds, 1)
-        facts = fed.privacy_statement(0.1, "dict")
-        self.assertIn("rounds_abandoned", facts["caveats"])
-        self.assertEqual(facts["cohort_sizes"]["count"], 1)
-        self.assertGreater(np.abs(before[0] - fed.get_weights()[0]).max(), 0.0)
-
-    @parameterized.parameters(
-        (tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=2.0), 3),
-        (tfdp_fl.NbAFL(epsilon=9.0, constant=3.0, weight_clip=5.0), 3),
-        (tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=2.0), 0),
-    )
-    def test_what_clients_sent_in_abandoned_rounds_is_charged(self, mechanism, charged):
-        clients = _clients_of_whom_one_fails(20)
-        folder = self.enter_context(tempfile.TemporaryDirectory())
-        path = f"{folder}/ledger.jsonl"
-        fed = toy.federated(mechanism, clients_per_round=20, on_client_failure="abort")
-        before = fed.get_weights()
-        history = _fit(
-            fed, 3, clients, callbacks=[tfdp_fl.callbacks.Ledger(path)]
-        ).history
-        self.assertEqual(history["abandoned_rounds"], [1.0] * 3)
-        np.testing.assert_array_equal(before[0], fed.get_weights()[0])
-        self.assertEqual(fed.spending.rounds, charged)
-        self.assertEqual(fed.spending.clients.max_participations, charged)
-        delta = mechanism.implied_delta or _DELTA
-        self.assertEqual(fed.epsilon(delta) > 0, charged > 0)
-        facts = fed.privacy_statement(delta, "dict")
-        wanted = "rounds_abandoned_charged" if charged else "rounds_abandoned"
-        self.assertIn(wanted, facts["caveats"])
-        known = tfdp_fl.accounting.PrivacyLedger.read(path)
-        self.assertLen(known.entries, charged)
-
-    def test_streamed_clients_train_as_indexed_ones(self):
-        indexed = toy.clients()
-        streamed = tfdp_fl.datasets.FederatedDataset.from_client_fn(
-            list(range(40)), lambda client: indexed.client(client)
-        )
-        one, other = toy.federated(_QUIET), toy.federated(_QUIET)
-        _fit(one, 2, indexed, seed=1)
-        _fit(other, 2, streamed, seed=1)
-        for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        with self.assertRaisesRegex(ValueError, "use tfdp_fl.AdaptiveClip"):
+            _fit(self._federated(query), 1)
 
 
 class ErrorTest(parameterized.TestCase):
@@ -507,40 +396,20 @@ class ErrorTest(parameterized.TestCase):
             function()
         self.assertNotIn("\n", str(caught.exception).strip())
 
-    @parameterized.named_parameters(
-        ("sampling", {"sampling": "all"}, "sampling must be one of"),
-        ("size", {"clients_per_round": 0}, "clients_per_round must be a pos"),
-        ("delta", {"delta": 1.0}, "delta must be a number strictly between"),
-        ("rule", {"on_client_failure": "retry"}, "on_client_failure must be"),
-        ("state", {"non_trainable_state": "x"}, "non_trainable_state must be"),
-        ("replicas", {"num_replicas": 0}, "num_replicas must be an integer"),
-        ("accountant", {"accountant": "x"}, "accountant must be one of"),
+    @parameterized.parameters(
+        ({"on_client_failure": "retry"}, "on_client_failure must be"),
+        ({"non_trainable_state": "x"}, "non_trainable_state must be"),
+        ({"num_replicas": 0}, "num_replicas must be an integer"),
         (
-            "noise at clients under poisson",
-            {
-                "mechanism": tfdp_fl.FixedClipping(
-                    clip_norm=1.0, noise_multiplier=1.0, noise_site="client"
-                ),
-                "sampling": "poisson",
-            },
+            {"mechanism": _AT_CLIENTS, "sampling": "poisson"},
             "noise_site='client' needs sampling='fixed_size'",
         ),
         (
-            "noise at clients without all of them",
-            {
-                "mechanism": tfdp_fl.FixedClipping(
-                    clip_norm=1.0, noise_multiplier=1.0, noise_site="client"
-                ),
-                "on_client_failure": "exclude",
-            },
+            {"mechanism": _AT_CLIENTS, "on_client_failure": "exclude"},
             "on_client_failure must be 'abort'",
         ),
         (
-            "count noise",
-            {
-                "mechanism": tfdp_fl.AdaptiveClipping(noise_multiplier=2.0),
-                "clients_per_round": 20,
-            },
+            {"mechanism": tfdp_fl.AdaptiveClipping(noise_multiplier=2.0)},
             "noise_multiplier must be less than 2 . count_noise_stddev",
         ),
     )
@@ -550,88 +419,60 @@ class ErrorTest(parameterized.TestCase):
     def test_models_that_cannot_be_trained(self):
         unbuilt = tf.keras.Sequential([tf.keras.layers.Dense(2)])
         fixed = tf.keras.Sequential([tf.keras.layers.Flatten(input_shape=(8,))])
-        for model, message in (
-            (unbuilt, "model must be built"),
-            (fixed, "model must have trainable variables"),
+        for model, error, message in (
+            (unbuilt, ValueError, "model must be built"),
+            (fixed, ValueError, "model must have trainable variables"),
+            ("x", TypeError, "model must be a Model"),
         ):
             self._assert_refused(
-                ValueError, message, lambda m=model: toy.federated(model=m)
+                error, message, lambda m=model: tfdp_fl.DPFederatedModel(m, _QUIET, 5)
             )
-        self._assert_refused(
-            TypeError,
-            "model must be a Model",
-            lambda: tfdp_fl.DPFederatedModel("x", _QUIET, 5),
-        )
-        self._assert_refused(
-            TypeError,
-            "mechanism must be a Mechanism",
-            lambda: tfdp_fl.DPFederatedModel(toy.dense(), "fixed", 5),
-        )
-
-    @parameterized.named_parameters(
-        ("rounds", {"rounds": 0}, "rounds must be an integer of at least 1"),
-        ("batch", {"batch_size": 0}, "batch_size must be an integer"),
-        ("epochs", {"local_epochs": -1}, "local_epochs must be an integer"),
-        ("freq", {"validation_freq": 0}, "validation_freq must be an integer"),
-        ("seed", {"seed": -1}, "seed must be an integer of at least 0"),
-    )
-    def test_fit(self, options, message):
-        fed = toy.federated()
-        self._assert_refused(ValueError, message, lambda: _fit(fed, **options))
 
     def test_fit_refuses_what_does_not_belong_together(self):
         fed = toy.federated(clients_per_round=41)
-        self._assert_refused(
-            ValueError, "clients_per_round .*40.* got 41", lambda: _fit(fed)
-        )
-        self._assert_refused(
-            TypeError,
-            "clients must be a FederatedDataset",
-            lambda: fed.fit(toy.arrays(5)),
-        )
         short = toy.federated(clients_per_round=[20, 20])
-        self._assert_refused(
-            ValueError,
-            "clients_per_round is a sequence of 2 values",
-            lambda: _fit(short, 3),
-        )
         x, _ = toy.arrays(40)
-        wrong = tfdp_fl.datasets.FederatedDataset.from_indices(
-            x, x[:, :2], np.arange(40).reshape(20, 2)
-        )
-        self._assert_refused(
-            ValueError,
-            "labels must have the shape",
-            lambda: _fit(toy.federated(), 1, wrong),
-        )
+        wrong = FederatedDataset.from_indices(x, x[:, :2], np.arange(40).reshape(20, 2))
+        for error, message, fit in (
+            (ValueError, "clients_per_round .*40.* got 41", lambda: _fit(fed)),
+            (
+                ValueError,
+                "clients_per_round is a sequence of 2 values",
+                lambda: _fit(short, 3),
+            ),
+            (
+                ValueError,
+                "labels must have the shape",
+                lambda: _fit(toy.federated(), 1, wrong),
+            ),
+            (ValueError, "seed must be an integer", lambda: _fit(fed, seed=-1)),
+        ):
+            self._assert_refused(error, message, fit)
         for model in (fed, short):
             self.assertEqual(model.rounds, 0)
             self.assertEqual(model.epsilon(_DELTA), 0.0)
 
     def test_uncompiled(self):
         fed = tfdp_fl.DPFederatedModel(toy.dense(), _QUIET, 5)
-        self._assert_refused(
-            RuntimeError, "compile must be called before fit", lambda: _fit(fed)
-        )
-        self._assert_refused(
-            ValueError, "loss must be given", lambda: fed.compile("sgd")
-        )
-        self._assert_refused(
-            TypeError,
-            "upload_hook must be callable",
-            lambda: fed.compile("sgd", "mse", upload_hook=1),
-        )
-        with self.assertRaisesRegex(ValueError, "delta must be a number str"):
-            fed.epsilon(0.0)
+        for error, message, call in (
+            (RuntimeError, "compile must be called before fit", lambda: _fit(fed)),
+            (ValueError, "loss must be given", lambda: fed.compile("sgd")),
+            (
+                TypeError,
+                "upload_hook must be callable",
+                lambda: fed.compile("sgd", "mse", upload_hook=1),
+            ),
+        ):
+            self._assert_refused(error, message, call)
 
 
 class PopulationTest(parameterized.TestCase):
     """Clients are told apart by their ids, not by their number alone."""
 
-    def _datasets(self):
-        clients = toy.clients()
-        order = np.roll(np.arange(toy.NUM_CLIENTS), 1)
-        return clients, clients.take(order)
+    def setUp(self):
+        super().setUp()
+        self.clients = toy.clients()
+        self.other = self.clients.take(np.roll(np.arange(toy.NUM_CLIENTS), 1))
 
     @parameterized.named_parameters(
         (
@@ -643,51 +484,44 @@ class PopulationTest(parameterized.TestCase):
         ("in a pass", None, "shuffled", "round 2 goes on with a pass"),
     )
     def test_another_order_is_refused(self, mechanism, sampling, why):
-        clients, other = self._datasets()
         fed = toy.federated(mechanism, sampling=sampling)
-        fed.fit(clients, rounds=1, verbose=0)
+        _fit(fed, 1, self.clients)
         spent, weights = fed.epsilon(1e-3), fed.get_weights()
-        for wrong, got in ((other, "other ids,"), (toy.clients(41), "41")):
+        for wrong, got in ((self.other, "other ids,"), (toy.clients(41), "41")):
             with self.assertRaisesRegex(
                 ValueError, f"clients must be the same 40 .*{why}.*got {got}"
             ):
-                fed.fit(wrong, rounds=1, verbose=0)
+                _fit(fed, 1, wrong)
         self.assertEqual(fed.epsilon(1e-3), spent)
-        for one, now in zip(weights, fed.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, now)
+        toy.assert_same(weights, fed)
         # The same ids in another object are the same clients.
-        fed.fit(toy.clients(), rounds=1, verbose=0)
+        _fit(fed, 1, toy.clients())
         self.assertEqual(fed.rounds, 2)
 
     def test_between_passes_the_order_may_change(self):
-        clients, other = self._datasets()
         fed = toy.federated(sampling="shuffled")
-        fed.fit(clients, rounds=2, verbose=0)
-        fed.fit(other, rounds=1, verbose=0)
+        _fit(fed, 2, self.clients)
+        _fit(fed, 1, self.other)
         self.assertEqual(fed.rounds, 3)
 
     @parameterized.parameters("poisson", "fixed_size")
     def test_central_cohorts_may_come_from_several_populations(self, sampling):
         fed = toy.federated(sampling=sampling)
-        fed.fit(toy.clients(40), rounds=1, verbose=0)
-        fed.fit(toy.clients(30), rounds=1, verbose=0)
-        fed.fit(toy.clients(40), rounds=1, verbose=0)
+        for size in (40, 30, 40):
+            _fit(fed, 1, toy.clients(size))
         facts = fed.privacy_statement(1e-3, "dict")
         self.assertEqual(facts["populations"], [40, 30])
         self.assertIn("N = 40, then 30", facts["how"])
 
 
-class SchedulesTest(parameterized.TestCase):
+class ChargedAsItRanTest(absltest.TestCase):
     def test_a_round_is_charged_for_the_noise_and_cohort_it_had(self):
         draws = iter(range(10**6))
-
-        def impure(t):
-            return 1.0 + next(draws) % 7
-
         fed = toy.federated(
-            tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=impure),
+            tfdp_fl.FixedClipping(
+                clip_norm=0.5, noise_multiplier=lambda t: 1.0 + next(draws) % 7
+            ),
             clients_per_round=lambda t: 5 + next(draws) % 11,
-            sampling="fixed_size",
         )
         charged = []
 
@@ -695,9 +529,7 @@ class SchedulesTest(parameterized.TestCase):
             def on_round_charged(self, round_index, charge, details):
                 charged.append((charge, details))
 
-        history = fed.fit(
-            toy.clients(), rounds=6, verbose=0, callbacks=[Watch()]
-        ).history
+        history = _fit(fed, 6, callbacks=[Watch()]).history
         for t, (charge, details) in enumerate(charged):
             z = charge.noise_multiplier
             self.assertEqual(details["noise_multiplier"], z)
@@ -716,19 +548,17 @@ class SchedulesTest(parameterized.TestCase):
             fed.mechanism = tfdp_fl.NoPrivacy()
         self.assertEqual(fed.mechanism.name, "FixedClipping")
 
-
-class CalibrationTest(absltest.TestCase):
     def test_a_second_fit_of_a_local_budget_keeps_its_noise_and_says_so(self):
         fed = toy.federated(
             tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=1e-3),
             clients_per_round=40,
         )
-        fed.fit(toy.clients(), rounds=2, verbose=0)
+        _fit(fed, 2)
         one = fed.spending.max_mu_squared
         with self.assertWarnsRegex(
             RuntimeWarning, "goes beyond the 2 rounds .* epsilon=8"
         ):
-            fed.fit(toy.clients(), rounds=2, verbose=0)
+            _fit(fed, 2)
         self.assertAlmostEqual(fed.spending.max_mu_squared, 2 * one)
         self.assertGreater(fed.epsilon(1e-3), 12.0)
 

@@ -51,8 +51,7 @@ def _federated(metric, **options):
 
 
 class AreaTest(parameterized.TestCase):
-    @parameterized.parameters(1, 2)
-    def test_of_a_round_it_is_that_of_all_clients_together(self, replicas):
+    def test_of_a_round_it_is_that_of_all_clients_together(self):
         found = []
         for count in (40, 1):  # Of forty clients, or of one that holds everything.
             x, y = toy.arrays(400)
@@ -61,7 +60,7 @@ class AreaTest(parameterized.TestCase):
                 _AUC(name="auc"),
                 mechanism=tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.0),
                 clients_per_round=count,
-                num_replicas=replicas,
+                num_replicas=2,
             )
             clients = FederatedDataset.from_indices(x, y, rows)
             # One batch each, so that all are measured by the same weights.

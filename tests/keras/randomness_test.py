@@ -52,15 +52,6 @@ class AttemptsTest(absltest.TestCase):
         self.assertEmpty({*here} & {*there})
         self.assertLen({*there}, 2)
 
-    def test_the_upper_words_of_a_seed_are_no_attempt(self):
-        # NumPy's `SeedSequence` of [s + 2**32, 1, 0] is that of [s, 1, 1].
-        self.assertFalse(
-            np.array_equal(
-                randomness.round_seed(5 + 2**32, (0,)),
-                randomness.round_seed(5, (1,)),
-            )
-        )
-
     def test_runs_that_share_a_ledger_share_no_noise(self):
         # What they cost together is what two noises cost.
         seeds, path = [], files.directory(self) / "ledger.jsonl"
@@ -80,33 +71,6 @@ class AttemptsTest(absltest.TestCase):
 
 
 class BrokenOffTest(absltest.TestCase):
-    def test_an_interrupt_in_the_middle_of_a_release(self):
-        fed = tfdp_fl.DPFederatedModel(
-            cohorts.mlp(),
-            tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
-            clients_per_round=2,
-        )
-        fed.compile("sgd", cohorts.cross_entropy())
-        clients = FederatedDataset.from_client_arrays(cohorts.client_arrays((3, 3, 3)))
-        fed.fit(clients, verbose=0, seed=1)
-        seeds = []
-        collect = fed.engine.collect
-
-        def seen(dataset, inputs):
-            seeds.append(tuple(inputs.seed))
-            return collect(dataset, inputs)
-
-        with mock.patch.object(fed.engine, "collect", seen):
-            with (
-                mock.patch.object(fed.engine, "release", side_effect=KeyboardInterrupt),
-                self.assertRaises(KeyboardInterrupt),
-            ):
-                fed.fit(clients, verbose=0, seed=1)
-            fed.fit(clients, verbose=0, seed=1)
-        self.assertLen(set(seeds), 2)
-        # The one that was broken off is charged, as it may have been seen.
-        self.assertEqual(fed.spending.rounds, 3)
-
     def test_a_round_broken_off_after_its_release_is_counted(self):
         fed = tfdp_fl.DPFederatedModel(
             cohorts.mlp(),

@@ -102,11 +102,8 @@ def _mechanism(name):
 class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ("poisson", {}, False),
-        ("shuffled", {"num_replicas": 2}, False),
         ("fixed_size", {"num_replicas": 2}, True),
-        ("poisson", {"client_weighting": _WEIGHTING}, True),
         ("poisson", {"client_weighting": _WEIGHTING}, True, True),
-        ("shuffled", {"num_replicas": 2}, True, True),
     )
     def test_a_seeded_run_is_the_same_bit_by_bit(
         self, kind, options, shuffle, streamed=False
@@ -115,15 +112,13 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         ("median",),
-        ("adaptive",),
-        ("adaptive_local",),
         ("adaptive_local", True),
     )
     def test_so_is_any_mechanism(self, name, streamed=False):
         options = {"mechanism": _mechanism(name)}
         self._compare("fixed_size", options, streamed=streamed)
 
-    @parameterized.parameters((None,), (True,), (True, True))
+    @parameterized.parameters((None,), (True, True))
     def test_so_is_one_that_is_compiled_otherwise(self, jit_compile, streamed=False):
         self._compare(
             "poisson",
@@ -156,8 +151,7 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
         found = trained()
         with _in_turn():
             wanted = trained()
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(one, other)
+        toy.assert_same(found, wanted)
 
     @parameterized.parameters(False, True)
     def test_who_is_drawn_trains_once(self, streamed):

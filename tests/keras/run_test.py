@@ -21,17 +21,10 @@ def _trained(mechanism, **options):
 def _restored(run, prepared):
     metadata, arrays = run.state()
     metadata = json.loads(json.dumps(metadata))  # As in a checkpoint.
-    return run_lib.Run.from_state(run.rounds, metadata, arrays, prepared)
+    return run_lib.Run.from_state(metadata, arrays, prepared)
 
 
 class RunTest(absltest.TestCase):
-    def test_a_new_run_was_not_trained(self):
-        fed = toy.federated()
-        self.assertIsNone(fed.run)
-        self.assertIsNone(fed.engine)
-        self.assertIsNone(fed.spending)
-        self.assertEqual(fed.rounds, 0)
-
     def test_state_is_put_back(self):
         fed = _trained(tfdp_fl.AdaptiveClipping(noise_multiplier=0.1))
         # Another run of the same arguments, at another point of its training.
@@ -69,15 +62,6 @@ class RunTest(absltest.TestCase):
         other = dataclasses.replace(fed.run, mechanism_state=[tf.zeros([])] * 17)
         with self.assertRaisesRegex(ValueError, "mechanism"):
             _restored(fed.run, other)
-
-    def test_norms_of_those_who_answered_move_their_windows(self):
-        fed = _trained(tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1))
-        run = fed.run
-        run.keep_windows((3, 2, 1))
-        run.remember_norms(np.array([0, 2]), np.array([[5.0], [np.nan]], np.float32))
-        run.remember_norms(np.array([0]), np.array([[7.0]], np.float32))
-        np.testing.assert_array_equal(run.windows[0], [[5.0], [7.0]])
-        self.assertTrue(np.isnan(run.windows[1:]).all())
 
 
 class FailedFitTest(absltest.TestCase):

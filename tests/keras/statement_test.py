@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
-from tfdp_fl.keras import randomness
-from tfdp_fl.mechanisms import noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 _DELTA = 1e-3
@@ -67,8 +63,7 @@ class StatementTest(parameterized.TestCase):
         ):
             self.assertRegex(text, needed)
         with self.subTest("a delta that nobody gave follows from N"):
-            fed.delta = None
-            facts = fed.privacy_statement(format="dict")
+            facts = _trained(rounds=1).privacy_statement(format="dict")
             self.assertAlmostEqual(facts["delta"], 40**-1.1)
 
     def test_seed_and_clipped_non_trainable_state(self):
@@ -171,28 +166,15 @@ class StatementTest(parameterized.TestCase):
             "client_noise_needs_honest_clients" in caveats, site == "client"
         )
 
-    @parameterized.parameters(None, 1.0)
-    def test_secure_aggregation_says_that_norms_are_seen(self, median_noise):
+    def test_secure_aggregation_says_that_norms_are_seen(self):
         fed = _trained(
-            tfdp_fl.MedianClipping(
-                noise_multiplier=1.0, median_noise_multiplier=median_noise
-            ),
+            tfdp_fl.MedianClipping(noise_multiplier=1.0, median_noise_multiplier=1.0),
             rounds=1,
+            clients_per_round=6,
             secure_aggregation=AdditiveSecretSharing(),
         )
         caveats = fed.privacy_statement(0.1, "dict")["caveats"]
         self.assertIn("secure_aggregation_norms_seen", caveats)
-
-    def test_every_caveat_is_one_that_the_statement_knows(self):
-        source = tfdp_fl.keras.statement._caveats.__code__.co_consts
-        keys = {
-            each
-            for const in source
-            for each in (const if isinstance(const, tuple) else (const,))
-            if isinstance(each, str) and re.fullmatch("[a-z]+(_[a-z]+)+", each)
-        }
-        known = {*accounting.CAVEATS, "noise_site"}
-        self.assertEmpty(keys - known)
 
     def test_a_budget_that_allows_no_round(self):
         fed = toy.federated()
@@ -247,16 +229,6 @@ class WhatItRestsOnTest(parameterized.TestCase):
         self.assertRegex(facts["how"], "exact conversion of one Gaussian")
         self.assertNotIn("privacy loss distributions", facts["how"])
         self.assertIn("exactly, as one Gaussian", facts["summary"])
-
-    def test_how_many_bits_of_the_noise_are_secret(self):
-        # What "pseudorandom_noise" says: of a user's seed `fold_in` keeps 64
-        # bits, next to a number that anybody can count.
-        seed = tf.constant(randomness.round_seed(7, (0,)))
-        self.assertEqual(int(noise.fold_in(seed, -1)[1]), -1)
-        secret = tf.constant(randomness.round_seed(None, (0,)))
-        self.assertNotIn(2**64 - 1, noise.fold_in(secret, -1).numpy())
-        caveats = _trained(rounds=1).privacy_statement(_DELTA, "dict")["caveats"]
-        self.assertIn("128 bits", caveats["pseudorandom_noise"])
 
     def test_a_large_delta_is_warned_of_once_the_clients_are_known(self):
         fed = toy.federated(delta=0.03)

@@ -59,6 +59,22 @@ def loss() -> tf.keras.losses.Loss:
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
+def weights_of(model: Any) -> list[np.ndarray]:
+    """Returns the weights of a model, or a list of them as it is."""
+    return model if isinstance(model, list) else model.get_weights()
+
+
+def flat(model: Any) -> np.ndarray:
+    """Returns all weights as one vector, float64."""
+    return np.concatenate([np.ravel(w).astype(np.float64) for w in weights_of(model)])
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Fails unless two models, or lists of weights, are alike to the last bit."""
+    for own, others in zip(weights_of(one), weights_of(other), strict=True):
+        np.testing.assert_array_equal(own, others)
+
+
 @contextlib.contextmanager
 def same_draws_when_resumed() -> Iterator[None]:
     """Has resumed runs draw what an uninterrupted one draws.

@@ -1,35 +1,411 @@
-"""A right call of everything public that takes arguments."""
+"""A right call of what is public and takes arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from tests.public_api import (
-    calling,
-    data_calls,
-    guarantee_calls,
-    training_calls,
+import dp_accounting
+import numpy as np
+import pandas as pd
+import tensorflow as tf
+
+import tfdp_fl
+from tests.flower import flower_messages as fm
+from tests.keras import toy
+from tfdp_fl import (
+    accounting,
+    auditing,
+    correlated_noise,
+    datasets,
+    mechanisms,
+    sampling,
+    schedules,
 )
+from tfdp_fl import secure_aggregation as secure
+from tfdp_fl.mechanisms import tf_privacy
+
+_FIXED = {"clip_norm": 1.0, "noise_multiplier": 1.0}
+_LOCAL = {"epsilon": 5.0, "delta": 1e-3}
+_ROUNDS = {"num_clients": 100, "clients_per_round": 10, "rounds": 5}
+_RUN = {"noise_multiplier": 1.0, "sampling": "poisson", **_ROUNDS}
+_COHORTS = {"num_clients": 10, "clients_per_round": 3, "seed": 1}
+_GAUSSIAN = dp_accounting.GaussianDpEvent(1.0)
 
 
-def calls() -> dict[str, Callable[[], calling.Call]]:
-    """Returns what makes each call, by "room.name", perhaps with " and ..."."""
-    return dict(
-        [
-            *guarantee_calls.calls(),
-            *data_calls.calls(),
-            *training_calls.calls(),
-        ]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call that is right.
+
+    Attributes:
+      function: What is called.
+      arguments: With these, by name.
+      paths: Those that name a file or a directory: an OSError is documented.
+      counts: Those that say how often something is done, which takes as long
+        as they say.
+      errors: Documented besides ValueError and TypeError.
+    """
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    paths: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+    errors: tuple[type[Exception], ...] = ()
+
+    def __call__(self, **strange: Any) -> None:
+        """Calls it, with some arguments strange; documented errors are none."""
+        documented = (ValueError, TypeError, *self.errors)
+        if any(name in self.paths for name in strange):
+            documented = (*documented, OSError)
+        try:
+            self.function(**{**self.arguments, **strange})
+        except documented as error:
+            if not strange:
+                raise
+            if not str(error):
+                raise AssertionError("an error says nothing") from error
+
+
+def _usual(function: Callable[..., Any], **given: Any) -> Call:
+    """Returns a call with what is given, and every default."""
+    options = {
+        name: given.pop(name) for name in ("paths", "counts", "errors") if name in given
+    }
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
+        and not name.startswith("_")
+    }
+    return Call(function=function, arguments={**defaults, **given}, **options)
+
+
+def _charge(z: float = 1.0) -> accounting.RoundCharge:
+    return accounting.RoundCharge(
+        sampling="poisson",
+        num_clients=100,
+        clients_per_round=10.0,
+        event=dp_accounting.GaussianDpEvent(z),
     )
 
 
-def is_slow(name: str) -> bool:
-    """Returns whether a call trains, or is made of what was trained."""
-    return name.startswith(
-        (
-            "aggregators.accountable_state",
-            "keras.DPFederatedModel and ",
-            "keras.make_private",
-            "learning.",
-        )
+Calls = Iterator[Call]
+
+
+def _mechanisms() -> Calls:
+    m = tfdp_fl
+    yield _usual(m.FixedClipping, **_FIXED)
+    yield _usual(m.AdaptiveClipping, noise_multiplier=1.0)
+    yield _usual(m.MedianClipping, noise_multiplier=1.0)
+    yield _usual(m.LocalDP, clip_norm=1.0, **_LOCAL)
+    yield _usual(m.AdaptiveLocalDP, **_LOCAL)
+    yield _usual(m.NbAFL, epsilon=5.0, constant=3.0, weight_clip=1.0)
+    # Another strategy is optimized, which takes a second.
+    correlated = {"rounds": 4, "min_separation": 2, "strategy": "banded:1"}
+    yield _usual(m.CorrelatedNoise, **_FIXED, **correlated)
+    query = tf_privacy.GaussianSumQuery(1.0, 1.0)
+    yield _usual(m.QueryMechanism, query=query, dp_event=_GAUSSIAN)
+    yield _usual(m.ClientWeighting, measure="num_examples", cap=5.0)
+    yield _usual(m.ClientWeighting.num_examples, cap=5.0, mean_weight=0.5)
+    yield _usual(m.ClientWeighting.sample_weight, cap=5.0, mean_weight=0.5)
+    yield _usual(mechanisms.by_name, name="fixed")
+    yield _usual(
+        mechanisms.default_median_noise_multiplier,
+        noise_multiplier=1.0,
+        clients_per_round=10.0,
     )
+    yield _usual(mechanisms.Deployment, clients_per_round=3.0)
+    participation = correlated_noise.Participation(rounds=6, min_separation=2)
+    yield _usual(
+        correlated_noise.Participation, rounds=6, min_separation=2, max_participations=2
+    )
+    yield Call(
+        function=lambda clients: correlated_noise.ParticipationRecord(
+            participation
+        ).add(clients),
+        arguments={"clients": ["a", 3]},
+    )
+    yield _usual(correlated_noise.Workload, momentum=0.9, rates=(0.1, 0.2))
+    yield _usual(correlated_noise.BLT, num_buffers=2)
+    yield _usual(correlated_noise.BandedToeplitz, bands=3)
+
+
+def _written_ledger(path: str = "written.jsonl", **options: Any) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink("new.jsonl")
+    with accounting.PrivacyLedger(path, **options) as made:
+        made.record(0, _charge(), 10)
+    return path
+
+
+def _accounting() -> Calls:
+    a, at = accounting, {"delta": 1e-3}
+    target = {"target_epsilon": 2.0, **at}
+    without = {k: v for k, v in _RUN.items() if k != "noise_multiplier"}
+    no_rounds = {k: v for k, v in _RUN.items() if k != "rounds"}
+    yield _usual(a.epsilon, **_RUN, **at)
+    yield _usual(a.delta, **_RUN, epsilon=1.0)
+    yield _usual(a.calibrate_noise_multiplier, **without, **target)
+    yield _usual(a.max_rounds, **no_rounds, **target)
+    yield _usual(a.calibrate, make_charges=lambda z: [(_charge(z), 2)], **target)
+    yield _usual(a.analytic_noise_multiplier, epsilon=1.0, **at)
+    yield _usual(a.classic_noise_multiplier, epsilon=0.5, **at)
+    yield _usual(a.gaussian_delta, noise_multiplier=1.0, epsilon=1.0)
+    yield _usual(a.gaussian_epsilon, noise_multiplier=1.0, **at)
+    yield _usual(a.epsilon_of_mu_squared, mu_squared=1.0, **at)
+    yield _usual(a.Budget, epsilon=2.0, **at)
+    yield _usual(a.LocalAccount, num_clients=5)
+    fields = {"sampling": "poisson", "num_clients": 100, "clients_per_round": 10.0}
+    yield _usual(a.RoundCharge, **fields, event=_GAUSSIAN)
+    yield _usual(a.RoundCharge.from_json, text=_charge().to_json())
+    yield _usual(a.tightest, charges=[_charge()])
+    yield _usual(a.StatementFacts, guarantee="central", mechanism="fixed")
+    facts = a.StatementFacts(guarantee="central", mechanism="fixed", epsilon_rdp=1.0)
+    yield _usual(a.privacy_statement, facts=facts, **at)
+    files = {"errors": (a.LedgerError,), "paths": ("path",)}
+    options = dict.fromkeys(["target_epsilon", "target_delta", "mechanism"])
+    yield Call(
+        function=_written_ledger,
+        arguments={"path": "new.jsonl", "mode": "create", **options},
+        **files,
+    )
+    yield _usual(a.epsilon_from_ledger, path=_written_ledger(), **at, **files)
+
+
+def _sampling() -> Calls:
+    for kind in (
+        sampling.PoissonSampler,
+        sampling.FixedSizeSampler,
+        sampling.ShuffledSampler,
+    ):
+        yield _usual(kind, **_COHORTS)
+    yield _usual(sampling.CyclicSampler, **_COHORTS, num_groups=2)
+    yield _usual(sampling.make_sampler, **_COHORTS, sampling="cyclic", num_groups=2)
+    yield _usual(schedules.fixed, schedule=[1.0])
+    yield _usual(schedules.is_constant, schedule=1.0)
+    yield Call(
+        function=lambda schedule: schedules.value_at(schedule, 0, "rate"),
+        arguments={"schedule": [1.0]},
+    )
+    yield _usual(auditing.CanaryAudit, num_canaries=10)
+    yield _usual(
+        auditing.Scores,
+        observed=np.arange(5.0),
+        unobserved=np.arange(4.0),
+        null_std=1.0,
+    )
+
+
+class _ClientData:
+    """As TFF's `ClientData`."""
+
+    client_ids = ("ann", "bob")
+
+    def create_tf_dataset_for_client(self, client_id):
+        return tf.data.Dataset.from_tensor_slices(toy.arrays(4))
+
+
+def _mnist(path: Any, **options: Any) -> Any:
+    """Loads it; without a path it would be downloaded."""
+    if path is None:
+        raise ValueError("not here")
+    return datasets.load_mnist(path=path, **options)
+
+
+def _datasets() -> Calls:
+    made = datasets.FederatedDataset
+    x, y = toy.arrays(20)
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    frame = pd.DataFrame({"who": ["a", "a", "b"], "size": [1.0, 2, 3], "label": 0})
+    yield _usual(made.from_indices, x=x, y=y, indices=[[0, 1], [2]])
+    yield _usual(made.from_client_arrays, clients={0: (x, y)})
+    yield _usual(made.from_dataframe, frame=frame, client="who")
+    yield _usual(made.from_client_data, client_data=_ClientData())
+    yield _usual(made.from_client_fn, client_ids=["a", "b"], fn=lambda name: (x, y))
+    yield _usual(made.from_tf_datasets, clients={0: rows})
+    yield _usual(datasets.as_federated, clients=[(x, y)])
+    yield _usual(datasets.load_digits, num_clients=10)
+    images = np.random.default_rng(0).integers(0, 255, [600, 28, 28], np.uint8)
+    labels = np.repeat(np.arange(10), 60).astype(np.uint8)
+    parts = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels}
+    np.savez("mnist.npz", **parts)
+    options = {"num_clients": 5, "examples_per_client": 20, "shards_per_client": 2}
+    options |= {"iid": False, "flatten": True, "validation_examples": 0, "seed": 0}
+    yield _usual(_mnist, path="mnist.npz", **options, paths=("path",))
+    said = "ROMEO:\nO she doth teach the torches to burn bright.\n\n"
+    pathlib.Path("plays").write_text(said * 4 + said.replace("ROMEO", "NURSE") * 4)
+    plays = {"path": "plays", "sequence_length": 10, "paths": ("path",)}
+    yield _usual(datasets.load_shakespeare, **plays)
+    labels = np.arange(40) % 4
+    yield _usual(
+        datasets.partition, labels=labels, num_clients=4, examples_per_client=4
+    )
+
+
+class _Trained:
+    """A strategy and a client of Flower's older API."""
+
+    def configure_fit(self, server_round, parameters, client_manager):
+        return []
+
+    def aggregate_fit(self, server_round, results, failures):
+        return None, {}
+
+    def fit(self, parameters, config):
+        return parameters, 1, {}
+
+
+def _flower() -> Calls:
+    f, fixed = tfdp_fl.flower, tfdp_fl.FixedClipping(**_FIXED)
+    legacy = {"strategy": _Trained(), "num_sampled_clients": 3}
+    files = {"errors": (accounting.LedgerError,), "paths": ("ledger",)}
+    yield _usual(
+        f.PrivateStrategy,
+        strategy=fm.Strategy(3),
+        mechanism=fixed,
+        num_clients=10,
+        clients_per_round=3,
+        **files,
+    )
+    yield _usual(f.DPFedAvg, **legacy, mechanism=fixed)
+    yield _usual(f.DPFedAvgFixed, **legacy, clip_norm=1.0, **files)
+    yield _usual(f.DPFedAvgAdaptive, **legacy, clip_count_stddev=3.0)
+    yield _usual(f.DPFedAvgNumPyClient, client=_Trained())
+
+
+def _secure() -> Calls:
+    protocol, update = secure.AdditiveSecretSharing(), np.ones([3])
+    yield _usual(secure.AdditiveSecretSharing)
+    yield _usual(secure.Coordinator, protocol=protocol, group_size=3)
+    yield _usual(
+        secure.Member,
+        protocol=protocol,
+        member_id="ann",
+        update=update,
+        members=("ann", "bob", "cat"),
+        session="s",
+    )
+    said = {"kind": "share", "session": "s", "sender": "ann", "recipient": "bob"}
+    yield _usual(secure.Message, **said)
+    groups = {"protocol": protocol, "group_size": 3}
+    yield _usual(secure.split_into_groups, num_members=9, **groups)
+    yield _usual(secure.sum_in_groups, updates=[update] * 6, **groups)
+
+
+def _keras() -> Calls:
+    fixed = tfdp_fl.FixedClipping(**_FIXED)
+    at = {"delta": 1e-3}
+    target = {"target_epsilon": 1.0, "target_delta": 1e-3}
+    yield _usual(
+        tfdp_fl.DPFederatedModel,
+        model=toy.dense(),
+        mechanism=fixed,
+        clients_per_round=3,
+    )
+    yield _usual(toy.federated().compile, loss="sparse_categorical_crossentropy")
+    bounds = {"loss": (0.0, 1.0)}
+    yield _usual(
+        tfdp_fl.PrivateMetrics,
+        bounds=bounds,
+        noise_multiplier=1.0,
+        clients_per_round=3.0,
+    )
+    score = tfdp_fl.PublicScore(*toy.arrays(4), "loss")
+    search = {"build": len, "candidates": [{}], "expected_trials": 2, "score": score}
+    yield _usual(tfdp_fl.PrivateSearch, **search, **target)
+    yield _usual(tfdp_fl.PrivateScore, metric="loss", noise_multiplier=1.0)
+    clients = toy.clients(2)
+    yield _usual(tfdp_fl.validate, model=toy.dense(), clients=clients, loss=toy.loss())
+    yield _usual(tfdp_fl.callbacks.PrivacyBudget, epsilon=1.0, **at)
+    yield _usual(tfdp_fl.callbacks.Ledger, path="new", paths=("path",))
+    yield _usual(tfdp_fl.callbacks.Report, path="new", paths=("path",))
+    yield _usual(
+        tfdp_fl.callbacks.RoundCheckpoint, directory="new", paths=("directory",)
+    )
+    yield _usual(tfdp_fl.features.OrientedGradients, name="gradients")
+    yield _usual(tfdp_fl.losses.BalancedSoftmaxCrossentropy)
+    if importlib.util.find_spec("ray"):
+        yield _usual(tfdp_fl.runtimes.RayWorkers, num_workers=2)
+
+
+def _fed() -> tfdp_fl.DPFederatedModel:
+    fed = toy.federated(clients_per_round=3)
+    fed.fit(toy.clients(6), batch_size=10, verbose=0)
+    return fed
+
+
+def _training() -> Calls:
+    """Calls that train, or are of what was trained."""
+    fed, at = _fed(), {"delta": 1e-3}
+    counts = {"paths": ("resume_from",), "counts": ("rounds", "local_epochs")}
+    yield _usual(fed.fit, clients=toy.clients(6), batch_size=10, verbose=0, **counts)
+    yield _usual(_fed().epsilon, **at)
+    yield _usual(_fed().central_epsilon, **at)
+    yield _usual(_fed().epsilon_after_round, round_index=1, **at)
+    yield _usual(_fed().affordable_rounds, epsilon=50.0, rounds=5, **at)
+    yield _usual(_fed().privacy_statement, **at)
+    yield _usual(_fed().evaluate_clients, clients=toy.clients(2), verbose=0)
+    target = {"target_epsilon": 2.0, "target_delta": 1e-3}
+    fixed = {"mechanism": "fixed", "clip_norm": 1.0}
+    yield _usual(tfdp_fl.make_private, model=toy.dense(), **target, **_ROUNDS, **fixed)
+
+
+def _tff() -> Calls:
+    import tensorflow_federated as tff
+
+    a = tfdp_fl.aggregators
+    size, budget = {"clients_per_round": 3}, {**_LOCAL, "rounds": 4}
+    noise = {"noise_multiplier": 1.0, **size}
+    query = {"query": tf_privacy.GaussianSumQuery(1.0, 1.0), "dp_event": _GAUSSIAN}
+    fixed = {"mechanism": tfdp_fl.FixedClipping(**_FIXED), **size}
+    correlated = {"rounds": 4, "min_separation": 2, "clip_norm": 1.0}
+    nbafl = {"constant": 3.0, "weight_clip": 1.0, "num_clients": 9, "rounds": 2}
+    yield _usual(a.AdaptiveClippingFactory, **noise, count_noise_stddev=3.0)
+    yield _usual(a.AdaptiveLocalDPFactory, **budget, **size)
+    yield _usual(a.CorrelatedNoiseFactory, **noise, **correlated)
+    yield _usual(a.FixedClippingFactory, **noise, clip_norm=1.0)
+    yield _usual(a.LocalDPFactory, **budget, **size, clip_norm=1.0)
+    yield _usual(a.MedianClippingFactory, **noise)
+    yield _usual(a.NoPrivacyFactory, **size)
+    yield _usual(a.QueryFactory, **query, **size)
+    yield _usual(a.NbAFLFactory, epsilon=5.0, **size, **nbafl)
+    yield _usual(a.MechanismFactory, **fixed)
+    yield _usual(a.from_mechanism, **fixed)
+    spec = tf.TensorSpec([None, 8], tf.float32), tf.TensorSpec([None], tf.int32)
+    model = tff.learning.models.functional_model_from_keras(toy.dense, toy.loss(), spec)
+    rate = tff.learning.optimizers.build_sgdm(0.1)
+    yield _usual(
+        tfdp_fl.learning.build_dp_fed_avg,
+        model_fn=model,
+        **fixed,
+        client_optimizer_fn=rate,
+    )
+
+
+# By what they are of; those of `training` take time.
+ROOMS: dict[str, Callable[[], Calls]] = {
+    "mechanisms": _mechanisms,
+    "accounting": _accounting,
+    "sampling": _sampling,
+    "datasets": _datasets,
+    "flower": _flower,
+    "secure": _secure,
+    "keras": _keras,
+    "training": _training,
+}
+if importlib.util.find_spec("tensorflow_federated"):
+    ROOMS["tff"] = _tff
+
+
+@functools.cache
+def calls(room: str) -> list[Call]:
+    """Returns the calls of a room; some write files into the current folder."""
+    return list(ROOMS[room]())

@@ -39,14 +39,6 @@ def _uneven():
     )
 
 
-def _almost_alike():
-    """Clients of 8 to 12 examples, most of which take three steps of 4."""
-    sizes = [12, 11, 8, 9, 12, 10, 12] * 2
-    x, y = _arrays(sum(sizes))
-    rows = np.split(np.arange(len(x)), np.cumsum(sizes)[:-1])
-    return FederatedDataset.from_indices(x, y, rows)
-
-
 def _streamed():
     """Clients that are read one by one, of which two cannot be."""
 
@@ -108,10 +100,6 @@ def _two_inputs():
     )
 
 
-def _recurrent():
-    return _sequential(_layers.Reshape((8, 5)), _layers.LSTM(3))
-
-
 def _fixed(**changes):
     values = {"clip_norm": 0.05, "noise_multiplier": 0.0, **changes}
     return tfdp_fl.FixedClipping(**values)
@@ -139,11 +127,6 @@ class _Case:
 _CASES = {
     "side_by_side": _Case(side_by_side=True),
     "small": _Case(side_by_side=True, small=True),
-    "side_by_side_almost_alike": _Case(
-        clients=_almost_alike,
-        side_by_side=True,
-        fit={"shuffle": True},
-    ),
     "adaptive": _Case(
         mechanism=lambda: tfdp_fl.AdaptiveClipping(
             noise_multiplier=0.0, initial_clip_norm=0.05
@@ -169,10 +152,6 @@ _CASES = {
     ),
     "slots": _Case(optimizer=lambda: tf.keras.optimizers.Adam(0.01)),
     "batch_normalization_and_dropout": _Case(model=_with_state_and_noise),
-    "state_that_stays": _Case(
-        model=_with_state_and_noise, options={"non_trainable_state": "keep"}
-    ),
-    "recurrent": _Case(model=_recurrent),
     "nested_features": _Case(clients=_nested, model=_two_inputs),
     "streamed": _Case(clients=_streamed),
     "weights": _Case(
@@ -196,11 +175,6 @@ _CASES = {
     "median": _Case(
         mechanism=lambda: tfdp_fl.MedianClipping(noise_multiplier=0.5),
         clients=_uneven,
-    ),
-    "nbafl": _Case(
-        mechanism=lambda: tfdp_fl.NbAFL(
-            epsilon=500.0, constant=3.0, weight_clip=5.0, mu=0.1
-        ),
     ),
     "secure_aggregation": _Case(
         options={"secure_aggregation": secure_aggregation.AdditiveSecretSharing()}
@@ -254,19 +228,6 @@ def _fit(federated, case, clients, **arguments):
                 **arguments,
             },
         )
-
-
-def trained_by_workers(test, workers, case):
-    """Returns the clients of the last round; fails if one was told of twice.
-
-    Or if others than all workers, or one where the cohort is small, had any.
-    """
-    told = [set(record.clients) for record in workers.last_round]
-    test.assertLen(told, 1 if case.small else workers.num_workers)
-    test.assertTrue(all(told))
-    clients = set.union(*told)
-    test.assertLen(clients, sum(map(len, told)))
-    return clients
 
 
 def assert_clip_holds(test, runtime, policy):

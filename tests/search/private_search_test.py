@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import os
 import pathlib
@@ -20,24 +19,30 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.accounting.search import TrialCount
-from tfdp_fl.search import private_search
+from tfdp_fl.search import private_search, trial
 from tfdp_fl.search.directory import SearchDirectory
 
 _DELTA = 1e-3
 _CANDIDATES = [{"rate": 0.5}, {"rate": 0.1}, {"rate": 0.0}]
 
 
-def _build(rate, mechanism=None, **options):
+def _build(rate, mechanism=None, sampling="poisson"):
     return toy.federated(
         mechanism,
         clients_per_round=10,
-        sampling=options.pop("sampling", "poisson"),
+        sampling=sampling,
         compile_options={
             "optimizer": keras.optimizers.SGD(rate),
             "metrics": ["accuracy"],
         },
-        **options,
     )
+
+
+def _wrapped(model, mechanism=None, size=5):
+    mechanism = mechanism or tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1)
+    fed = tfdp_fl.DPFederatedModel(model, mechanism, size)
+    fed.compile(loss=toy.loss(), metrics=["accuracy"])
+    return fed
 
 
 def _public(metric="accuracy"):
@@ -60,12 +65,8 @@ def _search(build=_build, candidates=None, **options):
 
 
 def _fit(search, clients=None, **options):
-    return search.fit(
-        toy.clients(100) if clients is None else clients,
-        rounds=2,
-        batch_size=10,
-        **options,
-    )
+    clients = toy.clients(100) if clients is None else clients
+    return search.fit(clients, rounds=2, batch_size=10, **options)
 
 
 def _named_clients(num_clients=100):
@@ -82,37 +83,30 @@ def _places(*places):
     return mock.patch.object(private_search.secrets, "randbelow", side_effect=places)
 
 
-def _trained(function):
+def _trained(function=lambda trial: None):
     """Has a function, of a trial, stand for a training."""
-    return mock.patch.object(
-        private_search._Trial, "_train", lambda self, *_: function(self)
-    )
+    return mock.patch.object(trial.Trial, "_train", lambda self, *_: function(self))
 
 
-def _weights(model):
-    return [weight.copy() for weight in model.get_weights()]
+def _first(model):
+    """Returns the first number of a model."""
+    return float(model.get_weights()[0][0, 0])
 
 
 class TargetTest(parameterized.TestCase):
     @parameterized.parameters("poisson", "geometric", "logarithmic", 0.5)
     def test_the_whole_search_keeps_the_target(self, distribution):
         search = _search(distribution=distribution)
-        with _trained(lambda trial: None):
+        with _trained():
             _fit(search)
         self.assertLessEqual(search.epsilon(_DELTA), 4.0)
         self.assertGreater(search.epsilon(_DELTA), 3.95)
 
     def test_candidates_that_cost_differently_keep_it_together(self):
-        def build(size):
-            fed = tfdp_fl.DPFederatedModel(
-                toy.dense(),
-                tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=9),
-                size,
-            )
-            fed.compile(loss=toy.loss(), metrics=["accuracy"])
-            return fed
-
-        search = _search(build, [{"size": 5}, {"size": 20}, {"size": 100}])
+        search = _search(
+            lambda size: _wrapped(toy.dense(), size=size),
+            [{"size": 5}, {"size": 20}, {"size": 100}],
+        )
         seen = {}
         remember = _trained(lambda trial: seen.update({trial.clients_per_round: trial}))
         with remember, _trials(3), _places(0, 1, 2):
@@ -121,10 +115,10 @@ class TargetTest(parameterized.TestCase):
         noise = [seen[size].mechanism.noise_multiplier for size in (5, 20, 100)]
         self.assertEqual(noise, sorted(noise))
         # What a trial may be charged is what the search was charged for.
-        for trial in seen.values():
-            for charge in trial._planned:
+        for each in seen.values():
+            for charge in each._planned:
                 self.assertEqual(
-                    charge.noise_multiplier, trial.mechanism.noise_multiplier
+                    charge.noise_multiplier, each.mechanism.noise_multiplier
                 )
 
     def test_a_trial_trains_with_the_noise_that_was_charged(self):
@@ -147,31 +141,15 @@ class TargetTest(parameterized.TestCase):
 
     def test_two_searches_compose(self):
         search = _search()
-        with _trained(lambda trial: None):
+        with self.assertRaisesRegex(ValueError, "before privacy_statement"):
+            search.privacy_statement()
+        with _trained():
             _fit(search)
-            once = search.epsilon(_DELTA)
+            once, text = search.epsilon(_DELTA), search.privacy_statement()
+            facts = search.privacy_statement(format="dict")
             _fit(search)
         self.assertGreater(search.epsilon(_DELTA), 1.2 * once)
         self.assertIn("2 times", search.privacy_statement())
-
-    def test_a_copy_of_the_noise_that_was_asked_for_counts_nothing(self):
-        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1e-3)
-        search = _search(lambda rate: _build(rate, mechanism))
-        with (
-            _trained(
-                lambda trial: self.assertGreater(trial.mechanism.noise_multiplier, 0.5)
-            ),
-            _trials(1),
-        ):
-            _fit(search)
-
-    def test_statement(self):
-        search = _search()
-        with self.assertRaisesRegex(ValueError, "before privacy_statement"):
-            search.privacy_statement()
-        with _trained(lambda trial: None):
-            _fit(search)
-        text = search.privacy_statement()
         for said in (
             "a search over 3 candidates",
             "epsilon = 4 at",
@@ -181,20 +159,25 @@ class TargetTest(parameterized.TestCase):
             "Who took part in which round must stay secret",
         ):
             self.assertIn(said, text)
-        facts = search.privacy_statement(format="dict")
         self.assertGreater(facts["epsilon_if_participation_is_known"], 4.0)
         self.assertNotIn("hyperparameter_search_not_counted", facts["caveats"])
 
+    def test_a_whole_search_learns(self):
+        search = _search(target_epsilon=50.0, candidates=[{"rate": 1.0}])
+        with _trials(2):
+            model = search.fit(toy.clients(200), rounds=10, batch_size=10)
+        x, y = toy.arrays(100, seed=9)
+        self.assertGreater(model.evaluate(x, y, verbose=0)[1], 0.6)
+        self.assertEqual(search.best, {"rate": 1.0})
 
-class PrivateScoreTest(parameterized.TestCase):
+
+class ScoreTest(parameterized.TestCase):
     def _noise(self, all_clients, **options):
+        """Returns the noise of a privately scored search, and the events charged."""
         score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0, **options)
-        search = _search(score=score)
-        noise = []
-        with (
-            _trained(lambda trial: noise.append(trial.mechanism.noise_multiplier)),
-            _trials(1),
-        ):
+        search, noise = _search(score=score), []
+        train = _trained(lambda trial: noise.append(trial.mechanism.noise_multiplier))
+        with train, _trials(1):
             _fit(search, all_clients)
         self.assertLessEqual(search.epsilon(_DELTA), 4.0)
         ((charge, _),) = search._spent.charges
@@ -236,13 +219,9 @@ class PrivateScoreTest(parameterized.TestCase):
             return seen[-1]
 
         patched = mock.patch.object(tfdp_fl.PrivateScore, "__call__", scored)
-        with patched, _trials(3), _trained(lambda trial: None):
+        with patched, _trials(3), _trained():
             _fit(search, _named_clients())
         self.assertLen(set(seen), 3)
-
-    def test_a_score_without_noise_is_refused(self):
-        with self.assertRaisesRegex(ValueError, "noise_multiplier"):
-            tfdp_fl.PrivateScore("accuracy", noise_multiplier=0.0)
 
     def test_too_little_noise_for_the_target_is_refused_before_anything(self):
         score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=0.3)
@@ -251,13 +230,9 @@ class PrivateScoreTest(parameterized.TestCase):
             _fit(search, _named_clients())
         self.assertEqual(search.epsilon(_DELTA), 0.0)
 
-
-class PublicScoreTest(parameterized.TestCase):
-    def test_clients_data_is_refused(self):
+    def test_clients_examples_are_not_public(self):
         with self.assertRaisesRegex(TypeError, "PrivateScore"):
             tfdp_fl.PublicScore(toy.clients(), None, "accuracy")
-
-    def test_the_training_clients_own_examples_are_refused(self):
         x, y = toy.arrays(400)
         score = tfdp_fl.PublicScore(x[50:150].astype(np.float64), y[50:150], "accuracy")
         with self.assertRaisesRegex(ValueError, "score must be computed on public"):
@@ -265,158 +240,113 @@ class PublicScoreTest(parameterized.TestCase):
 
     def test_less_is_better_for_a_loss(self):
         model = _build(0.1).model
-        x, y = toy.arrays(100, seed=9)
-        loss, accuracy = model.evaluate(x, y, verbose=0)
+        loss, accuracy = model.evaluate(*toy.arrays(100, seed=9), verbose=0)
         self.assertAlmostEqual(_public("loss")(model, None, None), -loss, places=5)
         self.assertAlmostEqual(_public()(model, None, None), accuracy, places=6)
-
-    def test_a_metric_that_nobody_compiled(self):
         with self.assertRaisesRegex(ValueError, "every candidate compiles.*got 'auc'"):
             _fit(_search(score=_public("auc")))
-
-    def test_a_function_is_no_score(self):
-        with self.assertRaisesRegex(TypeError, "score"):
-            _search(score=lambda model: 1.0)
 
 
 class BuildTest(parameterized.TestCase):
     @parameterized.named_parameters(
-        ("nothing", lambda rate: None, TypeError, "build.*NoneType"),
+        ("nothing", lambda rate: None, "build.*NoneType"),
         (
             "not_compiled",
             lambda rate: tfdp_fl.DPFederatedModel(
                 toy.dense(), tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1), 5
             ),
-            ValueError,
-            "compile was not called",
-        ),
-        (
-            "no_privacy",
-            lambda rate: _build(rate, tfdp_fl.NoPrivacy()),
-            ValueError,
-            "central mechanism",
+            "compile must be called before build returns",
         ),
         (
             "local",
             lambda rate: _build(rate, tfdp_fl.LocalDP(clip_norm=1, noise_multiplier=1)),
-            ValueError,
             "central mechanism",
         ),
         (
             "exact_median",
             lambda rate: _build(rate, tfdp_fl.MedianClipping(noise_multiplier=1.0)),
-            ValueError,
             "exact median",
         ),
         (
             "schedule",
             lambda rate: _build(
-                rate,
-                tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=(1.0, 2.0)),
+                rate, tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=(1.0, 2.0))
             ),
-            ValueError,
             "constant noise_multiplier",
         ),
         (
             "fixed_size",
             lambda rate: _build(rate, sampling="fixed_size"),
-            ValueError,
             "sampling='poisson'",
         ),
     )
-    def test_what_cannot_be_counted_is_refused(self, build, error, message):
+    def test_what_cannot_be_counted_is_refused(self, build, message):
         search = _search(build)
-        with self.assertRaisesRegex(error, message):
+        with self.assertRaisesRegex((TypeError, ValueError), message):
             _fit(search)
         self.assertEqual(search.epsilon(_DELTA), 0.0)
 
     def test_a_model_that_knows_clients_already(self):
         fed = _build(0.1)
         fed.fit(toy.clients(20), rounds=1, batch_size=10, verbose=0)
-        search = _search(lambda rate: fed, [{"rate": 1}])
-        with self.assertRaisesRegex(ValueError, "already trained"):
-            _fit(search)
-        wrapped = _search(lambda rate: _wrapped(fed.model), [{"rate": 1}])
-        with self.assertRaisesRegex(ValueError, "already trained"):
-            _fit(wrapped)
-
-    def test_one_model_for_two_candidates(self):
+        for build in (lambda rate: fed, lambda rate: _wrapped(fed.model)):
+            with self.assertRaisesRegex(ValueError, "already trained"):
+                _fit(_search(build, [{"rate": 1}]))
         model = toy.dense()
         with self.assertRaisesRegex(ValueError, "shares variables"):
             _fit(_search(lambda rate: _wrapped(model)))
 
-    @parameterized.parameters(0, 1, 5)
+    @parameterized.parameters(0, 5)
     def test_it_is_called_before_all_trials_and_learns_no_number(self, number):
-        calls = []
+        calls, begun = [], []
 
         def build(rate):
             self.assertEqual(begun, [])
             calls.append(rate)
             return _build(rate)
 
-        begun = []
         with _trained(begun.append), _trials(number):
             _fit(_search(build))
         self.assertEqual(calls, [0.5, 0.1, 0.0])
         self.assertLen(begun, number)
 
-    def test_every_trial_begins_where_its_candidate_began(self):
-        begun = []
-
-        def train(trial):
-            begun.append(_weights(trial.model))
-            trial.model.set_weights([weight + 1 for weight in begun[-1]])
-
-        with _trained(train), _trials(4):
-            _fit(_search(candidates=[{"rate": 0.1}]))
-        for weights in begun:
-            np.testing.assert_array_equal(weights[0], begun[0][0])
-
-    def test_a_server_optimizer_and_an_adaptive_clip_start_anew(self):
+    def test_a_trial_begins_as_its_candidate_began_and_traces_nothing_anew(self):
         def build(rate):
             fed = tfdp_fl.DPFederatedModel(
-                toy.dense(),
+                toy.dense(dropout=0.5),
                 tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=5.0),
                 10,
             )
-            fed.compile(
-                "sgd",
-                toy.loss(),
-                ["accuracy"],
-                keras.optimizers.SGD(rate, momentum=0.9),
-                jit_compile=False,
-            )
+            momentum = keras.optimizers.SGD(rate, momentum=0.9)
+            options = {"server_optimizer": momentum, "jit_compile": False}
+            fed.compile("sgd", toy.loss(), ["accuracy"], **options)
             return fed
 
-        seen = []
+        seen, engines = [], set()
         fit = tfdp_fl.DPFederatedModel.fit
 
         def watched(self, *args, **kwargs):
+            before = [v.numpy() for v in self.model.variables]
             history = fit(self, *args, **kwargs)
-            iterations = self.compiled.server_optimizer.iterations
-            seen.append((int(iterations), history.history["clip_norm"][0]))
+            engines.add(self.engine)
+            slots = [v.numpy() for v in self.engine.server.state]
+            seen.append((before, history.history["clip_norm"][0], slots))
             return history
 
-        with mock.patch.object(tfdp_fl.DPFederatedModel, "fit", watched), _trials(2):
+        with mock.patch.object(tfdp_fl.DPFederatedModel, "fit", watched), _trials(3):
             _fit(_search(build, [{"rate": 0.1}]))
-        self.assertLen(seen, 2)
-        self.assertEqual(seen[0], seen[1])
-        self.assertEqual(seen[0][0], 2)
-
-
-def _wrapped(model):
-    fed = tfdp_fl.DPFederatedModel(
-        model, tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1), 5
-    )
-    fed.compile(loss=toy.loss(), metrics=["accuracy"])
-    return fed
+        self.assertLen(engines, 1)
+        self.assertLen(seen, 3)
+        for before, clip, slots in seen:
+            toy.assert_same(before, seen[0][0])
+            self.assertEqual(clip, seen[0][1])
+            self.assertEqual(int(slots[0]), 2)  # Iterations: of this trial alone.
 
 
 class SecrecyTest(parameterized.TestCase):
     def _everything_seen(self, number):
         """Returns all that a search of so many trials leaves to be seen."""
-        printed = io.StringIO()
-        records = []
+        printed, records = io.StringIO(), []
         handler = logging.Handler()
         handler.emit = records.append
         logging.getLogger().addHandler(handler)
@@ -451,11 +381,6 @@ class SecrecyTest(parameterized.TestCase):
         self.assertEqual(one, self._everything_seen(6))
         self.assertEqual(one, self._everything_seen(0))
 
-    def test_callbacks_seeds_and_validation_are_not_taken(self):
-        for option in ("callbacks", "seed", "validation_data", "verbose", "audit"):
-            with self.assertRaisesRegex(TypeError, option):
-                _fit(_search(), **{option: None})
-
     def test_nothing_of_another_trial_can_be_had(self):
         made = []
 
@@ -463,23 +388,20 @@ class SecrecyTest(parameterized.TestCase):
             made.append(_build(rate))
             return made[-1]
 
-        search = _search(build)
+        search, run = _search(build), trial.Trial.run
         with (
             _trials(3),
             _places(0, 1, 2),
             mock.patch.object(
-                private_search._Trial,
-                "run",
-                autospec=True,
-                side_effect=private_search._Trial.run,
-            ) as run,
+                trial.Trial, "run", autospec=True, side_effect=run
+            ) as runs,
         ):
             model = _fit(search)
-        self.assertEqual(run.call_count, 3)
-        untrained = _build(0.1).get_weights()
+        self.assertEqual(runs.call_count, 3)
+        untrained = _build(0.1)
         for fed in made:
             if fed.model is not model:
-                np.testing.assert_array_equal(fed.get_weights()[0], untrained[0])
+                toy.assert_same(fed, untrained)
             self.assertIsNone(fed.model.history)
             self.assertIsNone(fed.run)
             with self.assertRaisesRegex(ValueError, "already trained"):
@@ -490,72 +412,56 @@ class SecrecyTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "already trained"):
             _wrapped(model).fit(toy.clients(20), rounds=1, verbose=0)
 
-    @parameterized.parameters(RuntimeError("x"), FloatingPointError("x"), MemoryError())
-    def test_a_trial_that_fails_is_the_worst_and_says_nothing(self, error):
+    @parameterized.parameters((RuntimeError("x"), 3), (MemoryError(), 3), (None, 0))
+    def test_trials_that_fail_or_none_are_the_untrained_model(self, error, number):
         def train(trial):
             raise error
 
-        search = _search()
-        with _trained(train), _trials(3):
-            model = _fit(search)
-        self.assertIsNone(search.best)
-        untrained = _build(0.1).get_weights()
-        np.testing.assert_array_equal(model.get_weights()[0], untrained[0])
-        self.assertGreater(search.epsilon(_DELTA), 3.9)
-
-    def test_no_trial_at_all_is_the_untrained_model(self):
         search = _search(distribution="poisson")
-        with _trials(0):
+        with _trained(train), _trials(number):
             model = _fit(search)
         self.assertIsNone(search.best)
-        np.testing.assert_array_equal(
-            model.get_weights()[0], _build(0.1).get_weights()[0]
-        )
+        toy.assert_same(model, _build(0.1))
         self.assertGreater(search.epsilon(_DELTA), 3.9)
 
     def test_a_score_of_nan_is_the_worst(self):
-        def train(trial):
-            first = not seen
-            seen.append(trial)
-            value = np.nan if first else 0.5
-            trial.model.set_weights([w * 0 + value for w in _weights(trial.model)])
+        values = iter([np.nan, 0.5])
 
-        seen = []
+        def train(trial):
+            value = next(values)
+            trial.model.set_weights([w * 0 + value for w in trial.model.get_weights()])
+
         search = _search(score=_public("loss"))
         with _trained(train), _trials(2), _places(0, 1):
             model = _fit(search)
         self.assertEqual(search.best, {"rate": 0.1})
-        self.assertEqual(float(model.get_weights()[0][0, 0]), 0.5)
+        self.assertEqual(_first(model), 0.5)
 
     def test_the_best_is_returned_as_it_was_scored(self):
         scales = iter([0.1, 3.0, 0.2, 0.3])
-        x, y = toy.arrays(100, seed=9)
 
         def train(trial):
-            kernel, bias = _weights(trial.model)
-            kernel = next(scales) * np.eye(*kernel.shape, dtype=np.float32)
-            trial.model.set_weights([kernel, 0 * bias])
+            kernel = next(scales) * np.eye(8, 3, dtype=np.float32)
+            trial.model.set_weights([kernel, np.zeros(3, np.float32)])
 
         search = _search(score=_public("loss"))
         with _trained(train), _trials(4), _places(0, 1, 2, 0):
             model = _fit(search)
         self.assertEqual(search.best, {"rate": 0.1})
-        self.assertEqual(float(model.get_weights()[0][0, 0]), 3.0)
-        self.assertGreater(model.evaluate(x, y, verbose=0)[1], 0.9)
+        self.assertEqual(_first(model), 3.0)
 
 
 class LedgerTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.folder = self.enter_context(tempfile.TemporaryDirectory())
-        self.ledger = os.path.join(self.folder, "ledger.jsonl")
+        self.ledger = pathlib.Path(self.folder, "ledger.jsonl")
 
     def _lines(self):
-        return pathlib.Path(self.ledger).read_text("utf-8").splitlines()[1:]
+        return self.ledger.read_text("utf-8").splitlines()[1:]
 
     def test_one_line_before_the_first_trial(self):
-        lines = []
-        search = _search()
+        lines, search = [], _search()
         with _trained(lambda trial: lines.append(self._lines())), _trials(3):
             _fit(search, directory=self.folder)
         self.assertEqual([len(each) for each in lines], [1, 1, 1])
@@ -577,42 +483,33 @@ class LedgerTest(parameterized.TestCase):
             _fit(search, directory=self.folder)
         self.assertEqual(search.epsilon(_DELTA), 0.0)
 
-    def test_what_other_runs_spent_counts(self):
-        fed = _build(0.1)
-        fed.fit(
-            toy.clients(100),
-            rounds=2,
-            verbose=0,
-            callbacks=[tfdp_fl.callbacks.Ledger(self.ledger)],
-        )
+    def test_runs_before_and_after_count_together(self):
+        ledger = tfdp_fl.callbacks.Ledger(self.ledger, append=True)
+        _build(0.1).fit(toy.clients(100), rounds=2, verbose=0, callbacks=[ledger])
         search = _search()
-        with _trained(lambda trial: None):
+        with _trained():
             _fit(search, directory=self.folder)
         self.assertGreater(search.epsilon(_DELTA), 4.01)
         self.assertEqual(
             accounting.epsilon_from_ledger(self.ledger, _DELTA), search.epsilon(_DELTA)
         )
-
-    def test_a_later_run_counts_the_search(self):
-        with _trained(lambda trial: None):
-            _fit(_search(), directory=self.folder)
         fed = _build(0.1)
-        ledger = tfdp_fl.callbacks.Ledger(self.ledger, append=True)
         fed.fit(toy.clients(100), rounds=1, verbose=0, callbacks=[ledger])
-        self.assertGreater(fed.epsilon(_DELTA), 4.0)
+        self.assertGreater(fed.epsilon(_DELTA), search.epsilon(_DELTA))
 
 
 class ResumingTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.folder = self.enter_context(tempfile.TemporaryDirectory())
+        self.ledger = pathlib.Path(self.folder, "ledger.jsonl")
         self.trained = []
 
     def _broken(self, search, number, **options):
         """Runs a search until its training breaks; returns whether it did."""
 
         def train(trial):
-            self.trained.append(_weights(trial.model))
+            self.trained.append(trial.model.get_weights())
             raise KeyboardInterrupt
 
         with _trained(train), _trials(number):
@@ -635,13 +532,12 @@ class ResumingTest(parameterized.TestCase):
         self.assertEqual(last.epsilon(_DELTA), search.epsilon(_DELTA))
         with self.assertRaisesRegex(ValueError, "interrupted search"):
             _fit(_search(), resume_from=self.folder)
-        ledger = pathlib.Path(self.folder) / "ledger.jsonl"
-        self.assertLen(ledger.read_text("utf-8").splitlines(), 2)
+        self.assertLen(self.ledger.read_text("utf-8").splitlines(), 2)
         self.assertEqual(os.listdir(self.folder), ["ledger.jsonl"])
 
     def test_the_best_so_far_and_the_beginning_stay(self):
         def train(trial):
-            self.trained.append(_weights(trial.model))
+            self.trained.append(trial.model.get_weights())
             if len(self.trained) == 2:
                 raise KeyboardInterrupt
             kernel = np.eye(8, 3, dtype=np.float32) * (6 - len(self.trained))
@@ -649,12 +545,8 @@ class ResumingTest(parameterized.TestCase):
 
         def build(rate):  # Begins elsewhere in every process.
             fed = _build(rate)
-            fed.set_weights(
-                [
-                    np.random.default_rng().normal(size=w.shape)
-                    for w in fed.get_weights()
-                ]
-            )
+            normal = np.random.default_rng().normal
+            fed.set_weights([normal(size=w.shape) for w in fed.get_weights()])
             return fed
 
         with _trained(train), _trials(3):
@@ -662,49 +554,37 @@ class ResumingTest(parameterized.TestCase):
                 _fit(_search(build, [{"rate": 0.1}]), directory=self.folder)
             mode = os.stat(os.path.join(self.folder, "search.npz")).st_mode
             self.assertEqual(mode & 0o777, 0o600)
-            search = _search(build, [{"rate": 0.1}], score=_public())
-            model = _fit(search, resume_from=self.folder)
+            model = _fit(_search(build, [{"rate": 0.1}]), resume_from=self.folder)
         self.assertLen(self.trained, 3)
         for weights in self.trained:
-            np.testing.assert_array_equal(weights[0], self.trained[0][0])
-        self.assertEqual(float(model.get_weights()[0][0, 0]), 5.0)
+            toy.assert_same(weights, self.trained[0])
+        self.assertEqual(_first(model), 5.0)
 
-    @parameterized.named_parameters(
-        ("candidates", {"candidates": [{"rate": 9.0}]}, {}, "candidates"),
-        ("order", {"candidates": _CANDIDATES[::-1]}, {}, "candidates"),
-        ("trials", {"expected_trials": 30}, {}, "expected_trials"),
-        ("law", {"distribution": "poisson"}, {}, "distribution"),
-        ("target", {"target_epsilon": 8.0}, {}, "target_epsilon"),
-        ("score", {"score": _public("loss")}, {}, "score"),
-        ("clients", {}, {"clients": toy.clients(90)}, "clients"),
-        ("shuffle", {}, {"shuffle": True}, "shuffle"),
-        (
-            "build",
-            {"build": lambda rate: _wrapped(toy.dense())},
-            {},
-            "build",
-        ),
-    )
-    def test_what_is_changed_on_resume_is_refused(self, made, given, name):
+    def test_what_is_changed_on_resume_is_refused(self):
         self.assertTrue(self._broken(_search(), 3, directory=self.folder))
-        search = _search(**made)
-        with self.assertRaisesRegex(ValueError, f"{name} must be as in the inter"):
-            _fit(search, resume_from=self.folder, **given)
-        self.assertEqual(search.epsilon(_DELTA), 0.0)
-
-    def test_a_new_search_does_not_take_the_place_of_an_interrupted_one(self):
-        self.assertTrue(self._broken(_search(), 3, directory=self.folder))
+        for made, given, name in (
+            ({"candidates": _CANDIDATES[::-1]}, {}, "candidates"),
+            ({"expected_trials": 30}, {}, "expected_trials"),
+            ({"target_epsilon": 8.0}, {}, "target_epsilon"),
+            ({"score": _public("loss")}, {}, "score"),
+            ({}, {"clients": toy.clients(90)}, "clients"),
+            ({"build": lambda rate: _wrapped(toy.dense())}, {}, "build"),
+        ):
+            search = _search(**made)
+            with self.assertRaisesRegex(ValueError, f"{name} must be as in the inter"):
+                _fit(search, resume_from=self.folder, **given)
+            self.assertEqual(search.epsilon(_DELTA), 0.0)
+        # Nor does a new search take its place.
         with self.assertRaisesRegex(ValueError, "resume_from"):
             _fit(_search(), directory=self.folder)
 
     @parameterized.parameters("deleted", "cut")
     def test_a_ledger_without_the_search_is_found_out(self, how):
         self.assertTrue(self._broken(_search(), 3, directory=self.folder))
-        ledger = pathlib.Path(self.folder) / "ledger.jsonl"
-        lines = ledger.read_text("utf-8").splitlines(keepends=True)
-        ledger.unlink()
+        lines = self.ledger.read_text("utf-8").splitlines(keepends=True)
+        self.ledger.unlink()
         if how == "cut":
-            ledger.write_text(lines[0])
+            self.ledger.write_text(lines[0])
         with self.assertRaises(accounting.LedgerTamperedError):
             _fit(_search(), resume_from=self.folder)
 
@@ -715,19 +595,17 @@ class ResumingTest(parameterized.TestCase):
         with interrupted, self.assertRaises(KeyboardInterrupt):
             _fit(_search(), directory=self.folder)
         search = _search()
-        with _trained(lambda trial: None):
+        with _trained():
             _fit(search, resume_from=self.folder)
-        ledger = os.path.join(self.folder, "ledger.jsonl")
         self.assertEqual(
-            accounting.epsilon_from_ledger(ledger, _DELTA), search.epsilon(_DELTA)
+            accounting.epsilon_from_ledger(self.ledger, _DELTA), search.epsilon(_DELTA)
         )
         self.assertGreater(search.epsilon(_DELTA), 3.9)
 
     def test_two_processes_at_once(self):
         self.assertTrue(self._broken(_search(), 3, directory=self.folder))
-        ledger = os.path.join(self.folder, "ledger.jsonl")
         with (
-            accounting.PrivacyLedger(ledger, mode="append"),
+            accounting.PrivacyLedger(self.ledger, mode="append"),
             self.assertRaises(accounting.LedgerInUseError),
         ):
             _fit(_search(), resume_from=self.folder)
@@ -737,13 +615,12 @@ class ResumingTest(parameterized.TestCase):
         self.assertTrue(self._broken(search, 3))
         once = search.epsilon(_DELTA)
         self.assertGreater(once, 3.9)
-        with _trained(lambda trial: None):
+        with _trained():
             _fit(search)
         self.assertGreater(search.epsilon(_DELTA), 1.2 * once)
 
     def test_a_fit_within_a_fit(self):
-        search = _search()
-        caught = []
+        search, caught = _search(), []
 
         def train(trial):
             with contextlib.suppress(RuntimeError):
@@ -758,25 +635,14 @@ class ResumingTest(parameterized.TestCase):
 class ArgumentsTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"candidates": []}, "candidates"),
+        ({"candidates": [3]}, "candidates"),
         ({"expected_trials": 0.5}, "expected_trials"),
-        ({"target_epsilon": 0}, "target_epsilon"),
-        ({"target_delta": 1}, "target_delta"),
         ({"distribution": "normal"}, "distribution"),
         ({"build": None}, "build"),
-        ({"candidates": {"rate": 1}}, "candidates"),
-        ({"candidates": [3]}, "candidates"),
     )
     def test_what_is_refused(self, options, name):
         with self.assertRaisesRegex((ValueError, TypeError), name):
             _search(**options)
-
-    def test_a_whole_search_learns(self):
-        search = _search(target_epsilon=50.0, candidates=[{"rate": 1.0}])
-        with _trials(2):
-            model = search.fit(toy.clients(200), rounds=10, batch_size=10)
-        x, y = toy.arrays(100, seed=9)
-        self.assertGreater(model.evaluate(x, y, verbose=0)[1], 0.6)
-        self.assertEqual(json.dumps(search.best), '{"rate": 1.0}')
 
 
 if __name__ == "__main__":

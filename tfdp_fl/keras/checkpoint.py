@@ -1,10 +1,9 @@
 """Checkpoints on disk: whole or not there, verified, one writer at a time.
 
-A checkpoint is one zip file (NumPy's `.npz`, without pickle) of arrays and a
-`metadata.json`, which holds the SHA-256 of every array and of itself. It is
-written beside its place, synced, and then renamed into it, so that a crash at
-any moment leaves the checkpoints that were there as they were. One that is
-found damaged is passed over in favour of the one before.
+A checkpoint is one `.npz` file of NumPy's, without pickle, and behind it the SHA-256
+of all its bytes. It is written beside its place, synced, and then renamed into it, so
+that a crash at any moment leaves the checkpoints that were there as they were. One
+that is found damaged is passed over in favour of the one before.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ import os
 import pathlib
 import re
 import warnings
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from tfdp_fl import _files, _json
 
-FORMAT = "tfdp_fl checkpoint 1"
-_METADATA = "metadata.json"
-_LOCK = "lock"
+FORMAT = "tfdp_fl checkpoint 2"
 _NAME = re.compile(r"round-(\d{8})\.npz")
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class CheckpointError(RuntimeError):
@@ -43,10 +40,6 @@ class CheckpointInUseError(CheckpointError):
 
 class CheckpointWriteError(CheckpointError):
     """A file could not be written; what stood before is as it was."""
-
-
-class _DamagedError(ValueError):
-    """A checkpoint does not verify."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +73,7 @@ class CheckpointDirectory:
         """Returns the rounds there are checkpoints of, the newest first."""
         if not self.path.is_dir():
             return []
-        matches = [_NAME.fullmatch(each.name) for each in self.path.iterdir()]
+        matches = [_NAME.fullmatch(file.name) for file in self.path.iterdir()]
         return sorted((int(m.group(1)) for m in matches if m), reverse=True)
 
     def file(self, round_index: int) -> pathlib.Path:
@@ -88,9 +81,7 @@ class CheckpointDirectory:
         return self.path / f"round-{round_index:08d}.npz"
 
     def newest(self) -> Checkpoint:
-        """Returns the newest checkpoint that is whole.
-
-        A damaged one is passed over, with a warning.
+        """Returns the newest checkpoint that is whole; warns of damaged ones.
 
         Raises:
           FileNotFoundError: There is no checkpoint.
@@ -105,8 +96,11 @@ class CheckpointDirectory:
         for round_index in rounds:
             file = self.file(round_index)
             try:
-                return _read(file)
-            except (_DamagedError, OSError) as error:
+                metadata, arrays = unpacked(file.read_bytes())
+                return Checkpoint(
+                    round_index=round_index, metadata=metadata, arrays=arrays
+                )
+            except (ValueError, OSError) as error:
                 problems.append(f"The checkpoint {file} is damaged: {error}.")
                 warnings.warn(
                     f"{problems[-1]} The one before it is tried.",
@@ -129,7 +123,7 @@ class CheckpointDirectory:
         with _clear_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(
-                self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+                self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,10 +144,7 @@ class CheckpointDirectory:
             self._lock = None
 
     def set_aside_after(self, round_index: int) -> None:
-        """Renames checkpoints of rounds after this one.
-
-        They are the damaged ones which resuming passed over.
-        """
+        """Renames the later checkpoints: damaged ones, which resuming passed over."""
         for later in self.rounds():
             if later > round_index:
                 file = self.file(later)
@@ -166,7 +157,7 @@ class CheckpointDirectory:
           CheckpointWriteError: It could not be written; the earlier ones are
             as they were.
         """
-        data = _serialized(checkpoint)
+        data = packed(checkpoint.metadata, checkpoint.arrays)
         write_atomically(self.file(checkpoint.round_index), data)
         for old in self.rounds()[keep:]:
             self.file(old).unlink(missing_ok=True)
@@ -203,74 +194,43 @@ def _clear_errors(path: pathlib.Path) -> Iterator[None]:
         ) from error
 
 
-def _serialized(checkpoint: Checkpoint) -> bytes:
+def packed(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Returns JSON values and arrays as the bytes of a file."""
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    body = {
+        "format": FORMAT,
+        "metadata": metadata,
+        # NumPy's files do not name the dtypes of others, such as bfloat16.
+        "dtypes": {
+            name: array.dtype.name
+            for name, array in arrays.items()
+            if array.dtype.kind == "V"
+        },
+    }
     stream = io.BytesIO()
-    arrays: dict[str, Any] = {}
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
-        for name, array in checkpoint.arrays.items():
-            array = np.asarray(array)
-            described = array.dtype.name
-            if array.dtype.kind == "V":  # bfloat16 and the like: as bits.
-                array = array.view(np.dtype(f"u{array.dtype.itemsize}"))
-            member = io.BytesIO()
-            np.lib.format.write_array(member, array, allow_pickle=False)
-            data = member.getvalue()
-            archive.writestr(_member(name), data)
-            arrays[name] = {"sha256": _digest(data), "dtype": described}
-        body = {
-            "format": FORMAT,
-            "round_index": checkpoint.round_index,
-            "metadata": checkpoint.metadata,
-            "arrays": arrays,
+    members: dict[str, Any] = {f"array/{name}": arrays[name] for name in arrays}
+    np.savez(stream, json=np.array(_json.canonical(body)), **members)
+    data = stream.getvalue()
+    return data + hashlib.sha256(data).digest()
+
+
+def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns what was packed; raises ValueError unless it is to the last bit."""
+    data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if hashlib.sha256(data).digest() != digest:
+        raise ValueError("its checksum is wrong")
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        body = json.loads(str(file["json"]))
+        if body["format"] != FORMAT:
+            raise ValueError(f"it has the format {body['format']!r}")
+        arrays = {
+            name.removeprefix("array/"): file[name]
+            for name in file.files
+            if name != "json"
         }
-        body["sha256"] = _digest(_canonical(body))
-        archive.writestr(_METADATA, _canonical(body))
-    return stream.getvalue()
+    if body["dtypes"]:
+        import tensorflow as tf  # Knows the dtypes that NumPy does not.
 
-
-def _read(file: pathlib.Path) -> Checkpoint:
-    """Reads and verifies; raises _DamagedError."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            body = json.loads(archive.read(_METADATA))
-            expected = body.pop("sha256")
-            if _digest(_canonical(body)) != expected:
-                raise _DamagedError("the checksum of its metadata is wrong")
-            if body["format"] != FORMAT:
-                raise _DamagedError(f"it has the format {body['format']!r}")
-            arrays = {}
-            for name, entry in body["arrays"].items():
-                data = archive.read(_member(name))
-                if _digest(data) != entry["sha256"]:
-                    raise _DamagedError(f"the checksum of {name} is wrong")
-                array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-                arrays[name] = _as_dtype(array, entry["dtype"])
-    except (_DamagedError, OSError):
-        raise
-    except Exception as error:  # Whatever broken bytes can lead to.
-        raise _DamagedError(str(error) or type(error).__name__) from error
-    return Checkpoint(
-        round_index=body["round_index"],
-        metadata=body["metadata"],
-        arrays=arrays,
-    )
-
-
-def _as_dtype(array: np.ndarray, name: str) -> np.ndarray:
-    if array.dtype.name == name:
-        return array
-    import tensorflow as tf  # Knows the dtypes that NumPy does not.
-
-    return array.view(tf.as_dtype(name).as_numpy_dtype)
-
-
-def _member(name: str) -> str:
-    return f"{name}.npy"
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _canonical(value: Any) -> bytes:
-    return _json.canonical(value).encode()
+        for name, dtype in body["dtypes"].items():
+            arrays[name] = arrays[name].view(tf.as_dtype(dtype).as_numpy_dtype)
+    return body["metadata"], arrays

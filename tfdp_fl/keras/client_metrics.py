@@ -14,9 +14,6 @@ from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import cohort, program
 from tfdp_fl.engine import trainer as trainer_lib
 
-# The one column that is no metric.
-NUM_EXAMPLES = "num_examples"
-
 
 def evaluate(
     model: tf.keras.Model,
@@ -45,55 +42,44 @@ def evaluate(
     Raises:
       ValueError: TensorFlow can evaluate the model on nobody's examples.
     """
-    counts = np.zeros(clients.num_clients, np.int64)
+    number = clients.num_clients
+    counts = np.zeros(number, np.int64)
     columns: dict[str, np.ndarray] = {}
     failed: list[ClientFailure] = []
     raised = 0
-
     metrics_of = _Evaluation(model, training, clients.element_spec)
-    bar = (
-        tf.keras.utils.Progbar(clients.num_clients, unit_name="client")
-        if verbose
-        else None
-    )
-    for done, client in enumerate(
-        clients.read_clients(np.arange(clients.num_clients)), 1
-    ):
+    bar = tf.keras.utils.Progbar(number, unit_name="client")
+    for done, client in enumerate(clients.read_clients(np.arange(number)), 1):
         if isinstance(client, ClientFailure):
             failed.append(client)
         else:
             counts[client.position] = size = len(tf.nest.flatten(client.y)[0])
-            values: dict[str, tf.Tensor] = {}
             try:
                 values = metrics_of(_batches(client.x, client.y, size, batch_size))
             except engine.CLIENT_ERRORS as error:
                 failed.append(ClientFailure(client.position, error))
-                raised += 1
+                values, raised = {}, raised + 1
             for name, value in values.items():
-                if name not in columns:
-                    columns[name] = np.full(clients.num_clients, np.nan)
-                columns[name][client.position] = value.numpy()
-        if bar is not None:
+                column = columns.setdefault(name, np.full(number, np.nan))
+                column[client.position] = value.numpy()
+        if verbose:
             bar.update(done)
     if not columns:
-        columns = {name: np.full(clients.num_clients, np.nan) for name in in_any_case}
+        columns = {name: np.full(number, np.nan) for name in in_any_case}
     if raised and not columns:
         raise ValueError(
-            "clients must have examples that the model can be evaluated on, "
-            f"and none of {clients.num_clients} has: the first error was "
-            f"{failed[0].reason}."
+            "clients must have examples that the model can be evaluated on, and none "
+            f"of {number} has: the first error was {failed[0].reason}."
         )
     if failed and not in_any_case:
         warnings.warn(
-            f"The data of {len(failed)} of {clients.num_clients} client(s) "
-            "could not be read, or evaluated on; their metrics are NaN. The "
-            f"first is client {clients.client_ids[failed[0].position]!r}: "
-            f"{failed[0].reason}.",
+            f"The data of {len(failed)} of {number} client(s) could not be read, or "
+            "evaluated on; their metrics are NaN. The first is client "
+            f"{clients.client_ids[failed[0].position]!r}: {failed[0].reason}.",
             RuntimeWarning,
             stacklevel=3,
         )
-    loss = {"loss": columns.pop("loss")} if "loss" in columns else {}
-    return {NUM_EXAMPLES: counts, **loss, **columns}
+    return {"num_examples": counts, **columns}
 
 
 class _Evaluation:
@@ -141,7 +127,7 @@ class _Evaluation:
         )
 
     def __call__(self, batches: Iterator[tuple[Any, Any]]) -> dict[str, tf.Tensor]:
-        """Returns a client's metrics, by name; none without batches."""
+        """Returns a client's loss and metrics, by name; none without batches."""
         metrics = [
             tf.zeros(spec.shape, spec.dtype) for spec in self._trainer.metric_specs
         ]
@@ -156,11 +142,8 @@ class _Evaluation:
 
 
 def _batches(x: Any, y: Any, size: int, batch_size: int) -> Iterator[tuple[Any, Any]]:
-    def rows(start: int, nest: Any) -> Any:
-        return tf.nest.map_structure(
-            lambda each: tf.convert_to_tensor(each[start : start + batch_size]),
-            nest,
-        )
-
     for start in range(0, size, batch_size):
-        yield rows(start, x), rows(start, y)
+        rows = slice(start, start + batch_size)
+        yield tf.nest.map_structure(
+            lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), (x, y)
+        )

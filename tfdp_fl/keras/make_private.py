@@ -18,11 +18,6 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.accounting.charge import ACCOUNTANTS
 from tfdp_fl.keras import model as model_lib
 from tfdp_fl.keras import training_setup
-from tfdp_fl.keras.privacy_target import (
-    ON_OVERSPEND,
-    PrivacyTarget,
-    warn_of_large_delta,
-)
 
 _MODEL_OPTIONS = (
     "on_client_failure",
@@ -32,6 +27,9 @@ _MODEL_OPTIONS = (
     "client_weighting",
     "noise_generator",
 )
+# What `make_private` chooses, and what it knows of a mechanism's parameters.
+_CHOSEN = {"noise_multiplier", "epsilon", "delta"}
+_KNOWN = {*_CHOSEN, "clients_per_round", "rounds", "min_separation"}
 # Noise multipliers that no run has, to ask a mechanism what it allows.
 _TINY, _HUGE = 1e-6, 1e6
 
@@ -86,27 +84,34 @@ def make_private(
       ValueError: The target cannot be kept, or an argument is not allowed.
     """
     training_setup.check_model(model)
+    model_options = {
+        name: options.pop(name) for name in _MODEL_OPTIONS if name in options
+    }
     _check_mechanism(mechanism, options)
     epsilon = _validate.positive(target_epsilon=target_epsilon)
     delta = _validate.inside_unit_interval(target_delta=target_delta)
     _validate.positive_integer(num_clients=num_clients)
     _validate.positive_integer(rounds=rounds)
-    _validate.one_of(ON_OVERSPEND, on_overspend=on_overspend)
-    warn_of_large_delta("target_delta", delta, num_clients)
+    _validate.one_of(training_setup.ON_OVERSPEND, on_overspend=on_overspend)
+    training_setup.warn_of_large_delta("target_delta", delta, num_clients)
     # Calibrated for the very cohort sizes that will be drawn.
     clients_per_round = schedules.fixed(clients_per_round)
-    model_options = {
-        name: options.pop(name) for name in _MODEL_OPTIONS if name in options
-    }
     smallest = min(
         schedules.value_at(clients_per_round, t, "clients_per_round")
         for t in range(rounds)
     )
     _validate.positive(clients_per_round=smallest)
-    if isinstance(mechanism, str) and mechanism in mechanisms.names():
+    make: Callable[[float], mechanisms.Mechanism]
+    if isinstance(mechanism, mechanisms.Mechanism):
+        make = scaled_noise(mechanism)
+    else:
         kind = mechanisms.by_name(mechanism)
         options = known_facts(kind, rounds, num_clients, smallest) | options
-    make = _maker(mechanism, options, epsilon, delta, smallest)
+
+        def make(noise: float) -> mechanisms.Mechanism:
+            target = mechanisms.Target(noise, epsilon, delta, smallest)
+            return kind.for_target(target, **options)
+
     sampler = sampling_lib.make_sampler(
         sampling,
         num_clients,
@@ -125,15 +130,9 @@ def make_private(
         )
 
         def charges(noise: float) -> Any:
-            trial = make(noise)
-            trial.check(deployment)
-            counts = collections.Counter(
-                sampler.charge(t, trial.round_event(t, deployment))
-                for t in range(rounds)
-            )
-            return counts.items()
+            return charged(make(noise), sampler, deployment).items()
 
-        limit = _largest_noise(make, deployment)
+        limit = largest_noise(make, deployment)
         if accountant is None:
             kinds = charges(1.0 if limit is None else min(1.0, limit))
             accountant = accounting.tightest(charge for charge, _ in kinds)
@@ -146,6 +145,16 @@ def make_private(
             raise ValueError(f"{error}{why}") from error
     accountant = accountant or "rdp"
     made = make(_TINY if noise is None else noise)
+    target = None
+    if made.guarantee != "none":
+        target = training_setup.PrivacyTarget(
+            epsilon=epsilon,
+            delta=delta,
+            accountant=accountant,
+            num_clients=num_clients,
+            rounds=rounds,
+            on_overspend=on_overspend,
+        )
     return model_lib.DPFederatedModel(
         model,
         made,
@@ -153,16 +162,7 @@ def make_private(
         sampling,
         delta=delta,
         accountant=accountant,
-        target=None
-        if made.guarantee == "none"
-        else PrivacyTarget(
-            epsilon=epsilon,
-            delta=delta,
-            accountant=accountant,
-            num_clients=num_clients,
-            rounds=rounds,
-            on_overspend=on_overspend,
-        ),
+        target=target,
         **model_options,
     )
 
@@ -192,113 +192,44 @@ def known_facts(
     return {name: known[name] for name in known.keys() & names}
 
 
-def _maker(
-    mechanism: str | mechanisms.Mechanism,
-    options: dict[str, Any],
-    epsilon: float,
-    delta: float,
-    clients_per_round: float,
+def scaled_noise(
+    mechanism: mechanisms.Mechanism,
 ) -> Callable[[float], mechanisms.Mechanism]:
-    """Returns a function from a noise multiplier to a mechanism.
+    """Returns a function from a noise multiplier to a mechanism with it.
 
-    For a mechanism with scheduled noise it is the factor of the schedule; a
-    local one sets its noise itself.
+    Of scheduled noise it is the factor of the schedule.
     """
-    if isinstance(mechanism, mechanisms.Mechanism):
-        schedule = schedules.fixed(mechanism.noise_multiplier)
-        return lambda factor: mechanism.with_noise_multiplier(_scaled(schedule, factor))
-    kind = mechanisms.by_name(mechanism)
-    return lambda noise: kind.for_target(
-        mechanisms.Target(noise, epsilon, delta, clients_per_round), **options
+    schedule = schedules.fixed(mechanism.noise_multiplier)
+
+    def make(factor: float) -> mechanisms.Mechanism:
+        scaled: Any = factor
+        if callable(schedule):
+            scaled = lambda t: factor * schedule(t)  # noqa: E731
+        elif isinstance(schedule, Sequence):
+            scaled = tuple(factor * value for value in schedule)
+        return mechanism.with_noise_multiplier(scaled)
+
+    return make
+
+
+def charged(
+    mechanism: mechanisms.Mechanism,
+    sampler: sampling_lib.CohortSampler,
+    deployment: mechanisms.Deployment,
+) -> collections.Counter[accounting.RoundCharge]:
+    """Returns what the rounds of a deployment cost, and how often each."""
+    mechanism.check(deployment)
+    return collections.Counter(
+        sampler.charge(t, mechanism.round_event(t, deployment))
+        for t in range(deployment.rounds or 0)
     )
 
 
-def _check_mechanism(
-    mechanism: str | mechanisms.Mechanism, options: dict[str, Any]
-) -> None:
-    """Raises unless noise can be calibrated for a mechanism."""
-    allowed = [
-        name
-        for name in mechanisms.names()
-        if mechanisms.by_name(name).guarantee in ("central", "local", "none")
-    ]
-    options = {k: v for k, v in options.items() if k not in _MODEL_OPTIONS}
-    if not isinstance(mechanism, mechanisms.Mechanism):
-        _validate.one_of(allowed, mechanism=mechanism)
-        _check_options(mechanism, mechanisms.by_name(mechanism), options)
-        return
-    if options:
-        raise TypeError(
-            f"{sorted(options)} cannot be given with a mechanism that is already made."
-        )
-    if (
-        mechanism.guarantee != "central"
-        or "noise_multiplier" not in mechanism.parameters()
-    ):
-        raise ValueError(
-            "mechanism must be one whose noise_multiplier can be chosen "
-            "(AdaptiveClipping, CorrelatedNoise, FixedClipping or "
-            "MedianClipping) or one of "
-            f"{', '.join(map(repr, allowed))}, got {mechanism!r}."
-        )
-
-
-def _scaled(schedule: schedules.Schedule, factor: float) -> schedules.Schedule:
-    """Returns a schedule times a factor; a constant is replaced by it."""
-    if callable(schedule):
-        return lambda t: factor * schedule(t)
-    if isinstance(schedule, Sequence):
-        return tuple(factor * value for value in schedule)
-    return factor
-
-
-# What `make_private` knows or finds out.
-_KNOWN = {
-    *("noise_multiplier", "epsilon", "delta", "clients_per_round"),
-    *("rounds", "min_separation"),
-}
-
-
-def _check_options(name: str, kind: type, options: dict[str, Any]) -> None:
-    fields = dataclasses.fields(kind)
-    allowed = {field.name for field in fields}
-    allowed -= {"noise_multiplier", "epsilon", "delta"}
-    for field in fields:
-        if (
-            field.init
-            and field.default is dataclasses.MISSING
-            and field.default_factory is dataclasses.MISSING
-            and field.name not in (*_KNOWN, *options)
-        ):
-            raise TypeError(
-                f"{field.name} must be given with mechanism={name!r}, got none."
-            )
-    for option in options:
-        if option not in allowed:
-            known = [*allowed, *_MODEL_OPTIONS, *_ARGUMENTS]
-            meant = difflib.get_close_matches(option, known, 1)
-            raise TypeError(
-                f"{option} is not an argument of make_private or of {kind.__name__}"
-                + (
-                    f": do you mean {meant[0]}?"
-                    if meant
-                    else f", which takes {', '.join(sorted(allowed))}."
-                )
-            )
-
-
-_ARGUMENTS = [
-    name
-    for name, argument in inspect.signature(make_private).parameters.items()
-    if argument.kind != argument.VAR_KEYWORD
-]
-
-
-def _largest_noise(
+def largest_noise(
     make: Callable[[float], mechanisms.Mechanism],
     deployment: mechanisms.Deployment,
 ) -> float | None:
-    """Returns the largest noise that a mechanism allows; None: any."""
+    """Returns the largest noise multiplier that a mechanism allows; None: any."""
     with contextlib.suppress(ValueError):
         make(_HUGE).check(deployment)
         return None
@@ -310,3 +241,51 @@ def _largest_noise(
     ]
     limit = min(limits, default=1.0)
     return None if math.isinf(limit) else limit * (1 - 1e-9)
+
+
+def _check_mechanism(
+    mechanism: str | mechanisms.Mechanism, options: dict[str, Any]
+) -> None:
+    """Raises unless noise can be calibrated for a mechanism with these options."""
+    names = [
+        name
+        for name in mechanisms.names()
+        if mechanisms.by_name(name).guarantee in ("central", "local", "none")
+    ]
+    if isinstance(mechanism, mechanisms.Mechanism):
+        if options:
+            raise TypeError(
+                f"{sorted(options)} cannot be given with a mechanism that is already "
+                "made."
+            )
+        has_noise = "noise_multiplier" in mechanism.parameters()
+        if mechanism.guarantee != "central" or not has_noise:
+            raise ValueError(
+                "mechanism must be one whose noise_multiplier can be chosen (such as "
+                f"FixedClipping) or one of {', '.join(map(repr, names))}, got "
+                f"{mechanism!r}."
+            )
+        return
+    _validate.one_of(names, mechanism=mechanism)
+    kind = mechanisms.by_name(mechanism)
+    fields = dataclasses.fields(kind)
+    for field in fields:
+        has_default = not (
+            field.default is field.default_factory is dataclasses.MISSING
+        )
+        if field.init and not has_default and field.name not in (*_KNOWN, *options):
+            raise TypeError(
+                f"{field.name} must be given with mechanism={mechanism!r}, got none."
+            )
+    allowed = {field.name for field in fields} - _CHOSEN
+    arguments = [*inspect.signature(make_private).parameters][:-1]
+    for option in options.keys() - allowed:
+        meant = difflib.get_close_matches(
+            option, [*allowed, *_MODEL_OPTIONS, *arguments], 1
+        )
+        hint = f", which takes {', '.join(sorted(allowed))}."
+        if meant:
+            hint = f": do you mean {meant[0]}?"
+        raise TypeError(
+            f"{option} is not an argument of make_private or of {kind.__name__}{hint}"
+        )

@@ -1,8 +1,8 @@
 """The Keras front: a model that is trained on clients, with a guarantee.
 
-The file is long because its subject is one, the class that users see, with what
-each argument means. What it does is elsewhere: `preparation` (checks, and makes
-the engine), `round_loop` (the rounds), `run` (what lasts), `statement`.
+The class that users see, with what each argument means. What it does is elsewhere:
+`preparation` (checks, and makes the engine), `round_loop` (the rounds), `run` (what
+lasts), `statement`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -30,34 +30,26 @@ from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import FederatedDataset, persons
 from tfdp_fl.engine import CohortEngine, LocalTraining
 from tfdp_fl.keras import callbacks as callbacks_lib
-from tfdp_fl.keras import checkpoint as checkpoint_lib
 from tfdp_fl.keras import (
     client_metrics,
-    evaluation_charge,
-    features,
     keras_names,
     model_history,
     private_metrics,
-    progress,
     randomness,
     resuming,
     round_loop,
     statement,
+    training_setup,
 )
-from tfdp_fl.keras import compiled as compiled_lib
-from tfdp_fl.keras import history as history_lib
-from tfdp_fl.keras import training_setup as training_setup_lib
-from tfdp_fl.keras import validation_data as validation_data_lib
-from tfdp_fl.keras.compiled import Compiled
+from tfdp_fl.keras import (
+    validation_data as validation_data_lib,
+)
 from tfdp_fl.keras.costs import RoundCosts
-from tfdp_fl.keras.fit_plan import FitPlan
-from tfdp_fl.keras.preparation import (
-    Preparation,
-    PreparedEngine,
-)
-from tfdp_fl.keras.privacy_target import PrivacyTarget, warn_of_large_delta
-from tfdp_fl.keras.run import Run
+from tfdp_fl.keras.preparation import Preparation, PreparedEngine
+from tfdp_fl.keras.run import FitPlan, Run
+from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism
+from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 # Local steps after which the averages of an adaptive optimizer mean something.
 _STEPS_TO_ADAPT = 20
@@ -93,7 +85,7 @@ class DPFederatedModel:
         accountant: str = "rdp",
         on_client_failure: str | None = None,
         non_trainable_state: str = "aggregate",
-        secure_aggregation: Any = None,
+        secure_aggregation: AdditiveSecretSharing | None = None,
         num_replicas: int | None = None,
         noise_generator: str = "philox",
         target: PrivacyTarget | None = None,
@@ -143,9 +135,9 @@ class DPFederatedModel:
           ValueError: An argument is not allowed; the message names it.
           TypeError: An argument has the wrong type.
         """
-        training_setup_lib.check_model(model)
+        training_setup.check_model(model)
         self._model = model
-        self._setup = training_setup_lib.TrainingSetup(
+        self._setup = TrainingSetup(
             mechanism=mechanism,
             clients_per_round=clients_per_round,
             sampling=sampling,
@@ -164,7 +156,7 @@ class DPFederatedModel:
         # Whether clients' metrics were shown without noise.
         self._showed_metrics = False
         self._attempts = randomness.Attempts()
-        self._keep_target = None if target is None else callbacks_lib.KeepTarget(target)
+        self._keep_target = [] if target is None else [callbacks_lib.KeepTarget(target)]
         self._compiled: Compiled | None = None
         self._prepared: PreparedEngine | None = None
         self._verbose = 0
@@ -186,7 +178,7 @@ class DPFederatedModel:
         return self._model
 
     @property
-    def setup(self) -> training_setup_lib.TrainingSetup:
+    def setup(self) -> TrainingSetup:
         """The arguments that it was made with."""
         return self._setup
 
@@ -280,8 +272,10 @@ class DPFederatedModel:
             round start from, with an int64 seed of shape [2].
           **others: None; what is given is refused, with what to give instead.
         """
-        keras_names.refuse_compile_arguments(others, _COMPILE_ARGUMENTS)
-        model_history.history_of(self.model).check_idle("compile")
+        keras_names.refuse_arguments(
+            "compile", others, _arguments(type(self).compile), keras_names.OF_COMPILE
+        )
+        model_history.check_idle(self.model, "compile")
         if loss is None:
             raise ValueError("loss must be given, got None.")
         for name, hook in (
@@ -290,28 +284,30 @@ class DPFederatedModel:
         ):
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be callable, got {hook!r}.")
-        optimizer = compiled_lib.optimizer("optimizer", optimizer)
+        optimizer = training_setup.checked_optimizer("optimizer", optimizer)
         keras_versions.check_optimizer(optimizer)
-        compiled_lib.check_names(
+        training_setup.check_names(
             loss=loss, metrics=metrics, weighted_metrics=weighted_metrics
         )
         if server_optimizer is not None:
             if self.mechanism.releases_weights:
                 raise ValueError(
-                    "server_optimizer must be None with "
-                    f"{self.mechanism.name}, which releases weights and no "
-                    f"update, got {server_optimizer!r}."
+                    f"server_optimizer must be None with {self.mechanism.name}, which "
+                    f"releases weights and no update, got {server_optimizer!r}."
                 )
-            server_optimizer = compiled_lib.optimizer(
+            server_optimizer = training_setup.checked_optimizer(
                 "server_optimizer", server_optimizer
             )
+        as_keras = {
+            "optimizer": optimizer,
+            "loss": loss,
+            "metrics": metrics,
+            "weighted_metrics": weighted_metrics,
+            "loss_weights": loss_weights,
+        }
         self._compiled = Compiled(
             training=LocalTraining(
-                optimizer=optimizer,
-                loss=loss,
-                metrics=metrics,
-                weighted_metrics=weighted_metrics,
-                loss_weights=loss_weights,
+                **as_keras,
                 proximal_weight=self.mechanism.proximal_weight,
                 grad_clip=_validate.finite(grad_clip=grad_clip),
                 upload_hook=upload_hook,
@@ -323,17 +319,11 @@ class DPFederatedModel:
         self._prepared = None  # A new engine; the run goes on.
         if self.run is None:
             self._setup = self.setup.for_server(self._given_mechanism, server_optimizer)
-        self.model.compile(
-            optimizer=optimizer,
-            loss=loss,
-            metrics=metrics,
-            weighted_metrics=weighted_metrics,
-            loss_weights=loss_weights,
-        )
+        self.model.compile(**as_keras)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the model, as Keras's `evaluate` does."""
-        self._require_compiled("evaluate")
+        self.require_compiled("evaluate")
         return self.model.evaluate(*args, **kwargs)
 
     def evaluate_clients(
@@ -370,41 +360,16 @@ class DPFederatedModel:
           ValueError: An argument is not allowed; or `private`, before `fit`,
             or with a guarantee that is not central, or beyond the target.
         """
-        self._require_compiled("evaluate_clients")
+        training = self.require_compiled("evaluate_clients").training
         _validate.positive_integer(batch_size=batch_size)
         dataset = datasets.as_federated(clients)
-        verbose = 1 if verbose == "auto" else verbose
-        silent = int(_validate.one_of((0, 1, 2), verbose=verbose))
-        training = cast(Compiled, self._compiled).training
-        if private is None:
-            self._showed_metrics = True
-            if self.run is not None:
-                self.run.facts.metrics_shown = True
-            return client_metrics.evaluate(
-                self.model, training, dataset, batch_size, silent
-            )
-        _validate.instance_of(private_metrics.PrivateMetrics, private=private)
-        generator = np.random.Generator(np.random.Philox())
-        charge = private.charge(self.sampling, dataset.num_clients)
-        positions = private.draw(charge, generator)
-        evaluation_charge.check(self, charge)
-        values: dict[str, np.ndarray] = {}
-        if len(positions):
-            values = client_metrics.evaluate(
-                self.model,
-                training,
-                dataset.take(positions),
-                batch_size,
-                silent,
-                private.bounds,
-            )
-            private.contributions(values)  # Raises before anything is charged.
-        else:
-            values = {name: np.zeros(0) for name in private.bounds}
-        with _interrupts.after_the_block():
-            # Broken off between, a ledger has a line that the run knows not of.
-            evaluation_charge.pay(self, charge)
-            return private.released(values, generator)
+        bar = _checked_verbose(verbose)
+        if private is not None:
+            return private_metrics.release(self, private, dataset, batch_size, bar)
+        self._showed_metrics = True
+        if self.run is not None:
+            self.run.facts.metrics_shown = True
+        return client_metrics.evaluate(self.model, training, dataset, batch_size, bar)
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Predicts, as Keras's `predict` does."""
@@ -418,23 +383,12 @@ class DPFederatedModel:
         """Saves the trained Keras model, which loads without this package."""
         self.model.save(path, **kwargs)
 
-    def get_weights(self) -> list[np.ndarray]:
-        """Returns the model's weights."""
-        return self.model.get_weights()
-
-    def set_weights(self, weights: Sequence[np.ndarray]) -> None:
-        """Sets the model's weights."""
-        self.model.set_weights(weights)
-
     def summary(self, *args: Any, **kwargs: Any) -> None:
         """Prints the model's layers, and how it is trained."""
         print_fn = kwargs.get("print_fn") or print
         self.model.summary(*args, **kwargs)
-        cohorts = self.setup.clients_per_round
-        size = f"{cohorts:g}" if schedules.is_constant(cohorts) else "scheduled"
         print_fn(f"Mechanism: {self.mechanism.describe()}")
-        print_fn(f"Cohorts: {self.sampling}, {size} clients per round")
-        print_fn(f"Rounds so far: {self.rounds}")
+        print_fn(f"Cohorts: {self.sampling}. Rounds so far: {self.rounds}")
 
     # Training.
 
@@ -535,28 +489,35 @@ class DPFederatedModel:
           `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is
           known, and `between_client_variance` and `update_scale` if asked for.
         """
-        keras_names.refuse_arguments(others, _FIT_ARGUMENTS)
-        compiled = self._require_compiled("fit").with_class_weight(class_weight)
+        keras_names.refuse_arguments(
+            "fit", others, _arguments(type(self).fit), keras_names.OF_FIT
+        )
+        self.require_compiled("fit")
         if client_ids is None and isinstance(y, int) and rounds == 1:
             y, rounds = None, y
         clients = persons.of_fit(
             clients if x is None else x, y, client_ids, sample_weight
         )
-        clients, validation_data, held_out = validation_data_lib.split(
+        validation = validation_data_lib.Validation(
+            data=validation_data,
+            every=validation_freq,
+            batch_size=validation_batch_size,
+        )
+        clients, held_out_data, held_out = validation_data_lib.split(
             clients, validation_data, validation_split
         )
+        if held_out:
+            validation = dataclasses.replace(validation, data=held_out_data)
         _validate.positive_integer(rounds=rounds)
         _validate.positive_integer(batch_size=batch_size)
         _validate.positive_integer(local_epochs=local_epochs)
-        _validate.positive_integer(validation_freq=validation_freq)
         if seed is not None:
             _validate.non_negative_integer(seed=seed)
             self.setup.check_seed(seed)
         _check_runtime_and_audit(runtime, audit, resume_from)
-        verbose = 1 if verbose == "auto" else verbose
-        self._verbose = int(_validate.one_of((0, 1, 2), verbose=verbose))
+        self._verbose = _checked_verbose(verbose)
         callbacks = callbacks_lib.checked(callbacks)
-        features.check_validation(self.model, validation_data)
+        validation.check_features(self.model)
         plan = FitPlan(
             first_round=self.rounds,
             last_round=self.rounds + rounds,
@@ -567,112 +528,77 @@ class DPFederatedModel:
         )
         interrupted = None
         if resume_from is not None:
-            interrupted = resuming.InterruptedRun.read(
-                resume_from,
-                clients,
-                plan,
-                model=self.model,
-                setup=self.setup,
-                compiled=compiled,
-                run=self.run,
-            )
+            interrupted = resuming.InterruptedRun.read(resume_from, self, clients, plan)
             plan = interrupted.plan
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
-        self._check_plan(clients.num_clients)
-        self._warn_of_delta(clients.num_clients)
-        if self.run is None:
-            self._hint_at_optimizer(compiled, clients, batch_size, local_epochs)
-        run, prepared = Preparation(
-            model=self.model,
-            setup=self.setup,
-            compiled=compiled,
-            run=self.run,
+        self._check_plan(clients, plan)
+        run, self._prepared = Preparation(
+            fed=self,
             clients=clients,
             plan=plan,
+            class_weight=class_weight,
             moments=between_client_variance,
-            attempts=self._attempts,
         ).prepare(
+            self._attempts,
             self._prepared,
             None if interrupted is None else interrupted.calibration,
         )
-        self._prepared, engine = prepared, prepared.engine
+        engine = self._prepared.engine
         engine.state = run.mechanism_state
         with _interrupts.after_the_block():
             # Broken off between, the weights come back without what they cost.
             if interrupted is not None:
-                run = interrupted.restore(self.model, compiled, engine, run)
+                run = interrupted.restore(self, engine, run)
                 model_history.claim(self, engine.server.variables)
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
-            run.spending.expect(clients.num_clients)
-            run.facts.seed_given |= seed is not None
+            run.begin_fit(
+                seed, self.setup.noise_generator, validation.data is not None, held_out
+            )
             run.facts.metrics_shown |= self._showed_metrics
-            run.facts.note_generator(self.setup.noise_generator)
-            run.facts.validated |= validation_data is not None
-            run.facts.note_held_out(held_out, run.rounds)
             self._run = run
-        return self._train(
-            run,
-            engine,
-            compiled,
-            clients,
-            callbacks,
-            validation_data_lib.Validation(
-                data=validation_data,
-                every=validation_freq,
-                batch_size=validation_batch_size,
-            ),
-            runtime,
-            audit,
-        )
+        collector = engine if runtime is None else runtime.collector(engine, clients)
+        return self._train(clients, callbacks, validation, collector, audit)
 
     def _train(
         self,
-        run: Run,
-        cohort_engine: CohortEngine,
-        compiled: Compiled,
         clients: FederatedDataset,
         callbacks: list[tf.keras.callbacks.Callback],
         validation: validation_data_lib.Validation,
-        runtime: Any,
+        collector: Any,
         audit: auditing.CanaryAudit | None,
     ) -> tf.keras.callbacks.History:
         """Runs the rounds of the run's plan."""
         begun_with = round_loop.digest(self.model)
-        federated: list[callbacks_lib.FederatedCallback] = [
-            each
-            for each in callbacks
-            if isinstance(each, callbacks_lib.FederatedCallback)
+        federated = [
+            callback
+            for callback in [*callbacks, *self._keep_target]
+            if isinstance(callback, callbacks_lib.FederatedCallback)
         ]
-        if self._keep_target is not None:
-            federated.append(self._keep_target)
-        for each in federated:
-            other = each.federated_model
-            if (
-                other not in (None, self)
-                and model_history.history_of(other.model).is_fitting
-            ):
+        for callback in federated:
+            other = callback.federated_model
+            if other not in (None, self) and model_history.is_fitting(other.model):
                 raise RuntimeError(
-                    f"callbacks must not have the {type(each).__name__} of a fit "
+                    f"callbacks must not have the {type(callback).__name__} of a fit "
                     "that is running: give each model callbacks of its own."
                 )
-            each.set_federated_model(self)
+            callback.set_federated_model(self)
         self.federated_callbacks = federated
-        history = self.model.history = history_lib.History()
-        bar = progress.RoundProgress(self._verbose, run.rounds, run.plan.last_round)
+        run, _ = self.require_trained("fit")
+        delta = self.delta
+        if delta is None:
+            for callback in federated:
+                if isinstance(callback, callbacks_lib.PrivacyBudget):
+                    delta = run.budget_delta = callback.delta
+                    break
+        history = self.model.history = tf.keras.callbacks.History()
         round_loop.RoundLoop(
-            model=self.model,
-            setup=self.setup,
-            compiled=compiled,
-            run=run,
+            fed=self,
             clients=clients,
-            engine=cohort_engine,
-            collector=cohort_engine
-            if runtime is None
-            else runtime.collector(cohort_engine, clients),
+            collector=collector,
             validation=validation,
-            delta=self._history_delta(run, callbacks),
+            delta=delta,
             keras_callbacks=tf.keras.callbacks.CallbackList(
                 [*callbacks, history],
                 model=self.model,
@@ -680,53 +606,33 @@ class DPFederatedModel:
                 epochs=run.plan.last_round,
                 steps=1,
             ),
-            federated_model=self,
             audit=audit,
-            say=self.say,
             begun_with=begun_with,
-        ).train(bar)
+            verbose=self._verbose,
+        ).train()
         return history
 
-    def checkpoint(self, ledger_head: str | None) -> checkpoint_lib.Checkpoint:
-        """Returns the state of the training between two rounds.
-
-        Args:
-          ledger_head: The hash of the last line of the ledger beside the
-            checkpoint; None if there is no ledger yet.
-        """
-        run, cohort_engine = self._require_trained("checkpoint")
-        return resuming.capture(
-            self.model,
-            self.setup,
-            self._require_compiled("checkpoint"),
-            run,
-            cohort_engine,
-            ledger_head,
-        )
-
-    def _check_plan(self, num_clients: int) -> None:
-        """Refuses far fewer clients than noise and rounds were planned for."""
-        if self.target is None or 2 * num_clients >= self.target.num_clients:
+    def _check_plan(self, clients: FederatedDataset, plan: FitPlan) -> None:
+        """Refuses far fewer clients than planned; says what is usually a mistake."""
+        size, target = clients.num_clients, self.target
+        if target is not None and 2 * size < target.num_clients:
+            raise ValueError(
+                f"clients must be about the num_clients={target.num_clients} that "
+                f"make_private was told, got {size}: of so few, each round draws a "
+                "larger share, costs more than was planned, and the target would be "
+                f"spent after a few. Call make_private with num_clients={size}."
+            )
+        if self.run is not None:
             return
-        raise ValueError(
-            f"clients must be about the num_clients={self.target.num_clients} that "
-            f"make_private was told, got {num_clients}: of so few, each round draws "
-            "a larger share, costs more than was planned, and the target would be "
-            f"spent after a few. Call make_private with num_clients={num_clients}."
-        )
-
-    def _hint_at_optimizer(
-        self,
-        compiled: Compiled,
-        clients: FederatedDataset,
-        batch_size: int,
-        local_epochs: int,
-    ) -> None:
-        optimizer = compiled.training.optimizer
+        warned = target is not None and target.delta * target.num_clients >= 1
+        per_record = self.mechanism.guarantee == spending_lib.RECORD
+        if self.delta is not None and not warned and not per_record:
+            training_setup.warn_of_large_delta("delta", self.delta, size)
+        optimizer = self.require_compiled("fit").training.optimizer
         if isinstance(optimizer, tf.keras.optimizers.SGD) or not clients.is_indexed:
             return
-        examples = clients.num_examples() / clients.num_clients
-        steps = local_epochs * math.ceil(examples / batch_size)
+        batches = clients.num_examples() / size / plan.batch_size
+        steps = plan.local_epochs * math.ceil(batches)
         if steps < _STEPS_TO_ADAPT:
             self.say(
                 f"Hint: each client starts {type(optimizer).__name__} anew in each "
@@ -735,30 +641,22 @@ class DPFederatedModel:
                 "usually better."
             )
 
-    def _warn_of_delta(self, num_clients: int) -> None:
-        if self.delta is None or self.spending is not None:
-            return
-        warned = self.target is not None and (
-            self.target.delta * self.target.num_clients >= 1
-        )
-        if not warned and self.mechanism.guarantee != spending_lib.RECORD:
-            warn_of_large_delta("delta", self.delta, num_clients)
-
-    def _history_delta(self, run: Run, callbacks: Iterable[Any]) -> float | None:
-        if self.delta is not None:
-            return self.delta
-        for each in callbacks:
-            if isinstance(each, callbacks_lib.PrivacyBudget):
-                run.budget_delta = each.delta
-                return each.delta
-        return None
-
-    def _require_compiled(self, what: str) -> Compiled:
+    def require_compiled(self, what: str) -> Compiled:
+        """Returns what `compile` was given; raises NotCompiledError before."""
         if self._compiled is None:
             raise NotCompiledError(
                 f"compile must be called before {what}, with an optimizer and a loss."
             )
         return self._compiled
+
+    def require_trained(self, what: str) -> tuple[Run, CohortEngine]:
+        """Returns the run and what runs it; raises ValueError before `fit`."""
+        if self.run is None or self.engine is None:
+            raise ValueError(
+                f"fit must be called before {what}: there is nothing to state yet."
+            )
+        model_history.check_owner(self)
+        return self.run, self.engine
 
     def say(self, message: str) -> None:
         """Tells the user something about the training, unless silent."""
@@ -779,7 +677,7 @@ class DPFederatedModel:
 
     @property
     def mechanism(self) -> Mechanism:
-        """What is released about a cohort; what was charged hangs on it."""
+        """What is released about a cohort."""
         return self.setup.mechanism
 
     @property
@@ -792,18 +690,10 @@ class DPFederatedModel:
         """The delta at which `History` reports epsilon, or None."""
         return self.setup.delta
 
-    @delta.setter
-    def delta(self, delta: float | None) -> None:
-        self._setup = dataclasses.replace(self.setup, delta=delta)
-
     @property
     def accountant(self) -> str:
         """By which epsilon is computed unless told otherwise."""
         return self.setup.accountant
-
-    @accountant.setter
-    def accountant(self, accountant: str) -> None:
-        self._setup = dataclasses.replace(self.setup, accountant=accountant)
 
     @property
     def target(self) -> PrivacyTarget | None:
@@ -812,16 +702,16 @@ class DPFederatedModel:
 
     @property
     def rounds(self) -> int:
-        """Returns how many rounds were run (abandoned ones included)."""
+        """How many rounds were run (abandoned ones included)."""
         return 0 if self.run is None else self.run.rounds
 
     @property
     def spending(self) -> spending_lib.Spending | None:
-        """Returns what the rounds have cost; None before the first `fit`."""
+        """What the rounds have cost; None before the first `fit`."""
         return None if self.run is None else self.run.spending
 
     def _costs(self) -> RoundCosts:
-        return RoundCosts.of(self.setup, self._require_trained("this")[0])
+        return RoundCosts(self.setup, self.require_trained("this")[0])
 
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon at delta of the rounds that ran.
@@ -863,7 +753,9 @@ class DPFederatedModel:
         """
         round_index = _validate.non_negative_integer(round_index=round_index)
         delta = _validate.inside_unit_interval(delta=delta)
-        return self._costs().epsilon_after_round(round_index, delta, accountant)
+        return self._costs().epsilon_after_round(
+            round_index, delta, accountant or self.accountant
+        )
 
     def affordable_rounds(
         self,
@@ -880,7 +772,9 @@ class DPFederatedModel:
         epsilon = _validate.non_negative(epsilon=epsilon)
         delta = _validate.inside_unit_interval(delta=delta)
         rounds = _validate.non_negative_integer(rounds=rounds)
-        return self._costs().affordable_rounds(epsilon, delta, rounds, accountant)
+        return self._costs().affordable_rounds(
+            epsilon, delta, rounds, accountant or self.accountant
+        )
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
@@ -896,28 +790,18 @@ class DPFederatedModel:
         Raises:
           ValueError: Nothing was trained yet, or an argument is not allowed.
         """
-        run, cohort_engine = self._require_trained("privacy_statement")
+        run, cohort_engine = self.require_trained("privacy_statement")
         if delta is None:
             delta = self.delta or run.budget_delta
         if delta is None:
+            sizes = [size for size, _ in run.populations]
             units = run.num_records
             if units is None:
-                units = max(
-                    run.spending.clients.num_clients,
-                    *(size for size, _ in run.populations),
-                )
+                units = max(run.spending.clients.num_clients, *sizes)
             delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
             statement.facts(self.setup, run, cohort_engine), delta, format
         )
-
-    def _require_trained(self, what: str) -> tuple[Run, CohortEngine]:
-        if self.run is None or self.engine is None:
-            raise ValueError(
-                f"fit must be called before {what}: there is nothing to state yet."
-            )
-        model_history.check_owner(self)
-        return self.run, self.engine
 
 
 def _check_runtime_and_audit(runtime: Any, audit: Any, resume_from: Any) -> None:
@@ -935,13 +819,14 @@ def _check_runtime_and_audit(runtime: Any, audit: Any, resume_from: Any) -> None
         )
 
 
-_COMPILE_ARGUMENTS = [
-    name
-    for name, argument in inspect.signature(DPFederatedModel.compile).parameters.items()
-    if argument.kind != argument.VAR_KEYWORD and name != "self"
-]
-_FIT_ARGUMENTS = [
-    name
-    for name, each in inspect.signature(DPFederatedModel.fit).parameters.items()
-    if each.kind != each.VAR_KEYWORD and name != "self"
-]
+def _checked_verbose(verbose: str | int) -> int:
+    return int(_validate.one_of((0, 1, 2), verbose=1 if verbose == "auto" else verbose))
+
+
+def _arguments(method: Any) -> list[str]:
+    """Returns the names of a method's arguments."""
+    return [
+        name
+        for name, argument in inspect.signature(method).parameters.items()
+        if argument.kind != argument.VAR_KEYWORD and name != "self"
+    ]

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -26,71 +26,50 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 charging = threading.Lock()
 
 _TRAINED_BY = "_tfdp_fl_trained_by"
+_fits: weakref.WeakKeyDictionary[tf.keras.Model, threading.Lock] = (
+    weakref.WeakKeyDictionary()
+)
+_adding = threading.Lock()
 
 
-def check_owner(federated_model: Any) -> None:
+def check_owner(fed: Any) -> None:
     """Raises ValueError if another `DPFederatedModel` trained some of the weights."""
-    model = federated_model.model
-    for variable in keras_versions.tf_variables(model.weights):
+    for variable in keras_versions.tf_variables(fed.model.weights):
         owner = getattr(variable, _TRAINED_BY, None)
-        if owner is not None and owner() is not federated_model:
+        if owner is not None and owner() is not fed:
             raise ValueError(
-                f"model {model.name!r} was already trained on clients by another "
+                f"model {fed.model.name!r} was already trained on clients by another "
                 "DPFederatedModel, itself or a layer that it shares, and what that "
                 "cost is counted there, not here. Go on with that one, resume from "
                 "its checkpoint, or build the Keras model anew."
             )
 
 
-def claim(federated_model: Any, variables: Iterable[tf.Variable]) -> None:
+def claim(fed: Any, variables: Iterable[tf.Variable]) -> None:
     """Notes that what shaped some variables is counted by a `DPFederatedModel`."""
-    owner = weakref.ref(federated_model)
+    owner = weakref.ref(fed)
     for variable in variables:
         setattr(variable, _TRAINED_BY, owner)
 
 
-class ModelHistory:
-    """Whether somebody trains a Keras model now."""
-
-    def __init__(self) -> None:
-        self._fitting = threading.Lock()
-
-    @property
-    def is_fitting(self) -> bool:
-        """Whether a `fit` of the model is running."""
-        return self._fitting.locked()
-
-    def check_idle(self, what: str) -> None:
-        """Raises RuntimeError while a `fit` of the model is running."""
-        if self.is_fitting:
-            raise RuntimeError(
-                f"{what} was called while a fit of the same Keras model is running. "
-                "Its rounds and their cost are counted one after the other: wait "
-                "until it returns."
-            )
-
-    @contextlib.contextmanager
-    def fitting(self) -> Iterator[None]:
-        """Lets one `fit` run; a second one, nested ones too, raises RuntimeError."""
-        if not self._fitting.acquire(blocking=False):
-            self.check_idle("fit")
-            raise RuntimeError("fit was called while another one ended: call it again.")
-        try:
-            yield
-        finally:
-            self._fitting.release()
-
-
-_histories: weakref.WeakKeyDictionary[tf.keras.Model, ModelHistory] = (
-    weakref.WeakKeyDictionary()
-)
-_adding = threading.Lock()
-
-
-def history_of(model: tf.keras.Model) -> ModelHistory:
-    """Returns the one history of a Keras model in this process."""
+def _fit_of(model: tf.keras.Model) -> threading.Lock:
     with _adding:
-        return _histories.setdefault(model, ModelHistory())
+        return _fits.setdefault(model, threading.Lock())
+
+
+def is_fitting(model: tf.keras.Model) -> bool:
+    """Returns whether a `fit` of the Keras model is running."""
+    return _fit_of(model).locked()
+
+
+def check_idle(model: tf.keras.Model, what: str) -> None:
+    """Raises RuntimeError while a `fit` of the Keras model is running."""
+    if is_fitting(model):
+        raise RuntimeError(
+            f"{what} was called while a fit of the same Keras model is running. Its "
+            "rounds and their cost are counted one after the other: wait until it "
+            "returns."
+        )
 
 
 def one_fit_at_a_time(fit: _Method) -> _Method:
@@ -102,8 +81,12 @@ def one_fit_at_a_time(fit: _Method) -> _Method:
 
     @functools.wraps(fit)
     def alone(self, *args: Any, **kwargs: Any) -> Any:
-        history = history_of(self.model)
-        with history.fitting():
+        lock = _fit_of(self.model)
+        with contextlib.ExitStack() as stack:
+            if not lock.acquire(blocking=False):
+                check_idle(self.model, "fit")
+                raise RuntimeError("fit was called as another one ended: call it anew.")
+            stack.callback(lock.release)
             if kwargs.get("resume_from") is None:
                 check_owner(self)
             return fit(self, *args, **kwargs)

@@ -8,32 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-from tfdp_fl.keras import features, randomness
-from tfdp_fl.keras import run as run_lib
-from tfdp_fl.keras.compiled import Compiled
-from tfdp_fl.keras.fit_plan import FitPlan
-from tfdp_fl.keras.training_setup import TrainingSetup
+from tfdp_fl.keras import randomness, validation
+from tfdp_fl.keras.run import FitPlan, Population, Run
 from tfdp_fl.mechanisms import Deployment, grid, noise
 
-# What a run takes from each call of `fit`; the rest it goes on with.
-_OF_THIS_FIT = (
-    "plan",
-    "sampler",
-    "population",
-    "deployment",
-    "num_records",
-    "calibration",
-    "mechanism_state",
-    "releasing",
-)
+if TYPE_CHECKING:
+    from tfdp_fl.keras.model import DPFederatedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,34 +39,32 @@ class PreparedEngine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What a call of `fit` is prepared from; nothing here changes by it.
+    """What a call of `fit` is prepared from; nothing of the model changes by it.
 
     Attributes:
-      model: The Keras model.
-      setup: What the `DPFederatedModel` was made with.
-      compiled: What `compile` was given.
-      run: The run up to now; None before the first `fit`.
+      fed: The model.
       clients: The clients.
       plan: The call of `fit`.
+      class_weight: What each class counts in the loss, or None.
       moments: Whether V_c and U_s are asked for.
-      attempts: Numbers the draws of the model's rounds.
     """
 
-    model: tf.keras.Model
-    setup: TrainingSetup
-    compiled: Compiled
-    run: run_lib.Run | None
+    fed: DPFederatedModel
     clients: FederatedDataset
     plan: FitPlan
+    class_weight: Mapping[int, float] | None
     moments: bool
-    attempts: randomness.Attempts
 
     def prepare(
-        self, before: PreparedEngine | None, calibration: dict[str, int] | None
-    ) -> tuple[run_lib.Run, PreparedEngine]:
+        self,
+        attempts: randomness.Attempts,
+        before: PreparedEngine | None,
+        calibration: dict[str, int] | None,
+    ) -> tuple[Run, PreparedEngine]:
         """Checks the clients against everything else, and makes the engine.
 
         Args:
+          attempts: Numbers the draws of the model's rounds.
           before: The engine of the call before; it serves again if it can.
           calibration: That of the interrupted run, if one is resumed.
 
@@ -88,12 +74,10 @@ class Preparation:
         Raises:
           ValueError: An argument does not go with the others.
         """
-        setup, clients, plan = self.setup, self.clients, self.plan
-        mechanism = setup.mechanism
+        setup, mechanism, clients = self.fed.setup, self.fed.mechanism, self.clients
         population = self._checked_population()
         sampler = self._sampler()
-        coming = range(plan.first_round, plan.last_round)
-        for round_index in coming:
+        for round_index in range(self.plan.first_round, self.plan.last_round):
             noise_multiplier = mechanism.noise_multiplier_at(round_index)
             if setup.noise_generator == noise.EXACT:
                 grid.check_noise_multiplier(noise_multiplier)
@@ -111,40 +95,35 @@ class Preparation:
         )
         mechanism.check(deployment)
         prepared = self._engine(deployment, before)
-        prepared.engine.check_labels(clients)
-        run = run_lib.Run(
-            plan=plan,
-            sampler=sampler,
-            population=population,
-            deployment=dataclasses.replace(
-                deployment, num_variables=prepared.engine.num_variables
+        cohort_engine, run = prepared.engine, self.fed.run
+        cohort_engine.check_labels(clients)
+        of_this_fit: dict[str, Any] = {
+            "plan": self.plan,
+            "sampler": sampler,
+            "population": population,
+            "deployment": dataclasses.replace(
+                deployment, num_variables=cohort_engine.num_variables
             ),
-            spending=spending_lib.Spending(mechanism.guarantee, clients.num_clients),
-            num_records=num_records,
-            calibration=calibrated,
-            mechanism_state=self._mechanism_state(prepared.engine, sampler, population),
-            attempts=self.attempts,
-        )
-        if self.run is not None:
-            same_number = self.run.spending.clients.num_clients == clients.num_clients
-            run = dataclasses.replace(
-                self.run,
-                **{name: getattr(run, name) for name in _OF_THIS_FIT},
-                windows=self.run.windows if same_number else None,
-            )
-        if prepared.engine.query.keeps_window:
-            run.keep_windows(
-                (
-                    clients.num_clients,
-                    mechanism.window,
-                    prepared.engine.num_variables,
-                )
-            )
+            "num_records": num_records,
+            "calibration": calibrated,
+            "mechanism_state": self._state(cohort_engine, sampler, population),
+            "releasing": False,
+        }
+        if run is None:
+            spending = spending_lib.Spending(mechanism.guarantee, clients.num_clients)
+            run = Run(spending=spending, attempts=attempts, **of_this_fit)
+        else:
+            same_number = run.spending.clients.num_clients == clients.num_clients
+            windows = run.windows if same_number else None
+            run = dataclasses.replace(run, windows=windows, **of_this_fit)
+        if cohort_engine.query.keeps_window and run.windows is None:
+            shape = clients.num_clients, mechanism.window, cohort_engine.num_variables
+            run.windows = np.full(shape, np.nan, np.float32)
         return run, prepared
 
-    def _checked_population(self) -> run_lib.Population:
-        """Refuses other clients where spending hangs on who they are."""
-        run, clients = self.run, self.clients
+    def _checked_population(self) -> Population:
+        """Refuses other clients where spending depends on who they are."""
+        run, clients = self.fed.run, self.clients
         population = (clients.num_clients, clients.clients_digest)
         if run is None or run.populations[-1:] in ([], [population]):
             return population
@@ -152,59 +131,53 @@ class Preparation:
             why = "what was spent is kept for each client"
         elif not run.sampler.begins_pass(run.rounds):
             why = (
-                f"round {run.rounds + 1} goes on with a pass over the "
-                "clients, in which each takes part once"
+                f"round {run.rounds + 1} goes on with a pass over the clients, in "
+                "which each takes part once"
             )
         else:
             return population
-        before = run.populations[-1][0]
-        got = (
-            "other ids, another order or (of clients without names) other data"
-            if before == clients.num_clients
-            else f"{clients.num_clients}"
-        )
+        before, got = run.populations[-1][0], str(clients.num_clients)
+        if before == clients.num_clients:
+            got = "other ids, another order or (of clients without names) other data"
         raise ValueError(
-            f"clients must be the same {before} clients in the same "
-            f"order as in the rounds before, because {why}, got {got}."
+            f"clients must be the same {before} clients in the same order as in the "
+            f"rounds before, because {why}, got {got}."
         )
 
     def _sampler(self) -> sampling.CohortSampler:
-        num_clients = self.clients.num_clients
-        if self.run is not None:
-            before = self.run.sampler
-            if (before.num_clients, before.seed) == (
-                num_clients,
-                self.plan.seed,
-            ):
+        num_clients, seed = self.clients.num_clients, self.plan.seed
+        run = self.fed.run
+        if run is not None:
+            before = run.sampler
+            if (before.num_clients, before.seed) == (num_clients, seed):
                 return before
         return sampling.make_sampler(
-            self.setup.sampling,
+            self.fed.setup.sampling,
             num_clients,
-            self.setup.clients_per_round,
-            self.plan.seed,
-            self.setup.mechanism.min_separation,
+            self.fed.setup.clients_per_round,
+            seed,
+            self.fed.mechanism.min_separation,
         )
 
-    def _mechanism_state(
+    def _state(
         self,
         cohort_engine: engine.CohortEngine,
         sampler: sampling.CohortSampler,
-        population: run_lib.Population,
+        population: Population,
     ) -> Any:
-        """Returns the state to begin with.
+        """Returns the mechanism's state to begin with.
 
         Its memory goes on only if the coming rounds keep to what it counts
         on: the same clients in the same groups, and no release since that it
         does not know of.
         """
-        run = self.run
-        goes_on = (
+        run = self.fed.run
+        if (
             run is not None
             and sampler is run.sampler
             and population == run.population
             and not run.releasing
-        )
-        if goes_on:
+        ):
             return cohort_engine.state
         return cohort_engine.query.new_segment(cohort_engine.state)
 
@@ -215,24 +188,33 @@ class Preparation:
         cannot be read count as none: they fail in their rounds as well, and
         one of them is not to end the run.
         """
-        mechanism = self.setup.mechanism
-        if mechanism.guarantee != spending_lib.RECORD:
+        clients = self.clients
+        if self.fed.mechanism.guarantee != spending_lib.RECORD:
             return None, None
-        sizes = _sizes(self.clients)
+        if clients.is_indexed:
+            sizes = clients.client_sizes()
+        else:
+            read = clients.read_clients(np.arange(clients.num_clients))
+            sizes = np.array(
+                [
+                    nests.common_length(client.x, client.y)
+                    for client in read
+                    if not isinstance(client, ClientFailure)
+                ],
+                np.int64,
+            )
         if not len(sizes):
             raise ValueError(
-                f"clients must know their sizes for {mechanism.name}, got "
-                f"{self.clients.num_clients} that cannot be read."
+                f"clients must know their sizes for {self.fed.mechanism.name}, got "
+                f"{clients.num_clients} that cannot be read."
             )
         held = sizes[sizes > 0]
         return int(sizes.sum()), int(held.min()) if len(held) else None
 
     @property
     def _noise_depends_on_rounds(self) -> bool:
-        return self.setup.mechanism.guarantee not in (
-            spending_lib.CENTRAL,
-            spending_lib.NONE,
-        )
+        central = (spending_lib.CENTRAL, spending_lib.NONE)
+        return self.fed.mechanism.guarantee not in central
 
     def _calibrated_for(
         self, sampler: sampling.CohortSampler, resumed: dict[str, int] | None
@@ -244,35 +226,35 @@ class Preparation:
         charged: a later `fit` has no fresh budget to calibrate to. A resumed
         one goes on with what the interrupted one had.
         """
-        run, plan, setup = self.run, self.plan, self.setup
+        run, plan, target = self.fed.run, self.plan, self.fed.setup.target
+        rounds = plan.last_round - plan.first_round
         if self._noise_depends_on_rounds:
             if resumed is not None:
                 return resumed
             if run is not None and run.calibration and run.populations:
                 self._warn_of_more_rounds(run.calibration["rounds"])
                 return run.calibration
-        rounds = plan.last_round - plan.first_round
-        if self._noise_depends_on_rounds and setup.target is not None:
-            rounds = setup.target.rounds
+            if target is not None:
+                rounds = target.rounds
         participations = sampler.max_participations(rounds, plan.first_round)
-        limit = setup.mechanism.max_participations
+        limit = self.fed.mechanism.max_participations
         if limit is not None:
             participations = min(participations, limit)
         return {"rounds": rounds, "max_participations": participations}
 
     def _warn_of_more_rounds(self, calibrated: int) -> None:
         """Warns when a run first goes beyond what its noise was set for."""
-        mechanism, plan = self.setup.mechanism, self.plan
+        mechanism, plan = self.fed.mechanism, self.plan
         if (
-            self.setup.target is None
+            self.fed.setup.target is None
             and mechanism.epsilon is not None
             and plan.last_round > calibrated >= plan.first_round
         ):
             warnings.warn(
                 f"rounds={plan.last_round - plan.first_round} goes beyond the "
-                f"{calibrated} rounds for which {mechanism.name} set its noise "
-                f"to keep epsilon={mechanism.epsilon:g}. The noise stays as it "
-                "was, and epsilon will be larger.",
+                f"{calibrated} rounds for which {mechanism.name} set its noise to keep "
+                f"epsilon={mechanism.epsilon:g}. The noise stays as it was, and "
+                "epsilon will be larger.",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -280,25 +262,26 @@ class Preparation:
     def _engine(
         self, deployment: Deployment, before: PreparedEngine | None
     ) -> PreparedEngine:
-        setup, compiled, bound_to = self.setup, self.compiled, deployment
+        setup, clients, model = self.fed.setup, self.clients, self.fed.model
+        compiled = self.fed.require_compiled("fit")
+        bound_to = deployment
         if not self._noise_depends_on_rounds:
             bound_to = dataclasses.replace(
                 deployment, rounds=None, max_participations=None
             )
-        element_spec = self.clients.element_spec
-        class_weight = compiled.training.class_weight
-        key = repr((bound_to, element_spec, self.moments, class_weight))
+        class_weight = engine.checked_class_weight(self.class_weight)
+        key = repr((bound_to, clients.element_spec, self.moments, class_weight))
         if before is not None and before.key == key:
             return before
-        whose = features.whose(self.clients)
-        features.check(self.model, element_spec[0], "clients", whose)
-        with features.naming(whose):
+        with validation.checked_features(model, clients):
             made = engine.CohortEngine(
-                model=self.model,
-                training=compiled.training,
-                mechanism=setup.mechanism,
+                model=model,
+                training=dataclasses.replace(
+                    compiled.training, class_weight=class_weight
+                ),
+                mechanism=self.fed.mechanism,
                 deployment=deployment,
-                element_spec=element_spec,
+                element_spec=clients.element_spec,
                 server_optimizer=compiled.server_optimizer,
                 broadcast_hook=compiled.broadcast_hook,
                 aggregate_non_trainable=(setup.non_trainable_state == "aggregate"),
@@ -308,21 +291,6 @@ class Preparation:
                 jit_compile=compiled.jit_compile,
                 batch_size=self.plan.batch_size,
             )
-        if self.run is not None:
-            made.state = self.run.mechanism_state
+        if self.fed.run is not None:
+            made.state = self.fed.run.mechanism_state
         return PreparedEngine(engine=made, key=key)
-
-
-def _sizes(clients: FederatedDataset) -> np.ndarray:
-    """Returns the numbers of examples of all clients that can be read."""
-    if clients.is_indexed:
-        return clients.client_sizes()
-    read = clients.read_clients(np.arange(clients.num_clients))
-    return np.array(
-        [
-            nests.common_length(each.x, each.y)
-            for each in read
-            if not isinstance(each, ClientFailure)
-        ],
-        np.int64,
-    )

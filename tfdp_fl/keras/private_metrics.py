@@ -15,16 +15,23 @@ Privacy, 2014, appendix A).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dp_accounting
 import numpy as np
 
-from tfdp_fl import _validate
+from tfdp_fl import _interrupts, _validate
 from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.keras import client_metrics, model_history
+
+if TYPE_CHECKING:
+    from tfdp_fl.keras.model import DPFederatedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,10 +150,8 @@ class PrivateMetrics:
         """
         total = self.contributions(values).sum(axis=0)
         noise = generator.normal(size=total.shape)
-        return self._result((total + self.noise_multiplier * noise) * self._scale)
-
-    def _result(self, noisy: np.ndarray) -> dict[str, Any]:
-        """Computes everything from the noisy sum: nothing else is used."""
+        # Everything is computed from the noisy sum: nothing else is used.
+        noisy = (total + self.noise_multiplier * noise) * self._scale
         stddev = self.noise_multiplier * self._scale
         count = max(float(noisy[0]), 1.0)
         result: dict[str, Any] = {
@@ -161,3 +166,75 @@ class PrivateMetrics:
                 "noise_stddev": half * stddev / count * math.sqrt(1 + centred**2),
             }
         return result
+
+
+def release(
+    fed: DPFederatedModel,
+    private: PrivateMetrics,
+    clients: FederatedDataset,
+    batch_size: int,
+    verbose: int,
+) -> dict[str, Any]:
+    """Evaluates on clients, and releases the noisy result once it is paid for."""
+    _validate.instance_of(PrivateMetrics, private=private)
+    generator = np.random.Generator(np.random.Philox())
+    charge = private.charge(fed.sampling, clients.num_clients)
+    positions = private.draw(charge, generator)
+    _check(fed, charge)
+    values = {name: np.zeros(0) for name in private.bounds}
+    if len(positions):
+        values = client_metrics.evaluate(
+            fed.model,
+            fed.require_compiled("evaluate_clients").training,
+            clients.take(positions),
+            batch_size,
+            verbose,
+            private.bounds,
+        )
+        private.contributions(values)  # Raises before anything is charged.
+    with _interrupts.after_the_block():
+        # Broken off between, a ledger has a line that the run knows not of.
+        _pay(fed, charge)
+        return private.released(values, generator)
+
+
+def _check(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
+    """Raises ValueError if a release beside the rounds cannot be paid for."""
+    model_history.check_owner(fed)
+    spending = fed.spending
+    if spending is None:
+        raise ValueError(
+            "private must be None before the first fit: there is no account "
+            "yet that it could be charged to."
+        )
+    if spending.by_client:
+        raise ValueError(
+            "private must be None with a mechanism whose guarantee is "
+            f"{spending.guarantee}: whoever adds this noise sees the clients' "
+            "metrics first, so it has a central guarantee."
+        )
+    spending.central.would_be(charge)  # Of the same neighbouring relation.
+    for callback in fed.federated_callbacks:
+        if callback.federated_model is not fed:
+            raise ValueError(
+                f"private must be None where the {type(callback).__name__} of the last "
+                "fit went on to another model, whose account it would ask: give each "
+                "model callbacks of its own."
+            )
+        callback.check_release(charge)
+
+
+def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
+    """Charges a release: first in every ledger, then in memory.
+
+    Budgets are asked again, where nothing else can spend what they allow.
+    """
+    name = spending_lib.new_evaluation()
+    spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
+    with model_history.charging:
+        _check(fed, charge)
+        for callback in fed.federated_callbacks:
+            callback.on_release_charged(name, charge)
+        fed.require_trained("this")[0].spending.keep_others({name: spent})
+        for callback in fed.federated_callbacks:
+            callback.on_release_counted()

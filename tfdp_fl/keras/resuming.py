@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dp_accounting
 import numpy as np
@@ -19,13 +18,12 @@ import tensorflow as tf
 from tfdp_fl import _json, accounting, engine, keras_versions, schedules
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import checkpoint as checkpoint_lib
-from tfdp_fl.keras import fit_plan
-from tfdp_fl.keras import run as run_lib
-from tfdp_fl.keras.compiled import Compiled
-from tfdp_fl.keras.training_setup import TrainingSetup
+from tfdp_fl.keras.run import FitPlan, Population, Run
+
+if TYPE_CHECKING:
+    from tfdp_fl.keras.model import DPFederatedModel
 
 LEDGER = "ledger.jsonl"
-_CLIENT_IDS = "clients' ids (their digest, in order)"
 
 
 def ledger_path(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -39,26 +37,18 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
 
 
 def capture(
-    model: tf.keras.Model,
-    setup: TrainingSetup,
-    compiled: Compiled,
-    run: run_lib.Run,
-    cohort_engine: engine.CohortEngine,
-    ledger_head: str | None,
+    fed: DPFederatedModel, ledger_head: str | None
 ) -> checkpoint_lib.Checkpoint:
     """Returns the state of a training between two rounds.
 
     Args:
-      model: The Keras model.
-      setup: What the `DPFederatedModel` was made with.
-      compiled: What `compile` was given.
-      run: The run.
-      cohort_engine: The engine, with the server optimizer's variables.
+      fed: The model.
       ledger_head: The hash of the last line of the ledger beside the
         checkpoint; None if there is no ledger yet.
     """
+    run, cohort_engine = fed.require_trained("checkpoint")
     metadata, arrays = run.state()
-    for index, variable in enumerate(model.weights):
+    for index, variable in enumerate(fed.model.weights):
         arrays[f"weights/{index}"] = variable.numpy()
     for index, variable in enumerate(cohort_engine.server.state):
         arrays[f"server_optimizer/{index}"] = variable.numpy()
@@ -66,27 +56,20 @@ def capture(
         round_index=run.rounds,
         metadata={
             **metadata,
-            "settings": {
-                **settings(setup, compiled, run.sampler.num_clients, run.plan),
-                _CLIENT_IDS: run.population[1],
-            },
-            "learning_rate": compiled.learning_rate,
+            "settings": settings(fed, run.population, run.plan),
+            "learning_rate": fed.require_compiled("checkpoint").learning_rate,
             "ledger_head": ledger_head,
-            "memory_of": setup.mechanism.memory_key(),
-            "keras": keras_versions.name(),
-            "weight_names": _weight_names(model),
+            "memory_of": fed.mechanism.memory_key(),
         },
         arrays=arrays,
     )
 
 
 def settings(
-    setup: TrainingSetup,
-    compiled: Compiled,
-    num_clients: int,
-    plan: fit_plan.FitPlan,
-) -> Any:
+    fed: DPFederatedModel, population: Population, plan: FitPlan
+) -> dict[str, Any]:
     """Returns, by argument, what must be the same when a run is resumed."""
+    setup, compiled = fed.setup, fed.require_compiled("fit")
     rounds = range(plan.first_round, plan.last_round)
 
     def described(name: str, value: Any) -> Any:
@@ -97,16 +80,18 @@ def settings(
         if callable(value):  # A schedule: what it says of these rounds.
             return [schedules.value_at(value, t, name) for t in rounds]
         if isinstance(value, (list, tuple)):
-            return [described(name, each) for each in value]
+            return [described(name, part) for part in value]
         return type(value).__name__
 
+    weighting = setup.client_weighting
     values = {
         "batch_size": plan.batch_size,
         "local_epochs": plan.local_epochs,
         "shuffle": plan.shuffle,
         "seed": plan.seed,
         "sampling": setup.sampling,
-        "clients (their number)": num_clients,
+        "clients (their number)": population[0],
+        "clients' ids (their digest, in order)": population[1],
         "clients_per_round": described("clients_per_round", setup.clients_per_round),
         "mechanism": setup.mechanism.name,
         **{
@@ -116,12 +101,11 @@ def settings(
         "non_trainable_state": setup.non_trainable_state,
         "on_client_failure": setup.on_client_failure,
         "secure_aggregation": setup.secure_aggregation is not None,
-        "client_weighting": None
-        if setup.client_weighting is None
-        else repr(setup.client_weighting),
+        "client_weighting": None if weighting is None else repr(weighting),
         "optimizer": _config(compiled.training.optimizer),
         "server_optimizer": _config(compiled.server_optimizer),
         "grad_clip": compiled.training.grad_clip,
+        "keras": keras_versions.name(),
     }
     return _json.plain(values)
 
@@ -139,27 +123,6 @@ def _config(optimizer: Any) -> Any:
     return [type(optimizer).__name__, config]
 
 
-def _comparable(setting: Any) -> Any:
-    """Returns a setting without what only one version of Keras writes down."""
-    if not isinstance(setting, list):
-        return setting
-    return [
-        {
-            name: value
-            for name, value in each.items()
-            if value is not None and name != "is_legacy_optimizer"
-        }
-        if isinstance(each, dict)
-        else each
-        for each in setting
-    ]
-
-
-def _weight_names(model: Any) -> list[str]:
-    """Returns the last part of each weight's name; all Keras versions' own."""
-    return [weight.name.split("/")[-1].split(":")[0] for weight in model.weights]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterruptedRun:
     """A run that is about to be gone on with.
@@ -174,19 +137,15 @@ class InterruptedRun:
     directory: pathlib.Path
     checkpoint: checkpoint_lib.Checkpoint
     ledger: accounting.LedgerContents | None
-    plan: fit_plan.FitPlan
+    plan: FitPlan
 
     @classmethod
     def read(
         cls,
         directory: str | os.PathLike[str],
+        fed: DPFederatedModel,
         clients: FederatedDataset,
-        asked: fit_plan.FitPlan,
-        *,
-        model: tf.keras.Model,
-        setup: TrainingSetup,
-        compiled: Compiled,
-        run: run_lib.Run | None,
+        asked: FitPlan,
     ) -> InterruptedRun:
         """Reads the newest checkpoint, and checks it against the arguments.
 
@@ -194,12 +153,9 @@ class InterruptedRun:
 
         Args:
           directory: What `fit` was given as `resume_from`.
+          fed: The model.
           clients: What `fit` was given.
           asked: What `fit` was asked for, as if it were a new training.
-          model: The Keras model.
-          setup: What the `DPFederatedModel` was made with.
-          compiled: What `compile` was given.
-          run: What the model was trained for by now, if it was.
 
         Raises:
           FileNotFoundError: There is no checkpoint.
@@ -207,7 +163,7 @@ class InterruptedRun:
           LedgerError: The ledger lacks rounds that the checkpoint knows of.
         """
         checkpoint = checkpoint_lib.CheckpointDirectory(directory).newest()
-        plan = fit_plan.FitPlan(**checkpoint.metadata["plan"])
+        plan = FitPlan(**checkpoint.metadata["plan"])
         rounds, asked_rounds = (
             each.last_round - each.first_round for each in (plan, asked)
         )
@@ -219,27 +175,14 @@ class InterruptedRun:
         asked = dataclasses.replace(
             asked, first_round=plan.first_round, last_round=plan.last_round
         )
+        population = clients.num_clients, clients.clients_digest
         saved = checkpoint.metadata["settings"]
-        now = settings(setup, compiled, clients.num_clients, asked)
-        if saved.get(_CLIENT_IDS) == clients.client_ids_digest:
-            # An earlier version looked at no more, or there is no more.
-            now[_CLIENT_IDS] = clients.client_ids_digest
-        elif _CLIENT_IDS in saved:
-            now[_CLIENT_IDS] = clients.clients_digest
-        else:
-            warnings.warn(
-                f"The checkpoint in {directory} was written by a version that "
-                "did not keep the clients' ids, so it is not checked that they "
-                "are the same clients in the same order.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        now = settings(fed, population, asked)
         for name in sorted(saved.keys() | now.keys()):
-            if _comparable(saved.get(name)) != _comparable(now.get(name)):
+            if saved.get(name) != now.get(name):
                 raise ValueError(
-                    f"{name} must be {_short(saved.get(name))}, as in the "
-                    f"interrupted run, to resume it from {directory}, got "
-                    f"{_short(now.get(name))}."
+                    f"{name} must be {_short(saved.get(name))}, as in the interrupted "
+                    f"run, to resume it from {directory}, got {_short(now.get(name))}."
                 )
         path = ledger_path(directory)
         head = checkpoint.metadata["ledger_head"]
@@ -257,16 +200,15 @@ class InterruptedRun:
             ledger=ledger,
             plan=plan,
         )
-        interrupted._check_run(run)
-        interrupted._check_model(model)
-        interrupted._check_keras(model, compiled.server_optimizer)
+        interrupted._check_run(fed.run)
+        interrupted._check_shapes("model", "weights", fed.model.weights)
         return interrupted
 
     @property
     def _ledger_key(self) -> str:
         return ledger_key(ledger_path(self.directory))
 
-    def _check_run(self, run: run_lib.Run | None) -> None:
+    def _check_run(self, run: Run | None) -> None:
         if run is None:
             return
         covered = 0
@@ -277,42 +219,18 @@ class InterruptedRun:
             )
         if run.spending.rounds > covered:
             raise ValueError(
-                "resume_from must be given to a model that was not trained "
-                "yet, or was trained by the same run, or its earlier rounds "
-                f"would be forgotten; it was trained for {run.rounds} rounds."
+                "resume_from must be given to a model that was not trained yet, or was "
+                "trained by the same run, or its earlier rounds would be forgotten; it "
+                f"was trained for {run.rounds} rounds."
             )
 
-    def _check_model(self, model: tf.keras.Model) -> None:
-        shapes = [list(value.shape) for value in self._group("weights")]
-        own = [list(weight.shape) for weight in model.weights]
-        if shapes != own:
+    def _check_shapes(self, argument: str, group: str, variables: Any) -> None:
+        saved = [list(value.shape) for value in self._group(group)]
+        own = [list(variable.shape) for variable in variables]
+        if saved != own:
             raise ValueError(
-                "model must have the weights of the interrupted run to resume "
-                f"it from {self.directory}: shapes {_short(shapes)}, got "
-                f"{_short(own)}."
-            )
-
-    def _check_keras(self, model: tf.keras.Model, server_optimizer: Any) -> None:
-        """Raises ValueError for what cannot go from one Keras to another."""
-        metadata = self.checkpoint.metadata
-        began = metadata.get("keras", "Keras 2")
-        if began == keras_versions.name():
-            return
-        names = metadata.get("weight_names")
-        own = _weight_names(model)
-        if names is not None and names != own:
-            raise ValueError(
-                f"model must have its weights in the order of {began}, with "
-                f"which the run began, to resume it from {self.directory} with "
-                f"{keras_versions.name()}: {_short(names)}, got {_short(own)}."
-            )
-        if any(slot.ndim for slot in self._group("server_optimizer")):
-            raise ValueError(
-                "server_optimizer must keep no values for each weight (None, "
-                "or SGD without momentum) to resume with "
-                f"{keras_versions.name()} a run of {began}, which orders them "
-                f"in another way, got {type(server_optimizer)}; "
-                f"resume it from {self.directory} with {began}."
+                f"{argument} must have the {group} of the interrupted run to resume it "
+                f"from {self.directory}: shapes {_short(saved)}, got {_short(own)}."
             )
 
     def _group(self, group: str) -> list[np.ndarray]:
@@ -322,24 +240,19 @@ class InterruptedRun:
 
     @property
     def calibration(self) -> dict[str, int] | None:
-        """What the clients' noise was calibrated for, if it is kept."""
-        return self.checkpoint.metadata.get("calibration")
+        """What the clients' noise was calibrated for."""
+        return self.checkpoint.metadata["calibration"]
 
     def restore(
-        self,
-        model: tf.keras.Model,
-        compiled: Compiled,
-        cohort_engine: engine.CohortEngine,
-        prepared: run_lib.Run,
-    ) -> run_lib.Run:
+        self, fed: DPFederatedModel, cohort_engine: engine.CohortEngine, prepared: Run
+    ) -> Run:
         """Puts model and engine in the state of the checkpoint.
 
         What was spent is what the ledger says: it also has the rounds that
         were charged after the checkpoint, whose result may have been seen.
 
         Args:
-          model: The Keras model.
-          compiled: What `compile` was given.
+          fed: The model.
           cohort_engine: The engine that goes on.
           prepared: The run, as if it were to begin.
 
@@ -347,24 +260,14 @@ class InterruptedRun:
           The interrupted run, to be gone on with.
         """
         server = cohort_engine.server.state
-        slots = self._group("server_optimizer")
-        if [s.shape for s in slots] != [tuple(v.shape) for v in server]:
-            raise ValueError(
-                "server_optimizer must have the variables of the interrupted "
-                f"run, to resume it from {self.directory}."
-            )
+        self._check_shapes("server_optimizer", "server_optimizer", server)
         metadata = self.checkpoint.metadata
-        run = run_lib.Run.from_state(
-            self.checkpoint.round_index,
-            metadata,
-            self.checkpoint.arrays,
-            prepared,
-        )
+        run = Run.from_state(metadata, self.checkpoint.arrays, prepared)
         # Nobody knows what was drawn after the checkpoint, here or from a copy.
         run.attempts.renew()
         query = cohort_engine.query
         lost = self._count_ledger(run)
-        if lost or metadata.get("memory_of") != query.mechanism.memory_key():
+        if lost or metadata["memory_of"] != query.mechanism.memory_key():
             # What lost rounds released, the memory knows nothing of; nor does
             # it go with coefficients that this machine chose otherwise.
             run.mechanism_state = query.new_segment(run.mechanism_state)
@@ -374,15 +277,17 @@ class InterruptedRun:
         )
         # All its lines are counted. If more come, another process goes on as well.
         run.ledgers_ahead.discard(self._ledger_key)
-        for variable, value in zip(model.weights, self._group("weights"), strict=True):
-            variable.assign(value)
-        for variable, value in zip(server, slots, strict=True):
+        for variable, value in zip(
+            [*fed.model.weights, *server],
+            [*self._group("weights"), *self._group("server_optimizer")],
+            strict=True,
+        ):
             variable.assign(tf.cast(value, variable.dtype))
         cohort_engine.state = run.mechanism_state
-        compiled.set_learning_rate(metadata["learning_rate"])
+        fed.require_compiled("fit").set_learning_rate(metadata["learning_rate"])
         return run
 
-    def _count_ledger(self, run: run_lib.Run) -> int:
+    def _count_ledger(self, run: Run) -> int:
         """Counts the rounds that were charged after the checkpoint."""
         if self.ledger is None or not self.ledger.entries:
             return 0

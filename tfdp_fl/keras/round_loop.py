@@ -15,29 +15,33 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import (
-    CohortEngine,
-    PendingRound,
-    RoundInputs,
-    chunks,
-    secure_sum,
-)
-from tfdp_fl.keras import callbacks as callbacks_lib
-from tfdp_fl.keras import costs as costs_lib
-from tfdp_fl.keras import model_history, progress, randomness
-from tfdp_fl.keras import run as run_lib
-from tfdp_fl.keras.compiled import Compiled
-from tfdp_fl.keras.training_setup import TrainingSetup
+from tfdp_fl.engine import PendingRound, RoundInputs, chunks, secure_sum
+from tfdp_fl.keras import model_history, randomness
+from tfdp_fl.keras.costs import RoundCosts
 from tfdp_fl.keras.validation_data import Validation
 from tfdp_fl.mechanisms import noise
+
+if TYPE_CHECKING:
+    from tfdp_fl.keras.model import DPFederatedModel
+
+# A line shows how good the model is and what it costs; the rest is in `History`.
+_HIDDEN = (
+    *("between_client_variance", "client_noise_stddev", "clip_norm", "cohort_size"),
+    *("clipped_fraction", "mean_update_norm", "noise_stddev", "update_scale"),
+)
+# Of interest only where there is any.
+_RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
+# These come first, where not all fits.
+_FIRST = ("epsilon", "val_accuracy", "abandoned_rounds")
+# How long a line may be, and what Keras's bar takes of it before the values.
+_LINE, _BAR = 100, 48
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,96 +49,81 @@ class RoundLoop:
     """Runs the rounds of one call of `fit`, and moves the run on.
 
     Attributes:
-      model: The Keras model.
-      setup: What the `DPFederatedModel` was made with.
-      compiled: What `compile` was given.
-      run: The run.
+      fed: The model; its callbacks are asked and told of rounds.
       clients: The clients.
-      engine: Releases what was collected.
-      collector: Collects; the engine, or a runtime's.
+      collector: Collects; the model's engine, or a runtime's.
       validation: What is validated, and when.
       delta: At which `History` has epsilon; None: it has none.
       keras_callbacks: Those of `fit`, as Keras calls them.
-      federated_model: What is trained: its callbacks are asked and told of rounds.
       audit: Joins canary clients to each round, or None.
-      say: Tells the user something.
       begun_with: The `digest` of the model before any callback was called.
+      verbose: 1 shows a bar, 2 a line a round, 0 nothing.
     """
 
-    model: tf.keras.Model
-    setup: TrainingSetup
-    compiled: Compiled
-    run: run_lib.Run
+    fed: DPFederatedModel
     clients: FederatedDataset
-    engine: CohortEngine
     collector: Any
     validation: Validation
     delta: float | None
     keras_callbacks: tf.keras.callbacks.CallbackList
-    federated_model: Any
     audit: auditing.CanaryAudit | None
-    say: Callable[[str], None]
-    begun_with: bytes
+    begun_with: bytes | None
+    verbose: int
     # A round that was drawn ahead, with its index and the attempt.
     _ahead: tuple[tuple[int, randomness.Attempt], RoundInputs] | None = None
 
-    @property
-    def federated(self) -> list[callbacks_lib.FederatedCallback]:
-        """The callbacks that hear of rounds before they run."""
-        return self.federated_model.federated_callbacks
+    def __post_init__(self) -> None:
+        self.run, self.engine = self.fed.require_trained("fit")
+        self.setup = self.fed.setup
+        self.federated = self.fed.federated_callbacks
+        self.costs = RoundCosts(self.setup, self.run)
 
-    def train(self, progress_bar: progress.RoundProgress) -> None:
+    def train(self) -> None:
         """Runs the rounds, with everything that callbacks hear of them."""
-        run, plan = self.run, self.run.plan
-        self.model.stop_training = False
+        run, plan, model = self.run, self.run.plan, self.fed.model
+        model.stop_training = False
+        show = _progress(self.verbose, run.rounds, plan.last_round)
         try:
             # What a ledger tells of counts against every budget.
-            for each in sorted(self.federated, key=_opens_ledger):
-                each.on_rounds_planned(run.rounds, plan.last_round)
+            for callback in sorted(self.federated, key=lambda each: each.order):
+                callback.on_rounds_planned(run.rounds, plan.last_round)
             if run.spending.rounds_of_others:
                 # On the same clients, and perhaps with the same seed.
                 run.attempts.renew()
-            begun_with: bytes | None = self.begun_with
             self.keras_callbacks.on_train_begin()
             logs: dict[str, float] = {}
-            while run.rounds < plan.last_round and not self.model.stop_training:
-                round_index = run.rounds
-                if not all(each.allow_round(round_index) for each in self.federated):
+            while run.rounds < plan.last_round and not model.stop_training:
+                if not self._is_allowed(run.rounds):
                     break
                 started = time.perf_counter()
                 try:
-                    logs = self._round_with_callbacks(round_index, begun_with)
+                    logs = self._round_with_callbacks(run.rounds)
                 except _BudgetSpentError:
                     break
-                begun_with = None
-                progress_bar.end_of_round(
-                    round_index, logs, time.perf_counter() - started
-                )
+                show(run.rounds, logs, time.perf_counter() - started)
             if run.rounds > plan.first_round:
                 # Keras's own place for it: the last validation came before.
                 self.engine.server.finalize()
             if self.audit is not None:
                 self.audit.end()
             self.keras_callbacks.on_train_end(logs)
-            for each in self.federated:
-                each.on_train_ended()
+            for callback in self.federated:
+                callback.on_train_ended()
         finally:
             # Else a ledger stays open, and locked, as long as the process.
             with _interrupts.after_the_block():
                 self.engine.read_chunks.close()
-                for each in self.federated:
-                    each.on_fit_end()
+                for callback in self.federated:
+                    callback.on_fit_end()
 
-    @property
-    def _costs(self) -> costs_lib.RoundCosts:
-        return costs_lib.RoundCosts.of(self.setup, self.run)
+    def _is_allowed(self, round_index: int) -> bool:
+        return all(callback.allow_round(round_index) for callback in self.federated)
 
-    def _round_with_callbacks(
-        self, round_index: int, begun_with: bytes | None
-    ) -> dict[str, float]:
+    def _round_with_callbacks(self, round_index: int) -> dict[str, float]:
         self.keras_callbacks.on_epoch_begin(round_index)
         self.keras_callbacks.on_train_batch_begin(0)
-        if begun_with is not None and digest(self.model) != begun_with:
+        begun_with, self.begun_with = self.begun_with, None
+        if begun_with is not None and digest(self.fed.model) != begun_with:
             raise ValueError(
                 "callbacks must not change the model's weights before the first round "
                 "of a fit: nobody can tell what those weights cost. Set public weights "
@@ -149,21 +138,18 @@ class RoundLoop:
     def _tell(self, round_index: int, logs: dict[str, float]) -> None:
         """Validates, and calls the callbacks; adds to the round's logs."""
         run, validation = self.run, self.validation
+        is_last = run.rounds == run.plan.last_round
         if self.delta is not None:
+            # On the way, a bound a little larger, which takes no time.
             logs["epsilon"] = run.spending.epsilon(
-                self.delta,
-                self.setup.accountant,
-                # On the way, a bound a little larger, which takes no time.
-                coarse=run.rounds < run.plan.last_round,
+                self.delta, self.setup.accountant, coarse=not is_last
             )
         self.keras_callbacks.on_train_batch_end(0, logs)
         done = run.rounds - run.plan.first_round
-        if validation.data is not None and (
-            done % validation.every == 0 or run.rounds == run.plan.last_round
-        ):
-            logs.update(validation.evaluate(self.model))
-        for each in self.federated:
-            each.on_round_released(round_index, logs)
+        if validation.data is not None and (is_last or done % validation.every == 0):
+            logs.update(validation.evaluate(self.fed.model))
+        for callback in self.federated:
+            callback.on_round_released(round_index, logs)
         self.keras_callbacks.on_epoch_end(round_index, logs)
 
     def _round(self, round_index: int, whole: contextlib.ExitStack) -> dict[str, float]:
@@ -175,13 +161,7 @@ class RoundLoop:
         """
         inputs = self._draw(round_index)
         pending = self.collector.collect(self.clients, inputs)
-        failed_groups: tuple[int, ...] = ()
-        if self.setup.secure_aggregation is not None:
-            failed_groups = secure_sum.sum_securely(
-                self.engine, pending, self.setup.secure_aggregation
-            )
-        failed = len(pending.failures) + len(failed_groups)
-        self._report_failures(pending, failed_groups)
+        failed = self._failed(pending)
         logs = {"cohort_size": float(len(inputs.positions))}
         report = {"failed_clients": float(failed), "abandoned_rounds": 0.0}
         if failed and self.setup.aborts_on_failure:
@@ -193,10 +173,9 @@ class RoundLoop:
             self.run.facts.rounds_abandoned += 1
             self.run.rounds += 1
             report["abandoned_rounds"] = 1.0
-            empty = dict.fromkeys(self.run.log_names, math.nan)
-            return {**empty, **logs, **report}
+            return {**dict.fromkeys(self.run.log_names, math.nan), **logs, **report}
         if self.audit is not None:
-            self.audit.join(pending, self._costs.charge(round_index))
+            self.audit.join(pending, self.costs.charge(round_index))
         # Broken off later, a round would be charged and not released, or
         # released and not in the history.
         whole.enter_context(_interrupts.after_the_block())
@@ -224,7 +203,7 @@ class RoundLoop:
             self._draw_following(following)
         return dataclasses.replace(
             inputs,
-            learning_rate=self.compiled.learning_rate,
+            learning_rate=self.fed.require_compiled("fit").learning_rate,
             windows=None if run.windows is None else run.windows[inputs.positions],
         )
 
@@ -234,8 +213,7 @@ class RoundLoop:
         On another thread, which is done with it before this round's cohort is
         collected, so that nothing else uses the sampler meanwhile.
         """
-        run, engine = self.run, self.engine
-        attempt = run.attempts.coming
+        attempt, in_memory = self.run.attempts.coming, self.clients.is_indexed
 
         def draw() -> RoundInputs:
             inputs = self._drawn(following, attempt)
@@ -247,11 +225,10 @@ class RoundLoop:
             self._ahead = (following, attempt), inputs
             return inputs
 
-        in_memory = self.clients.is_indexed
         if not in_memory:
-            engine.read_chunks.expect(draw)
-        elif run.windows is None:
-            engine.background.expect(draw)
+            self.engine.read_chunks.expect(draw)
+        elif self.run.windows is None:
+            self.engine.background.expect(draw)
 
     def _drawn(self, round_index: int, attempt: randomness.Attempt) -> RoundInputs:
         """Returns a round's inputs but for what only the last one decides."""
@@ -259,7 +236,7 @@ class RoundLoop:
         run.sampler.attempt = attempt
         return RoundInputs(
             round_index=round_index,
-            positions=self._costs.draw(round_index),
+            positions=self.costs.draw(round_index),
             # The fixed m, also for the last, smaller cohort of a pass.
             clients_per_round=run.deployment.cohort_size(round_index),
             noise_multiplier=self.setup.mechanism.noise_multiplier_at(round_index),
@@ -280,33 +257,29 @@ class RoundLoop:
           silent: How many of its clients added no noise of their own, where
             every client does.
         """
-        run, costs, positions = self.run, self._costs, inputs.positions
-        charge = costs.charge(inputs.round_index, len(positions) - silent)
-        mu_squared = costs.mu_squared
+        run, positions, spending = self.run, inputs.positions, self.run.spending
+        charge = self.costs.charge(inputs.round_index, len(positions) - silent)
+        mu_squared, most = self.costs.mu_squared, 0.0
+        if spending.by_client:
+            most = spending.clients.max_mu_squared_after(positions, mu_squared)
         details: dict[str, Any] = {
             "cohort_size": len(positions),
             "noise_multiplier": inputs.noise_multiplier,
             "mu_squared": mu_squared,
-            "max_mu_squared": run.spending.clients.max_mu_squared_after(
-                positions, mu_squared
-            )
-            if run.spending.by_client
-            else 0.0,
+            "max_mu_squared": most,
         }
-        if self.run.plan.seed is not None:
+        if run.plan.seed is not None:
             details["seeded"] = True
         if self.setup.noise_generator != noise.PHILOX:
             details["noise_generator"] = self.setup.noise_generator
         with model_history.charging:
-            model_history.check_owner(self.federated_model)
-            if not all(
-                callback.allow_round(inputs.round_index) for callback in self.federated
-            ):
+            model_history.check_owner(self.fed)
+            if not self._is_allowed(inputs.round_index):
                 raise _BudgetSpentError
             for callback in self.federated:
                 callback.on_round_charged(inputs.round_index, charge, details)
-            run.spending.charge(charge, positions, mu_squared)
-            model_history.claim(self.federated_model, self.engine.server.variables)
+            spending.charge(charge, positions, mu_squared)
+            model_history.claim(self.fed, self.engine.server.variables)
         if run.populations[-1:] != [run.population]:
             run.populations.append(run.population)
 
@@ -326,29 +299,30 @@ class RoundLoop:
             self.audit.released()
         return released
 
-    def _report_failures(
-        self, pending: PendingRound, failed_groups: tuple[int, ...]
-    ) -> None:
-        number = pending.inputs.round_index + 1
-        what = (
-            "the round is abandoned"
-            if self.setup.aborts_on_failure
-            else "the round goes on without them"
-        )
+    def _failed(self, pending: PendingRound) -> int:
+        """Sums securely if asked to; says and returns how many clients failed."""
+        groups: tuple[int, ...] = ()
+        if self.setup.secure_aggregation is not None:
+            groups = secure_sum.sum_securely(
+                self.engine, pending, self.setup.secure_aggregation
+            )
+        number = f"Round {pending.inputs.round_index + 1}:"
+        what = "the round goes on without them"
+        if self.setup.aborts_on_failure:
+            what = "the round is abandoned"
         if pending.failures:
             first = pending.failures[0]
             name = self.clients.client_ids[first.position]
-            self.say(
-                f"Round {number}: the data of "
-                f"{len(pending.failures)} client(s) could not be read; "
-                f"{what}. Client {name!r}: {first.reason}"
+            self.fed.say(
+                f"{number} the data of {len(pending.failures)} client(s) could not be "
+                f"read; {what}. Client {name!r}: {first.reason}"
             )
-        if failed_groups:
-            self.say(
-                f"Round {number}: secure aggregation failed for "
-                f"{len(failed_groups)} client(s), who keep their own updates; "
-                f"{what}."
+        if groups:
+            self.fed.say(
+                f"{number} secure aggregation failed for {len(groups)} client(s), who "
+                f"keep their own updates; {what}."
             )
+        return len(pending.failures) + len(groups)
 
 
 class _BudgetSpentError(Exception):
@@ -363,8 +337,30 @@ def digest(model: tf.keras.Model) -> bytes:
     return digest.digest()
 
 
-def _opens_ledger(callback: callbacks_lib.FederatedCallback) -> int:
-    """Sorts ledgers first, then checkpoints, which save what ledgers tell."""
-    if isinstance(callback, callbacks_lib.Ledger):
-        return 0
-    return 1 if isinstance(callback, callbacks_lib.RoundCheckpoint) else 2
+def _progress(verbose: int, first_round: int, last_round: int) -> Any:
+    """Returns what shows a round: a bar (`verbose` 1), a line (2), or nothing (0)."""
+    bar: Any = None
+    if verbose == 1:
+        bar = tf.keras.utils.Progbar(last_round - first_round, unit_name="round")
+
+    def show(done: int, logs: dict[str, float], seconds: float) -> None:
+        if not verbose:
+            return
+        start = f"Round {done}/{last_round} - {seconds:.2f}s"
+        left = _LINE - (len(start) if bar is None else _BAR)
+        shown: list[tuple[str, float]] = []
+        for name in sorted(logs, key=lambda name: name not in _FIRST):
+            value = logs[name]
+            if name in _HIDDEN or (name in _RARE and not value) or math.isnan(value):
+                continue
+            length = len(f" - {name}: {value:.4f}")
+            if length <= left:
+                left -= length
+                shown.append((name, value))
+        if bar is None:
+            print(start + "".join(f" - {n}: {v:.4g}" for n, v in shown), flush=True)
+            return
+        bar.stateful_metrics = {name for name, _ in shown}
+        bar.update(done - first_round, shown)
+
+    return show

@@ -1,4 +1,8 @@
-"""A training run: everything that later rounds depend on, but the model."""
+"""A training run: all state between two rounds.
+
+The randomness of a round follows from the seed and `attempts`. The values of the
+model's and the server optimizer's variables are in these; a checkpoint adds them.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,36 @@ import tensorflow as tf
 from tfdp_fl import sampling
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
+from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras import randomness
-from tfdp_fl.keras.fit_plan import FitPlan
 from tfdp_fl.mechanisms import Deployment, noise
 
 # How many clients there are, and a digest of who they are in which order.
 Population = tuple[int, str]
 
 _SPENDING_ARRAYS = ("mu_squared", "participations")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitPlan:
+    """One call of `fit`: what holds for all of its rounds.
+
+    Attributes:
+      first_round: The first round of this training, counted from 0 over the
+        life of the model.
+      last_round: One past its last round.
+      batch_size: Examples in one local batch.
+      local_epochs: Passes over a client's examples.
+      shuffle: Whether clients shuffle their examples.
+      seed: The user's seed, or None.
+    """
+
+    first_round: int
+    last_round: int
+    batch_size: int
+    local_epochs: int
+    shuffle: bool
+    seed: int | None
 
 
 @dataclasses.dataclass
@@ -50,23 +76,10 @@ class Facts:
     rounds_charged_twice: int = 0
     held_out: str | None = None
 
-    def note_generator(self, generator: str) -> None:
-        """Notes what the rounds to come draw their noise from."""
-        self.philox |= generator == noise.PHILOX
-        self.exact |= generator == noise.EXACT
-
-    def note_held_out(self, clients: str, rounds: int) -> None:
-        """Notes whom a call of `fit` holds out, after so many rounds."""
-        before = clients if not rounds else self.held_out
-        self.held_out = clients if before == clients else ""
-
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
     """What a training is between two rounds, from its first `fit` on.
-
-    The randomness of a round follows from the seed and `attempts`. The weights
-    and the server optimizer's variables are the model's and the engine's.
 
     Attributes:
       plan: The present or last call of `fit`.
@@ -113,7 +126,7 @@ class Run:
     log_names: list[str] = dataclasses.field(default_factory=lambda: ["loss"])
     facts: Facts = dataclasses.field(default_factory=Facts)
     budget_delta: float | None = None
-    audit: Any = None
+    audit: CanaryAudit | None = None
     releasing: bool = False
     known_ledgers: dict[str, str] = dataclasses.field(default_factory=dict)
     ledgers_ahead: set[str] = dataclasses.field(default_factory=set)
@@ -121,10 +134,19 @@ class Run:
         default_factory=randomness.Attempts
     )
 
-    def keep_windows(self, shape: tuple[int, int, int] | None) -> None:
-        """Makes empty windows, unless they are there or None is asked for."""
-        if shape is not None and self.windows is None:
-            self.windows = np.full(shape, np.nan, np.float32)
+    def begin_fit(
+        self, seed: int | None, generator: str, validated: bool, held_out: str
+    ) -> None:
+        """Makes room for the clients of a `fit`, and notes what it was given."""
+        self.spending.expect(self.population[0])
+        facts = self.facts
+        facts.seed_given |= seed is not None
+        facts.philox |= generator == noise.PHILOX
+        facts.exact |= generator == noise.EXACT
+        facts.validated |= validated
+        if self.rounds and facts.held_out != held_out:
+            held_out = ""
+        facts.held_out = held_out
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Moves clients' windows on by one round.
@@ -152,10 +174,10 @@ class Run:
         spending = self.spending.state()
         for name in _SPENDING_ARRAYS:
             arrays[f"spending/{name}"] = spending.pop(name)
-        arrays["cohort_sizes"] = np.asarray(self.cohort_sizes, np.int64)
         return {
             "plan": dataclasses.asdict(self.plan),
             "run": self.run_id,
+            "rounds": self.rounds,
             "populations": [list(each) for each in self.populations],
             "calibration": self.calibration,
             "sampler": self.sampler.state(),
@@ -163,12 +185,12 @@ class Run:
             "facts": dataclasses.asdict(self.facts),
             "ledgers": dict(self.known_ledgers),
             "log_names": list(self.log_names),
+            "cohort_sizes": list(self.cohort_sizes),
         }, arrays
 
     @classmethod
     def from_state(
         cls,
-        rounds: int,
         metadata: Mapping[str, Any],
         arrays: Mapping[str, np.ndarray],
         prepared: Run,
@@ -176,7 +198,6 @@ class Run:
         """Returns the run that a state was taken of.
 
         Args:
-          rounds: How many rounds it had.
           metadata: The JSON values of `state`.
           arrays: The arrays.
           prepared: A run that is about to begin with the same arguments. Its
@@ -192,35 +213,20 @@ class Run:
         if len(values) != len(tf.nest.flatten(prepared.mechanism_state)):
             raise ValueError("mechanism must have the state of the interrupted run.")
         prepared.sampler.restore(metadata["sampler"])
-        spending = spending_lib.Spending.from_state(
-            {
-                **metadata["spending"],
-                **{each: arrays[f"spending/{each}"] for each in _SPENDING_ARRAYS},
-            }
-        )
-        populations = [
-            (num_clients, digest)
-            for num_clients, digest in metadata.get("populations", ())
-        ]
-        if not populations and spending.rounds:
-            # An earlier version kept none; then they were all the same.
-            populations = [prepared.population]
+        kept = {name: arrays[f"spending/{name}"] for name in _SPENDING_ARRAYS}
         return dataclasses.replace(
             prepared,
-            run_id=metadata.get("run") or prepared.run_id,
-            rounds=rounds,
+            run_id=metadata["run"],
+            rounds=metadata["rounds"],
             plan=FitPlan(**metadata["plan"]),
-            spending=spending,
-            populations=populations,
-            calibration=metadata.get("calibration") or prepared.calibration,
+            spending=spending_lib.Spending.from_state({**metadata["spending"], **kept}),
+            populations=[(size, digest) for size, digest in metadata["populations"]],
+            calibration=metadata["calibration"],
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
-            windows=arrays["windows"].copy()
-            if "windows" in arrays
-            else prepared.windows,
-            cohort_sizes=arrays["cohort_sizes"].tolist(),
+            windows=arrays["windows"].copy() if "windows" in arrays else None,
+            cohort_sizes=list(metadata["cohort_sizes"]),
             log_names=list(metadata["log_names"]),
-            # An earlier version knew of no other generator.
-            facts=Facts(**{"philox": True, **metadata["facts"]}),
+            facts=Facts(**metadata["facts"]),
             # Others may hold rounds that were charged after the checkpoint.
             known_ledgers={**prepared.known_ledgers, **metadata["ledgers"]},
             ledgers_ahead=prepared.ledgers_ahead | set(metadata["ledgers"]),

@@ -1,16 +1,17 @@
-"""What a `DPFederatedModel` is made with: nothing of it ever changes."""
+"""What a `DPFederatedModel` is made with, and what `compile` is given."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import warnings
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp_fl import _validate, keras_versions, schedules
 from tfdp_fl.accounting.charge import ACCOUNTANTS, SAMPLINGS
-from tfdp_fl.engine import trainer
-from tfdp_fl.keras.privacy_target import PrivacyTarget
+from tfdp_fl.engine import LocalTraining, trainer
 from tfdp_fl.mechanisms import (
     ClientWeighting,
     Deployment,
@@ -21,8 +22,39 @@ from tfdp_fl.mechanisms import (
 )
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
-FAILURE_RULES = ("abort", "exclude")
-NON_TRAINABLE_STATES = ("aggregate", "keep")
+ON_OVERSPEND = ("stop", "warn")
+# Names of metrics that Keras gives a meaning to by the shape of the output.
+_METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivacyTarget:
+    """The plan that a model's noise was calibrated for.
+
+    Attributes:
+      epsilon: The most that all rounds together may cost.
+      delta: At this delta.
+      accountant: "rdp" or "pld", by which it was calibrated.
+      num_clients: The population N that was planned for.
+      rounds: The rounds T that were planned.
+      on_overspend: "stop": a `fit` ends before the round that would pass
+        epsilon; "warn": it says so once and goes on.
+    """
+
+    epsilon: float
+    delta: float
+    accountant: str
+    num_clients: int
+    rounds: int
+    on_overspend: str = "stop"
+
+    def __post_init__(self):
+        _validate.positive(target_epsilon=self.epsilon)
+        _validate.inside_unit_interval(target_delta=self.delta)
+        _validate.one_of(ACCOUNTANTS, accountant=self.accountant)
+        _validate.positive_integer(num_clients=self.num_clients)
+        _validate.positive_integer(rounds=self.rounds)
+        _validate.one_of(ON_OVERSPEND, on_overspend=self.on_overspend)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +72,7 @@ class TrainingSetup:
     accountant: str = "rdp"
     on_client_failure: str | None = None
     non_trainable_state: str = "aggregate"
-    secure_aggregation: Any = None
+    secure_aggregation: AdditiveSecretSharing | None = None
     num_replicas: int | None = None
     noise_generator: str = noise.PHILOX
     target: PrivacyTarget | None = None
@@ -51,43 +83,85 @@ class TrainingSetup:
         _validate.one_of(SAMPLINGS, sampling=self.sampling)
         _validate.one_of(ACCOUNTANTS, accountant=self.accountant)
         _validate.one_of(
-            NON_TRAINABLE_STATES, non_trainable_state=self.non_trainable_state
+            ("aggregate", "keep"), non_trainable_state=self.non_trainable_state
         )
-        _check_generator(self.noise_generator, self.mechanism, self.secure_aggregation)
+        if self.delta is not None:
+            _validate.inside_unit_interval(delta=self.delta)
         if self.num_replicas is not None:
             _validate.positive_integer(num_replicas=self.num_replicas)
         if self.target is not None:
             _validate.instance_of(PrivacyTarget, target=self.target)
-        _check_protocol(self.secure_aggregation)
         mechanism = self.mechanism
+        self._check_generator()
+        self._check_protocol()
         if callable(mechanism.noise_multiplier):
             mechanism = mechanism.with_noise_multiplier(
                 schedules.fixed(mechanism.noise_multiplier)
             )
-        checked = {
+        sizes = schedules.fixed(self.clients_per_round)
+        for name, value in {
             "mechanism": mechanism,
             "clients_per_round": schedules.checked(
-                schedules.fixed(self.clients_per_round),
-                _validate.positive,
-                "clients_per_round",
+                sizes, _validate.positive, "clients_per_round"
             ),
-            "delta": None
-            if self.delta is None
-            else _validate.inside_unit_interval(delta=self.delta),
-            "on_client_failure": _failure_rule(self.on_client_failure, mechanism),
-        }
-        for name, value in checked.items():
+            "on_client_failure": self._failure_rule(),
+        }.items():
             object.__setattr__(self, name, value)
         client_weighting.check(self.client_weighting, mechanism)
-        if None not in (self.client_weighting, self.secure_aggregation):
-            raise ValueError(
-                "client_weighting must be None with secure_aggregation, whose "
-                "members all count the same, got "
-                f"{self.client_weighting!r}."
-            )
         mechanism.check(
             Deployment(clients_per_round=self.clients_per_round, sampling=self.sampling)
         )
+
+    def _check_generator(self) -> None:
+        generator, mechanism = self.noise_generator, self.mechanism
+        _validate.one_of(noise.GENERATORS, noise_generator=generator)
+        if generator == noise.EXACT and (
+            type(mechanism) is not FixedClipping or mechanism.noise_site != "server"
+        ):
+            raise ValueError(
+                "noise_generator='exact' needs FixedClipping with noise_site='server', "
+                f"got {mechanism.name} with noise_site={mechanism.noise_site!r}."
+            )
+        if generator == noise.EXACT and self.secure_aggregation is not None:
+            raise ValueError(
+                "secure_aggregation must be None with noise_generator='exact', whose "
+                f"grid is its own, got {self.secure_aggregation!r}."
+            )
+        if generator != noise.PHILOX and mechanism.draws_noise_itself:
+            raise ValueError(
+                f"noise_generator must be {noise.PHILOX!r} with {mechanism.name}, "
+                "whose query draws the noise from TensorFlow's own random numbers, "
+                f"got {generator!r}."
+            )
+
+    def _check_protocol(self) -> None:
+        protocol = self.secure_aggregation
+        if protocol is None:
+            return
+        _validate.instance_of(AdditiveSecretSharing, secure_aggregation=protocol)
+        if protocol.max_share_value < 1:
+            raise ValueError(
+                "secure_aggregation must have a max_share_value of at least 1, which "
+                "is what a client counts and hands in as well, got "
+                f"{protocol.max_share_value:g}."
+            )
+        if self.client_weighting is not None:
+            raise ValueError(
+                "client_weighting must be None with secure_aggregation, whose members "
+                f"all count the same, got {self.client_weighting!r}."
+            )
+
+    def _failure_rule(self) -> str:
+        rule, exact = self.on_client_failure, self.mechanism.needs_exact_cohort
+        if rule is None:
+            return "abort" if exact else "exclude"
+        _validate.one_of(("abort", "exclude"), on_client_failure=rule)
+        if rule == "exclude" and exact:
+            raise ValueError(
+                "on_client_failure must be 'abort' with noise_site='client', because "
+                "without one client's share the noise falls short, got 'exclude'."
+            )
+        return rule
 
     def for_server(self, mechanism: Mechanism, optimizer: Any) -> TrainingSetup:
         """Returns the setup with a mechanism that suits the server's optimizer.
@@ -108,9 +182,8 @@ class TrainingSetup:
         """Raises ValueError if no seed may be given."""
         if self.noise_generator != noise.PHILOX:
             raise ValueError(
-                "seed must be None with noise_generator="
-                f"{self.noise_generator!r}, whose keys are the operating "
-                f"system's and nobody else's, got {seed!r}."
+                f"seed must be None with noise_generator={self.noise_generator!r}, "
+                f"whose keys are the operating system's, got {seed!r}."
             )
 
     @property
@@ -119,53 +192,72 @@ class TrainingSetup:
         return self.on_client_failure == "abort"
 
 
-def _check_generator(
-    generator: str, mechanism: Mechanism, secure_aggregation: Any
-) -> None:
-    _validate.one_of(noise.GENERATORS, noise_generator=generator)
-    if generator == noise.EXACT:
-        if type(mechanism) is not FixedClipping or mechanism.noise_site != "server":
-            raise ValueError(
-                "noise_generator='exact' needs FixedClipping with noise_site="
-                f"'server', got {mechanism.name} with noise_site="
-                f"{mechanism.noise_site!r}."
-            )
-        if secure_aggregation is not None:
-            raise ValueError(
-                "secure_aggregation must be None with noise_generator='exact', "
-                f"whose grid is its own, got {secure_aggregation!r}."
-            )
-    if generator != noise.PHILOX and mechanism.draws_noise_itself:
-        raise ValueError(
-            f"noise_generator must be {noise.PHILOX!r} with {mechanism.name}, "
-            "whose query draws the noise from TensorFlow's own random numbers, "
-            f"got {generator!r}."
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """How clients train, and how the server moves the model.
+
+    Attributes:
+      training: What each client does.
+      server_optimizer: A Keras optimizer; None adds the mean update.
+      broadcast_hook: What changes the weights that clients receive, or None.
+      jit_compile: Whether XLA compiles; None: it is decided by the model.
+    """
+
+    training: LocalTraining
+    server_optimizer: tf.keras.optimizers.Optimizer | None
+    broadcast_hook: Any
+    jit_compile: bool | None
+
+    @property
+    def learning_rate(self) -> float:
+        """The clients' rate; 0 where the optimizer follows its own steps."""
+        rate = keras_versions.learning_rate(self.training.optimizer)
+        if rate is None:
+            return 0.0
+        if isinstance(rate, tf.Variable):
+            # A tenth of the time that `numpy()` takes, in every round.
+            rate = tf.raw_ops.ReadVariableOp(resource=rate.handle, dtype=rate.dtype)
+        return float(rate)
+
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the clients' rate, unless the optimizer follows its own."""
+        if keras_versions.learning_rate(self.training.optimizer) is not None:
+            self.training.optimizer.learning_rate = value
 
 
-def _check_protocol(protocol: Any) -> None:
-    if protocol is None:
-        return
-    _validate.instance_of(AdditiveSecretSharing, secure_aggregation=protocol)
-    if protocol.max_share_value < 1:
-        raise ValueError(
-            "secure_aggregation must have a max_share_value of at least 1, "
-            "which is what a client counts and hands in as well, got "
-            f"{protocol.max_share_value:g}."
-        )
+def checked_optimizer(argument: str, value: Any) -> tf.keras.optimizers.Optimizer:
+    """Returns an optimizer, from what Keras's `compile` takes."""
+    try:
+        if value is None:  # Keras takes it for RMSprop, or for none at all.
+            raise ValueError
+        return tf.keras.optimizers.get(value)
+    except (TypeError, ValueError, KeyError) as error:
+        kind = ValueError if isinstance(error, KeyError) else type(error)
+        raise kind(
+            f"{argument} must be a tf.keras.optimizers.Optimizer or the name of one, "
+            f"such as 'sgd' or 'adam', got {value!r}."
+        ) from error
 
 
-def _failure_rule(rule: str | None, mechanism: Mechanism) -> str:
-    if rule is None:
-        return "abort" if mechanism.needs_exact_cohort else "exclude"
-    _validate.one_of(FAILURE_RULES, on_client_failure=rule)
-    if rule == "exclude" and mechanism.needs_exact_cohort:
-        raise ValueError(
-            "on_client_failure must be 'abort' with noise_site='client', "
-            "because without one client's share the noise falls short, "
-            "got 'exclude'."
-        )
-    return rule
+def check_names(*, loss: Any, metrics: Any, weighted_metrics: Any) -> None:
+    """Raises ValueError for a name that Keras has no loss or metric of."""
+    named_metrics = metrics, weighted_metrics
+    for argument, given, get, names in (
+        ("loss", loss, tf.keras.losses.get, ()),
+        ("metrics", named_metrics, tf.keras.metrics.get, _METRIC_NAMES),
+    ):
+        for name in tf.nest.flatten(given):
+            found: Any = name
+            if isinstance(name, str) and name not in names:
+                found = None
+                with contextlib.suppress(TypeError, ValueError):
+                    found = get(name)
+                if found is None or isinstance(found, str):  # Keras 2 hands back.
+                    usual = ", ".join(names or ("sparse_categorical_crossentropy",))
+                    raise ValueError(
+                        f"{argument} must be Keras's own names (such as {usual}, or "
+                        f"mean_squared_error) or what computes it, got {name!r}."
+                    )
 
 
 def check_model(model: Any) -> None:
@@ -175,10 +267,22 @@ def check_model(model: Any) -> None:
     trainer.check_model(model)
     if not model.built:
         raise ValueError(
-            "model must be built: give its first layer an input shape or "
-            f"call it on a batch, got {model.name!r} without weights."
+            "model must be built: give its first layer an input shape or call it on a "
+            f"batch, got {model.name!r} without weights."
         )
     if not model.trainable_variables:
         raise ValueError(
             f"model must have trainable variables, got {model.name!r} with none."
+        )
+
+
+def warn_of_large_delta(name: str, delta: float, num_clients: int) -> None:
+    """Warns of a delta that publishing one client outright could have."""
+    if delta * num_clients >= 1:
+        warnings.warn(
+            f"{name} should be below 1 / num_clients = {1 / num_clients:.3g}, got "
+            f"{delta:g}: a mechanism that publishes one of the {num_clients} clients "
+            "outright could have that delta.",
+            RuntimeWarning,
+            stacklevel=3,
         )

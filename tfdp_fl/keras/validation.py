@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import datasets, keras_versions
+from tfdp_fl.datasets import FederatedDataset, nests
 from tfdp_fl.engine import CohortEngine, LocalTraining, trainer
 from tfdp_fl.mechanisms import Deployment, NoPrivacy
 
@@ -46,7 +48,7 @@ def validate(
         )
     problems = _problems(model)
     if not problems and clients is not None:
-        problems = _problems_in_training(model, clients, loss)
+        problems = _raised_by(lambda: _check_training(model, clients, loss))
     if strict and problems:
         listed = "".join(f"\n- {problem}" for problem in problems)
         raise ValueError(f"model cannot be trained as it is:{listed}")
@@ -55,10 +57,7 @@ def validate(
 
 def _problems(model: Any) -> list[str]:
     if not isinstance(model, tf.keras.Model):
-        return [
-            f"model must be a {tf.keras.Model.__module__.split('.')[0]} Model, "
-            f"got {type(model).__name__}."
-        ]
+        return [f"model must be a Keras Model, got {type(model).__name__}."]
     if not model.built:
         return [
             f"{model.name} has no weights yet: give its first layer an input "
@@ -70,32 +69,25 @@ def _problems(model: Any) -> list[str]:
             f"{model.name} has no trainable variables: set trainable=True on "
             "the layers that are to learn."
         )
-    for check in (
-        keras_versions.check_installed,
-        lambda: trainer.check_model(model),
-    ):
-        problems += _raised_by(check)
-    return problems
+    problems += _raised_by(keras_versions.check_installed)
+    return problems + _raised_by(lambda: trainer.check_model(model))
 
 
-def _problems_in_training(model: Any, clients: Any, loss: Any) -> list[str]:
-    def check() -> None:
-        dataset = datasets.as_federated(clients)
-        _check_numbers(dataset)
-        engine = CohortEngine(
-            model=model,
-            training=LocalTraining(optimizer=tf.keras.optimizers.SGD(0.0), loss=loss),
-            mechanism=NoPrivacy(),
-            deployment=Deployment(clients_per_round=1),
-            element_spec=dataset.element_spec,
-            num_replicas=1,
-        )
-        engine.check_labels(dataset)
-
-    return _raised_by(check)
+def _check_training(model: Any, clients: Any, loss: Any) -> None:
+    dataset = datasets.as_federated(clients)
+    _check_numbers(dataset)
+    engine = CohortEngine(
+        model=model,
+        training=LocalTraining(optimizer=tf.keras.optimizers.SGD(0.0), loss=loss),
+        mechanism=NoPrivacy(),
+        deployment=Deployment(clients_per_round=1),
+        element_spec=dataset.element_spec,
+        num_replicas=1,
+    )
+    engine.check_labels(dataset)
 
 
-def _check_numbers(dataset: datasets.FederatedDataset) -> None:
+def _check_numbers(dataset: FederatedDataset) -> None:
     """Raises ValueError where features of a few clients are no numbers.
 
     Training replaces the update of such a client by zero, without a word.
@@ -123,3 +115,52 @@ def _raised_by(check: Callable[[], Any]) -> list[str]:
     except Exception as error:  # Whatever a layer's own code can raise.
         return [f"{type(error).__name__}: {error}"]
     return []
+
+
+def check_features(
+    model: tf.keras.Model, spec: Any, argument: str, whose: str = ""
+) -> None:
+    """Raises ValueError if a model cannot take features.
+
+    Args:
+      model: A built Keras model.
+      spec: Nest of `tf.TensorSpec`, the features of one example.
+      argument: What they were given as.
+      whose: Of which client they are, in words.
+    """
+    try:
+        model(trainer.zeros_like_batch(spec), training=False)
+    except Exception as error:  # Whatever a layer's own code can raise.
+        # (Of zeros: whatever it quotes, it is nobody's example.)
+        raise nests.ExamplesValueError(
+            f"{argument} must have features that the model takes{_input_of(model)}, "
+            f"got {nests.describe_spec(spec)} for each example{whose}."
+        ) from error
+
+
+@contextlib.contextmanager
+def checked_features(
+    model: tf.keras.Model, clients: FederatedDataset, argument: str = "clients"
+) -> Iterator[None]:
+    """Checks clients' features; errors about examples in the block name a client."""
+    place = 0
+    if clients.is_indexed:
+        place = int(np.argmax(clients.client_sizes() > 0))
+    whose = f"client {clients.client_ids[place]!r}"
+    check_features(model, clients.element_spec[0], argument, f" of {whose}")
+    try:
+        yield
+    except nests.SAFE_ERRORS as error:
+        raise type(error)(f"{argument} ({whose}): {error}") from error
+
+
+def _input_of(model: tf.keras.Model) -> str:
+    """Returns what a model takes, in words, if it tells."""
+    try:
+        shown = [
+            nests.describe_spec(tf.TensorSpec(leaf.shape[1:], leaf.dtype))
+            for leaf in tf.nest.flatten(list(model.inputs))
+        ]
+    except (AttributeError, TypeError, ValueError):
+        return ""
+    return f", {' and '.join(shown)}" if shown else ""

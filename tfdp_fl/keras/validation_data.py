@@ -13,87 +13,7 @@ import tensorflow as tf
 
 from tfdp_fl import _validate
 from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
-
-_ALLOWED = (
-    "validation_data must be (x, y), (x, y, sample_weight), a tf.data.Dataset "
-    "of batches or a FederatedDataset"
-)
-
-
-def checked(data: Any) -> Any:
-    """Returns `fit`'s `validation_data`, or raises.
-
-    Raises:
-      TypeError: It is nothing that is evaluated on.
-      ValueError: Features, labels or weights are a single number.
-    """
-    if data is None or isinstance(data, tf.data.Dataset | FederatedDataset):
-        return data
-    if isinstance(data, tuple | list) and len(data) in (2, 3):
-        for part in data:
-            is_one = isinstance(part, numbers.Number | np.ndarray | tf.Tensor)
-            if is_one and not np.ndim(part):
-                raise ValueError(
-                    "validation_data must hold arrays of examples, got a "
-                    f"single {type(part).__name__}."
-                )
-        return tuple(data)
-    hint = ""
-    if isinstance(data, Mapping):
-        hint = (
-            " For clients that are held out: "
-            "tfdp_fl.FederatedDataset.from_client_arrays(clients)."
-        )
-    raise TypeError(f"{_ALLOWED}, got a {type(data).__name__}.{hint}")
-
-
-def split(
-    clients: FederatedDataset, data: Any, fraction: float
-) -> tuple[FederatedDataset, Any, str]:
-    """Returns who trains, what is validated on, and who is held out (a digest).
-
-    Args:
-      clients: All clients of `fit`.
-      data: Its `validation_data`.
-      fraction: Its `validation_split`.
-
-    Raises:
-      TypeError, ValueError: See `checked` and `held_out`; or both are given.
-    """
-    data = checked(data)
-    _validate.finite(validation_split=fraction)
-    if not fraction:
-        return clients, data, ""
-    if data is not None:
-        raise ValueError(
-            "validation_split must be 0 where validation_data is given, got "
-            f"{fraction!r}."
-        )
-    clients, data = held_out(clients, fraction)
-    return clients, data, data.client_ids_digest
-
-
-def held_out(
-    clients: FederatedDataset, fraction: float
-) -> tuple[FederatedDataset, FederatedDataset]:
-    """Returns the clients that train, and those that never do.
-
-    Args:
-      clients: All.
-      fraction: The share of those that do not; at least one client is on
-        either side. A client's id says on which it is, whoever the others are:
-        one client more or less is one more or less to train on.
-
-    Raises:
-      ValueError: It is not between 0 and 1, or there is one client only.
-    """
-    fraction = _validate.inside_unit_interval(validation_split=fraction)
-    if clients.num_clients < 2:
-        raise ValueError(
-            "validation_split must be 0 with a single client, whom it would "
-            f"hold out, got {fraction!r}."
-        )
-    return clients.split_by_id(fraction)
+from tfdp_fl.keras import validation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,32 +31,93 @@ class Validation:
     every: int
     batch_size: int
 
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError unless it can be evaluated on."""
+        _validate.positive_integer(validation_freq=self.every)
+        data = self.data
+        if data is None or isinstance(data, tf.data.Dataset | FederatedDataset):
+            return
+        if not isinstance(data, tuple | list) or len(data) not in (2, 3):
+            hint = ""
+            if isinstance(data, Mapping):
+                hint = (
+                    " For clients that are held out: "
+                    "tfdp_fl.FederatedDataset.from_client_arrays(clients)."
+                )
+            raise TypeError(
+                "validation_data must be (x, y), (x, y, sample_weight), a "
+                "tf.data.Dataset of batches or a FederatedDataset, got a "
+                f"{type(data).__name__}.{hint}"
+            )
+        for part in data:
+            is_one = isinstance(part, numbers.Number | np.ndarray | tf.Tensor)
+            if is_one and not np.ndim(part):
+                raise ValueError(
+                    "validation_data must hold arrays of examples, got a "
+                    f"single {type(part).__name__}."
+                )
+
+    def check_features(self, model: tf.keras.Model) -> None:
+        """Raises ValueError if the data has other features than a model takes."""
+        if isinstance(self.data, FederatedDataset):
+            with validation.checked_features(model, self.data, "validation_data"):
+                return
+        if not isinstance(self.data, tuple | list):
+            return
+        try:
+            spec = tf.nest.map_structure(
+                lambda leaf: nests.spec_of(nests.as_array(leaf[:1], "x")),
+                nests.with_array_leaves(self.data[0]),
+            )
+        except (TypeError, ValueError, IndexError):
+            return  # Something else that Keras may take.
+        validation.check_features(model, spec, "validation_data")
+
     def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
         """Returns the model's metrics on the data, by `val_` and name."""
-        options = {"verbose": 0, "return_dict": True}
         data = self.data
+        options: dict[str, Any] = {"verbose": 0, "return_dict": True}
+        if isinstance(data, FederatedDataset):
+            data = _batches(data, self.batch_size)
+        if not isinstance(data, tf.data.Dataset):
+            x, y, *weight = data
+            data = x
+            options |= {"y": y, "batch_size": self.batch_size}
+            options["sample_weight"] = weight[0] if weight else None
         with warnings.catch_warnings():
             # Keras cannot know that the clients' data end where they should.
             warnings.filterwarnings("ignore", "Your input ran out of data")
-            return self._evaluated(model, data, options)
-
-    def _evaluated(
-        self, model: tf.keras.Model, data: Any, options: dict[str, Any]
-    ) -> dict[str, float]:
-        if isinstance(data, FederatedDataset):
-            data = _batches(data, self.batch_size)
-        if isinstance(data, tf.data.Dataset):
             results = model.evaluate(data, **options)
-        else:
-            x, y, *weight = data
-            results = model.evaluate(
-                x,
-                y,
-                sample_weight=weight[0] if weight else None,
-                batch_size=self.batch_size,
-                **options,
-            )
         return {f"val_{name}": value for name, value in results.items()}
+
+
+def split(
+    clients: FederatedDataset, data: Any, fraction: float
+) -> tuple[FederatedDataset, Any, str]:
+    """Returns the clients that train, what is validated on, and who is held out.
+
+    A client's id says on which side it is, whoever the others are: one client
+    more or less is one more or less to train on.
+
+    Args:
+      clients: All clients of `fit`.
+      data: Its `validation_data`.
+      fraction: Its `validation_split`: the share of the clients that never train;
+        at least one client is on either side.
+
+    Returns:
+      The last is a digest of the clients held out, "" for none.
+    """
+    if not _validate.finite(validation_split=fraction):
+        return clients, data, ""
+    fraction = _validate.inside_unit_interval(validation_split=fraction)
+    if data is not None or clients.num_clients < 2:
+        raise ValueError(
+            "validation_split must be 0 where validation_data is given, or with a "
+            f"single client, whom it would hold out, got {fraction!r}."
+        )
+    clients, held_out = clients.split_by_id(fraction)
+    return clients, held_out, held_out.client_ids_digest
 
 
 def _batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
@@ -152,10 +133,9 @@ def _batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
                 yield nests.unpaired(client.x, client.y)
         if failed:
             warnings.warn(
-                f"The data of {len(failed)} of {clients.num_clients} clients "
-                "held out for validation could not be read, and are left out "
-                f"of it. The first is client "
-                f"{clients.client_ids[failed[0].position]!r}: "
+                f"The data of {len(failed)} of {clients.num_clients} clients held out "
+                "for validation could not be read, and are left out of it. The first "
+                f"is client {clients.client_ids[failed[0].position]!r}: "
                 f"{failed[0].reason}.",
                 RuntimeWarning,
                 stacklevel=2,

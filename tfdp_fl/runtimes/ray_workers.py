@@ -10,22 +10,22 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdp_fl import _on_use, _products, _validate
+from tfdp_fl import _on_use, _products, _validate, engine
+from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import program
 from tfdp_fl.runtimes.workers import (
     Arrays,
+    ShardedCohorts,
     Work,
     WorkerError,
     WorkerLost,
-    WorkerRound,
-    Workers,
     WorkerUnavailable,
 )
 
@@ -212,7 +212,7 @@ class _Cluster:
         self._started = False
 
 
-class RayWorkers(Workers):
+class RayWorkers:
     """Several workers that Ray places, here or on the machines of a cluster.
 
         with RayWorkers(num_workers=2) as workers:
@@ -230,7 +230,8 @@ class RayWorkers(Workers):
     there is: a cluster that scales by itself grows by that.
 
     Attributes:
-        last_round: What each worker did in the last round that was completed.
+        num_workers: How many workers there are.
+        shards_per_worker: How many shards each is given, one after the other.
     """
 
     def __init__(
@@ -278,7 +279,7 @@ class RayWorkers(Workers):
         _ray()
         if address is not None:
             address = _validate.instance_of(str, address=address)
-        self._num_workers = _validate.positive_integer(
+        self.num_workers = _validate.positive_integer(
             num_workers=2 if num_workers is None else num_workers
         )
         self.shards_per_worker = _validate.positive_integer(
@@ -301,11 +302,6 @@ class RayWorkers(Workers):
         options = {"num_cpus": 1, **(resources or {})}
         self._cluster = _Cluster(address, options)
         self._close = weakref.finalize(self, self._cluster.close)
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are."""
-        return self._num_workers
 
     @property
     def float32_products(self) -> bool:
@@ -370,6 +366,12 @@ class RayWorkers(Workers):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def collector(
+        self, cohort_engine: engine.CohortEngine, clients: FederatedDataset
+    ) -> ShardedCohorts:
+        """Returns what trains the cohorts of a `fit`; opens the workers."""
+        return ShardedCohorts(cohort_engine, clients, self.open())
+
     def _reference(self, examples: Arrays | None) -> Any:
         """Returns what Ray has of a dataset: it is stored once."""
         if examples is None:
@@ -380,10 +382,8 @@ class RayWorkers(Workers):
             self._stored = {key: (examples, _ray().put(examples))}
         return self._stored[key][1]
 
-    def run(
-        self, work: Work, begun: Callable[[], None]
-    ) -> tuple[list[Arrays], Sequence[WorkerRound]]:
-        """Runs a program on every shard; see `Workers.run`.
+    def run(self, work: Work, begun: Callable[[], None]) -> list[Arrays]:
+        """Runs a program on every shard; see `workers.Workers.run`.
 
         The workers' sums are added in the order of the workers, so that the
         same shards give the same sum to the last bit.
@@ -394,58 +394,50 @@ class RayWorkers(Workers):
             sent = _ray().put(sent)
         indices = np.array_split(np.arange(len(work.shards)), self.num_workers)
         shards = {
-            place: tuple(part.tolist())
+            place: _sealed([work.shards[index] for index in part])
             for place, part in enumerate(indices)
             if len(part)
-        }
-        sealed = {
-            place: _sealed([work.shards[index] for index in part])
-            for place, part in shards.items()
         }
         examples = self._reference(work.examples)
 
         def ask(place: int) -> Any:
             return self._cluster.actor(place).run.remote(
-                work.program.name, sent, examples, sealed[place], work.by_sum
+                work.program.name, sent, examples, shards[place], work.by_sum
             )
 
-        results, records = self._answers(work.program, shards, ask, begun)
+        results = self._answers(work.program, list(shards), ask, begun)
         ordered = [each for place in sorted(results) for each in results[place]]
-        if work.by_sum:
-            ordered = [functools.reduce(_added, ordered)]
-        return ordered, [records[place] for place in sorted(records)]
+        return [functools.reduce(_added, ordered)] if work.by_sum else ordered
 
     def _answers(
         self,
         traced: program.Program,
-        shards: Mapping[int, tuple[int, ...]],
+        places: list[int],
         ask: Callable[[int], Any],
         begun: Callable[[], None],
-    ) -> tuple[dict[int, Any], dict[int, WorkerRound]]:
+    ) -> dict[int, Any]:
         """Has every place do its work, some of it again if need be."""
         ray, start = _ray(), time.monotonic()
         results: dict[int, Any] = {}
-        records: dict[int, WorkerRound] = {}
         made: dict[int, Any] = {}
-        repeated = dict.fromkeys(shards, 0)
-        asked = {place: ask(place) for place in shards}
+        lost: list[int] = []
+        asked = {place: ask(place) for place in places}
         begun()
         while asked:
             limit = None
             if self._round_timeout is not None:
-                limit = self._round_timeout - (time.monotonic() - start)
+                limit = max(0, self._round_timeout - (time.monotonic() - start))
             place, reference = next(iter(asked.items()))
             wanted = [reference]
             if place in made:  # What became of that is told first.
                 wanted.insert(0, made.pop(place))
             try:
-                *_, result = ray.get(
-                    wanted, timeout=None if limit is None else max(0, limit)
-                )
+                *_, result = ray.get(wanted, timeout=limit)
             except ray.exceptions.RayTaskError as error:
                 raise WorkerError(self._address(place), f"failed: {error}") from error
             except ray.exceptions.RayError as error:
-                self._lose(place, repeated, error)
+                lost.append(place)
+                self._lose(place, len(lost), error)
                 asked[place] = ask(place)
                 continue
             if result is None:  # It has not met this program yet.
@@ -455,20 +447,13 @@ class RayWorkers(Workers):
                 continue
             del asked[place]
             results[place] = _opened(result)
-            records[place] = WorkerRound(
-                address=self._address(place),
-                shards=shards[place],
-                seconds=time.monotonic() - start,
-                repeated=repeated[place],
-            )
-        return results, records
+        return results
 
-    def _lose(self, place: int, repeated: dict[int, int], error: Exception) -> None:
+    def _lose(self, place: int, times: int, error: Exception) -> None:
         """Notes that a worker is lost; raises if that was once too often."""
         self._cluster.drop(place)
-        repeated[place] += 1
         timed_out = isinstance(error, _ray().exceptions.GetTimeoutError)
-        if timed_out or sum(repeated.values()) > self._max_repeats:
+        if timed_out or times > self._max_repeats:
             raise WorkerLost(self._address(place), f"is lost: {error}") from error
         logging.warning(
             "Worker %s is lost, its shards are done again: %s",

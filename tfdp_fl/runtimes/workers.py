@@ -12,9 +12,9 @@ client, and the engine goes on with those.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -50,36 +50,6 @@ class WorkerLost(WorkerError):  # noqa: N818
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkerRound:
-    """What one worker did in the last round.
-
-    Attributes:
-      address: The worker's name.
-      shards: The indices of the shards that it was given.
-      seconds: From sending them to having its sum.
-      clients: The positions of the clients that it trained.
-      repeated: How often the worker was lost meanwhile, and its shards done
-        again by another.
-    """
-
-    address: str
-    shards: tuple[int, ...]
-    seconds: float
-    clients: tuple[int, ...] = ()
-    repeated: int = 0
-
-    def joined(self, later: WorkerRound) -> WorkerRound:
-        """Returns what the worker did in two calls of one round."""
-        return dataclasses.replace(
-            later,
-            shards=self.shards + later.shards,
-            seconds=self.seconds + later.seconds,
-            clients=self.clients + later.clients,
-            repeated=self.repeated + later.repeated,
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """What workers are to do at the same time: a program, on shards.
 
@@ -99,37 +69,24 @@ class Work:
     by_sum: bool
 
 
-class Workers(abc.ABC):
+class Workers(Protocol):
     """Workers that are given shards of a cohort.
 
     Attributes:
-      last_round: What each worker did in the last round that was completed.
+      num_workers: How many there are.
       shards_per_worker: How many shards each is given, one after the other.
       float32_products: Whether the workers compute products of float32 numbers
         as such, on which training side by side rests.
     """
 
-    last_round: tuple[WorkerRound, ...] = ()
-    shards_per_worker: int = 1
+    num_workers: int
+    shards_per_worker: int
 
     @property
-    @abc.abstractmethod
-    def num_workers(self) -> int:
-        """How many workers there are."""
-
-    @property
-    @abc.abstractmethod
     def float32_products(self) -> bool:
-        """Whether their products of float32 numbers are such."""
+        """See above."""
 
-    @abc.abstractmethod
-    def open(self) -> Workers:
-        """Starts or connects every worker that is not there. Returns self."""
-
-    @abc.abstractmethod
-    def run(
-        self, work: Work, begun: Callable[[], None]
-    ) -> tuple[list[Arrays], Sequence[WorkerRound]]:
+    def run(self, work: Work, begun: Callable[[], None]) -> list[Arrays]:
         """Runs a program on every shard.
 
         Args:
@@ -138,24 +95,8 @@ class Workers(abc.ABC):
             finished.
 
         Returns:
-          The flattened results of each shard, or of their sum alone; and what
-          each worker did.
+          The flattened results of each shard, or of their sum alone.
         """
-
-    def collector(
-        self, cohort_engine: engine.CohortEngine, clients: FederatedDataset
-    ) -> ShardedCohorts:
-        """Returns what trains the cohorts of a `fit`.
-
-        Args:
-          cohort_engine: The engine of the model that is trained.
-          clients: The data.
-
-        Raises:
-          WorkerUnavailable: As `open`, which is called.
-        """
-        self.open()
-        return ShardedCohorts(cohort_engine, clients, self)
 
 
 class ShardedCohorts:
@@ -194,19 +135,13 @@ class ShardedCohorts:
             the state are as before, as if nothing had been done.
         """
         pending = self._engine.empty_round(inputs)
-        records: dict[str, WorkerRound] = {}
         for chunk in self._engine.read_chunks(dataset, pending):
             if not len(chunk.lengths):  # Nothing to send to anybody.
                 self._engine.train_chunk(pending, chunk)
                 continue
             for piece in self._sendable(chunk):
-                for record in self._run_chunk(pending, piece):
-                    before = records.get(record.address)
-                    records[record.address] = (
-                        record if before is None else before.joined(record)
-                    )
+                self._run_chunk(pending, piece)
         self._engine.complete(pending)
-        self._workers.last_round = tuple(records.values())
         return pending
 
     def lay_out(
@@ -258,29 +193,21 @@ class ShardedCohorts:
 
     def _run_chunk(
         self, pending: engine.PendingRound, chunk: chunks.CohortChunk
-    ) -> list[WorkerRound]:
-        """Trains a chunk's clients; returns what each worker did."""
+    ) -> None:
+        """Trains a chunk's clients, those of one part of each group at a time."""
         if chunk.groups is None:
             chunk = self._laid_out(chunk, pending.inputs)
-        records: list[WorkerRound] = []
         for place in range(max(map(len, chunk.groups))):
             parts = [group[place] for group in chunk.groups if place < len(group)]
-            records += self._run_parts(parts, pending, chunk)
-        return records
+            self._run_parts(parts, pending, chunk)
 
     def _run_parts(
         self,
         parts: list[layout.Part],
         pending: engine.PendingRound,
         chunk: chunks.CohortChunk,
-    ) -> list[WorkerRound]:
-        """Trains some parts of a chunk, a shard each, at the same time.
-
-        Args:
-          parts: Of one `layout.Way`.
-          pending: The round, to which the results are added.
-          chunk: The clients.
-        """
+    ) -> None:
+        """Trains parts of one `layout.Way`, a shard each, at the same time."""
         traced = self._engine.functions.program(pending, parts[0])
         if any(constant.dtype == tf.resource for constant in traced.constants):
             raise ValueError(
@@ -295,7 +222,7 @@ class ShardedCohorts:
             by_sum=self._by_sum,
         )
         with self._engine.background.computing(at_once=False) as begin:
-            flat, done = self._workers.run(work, begin)
+            flat = self._workers.run(work, begin)
         results = [
             tf.nest.pack_sequence_as(traced.structure, list(map(tf.constant, arrays)))
             for arrays in flat
@@ -303,24 +230,10 @@ class ShardedCohorts:
         if self._by_sum:
             (total,) = results
             pending.add(total.total, total.metrics)
-        else:
-            threads = self._engine.num_replicas
-            for number, (part, trained) in enumerate(zip(parts, results, strict=True)):
-                pending.take(part.clients.members, trained, number % threads)
-        return [
-            dataclasses.replace(record, clients=self._positions(pending, parts, record))
-            for record in done
-        ]
-
-    def _positions(
-        self,
-        pending: engine.PendingRound,
-        parts: list[layout.Part],
-        record: WorkerRound,
-    ) -> tuple[int, ...]:
-        """Returns the positions of the clients in a worker's shards."""
-        members = [parts[shard].clients.members for shard in record.shards]
-        return tuple(pending.inputs.positions[np.concatenate(members)].tolist())
+            return
+        threads = self._engine.num_replicas
+        for number, (part, trained) in enumerate(zip(parts, results, strict=True)):
+            pending.take(part.clients.members, trained, number % threads)
 
     def _shard(self, chunk: chunks.CohortChunk, part: layout.Part) -> Arrays:
         """Returns what goes to a worker: the tables, and perhaps the examples."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -159,26 +157,20 @@ class SearchDirectory:
             (self._path / _START).unlink(missing_ok=True)
 
 
-def _write(
-    path: pathlib.Path, fields: dict[str, Any], models: Sequence[Weights]
-) -> None:
+def _write(path: pathlib.Path, fields: dict[str, Any], models: list[Weights]) -> None:
     arrays = {
         f"{place}/{index}": weight
         for place, weights in enumerate(models)
         for index, weight in enumerate(weights)
     }
-    file = io.BytesIO()
-    sizes = [len(weights) for weights in models]
-    text = json.dumps({"fields": fields, "sizes": sizes})
-    np.savez(file, json=np.array(text), **arrays)  # type: ignore[arg-type]
-    checkpoint.write_atomically(path, file.getvalue())
+    metadata = {"fields": fields, "sizes": [len(weights) for weights in models]}
+    checkpoint.write_atomically(path, checkpoint.packed(metadata, arrays))
 
 
 def _unpacked(path: pathlib.Path) -> tuple[dict[str, Any], list[Weights]]:
-    with np.load(path, allow_pickle=False) as file:
-        known = json.loads(str(file["json"]))
-        models = [
-            [file[f"{place}/{index}"] for index in range(size)]
-            for place, size in enumerate(known["sizes"])
-        ]
-    return known["fields"], models
+    metadata, arrays = checkpoint.unpacked(path.read_bytes())
+    models = [
+        [arrays[f"{place}/{index}"] for index in range(size)]
+        for place, size in enumerate(metadata["sizes"])
+    ]
+    return metadata["fields"], models

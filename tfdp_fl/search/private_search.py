@@ -8,42 +8,22 @@ trial gets so much noise that the whole search keeps the target.
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import io
-import logging
-import math
 import os
 import secrets
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import (
-    _json,
-    _validate,
-    accounting,
-    datasets,
-    keras_versions,
-    sampling,
-    schedules,
-)
-from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
-from tfdp_fl.accounting.spending import Spending
-from tfdp_fl.datasets import FederatedDataset, nests
-from tfdp_fl.engine import trainer
-from tfdp_fl.keras import DPFederatedModel, features, model_history
-from tfdp_fl.keras.make_private import _largest_noise
-from tfdp_fl.mechanisms import Deployment, Mechanism
+from tfdp_fl import _json, _validate, accounting, datasets
+from tfdp_fl.accounting.search import TrialCount
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.keras import DPFederatedModel, model_history
 from tfdp_fl.search.directory import SearchDirectory, SearchState
 from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
-
-Candidate = dict[str, Any]
+from tfdp_fl.search.trial import Candidate, Trial, calibrated, charge_of
 
 
 class PrivateSearch:
@@ -116,7 +96,7 @@ class PrivateSearch:
         self._spent = accounting.PrivacyAccountant()
         self._counted: set[str] = set()
         self._searches = 0
-        self._last: tuple[Split, list[_Trial]] | None = None
+        self._last: tuple[Split, list[Trial]] | None = None
         self._fitting = threading.Lock()
 
     def fit(
@@ -176,8 +156,8 @@ class PrivateSearch:
             dataset = datasets.as_federated(clients)
             split = self._score.split(dataset)
             trials = self._built(split.training)
-            event = _calibrated(trials, split, rounds, self._trials, self._target)
-            charge = _charge(split, event)
+            event = calibrated(trials, split, rounds, self._trials, self._target)
+            charge = charge_of(split, event)
             plan = {
                 **self._plan(dataset, rounds, options),
                 "build": charge.to_json(),
@@ -218,7 +198,7 @@ class PrivateSearch:
 
         Args:
           delta: Where epsilon is stated; None: the target's.
-          format: "text", "markdown" or "dict".
+          format: "text" or "dict".
 
         Raises:
           ValueError: Nothing was searched yet, or an argument is not allowed.
@@ -243,12 +223,7 @@ class PrivateSearch:
             ),
             sampling="poisson",
             num_clients=split.training.num_clients,
-            clients_per_round=sorted(
-                {
-                    schedules.value_at(trial.setup.clients_per_round, 0, "m")
-                    for trial in trials
-                }
-            ),
+            clients_per_round=sorted({trial.clients_per_round for trial in trials}),
             search=f"after {times}a search over {len(self.candidates)} candidates",
             epsilon_rdp=self._spent.epsilon,
             epsilon_if_participation_is_known=(
@@ -283,12 +258,12 @@ class PrivateSearch:
             }
         )
 
-    def _built(self, clients: FederatedDataset) -> list[_Trial]:
+    def _built(self, clients: FederatedDataset) -> list[Trial]:
         """Calls `build` for all candidates, and checks what it made."""
-        trials: list[_Trial] = []
+        trials: list[Trial] = []
         seen: set[int] = set()
         for candidate in self.candidates:
-            trial = _Trial(candidate, self._build(**candidate))
+            trial = Trial(candidate, self._build(**candidate))
             own = {id(variable) for variable in trial.variables}
             if seen & own:
                 raise ValueError(
@@ -306,12 +281,17 @@ class PrivateSearch:
         directory: SearchDirectory,
         resumes: bool,
         plan: dict[str, Any],
-        trials: list[_Trial],
+        trials: list[Trial],
     ) -> SearchState:
         """Returns the state of a new search, or of the one that goes on."""
         if resumes:
             state = directory.read()
-            _check_same(plan, state.plan)
+            for name, value in plan.items():
+                if state.plan.get(name) != value:
+                    raise ValueError(
+                        f"{name} must be as in the interrupted search, got something "
+                        "else."
+                    )
             for trial, initial in zip(trials, state.initial, strict=True):
                 trial.initial = initial
                 trial.reset()
@@ -328,8 +308,8 @@ class PrivateSearch:
         self,
         directory: SearchDirectory,
         state: SearchState,
-        trials: list[_Trial],
-        run: Callable[[_Trial], float],
+        trials: list[Trial],
+        run: Callable[[Trial], float],
     ) -> None:
         """Runs the trials that are left; the state has the best of all."""
         try:
@@ -380,289 +360,3 @@ class PrivateSearch:
             state.ledger_head = directory.head
         self._searches += state.run_id not in counted
         self._spent, self._counted = spent, counted | {state.run_id}
-
-
-class _Trial:
-    """A candidate, as `build` made it, and how it is trained.
-
-    Attributes:
-      model: Its Keras model. Between trials it has the weights it came with.
-      setup: What its `DPFederatedModel` was made with.
-      mechanism: Its mechanism, with the noise of the search once that is known.
-      initial: The values that its variables begin with.
-    """
-
-    def __init__(self, candidate: Candidate, made: Any):
-        if not isinstance(made, DPFederatedModel):
-            raise TypeError(
-                "build must return a compiled tfdp_fl.DPFederatedModel, got a "
-                f"{type(made).__name__} for {candidate!r}."
-            )
-        if made.compiled is None:
-            raise ValueError(
-                f"build must return a compiled model, got one for {candidate!r} of "
-                "which compile was not called."
-            )
-        model_history.check_owner(made)
-        if made.run is not None:
-            raise ValueError(
-                f"build must return a new model, got one for {candidate!r} that was "
-                "already trained."
-            )
-        self.model: tf.keras.Model = made.model
-        self.setup = made.setup
-        self._compiled = made.compiled
-        self.mechanism: Mechanism = made.mechanism
-        self._planned: collections.Counter[accounting.RoundCharge] = (
-            collections.Counter()
-        )
-        self.initial = self.values()
-        _check_mechanism(self.mechanism, self.setup, candidate)
-
-    @property
-    def variables(self) -> list[tf.Variable]:
-        """All variables of the model: weights, and states of random layers."""
-        return keras_versions.tf_variables(self.model.variables)
-
-    @property
-    def clients_per_round(self) -> float:
-        """The expected cohort size, m."""
-        return schedules.value_at(self.setup.clients_per_round, 0, "clients_per_round")
-
-    def values(self) -> list[np.ndarray]:
-        """Returns the values of all variables."""
-        return [variable.numpy() for variable in self.variables]
-
-    def assign(self, values: list[np.ndarray]) -> None:
-        """Sets all variables."""
-        for variable, value in zip(self.variables, values, strict=True):
-            variable.assign(value)
-
-    def reset(self) -> None:
-        """Leaves nothing of a trial in the model."""
-        self.assign(self.initial)
-        self.model.reset_metrics()
-        self.model.history = None
-
-    def check(self, clients: FederatedDataset, metric: str) -> None:
-        """Raises ValueError if the model cannot take the clients' examples.
-
-        On zeros: what is found does not depend on the clients.
-        """
-        x_spec, y_spec = clients.element_spec
-        features.check(self.model, x_spec, "clients", "")
-        x, y, *weight = nests.unpaired(*map(trainer.zeros_like_batch, (x_spec, y_spec)))
-        found = self.model.test_on_batch(x, y, *weight, return_dict=True)
-        self.reset()
-        if metric not in found:
-            raise ValueError(
-                "score must have a metric that every candidate compiles "
-                f"({', '.join(map(repr, found))}), got {metric!r}."
-            )
-
-    def event(
-        self, noise: float, num_clients: int, rounds: int
-    ) -> dp_accounting.DpEvent:
-        """Returns what training costs with a noise multiplier, which it takes."""
-        mechanism = self.mechanism.with_noise_multiplier(noise)
-        deployment = self._deployment(num_clients, rounds)
-        mechanism.check(deployment)
-        sampler = sampling.make_sampler(
-            "poisson", num_clients, self.setup.clients_per_round
-        )
-        self._planned = collections.Counter(
-            sampler.charge(t, mechanism.round_event(t, deployment))
-            for t in range(rounds)
-        )
-        self.mechanism = mechanism
-        return dp_accounting.ComposedDpEvent(
-            tuple(
-                dp_accounting.SelfComposedDpEvent(charge.dp_event("rdp"), count)
-                for charge, count in self._planned.items()
-            )
-        )
-
-    def noise_limit(self, num_clients: int, rounds: int) -> float | None:
-        """Returns the largest noise multiplier that the mechanism takes."""
-        return _largest_noise(
-            self.mechanism.with_noise_multiplier,
-            self._deployment(num_clients, rounds),
-        )
-
-    def _deployment(self, num_clients: int, rounds: int) -> Deployment:
-        return Deployment(
-            clients_per_round=self.setup.clients_per_round,
-            num_clients=num_clients,
-            sampling="poisson",
-            rounds=rounds,
-        )
-
-    def run(
-        self,
-        split: Split,
-        rounds: int,
-        options: dict[str, Any],
-        score: PublicScore | PrivateScore,
-    ) -> float:
-        """Trains and scores once; returns -infinity for a trial that failed."""
-        self.reset()
-        try:
-            with _silence():
-                self._train(split.training, rounds, options)
-                value = score(self.model, self._compiled.training, split.held_out)
-        except Exception:  # What happened is as secret as that it happened.
-            return -math.inf
-        return value if math.isfinite(value) else -math.inf
-
-    def _train(
-        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
-    ) -> None:
-        setup, compiled = self.setup, self._compiled
-        training = compiled.training
-        fed = DPFederatedModel(
-            self.model,
-            self.mechanism,
-            setup.clients_per_round,
-            "poisson",
-            on_client_failure=setup.on_client_failure,
-            non_trainable_state=setup.non_trainable_state,
-            secure_aggregation=setup.secure_aggregation,
-            num_replicas=setup.num_replicas,
-            noise_generator=setup.noise_generator,
-            client_weighting=setup.client_weighting,
-        )
-        # The model is this trial's alone: it was reset.
-        model_history.claim(fed, self.variables)
-        fed.compile(
-            _anew(training.optimizer),
-            training.loss,
-            training.metrics,
-            _anew(compiled.server_optimizer),
-            compiled.jit_compile,
-            weighted_metrics=training.weighted_metrics,
-            loss_weights=training.loss_weights,
-            grad_clip=training.grad_clip,
-            upload_hook=training.upload_hook,
-            broadcast_hook=compiled.broadcast_hook,
-        )
-        fed.fit(clients, rounds=rounds, verbose=0, **options)
-        charged = collections.Counter(dict(cast(Spending, fed.spending).charges))
-        if not charged <= self._planned:
-            raise RuntimeError("A trial was charged more than was planned.")
-
-
-def _anew(optimizer: Any) -> Any:
-    """Returns an optimizer that has not seen a trial."""
-    return optimizer and type(optimizer).from_config(optimizer.get_config())
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Lets nothing be printed, logged or warned of: it would tell of a trial."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-def _check_mechanism(mechanism: Mechanism, setup: Any, candidate: Candidate) -> None:
-    """Raises ValueError unless the noise of a candidate can be replaced."""
-    problem = None
-    if setup.sampling != "poisson":
-        problem = f"sampling='poisson', got {setup.sampling!r}"
-    elif not schedules.is_constant(setup.clients_per_round):
-        problem = "a constant clients_per_round, got a schedule"
-    elif mechanism.guarantee != "central" or not isinstance(
-        mechanism.parameters().get("noise_multiplier"), int | float
-    ):
-        problem = (
-            "a central mechanism with a constant noise_multiplier (FixedClipping, "
-            f"AdaptiveClipping, MedianClipping), got {mechanism.describe()!r}"
-        )
-    elif "exact_median" in mechanism.caveats():
-        problem = "a median_noise_multiplier, got an exact median, which is not private"
-    if problem is not None:
-        raise ValueError(
-            f"build must return a model with {problem}, for {candidate!r}."
-        )
-
-
-def _check_same(plan: dict[str, Any], before: dict[str, Any]) -> None:
-    """Raises ValueError if a search is resumed with other arguments."""
-    for name, value in plan.items():
-        if before.get(name) != value:
-            raise ValueError(
-                f"{name} must be as in the interrupted search, got something else."
-            )
-
-
-def _charge(split: Split, event: dp_accounting.DpEvent) -> accounting.RoundCharge:
-    clients = split.training.num_clients
-    return accounting.RoundCharge(
-        sampling="poisson", num_clients=clients, clients_per_round=clients, event=event
-    )
-
-
-def _calibrated(
-    trials: list[_Trial],
-    split: Split,
-    rounds: int,
-    count: TrialCount,
-    target: tuple[float, float],
-) -> BestOfTrialsDpEvent:
-    """Gives all trials the smallest noise that keeps the target.
-
-    Returns:
-      What the search costs: whichever candidates are drawn, at most that.
-    """
-    epsilon, delta = target
-    clients = split.training.num_clients
-
-    def best_of(events: Sequence[dp_accounting.DpEvent]) -> BestOfTrialsDpEvent:
-        if split.event is not None and split.is_disjoint:
-            events = (*events, split.event)
-        elif split.event is not None:
-            events = [
-                dp_accounting.ComposedDpEvent((each, split.event)) for each in events
-            ]
-        return BestOfTrialsDpEvent(
-            tuple(dict.fromkeys(events)), count.mean, count.shape
-        )
-
-    def noise_of(trial: _Trial, aim: float) -> float:
-        return accounting.calibrate(
-            lambda z: [_charge(split, best_of([trial.event(z, clients, rounds)]))],
-            aim,
-            delta,
-            upper=trial.noise_limit(clients, rounds),
-        )
-
-    aim = epsilon
-    while True:
-        known: dict[dp_accounting.DpEvent, float] = {}
-        for trial in trials:
-            event = None
-            for noise in known.values():
-                with contextlib.suppress(ValueError):
-                    event = trial.event(noise, clients, rounds)
-                if event in known:
-                    break
-            if event not in known:
-                noise = noise_of(trial, aim)
-                known[trial.event(noise, clients, rounds)] = noise
-        event = best_of(list(known))
-        history = accounting.PrivacyAccountant()
-        history.add(_charge(split, event))
-        total = history.epsilon(delta)
-        if total <= epsilon:
-            return event
-        # Candidates of several costs: the largest at each order costs more than any.
-        aim *= 0.999 * epsilon / total

@@ -12,15 +12,20 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp_fl.accounting import RoundCharge
+
 
 class FederatedCallback(tf.keras.callbacks.Callback):
     """A Keras callback that also hears of rounds before they run.
 
     Attributes:
       federated_model: The `DPFederatedModel` that is being trained.
+      order: Callbacks of a smaller one hear first of the rounds planned: ledgers,
+        then checkpoints, which save what ledgers tell, then all others.
     """
 
     federated_model: Any = None
+    order = 2
 
     def set_federated_model(self, federated_model: Any) -> None:
         """Called once, before training begins."""
@@ -42,17 +47,8 @@ class FederatedCallback(tf.keras.callbacks.Callback):
         del round_index
         return True
 
-    def check_release(self, charge: Any) -> None:
-        """Called before metrics of clients are released beside the rounds.
-
-        Raising refuses the release.
-
-        Args:
-          charge: The `RoundCharge` that it costs.
-        """
-
     def on_round_charged(
-        self, round_index: int, charge: Any, details: dict[str, Any]
+        self, round_index: int, charge: RoundCharge, details: dict[str, Any]
     ) -> None:
         """Called before a trained cohort's result can be seen by anyone.
 
@@ -60,7 +56,7 @@ class FederatedCallback(tf.keras.callbacks.Callback):
 
         Args:
           round_index: The round, counted from 0.
-          charge: The `RoundCharge` that the round costs.
+          charge: What the round costs.
           details: `cohort_size`, `noise_multiplier`, and, where a guarantee is
             composed client by client, `mu_squared`, (sensitivity / sigma)^2 of
             one client's release, and `max_mu_squared`, the largest sum of them
@@ -80,23 +76,41 @@ class FederatedCallback(tf.keras.callbacks.Callback):
     def on_fit_end(self) -> None:
         """Called last, also where an error or the user ended the training."""
 
+    def check_release(self, charge: RoundCharge) -> None:
+        """Called before metrics of clients are released beside the rounds.
+
+        Raising refuses the release.
+
+        Args:
+          charge: What it costs.
+        """
+
+    def on_release_charged(self, name: str, charge: RoundCharge) -> None:
+        """Called before what is released beside the rounds can be seen.
+
+        Raising here refuses the release.
+
+        Args:
+          name: The id under which it stands in ledgers, as if it were another run.
+          charge: What it costs.
+        """
+
+    def on_release_counted(self) -> None:
+        """Called when the model's epsilon has what was released beside the rounds."""
+
 
 def checked(callbacks: Any) -> list[tf.keras.callbacks.Callback]:
-    """Returns the callbacks that `fit` was given, as a list.
-
-    Raises:
-      TypeError: One is none.
-    """
+    """Returns the callbacks that `fit` was given, as a list."""
     given = [callbacks]
     if callbacks is None or isinstance(callbacks, Iterable):
         given = list(callbacks or [])
-    for each in given:
-        if not isinstance(each, tf.keras.callbacks.Callback):
+    for callback in given:
+        if not isinstance(callback, tf.keras.callbacks.Callback):
             raise TypeError(
-                "callbacks must be a list of tf.keras.callbacks.Callback, got "
-                f"a {type(each).__name__} in it."
+                "callbacks must be a list of tf.keras.callbacks.Callback, got a "
+                f"{type(callback).__name__} in it."
             )
-        if isinstance(each, tf.keras.callbacks.BackupAndRestore):
+        if isinstance(callback, tf.keras.callbacks.BackupAndRestore):
             raise ValueError(
                 "callbacks must not have a BackupAndRestore: it brings back weights "
                 "without what they cost, so epsilon would leave out the rounds that "

@@ -13,6 +13,7 @@ from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.keras import resuming, statement
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
+from tfdp_fl.keras.run import Run
 
 
 class Ledger(FederatedCallback):
@@ -27,11 +28,9 @@ class Ledger(FederatedCallback):
       path: The file, readable by its owner only if it is made here.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        append: bool = False,
-    ):
+    order = 0
+
+    def __init__(self, path: str | os.PathLike[str], append: bool = False):
         """Nothing is opened before training starts.
 
         Args:
@@ -57,136 +56,127 @@ class Ledger(FederatedCallback):
             raise accounting.LedgerError(f"The ledger {self.path} is closed.")
         return self._opened
 
+    @property
+    def _run(self) -> Run:
+        return self.federated_model.run
+
+    @property
+    def _key(self) -> str:
+        return resuming.ledger_key(self.path)
+
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Opens the ledger, refusing that of another run."""
         del first_round, last_round
-        federated_model, run = self.federated_model, self.federated_model.run
-        target = federated_model.target
-        name = resuming.ledger_key(self.path)
-        known = run.known_ledgers.get(name)
+        fed, run, target = self.federated_model, self._run, self.federated_model.target
+        known = run.known_ledgers.get(self._key)
         self._opened = accounting.PrivacyLedger(
             self.path,
             mode="append",
             target_epsilon=None if target is None else target.epsilon,
-            target_delta=federated_model.delta if target is None else target.delta,
+            target_delta=fed.delta if target is None else target.delta,
             mechanism={
-                "name": federated_model.mechanism.name,
-                "guarantee": federated_model.mechanism.guarantee,
-                "description": federated_model.mechanism.describe(),
+                "name": fed.mechanism.name,
+                "guarantee": fed.mechanism.guarantee,
+                "description": fed.mechanism.describe(),
             },
-            unit=statement.unit(federated_model.mechanism),
+            unit=statement.unit(fed.mechanism),
             expected_head=known or None,
             run=run.run_id,
         )
-        contents = self._ledger.contents()
-        ahead = name in run.ledgers_ahead
+        contents = self._opened.contents()
+        ahead = self._key in run.ledgers_ahead
         if contents.entries and not self._append:
             if known is None:
                 raise ValueError(
-                    f"path must not be the ledger of another run, which "
-                    f"{self.path} is ({len(contents.entries)} rounds): go on "
-                    "with that run by fit(resume_from=...), choose another "
-                    "path, or count both together with append=True."
+                    f"path must not be the ledger of another run, which {self.path} is "
+                    f"({len(contents.entries)} rounds): go on with that run by "
+                    "fit(resume_from=...), choose another path, or count both together "
+                    "with append=True."
                 )
             if known != contents.head and not ahead:
                 raise ValueError(
-                    f"path must be a ledger that no other run went on with, "
-                    f"and {self.path} has rounds that this model does not "
-                    "know of; resume from its directory."
+                    f"path must be a ledger that no other run went on with, and "
+                    f"{self.path} has rounds that this model does not know of; resume "
+                    "from its directory."
                 )
         self._check_runs(contents, ahead)
-        run.spending.absorb(contents, run.run_id, name)
-        run.ledgers_ahead.discard(name)
+        run.spending.absorb(contents, run.run_id, self._key)
+        run.ledgers_ahead.discard(self._key)
         self._catch_up(contents)
-        self._remember()
+        run.known_ledgers[self._key] = self._opened.head
 
     def _check_runs(self, contents: accounting.LedgerContents, ahead: bool) -> None:
         """Refuses rounds that cannot be told apart from or added to our own."""
-        federated_model, run = self.federated_model, self.federated_model.run
+        fed, run = self.federated_model, self._run
         runs = contents.by_run()
         own = len(runs.pop(run.run_id, ()))
         heads = run.known_ledgers.values()
         seen = max((contents.rounds_known(run.run_id, h) for h in heads), default=0)
         if own > seen and not ahead:
             raise ValueError(
-                f"path must not hold rounds of this very run that this model "
-                f"does not know of, and {self.path} does: the run was gone on "
-                "with in two places. Resume from that ledger's directory, or "
-                "choose another path."
+                f"path must not hold rounds of this very run that this model does not "
+                f"know of, and {self.path} does: the run was gone on with in two "
+                "places. Resume from that ledger's directory, or choose another path."
             )
         if not runs:
             return
-        guarantee = federated_model.mechanism.guarantee
+        guarantee = fed.mechanism.guarantee
         other = contents.header.get("mechanism", {}).get("guarantee", guarantee)
-        central = (spending_lib.CENTRAL, spending_lib.NONE)
-        if other != guarantee and not {other, guarantee} <= {*central}:
+        central = {spending_lib.CENTRAL, spending_lib.NONE}
+        if other != guarantee and not {other, guarantee} <= central:
             raise ValueError(
-                f"path must be a ledger of runs with a {guarantee} guarantee, "
-                f"to be counted together, and {self.path} is one of runs with "
-                f"a {other} guarantee."
+                f"path must be a ledger of runs with a {guarantee} guarantee, to be "
+                f"counted together, and {self.path} is one of runs with a {other} "
+                "guarantee."
             )
-        relation = charge_lib.relation_of(federated_model.sampling)
+        relation = charge_lib.relation_of(fed.sampling)
         others = [entry for entries in runs.values() for entry in entries]
-        for entry in others:
-            if entry.charge is not None and entry.charge.relation != relation:
+        for charge in (entry.charge for entry in others):
+            if charge is not None and charge.relation != relation:
                 raise ValueError(
-                    "path must be a ledger of rounds whose neighbouring "
-                    f"relation is {relation.name}, as for "
-                    f"{federated_model.sampling} sampling, and {self.path} has "
-                    "rounds of "
-                    f"{entry.charge.sampling} sampling; one guarantee cannot "
+                    "path must be a ledger of rounds whose neighbouring relation is "
+                    f"{relation.name}, as for {fed.sampling} sampling, and {self.path} "
+                    f"has rounds of {charge.sampling} sampling; one guarantee cannot "
                     "cover both."
                 )
-        if federated_model.run.facts.seed_given and any(
-            entry.details.get("seeded") for entry in others
-        ):
+        if run.facts.seed_given and any(each.details.get("seeded") for each in others):
             warnings.warn(
-                f"A seed was given, as it was to another run in {self.path}. "
-                "If it is the same one, both have the same noise in the same "
-                "rounds, and the difference of what they release has none: "
-                "give another seed, or none.",
+                f"A seed was given, as it was to another run in {self.path}. If it is "
+                "the same one, both have the same noise in the same rounds, and the "
+                "difference of what they release has none: give another seed, or none.",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def _catch_up(self, contents: accounting.LedgerContents) -> None:
         """Writes what was charged while this ledger was not kept."""
-        run = self.federated_model.run
-        spending, next_round = run.spending, run.rounds
-        runs = contents.by_run()
-        lost = contents.lost_mu_squared(next_round, run.run_id)
+        run = self._run
+        spending, runs = run.spending, contents.by_run()
+        lost = contents.lost_mu_squared(run.rounds, run.run_id)
         self._elsewhere = max(0.0, spending.lost_mu_squared - lost)
+        most = spending.clients.max_mu_squared + self._elsewhere
+        local = {"mu_squared": 0.0, "max_mu_squared": most}
         written = collections.Counter(
             entry.charge for entry in runs.get(run.run_id, ())
         )
         for charge, count in spending.charges:
             for _ in range(count - written[charge]):
                 self._ledger.record(
-                    max(0, next_round - 1),
+                    max(0, run.rounds - 1),
                     charge,
                     round(charge.clients_per_round),
-                    local={
-                        "mu_squared": 0.0,
-                        "max_mu_squared": spending.clients.max_mu_squared
-                        + self._elsewhere,
-                    }
-                    if spending.by_client
-                    else None,
+                    local=local if spending.by_client else None,
                     written_later=True,
                 )
         for name, charge in spending.charges_of_evaluations.items():
             if name not in runs:
-                self._ledger.record(
-                    max(0, next_round - 1),
-                    charge,
-                    round(charge.clients_per_round),
-                    run=name,
-                    evaluation=True,
-                    written_later=True,
-                )
+                self._record_release(self._ledger, name, charge, written_later=True)
 
     def on_round_charged(
-        self, round_index: int, charge: Any, details: dict[str, Any]
+        self,
+        round_index: int,
+        charge: accounting.RoundCharge,
+        details: dict[str, Any],
     ) -> None:
         """Writes the round's line and syncs it."""
         rest = dict(details)
@@ -195,56 +185,49 @@ class Ledger(FederatedCallback):
             "mu_squared": rest.pop("mu_squared"),
             "max_mu_squared": rest.pop("max_mu_squared") + self._elsewhere,
         }
+        run = self._run
         self._ledger.record(
             round_index,
             charge,
             cohort_size,
-            local=spent if self.federated_model.spending.by_client else None,
+            local=spent if run.spending.by_client else None,
             **rest,
         )
-        self._remember()
+        run.known_ledgers[self._key] = self._ledger.head
 
-    def record_evaluation(self, run: str, charge: charge_lib.RoundCharge) -> None:
-        """Writes what was released beside the rounds.
-
-        Args:
-          run: The id under which it stands, as if it were another run.
-          charge: What it costs.
-        """
-        fed_run = self.federated_model.run
-        key = resuming.ledger_key(self.path)
+    def on_release_charged(self, name: str, charge: accounting.RoundCharge) -> None:
+        """Writes what is released beside the rounds."""
+        known = self._run.known_ledgers
         if self._opened is not None:  # Inside a callback of `fit`.
-            self._opened.record(
-                max(0, fed_run.rounds - 1),
-                charge,
-                round(charge.clients_per_round),
-                run=run,
-                evaluation=True,
-            )
-            self._remember()
+            self._record_release(self._opened, name, charge)
+            known[self._key] = self._opened.head
             return
         with accounting.PrivacyLedger(
-            self.path,
-            mode="append",
-            expected_head=fed_run.known_ledgers.get(key) or None,
-            run=run,
+            self.path, mode="append", expected_head=known.get(self._key) or None
         ) as ledger:
-            is_known = ledger.head == fed_run.known_ledgers.get(key)
-            ledger.record(
-                max(0, fed_run.rounds - 1),
-                charge,
-                round(charge.clients_per_round),
-                evaluation=True,
-            )
+            is_known = ledger.head == known.get(self._key)
+            self._record_release(ledger, name, charge)
             if is_known:  # Else others wrote, and a later `fit` has to see it.
-                fed_run.known_ledgers[key] = ledger.head
+                known[self._key] = ledger.head
+
+    def _record_release(
+        self,
+        ledger: accounting.PrivacyLedger,
+        name: str,
+        charge: accounting.RoundCharge,
+        **details: Any,
+    ) -> None:
+        ledger.record(
+            max(0, self._run.rounds - 1),
+            charge,
+            round(charge.clients_per_round),
+            run=name,
+            evaluation=True,
+            **details,
+        )
 
     def on_fit_end(self) -> None:
         """Closes the file."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
-
-    def _remember(self) -> None:
-        key = resuming.ledger_key(self.path)
-        self.federated_model.run.known_ledgers[key] = self._ledger.head

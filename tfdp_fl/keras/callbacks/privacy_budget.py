@@ -7,9 +7,9 @@ import warnings
 from typing import Any
 
 from tfdp_fl import _validate
-from tfdp_fl.accounting.charge import RoundCharge
+from tfdp_fl.accounting import RoundCharge
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
-from tfdp_fl.keras.privacy_target import PrivacyTarget
+from tfdp_fl.keras.training_setup import PrivacyTarget
 
 
 class PrivacyBudget(FederatedCallback):
@@ -42,23 +42,21 @@ class PrivacyBudget(FederatedCallback):
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Says at the start if the budget ends before the rounds do."""
+        fed, asked = self.federated_model, last_round - first_round
         self.stopped_before_round = None
-        asked = last_round - first_round
         # First: another thread may charge an evaluation at any time.
-        self._counted = self.federated_model.spending.others
-        allowed = self.federated_model.affordable_rounds(
+        self._counted = fed.run.spending.others
+        allowed = fed.affordable_rounds(
             self.epsilon, self.delta, asked, self.accountant
         )
         # Rounds that are abandoned cost nothing, so it can only be more.
         self._affordable_before = first_round + allowed
         if allowed < asked:
-            fed = self.federated_model
             # Whom later cohorts draw is not known, but for shuffled ones.
-            at_least = fed.spending.by_client and fed.sampling != "shuffled"
+            at_least = fed.run.spending.by_client and fed.sampling != "shuffled"
             self._say_what_is_allowed(
-                f"{self._name}: epsilon={self.epsilon:g} at "
-                f"delta={self.delta:g} allows "
-                f"{'at least ' * at_least}{allowed} of the {asked} rounds "
+                f"{self._name}: epsilon={self.epsilon:g} at delta={self.delta:g} "
+                f"allows {'at least ' * at_least}{allowed} of the {asked} rounds "
                 "asked for",
                 "may" if at_least else "will",
             )
@@ -68,30 +66,31 @@ class PrivacyBudget(FederatedCallback):
 
     def allow_round(self, round_index: int) -> bool:
         """Returns False if the round would overspend the budget."""
-        counted = self.federated_model.spending.others
+        fed = self.federated_model
+        counted = fed.run.spending.others
         if round_index < self._affordable_before and counted == self._counted:
             return True
-        after = self.federated_model.epsilon_after_round(
-            round_index, self.delta, self.accountant
-        )
+        after = fed.epsilon_after_round(round_index, self.delta, self.accountant)
         if after <= self.epsilon:
             return True
         self.stopped_before_round = round_index
-        self.federated_model.say(
-            f"{self._name}: stopped before round {round_index + 1}, which "
-            f"would bring epsilon to {after:.4g} (budget {self.epsilon:g} at "
-            f"delta={self.delta:g})."
+        fed.say(
+            f"{self._name}: stopped before round {round_index + 1}, which would bring "
+            f"epsilon to {after:.4g} (budget {self.epsilon:g} at delta={self.delta:g})."
         )
         return False
 
     def check_release(self, charge: RoundCharge) -> None:
         """Raises ValueError if a release would overspend the budget."""
-        spending = self.federated_model.spending
-        accountant = self.accountant or self.federated_model.accountant
-        after = spending.epsilon_after(charge, 0.0, self.delta, accountant)
+        fed = self.federated_model
+        after = fed.run.spending.epsilon_after(
+            charge, 0.0, self.delta, self.accountant or fed.accountant
+        )
         if after > self.epsilon:
+            # Rounded up to three decimals.
+            rounded = math.ceil(after * 1000) / 1000 if after < math.inf else after
             raise ValueError(
-                f"private would bring epsilon to {_rounded_up(after)} at delta="
+                f"private would bring epsilon to {rounded:.3f} at delta="
                 f"{self.delta:g}, above {self._limit}: raise its noise_multiplier, ask "
                 "fewer clients, or train fewer rounds. Nothing was evaluated."
             )
@@ -111,26 +110,19 @@ class KeepTarget(PrivacyBudget):
     _name = "make_private"
 
     def __init__(self, target: PrivacyTarget):
-        _validate.instance_of(PrivacyTarget, target=target)
         # Calibration may be off by rounding; that is no reason to stop.
         super().__init__(target.epsilon * (1 + 1e-9), target.delta, target.accountant)
         self._goes_on = target.on_overspend == "warn"
         self._warned = False
 
     def _say_what_is_allowed(self, message: str, will: str) -> None:
-        if not self._goes_on:
-            warnings.warn(
-                f"{message}; training {will} end there. (on_overspend='warn' goes on.)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        elif not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{message}; training goes on and spends more (on_overspend='warn').",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+        end = f"training {will} end there. (on_overspend='warn' goes on.)"
+        if self._goes_on:
+            end = "training goes on and spends more (on_overspend='warn')."
+            if self._warned:
+                return
+        self._warned = True
+        warnings.warn(f"{message}; {end}", RuntimeWarning, stacklevel=4)
 
     def allow_round(self, round_index: int) -> bool:
         """Returns False if the round would pass a target that is to be kept."""
@@ -147,10 +139,3 @@ class KeepTarget(PrivacyBudget):
             f"the target_epsilon={self.epsilon:g} that this model keeps unless it is "
             "made with on_overspend='warn'"
         )
-
-
-def _rounded_up(epsilon: float) -> str:
-    """Returns epsilon rounded up to three decimals."""
-    if not math.isfinite(epsilon):
-        return "infinity"
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"

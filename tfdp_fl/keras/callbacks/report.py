@@ -1,4 +1,4 @@
-"""A run as one page that can be looked at."""
+"""A page about a run: what is guaranteed, how it went, how it was set."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tfdp_fl.keras import resuming
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 
 # Colour-blind safe (Okabe and Ito 2008).
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-
+_COLORS = ("#0072B2", "#D55E00")
 # Title, unit of the vertical axis, and what is drawn of a round's values.
 _CHARTS = (
     ("Accuracy", "fraction of examples", ("val_accuracy", "accuracy")),
@@ -26,10 +25,9 @@ _CHARTS = (
     ("Clipped clients", "fraction of the cohort", ("clipped_fraction",)),
     ("Cohorts", "clients", ("cohort_size", "failed_clients")),
 )
-_RARELY_ALL_ZERO = ("failed_clients",)
 
-# A name, the rounds in which it has a value, and the values.
-Series = tuple[str, list[int], list[float]]
+# The values of each round, counted from 1, by name.
+Rounds = Sequence[tuple[int, Mapping[str, float]]]
 
 
 class Report(FederatedCallback):
@@ -84,9 +82,7 @@ class Report(FederatedCallback):
                 fed.model.name,
                 fed.privacy_statement(self.delta, "dict"),
                 self._rounds,
-                resuming.settings(
-                    fed.setup, fed.compiled, fed.run.sampler.num_clients, fed.run.plan
-                ),
+                resuming.settings(fed, fed.run.population, fed.run.plan),
                 target=None if fed.target is None else fed.target.epsilon,
                 ended_early=ended_by_error,
             )
@@ -99,7 +95,7 @@ class Report(FederatedCallback):
 def page(
     name: str,
     facts: Mapping[str, Any],
-    rounds: Sequence[tuple[int, Mapping[str, float]]],
+    rounds: Rounds,
     settings: Mapping[str, Any],
     target: float | None = None,
     ended_early: bool = False,
@@ -123,15 +119,12 @@ def page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    parts = (facts.get(part) for part in ("summary", "meaning", "secrecy", "how"))
     return environment.from_string(template).render(
         name=name,
         ended_early=ended_early,
         headline=_headline(facts, rounds),
-        paragraphs=[
-            facts[part]
-            for part in ("summary", "meaning", "secrecy", "how")
-            if facts.get(part)
-        ],
+        paragraphs=[part for part in parts if part],
         caveats=list(facts["caveats"].values()),
         charts=_charts(rounds, target),
         settings=[
@@ -142,17 +135,15 @@ def page(
     )
 
 
-def _headline(
-    facts: Mapping[str, Any], rounds: Sequence[tuple[int, Mapping[str, float]]]
-) -> list[tuple[str, str]]:
+def _headline(facts: Mapping[str, Any], rounds: Rounds) -> list[tuple[str, str]]:
     figures = [("rounds", str(facts["rounds"]))]
     for name, word in (
         ("val_accuracy", "accuracy on validation data"),
         ("accuracy", "accuracy in training"),
     ):
-        values = _series(rounds, [name])
+        values = _series(rounds, name)
         if values:
-            figures.append((word, f"{values[0][2][-1]:.3f}"))
+            figures.append((word, f"{values[-1][1]:.3f}"))
             break
     epsilon = facts["epsilon"]
     word = f"epsilon at delta = {facts['delta']:g}, for one {facts['unit']}"
@@ -160,73 +151,50 @@ def _headline(
     return figures
 
 
-def _series(
-    rounds: Sequence[tuple[int, Mapping[str, float]]], names: Sequence[str]
-) -> list[Series]:
-    """Returns the finite values of each name that has any."""
-    found = []
-    for name in names:
-        points = [
-            (number, float(logs[name]))
-            for number, logs in rounds
-            if name in logs and math.isfinite(logs[name])
-        ]
-        if name in _RARELY_ALL_ZERO and not any(value for _, value in points):
-            continue
-        if points:
-            numbers, values = zip(*points, strict=True)
-            found.append((name, list(numbers), list(values)))
-    return found
-
-
-def _charts(
-    rounds: Sequence[tuple[int, Mapping[str, float]]], target: float | None
-) -> list[str] | None:
-    """Returns SVG drawings; None without matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        return None
-    drawn = [(title, unit, _series(rounds, names)) for title, unit, names in _CHARTS]
+def _series(rounds: Rounds, name: str) -> list[tuple[int, float]]:
+    """Returns the rounds in which a value is finite, with it."""
     return [
-        _chart(title, unit, series, target) for title, unit, series in drawn if series
+        (number, logs[name])
+        for number, logs in rounds
+        if math.isfinite(logs.get(name, math.nan))
     ]
 
 
-def _chart(title: str, unit: str, series: list[Series], target: float | None) -> str:
-    # Without pyplot: a notebook's own charts stay as they were.
-    from matplotlib import figure
-
-    drawn = figure.Figure(figsize=(5, 3.2), layout="constrained")
-    axes = drawn.add_subplot()
-    for place, (name, rounds, values) in enumerate(series):
-        style: dict[str, Any] = {
-            "color": _COLORS[place],
-            "label": name,
-            "linewidth": 1.8,
-        }
-        if len(rounds) == 1:
-            style["marker"] = "o"
-        axes.plot(rounds, values, **style)
-    if series[0][0] == "epsilon" and target is not None:
-        axes.axhline(target, color="#555", linestyle="--", label="target")
-    axes.set_title(title, fontsize=11, loc="left")
-    axes.set_xlabel("round")
-    axes.set_ylabel(unit)
-    locator: Any = axes.xaxis.get_major_locator()  # Takes `integer`.
-    locator.set_params(integer=True)
-    if unit.startswith("fraction"):
-        axes.set_ylim(0, 1.02)
-    elif min(min(values) for _, _, values in series) >= 0:
-        axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    handles = axes.get_legend_handles_labels()[0]
-    if len(handles) > 1:
-        drawn.legend(loc="outside lower center", ncols=3, fontsize=8)
-    stream = io.StringIO()
-    drawn.savefig(stream, format="svg", metadata={"Date": None})
-    svg = stream.getvalue()
-    return svg[svg.index("<svg") :]
+def _charts(rounds: Rounds, target: float | None) -> list[str] | None:
+    """Returns SVG drawings; None without matplotlib."""
+    try:
+        from matplotlib import figure  # Without pyplot, which a notebook may use.
+    except ModuleNotFoundError:
+        return None
+    charts = []
+    for title, unit, names in _CHARTS:
+        drawn = figure.Figure(figsize=(5, 3.2), layout="constrained")
+        axes = drawn.add_subplot()
+        for name, color in zip(names, _COLORS, strict=False):
+            points = _series(rounds, name)
+            if name == "failed_clients" and not any(value for _, value in points):
+                continue
+            if points:
+                marker = "o" if len(points) == 1 else None
+                axes.plot(
+                    *zip(*points, strict=True), label=name, color=color, marker=marker
+                )
+        if not axes.lines:
+            continue
+        if names == ("epsilon",) and target is not None:
+            axes.axhline(target, color="#555", linestyle="--", label="target")
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.set(xlabel="round", ylabel=unit)
+        if unit.startswith("fraction"):
+            axes.set_ylim(0, 1.02)
+        axes.grid(alpha=0.3)
+        if len(axes.lines) > 1:
+            drawn.legend(loc="outside lower center", ncols=3, fontsize=8)
+        stream = io.StringIO()
+        drawn.savefig(stream, format="svg", metadata={"Date": None})
+        svg = stream.getvalue()
+        charts.append(svg[svg.index("<svg") :])
+    return charts
 
 
 def _shown(value: Any) -> str:

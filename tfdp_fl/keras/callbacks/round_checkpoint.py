@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _validate
+from tfdp_fl.accounting import RoundCharge
 from tfdp_fl.keras import checkpoint, resuming
 from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.callbacks.ledger import Ledger
@@ -32,7 +33,10 @@ class RoundCheckpoint(FederatedCallback):
       keep: How many checkpoints stay.
       delta: At which the statement is made; None: what the model knows (see
         `DPFederatedModel.privacy_statement`).
+      ledger: What keeps the directory's ledger.
     """
+
+    order = 1
 
     def __init__(
         self,
@@ -48,46 +52,45 @@ class RoundCheckpoint(FederatedCallback):
         if delta is not None:
             delta = _validate.inside_unit_interval(delta=delta)
         self.delta = delta
+        self.ledger = Ledger(resuming.ledger_path(self.directory))
         self._files = checkpoint.CheckpointDirectory(self.directory)
-        self._ledger = Ledger(resuming.ledger_path(self.directory))
         self._begun = False
         self._charged_round = -1
 
     def set_federated_model(self, federated_model: Any) -> None:
         """See base class."""
         super().set_federated_model(federated_model)
-        self._ledger.set_federated_model(federated_model)
+        self.ledger.set_federated_model(federated_model)
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Takes the directory, and saves the state before the first round."""
         self._files.acquire()
-        fed = self.federated_model
-        path = self._ledger.path
-        known = resuming.ledger_key(path) in fed.run.known_ledgers
+        run = self.federated_model.run
+        path = self.ledger.path
         rounds = self._files.rounds()
-        if rounds and not known:
+        if rounds and resuming.ledger_key(path) not in run.known_ledgers:
             raise ValueError(
                 "directory must not hold the checkpoints of another run, and "
-                f"{self.directory} holds one of round {rounds[0]}: go on with "
-                "that run by fit(resume_from=directory), or choose another "
-                "directory."
+                f"{self.directory} holds one of round {rounds[0]}: go on with that run "
+                "by fit(resume_from=directory), or choose another directory."
             )
-        if path.exists():
-            self._ledger.on_rounds_planned(first_round, last_round)
-        self._files.set_aside_after(fed.rounds)
+        is_new = not path.exists()
+        if not is_new:
+            self.ledger.on_rounds_planned(first_round, last_round)
+        self._files.set_aside_after(run.rounds)
         # Before the first line: whatever was charged can be resumed from.
         self._save()
-        if not path.exists():
-            self._ledger.on_rounds_planned(first_round, last_round)
+        if is_new:
+            self.ledger.on_rounds_planned(first_round, last_round)
         self._begun = True
         self._charged_round = -1
 
     def on_round_charged(
-        self, round_index: int, charge: Any, details: dict[str, Any]
+        self, round_index: int, charge: RoundCharge, details: dict[str, Any]
     ) -> None:
         """Writes the round into the ledger."""
         self._charged_round = round_index
-        self._ledger.on_round_charged(round_index, charge, details)
+        self.ledger.on_round_charged(round_index, charge, details)
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Saves, if it is time to."""
@@ -119,22 +122,22 @@ class RoundCheckpoint(FederatedCallback):
                 raise  # Else that error is the one to report.
         finally:
             self._begun = False
-            self._ledger.on_fit_end()
+            self.ledger.on_fit_end()
             self._files.release()
 
-    @property
-    def ledger(self) -> Ledger:
-        """What keeps the directory's ledger."""
-        return self._ledger
+    def on_release_charged(self, name: str, charge: RoundCharge) -> None:
+        """Writes what is released beside the rounds into the ledger."""
+        self.ledger.on_release_charged(name, charge)
 
-    def save_after_evaluation(self) -> None:
+    def on_release_counted(self) -> None:
         """Saves again what was charged since; of the same round."""
         self._files.acquire()
         try:
             self._save()
             self._write_statement()
         finally:
-            self._files.release()
+            if not self._begun:
+                self._files.release()
 
     @property
     def _is_between_rounds(self) -> bool:
@@ -143,7 +146,8 @@ class RoundCheckpoint(FederatedCallback):
         return self._charged_round < run.rounds and not run.releasing
 
     def _save(self) -> None:
-        self._files.write(self.federated_model.checkpoint(self._ledger.head), self.keep)
+        saved = resuming.capture(self.federated_model, self.ledger.head)
+        self._files.write(saved, self.keep)
 
     def _write_statement(self) -> None:
         text = self.federated_model.privacy_statement(self.delta)
@@ -160,13 +164,10 @@ def ledger_of_resumed(
     Whatever a resumed run releases has to be in the ledger of its directory.
     """
     path = resuming.ledger_path(directory)
-    key = resuming.ledger_key(path)
-    for each in callbacks:
-        kept = None
-        if isinstance(each, RoundCheckpoint):
-            kept = resuming.ledger_path(each.directory)
-        elif isinstance(each, Ledger):
-            kept = each.path
-        if kept is not None and resuming.ledger_key(kept) == key:
+    for callback in callbacks:
+        ledger = getattr(callback, "ledger", callback)
+        if isinstance(ledger, Ledger) and (
+            resuming.ledger_key(ledger.path) == resuming.ledger_key(path)
+        ):
             return []
     return [Ledger(path)]

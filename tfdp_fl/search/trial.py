@@ -1,0 +1,309 @@
+"""A candidate of a search: what its training costs, and one training of it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+
+from tfdp_fl import accounting, keras_versions, sampling, schedules
+from tfdp_fl.accounting.search import BestOfTrialsDpEvent, TrialCount
+from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl.engine import trainer
+from tfdp_fl.keras import DPFederatedModel, model_history, validation
+from tfdp_fl.keras.make_private import charged, largest_noise
+from tfdp_fl.mechanisms import Deployment, Mechanism
+from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
+
+Candidate = dict[str, Any]
+
+
+class Trial:
+    """A candidate, as `build` made it, and how it is trained.
+
+    Attributes:
+      model: Its Keras model. Between trials it has the weights it came with.
+      mechanism: Its mechanism, with the noise of the search once that is known.
+      initial: The values that its variables begin with.
+    """
+
+    def __init__(self, candidate: Candidate, made: Any):
+        if not isinstance(made, DPFederatedModel):
+            raise TypeError(
+                "build must return a compiled tfdp_fl.DPFederatedModel, got a "
+                f"{type(made).__name__} for {candidate!r}."
+            )
+        self._compiled = made.require_compiled(f"build returns {candidate!r}")
+        model_history.check_owner(made)
+        if made.run is not None:
+            raise ValueError(
+                f"build must return a new model, got one for {candidate!r} that was "
+                "already trained."
+            )
+        _check_mechanism(made, candidate)
+        self.model: tf.keras.Model = made.model
+        self.mechanism: Mechanism = made.mechanism
+        self.initial = self.values()
+        self._setup = made.setup
+        self._planned: collections.Counter[accounting.RoundCharge] = (
+            collections.Counter()
+        )
+        # What trains, with the noise of the search, and what the server's optimizer
+        # begins with.
+        self._fed: DPFederatedModel | None = None
+        self._server: list[tuple[tf.Variable, np.ndarray]] = []
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All variables of the model: weights, and states of random layers."""
+        return keras_versions.tf_variables(self.model.variables)
+
+    @property
+    def clients_per_round(self) -> float:
+        """The expected cohort size, m."""
+        return schedules.value_at(self._setup.clients_per_round, 0, "clients_per_round")
+
+    def values(self) -> list[np.ndarray]:
+        """Returns the values of all variables."""
+        return [variable.numpy() for variable in self.variables]
+
+    def assign(self, values: list[np.ndarray]) -> None:
+        """Sets all variables."""
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.assign(value)
+
+    def reset(self) -> None:
+        """Leaves nothing of a trial in the model, nor in what trains it."""
+        self.assign(self.initial)
+        self.model.reset_metrics()
+        self.model.history = None
+        for variable, value in self._server:
+            variable.assign(value)
+        if self._fed is not None and self._fed.engine is not None:
+            # What it cost is counted by the search.
+            self._fed._run = None
+            engine = self._fed.engine
+            engine.state = engine.query.initial_global_state()
+
+    def check(self, clients: FederatedDataset, metric: str) -> None:
+        """Raises ValueError if the model cannot take the clients' examples.
+
+        On zeros: what is found does not depend on the clients.
+        """
+        x_spec, y_spec = clients.element_spec
+        validation.check_features(self.model, x_spec, "clients")
+        x, y, *weight = nests.unpaired(*map(trainer.zeros_like_batch, (x_spec, y_spec)))
+        found = self.model.test_on_batch(x, y, *weight, return_dict=True)
+        self.reset()
+        if metric not in found:
+            raise ValueError(
+                "score must have a metric that every candidate compiles "
+                f"({', '.join(map(repr, found))}), got {metric!r}."
+            )
+
+    def event(
+        self, noise: float, num_clients: int, rounds: int
+    ) -> dp_accounting.DpEvent:
+        """Returns what training costs with a noise multiplier, which it takes."""
+        self.mechanism = self.mechanism.with_noise_multiplier(noise)
+        sampler = sampling.make_sampler("poisson", num_clients, self.clients_per_round)
+        self._planned = charged(
+            self.mechanism, sampler, self._deployment(num_clients, rounds)
+        )
+        return dp_accounting.ComposedDpEvent(
+            tuple(
+                dp_accounting.SelfComposedDpEvent(charge.dp_event("rdp"), count)
+                for charge, count in self._planned.items()
+            )
+        )
+
+    def noise_limit(self, num_clients: int, rounds: int) -> float | None:
+        """Returns the largest noise multiplier that the mechanism takes."""
+        return largest_noise(
+            self.mechanism.with_noise_multiplier, self._deployment(num_clients, rounds)
+        )
+
+    def _deployment(self, num_clients: int, rounds: int) -> Deployment:
+        return Deployment(
+            clients_per_round=self.clients_per_round,
+            num_clients=num_clients,
+            sampling="poisson",
+            rounds=rounds,
+        )
+
+    def run(
+        self,
+        split: Split,
+        rounds: int,
+        options: dict[str, Any],
+        score: PublicScore | PrivateScore,
+    ) -> float:
+        """Trains and scores once; returns -infinity for a trial that failed."""
+        self.reset()
+        try:
+            with _silence():
+                self._train(split.training, rounds, options)
+                value = score(self.model, self._compiled.training, split.held_out)
+        except Exception:  # What happened is as secret as that it happened.
+            return -math.inf
+        return value if math.isfinite(value) else -math.inf
+
+    def _train(
+        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
+    ) -> None:
+        if self._fed is None:
+            self._fed = self._federated()
+        # The model is this trial's alone: it was reset.
+        model_history.claim(self._fed, self.variables)
+        self._fed.fit(clients, rounds=rounds, verbose=0, **options)
+        run, _ = self._fed.require_trained("a trial")
+        if not collections.Counter(dict(run.spending.charges)) <= self._planned:
+            raise RuntimeError("A trial was charged more than was planned.")
+
+    def _federated(self) -> DPFederatedModel:
+        """Returns what trains the model: its programs serve all trials."""
+        setup, compiled = self._setup, self._compiled
+        training, server = compiled.training, compiled.server_optimizer
+        fed = DPFederatedModel(
+            self.model,
+            self.mechanism,
+            setup.clients_per_round,
+            "poisson",
+            on_client_failure=setup.on_client_failure,
+            non_trainable_state=setup.non_trainable_state,
+            secure_aggregation=setup.secure_aggregation,
+            num_replicas=setup.num_replicas,
+            noise_generator=setup.noise_generator,
+            client_weighting=setup.client_weighting,
+        )
+        model_history.claim(fed, self.variables)
+        fed.compile(
+            training.optimizer,
+            training.loss,
+            training.metrics,
+            server,
+            compiled.jit_compile,
+            weighted_metrics=training.weighted_metrics,
+            loss_weights=training.loss_weights,
+            grad_clip=training.grad_clip,
+            upload_hook=training.upload_hook,
+            broadcast_hook=compiled.broadcast_hook,
+        )
+        if server is not None:
+            state = keras_versions.build_optimizer(
+                server, self.model.trainable_variables
+            )
+            self._server = [(variable, variable.numpy()) for variable in state]
+        return fed
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Lets nothing be printed, logged or warned of: it would tell of a trial."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
+    """Raises ValueError unless the noise of a candidate can be replaced."""
+    mechanism, problem = made.mechanism, None
+    noise = mechanism.parameters().get("noise_multiplier")
+    if made.sampling != "poisson":
+        problem = f"sampling='poisson', got {made.sampling!r}"
+    elif not schedules.is_constant(made.setup.clients_per_round):
+        problem = "a constant clients_per_round, got a schedule"
+    elif mechanism.guarantee != "central" or not isinstance(noise, int | float):
+        problem = (
+            "a central mechanism with a constant noise_multiplier (FixedClipping, "
+            f"AdaptiveClipping, MedianClipping), got {mechanism.describe()!r}"
+        )
+    elif "exact_median" in mechanism.caveats():
+        problem = "a median_noise_multiplier, got an exact median, which is not private"
+    if problem is not None:
+        raise ValueError(
+            f"build must return a model with {problem}, for {candidate!r}."
+        )
+
+
+def charge_of(split: Split, event: dp_accounting.DpEvent) -> accounting.RoundCharge:
+    """Returns a charge of all clients for what a search costs each of them."""
+    clients = split.training.num_clients
+    return accounting.RoundCharge(
+        sampling="poisson", num_clients=clients, clients_per_round=clients, event=event
+    )
+
+
+def calibrated(
+    trials: list[Trial],
+    split: Split,
+    rounds: int,
+    count: TrialCount,
+    target: tuple[float, float],
+) -> BestOfTrialsDpEvent:
+    """Gives all trials the smallest noise that keeps the target.
+
+    Returns:
+      What the search costs: whichever candidates are drawn, at most that.
+    """
+    epsilon, delta = target
+    clients = split.training.num_clients
+
+    def best_of(events: Sequence[dp_accounting.DpEvent]) -> BestOfTrialsDpEvent:
+        if split.event is not None and split.is_disjoint:
+            events = (*events, split.event)
+        elif split.event is not None:
+            events = [
+                dp_accounting.ComposedDpEvent((each, split.event)) for each in events
+            ]
+        return BestOfTrialsDpEvent(
+            tuple(dict.fromkeys(events)), count.mean, count.shape
+        )
+
+    def noise_of(trial: Trial, aim: float) -> float:
+        return accounting.calibrate(
+            lambda z: [charge_of(split, best_of([trial.event(z, clients, rounds)]))],
+            aim,
+            delta,
+            upper=trial.noise_limit(clients, rounds),
+        )
+
+    aim = epsilon
+    while True:
+        known: dict[dp_accounting.DpEvent, float] = {}
+        for trial in trials:
+            event = None
+            for noise in known.values():
+                with contextlib.suppress(ValueError):
+                    event = trial.event(noise, clients, rounds)
+                if event in known:
+                    break
+            if event not in known:
+                noise = noise_of(trial, aim)
+                known[trial.event(noise, clients, rounds)] = noise
+        event = best_of(list(known))
+        history = accounting.PrivacyAccountant()
+        history.add(charge_of(split, event))
+        total = history.epsilon(delta)
+        if total <= epsilon:
+            return event
+        # Candidates of several costs: the largest at each order costs more than any.
+        aim *= 0.999 * epsilon / total
