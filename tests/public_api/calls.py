@@ -133,7 +133,6 @@ def _mechanisms() -> Calls:
         ).add(clients),
         arguments={"clients": ["a", 3]},
     )
-    yield _usual(correlated_noise.Workload, momentum=0.9, rates=(0.1, 0.2))
     yield _usual(correlated_noise.BLT, num_buffers=2)
     yield _usual(correlated_noise.BandedToeplitz, bands=3)
 
