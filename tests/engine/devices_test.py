@@ -75,7 +75,7 @@ def train(device, model, mechanism, jit_compile):
 
     engine.CohortEngine.collect = noting
     try:
-        fed.fit(clients, rounds=3, batch_size=4, seed=5, verbose=0)
+        fed.fit(clients, rounds=2, batch_size=4, seed=5, verbose=0)
     finally:
         engine.CohortEngine.collect = collect
     return [each.tolist() for each in fed.model.get_weights()], sorted(seen)
@@ -85,7 +85,6 @@ found = {}
 for model, mechanism, xla in [
     ("side_by_side", "adaptive", None),
     ("one_by_one", "median", None),
-    ("side_by_side", "adaptive", True),
 ]:
     name = f"{model} {mechanism} {xla}"
     found[name] = [
@@ -107,7 +106,7 @@ class DevicesTest(tf.test.TestCase):
                 timeout=300,
             )
             found = json.loads(path.read_text(encoding="utf-8"))
-        self.assertLen(found, 3)
+        self.assertLen(found, 2)
         for name, (first, second) in found.items():
             with self.subTest(name):
                 self.assertEqual(first[0], second[0])

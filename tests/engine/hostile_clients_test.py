@@ -78,29 +78,24 @@ class NaNTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class IdleTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(
-        few=[True, False], value=[np.nan, np.inf, 1e30], where=["x", "y"]
-    )
-    def test_those_who_idle_do_not_see_anothers_data(self, few, value, where):
+    @parameterized.product(few=[True, False], where=["x", "y"])
+    def test_those_who_idle_do_not_see_anothers_data(self, few, where):
         # Clients with fewer steps than others are filled up in the table.
         clients = {
             k: (x, y[:, None].astype(np.float32) * np.ones([1, 3], np.float32))
             for k, (x, y) in cohorts.client_arrays((10, 5, 3, 0)).items()
         }
         others = {k: v for k, v in clients.items() if k != 0}
-        x, y = clients[0][0].copy(), clients[0][1].copy()
-        (x if where == "x" else y)[:] = value
-        moved, logs = _moved(
-            {0: (x, y), **others},
-            cohorts.mlp(),
-            beside=True,
-            few=few,
-            loss="mse",
-        )
         wanted, _ = _moved(others, cohorts.mlp(), beside=True, few=few, loss="mse")
-        self.assertEqual(logs["discarded_clients"], 1)
-        for one, other in zip(moved, wanted, strict=True):
-            self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
+        for value in (np.nan, np.inf, 1e30):
+            x, y = clients[0][0].copy(), clients[0][1].copy()
+            (x if where == "x" else y)[:] = value
+            moved, logs = _moved(
+                {0: (x, y), **others}, cohorts.mlp(), beside=True, few=few, loss="mse"
+            )
+            self.assertEqual(logs["discarded_clients"], 1)
+            for one, other in zip(moved, wanted, strict=True):
+                self.assertAllClose(one, other, rtol=1e-4, atol=1e-6)
 
 
 class OwnNoiseTest(tf.test.TestCase, parameterized.TestCase):

@@ -247,7 +247,9 @@ class CohortEngine:
         """Returns how clients train here, for people to read."""
         ways = {way.kind for way, _ in self.functions.traced}
         if layout.BATCHED in ways:
-            return f"batches of {self.layout.at_once} clients on {self.device}"
+            place = tf.DeviceSpec.from_string(self.device)
+            where = f"{place.device_type}:{place.device_index or 0}"
+            return f"batches of {self.layout.at_once} clients on {where}"
         how = layout.SIDE_BY_SIDE if layout.SIDE_BY_SIDE in ways else layout.ONE_BY_ONE
         return f"clients {how} on {self.num_replicas} threads"
 

@@ -160,6 +160,8 @@ class DPFederatedModel:
         self._compiled: Compiled | None = None
         self._prepared: PreparedEngine | None = None
         self._verbose = 0
+        # How the last `fit` trained clients, for people to read.
+        self.executor: str | None = None
         # Of the last `fit`: its budgets, ledgers and checkpoints.
         self.federated_callbacks: list[callbacks_lib.FederatedCallback] = []
 

@@ -100,6 +100,9 @@ class RoundLoop:
                     logs = self._round_with_callbacks(run.rounds)
                 except _BudgetSpentError:
                     break
+                if self.verbose and self.fed.executor != self.collector.executor:
+                    print(f"Trained {self.collector.executor}.", flush=True)
+                self.fed.executor = self.collector.executor
                 show(run.rounds, logs, time.perf_counter() - started)
             if run.rounds > plan.first_round:
                 # Keras's own place for it: the last validation came before.

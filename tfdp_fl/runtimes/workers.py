@@ -125,6 +125,11 @@ class ShardedCohorts:
             everybody = chunks.indexed(clients, np.zeros(0, np.int64))
             self._examples = _arrays((everybody.x, everybody.y))
 
+    @property
+    def executor(self) -> str:
+        """Returns how clients train, for people to read."""
+        return f"clients on {self._workers.num_workers} workers"
+
     def collect(
         self, dataset: FederatedDataset, inputs: engine.RoundInputs
     ) -> engine.PendingRound:

@@ -82,7 +82,10 @@ class Report(FederatedCallback):
                 fed.model.name,
                 fed.privacy_statement(self.delta, "dict"),
                 self._rounds,
-                resuming.settings(fed, fed.run.population, fed.run.plan),
+                {
+                    **resuming.settings(fed, fed.run.population, fed.run.plan),
+                    "trained": fed.executor,
+                },
                 target=None if fed.target is None else fed.target.epsilon,
                 ended_early=ended_by_error,
             )
