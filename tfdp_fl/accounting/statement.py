@@ -230,8 +230,11 @@ def _value(epsilon: Epsilon, delta: float) -> float | None:
 
 def _range(sizes: float | Sequence[float]) -> dict[str, Any]:
     values = list(sizes) if isinstance(sizes, Sequence) else [sizes]
-    found = (
-        [min(values), max(values), statistics.fmean(values)] if values else [None] * 3
-    )
-    figures = dict(zip(("min", "max", "mean"), found, strict=True))
+    figures: dict[str, float | None] = dict.fromkeys(("min", "max", "mean"))
+    if values:
+        figures = {
+            "min": float(min(values)),
+            "max": float(max(values)),
+            "mean": statistics.fmean(values),
+        }
     return {"count": len(values), **figures}
