@@ -6,594 +6,543 @@ import errno
 import json
 import math
 import os
-import pathlib
 import random
 import resource
 import signal
-import tempfile
 import time
-import unittest.mock
+from unittest import mock
 
 import dp_accounting
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
 
 from tfdp_fl import accounting, version
 from tfdp_fl.accounting import ledger as ledger_lib
 
 PrivacyLedger = accounting.PrivacyLedger
+read = PrivacyLedger.read
 
 
-def _charge(z=1.0, sampling="poisson", **place):
+def _charge(z=1.0):
     return accounting.RoundCharge(
-        sampling=sampling,
+        sampling="poisson",
         num_clients=1000,
         clients_per_round=100,
         event=dp_accounting.GaussianDpEvent(z),
-        **place,
     )
 
 
-class _Folder(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-        self.path = self.folder / "ledger.jsonl"
-
-    def _write(self, rounds, path=None, **arguments):
-        with PrivacyLedger(path or self.path, **arguments) as ledger:
-            for t in range(rounds):
-                ledger.record(t, _charge(1.0 + t / 7), 90 + t, clip_norm=0.1)
-            return ledger.head
+def _spent(one, total):
+    return {"mu_squared": one, "max_mu_squared": total}
 
 
-class LedgerTest(_Folder):
-    def test_a_head_that_is_none_writes_nothing(self):
-        with self.assertRaisesRegex(TypeError, "^expected_head must"):
-            PrivacyLedger(self.path, "append", expected_head=3)
-        self.assertEmpty(list(self.folder.iterdir()))
+@pytest.fixture(name="path")
+def _path(tmp_path):
+    return tmp_path / "ledger.jsonl"
 
-    def test_what_is_written_is_read(self):
-        with PrivacyLedger(
-            self.path,
-            unit="client",
-            target_epsilon=8.0,
-            target_delta=1e-5,
-            mechanism={"name": "FixedClipping", "clip_norm": 0.1},
-        ) as ledger:
-            ledger.record(
-                0,
-                _charge(0.1 + 0.2),
-                np.int64(97),
-                clip_norm=np.float32(0.5),
-                radii=np.array([1.0, 2.0]),
-            )
-            self.assertEqual(ledger.rounds, 1)
-            head = ledger.head
-        contents = PrivacyLedger.read(self.path)
-        self.assertFalse(contents.truncated)
-        self.assertEqual(contents.head, head)
-        self.assertEqual(contents.header["unit"], "client")
-        self.assertEqual(contents.header["target_epsilon"], 8.0)
-        self.assertEqual(contents.header["mechanism"]["name"], "FixedClipping")
-        self.assertIn("version", contents.header)
-        (entry,) = contents.entries
-        self.assertEqual(entry.charge, _charge(0.1 + 0.2))
-        self.assertEqual(entry.round_index, 0)
-        self.assertEqual(entry.cohort_size, 97)
-        self.assertEqual(entry.details, {"clip_norm": 0.5, "radii": [1.0, 2.0]})
 
-    def test_epsilon_without_the_model(self):
-        self._write(5)
-        expected = accounting.epsilon(
-            [1.0 + t / 7 for t in range(5)], "poisson", 1000, 100, 5, 1e-5
-        )
-        self.assertAlmostEqual(
-            accounting.epsilon_from_ledger(self.path, 1e-5), expected, places=12
-        )
+@pytest.fixture(name="open_ledger")
+def _open_ledger(path):
+    with PrivacyLedger(path) as ledger:
+        ledger.record(0, _charge(), 5)
+        yield ledger
 
-    def test_a_line_is_on_the_disk_before_record_returns(self):
-        with PrivacyLedger(self.path) as ledger:
-            synced = []
-            fsync = os.fsync
 
-            def spy(descriptor):
-                fsync(descriptor)
-                synced.append(self.path.read_bytes().count(b"\n"))
+def _write(path, rounds):
+    with PrivacyLedger(path) as ledger:
+        for t in range(rounds):
+            ledger.record(t, _charge(1.0 + t / 7), 90 + t, clip_norm=0.1)
+        return ledger.head
 
-            with unittest.mock.patch.object(os, "fsync", spy):
-                ledger.record(0, _charge(), 1)
-                self.assertEqual(synced, [2])
 
-    def test_append_goes_on_where_it_was(self):
-        self._write(2)
-        with PrivacyLedger(self.path, "append") as ledger:
-            self.assertEqual(ledger.rounds, 2)
-            ledger.record(2, _charge(), 3)
-            self.assertLen(ledger.contents().entries, 3)
-        self.assertLen(PrivacyLedger.read(self.path).entries, 3)
+def _append(path, **options):
+    return PrivacyLedger(path, "append", **options)
 
-    def test_create_leaves_an_existing_file_alone(self):
-        self._write(2)
-        before = self.path.read_bytes()
-        with self.assertRaisesRegex(FileExistsError, "mode='append'"):
-            PrivacyLedger(self.path)
-        self.assertEqual(self.path.read_bytes(), before)
 
-    def test_a_round_run_again_is_charged_twice(self):
-        with PrivacyLedger(self.path) as ledger:
-            for t in (0, 1, 1):
-                ledger.record(t, _charge(), 100)
-        self.assertAlmostEqual(
-            accounting.epsilon_from_ledger(self.path, 1e-5),
-            accounting.epsilon(1.0, "poisson", 1000, 100, 3, 1e-5),
-        )
+def _forked(function):
+    """Returns a child that does something and ends, whatever happens."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = function() or 0
+        finally:
+            os._exit(code)
+    return child
 
-    def test_local_spending(self):
-        with PrivacyLedger(self.path) as ledger:
-            for t, total in enumerate((0.5, 0.5, 1.0, 1.25)):
-                ledger.record(
-                    t,
-                    None,
-                    5,
-                    local={"mu_squared": 0.5, "max_mu_squared": total},
-                )
-        expected = accounting.epsilon_of_mu_squared(1.25, 1e-5)
-        self.assertEqual(accounting.epsilon_from_ledger(self.path, 1e-5), expected)
-        # A run resumed at round 2 forgot what rounds 2 and 3 released.
-        with PrivacyLedger(self.path, "append", run=ledger.run) as ledger:
-            ledger.record(2, None, 5, local={"mu_squared": 0.5, "max_mu_squared": 0.75})
-        self.assertEqual(
-            PrivacyLedger.read(self.path).local_epsilon(1e-5),
-            accounting.epsilon_of_mu_squared(0.75 + 0.5 + 0.5, 1e-5),
-        )
 
-    def test_a_round_that_costs_nothing_is_not_taken(self):
-        with (
-            PrivacyLedger(self.path) as ledger,
-            self.assertRaisesRegex(ValueError, "charge or local"),
+# What is written is read.
+
+
+def test_a_head_that_is_none_writes_nothing(path):
+    with pytest.raises(TypeError, match=r"^expected_head must"):
+        _append(path, expected_head=3)
+    assert not path.exists()
+
+
+def test_what_is_written_is_read(path):
+    header = {
+        "unit": "client",
+        "target_epsilon": 8.0,
+        "target_delta": 1e-5,
+        "mechanism": {"name": "FixedClipping", "clip_norm": 0.1},
+    }
+    with PrivacyLedger(path, **header) as ledger:
+        details = {"clip_norm": np.float32(0.5), "radii": np.array([1.0, 2.0])}
+        ledger.record(0, _charge(0.1 + 0.2), np.int64(97), **details)
+        assert ledger.rounds == 1
+        head = ledger.head
+    contents = read(path)
+    assert (contents.truncated, contents.head) == (False, head)
+    assert header.items() <= contents.header.items()
+    assert "version" in contents.header
+    (entry,) = contents.entries
+    assert entry.charge == _charge(0.1 + 0.2)
+    assert (entry.round_index, entry.cohort_size) == (0, 97)
+    assert entry.details == {"clip_norm": 0.5, "radii": [1.0, 2.0]}
+
+
+def test_epsilon_without_the_model(path):
+    _write(path, 5)
+    noise = [1.0 + t / 7 for t in range(5)]
+    expected = accounting.epsilon(noise, "poisson", 1000, 100, 5, 1e-5)
+    found = accounting.epsilon_from_ledger(path, 1e-5)
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_line_is_on_the_disk_before_record_returns(path, open_ledger):
+    synced, fsync = [], os.fsync
+
+    def spy(descriptor):
+        fsync(descriptor)
+        synced.append(path.read_bytes().count(b"\n"))
+
+    with mock.patch.object(os, "fsync", spy):
+        open_ledger.record(1, _charge(), 1)
+        assert synced == [3]
+
+
+def test_append_goes_on_where_it_was(path):
+    _write(path, 2)
+    with _append(path) as ledger:
+        assert ledger.rounds == 2
+        ledger.record(2, _charge(), 3)
+        assert len(ledger.contents().entries) == 3
+    assert len(read(path).entries) == 3
+
+
+def test_create_leaves_an_existing_file_alone(path):
+    _write(path, 2)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match="mode='append'"):
+        PrivacyLedger(path)
+    assert path.read_bytes() == before
+
+
+def test_a_round_run_again_is_charged_twice(path):
+    with PrivacyLedger(path) as ledger:
+        for t in (0, 1, 1):
+            ledger.record(t, _charge(), 100)
+        with pytest.raises(ValueError, match="charge or local"):
+            ledger.record(0, None, 3)  # What costs nothing is no round.
+    expected = accounting.epsilon(1.0, "poisson", 1000, 100, 3, 1e-5)
+    assert accounting.epsilon_from_ledger(path, 1e-5) == pytest.approx(expected)
+
+
+def test_local_spending(path):
+    exact = accounting.epsilon_of_mu_squared
+    with PrivacyLedger(path) as ledger:
+        for t, total in enumerate((0.5, 0.5, 1.0, 1.25)):
+            ledger.record(t, None, 5, local=_spent(0.5, total))
+    assert accounting.epsilon_from_ledger(path, 1e-5) == exact(1.25, 1e-5)
+    # A run resumed at round 2 forgot what rounds 2 and 3 released.
+    with _append(path, run=ledger.run) as ledger:
+        ledger.record(2, None, 5, local=_spent(0.5, 0.75))
+    assert read(path).local_epsilon(1e-5) == exact(0.75 + 0.5 + 0.5, 1e-5)
+
+
+# Runs in one file.
+
+
+def test_every_line_names_its_run(path):
+    with PrivacyLedger(path) as first:
+        first.record(0, _charge(), 5)
+    with _append(path) as second:
+        second.record(0, _charge(), 5)
+    with _append(path, run=first.run) as again:
+        again.record(1, _charge(), 5)
+    assert first.run != second.run
+    runs = [entry.run for entry in read(path).entries]
+    assert runs == [first.run, second.run, first.run]
+    with pytest.raises(ValueError, match="run must be a text"):
+        _append(path, run="")
+
+
+def test_local_spending_of_runs_adds_up(path):
+    with PrivacyLedger(path) as first:
+        for t in range(10):
+            first.record(t, _charge(), 5, local=_spent(0.5, 0.5 * (t + 1)))
+    # The same rounds again: of the same run they would be resumed ones.
+    with _append(path) as second:
+        for t in range(10, 20):
+            second.record(t, _charge(), 5, local=_spent(0.5, 0.5 * (t + 1)))
+    contents = read(path)
+    expected = accounting.epsilon_of_mu_squared(5.0 + 10.0, 1e-5)
+    assert contents.local_epsilon(1e-5) == expected
+    assert contents.lost_mu_squared(15, second.run) == 2.5
+    assert contents.lost_mu_squared(15, first.run) == 0.0
+
+
+def test_a_guarantee_that_one_round_lacks_is_none(path):
+    with PrivacyLedger(path) as ledger:
+        ledger.record(0, _charge(), 5, local=_spent(0.5, 0.5))
+        ledger.record(1, _charge(), 5)
+        assert read(path).local_epsilon(1e-5) == math.inf
+        ledger.record(2, None, 5, local=_spent(0.5, 0.5))
+    assert accounting.epsilon_from_ledger(path, 1e-5) == math.inf
+
+
+@pytest.mark.parametrize(
+    "name", ["tfdp_fl privacy ledger 2", "tfdp_fl privacy ledger 4"]
+)
+def test_another_format_is_refused_and_left_alone(path, name):
+    PrivacyLedger(path).close()
+    body = {**json.loads(path.read_bytes()), "format": name}
+    del body["hash"]
+    body["hash"] = ledger_lib.digest_of(body)
+    data = json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    path.write_bytes(data)
+    for use in (read, _append):
+        with pytest.raises(
+            accounting.LedgerError, match=f"{name}.*which version {version.__version__}"
         ):
-            ledger.record(0, None, 3)
+            use(path)
+    assert path.read_bytes() == data
 
 
-class RunsTest(_Folder):
-    def _local(self, ledger, rounds, first=0):
-        for t in range(first, first + rounds):
-            ledger.record(
-                t,
-                _charge(),
-                5,
-                local={"mu_squared": 0.5, "max_mu_squared": 0.5 * (t + 1)},
-            )
-
-    def test_every_line_names_its_run(self):
-        with PrivacyLedger(self.path) as first:
-            first.record(0, _charge(), 5)
-        with PrivacyLedger(self.path, "append") as second:
-            second.record(0, _charge(), 5)
-        with PrivacyLedger(self.path, "append", run=first.run) as again:
-            again.record(1, _charge(), 5)
-        self.assertNotEqual(first.run, second.run)
-        entries = PrivacyLedger.read(self.path).entries
-        self.assertEqual(
-            [entry.run for entry in entries],
-            [first.run, second.run, first.run],
-        )
-        with self.assertRaisesRegex(ValueError, "run must be a text"):
-            PrivacyLedger(self.path, "append", run="")
-
-    def test_local_spending_of_runs_adds_up(self):
-        with PrivacyLedger(self.path) as first:
-            self._local(first, 10)
-        # The same rounds again: of the same run they would be resumed ones.
-        with PrivacyLedger(self.path, "append") as second:
-            self._local(second, 10, first=10)
-        contents = PrivacyLedger.read(self.path)
-        self.assertEqual(
-            contents.local_epsilon(1e-5),
-            accounting.epsilon_of_mu_squared(5.0 + 10.0, 1e-5),
-        )
-        self.assertEqual(contents.lost_mu_squared(15, second.run), 2.5)
-        self.assertEqual(contents.lost_mu_squared(15, first.run), 0.0)
-
-    def test_a_round_without_a_local_guarantee_has_no_local_epsilon(self):
-        with PrivacyLedger(self.path) as ledger:
-            self._local(ledger, 1)
-            ledger.record(1, _charge(), 5)
-        self.assertEqual(PrivacyLedger.read(self.path).local_epsilon(1e-5), math.inf)
-
-    def test_a_round_without_a_central_guarantee_has_no_central_epsilon(self):
-        with PrivacyLedger(self.path) as ledger:
-            ledger.record(0, _charge(), 5)
-            ledger.record(1, None, 5, local={"mu_squared": 0.5, "max_mu_squared": 0.5})
-        self.assertEqual(accounting.epsilon_from_ledger(self.path, 1e-5), math.inf)
-
-    @parameterized.parameters("tfdp_fl privacy ledger 2", "tfdp_fl privacy ledger 4")
-    def test_another_format_is_refused_and_left_alone(self, name):
-        PrivacyLedger(self.path).close()
-        body = {**json.loads(self.path.read_bytes()), "format": name}
-        del body["hash"]
-        body["hash"] = ledger_lib.digest_of(body)
-        data = json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-        self.path.write_bytes(data)
-        for use in (PrivacyLedger.read, lambda path: PrivacyLedger(path, "append")):
-            with self.assertRaisesRegex(
-                accounting.LedgerError, f"{name}.*which version {version.__version__}"
-            ):
-                use(self.path)
-        self.assertEqual(self.path.read_bytes(), data)
+# What somebody changed.
 
 
-class TamperingTest(_Folder):
-    def _lines(self):
-        return self.path.read_bytes().splitlines(keepends=True)
-
-    @parameterized.parameters(
-        ("removed", lambda lines: lines[:3] + lines[4:], 4),
-        ("header removed", lambda lines: lines[1:], 1),
-        (
-            "moved",
-            lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]],
-            3,
-        ),
-        ("twice", lambda lines: lines[:3] + lines[2:], 4),
-        (
-            "noise",
-            lambda lines: [
-                line.replace(b'"noise_multiplier":1.0', b'"noise_multiplier":9.0')
-                for line in lines
-            ],
-            2,
-        ),
-        (
-            "header changed",
-            lambda lines: [lines[0].replace(b"client", b"cohort"), *lines[1:]],
-            1,
-        ),
-    )
-    def test_lines_that_were_changed(self, _, change, number):
-        self._write(5)
-        self.path.write_bytes(b"".join(change(self._lines())))
-        for use in (
-            PrivacyLedger.read,
-            lambda path: PrivacyLedger(path, "append"),
-        ):
-            with self.assertRaisesRegex(
-                accounting.LedgerTamperedError, f"Line {number} of"
-            ):
-                use(self.path)
-
-    def test_any_changed_byte_is_found(self):
-        self._write(3)
-        data = bytearray(self.path.read_bytes())
-        generator = random.Random(0)
-        # The last newline is left out: without it the line is whole still.
-        for position in generator.sample(range(len(data) - 1), 300):
-            changed = data.copy()
-            changed[position] ^= generator.randrange(1, 256)
-            self.path.write_bytes(changed)
-            try:
-                contents = PrivacyLedger.read(self.path)
-            except accounting.LedgerTamperedError:
-                continue
-            self.fail(f"byte {position} changed unseen: {contents}")
-
-    def test_lines_cut_off_at_the_end_need_a_head_from_elsewhere(self):
-        head = self._write(5)
-        lines = self._lines()
-        self.path.write_bytes(b"".join(lines[:-1]))
-        self.assertLen(PrivacyLedger.read(self.path).entries, 4)
-        with self.assertRaisesRegex(accounting.LedgerTamperedError, head):
-            PrivacyLedger.read(self.path, expected_head=head)
-        # A ledger that has grown since still contains the head.
-        earlier = PrivacyLedger.read(self.path).head
-        self.path.write_bytes(b"".join(lines))
-        PrivacyLedger.read(self.path, expected_head=earlier)
+def _noise_changed(lines):
+    old, new = b'"noise_multiplier":1.0', b'"noise_multiplier":9.0'
+    return [line.replace(old, new) for line in lines]
 
 
-class CrashTest(_Folder):
-    def test_a_line_of_brackets_is_no_line(self):
-        # JSON nests as deep as Python recurses.
-        self._write(2)
-        with self.path.open("ab") as file:
-            file.write(b"[" * 100_000 + b"\n")
-        with self.assertRaises(accounting.LedgerTamperedError):
-            PrivacyLedger.read(self.path)
-
-    def test_a_file_cut_anywhere_keeps_its_whole_lines(self):
-        self._write(3)
-        data = self.path.read_bytes()
-        ends = [i + 1 for i, byte in enumerate(data) if byte == 10]
-        sizes = {*range(0, len(data) + 1, 7)}
-        sizes.update(end + shift for end in ends for shift in (-2, -1, 0))
-        for size in sorted(sizes):
-            self.path.write_bytes(data[:size])
-            contents = PrivacyLedger.read(self.path)
-            # A line that lacks only its newline is whole, and is charged.
-            whole = sum(size >= end - 1 for end in ends)
-            self.assertLen(contents.entries, max(0, whole - 1))
-            at_an_end = any(size in (end, end - 1) for end in ends)
-            self.assertEqual(contents.truncated, not at_an_end)
-
-    def test_no_bit_of_the_last_newline_undoes_a_round(self):
-        self._write(3)
-        data = self.path.read_bytes()
-        changed = [data[:-1] + bytes([10 ^ 1 << bit]) for bit in range(8)]
-        changed += [data[:-1] + rest for rest in (b"}", b"\0" * 9, b"\xff")]
-        for each in changed:
-            self.path.write_bytes(each)
-            contents = PrivacyLedger.read(self.path)
-            self.assertLen(contents.entries, 3)
-            with PrivacyLedger(self.path, "append") as ledger:
-                self.assertEqual(ledger.rounds, 3)
-            self.assertEqual(self.path.read_bytes(), data)
-
-    def test_append_repairs_a_line_cut_short(self):
-        self._write(3)
-        data = self.path.read_bytes()
-        ends = [i + 1 for i, byte in enumerate(data) if byte == 10]
-        for size in (0, 10, ends[0] - 1, ends[0], ends[2] + 9, ends[3] - 1):
-            self.path.write_bytes(data[:size])
-            whole = max(0, sum(size >= end - 1 for end in ends) - 1)
-            with PrivacyLedger(self.path, "append") as ledger:
-                self.assertEqual(ledger.rounds, whole)
-                ledger.record(whole, _charge(), 7)
-            contents = PrivacyLedger.read(self.path)
-            self.assertLen(contents.entries, whole + 1)
-            self.assertFalse(contents.truncated)
-
-    def test_zeros_after_the_last_line_are_a_crash_too(self):
-        # What a file system may leave after a power cut.
-        self._write(2)
-        with self.path.open("ab") as file:
-            file.write(b"\0" * 300)
-        self.assertTrue(PrivacyLedger.read(self.path).truncated)
-        with PrivacyLedger(self.path, "append") as ledger:
-            ledger.record(2, _charge(), 7)
-        self.assertLen(PrivacyLedger.read(self.path).entries, 3)
-
-    def test_kill_9_at_random_moments(self):
-        generator = random.Random(1)
-        released_in_all = 0
-        for _ in range(15):
-            reader, writer = os.pipe()
-            child = os.fork()
-            if not child:
-                try:
-                    ledger = PrivacyLedger(self.path, "append")
-                    t = ledger.rounds
-                    while True:
-                        ledger.record(t, _charge(), 100)
-                        os.write(writer, b".")  # The result is seen.
-                        t += 1
-                finally:
-                    os._exit(1)
-            os.close(writer)
-            time.sleep(generator.uniform(0, 0.03))
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            released_in_all += len(os.read(reader, 1 << 16))
-            os.close(reader)
-            if self.path.exists():
-                recorded = len(PrivacyLedger.read(self.path).entries)
-                self.assertGreaterEqual(recorded, released_in_all)
-        self.assertGreater(released_in_all, 0)
+@pytest.mark.parametrize(
+    "change, number",
+    [
+        (lambda lines: lines[:3] + lines[4:], 4),  # Removed.
+        (lambda lines: lines[1:], 1),
+        (lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]], 3),  # Moved.
+        (lambda lines: lines[:3] + lines[2:], 4),  # Twice.
+        (_noise_changed, 2),
+        (lambda lines: [lines[0].replace(b"client", b"cohort"), *lines[1:]], 1),
+    ],
+)
+def test_lines_that_were_changed(path, change, number):
+    _write(path, 5)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(change(lines)))
+    for use in (read, _append):
+        with pytest.raises(accounting.LedgerTamperedError, match=f"Line {number} of"):
+            use(path)
 
 
-class OpenFileTest(_Folder):
-    """What happens to the file while a run has it open is noticed."""
+def test_any_changed_byte_is_found(path):
+    _write(path, 3)
+    data = bytearray(path.read_bytes())
+    generator = random.Random(0)
+    # The last newline is left out: without it the line is whole still.
+    for position in generator.sample(range(len(data) - 1), 300):
+        changed = data.copy()
+        changed[position] ^= generator.randrange(1, 256)
+        path.write_bytes(changed)
+        with pytest.raises(accounting.LedgerTamperedError):
+            read(path)
 
-    def setUp(self):
-        super().setUp()
-        self.ledger = PrivacyLedger(self.path)
-        self.addCleanup(self.ledger.close)
-        self.ledger.record(0, _charge(), 5)
 
-    def _refused(self, error, message):
-        with self.assertRaisesRegex(error, message):
-            self.ledger.record(1, _charge(), 5)
-        self.assertEqual(self.ledger.rounds, 1)
+def test_lines_cut_off_at_the_end_need_a_head_from_elsewhere(path):
+    head = _write(path, 5)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    assert len(read(path).entries) == 4
+    with pytest.raises(accounting.LedgerTamperedError, match=head):
+        read(path, expected_head=head)
+    # A ledger that has grown since still contains the head.
+    earlier = read(path).head
+    path.write_bytes(b"".join(lines))
+    read(path, expected_head=earlier)
 
-    def test_deleted(self):
-        self.path.unlink()
-        self._refused(accounting.LedgerMovedError, "was deleted, moved or")
-        self.assertFalse(self.path.exists())
 
-    def test_moved_and_put_back(self):
-        elsewhere = self.folder / "elsewhere.jsonl"
-        self.path.rename(elsewhere)
-        before = elsewhere.read_bytes()
-        self._refused(accounting.LedgerMovedError, "Put it back")
-        self.assertEqual(elsewhere.read_bytes(), before)
-        elsewhere.rename(self.path)
-        self.ledger.record(1, _charge(), 5)
-        self.assertLen(PrivacyLedger.read(self.path).entries, 2)
+def test_a_line_of_brackets_is_no_line(path):
+    # JSON nests as deep as Python recurses.
+    _write(path, 2)
+    with path.open("ab") as file:
+        file.write(b"[" * 100_000 + b"\n")
+    with pytest.raises(accounting.LedgerTamperedError):
+        read(path)
 
-    def test_replaced_by_a_copy(self):
-        copy = self.folder / "copy.jsonl"
-        copy.write_bytes(self.path.read_bytes())
-        copy.replace(self.path)
-        self._refused(accounting.LedgerMovedError, "replaced")
 
-    def test_written_by_something_else(self):
-        with self.path.open("ab") as file:
-            file.write(b"one line more\n")
-        self._refused(accounting.LedgerTamperedError, "something else changed")
+# What a crash leaves.
 
-    def test_cut_short(self):
-        os.truncate(self.path, self.path.stat().st_size - 10)
-        self._refused(accounting.LedgerTamperedError, "something else changed")
 
-    def test_a_fork_cannot_write_and_does_not_unlock(self):
+def _ends(data):
+    return [i + 1 for i, byte in enumerate(data) if byte == 10]
+
+
+def test_a_file_cut_anywhere_keeps_its_whole_lines(path):
+    _write(path, 3)
+    data = path.read_bytes()
+    ends = _ends(data)
+    sizes = {*range(0, len(data) + 1, 7)}
+    sizes.update(end + shift for end in ends for shift in (-2, -1, 0))
+    for size in sorted(sizes):
+        path.write_bytes(data[:size])
+        contents = read(path)
+        # A line that lacks only its newline is whole, and is charged.
+        whole = sum(size >= end - 1 for end in ends)
+        assert len(contents.entries) == max(0, whole - 1)
+        at_an_end = any(size in (end, end - 1) for end in ends)
+        assert contents.truncated != at_an_end
+
+
+def test_no_bit_of_the_last_newline_undoes_a_round(path):
+    _write(path, 3)
+    data = path.read_bytes()
+    rests = [bytes([10 ^ 1 << bit]) for bit in range(8)]
+    for rest in (*rests, b"}", b"\0" * 9, b"\xff"):
+        path.write_bytes(data[:-1] + rest)
+        assert len(read(path).entries) == 3
+        with _append(path) as ledger:
+            assert ledger.rounds == 3
+        assert path.read_bytes() == data
+
+
+def test_append_repairs_a_line_cut_short(path):
+    _write(path, 3)
+    data = path.read_bytes()
+    ends = _ends(data)
+    for size in (0, 10, ends[0] - 1, ends[0], ends[2] + 9, ends[3] - 1):
+        path.write_bytes(data[:size])
+        whole = max(0, sum(size >= end - 1 for end in ends) - 1)
+        with _append(path) as ledger:
+            assert ledger.rounds == whole
+            ledger.record(whole, _charge(), 7)
+        contents = read(path)
+        assert (len(contents.entries), contents.truncated) == (whole + 1, False)
+
+
+def test_zeros_after_the_last_line_are_a_crash_too(path):
+    # What a file system may leave after a power cut.
+    _write(path, 2)
+    with path.open("ab") as file:
+        file.write(b"\0" * 300)
+    assert read(path).truncated
+    with _append(path) as ledger:
+        ledger.record(2, _charge(), 7)
+    assert len(read(path).entries) == 3
+
+
+def test_kill_9_at_random_moments(path):
+    generator = random.Random(1)
+    released_in_all = 0
+    for _ in range(15):
         reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                try:
-                    self.ledger.record(1, _charge(2.0), 5)
-                except accounting.LedgerForkedError as error:
-                    os.write(writer, str(error).encode())
-                self.ledger.close()
-            finally:
-                os._exit(0)
+
+        def train(writer=writer):
+            ledger = _append(path)
+            for t in range(ledger.rounds, 10**9):
+                ledger.record(t, _charge(), 100)
+                os.write(writer, b".")  # The result is seen.
+
+        child = _forked(train)
         os.close(writer)
+        time.sleep(generator.uniform(0, 0.03))
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        with os.fdopen(reader, "rb") as pipe:
-            said = pipe.read().decode()
-        self.assertIn(f"opened by process {os.getpid()}", said)
-        with self.assertRaises(accounting.LedgerInUseError):
-            PrivacyLedger(self.path, "append")
-        self.ledger.record(1, _charge(), 5)
-        self.assertLen(PrivacyLedger.read(self.path).entries, 2)
+        released_in_all += len(os.read(reader, 1 << 16))
+        os.close(reader)
+        if path.exists():
+            assert len(read(path).entries) >= released_in_all
+    assert released_in_all > 0
 
-    def test_a_fork_that_lives_on_does_not_hold_the_lock(self):
-        child = os.fork()
-        if not child:
-            time.sleep(60)
-            os._exit(0)
+
+# What happens to the file while a run has it open is noticed.
+
+
+def _refused(ledger, error, message):
+    with pytest.raises(error, match=message):
+        ledger.record(1, _charge(), 5)
+    assert ledger.rounds == 1
+
+
+def test_deleted(path, open_ledger):
+    path.unlink()
+    _refused(open_ledger, accounting.LedgerMovedError, "was deleted, moved or")
+    assert not path.exists()
+
+
+def test_moved_and_put_back(path, open_ledger):
+    elsewhere = path.with_name("elsewhere.jsonl")
+    path.rename(elsewhere)
+    before = elsewhere.read_bytes()
+    _refused(open_ledger, accounting.LedgerMovedError, "Put it back")
+    assert elsewhere.read_bytes() == before
+    elsewhere.rename(path)
+    open_ledger.record(1, _charge(), 5)
+    assert len(read(path).entries) == 2
+
+
+def test_replaced_by_a_copy(path, open_ledger):
+    copy = path.with_name("copy.jsonl")
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+    _refused(open_ledger, accounting.LedgerMovedError, "replaced")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data + b"one line more\n", lambda data: data[:-10]]
+)
+def test_written_by_something_else_or_cut_short(path, open_ledger, change):
+    changed = change(path.read_bytes())
+    with path.open("r+b") as file:
+        file.write(changed)
+        file.truncate()
+    _refused(open_ledger, accounting.LedgerTamperedError, "something else changed")
+
+
+def test_a_fork_cannot_write_and_does_not_unlock(path, open_ledger):
+    reader, writer = os.pipe()
+
+    def write():
         try:
-            self.ledger.close()
-            PrivacyLedger(self.path, "append").close()
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            open_ledger.record(1, _charge(2.0), 5)
+        except accounting.LedgerForkedError as error:
+            os.write(writer, str(error).encode())
+        open_ledger.close()
 
-    def test_the_process_may_change_its_folder(self):
-        here = os.getcwd()
-        try:
-            os.chdir(self.folder)
-            with PrivacyLedger("relative.jsonl") as ledger:
-                os.chdir(here)
-                ledger.record(0, _charge(), 5)
-                self.assertLen(ledger.contents().entries, 1)
-        finally:
-            os.chdir(here)
-
-    def test_only_its_owner_can_read_it(self):
-        self.assertEqual(self.path.stat().st_mode & 0o777, 0o600)
-
-    @parameterized.parameters(
-        ({"mu_squared": -1.0, "max_mu_squared": 1.0}, "mu_squared .* got -1"),
-        ({"mu_squared": math.nan, "max_mu_squared": 1.0}, "mu_squared .*nan"),
-        ({"mu_squared": 1.0, "max_mu_squared": math.nan}, "max_mu_s.*nan"),
-        ({"mu_squared": 1.0, "max_mu_squared": -0.5}, "max_mu_s.*-0.5"),
-        (
-            {"mu_squared": math.inf, "max_mu_squared": math.inf},
-            "finite in a round with noise",
-        ),
-    )
-    def test_spending_that_cannot_be(self, local, message):
-        before = self.path.read_bytes()
-        with self.assertRaisesRegex(accounting.LedgerEntryError, message):
-            self.ledger.record(1, _charge(), 5, local=local)
-        self.assertEqual(self.path.read_bytes(), before)
-        # Nor does a reader believe it.
-        with (
-            unittest.mock.patch.object(
-                ledger_lib, "checked_local", lambda local, charge: local
-            ),
-        ):
-            self.ledger.record(1, _charge(), 5, local=local)
-        with self.assertRaisesRegex(accounting.LedgerTamperedError, message):
-            PrivacyLedger.read(self.path)
-
-    def test_a_release_without_noise_may_cost_everything(self):
-        infinite = {"mu_squared": math.inf, "max_mu_squared": math.inf}
-        self.ledger.close()
-        other = self.folder / "other.jsonl"
-        with PrivacyLedger(other) as ledger:
-            ledger.record(0, _charge(0.0), 5, local=infinite)
-            ledger.record(1, None, 5, local=infinite)
-        self.assertEqual(PrivacyLedger.read(other).local_epsilon(1e-5), math.inf)
+    child = _forked(write)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read().decode()
+    assert f"opened by process {os.getpid()}" in said
+    with pytest.raises(accounting.LedgerInUseError):
+        _append(path)
+    open_ledger.record(1, _charge(), 5)
+    assert len(read(path).entries) == 2
 
 
-class RefusalTest(_Folder):
-    def test_two_runs_on_one_ledger(self):
-        with PrivacyLedger(self.path) as ledger:
-            ledger.record(0, _charge(), 5)
-            before = self.path.read_bytes()
-            with self.assertRaisesRegex(accounting.LedgerInUseError, "another run"):
-                PrivacyLedger(self.path, "append")
-            self.assertEqual(self.path.read_bytes(), before)
-            PrivacyLedger.read(self.path)  # Reading needs no lock.
-            ledger.record(1, _charge(), 5)
-        PrivacyLedger(self.path, "append").close()
+def test_a_fork_that_lives_on_does_not_hold_the_lock(path, open_ledger):
+    child = _forked(lambda: time.sleep(60))
+    try:
+        open_ledger.close()
+        _append(path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
-    @parameterized.parameters(errno.ENOSPC, errno.EIO)
-    def test_a_full_disk_damages_nothing(self, code):
-        with PrivacyLedger(self.path) as ledger:
-            ledger.record(0, _charge(), 5)
-            before = self.path.read_bytes()
-            pwrite = os.pwrite
 
-            def half(descriptor, data, offset):
-                pwrite(descriptor, data[: len(data) // 2], offset)
-                raise OSError(code, os.strerror(code))
+def test_the_process_may_change_its_folder(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    with PrivacyLedger("relative.jsonl") as ledger:
+        monkeypatch.chdir("/")
+        ledger.record(0, _charge(), 5)
+        assert len(ledger.contents().entries) == 1
+    assert path.with_name("relative.jsonl").stat().st_mode & 0o777 == 0o600
 
-            with (
-                unittest.mock.patch.object(os, "pwrite", half),
-                self.assertRaisesRegex(accounting.LedgerWriteError, os.strerror(code)),
-            ):
-                ledger.record(1, _charge(), 5)
-            self.assertEqual(self.path.read_bytes(), before)
-            self.assertEqual(ledger.rounds, 1)
-            ledger.record(1, _charge(), 5)  # There is room again.
-        self.assertLen(PrivacyLedger.read(self.path).entries, 2)
 
-    def test_a_failed_sync_is_no_record(self):
-        with PrivacyLedger(self.path) as ledger:
-            before = self.path.read_bytes()
-            fsync = os.fsync
-            calls = []
+@pytest.mark.parametrize(
+    "local, message",
+    [
+        (_spent(-1.0, 1.0), "mu_squared .* got -1"),
+        (_spent(math.nan, 1.0), "mu_squared .*nan"),
+        (_spent(1.0, math.nan), "max_mu_s.*nan"),
+        (_spent(1.0, -0.5), "max_mu_s.*-0.5"),
+        (_spent(math.inf, math.inf), "finite in a round with noise"),
+    ],
+)
+def test_spending_that_cannot_be(path, open_ledger, local, message):
+    before = path.read_bytes()
+    with pytest.raises(accounting.LedgerEntryError, match=message):
+        open_ledger.record(1, _charge(), 5, local=local)
+    assert path.read_bytes() == before
+    # Nor does a reader believe it.
+    with mock.patch.object(ledger_lib, "checked_local", lambda local, charge: local):
+        open_ledger.record(1, _charge(), 5, local=local)
+    with pytest.raises(accounting.LedgerTamperedError, match=message):
+        read(path)
 
-            def fail_once(descriptor):
-                calls.append(descriptor)
-                if len(calls) == 1:
-                    raise OSError(errno.EIO, "Input/output error")
-                fsync(descriptor)
 
-            with (
-                unittest.mock.patch.object(os, "fsync", fail_once),
-                self.assertRaises(accounting.LedgerWriteError),
-            ):
-                ledger.record(0, _charge(), 5)
-            self.assertEqual(self.path.read_bytes(), before)
+def test_a_release_without_noise_may_cost_everything(path):
+    with PrivacyLedger(path) as ledger:
+        ledger.record(0, _charge(0.0), 5, local=_spent(math.inf, math.inf))
+        ledger.record(1, None, 5, local=_spent(math.inf, math.inf))
+    assert read(path).local_epsilon(1e-5) == math.inf
 
-    def test_a_real_limit_on_the_file_s_size(self):
-        with PrivacyLedger(self.path) as ledger:
-            ledger.record(0, _charge(), 5)
-            size = self.path.stat().st_size
-        child = os.fork()
-        if not child:
-            code = 1
+
+# What cannot be written.
+
+
+def test_two_runs_on_one_ledger(path, open_ledger):
+    before = path.read_bytes()
+    with pytest.raises(accounting.LedgerInUseError, match="another run"):
+        _append(path)
+    assert path.read_bytes() == before
+    read(path)  # Reading needs no lock.
+    open_ledger.record(1, _charge(), 5)
+    open_ledger.close()
+    _append(path).close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_damages_nothing(path, open_ledger, code):
+    before, pwrite = path.read_bytes(), os.pwrite
+
+    def half(descriptor, data, offset):
+        pwrite(descriptor, data[: len(data) // 2], offset)
+        raise OSError(code, os.strerror(code))
+
+    with mock.patch.object(os, "pwrite", half):
+        _refused(open_ledger, accounting.LedgerWriteError, os.strerror(code))
+    assert path.read_bytes() == before
+    open_ledger.record(1, _charge(), 5)  # There is room again.
+    assert len(read(path).entries) == 2
+
+
+def test_a_failed_sync_is_no_record(path, open_ledger):
+    before = path.read_bytes()
+    failure = OSError(errno.EIO, "Input/output error")
+    with mock.patch.object(os, "fsync", side_effect=[failure, None]):
+        _refused(open_ledger, accounting.LedgerWriteError, "must not be released")
+    assert path.read_bytes() == before
+
+
+def test_a_real_limit_on_the_file_s_size(path, open_ledger):
+    open_ledger.close()
+    size = path.stat().st_size
+
+    def write():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, size + 100))
+        with _append(path) as ledger:
             try:
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, size + 100))
-                with PrivacyLedger(self.path, "append") as ledger:
-                    try:
-                        ledger.record(1, _charge(), 5)
-                    except accounting.LedgerWriteError:
-                        code = 0
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        self.assertEqual(os.waitstatus_to_exitcode(status), 0)
-        self.assertEqual(self.path.stat().st_size, size)
-        self.assertLen(PrivacyLedger.read(self.path).entries, 1)
+                ledger.record(1, _charge(), 5)
+            except accounting.LedgerWriteError:
+                return 0
+        return 1
 
-    def test_a_new_ledger_that_cannot_be_written_leaves_no_file(self):
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        with (
-            unittest.mock.patch.object(os, "pwrite", full),
-            self.assertRaisesRegex(accounting.LedgerWriteError, "No space"),
-        ):
-            PrivacyLedger(self.path)
-        self.assertFalse(self.path.exists())
+    _, status = os.waitpid(_forked(write), 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert path.stat().st_size == size
+    assert len(read(path).entries) == 1
 
 
-if __name__ == "__main__":
-    absltest.main()
+def test_a_new_ledger_that_cannot_be_written_leaves_no_file(path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(os, "pwrite", side_effect=full),
+        pytest.raises(accounting.LedgerWriteError, match="No space"),
+    ):
+        PrivacyLedger(path)
+    assert not path.exists()

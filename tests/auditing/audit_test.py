@@ -8,8 +8,8 @@ unit, so the mean of 2000 is off by 0.022; bounds are five times that or more.
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests.keras import toy
@@ -63,48 +63,46 @@ def _flat(variables):
     return np.concatenate([np.ravel(each) for each in variables])
 
 
-# All kinds of clip, without noise on what an adaptive one goes by.
-_SCALED = (
-    ("fixed", _fixed(0.1), "shuffled"),
-    (
-        "adaptive",
-        tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=0.022),
-        "shuffled",
-    ),
-    ("median", tfdp_fl.MedianClipping(noise_multiplier=0.1), "shuffled"),
+def _trained(mechanism, *args, audit=None, **options):
+    """Returns what an audit of a new run estimates, and the run."""
+    audit = audit or CanaryAudit(_CANARIES)
+    fed = _audited(mechanism, audit, *args, **options)
+    return audit.estimate(_DELTA), fed
+
+
+# What is made of the scores.
+
+
+@pytest.mark.parametrize("z", [0.5, 1.0, 2.0])
+def test_one_release_is_found_within_fifteen_percent(z):
+    # As a release is: 4000 canaries and noise, d = 20 000.
+    rng, size, count = np.random.default_rng(1), 20_000, 4000
+    drawn = canaries.Canaries(count, size, seed=2)
+    added = drawn.sum_of(np.arange(count))
+    observed = canaries.scores(
+        drawn, added + rng.normal(0, z, size), added, np.ones(count)
+    )
+    scores = estimate.Scores(observed=observed, null_std=size**-0.5)
+    found = estimate.estimate(scores, _DELTA)
+    exact = gaussian.gaussian_epsilon(z, _DELTA)
+    assert found.epsilon / exact == pytest.approx(1, abs=0.15)
+    assert found.low <= found.epsilon <= found.high
+
+
+def test_of_those_who_did_not_take_part_nothing_is_found():
+    rng, size = np.random.default_rng(1), 20_000
+    drawn = canaries.Canaries(_CANARIES, size, seed=2)
+    update, nothing = rng.normal(size=size), np.zeros(size)
+    found = canaries.scores(drawn, update, nothing, np.zeros(_CANARIES))
+    assert found.mean() * size**0.5 == pytest.approx(0, abs=0.11)
+    assert found.std() * size**0.5 == pytest.approx(1, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    "count, size, rounds, measured",
+    [(500, 256, 1, False), (500, 256, 8, False), (200, 2000, 1, True)],
 )
-
-
-class OneReleaseTest(parameterized.TestCase):
-    @parameterized.parameters(0.5, 1.0, 2.0)
-    def test_is_found_within_fifteen_percent(self, z):
-        # As a release is: 4000 canaries and noise, d = 20 000.
-        rng, size, count = np.random.default_rng(1), 20_000, 4000
-        drawn = canaries.Canaries(count, size, seed=2)
-        added = drawn.sum_of(np.arange(count))
-        update = added + rng.normal(0, z, size)
-        found = estimate.estimate(
-            estimate.Scores(
-                observed=canaries.scores(drawn, update, added, np.ones(count)),
-                null_std=size**-0.5,
-            ),
-            _DELTA,
-        )
-        exact = gaussian.gaussian_epsilon(z, _DELTA)
-        self.assertAlmostEqual(found.epsilon / exact, 1, delta=0.15)
-        self.assertBetween(found.epsilon, found.low, found.high)
-
-    def test_of_those_who_did_not_take_part_nothing_is_found(self):
-        rng, size = np.random.default_rng(1), 20_000
-        drawn = canaries.Canaries(_CANARIES, size, seed=2)
-        found = canaries.scores(
-            drawn, rng.normal(size=size), np.zeros(size), np.zeros(_CANARIES)
-        )
-        self.assertAlmostEqual(found.mean() * size**0.5, 0, delta=0.11)
-        self.assertAlmostEqual(found.std() * size**0.5, 1, delta=0.08)
-
-
-class IntervalTest(parameterized.TestCase):
+def test_an_interval_misses_no_more_than_it_says(count, size, rounds, measured):
     """How often the truth is outside of it, in 60 releases of z = 1/8.
 
     Nominally 3 times. A good interval misses more than 18 of them less than
@@ -112,79 +110,56 @@ class IntervalTest(parameterized.TestCase):
     that leaves out an error of the unit misses 30 or more: of the norm in the
     first two, of the measured spread in the last.
     """
-
-    @parameterized.named_parameters(
-        ("one_round", 500, 256, 1, False),
-        ("eight_rounds", 500, 256, 8, False),
-        ("measured_null", 200, 2000, 1, True),
-    )
-    def test_misses_no_more_than_it_says(self, count, size, rounds, measured):
-        rng = np.random.default_rng(1)
-        truth = gaussian.gaussian_epsilon(1 / 8, _DELTA)
-        missed = 0
-        for seed in range(60):
-            drawn = canaries.Canaries(count, size, seed)
-            added = rounds * drawn.sum_of(np.arange(count))
-            update = added + rng.normal(0, rounds / 8, size)
-            others = None
-            if measured:
-                others = canaries.scores(
-                    canaries.Canaries(count, size, 60 + seed),
-                    update,
-                    added,
-                    np.zeros(count),
-                )
-            found = estimate.estimate(
-                estimate.Scores(
-                    observed=canaries.scores(
-                        drawn, update, added, np.full(count, rounds)
-                    ),
-                    unobserved=others,
-                    null_std=size**-0.5,
-                ),
-                _DELTA,
-            )
-            missed += not found.low <= truth <= found.high
-        self.assertLessEqual(missed, 18)
-
-    def test_thresholds_too_are_no_surer_than_the_unit(self):
-        # With d = 2 it is off by half of itself.
-        found = estimate.estimate(
-            estimate.Scores(observed=np.full(1000, 2.8), null_std=2**-0.5),
-            _DELTA,
+    rng = np.random.default_rng(1)
+    truth = gaussian.gaussian_epsilon(1 / 8, _DELTA)
+    missed = 0
+    for seed in range(60):
+        drawn, others = (canaries.Canaries(count, size, seed + k) for k in (0, 60))
+        added = rounds * drawn.sum_of(np.arange(count))
+        update = added + rng.normal(0, rounds / 8, size)
+        times = np.full(count, rounds)
+        scores = estimate.Scores(
+            observed=canaries.scores(drawn, update, added, times),
+            unobserved=canaries.scores(others, update, added, 0 * times)
+            if measured
+            else None,
+            null_std=size**-0.5,
         )
-        self.assertLess(found.low, 1.0)
-        self.assertGreater(found.epsilon, 10.0)
+        found = estimate.estimate(scores, _DELTA)
+        missed += not found.low <= truth <= found.high
+    assert missed <= 18
 
 
-class CanariesTest(absltest.TestCase):
-    def test_are_the_same_whenever_they_are_made(self):
-        drawn = canaries.Canaries(5, 300, seed=1)
-        each = np.stack([drawn.sum_of(np.array([i])) for i in range(5)])
-        np.testing.assert_allclose((each**2).sum(axis=1), 1, rtol=1e-5)
-        np.testing.assert_allclose(
-            drawn.sum_of(np.arange(5)), each.sum(axis=0), rtol=1e-4, atol=1e-6
-        )
-        np.testing.assert_allclose(
-            drawn.projections(each[2]), each @ each[2], rtol=1e-4, atol=1e-6
-        )
+def test_thresholds_too_are_no_surer_than_the_unit():
+    # With d = 2 it is off by half of itself.
+    scores = estimate.Scores(observed=np.full(1000, 2.8), null_std=2**-0.5)
+    found = estimate.estimate(scores, _DELTA)
+    assert found.low < 1.0
+    assert found.epsilon > 10.0
 
 
-class TrainingTest(parameterized.TestCase):
-    """In training, and nothing is found above what is claimed."""
+def test_canaries_are_the_same_whenever_they_are_made():
+    drawn = canaries.Canaries(5, 300, seed=1)
+    each = np.stack([drawn.sum_of(np.array([i])) for i in range(5)])
+    close = {"rtol": 1e-4, "atol": 1e-6}
+    np.testing.assert_allclose((each**2).sum(axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(drawn.sum_of(np.arange(5)), each.sum(axis=0), **close)
+    np.testing.assert_allclose(drawn.projections(each[2]), each @ each[2], **close)
 
-    @parameterized.named_parameters(
-        ("several_rounds", _fixed(3.0), "shuffled", 4, {}),
+
+# In training, and nothing is found above what is claimed.
+
+
+@pytest.mark.parametrize(
+    "mechanism, rounds, sampling, options",
+    [
+        (_fixed(3.0), 4, "shuffled", {}),
         (
-            "adaptive",
             tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=5.0),
-            "shuffled",
-            1,
-            {},
+            *(1, "shuffled", {}),
         ),
-        ("fixed_size", _fixed(), "fixed_size", 4, {"clients_per_round": 4}),
+        (_fixed(), 4, "fixed_size", {"clients_per_round": 4}),
         (
-            "correlated",
             tfdp_fl.CorrelatedNoise(
                 clip_norm=0.1,
                 noise_multiplier=2.0,
@@ -192,182 +167,164 @@ class TrainingTest(parameterized.TestCase):
                 rounds=8,
                 min_separation=4,
             ),
-            "cyclic",
-            8,
-            {"clients_per_round": 2},
+            *(8, "cyclic", {"clients_per_round": 2}),
         ),
         (
-            "server_momentum",
-            _fixed(3.0),
-            "shuffled",
-            3,
+            *(_fixed(3.0), 3, "shuffled"),
             {"server_optimizer": tf.keras.optimizers.SGD(1.0, momentum=0.5)},
         ),
+    ],
+    ids=["several_rounds", "adaptive", "fixed_size", "correlated", "server_momentum"],
+)
+def test_estimate_is_not_above_the_claim(mechanism, rounds, sampling, options):
+    found, fed = _trained(mechanism, rounds, sampling, **options)
+    assert found.low < fed.epsilon(_DELTA, "pld") * _MARGIN
+
+
+@pytest.mark.parametrize("iterates, off", [("final", 0.15), ("all", 0.2)])
+def test_one_release_is_found_in_training(iterates, off):
+    found, fed = _trained(_fixed(), audit=CanaryAudit(_CANARIES, iterates))
+    assert found.epsilon / fed.epsilon(_DELTA) == pytest.approx(1, abs=off)
+    assert found.num_canaries == _CANARIES
+
+
+def test_the_statement_has_it():
+    found, fed = _trained(_fixed(), audit=CanaryAudit(num_canaries=100))
+    text = fed.privacy_statement(_DELTA)
+    assert "audit with 100 canary clients" in text
+    assert f"as {found.epsilon:.3g} " in text
+    fed.fit(toy.clients(8), rounds=2, verbose=0)
+    assert "in 1 of the rounds" in fed.privacy_statement(_DELTA)
+
+
+_SCALED = pytest.mark.parametrize(
+    "mechanism",
+    # All kinds of clip, without noise on what an adaptive one goes by.
+    [
+        _fixed(0.1),
+        tfdp_fl.AdaptiveClipping(noise_multiplier=0.0, initial_clip_norm=0.022),
+        tfdp_fl.MedianClipping(noise_multiplier=0.1),
+    ],
+    ids=["fixed", "adaptive", "median"],
+)
+
+
+@_SCALED
+def test_canaries_add_their_clipped_updates_and_nothing_else(mechanism):
+    handed_in = []
+    add = rounds.PendingRound.add_contribution
+
+    def seen(pending, one):
+        handed_in.append(one)
+        add(pending, one)
+
+    plain = _audited(mechanism, None, seed=3)
+    with mock.patch.object(rounds.PendingRound, "add_contribution", seen):
+        fed = _audited(mechanism, CanaryAudit(num_canaries=200), seed=3)
+    (one,) = handed_in
+    assert not np.any(one.scalars())
+    added = _flat(one.update)
+    # A squared norm of 200 S^2 with a standard deviation of 2.6 S^2.
+    clip = fed.model.history.history["clip_norm"][0]
+    assert np.sum(added**2) / (200 * clip**2) == pytest.approx(1, abs=0.1)
+    moved = _flat(fed.model.weights) - _flat(plain.model.weights)
+    np.testing.assert_allclose(moved, added / 8, atol=1e-6)
+
+
+@_SCALED
+def test_clip_goes_its_way_as_without_canaries(mechanism):
+    # One client's bit is 2.5 % of the clip. With bits of its own each
+    # canary would be that: 200 of them would divide it by ten every round.
+    plain, audited = (
+        _audited(mechanism, audit, 6, seed=3).model.history.history
+        for audit in (None, CanaryAudit(num_canaries=200))
     )
-    def test_estimate_is_not_above_the_claim(
-        self, mechanism, sampling, rounds, options
-    ):
-        audit = CanaryAudit(num_canaries=_CANARIES)
-        fed = _audited(mechanism, audit, rounds, sampling, **options)
-        self.assertLess(
-            audit.estimate(_DELTA).low, fed.epsilon(_DELTA, "pld") * _MARGIN
-        )
-
-    def test_one_release_is_found_in_training(self):
-        audit = CanaryAudit(num_canaries=_CANARIES)
-        fed = _audited(_fixed(), audit)
-        found = audit.estimate(_DELTA)
-        self.assertAlmostEqual(found.epsilon / fed.epsilon(_DELTA), 1, delta=0.15)
-        self.assertEqual(found.num_canaries, _CANARIES)
-
-    def test_the_statement_has_it(self):
-        audit = CanaryAudit(num_canaries=100)
-        fed = _audited(_fixed(), audit)
-        text = fed.privacy_statement(_DELTA)
-        self.assertIn("audit with 100 canary clients", text)
-        self.assertIn(f"as {audit.estimate(_DELTA).epsilon:.3g} ", text)
-        fed.fit(toy.clients(8), rounds=2, verbose=0)
-        self.assertIn("in 1 of the rounds", fed.privacy_statement(_DELTA))
-
-    def test_all_iterates(self):
-        audit = CanaryAudit(num_canaries=_CANARIES, iterates="all")
-        fed = _audited(_fixed(), audit, rounds=1)
-        found = audit.estimate(_DELTA)
-        self.assertAlmostEqual(found.epsilon / fed.epsilon(_DELTA), 1, delta=0.2)
-
-    @parameterized.named_parameters(*_SCALED)
-    def test_canaries_add_their_clipped_updates_and_nothing_else(
-        self, mechanism, sampling
-    ):
-        handed_in = []
-        add = rounds.PendingRound.add_contribution
-
-        def seen(pending, one):
-            handed_in.append(one)
-            add(pending, one)
-
-        options = {"sampling": sampling, "seed": 3}
-        plain = _audited(mechanism, None, **options)
-        with mock.patch.object(rounds.PendingRound, "add_contribution", seen):
-            fed = _audited(mechanism, CanaryAudit(num_canaries=200), **options)
-        (one,) = handed_in
-        self.assertFalse(np.any(one.scalars()))
-        added = _flat(one.update)
-        # A squared norm of 200 S^2 with a standard deviation of 2.6 S^2.
-        clip = fed.model.history.history["clip_norm"][0]
-        self.assertAlmostEqual(np.sum(added**2) / (200 * clip**2), 1, delta=0.1)
-        moved = _flat(fed.model.weights) - _flat(plain.model.weights)
-        np.testing.assert_allclose(moved, added / 8, atol=1e-6)
-
-    @parameterized.named_parameters(*_SCALED)
-    def test_clip_goes_its_way_as_without_canaries(self, mechanism, sampling):
-        # One client's bit is 2.5 % of the clip. With bits of its own each
-        # canary would be that: 200 of them would divide it by ten every round.
-        plain, audited = (
-            _audited(mechanism, audit, 6, sampling, seed=3)
-            for audit in (None, CanaryAudit(num_canaries=200))
-        )
-        self.assertEqual(audited.rounds, 6)
-        for name in ("clip_norm", "noise_stddev"):
-            np.testing.assert_allclose(
-                audited.model.history.history[name],
-                plain.model.history.history[name],
-                rtol=0.15,
-            )
+    assert len(audited["clip_norm"]) == 6
+    for name in ("clip_norm", "noise_stddev"):
+        np.testing.assert_allclose(audited[name], plain[name], rtol=0.15)
 
 
-class PlantedFaultsTest(parameterized.TestCase):
-    """What is broken looks larger than the epsilon that is claimed."""
+# What is broken looks larger than the epsilon that is claimed.
 
-    def _assert_found(self, fed, audit):
-        self.assertGreater(audit.estimate(_DELTA).low, fed.epsilon(_DELTA, "pld") * 1.2)
 
-    def test_half_the_noise(self):
-        add = noise.add_normal
-        with mock.patch.object(
-            noise, "add_normal", lambda update, stddev: add(update, stddev / 2)
-        ):
-            audit = CanaryAudit(num_canaries=_CANARIES)
-            self._assert_found(_audited(_fixed(), audit), audit)
+def _half_the_noise(add):
+    return lambda update, stddev: add(update, stddev / 2)
 
-    def test_one_variable_without_noise(self):
-        add = noise.add_normal
-        with mock.patch.object(
-            noise,
-            "add_normal",
-            lambda update, stddev: [
-                update[0],
-                *add(update[1:], stddev),
-            ],
-        ):
-            audit = CanaryAudit(num_canaries=_CANARIES)
-            self._assert_found(_audited(_fixed(), audit), audit)
 
-    def test_one_client_twice_in_the_sum(self):
-        add = rounds.PendingRound.add_contribution
+def _one_variable_without_noise(add):
+    return lambda update, stddev: [update[0], *add(update[1:], stddev)]
 
-        def twice(pending, one):
-            add(pending, one)
-            add(pending, one)
 
-        with mock.patch.object(rounds.PendingRound, "add_contribution", twice):
-            audit = CanaryAudit(num_canaries=_CANARIES)
-            self._assert_found(_audited(_fixed(), audit), audit)
+def _one_client_twice_in_the_sum(add):
+    return lambda pending, one: (add(pending, one), add(pending, one))
 
-    def test_a_layer_that_is_not_clipped(self):
-        scale = cohort.UpdateSpec.unflatten
 
-        def loose(spec, flat):
-            first, *rest = scale(spec, flat)
-            return [3.0 * first, *rest]
+def _a_layer_that_is_not_clipped(unflatten):
+    def loose(spec, flat):
+        first, *rest = unflatten(spec, flat)
+        return [3.0 * first, *rest]
 
-        with mock.patch.object(cohort.UpdateSpec, "unflatten", loose):
-            audit = CanaryAudit(num_canaries=_CANARIES)
-            self._assert_found(_audited(_fixed(), audit), audit)
+    return loose
 
-    def test_the_same_noise_in_two_rounds(self):
+
+@pytest.mark.parametrize(
+    "owner, name, fault",
+    [
+        (noise, "add_normal", _half_the_noise),
+        (noise, "add_normal", _one_variable_without_noise),
+        (rounds.PendingRound, "add_contribution", _one_client_twice_in_the_sum),
+        (cohort.UpdateSpec, "unflatten", _a_layer_that_is_not_clipped),
+    ],
+)
+def test_a_planted_fault_is_found(owner, name, fault):
+    with mock.patch.object(owner, name, fault(getattr(owner, name))):
+        found, fed = _trained(_fixed())
+    assert found.low > fed.epsilon(_DELTA, "pld") * 1.2
+
+
+def test_the_same_noise_in_two_rounds_is_found():
+    def trained():
         audit = CanaryAudit(num_canaries=6000, iterates="all")
-        options = {"rounds": 2, "sampling": "poisson", "clients_per_round": 4}
-        with mock.patch(
-            "tfdp_fl.keras.randomness.round_seed",
-            lambda *_: np.array([1, 2], np.int64),
-        ):
-            fed = _audited(_fixed(), audit, **options)
-        self.assertGreater(audit.estimate(_DELTA).low, fed.epsilon(_DELTA))
-        # With noise of its own for each round, the same attack finds nothing.
-        audit = CanaryAudit(num_canaries=6000, iterates="all")
-        fed = _audited(_fixed(), audit, **options)
-        self.assertLess(
-            audit.estimate(_DELTA).low, fed.epsilon(_DELTA, "pld") * _MARGIN
-        )
+        return _trained(_fixed(), 2, "poisson", audit=audit, clients_per_round=4)
+
+    same = mock.Mock(return_value=np.array([1, 2], np.int64))
+    with mock.patch("tfdp_fl.keras.randomness.round_seed", same):
+        found, fed = trained()
+    assert found.low > fed.epsilon(_DELTA)
+    # With noise of its own for each round, the same attack finds nothing.
+    found, fed = trained()
+    assert found.low < fed.epsilon(_DELTA, "pld") * _MARGIN
 
 
-class ArgumentsTest(parameterized.TestCase):
-    @parameterized.parameters(0, 1, -3)
-    def test_number_of_canaries(self, number):
-        with self.assertRaisesRegex(ValueError, "num_canaries"):
-            CanaryAudit(number)
-
-    def test_what_is_not_audited(self):
-        for mechanism in (
-            tfdp_fl.NoPrivacy(),
-            tfdp_fl.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-3),
-        ):
-            with self.assertRaisesRegex(ValueError, "audit must be None"):
-                _audited(mechanism, CanaryAudit(10), sampling="fixed_size")
-        with self.assertRaisesRegex(TypeError, "audit"):
-            _audited(_fixed(), "yes")
-
-    def test_once_only_and_after_the_run(self):
-        audit = CanaryAudit(10)
-        with self.assertRaisesRegex(ValueError, "given to a fit"):
-            audit.estimate(_DELTA)
-        fed = _audited(_fixed(), audit)
-        with self.assertRaisesRegex(ValueError, "a new CanaryAudit"):
-            fed.fit(toy.clients(8), verbose=0, audit=audit)
-        with self.assertRaisesRegex(ValueError, "delta"):
-            audit.estimate(2.0)
+# Arguments.
 
 
-if __name__ == "__main__":
-    absltest.main()
+@pytest.mark.parametrize("number", [0, 1, -3])
+def test_number_of_canaries(number):
+    with pytest.raises(ValueError, match="num_canaries"):
+        CanaryAudit(number)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        tfdp_fl.NoPrivacy(),
+        tfdp_fl.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-3),
+    ],
+)
+def test_what_is_not_audited(mechanism):
+    with pytest.raises(ValueError, match="audit must be None"):
+        _audited(mechanism, CanaryAudit(10), sampling="fixed_size")
+    with pytest.raises(TypeError, match="audit"):
+        _audited(_fixed(), "yes")
+
+
+def test_once_only_and_after_the_run():
+    audit = CanaryAudit(10)
+    with pytest.raises(ValueError, match="given to a fit"):
+        audit.estimate(_DELTA)
+    fed = _audited(_fixed(), audit)
+    with pytest.raises(ValueError, match="a new CanaryAudit"):
+        fed.fit(toy.clients(8), verbose=0, audit=audit)
+    with pytest.raises(ValueError, match="delta"):
+        audit.estimate(2.0)

@@ -166,7 +166,7 @@ class BuildDPFedAvgTest(parameterized.TestCase):
                 num_clients=num_clients,
             )
 
-        state, _ = run(build(0.1), [self.cohort] * 4)
+        state, _ = run(build(0.1), [self.cohort] * 2)
         alone = build(0.1).epsilon(state, delta=1e-5)
         after = build(5.0)
         state = after.next(state, self.cohort).state
@@ -187,16 +187,7 @@ class BuildDPFedAvgTest(parameterized.TestCase):
         self.assertGreaterEqual(wide.epsilon(state, delta=1e-5), alone)
         with self.assertRaisesRegex(ValueError, "num_clients must be the 100"):
             build(5.0, 1, num_clients=10_000).epsilon(state, delta=1e-5)
-        # A state that was kept in between, as a program does.
-        directory = tempfile.mkdtemp()
-        self.addCleanup(shutil.rmtree, directory)
-        manager = tff.program.FileProgramStateManager(directory)
-        asyncio.run(manager.save(state, 6))
-        loaded = asyncio.run(manager.load(6, wide.initialize()))
-        self.assertEqual(
-            wide.epsilon(loaded, delta=1e-5), wide.epsilon(state, delta=1e-5)
-        )
-        self.assertIn("N = 100", wide.privacy_statement(loaded, delta=1e-5))
+        self.assertIn("N = 100", wide.privacy_statement(state, delta=1e-5))
 
     def test_releases_past_the_mechanism_have_no_epsilon(self):
         factory = aggregators.FixedClippingFactory(
@@ -207,35 +198,15 @@ class BuildDPFedAvgTest(parameterized.TestCase):
             tff.learning.optimizers.build_sgdm(0.1, momentum=0.9),
             model_aggregator=factory,
         )
-        averaged = tff.learning.algorithms.build_unweighted_fed_avg(
-            model_fn,
-            OPTIMIZER,
-            model_aggregator=tff.aggregators.UnweightedMeanFactory(factory),
-        )
-        adaptive = tff.learning.algorithms.build_unweighted_fed_avg(
-            model_fn,
-            OPTIMIZER,
-            model_aggregator=tff.aggregators.zeroing_factory(
-                tff.aggregators.PrivateQuantileEstimationProcess.no_noise(
-                    1.0, 0.5, 0.2
-                ),
-                factory,
-            ),
-        )
         declared = {
             "sampling": "poisson",
             "num_clients": 100,
             "clients_per_round": CLIENTS,
             "delta": 1e-5,
         }
-        for process, message in (
-            (mime, "full gradients"),
-            (averaged, "divides once more"),
-            (adaptive, "follows the clients' values"),
-        ):
-            state, _ = run(process, [self.cohort])
-            with self.assertRaisesRegex(ValueError, message):
-                learning.epsilon(state, factory.mechanism, **declared)
+        state, _ = run(mime, [self.cohort])
+        with self.assertRaisesRegex(ValueError, "full gradients"):
+            learning.epsilon(state, factory.mechanism, **declared)
         plain = tff.learning.algorithms.build_unweighted_fed_avg(
             model_fn, OPTIMIZER, model_aggregator=factory
         )

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-
-import numpy as np
 
 from tfdp_fl.secure_aggregation import (
-    additive_sharing,
-    coordinator,
-    member,
+    COORDINATOR,
+    AggregationOutcome,
+    Coordinator,
+    Member,
+    RejectedMessageError,
     messages,
 )
 
@@ -31,9 +30,9 @@ class Fault:
         when it is about to send the first such message).
       step: 1 ("ready" and, from `COORDINATOR`, the list), 2 (shares) or 3
         (partial sums).
-      sender: a member's name or `COORDINATOR`.
-      recipient: the member that does not get the messages; None means all.
-      seconds: how long a delay is.
+      sender: A member's name or `COORDINATOR`.
+      recipient: The member that does not get the messages; None means all.
+      seconds: How long a delay is.
     """
 
     action: str
@@ -42,8 +41,7 @@ class Fault:
     recipient: messages.MemberId | None = None
     seconds: float = 0.0
 
-    def hits(self, message: messages.Message) -> bool:
-        """Whether this message is one of those that the fault is about."""
+    def hits(self, message) -> bool:
         return (
             self.sender == message.sender
             and self.step == messages.STEP_OF_KIND[message.kind]
@@ -55,84 +53,50 @@ class InMemoryNetwork:
     """Delivers messages between members and a coordinator, in virtual time.
 
     Attributes:
-      now: the virtual time, in seconds.
-      delivered: every message that reached somebody, if `keep_messages`.
-      rejected: (message, reason) of each delivered message that was refused.
+      delivered: Every message that reached somebody, if they are kept.
+      rejected: Each delivered message that was refused.
+      crashed: The members that a fault has stopped.
     """
 
-    def __init__(
-        self,
-        faults: Iterable[Fault] = (),
-        latency_seconds: float = 0.01,
-        keep_messages: bool = False,
-    ):
-        """Starts at time 0 with nobody connected.
-
-        Args:
-          faults: what goes wrong.
-          latency_seconds: how long every message takes.
-          keep_messages: whether to keep what was delivered for inspection;
-            it costs as much memory as all messages together.
-        """
+    def __init__(self, faults=(), latency_seconds=0.01, keep_messages=False):
         self.now = 0.0
-        self.delivered: list[messages.Message] = []
-        self.rejected: list[tuple[messages.Message, str]] = []
-        self._faults = tuple(faults)
-        self._latency = latency_seconds
+        self.delivered, self.rejected, self.crashed = [], [], set()
+        self._faults, self._latency = tuple(faults), latency_seconds
         self._keep_messages = keep_messages
-        self._crashed: set[messages.MemberId] = set()
-        self._in_flight: list[tuple[float, int, messages.Message]] = []
+        self._in_flight: list = []
         self._order = itertools.count()
 
-    def run(
-        self,
-        members: Mapping[messages.MemberId, member.Member],
-        coordinator_: coordinator.Coordinator,
-    ) -> None:
+    def run(self, members, coordinator) -> None:
         """Runs until every member that has not crashed has its outcome."""
-        for name in members:
-            self._send(members[name].begin(self.now))
+        receivers = {**members, COORDINATOR: coordinator}
+        for one in members.values():
+            self._send(one.begin(self.now))
         while self._in_flight:
             time, _, message = heapq.heappop(self._in_flight)
             self._pass_deadlines(members, time)
             self.now = time
-            self._deliver(message, members, coordinator_)
+            if message.recipient in self.crashed:
+                continue
+            if self._keep_messages:
+                self.delivered.append(message)
+            try:
+                self._send(receivers[message.recipient].receive(message, time))
+            except RejectedMessageError:
+                self.rejected.append(message)
         self._pass_deadlines(members, float("inf"))
 
-    def crashed(self, name: messages.MemberId) -> bool:
-        """Whether a fault has stopped this member."""
-        return name in self._crashed
-
-    def _deliver(self, message, members, coordinator_) -> None:
-        if message.recipient in self._crashed:
-            return
-        if self._keep_messages:
-            self.delivered.append(message)
-        if message.recipient == messages.COORDINATOR:
-            receiver = coordinator_
-        else:
-            receiver = members[message.recipient]
-        try:
-            self._send(receiver.receive(message, self.now))
-        except messages.RejectedMessageError as error:
-            self.rejected.append((message, str(error)))
-
     def _pass_deadlines(self, members, until: float) -> None:
-        """Lets every deadline before `until` pass."""
         for name, one in members.items():
-            if name not in self._crashed and one.deadline is not None:
+            if name not in self.crashed and one.deadline is not None:
                 one.check_deadline(until)
 
-    def _send(self, outgoing: Sequence[messages.Message]) -> None:
+    def _send(self, outgoing) -> None:
         for message in outgoing:
-            if message.sender in self._crashed:
-                return
             hits = [fault for fault in self._faults if fault.hits(message)]
             actions = {fault.action for fault in hits}
             if "crash" in actions:
-                self._crashed.add(message.sender)
-                return
-            if "drop" in actions:
+                self.crashed.add(message.sender)
+            if message.sender in self.crashed or "drop" in actions:
                 continue
             arrival = self.now + self._latency
             arrival += sum(f.seconds for f in hits if f.action == "delay")
@@ -141,44 +105,23 @@ class InMemoryNetwork:
 
 
 def aggregate_in_memory(
-    updates: Mapping[messages.MemberId, np.ndarray | Sequence[np.ndarray]],
-    protocol: additive_sharing.AdditiveSecretSharing,
-    faults: Iterable[Fault] = (),
-    latency_seconds: float = 0.01,
-    network: InMemoryNetwork | None = None,
-) -> dict[messages.MemberId, member.AggregationOutcome]:
-    """Lets one group aggregate, all four steps, in this process.
+    updates, protocol, faults=(), latency_seconds=0.01, network=None
+):
+    """Lets one group aggregate; returns each member's outcome.
 
-    Args:
-      updates: each member's update; all of the same structure.
-      protocol: the configuration that all members share.
-      faults: what goes wrong.
-      latency_seconds: how long every message takes, in virtual time.
-      network: to look at the messages afterwards; made from `faults` and
-        `latency_seconds` if None.
-
-    Returns:
-      Each member's outcome. A member that crashed has its own update.
-
-    Raises:
-      ValueError: if the group is not allowed, or a value can not be shared.
+    A member that crashed has its own update.
     """
-    protocol.check_group_size(len(updates))
-    if network is None:
-        network = InMemoryNetwork(faults, latency_seconds)
-    members = {
-        name: member.Member(protocol, name, update) for name, update in updates.items()
+    network = network or InMemoryNetwork(faults, latency_seconds)
+    members = {name: Member(protocol, name, update) for name, update in updates.items()}
+    network.run(members, Coordinator(protocol, len(members)))
+    return {
+        name: AggregationOutcome(
+            succeeded=False,
+            value=updates[name],
+            members=(name,),
+            reason="the member crashed",
+        )
+        if name in network.crashed
+        else one.outcome
+        for name, one in members.items()
     }
-    network.run(members, coordinator.Coordinator(protocol, len(members)))
-    outcomes = {}
-    for name, one in members.items():
-        outcome = one.outcome
-        if network.crashed(name) or outcome is None:
-            outcome = member.AggregationOutcome(
-                succeeded=False,
-                value=updates[name],
-                members=(name,),
-                reason="the member crashed",
-            )
-        outcomes[name] = outcome
-    return outcomes

@@ -429,9 +429,10 @@ class PrivacyLedger:
         """Raises BudgetExceededError if one more round would pass the budget."""
         entries = (*self._entries, entry)
         if self._by_client or entry.local is not None:
-            epsilon = LedgerContents(
+            all_lines = LedgerContents(
                 header={}, entries=entries, truncated=False, head=""
-            ).local_epsilon(budget.delta)
+            )
+            epsilon = all_lines.local_epsilon(budget.delta)
         elif entry.charge is None or any(known.charge is None for known in entries):
             epsilon = math.inf
         else:

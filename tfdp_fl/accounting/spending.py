@@ -73,11 +73,6 @@ class LocalAccount:
         return self._participations.copy()
 
     @property
-    def mu_squared(self) -> np.ndarray:
-        """Each client's sum of mu^2, float64 [N] (a copy)."""
-        return self._mu_squared.copy()
-
-    @property
     def max_participations(self) -> int:
         """How often the most-seen client took part."""
         return int(self._participations.max())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,18 @@ _CAVEATS_OF_SAMPLING = {
     "cyclic": ("cyclic_zero_out", "cyclic_no_amplification"),
     "separated": ("separated_zero_out",),
 }
+
+# Facts that a statement's dictionary holds as they were given.
+_AS_THEY_ARE = (
+    *("guarantee", "unit", "implied_epsilon", "implied_delta", "rounds"),
+    *("rounds_of_others", "sampling", "num_clients", "num_records"),
+    *("max_participations", "mechanism", "mechanism_description"),
+)
+
+_EPSILONS = (
+    *("epsilon_rdp", "epsilon_pld", "epsilon_local", "central_epsilon"),
+    "epsilon_if_participation_is_known",
+)
 
 Epsilon = float | Callable[[float], float | None] | None
 
@@ -138,22 +151,10 @@ def privacy_statement(
 
 
 def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
-    values = {
-        name: _value(getattr(facts, name), delta)
-        for name in (
-            "epsilon_rdp",
-            "epsilon_pld",
-            "epsilon_local",
-            "epsilon_if_participation_is_known",
-            "central_epsilon",
-        )
-    }
+    values = {name: _value(getattr(facts, name), delta) for name in _EPSILONS}
     local = facts.guarantee in ("local", "record")
-    stated = [
-        value
-        for name in (("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp"))
-        if (value := values[name]) is not None
-    ]
+    used = ("epsilon_local",) if local else ("epsilon_pld", "epsilon_rdp")
+    stated = [value for name in used if (value := values[name]) is not None]
     # Both accountants give upper bounds: the lower one holds.
     best = min(stated, default=math.inf)
     if facts.guarantee == "none":
@@ -167,36 +168,21 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
     values["epsilon_if_participation_is_known"] = known
     relation = facts.relation
     if relation is None:
-        relation = (
-            dp_accounting.NeighboringRelation.REPLACE_ONE
-            if local or facts.sampling == "fixed_size"
-            else dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-            if facts.sampling in ("cyclic", "separated")
-            else dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-        )
+        relation = charge.relation_of("fixed_size" if local else facts.sampling)
+        if facts.sampling in ("cyclic", "separated") and not local:
+            relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     populations = list(facts.populations) or [facts.num_clients]
     implied = _implied_caveats(facts, delta, best, populations)
     content: dict[str, Any] = {
-        "guarantee": facts.guarantee,
+        **{name: getattr(facts, name) for name in _AS_THEY_ARE},
         "has_guarantee": math.isfinite(best),
-        "unit": facts.unit,
         "relation": relation.name,
         "delta": delta,
         "epsilon": _json.finite(best),
         **{name: _json.finite(value) for name, value in values.items()},
-        "implied_epsilon": facts.implied_epsilon,
-        "implied_delta": facts.implied_delta,
-        "rounds": facts.rounds,
-        "rounds_of_others": facts.rounds_of_others,
-        "sampling": facts.sampling,
-        "num_clients": facts.num_clients,
         "populations": populations,
-        "num_records": facts.num_records,
         "clients_per_round": _range(facts.clients_per_round),
         "cohort_sizes": _range(facts.cohort_sizes),
-        "max_participations": facts.max_participations,
-        "mechanism": facts.mechanism,
-        "mechanism_description": facts.mechanism_description,
         "mechanism_parameters": {
             key: _json.plain(value) for key, value in facts.mechanism_parameters.items()
         },
@@ -244,11 +230,11 @@ def _value(epsilon: Epsilon, delta: float) -> float | None:
 
 def _range(sizes: float | Sequence[float]) -> dict[str, Any]:
     values = list(sizes) if isinstance(sizes, Sequence) else [sizes]
-    if not values:
-        return {"count": 0, "min": None, "max": None, "mean": None}
-    return {
-        "count": len(values),
-        "min": float(min(values)),
-        "max": float(max(values)),
-        "mean": float(math.fsum(values) / len(values)),
-    }
+    figures: dict[str, float | None] = dict.fromkeys(("min", "max", "mean"))
+    if values:
+        figures = {
+            "min": float(min(values)),
+            "max": float(max(values)),
+            "mean": statistics.fmean(values),
+        }
+    return {"count": len(values), **figures}

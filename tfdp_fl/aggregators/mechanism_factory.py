@@ -389,17 +389,13 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
         mechanism: nbafl.NbAFL | None = None,
         *,
         clients_per_round: schedules.Schedule,
-        num_clients: int,
-        rounds: int,
-        min_examples: int | None = None,
         epsilon: float | None = None,
         constant: float | None = None,
         weight_clip: float | None = None,
         downlink_noise: bool = True,
         inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
-        sampling: str | None = None,
-        max_participations: int | None = None,
+        **deployment: Any,
     ):
         """Checks the arguments.
 
@@ -407,9 +403,6 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
           mechanism: The mechanism, instead of the next three arguments
             (`mu` plays no part in the aggregation).
           clients_per_round: L, the expected cohort size.
-          num_clients: The population N.
-          rounds: The number of rounds T that are planned.
-          min_examples: The smallest n of any client, needed if T > sqrt(N) L.
           epsilon: See `NbAFL`.
           constant: See `NbAFL`.
           weight_clip: See `NbAFL`.
@@ -417,9 +410,10 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
             the result. `tfdp_fl.learning` adds it in the distribution.
           inner_factory: See `MechanismFactory`.
           scalars_factory: See `MechanismFactory`.
-          sampling: "poisson", "fixed_size", "shuffled" or None.
-          max_participations: The most rounds that any one client takes part
-            in, or None if unknown.
+          **deployment: `num_clients`, the population N, and `rounds`, the number of
+            rounds T that are planned; `min_examples`, the smallest n of any client,
+            where T > sqrt(N) L; and, if they are known, `sampling` and
+            `max_participations`, as for `MechanismFactory`.
         """
         if mechanism is None:
             given: dict[str, Any] = {
@@ -429,15 +423,7 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
             }
             mechanism = nbafl.NbAFL(**given)
         super().__init__(
-            mechanism,
-            clients_per_round,
-            inner_factory,
-            scalars_factory,
-            sampling=sampling,
-            num_clients=num_clients,
-            rounds=rounds,
-            min_examples=min_examples,
-            max_participations=max_participations,
+            mechanism, clients_per_round, inner_factory, scalars_factory, **deployment
         )
         self._downlink_noise = downlink_noise
 

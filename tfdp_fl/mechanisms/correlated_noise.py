@@ -230,10 +230,6 @@ class CorrelatedNoise(mechanism.Mechanism):
                 f"{self.min_separation}."
             )
 
-    def first_clip_norm(self) -> float:
-        """Implements `Mechanism.first_clip_norm`."""
-        return self.clip_norm
-
     def first_memory(self, deployment: Deployment) -> generators.Memory:
         """Implements `Mechanism.first_memory`: buffers of zeros."""
         if deployment.shapes is None:

@@ -62,10 +62,6 @@ class FixedClipping(mechanism.Mechanism):
     noise_multiplier: schedules.Schedule = noise_multiplier_parameter()
     noise_site: str = noise_site_parameter()
 
-    def first_clip_norm(self) -> float:
-        """Implements `Mechanism.first_clip_norm`."""
-        return self.clip_norm
-
     def describe(self) -> str:
         """Implements `Mechanism.describe`."""
         return (

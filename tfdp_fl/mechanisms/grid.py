@@ -31,7 +31,7 @@ from scipy import special
 
 from tfdp_fl._on_use import tf
 from tfdp_fl.mechanisms import clipping, cohort_query
-from tfdp_fl.mechanisms.contribution import Client, Contribution
+from tfdp_fl.mechanisms.contribution import Client, Contribution, Tensors
 
 # Steps of the grid in a clip.
 STEPS = 2**20
@@ -80,7 +80,7 @@ class GridQuery(cohort_query.CohortQuery):
             )
         return share
 
-    def initial_sample_state(self, template: list[tf.Tensor]) -> Contribution:
+    def initial_sample_state(self, template: Tensors) -> Contribution:
         """Implements `CohortQuery.initial_sample_state`: whole numbers."""
         return super().initial_sample_state(
             [tf.zeros(each.shape, tf.float64) for each in template]
@@ -89,12 +89,12 @@ class GridQuery(cohort_query.CohortQuery):
     def preprocess_record(
         self,
         params: Any,
-        record: list[tf.Tensor],
+        record: Tensors,
         client: Client = Client(),  # noqa: B008
     ) -> Contribution:
         """Returns what a client hands in: its update in steps, float64."""
         clipped_to = params._replace(clip_norm=params.clip_norm * self.clip_share)
-        one = self.mechanism.contribution(record, clipped_to, client, self.deployment)
+        one = super().preprocess_record(clipped_to, record, client)
         to_steps = STEPS / tf.cast(params.clip_norm, tf.float64)
         steps = [tf.round(tf.cast(each, tf.float64) * to_steps) for each in one.update]
         # Whole numbers, so this is exact as long as it is below 2^53; and not
@@ -107,37 +107,27 @@ class GridQuery(cohort_query.CohortQuery):
 
     def get_noised_result(
         self, sample_state: Contribution, global_state: Any
-    ) -> tuple[list[tf.Tensor], Any, dp_accounting.DpEvent]:
+    ) -> tuple[Tensors, Any, dp_accounting.DpEvent]:
         """Implements `CohortQuery.get_noised_result`; not for a worker."""
         mechanism, state = self.mechanism, global_state
-        shapes = [each.shape for each in sample_state.update]
-        sizes = [shape.num_elements() for shape in shapes]
+        sizes = [steps.shape.num_elements() for steps in sample_state.update]
         z = tf.cast(state.noise_multiplier, tf.float64) * (1 + _Z_ERROR)
-        drawn = tf.ensure_shape(
-            tf.numpy_function(_noise, [z * STEPS, sum(sizes)], tf.float64),
-            [sum(sizes)],
-        )
+        drawn = tf.numpy_function(_noise, [z * STEPS, sum(sizes)], tf.float64)
+        parts = tf.split(tf.ensure_shape(drawn, [sum(sizes)]), sizes)
         step = tf.cast(state.clip_norm, tf.float64) / STEPS
         noised = [
-            (steps + tf.reshape(part, shape)) * step
-            for steps, part, shape in zip(
-                sample_state.update,
-                tf.split(drawn, sizes),
-                shapes,
-                strict=True,
-            )
+            (steps + tf.reshape(part, steps.shape)) * step
+            for steps, part in zip(sample_state.update, parts, strict=True)
         ]
         mean = mechanism.mean(noised, sample_state.weight, state, self.deployment)
-        event = mechanism.query_event(state)
-        return mean, state, event
+        return mean, state, mechanism.query_event(state)
 
 
 def _noise(stddev: float, size: int) -> np.ndarray:
     """Returns whole numbers as float64 [size]; zeros without a stddev."""
-    if not float(stddev) > 0:
-        return np.zeros(int(size))
-    noise = rounded(float(stddev), int(size))
-    return noise.astype(np.float64)
+    if not stddev > 0:
+        return np.zeros(size)
+    return rounded(float(stddev), int(size)).astype(np.float64)
 
 
 def rounded(

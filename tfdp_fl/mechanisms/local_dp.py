@@ -258,10 +258,6 @@ class LocalDP(LocalMechanism):
                 f"noise_multiplier={self.noise_multiplier!r}."
             )
 
-    def first_clip_norm(self) -> float:
-        """Implements `Mechanism.first_clip_norm`."""
-        return self.clip_norm
-
     def noise_multiplier_at(self, round_index: int) -> float:
         """Implements `Mechanism.noise_multiplier_at`: 0 for the server's."""
         del round_index

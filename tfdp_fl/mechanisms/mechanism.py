@@ -80,6 +80,7 @@ class Mechanism(abc.ABC):
         its next, if not None; cyclic sampling has as many groups.
       event_period: After so many released rounds `round_event` begins anew;
         None: it changes with schedules alone.
+      clip_norm: S of the first round, where it is a parameter.
       noise_multiplier: z, where it is a parameter.
       epsilon: A budget that the noise is calibrated to, where it is a
         parameter.
@@ -105,6 +106,7 @@ class Mechanism(abc.ABC):
     max_participations: ClassVar[Any] = None
     min_separation: ClassVar[Any] = None
     event_period: ClassVar[Any] = None
+    clip_norm: ClassVar[Any] = 0.0
     noise_multiplier: ClassVar[Any] = 0.0
     noise_site: ClassVar[Any] = "server"
     window: ClassVar[Any] = None
@@ -172,7 +174,7 @@ class Mechanism(abc.ABC):
 
     def first_clip_norm(self) -> float:
         """Returns the clip of the first round."""
-        return 0.0
+        return self.clip_norm
 
     def first_memory(self, deployment: Deployment) -> Any:
         """Returns the memory before the first round; () for none."""

@@ -68,29 +68,26 @@ class Coordinator:
           RejectedMessageError: if the message is of another kind, for
             somebody else, or from a member already waiting or listed.
         """
-        name = messages.COORDINATOR
-        if (message.kind, message.recipient) != (messages.READY, name) or (
-            message.sender == name
-        ):
-            raise messages.RejectedMessageError(
-                'The coordinator takes "ready" messages from members, got '
-                f"{message.kind!r} from {message.sender!r} to "
-                f"{message.recipient!r}."
-            )
+        sender, name = message.sender, messages.COORDINATOR
+        messages.reject_if(
+            (message.kind, message.recipient) != (messages.READY, name)
+            or sender == name,
+            'The coordinator takes "ready" messages from members, got '
+            f"{message.kind!r} from {sender!r} to {message.recipient!r}.",
+        )
         self._ready = {
             member: since
             for member, since in self._ready.items()
             if now - since < self._protocol.deadline_seconds
         }
-        if message.sender in self._ready:
-            raise messages.RejectedMessageError(
-                f"Member {message.sender!r} is waiting already."
-            )
-        if message.sender in self._listed:
-            raise messages.RejectedMessageError(
-                f"Member {message.sender!r} is in a group of this round already."
-            )
-        self._ready[message.sender] = now
+        messages.reject_if(
+            sender in self._ready, f"Member {sender!r} is waiting already."
+        )
+        messages.reject_if(
+            sender in self._listed,
+            f"Member {sender!r} is in a group of this round already.",
+        )
+        self._ready[sender] = now
         if len(self._ready) < self._group_size:
             return []
         members = tuple(self._ready)

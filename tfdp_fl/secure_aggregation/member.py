@@ -19,14 +19,17 @@ that has never been used before.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from tfdp_fl import _validate
 from tfdp_fl.secure_aggregation import additive_sharing, messages
+from tfdp_fl.secure_aggregation.messages import reject_if
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,16 +112,13 @@ class Member:
         self._protocol = protocol
         self._id = member_id
         self._update = update
-        self._single = isinstance(update, np.ndarray)
-        tensors: list[np.ndarray] = (
-            [update] if isinstance(update, np.ndarray) else list(update)
-        )
-        if not tensors:
-            raise ValueError("update must hold at least one tensor, got none.")
+        tensors = [update] if isinstance(update, np.ndarray) else update
         self._encoded = [
             protocol.encode(tensor, f"tensor {index} of member {member_id!r}")
             for index, tensor in enumerate(tensors)
         ]
+        if not self._encoded:
+            raise ValueError("update must hold at least one tensor, got none.")
         self._random_bytes = _random_bytes
         self._members: tuple[messages.MemberId, ...] = ()
         self._session = ""
@@ -137,17 +137,12 @@ class Member:
             raise ValueError(
                 "A member takes part once: make a new one for every round."
             )
-        if self._members:
-            return self._send_shares(now)
         self._start_step(now)
-        return [
-            messages.Message(
-                kind=messages.READY,
-                session="",
-                sender=self._id,
-                recipient=messages.COORDINATOR,
-            )
-        ]
+        if self._members:
+            return self._send_shares()
+        ready: dict[str, Any] = {"kind": messages.READY, "session": ""}
+        ready.update(sender=self._id, recipient=messages.COORDINATOR)
+        return [messages.Message(**ready)]
 
     def receive(self, message: messages.Message, now: float) -> list[messages.Message]:
         """Takes one message in; returns what is to be sent next.
@@ -159,29 +154,28 @@ class Member:
             and the member goes on.
         """
         self.check_deadline(now)
-        if self.outcome is not None or self.deadline is None:
-            when = "has not begun yet" if self.outcome is None else "is over"
-            raise messages.RejectedMessageError(f"This member's aggregation {when}.")
-        if message.recipient != self._id:
-            raise messages.RejectedMessageError(
-                f"A message for {message.recipient!r} reached {self._id!r}."
-            )
+        reject_if(self.outcome is not None, "This member's aggregation is over.")
+        reject_if(self.deadline is None, "This member's aggregation has not begun yet.")
+        reject_if(
+            message.recipient != self._id,
+            f"A message for {message.recipient!r} reached {self._id!r}.",
+        )
         if message.kind == messages.PEERS:
             return self._receive_peers(message, now)
-        if message.kind not in (messages.SHARE, messages.PARTIAL_SUM):
-            raise messages.RejectedMessageError(
-                f"A member does not take {message.kind!r} messages."
-            )
-        if not self._members:
-            # The others may have had the list sooner. What they send is kept,
-            # in bounds, and looked at when the list is here.
-            if len(self._early) >= 2 * self._protocol.max_participants:
-                raise messages.RejectedMessageError(
-                    "Too many messages came before the list of members."
-                )
-            self._early.append(message)
-            return []
-        return self._receive_tensors(message, now)
+        reject_if(
+            message.kind not in (messages.SHARE, messages.PARTIAL_SUM),
+            f"A member does not take {message.kind!r} messages.",
+        )
+        if self._members:
+            return self._receive_tensors(message, now)
+        # The others may have had the list sooner. What they send is kept, in
+        # bounds, and looked at when the list is here.
+        reject_if(
+            len(self._early) >= 2 * self._protocol.max_participants,
+            "Too many messages came before the list of members.",
+        )
+        self._early.append(message)
+        return []
 
     def check_deadline(self, now: float) -> None:
         """Fails, with the own update as the outcome, if a step is overdue."""
@@ -231,30 +225,28 @@ class Member:
     def _receive_peers(
         self, message: messages.Message, now: float
     ) -> list[messages.Message]:
-        if message.sender != messages.COORDINATOR:
-            raise messages.RejectedMessageError(
-                f"Only the coordinator names the members, not {message.sender!r}."
-            )
-        if self._members:
-            raise messages.RejectedMessageError("The members are known.")
+        reject_if(
+            message.sender != messages.COORDINATOR,
+            f"Only the coordinator names the members, not {message.sender!r}.",
+        )
+        reject_if(bool(self._members), "The members are known.")
         try:
             self._check_members(message.members)
         except ValueError as error:
             raise messages.RejectedMessageError(str(error)) from error
         self._members = message.members
         self._session = message.session
-        to_send = self._send_shares(now)
+        self._start_step(now)
+        to_send = self._send_shares()
         early, self._early = self._early, []
         for waiting in early:
-            try:
+            # As if it had come, or been rejected, now.
+            with contextlib.suppress(messages.RejectedMessageError):
                 to_send += self._receive_tensors(waiting, now)
-            except messages.RejectedMessageError:
-                continue  # As if it had come, and been rejected, now.
         return to_send
 
-    def _send_shares(self, now: float) -> list[messages.Message]:
+    def _send_shares(self) -> list[messages.Message]:
         """Step 2: one share of every tensor for each, one kept."""
-        self._start_step(now)
         own_index = self._members.index(self._id)
         shares = [
             self._protocol.split(
@@ -274,24 +266,16 @@ class Member:
         self, message: messages.Message, now: float
     ) -> list[messages.Message]:
         self._check_belongs(message)
-        if message.kind == messages.SHARE:
-            if message.sender in self._shares_from:
-                raise messages.RejectedMessageError(
-                    f"A second share from {message.sender!r}."
-                )
-            for total, share in zip(self._sum_of_shares, message.tensors, strict=True):
-                total += share
-            self._shares_from.add(message.sender)
-            if self._all_shares_are_here:
-                return self._send_partial_sum(now)
-            return []
-        if message.sender in self._partial_sums:
-            raise messages.RejectedMessageError(
-                f"A second partial sum from {message.sender!r}."
-            )
-        self._partial_sums[message.sender] = message.tensors
-        self._reconstruct_if_complete()
-        return []
+        sender, is_share = message.sender, message.kind == messages.SHARE
+        known = self._shares_from if is_share else self._partial_sums
+        reject_if(sender in known, f"A second {message.kind} from {sender!r}.")
+        if not is_share:
+            self._partial_sums[sender] = message.tensors
+            return self._reconstruct_if_complete()
+        for total, share in zip(self._sum_of_shares, message.tensors, strict=True):
+            total += share
+        self._shares_from.add(sender)
+        return self._send_partial_sum(now) if self._all_shares_are_here else []
 
     def _send_partial_sum(self, now: float) -> list[messages.Message]:
         """Step 3: the sum of the received shares, the same to everybody."""
@@ -303,13 +287,12 @@ class Member:
         to_send = self._to_others(
             messages.PARTIAL_SUM, [partial_sum] * len(self._members)
         )
-        self._reconstruct_if_complete()
-        return to_send
+        return to_send + self._reconstruct_if_complete()
 
-    def _reconstruct_if_complete(self) -> None:
+    def _reconstruct_if_complete(self) -> list[messages.Message]:
         """Step 4: the partial sums add up to the sum of the updates."""
         if not self._all_shares_are_here or self._absent(self._partial_sums):
-            return
+            return []
         # In the order of the list, so that floating-point sums agree too.
         in_order = [self._partial_sums[member] for member in self._members]
         tensors = tuple(
@@ -319,34 +302,34 @@ class Member:
         self._end(
             AggregationOutcome(
                 succeeded=True,
-                value=tensors[0] if self._single else tensors,
+                value=tensors[0] if isinstance(self._update, np.ndarray) else tensors,
                 members=self._members,
             )
         )
+        return []
 
     def _check_belongs(self, message: messages.Message) -> None:
-        if message.session != self._session:
-            raise messages.RejectedMessageError(
-                f"A message of session {message.session!r} reached a member "
-                f"of session {self._session!r}."
-            )
-        if message.sender not in self._members or message.sender == self._id:
-            raise messages.RejectedMessageError(
-                f"{message.sender!r} is not another member of the group."
-            )
+        reject_if(
+            message.session != self._session,
+            f"A message of session {message.session!r} reached a member of session "
+            f"{self._session!r}.",
+        )
+        sender = message.sender
+        reject_if(
+            sender not in self._members or sender == self._id,
+            f"{sender!r} is not another member of the group.",
+        )
         expected = [(self._protocol.share_dtype, t.shape) for t in self._encoded]
         got = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
-        if got != expected:
-            raise messages.RejectedMessageError(
-                f"Tensors from {message.sender!r} are {got}, and {expected} "
-                "are expected."
-            )
-        if self._protocol.mode == "float" and not all(
-            np.all(np.isfinite(tensor)) for tensor in message.tensors
-        ):
-            raise messages.RejectedMessageError(
-                f"Tensors from {message.sender!r} are not finite."
-            )
+        reject_if(
+            got != expected,
+            f"Tensors from {sender!r} are {got}, and {expected} are expected.",
+        )
+        reject_if(
+            self._protocol.mode == "float"
+            and not all(np.all(np.isfinite(tensor)) for tensor in message.tensors),
+            f"Tensors from {sender!r} are not finite.",
+        )
 
     def _to_others(
         self, kind: str, tensors: Iterable[tuple[np.ndarray, ...]]

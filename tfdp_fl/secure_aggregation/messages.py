@@ -26,6 +26,7 @@ STEP_OF_KIND = {READY: 1, PEERS: 1, SHARE: 2, PARTIAL_SUM: 3}
 """The step of the protocol to which each kind of message belongs."""
 
 _MAGIC = b"tfdpfl-secagg-1\n"
+_FIELDS = ("kind", "session", "sender", "recipient", "members")
 _DTYPES = ("<u4", "<u8", "<f8")
 _MOST_DIMENSIONS = 32  # What numpy allows.
 _MOST_BYTES = 2**62  # No array is larger; beyond it numpy's own sizes overflow.
@@ -33,6 +34,12 @@ _MOST_BYTES = 2**62  # No array is larger; beyond it numpy's own sizes overflow.
 
 class RejectedMessageError(ValueError):
     """A message that does not belong here; its recipient is unchanged."""
+
+
+def reject_if(wrong: bool, why: str) -> None:
+    """Raises RejectedMessageError if something is wrong with a message."""
+    if wrong:
+        raise RejectedMessageError(why)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,21 +68,10 @@ class Message:
     def to_bytes(self) -> bytes:
         """Returns the message as bytes: a JSON header and raw arrays."""
         tensors = [np.ascontiguousarray(tensor) for tensor in self.tensors]
-        header = json.dumps(
-            {
-                "kind": self.kind,
-                "session": self.session,
-                "sender": self.sender,
-                "recipient": self.recipient,
-                "members": list(self.members),
-                # The shapes are the originals': making an array contiguous
-                # turns a scalar into a vector.
-                "tensors": [
-                    [tensor.dtype.str, list(original.shape)]
-                    for tensor, original in zip(tensors, self.tensors, strict=True)
-                ],
-            }
-        ).encode()
+        # The originals' shapes: a contiguous array of a scalar is a vector.
+        layout = [(tensor.dtype.str, tensor.shape) for tensor in self.tensors]
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        header = json.dumps({**fields, "tensors": layout}).encode()
         return b"".join(
             [_MAGIC, struct.pack("<I", len(header)), header]
             + [tensor.tobytes() for tensor in tensors]
@@ -92,38 +88,39 @@ class Message:
           RejectedMessageError: if the bytes are not such a message.
         """
         start = len(_MAGIC) + 4
-        if len(data) < start or data[: len(_MAGIC)] != _MAGIC:
-            raise RejectedMessageError("These bytes are not a message.")
+        reject_if(
+            len(data) < start or not data.startswith(_MAGIC),
+            "These bytes are not a message.",
+        )
         (length,) = struct.unpack_from("<I", data, len(_MAGIC))
         try:
             header = json.loads(data[start : start + length].decode("utf-8"))
             layout = [
-                (_one_of(_DTYPES, dtype), _shape(shape))
+                (np.dtype(_one_of(_DTYPES, dtype)), _shape(shape))
                 for dtype, shape in header["tensors"]
             ]
-            fields: dict[str, Any] = {
-                "kind": _one_of(STEP_OF_KIND, header["kind"]),
-                "session": _one_of_types((str,), header["session"]),
-                "sender": _one_of_types((int, str), header["sender"]),
-                "recipient": _one_of_types((int, str), header["recipient"]),
-                "members": tuple(
-                    _one_of_types((int, str), member) for member in header["members"]
-                ),
-            }
+            _one_of(STEP_OF_KIND, header["kind"])
+            fields: dict[str, Any] = {name: header[name] for name in _FIELDS}
+            fields["members"] = members = tuple(fields["members"])
+            # Not of a subclass: JSON's true is an int.
+            if type(header["session"]) is not str or not all(
+                type(name) in (int, str)
+                for name in (header["sender"], header["recipient"], *members)
+            ):
+                raise TypeError("A name must be a string or an integer.")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise RejectedMessageError(
                 "The header of the message cannot be read."
             ) from error
-        counts = [math.prod(shape) for _, shape in layout]
-        sizes = [
-            count * np.dtype(dtype).itemsize
-            for count, (dtype, _) in zip(counts, layout, strict=True)
-        ]
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in layout]
         offset = start + length
-        if offset + sum(sizes) != len(data):
-            raise RejectedMessageError("The message is not as long as its header says.")
+        reject_if(
+            offset + sum(sizes) != len(data),
+            "The message is not as long as its header says.",
+        )
         tensors = []
-        for (dtype, shape), count, size in zip(layout, counts, sizes, strict=True):
+        for (dtype, shape), size in zip(layout, sizes, strict=True):
+            count = math.prod(shape)
             tensors.append(np.frombuffer(data, dtype, count, offset).reshape(shape))
             offset += size
         return cls(tensors=tuple(tensors), **fields)
@@ -132,13 +129,6 @@ class Message:
 def _one_of(allowed: Collection[str], value: Any) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"It must be one of {tuple(allowed)}, got {value!r}.")
-    return value
-
-
-def _one_of_types(types: tuple[type, ...], value: Any) -> Any:
-    # Not of a subclass: JSON's true is an int.
-    if type(value) not in types:
-        raise TypeError(f"It must be of {types}, got {value!r}.")
     return value
 
 
