@@ -401,8 +401,8 @@ class PrivateRounds:
         known = state["ledger"]
         if known is not None and ledger is None:
             raise ValueError(
-                "ledger must be the one that the state knows, got None: it may hold "
-                "rounds that the state does not."
+                "ledger must be given, as the state knows one that may hold more rounds "
+                "than it does, got None."
             )
         saved = state["mechanism"]
         mechanism = registry.by_name(saved["name"])(**saved["parameters"])
