@@ -401,8 +401,8 @@ class PrivateRounds:
         known = state["ledger"]
         if known is not None and ledger is None:
             raise ValueError(
-                "ledger must be given, as the state knows one that may hold more rounds "
-                "than it does, got None."
+                "ledger must be given, as the state knows one, which may hold more "
+                "rounds than it, got None."
             )
         saved = state["mechanism"]
         mechanism = registry.by_name(saved["name"])(**saved["parameters"])
