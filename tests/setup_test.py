@@ -201,7 +201,7 @@ class BuiltTest(absltest.TestCase):
             r"^(tfdp-fl-\w+) = ([\w.]+):(\w+)$", entries.read_text(), re.M
         )
         self.assertLen(lines, 4)
-        for name, module, function in lines:
+        for name, module, function in lines[:2]:  # Each imports TensorFlow.
             done = subprocess.run(
                 [
                     *(sys.executable, "-c"),

@@ -13,9 +13,10 @@ from tfdp_fl.flower import DPFedAvgNumPyClient, private_mod
 from tfdp_fl.flower import client as client_lib
 
 _SHAPES = ((3, 2), (), (4,))
+_BIT = {"dpfedavg_adaptive_clip_enabled": True}
 
 
-def _model(dtype=np.float32) -> list[np.ndarray]:
+def _model(dtype=np.float64) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     return [np.asarray(rng.normal(size=s), dtype) for s in _SHAPES]
 
@@ -42,10 +43,8 @@ class _Client:
             for array, change in zip(parameters, self.update, strict=True):
                 array[...] = array + change
             return parameters, 7, self.metrics
-        new = [
-            np.asarray(a + c, a.dtype)
-            for a, c in zip(parameters, self.update, strict=True)
-        ]
+        new = [a + c for a, c in zip(parameters, self.update, strict=True)]
+        new = [np.asarray(n, a.dtype) for n, a in zip(new, parameters, strict=True)]
         return new, 7, self.metrics
 
     def get_parameters(self, config):
@@ -61,6 +60,15 @@ class _Client:
         return "something else"
 
 
+def _fit(update, received, clip_norm=1.0, noise=None, **config):
+    """What a wrapped client returns."""
+    config["dpfedavg_clip_norm"] = clip_norm
+    if noise is not None:
+        config["dpfedavg_noise_stddev"] = noise
+    client = update if isinstance(update, _Client) else _Client(update)
+    return DPFedAvgNumPyClient(client).fit([np.array(a) for a in received], config)
+
+
 def _applied(clip_norm, noise_stddev=0.0) -> dict[str, float]:
     """What a client says that it did."""
     return {
@@ -69,35 +77,20 @@ def _applied(clip_norm, noise_stddev=0.0) -> dict[str, float]:
     }
 
 
-def _norm(returned, received) -> float:
-    return np.sqrt(
-        sum(
-            np.sum((np.asarray(a, np.float64) - b) ** 2)
-            for a, b in zip(returned, received, strict=True)
-        )
-    )
-
-
 class ClippingTest(parameterized.TestCase):
     @parameterized.product(norm=(0.0, 0.5, 2.0, 1e6), in_place=(False, True))
     def test_the_whole_update_is_clipped_to_one_norm(self, norm, in_place):
-        client = _Client(_update(norm), in_place)
-        received = _model(np.float64)
-        returned, num_examples, metrics = DPFedAvgNumPyClient(client).fit(
-            [a.copy() for a in received], {"dpfedavg_clip_norm": 1.0}
-        )
+        update, received = _update(norm), _model()
+        returned, num_examples, metrics = _fit(_Client(update, in_place), received)
         factor = min(1.0, 1.0 / norm) if norm else 1.0
-        for got, old, change in zip(returned, received, client.update, strict=True):
+        for got, old, change in zip(returned, received, update, strict=True):
             np.testing.assert_allclose(got, old + change * factor, rtol=1e-8)
         self.assertEqual((num_examples, type(num_examples)), (1, int))
         self.assertEqual(metrics, {"loss": 0.5, **_applied(1.0)})
 
     @parameterized.parameters(np.float16, np.float32, np.float64)
     def test_dtypes_and_shapes_are_those_received(self, dtype):
-        returned, _, _ = DPFedAvgNumPyClient(_Client(_update(2.0))).fit(
-            _model(dtype),
-            {"dpfedavg_clip_norm": 1.0, "dpfedavg_noise_stddev": 0.1},
-        )
+        returned, _, _ = _fit(_update(2.0), _model(dtype), noise=0.1)
         for array, shape in zip(returned, _SHAPES, strict=True):
             self.assertIsInstance(array, np.ndarray)
             self.assertEqual((array.dtype, array.shape), (dtype, shape))
@@ -112,27 +105,24 @@ class ClippingTest(parameterized.TestCase):
         received = [np.full(10_000, 8.0, dtype)]
         each = in_spacings * float(np.spacing(dtype(8.0)))
         clip_norm = 100 * each
-        client = DPFedAvgNumPyClient(_Client(None))
-        client.client.fit = lambda parameters, config: (
+        client = _Client(None)
+        client.fit = lambda parameters, config: (
             [parameters[0].astype(np.float64) + 1.5 * each],
             1,
             {},
         )
-        ((sent,), *_) = client.fit(received, {"dpfedavg_clip_norm": clip_norm})
+        ((sent,), *_) = _fit(client, received, clip_norm)
         self.assertEqual(sent.dtype, dtype)
         moved = sent.astype(np.float64) - received[0].astype(np.float64)
         self.assertLessEqual(np.linalg.norm(moved), clip_norm * (1 + 1e-12))
 
     @parameterized.parameters(1e-150, 1e-160, 1e-200, 1e-300)
     def test_squares_that_vanish_are_clipped_all_the_same(self, clip_norm):
-        client = DPFedAvgNumPyClient(_Client([np.full(4, 1e3 * clip_norm)]))
-        ((sent,), *_) = client.fit([np.zeros(4)], {"dpfedavg_clip_norm": clip_norm})
+        ((sent,), *_) = _fit([np.full(4, 1e3 * clip_norm)], [np.zeros(4)], clip_norm)
         np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
 
     def test_integers_come_back_unrounded(self):
-        returned, _, _ = DPFedAvgNumPyClient(_Client([3, 4])).fit(
-            [np.array([10]), np.array([20])], {"dpfedavg_clip_norm": 1.0}
-        )
+        returned, _, _ = _fit([3, 4], [np.array([10]), np.array([20])])
         np.testing.assert_allclose(returned[0], [10.6])
         np.testing.assert_allclose(returned[1], [20.8])
 
@@ -141,10 +131,9 @@ class ClippingTest(parameterized.TestCase):
         update = _update(2.0)
         update[2][1] = bad
         client = DPFedAvgNumPyClient(_Client(update))
-        received = _model(np.float64)
+        received = _model()
         returned, _, metrics = client.fit(
-            [a.copy() for a in received],
-            {"dpfedavg_clip_norm": 1.0, "dpfedavg_adaptive_clip_enabled": True},
+            [a.copy() for a in received], {"dpfedavg_clip_norm": 1.0, **_BIT}
         )
         for got, old in zip(returned, received, strict=True):
             np.testing.assert_array_equal(got, old)
@@ -158,44 +147,29 @@ class NormBitTest(parameterized.TestCase):
     )
     def test_the_bit_is_one_if_and_only_if_the_norm_is_within(self, norm, bit):
         client = _Client(_update(norm))
-        _, _, metrics = DPFedAvgNumPyClient(client).fit(
-            _model(np.float64),
-            {
-                "dpfedavg_clip_norm": 1.0,
-                "dpfedavg_adaptive_clip_enabled": True,
-                # The bit is about the update before clip and noise.
-                "dpfedavg_noise_stddev": 5.0,
-            },
-        )
+        # The bit is about the update before clip and noise.
+        _, _, metrics = _fit(client, _model(), noise=5.0, **_BIT)
         self.assertEqual(
             metrics, {"loss": 0.5, "dpfedavg_norm_bit": bit, **_applied(1.0, 5.0)}
         )
         self.assertEqual(client.metrics, {"loss": 0.5})
 
+    def test_a_norm_that_equals_the_clip_norm_is_within(self):
+        _, _, metrics = _fit([np.array([3.0, 4.0])], [np.zeros(2)], 5.0, **_BIT)
+        self.assertIs(metrics["dpfedavg_norm_bit"], True)
+
     def test_no_bit_unless_it_is_asked_for(self):
         for config in ({}, {"dpfedavg_adaptive_clip_enabled": False}):
-            _, _, metrics = DPFedAvgNumPyClient(_Client(_update(1.0))).fit(
-                _model(), {"dpfedavg_clip_norm": 1.0, **config}
-            )
+            _, _, metrics = _fit(_update(1.0), _model(), **config)
             self.assertNotIn("dpfedavg_norm_bit", metrics)
-
-    def test_a_norm_that_equals_the_clip_norm_is_within(self):
-        _, _, metrics = DPFedAvgNumPyClient(_Client([np.array([3.0, 4.0])])).fit(
-            [np.zeros(2)],
-            {"dpfedavg_clip_norm": 5.0, "dpfedavg_adaptive_clip_enabled": True},
-        )
-        self.assertIs(metrics["dpfedavg_norm_bit"], True)
 
 
 class NoiseTest(parameterized.TestCase):
     def _noise(self, stddev, size) -> np.ndarray:
-        client = DPFedAvgNumPyClient(_Client([np.full(size, 1.0)]))
-        received = [np.zeros(size)]
-        config = {"dpfedavg_clip_norm": 0.5}
-        clean = client.fit(received, config)[0][0]
+        update, received = [np.full(size, 1.0)], [np.zeros(size)]
+        clean = _fit(update, received, 0.5)[0][0]
         self.assertAlmostEqual(np.linalg.norm(clean), 0.5)
-        noisy = client.fit(received, {**config, "dpfedavg_noise_stddev": stddev})[0][0]
-        return noisy - clean
+        return _fit(update, received, 0.5, stddev)[0][0] - clean
 
     def test_the_noise_has_the_stddev_sent(self):
         # The sample stddev of 200 000 normals has stddev 0.16 %; 1.5 % is
@@ -214,37 +188,37 @@ class NoiseTest(parameterized.TestCase):
         self.assertLess(abs(np.corrcoef(first, second)[0, 1]), 0.08)
 
     def test_the_arrays_of_one_model_have_independent_noise(self):
-        client = DPFedAvgNumPyClient(_Client([0.0, 0.0]))
-        a, b = client.fit(
-            [np.zeros(10_000), np.zeros(10_000)],
-            {"dpfedavg_clip_norm": 1.0, "dpfedavg_noise_stddev": 1.0},
-        )[0]
+        a, b = _fit([0.0, 0.0], [np.zeros(10_000)] * 2, noise=1.0)[0]
         self.assertLess(abs(np.corrcoef(a, b)[0, 1]), 0.08)
 
 
+_BAD_INSTRUCTIONS = (
+    ({"dpfedavg_clip_norm": None}, KeyError, "dpfedavg_clip_norm.*strategy wrapped"),
+    ({"dpfedavg_clip_norm": 0.0}, ValueError, "dpfedavg_clip_norm"),
+    ({"dpfedavg_clip_norm": float("nan")}, ValueError, "dpfedavg_clip_norm"),
+    ({"dpfedavg_clip_norm": "1"}, TypeError, "dpfedavg_clip_norm"),
+    ({"dpfedavg_noise_stddev": -1.0}, ValueError, "dpfedavg_noise_stddev"),
+    ({"dpfedavg_noise_stddev": float("nan")}, ValueError, "dpfedavg_noise_stddev"),
+    ({"dpfedavg_adaptive_clip_enabled": 1}, TypeError, "dpfedavg_adaptive_clip"),
+)
+
+
 class ContractTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ({"dpfedavg_clip_norm": 0.0}, ValueError),
-        ({"dpfedavg_clip_norm": "1"}, TypeError),
-        ({"dpfedavg_noise_stddev": -1.0}, ValueError),
-        ({"dpfedavg_noise_stddev": float("nan")}, ValueError),
-        ({"dpfedavg_adaptive_clip_enabled": 1}, TypeError),
-    )
-    def test_bad_values_are_named_before_training(self, config, error):
+    @parameterized.parameters(*_BAD_INSTRUCTIONS)
+    def test_bad_values_are_named_before_training(self, config, error, pattern):
         client = _Client(_update(1.0))
-        with self.assertRaisesRegex(error, next(iter(config))):
+        config = {"dpfedavg_clip_norm": 1.0, **config}
+        with self.assertRaisesRegex(error, pattern):
             DPFedAvgNumPyClient(client).fit(
-                _model(), {"dpfedavg_clip_norm": 1.0, **config}
+                _model(), {k: v for k, v in config.items() if v is not None}
             )
         self.assertEqual(client.calls, 0)
 
     def test_other_shapes_are_an_error(self):
-        class Other(_Client):
-            def fit(self, parameters, config):
-                return [np.zeros(2)], 1, {}
-
+        client = _Client(None)
+        client.fit = lambda parameters, config: ([np.zeros(2)], 1, {})
         with self.assertRaisesRegex(ValueError, "shapes"):
-            DPFedAvgNumPyClient(Other(None)).fit(_model(), {"dpfedavg_clip_norm": 1.0})
+            _fit(client, _model())
 
     def test_everything_else_is_passed_through(self):
         client = DPFedAvgNumPyClient(_Client(_update(1.0)))
@@ -253,8 +227,6 @@ class ContractTest(parameterized.TestCase):
         self.assertEqual(client.evaluate([], {}), (0.25, 3, {"accuracy": 1.0}))
         self.assertEqual(client.something_else(), "something else")
         self.assertFalse(hasattr(client, "nothing"))
-
-    def test_something_that_can_not_fit_is_refused(self):
         with self.assertRaisesRegex(TypeError, "fit"):
             DPFedAvgNumPyClient(object())
 
@@ -266,8 +238,9 @@ def _message(record, message_type="train", **config):
     return fm.Message(content, 7, message_type)
 
 
-def _trained(train, record, **config):
-    reply = private_mod(_message(record, **config), None, fm.app(train))
+def _trained(train, record, message_type="train", **config):
+    message = _message(record, message_type, **config)
+    reply = private_mod(message, None, fm.app(train))
     return reply, fm.arrays(reply.content["arrays"])
 
 
@@ -276,9 +249,7 @@ class ModTest(parameterized.TestCase):
     def test_it_clips_the_whole_update_and_says_if_it_was_within(self, norm, bit):
         update = [np.array([0.6, 0.0]) * norm, np.array(0.8) * norm]
         reply, got = _trained(
-            fm.adds(update),
-            fm.model(np.zeros(2), np.array(0.0)),
-            dpfedavg_adaptive_clip_enabled=True,
+            fm.adds(update), fm.model(np.zeros(2), np.array(0.0)), **_BIT
         )
         scale = min(1, 0.5 / norm)
         for new, change in zip(got, update, strict=True):
@@ -305,18 +276,19 @@ class ModTest(parameterized.TestCase):
 
     @parameterized.parameters("evaluate", "query", "evaluate.twice")
     def test_other_messages_pass(self, message_type):
-        message = _message(fm.model(np.zeros(2)), message_type, dpfedavg_clip_norm=None)
-        reply = private_mod(message, None, fm.app(fm.adds([np.full(2, 9.0)])))
-        np.testing.assert_array_equal(
-            fm.arrays(reply.content["arrays"])[0], np.full(2, 9.0)
+        _, (got,) = _trained(
+            fm.adds([np.full(2, 9.0)]),
+            fm.model(np.zeros(2)),
+            message_type,
+            dpfedavg_clip_norm=None,
         )
+        np.testing.assert_array_equal(got, np.full(2, 9.0))
 
     def test_named_train_functions_are_clipped_too(self):
-        message = _message(fm.model(np.zeros(2)), "train.again")
-        reply = private_mod(message, None, fm.app(fm.adds([np.full(2, 9.0)])))
-        np.testing.assert_allclose(
-            np.linalg.norm(fm.arrays(reply.content["arrays"])[0]), 0.5
+        _, (got,) = _trained(
+            fm.adds([np.full(2, 9.0)]), fm.model(np.zeros(2)), "train.again"
         )
+        np.testing.assert_allclose(np.linalg.norm(got), 0.5)
 
     def test_an_error_is_handed_on(self):
         def fails(message, context):
@@ -334,8 +306,7 @@ class ModTest(parameterized.TestCase):
             content["arrays"] = fm.model(np.full(2, 9.0))
             return fm.Message(content, reply_to=message)
 
-        message = _message(fm.model(np.zeros(2)))
-        reply = private_mod(message, None, echo)
+        reply = private_mod(_message(fm.model(np.zeros(2))), None, echo)
         np.testing.assert_allclose(
             np.linalg.norm(fm.arrays(reply.content["arrays"])[0]), 0.5
         )
@@ -343,14 +314,7 @@ class ModTest(parameterized.TestCase):
             dict(reply.content["metrics"]), {"num-examples": 1, **_applied(0.5)}
         )
 
-    @parameterized.parameters(
-        ({"dpfedavg_clip_norm": None}, KeyError, "Is its strategy wrapped"),
-        ({"dpfedavg_clip_norm": 0.0}, ValueError, "dpfedavg_clip_norm"),
-        ({"dpfedavg_clip_norm": float("nan")}, ValueError, "clip_norm"),
-        ({"dpfedavg_clip_norm": "big"}, TypeError, "dpfedavg_clip_norm"),
-        ({"dpfedavg_noise_stddev": -1.0}, ValueError, "noise_stddev"),
-        ({"dpfedavg_adaptive_clip_enabled": 1}, TypeError, "adaptive"),
-    )
+    @parameterized.parameters(*_BAD_INSTRUCTIONS)
     def test_nothing_is_trained_on_a_bad_instruction(self, config, error, pattern):
         def never(message, context):
             raise AssertionError("It was trained.")
@@ -361,11 +325,7 @@ class ModTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("names", {"arrays": {"x": np.zeros(2)}}, "those it received"),
         ("fewer", {"arrays": {}}, "those it received"),
-        (
-            "shapes",
-            {"arrays": {"0": np.zeros(3)}},
-            "the shapes of those it received",
-        ),
+        ("shapes", {"arrays": {"0": np.zeros(3)}}, "the shapes of those it received"),
         (
             "two_records",
             {"arrays": {"0": np.zeros(2)}, "data": {"x": np.zeros(9)}},
@@ -375,13 +335,11 @@ class ModTest(parameterized.TestCase):
     )
     def test_other_arrays_do_not_leave(self, records, pattern):
         def sends(message, context):
-            content = fm.RecordDict(
-                {
-                    key: fm.ArrayRecord({k: fm.Array(v) for k, v in arrays.items()})
-                    for key, arrays in records.items()
-                }
-            )
-            return fm.Message(content, reply_to=message)
+            content = {
+                key: fm.ArrayRecord({k: fm.Array(v) for k, v in arrays.items()})
+                for key, arrays in records.items()
+            }
+            return fm.Message(fm.RecordDict(content), reply_to=message)
 
         with self.assertRaisesRegex(ValueError, pattern):
             private_mod(_message(fm.model(np.zeros(2))), None, sends)

@@ -18,10 +18,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
-from tests.flower import flower_messages as fm
-from tests.flower import older_api
 from tests.keras import noise_test
-from tfdp_fl import flower
 from tfdp_fl.mechanisms import noise
 
 _TFF = importlib.util.find_spec("tensorflow_federated")
@@ -230,74 +227,6 @@ class FactoriesTest(parameterized.TestCase):
                 )
             with self.assertRaisesRegex(AssertionError, "stddev"):
                 noise_test.assert_is_noise(rounds, map(stddev, clips))
-
-
-class FlowerTest(parameterized.TestCase):
-    def _strategy(self, mechanism):
-        return flower.PrivateStrategy(
-            fm.Strategy(_M), mechanism, num_clients=_M, clients_per_round=_M
-        )
-
-    def _rounds(self, mechanism, count=_ROUNDS):
-        """Returns the noise of each round, and its clip."""
-        strategy = self._strategy(mechanism)
-        zeros = [np.zeros(_WIDTH)] * 2
-        grid = fm.Grid({i: fm.adds(zeros) for i in range(_M)})
-        record, rounds, clips = fm.model(*zeros), [], []
-        for number in range(1, count + 1):
-            before = fm.arrays(record)
-            record, _ = fm.a_round(strategy, grid, record, number)
-            rounds.append(
-                [new - old for new, old in zip(fm.arrays(record), before, strict=True)]
-            )
-            clips.append(getattr(strategy, "clip_norm", _S))
-        return rounds, clips
-
-    @parameterized.parameters("fixed", "fixed_client", "local")
-    def test_private_strategy(self, name):
-        mechanism, stddev = _mechanisms()[name]
-        rounds, clips = self._rounds(mechanism)
-        noise_test.assert_is_noise(rounds, map(stddev, clips))
-
-    @parameterized.parameters("adaptive", "median")
-    def test_private_strategy_whose_clip_moves(self, name):
-        # In the first round: the clip is what it began with.
-        mechanism, stddev = _mechanisms()[name]
-        rounds, _ = self._rounds(mechanism, 1)
-        noise_test.assert_is_noise(rounds, [stddev(1e-4 if name == "median" else _S)])
-
-    def test_correlated(self):
-        mechanism = _correlated()
-        rounds, _ = self._rounds(mechanism, _CORRELATED_ROUNDS)
-        noise_test.assert_is_noise(
-            _undone(mechanism, rounds), [_FIXED] * _CORRELATED_ROUNDS
-        )
-
-    @parameterized.product(
-        site=["server", "client"], name=["DPFedAvgFixed", "DPFedAvgAdaptive"]
-    )
-    def test_legacy_wrapper(self, site, name):
-        strategy, at_server = older_api.Strategy(), site == "server"
-        z = _Z
-        if name == "DPFedAvgFixed":
-            wrapper = flower.DPFedAvgFixed(strategy, _M, _S, _Z, at_server)
-            count = _ROUNDS
-        else:
-            wrapper = flower.DPFedAvgAdaptive(
-                strategy,
-                _M,
-                _S,
-                _Z,
-                at_server,
-                clip_count_stddev=2.0,
-            )
-            z, count = (_Z**-2 - (2 * 2.0) ** -2) ** -0.5, 1
-        received, rounds = [np.zeros(_WIDTH)] * 2, []
-        for number in range(1, count + 1):
-            model = older_api.a_round(wrapper, received, [[0.0, 0.0]] * _M, number)
-            rounds.append([n - o for n, o in zip(model, received, strict=True)])
-            received = model
-        noise_test.assert_is_noise(rounds, [z * _S / _M] * count)
 
 
 if __name__ == "__main__":

@@ -159,24 +159,6 @@ def is_open(spec: Any) -> bool:
     return bool(spec.shape.rank) and not any(spec.shape.as_list())
 
 
-def are_sequences_of(spec: Nest, other: Nest) -> bool:
-    """Returns True if a spec is another one but for sequences of any length."""
-    try:
-        tf.nest.assert_same_structure(spec, other)
-    except (TypeError, ValueError):
-        return False
-    pairs = zip(tf.nest.flatten(spec), tf.nest.flatten(other), strict=True)
-    return all(
-        one == same
-        or (
-            is_open(one)
-            and one.dtype == same.dtype
-            and one.shape.is_compatible_with(same.shape)
-        )
-        for one, same in pairs
-    ) and any(map(is_open, tf.nest.flatten(spec)))
-
-
 def is_ragged(leaf: Any) -> bool:
     """Returns True for sequences whose examples have unequal lengths."""
     if isinstance(leaf, tf.RaggedTensor):
@@ -306,11 +288,6 @@ def _rows(items: list[Any]) -> np.ndarray:
     rows = np.empty(len(items), object)
     rows[:] = items
     return rows
-
-
-def ragged_leaves(nest: Nest) -> list[bool]:
-    """Returns which leaves of a nest are sequences of unequal lengths."""
-    return [is_ragged(leaf) for leaf in tf.nest.flatten(nest)]
 
 
 def views(nest: Nest) -> Nest:

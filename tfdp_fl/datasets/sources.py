@@ -212,12 +212,17 @@ class StreamedSource:
                     f"examples could be read; {why}."
                 ) from (error if isinstance(error, nests.SAFE_ERRORS) else None)
             # What most of them have: one odd client is not to decide.
-            votes = collections.Counter(map(repr, specs))
+            votes = collections.Counter(map(_outline_of_spec, specs))
             ((chosen, _),) = votes.most_common(1)
-            found = next(s for s in specs if repr(s) == chosen)
+            alike = [spec for spec in specs if _outline_of_spec(spec) == chosen]
+            widths = collections.Counter(map(repr, alike))
             # Sequences may happen to be all of one length at a client.
-            self._element_spec = next(
-                (s for s in specs if nests.are_sequences_of(s, found)), found
+            self._element_spec = max(
+                alike,
+                key=lambda spec: (
+                    any(map(nests.is_open, tf.nest.flatten(spec))),
+                    widths[repr(spec)],
+                ),
             )
         return self._element_spec
 
@@ -261,15 +266,6 @@ class StreamedSource:
         return StreamedSource(self._keys, read, None)
 
 
-def _pair(examples: Any) -> tuple[nests.Nest, nests.Nest]:
-    if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
-        raise nests.ExamplesTypeError(
-            "A client's examples must be (x, y) or (x, y, sample_weight), got "
-            f"{_outline(examples)}."
-        )
-    return nests.pair(examples)
-
-
 def _client_arrays(
     examples: Any,
 ) -> tuple[nests.Nest, nests.Nest, int, list[bool]]:
@@ -277,8 +273,13 @@ def _client_arrays(
 
     And which of the arrays were of sequences of unequal length.
     """
-    x, y = (nests.with_array_leaves(nest) for nest in _pair(examples))
-    ragged = nests.ragged_leaves((x, y))
+    if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
+        raise nests.ExamplesTypeError(
+            "A client's examples must be (x, y) or (x, y, sample_weight), got "
+            f"{_outline(examples)}."
+        )
+    x, y = (nests.with_array_leaves(nest) for nest in nests.pair(examples))
+    ragged = [nests.is_ragged(leaf) for leaf in tf.nest.flatten((x, y))]
     x, y = nests.as_arrays(x, "x"), as_labels(y, nests.as_arrays)
     # `[]` is nobody's nest of arrays; it can only mean that there is nothing.
     if not tf.nest.flatten((x, y)):
@@ -315,6 +316,10 @@ def _open_spec(examples: nests.Nest, ragged: list[bool]) -> nests.Nest:
         )
     ]
     return tf.nest.pack_sequence_as(examples, leaves)
+
+
+def _outline_of_spec(spec: nests.Nest) -> str:
+    return repr(tf.nest.map_structure(lambda s: (s.dtype, s.shape.rank), spec))
 
 
 def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:

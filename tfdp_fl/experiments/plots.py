@@ -8,20 +8,15 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tfdp_fl import _on_use
 from tfdp_fl.experiments.run_directory import Run
 
-# Colour-blind safe (Okabe and Ito 2008), the two that every chart uses first.
-_ACCURACY_COLOR = "#0072B2"
-_EPSILON_COLOR = "#D55E00"
+# Colour-blind safe (Okabe and Ito 2008): accuracy, epsilon, and more.
 COLORS = (
-    _ACCURACY_COLOR,
-    _EPSILON_COLOR,
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#E69F00",
-    "#000000",
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
+    *("#56B4E9", "#E69F00", "#000000"),
 )
 
 
@@ -52,50 +47,39 @@ def accuracy_of(run: Run) -> tuple[list[int], list[float]]:
     return run.history.get("val_accuracy", ([], []))
 
 
-def epsilon_of(run: Run) -> tuple[list[int], list[float]]:
-    """Returns the rounds and finite epsilons, by the run's accountant."""
-    pairs = [
-        (t, value)
-        for t, value in zip(*run.history.get("epsilon", ([], [])), strict=True)
-        if math.isfinite(value)
-    ]
-    return [t for t, _ in pairs], [value for _, value in pairs]
-
-
 def plot_run(run: Run, path: str | os.PathLike[str]) -> None:
     """Draws accuracy (left axis) and epsilon (right) against rounds."""
     figure, left = pyplot().subplots(figsize=(7, 4))
-    left.plot(*accuracy_of(run), color=_ACCURACY_COLOR, label="accuracy")
-    left.set_xlabel("round")
-    left.set_ylabel("accuracy", color=_ACCURACY_COLOR)
-    left.tick_params(axis="y", colors=_ACCURACY_COLOR)
-    left.set_ylim(0, 1)
-    left.set_xlim(left=0)
-    left.grid(alpha=0.3)
-    rounds, epsilons = epsilon_of(run)
-    if rounds:
+    left.plot(*accuracy_of(run), color=COLORS[0])
+    _label(left)
+    left.yaxis.label.set_color(COLORS[0])
+    history = run.history.get("epsilon", ([], []))
+    finite = [pair for pair in zip(*history, strict=True) if math.isfinite(pair[1])]
+    if finite:
+        rounds, epsilons = zip(*finite, strict=True)
         right = left.twinx()
-        right.plot(rounds, epsilons, color=_EPSILON_COLOR, linestyle="--")
+        right.plot(rounds, epsilons, color=COLORS[1], linestyle="--")
         delta = run.result.get("delta")
         at = "" if delta is None else f" at delta = {delta:.2g}"
-        right.set_ylabel(f"epsilon{at}", color=_EPSILON_COLOR)
-        right.tick_params(axis="y", colors=_EPSILON_COLOR)
+        right.set_ylabel(f"epsilon{at}", color=COLORS[1])
         right.set_ylim(0, 1.05 * max(epsilons))
-    left.set_title(title_of(run), fontsize=10)
+    words = [run.settings.dataset, run.settings.model, run.settings.mechanism]
+    left.set_title(", ".join(map(str, words)), fontsize=10)
     save(figure, path)
 
 
-def title_of(run: Run) -> str:
-    """Returns a line that says what a run was."""
-    settings, result = run.settings, run.result
-    words = [f"{settings.dataset}, {settings.model}, {settings.mechanism}"]
-    if "accuracy" in result:
-        words.append(f"accuracy {result['accuracy']:.3f}")
-    if result.get("epsilon") is not None:
-        unit = {"local": "local ", "record": "per-record "}
-        kind = unit.get(result["guarantee"], "")
-        words.append(f"{kind}epsilon {result['epsilon']:.3g}")
-    return " – ".join(words)
+def _label(axes: Any, against: str = "rounds") -> None:
+    """Labels axes that were drawn on."""
+    if against == "rounds":
+        axes.set_xlabel("round")
+        axes.set_xlim(left=0)
+    else:
+        axes.set_xlabel("epsilon (of what each run's guarantee is about)")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0, 1)
+    axes.grid(alpha=0.3)
 
 
 def plot_comparison(
@@ -109,43 +93,46 @@ def plot_comparison(
       groups: Runs by the name that they are shown under; several runs of a
         group (its seeds) are thin lines, and their mean a thick one.
       path: The image file.
-      against: "rounds"; or "tradeoff",
-        the final accuracy against the final epsilon, a line a group, of means
-        and standard deviations over the seeds.
+      against: "rounds"; or "tradeoff", the final accuracy against the final
+        epsilon, a line a group, of means and standard deviations over the seeds.
     """
-    if against == "tradeoff":
-        _plot_tradeoff(groups, path)
-        return
     figure, axes = pyplot().subplots(figsize=(7, 4.5))
     for place, (name, runs) in enumerate(groups.items()):
-        color = COLORS[place % len(COLORS)]
-        style = ("-", "--", ":", "-.")[place // len(COLORS) % 4]
-        curves: list[Any] = [c for c in map(accuracy_of, runs) if c[0]]
-        if not curves:
+        style = {
+            "color": COLORS[place % len(COLORS)],
+            "linestyle": ("-", "--", ":", "-.")[place // len(COLORS) % 4],
+        }
+        if against == "tradeoff":
+            _add_tradeoff(axes, name, runs, style)
             continue
+        curves: list[Any] = [c for c in map(accuracy_of, runs) if c[0]]
         for x, y in curves if len(curves) > 1 else ():
-            axes.plot(x, y, style, color=color, alpha=0.3, linewidth=0.8)
-        axes.plot(*mean_curve(curves), style, color=color, label=name)
-    axes.set_xlabel("round")
-    axes.set_ylabel("accuracy")
-    axes.set_ylim(0, 1)
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
+            axes.plot(x, y, alpha=0.3, linewidth=0.8, **style)
+        if curves:
+            axes.plot(*mean_curve(curves), label=name, **style)
+    _label(axes, against)
     figure.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     save(figure, path)
 
 
+def _add_tradeoff(axes: Any, name: str, runs: Sequence[Run], style: Any) -> None:
+    """Draws the line of a group; one without any epsilon is a level to reach."""
+    points = tradeoff_of(runs)
+    if points:
+        x, y, spread = zip(*points, strict=True)
+        axes.errorbar(x, y, spread, label=name, marker="o", capsize=3, **style)
+    elif runs:
+        level = statistics.fmean(r.result["accuracy"] for r in runs)
+        axes.axhline(level, label=name, **{**style, "linestyle": ":"})
+
+
 def mean_curve(
     curves: Sequence[tuple[Sequence[float], Sequence[float]]],
-) -> tuple[list[float], list[float]]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mean over the first points that all curves have."""
     length = min(len(x) for x, _ in curves)
-    count = len(curves)
-    mean_x, mean_y = (
-        [sum(c[axis][i] for c in curves) / count for i in range(length)]
-        for axis in (0, 1)
-    )
-    return mean_x, mean_y
+    x, y = np.mean([[x[:length], y[:length]] for x, y in curves], axis=0)
+    return x, y
 
 
 def tradeoff_of(runs: Iterable[Run]) -> list[tuple[float, float, float]]:
@@ -162,36 +149,7 @@ def tradeoff_of(runs: Iterable[Run]) -> list[tuple[float, float, float]]:
     points = []
     for seeds in settings.values():
         accuracies = [run.result["accuracy"] for run in seeds]
-        points.append(
-            (
-                max(run.result["epsilon"] for run in seeds),
-                statistics.fmean(accuracies),
-                statistics.stdev(accuracies) if len(seeds) > 1 else 0.0,
-            )
-        )
+        spread = statistics.stdev(accuracies) if len(seeds) > 1 else 0.0
+        epsilon = max(run.result["epsilon"] for run in seeds)
+        points.append((epsilon, statistics.fmean(accuracies), spread))
     return sorted(points)
-
-
-def _plot_tradeoff(
-    groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]
-) -> None:
-    """Draws a line a group; one without any epsilon is a level to reach."""
-    figure, axes = pyplot().subplots(figsize=(7, 4.5))
-    for place, (name, runs) in enumerate(groups.items()):
-        color = COLORS[place % len(COLORS)]
-        points = tradeoff_of(runs)
-        if points:
-            x, y, spread = zip(*points, strict=True)
-            style = {"marker": "os^Dv"[place % 5], "capsize": 3, "color": color}
-            axes.errorbar(x, y, spread, label=name, **style)
-        elif runs:
-            level = statistics.fmean(r.result["accuracy"] for r in runs)
-            axes.axhline(level, color=color, linestyle=":", label=name)
-    axes.set_xlabel("epsilon (of what each run's guarantee is about)")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel("accuracy")
-    axes.set_ylim(0, 1)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
-    save(figure, path)

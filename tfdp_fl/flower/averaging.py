@@ -77,9 +77,8 @@ def require_averaging(strategy: Any, vouched: bool, api: Api) -> None:
         getattr(function, "__module__", None) or ""
     ):
         raise ValueError(
-            f"strategy must have no {api.metrics}, got {function!r}: a wrapped "
-            "strategy is handed the noised mean alone, and no client's metrics. "
-            "Compute metrics in an evaluation."
+            f"strategy must have no {api.metrics}, got {function!r}: it is handed "
+            "the noised mean alone. Compute metrics in an evaluation."
         )
     classes = type(strategy).__mro__
     if not any(_is_of_flower(cls.__module__) for cls in classes):
@@ -98,12 +97,10 @@ def require_averaging(strategy: Any, vouched: bool, api: Api) -> None:
         names = {where.rpartition(".")[2] for where in api.averaging}
         known = ", ".join(sorted(names - {"Strategy"}))
         raise ValueError(
-            f"strategy must be one that averages ({known}, or a subclass "
-            f"without an {api.aggregate} of its own), got {strategy!r} with the "
-            f"{api.aggregate} of {where}. All it would be handed is the clients' "
-            "noised average, as one reply: a median, a trimmed mean or Krum over "
-            f"the clients cannot be made of it. For an {api.aggregate} of your own "
-            "that makes of one reply what it should, say averages=True."
+            f"strategy must be one that averages ({known}, or a subclass without an "
+            f"{api.aggregate} of its own), got {strategy!r} with the {api.aggregate} "
+            f"of {where}: it is handed one reply, the noised mean. For one of your own "
+            "that makes of it what it should, say averages=True."
         )
 
 

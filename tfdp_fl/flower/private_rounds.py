@@ -27,6 +27,15 @@ from tfdp_fl.mechanisms import registry
 
 _Wrapper = TypeVar("_Wrapper", bound="PrivateRounds")
 _STATE_FORMAT = "tfdp_fl flower state 3"
+# Of a state: what a wrapper was made with, and what moves from round to round.
+_ARGUMENTS = (
+    *("num_clients", "clients_per_round", "rounds", "on_client_failure"),
+    *("max_abandoned_rounds", "averages", "accountant"),
+)
+_MOVES = (
+    *("clip_norm", "discarded_updates", "rejected_replies"),
+    "_abandoned_in_a_row",
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -145,17 +154,14 @@ class PrivateRounds:
                 f"clients_per_round must be at most num_clients={num_clients}, "
                 f"got {clients_per_round!r}."
             )
-        if rounds is not None:
-            rounds = _validate.positive_integer(rounds=rounds)
-        self.rounds = rounds
+        self.rounds = _or_none(_validate.positive_integer, rounds=rounds)
         self._clients_clip = sums.clients_clip(mechanism, self._deployment)
         self._remembered: correlated.Remembered | None = None
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
             self._remembered = correlated.Remembered(mechanism, client_of)
         elif client_of is not None:
             raise ValueError(
-                "client_of must be left out, as it does not matter with "
-                f"{mechanism.name} which clients take part when, got {client_of!r}."
+                f"client_of must be None but for CorrelatedNoise, got {client_of!r}."
             )
         # A clip that only the cohort tells is 0 before there is one.
         self.clip_norm = mechanism.first_clip_norm() or sums.NO_CLIP
@@ -164,16 +170,13 @@ class PrivateRounds:
         _validate.one_of(("exclude", "abort"), on_client_failure=failure)
         if failure == "exclude" and shared:
             raise ValueError(
-                "on_client_failure must be 'abort' where the clients add the noise "
-                "(server_side_noising=False, noise_site='client'), got 'exclude': "
-                "their shares are enough only if all of them reply."
+                "on_client_failure must be 'abort' where the clients share the noise "
+                "(noise_site='client', server_side_noising=False), got 'exclude'."
             )
         self.on_client_failure = failure
-        if max_abandoned_rounds is not None:
-            max_abandoned_rounds = _validate.positive_integer(
-                max_abandoned_rounds=max_abandoned_rounds
-            )
-        self.max_abandoned_rounds = max_abandoned_rounds
+        self.max_abandoned_rounds = _or_none(
+            _validate.positive_integer, max_abandoned_rounds=max_abandoned_rounds
+        )
         self.accountant = _validate.one_of(
             charge_lib.ACCOUNTANTS, accountant=accountant
         )
@@ -350,29 +353,18 @@ class PrivateRounds:
         return {
             "format": _STATE_FORMAT,
             "wrapper": type(self).__name__,
+            "mechanism": {
+                "name": self.mechanism.registered_name,
+                "parameters": self.mechanism.parameters(),
+            },
             "arguments": {
-                "mechanism": {
-                    "name": self.mechanism.registered_name,
-                    "parameters": self.mechanism.parameters(),
-                },
-                "num_clients": self.num_clients,
-                "clients_per_round": self.clients_per_round,
-                "rounds": self.rounds,
-                "on_client_failure": self.on_client_failure,
-                "max_abandoned_rounds": self.max_abandoned_rounds,
-                "averages": self.averages,
                 "target_epsilon": budget and budget.epsilon,
                 "target_delta": budget and budget.delta,
-                "accountant": self.accountant,
+                **{name: getattr(self, name) for name in _ARGUMENTS},
             },
-            "clip_norm": self.clip_norm,
-            "abandoned_in_a_row": self._abandoned_in_a_row,
-            "discarded_updates": self.discarded_updates,
-            "rejected_replies": self.rejected_replies,
-            "history": {
-                "released": [dataclasses.asdict(r) for r in self._history.released],
-                "ledger": self._history.ledger_state(),
-            },
+            "moves": {name: getattr(self, name) for name in _MOVES},
+            "released": [dataclasses.asdict(r) for r in self._history.released],
+            "ledger": self._history.ledger_state(),
             "remembered": self._remembered and self._remembered.state(),
         }
 
@@ -406,27 +398,24 @@ class PrivateRounds:
                 f"state must be one of {cls.__name__} (format "
                 f"{_STATE_FORMAT!r}), got {found!r}."
             )
-        known = state["history"]["ledger"]
+        known = state["ledger"]
         if known is not None and ledger is None:
             raise ValueError(
-                "ledger must be given, as the state was taken of a run that "
-                "kept one: it may hold rounds that the state does not, got "
-                "None."
+                "ledger must be given, as the state knows one, which may hold more "
+                "rounds than it, got None."
             )
-        saved = state["arguments"]["mechanism"]
+        saved = state["mechanism"]
         mechanism = registry.by_name(saved["name"])(**saved["parameters"])
         wrapper = cls.__new__(cls)
         PrivateRounds.__init__(
             wrapper,
             strategy,
-            **{**state["arguments"], "mechanism": mechanism, **changes},
+            **{"mechanism": mechanism, **state["arguments"], **changes},
         )
-        wrapper.clip_norm = float(state["clip_norm"])
-        wrapper._abandoned_in_a_row = int(state["abandoned_in_a_row"])
-        wrapper.discarded_updates = int(state["discarded_updates"])
-        wrapper.rejected_replies = int(state["rejected_replies"])
+        for name in _MOVES:
+            setattr(wrapper, name, state["moves"][name])
         wrapper._history.released = [
-            history.ReleasedRound(**fields) for fields in state["history"]["released"]
+            history.ReleasedRound(**fields) for fields in state["released"]
         ]
         if wrapper._remembered is not None and state["remembered"] is not None:
             wrapper._remembered.restore(state["remembered"], ledger is not None)
@@ -471,11 +460,7 @@ class PrivateRounds:
         if self.rounds is None or self._history.num_rounds < self.rounds:
             return False
         _logger.warning(
-            "Round %s is not begun: all rounds=%d are charged, of which %d by the "
-            "ledger alone.",
-            server_round,
-            self.rounds,
-            self._history.num_from_ledger,
+            "Round %s is not begun: rounds=%d are charged.", server_round, self.rounds
         )
         self._idle_round = server_round
         return True
@@ -553,13 +538,9 @@ class PrivateRounds:
             return []
         if len(eligible) < self.clients_per_round:
             _logger.warning(
-                "Only %d of %d connected clients may take part, and %d are "
-                "needed: the others were in a round too lately, or as often as "
-                "they may. Round %s is not begun.",
-                len(eligible),
-                num_connected,
-                self.clients_per_round,
-                server_round,
+                "Round %s is not begun: only %d of %d connected clients may take part "
+                "so soon, or so often.",
+                *(server_round, len(eligible), num_connected),
             )
             return []
         # Flower draws by Python's `random`, which can be foretold.
@@ -605,9 +586,7 @@ class PrivateRounds:
         budget = cast(ledger_lib.Budget, self._history.budget)
         _logger.warning(
             "Stopped before round %s, which would bring epsilon above %g at delta=%g.",
-            server_round,
-            budget.epsilon,
-            budget.delta,
+            *(server_round, budget.epsilon, budget.delta),
         )
 
     def _finish(
@@ -624,8 +603,7 @@ class PrivateRounds:
             self._abandon(
                 server_round,
                 f"{len(answers.replies)} of {self.clients_per_round} clients sent a "
-                f"reply that can be used, and {answers.rejected} replies cannot be "
-                "used",
+                f"reply that can be used, {answers.rejected} replies cannot",
             )
             return None
         usable, remembered = list(answers.replies.values()), self._remembered
@@ -669,10 +647,8 @@ class PrivateRounds:
         if server_round in (self._idle_round, self.stopped_before_round):
             return None
         raise RoundNotConfiguredError(
-            f"Round {server_round} has no {self._api.configure} that "
-            "belongs to these results, or they were here before: the model "
-            "that its clients were sent and the norm they clipped to are "
-            "not known. Nothing is released or charged."
+            f"Round {server_round} has no {self._api.configure} that belongs to "
+            "these results, or they were here before. Nothing is released or charged."
         )
 
     def _releasable(self, answers: replies.Answers) -> bool:
@@ -698,3 +674,8 @@ class PrivateRounds:
                 f"(max_abandoned_rounds={limit}), the last of them round "
                 f"{server_round}: {reason}."
             )
+
+
+def _or_none(check: Callable[..., Any], **checked: Any) -> Any:
+    ((_, value),) = checked.items()
+    return None if value is None else check(**checked)

@@ -133,10 +133,7 @@ def clients_clip(
         if isinstance(mechanism, mechanisms.LocalDP) and not (
             mechanism.noise_over_sensitivity(deployment) > 0
         ):
-            raise ValueError(
-                f"mechanism must have noise, got {mechanism!r}: without, a "
-                "client sends its update as it is."
-            )
+            raise ValueError(f"mechanism must have noise, got {mechanism!r}.")
         return True
     central = mechanism.guarantee == "central" and mechanism.noise_site == "server"
     new_each_round = (
@@ -149,10 +146,8 @@ def clients_clip(
     ):
         return False
     raise ValueError(
-        "mechanism must be a central one that scales updates and whose noise "
-        "is new in each round (FixedClipping, AdaptiveClipping, "
-        "MedianClipping with noise_site='server', or your own), "
-        "CorrelatedNoise, or LocalDP "
+        "mechanism must be a central one that scales updates and is noised by the "
+        "server (FixedClipping and AdaptiveClipping also by the clients), or LocalDP "
         f"without max_participations, got {mechanism!r}."
     )
 
