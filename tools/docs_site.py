@@ -27,8 +27,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "tfdp_fl: DPFederatedModel.epsilon DPFederatedModel.central_epsilon "
         "DPFederatedModel.privacy_statement DPFederatedModel.evaluate "
         "DPFederatedModel.evaluate_clients PrivateMetrics DPFederatedModel.predict "
-        "DPFederatedModel.save DPFederatedModel.affordable_rounds "
-        "DPFederatedModel.epsilon_after_round DPFederatedModel.rounds "
+        "DPFederatedModel.save DPFederatedModel.rounds "
         "DPFederatedModel.mechanism DPFederatedModel.target",
     ),
     "search": (

@@ -128,8 +128,7 @@ class TrainingTest(parameterized.TestCase):
             self.assertRaises(KeyboardInterrupt),
         ):
             _fit(fed, 1)
-        for one, other in zip(before, _buffers(fed), strict=True):
-            np.testing.assert_array_equal(one, other)
+        toy.assert_same(before, _buffers(fed))
         _fit(fed, 2)
         self.assertEqual(_position(fed), 5)
 
@@ -151,12 +150,6 @@ class TrainingTest(parameterized.TestCase):
     def test_other_samplings_are_refused(self, sampling):
         with self.assertRaisesRegex(ValueError, "sampling must be 'cyclic'"):
             _federated(sampling=sampling)
-
-    def test_other_mechanisms_are_charged_every_cyclic_round(self):
-        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=2.0)
-        fed = _federated(mechanism, accountant="pld")
-        _fit(fed, 6)
-        self.assertAlmostEqual(fed.epsilon(_DELTA), _epsilon(6 * 2.0**-2), places=6)
 
     def test_the_statement_says_what_it_counts_on(self):
         fed = _federated()
@@ -203,8 +196,7 @@ class SegmentTest(parameterized.TestCase):
         self.assertEqual(history.history["abandoned_rounds"], [1.0, 1.0])
         self.assertEqual((_position(fed), fed.rounds), (2, 4))
         self.assertEqual(_spent(fed), spent)
-        for one, other in zip(before, _buffers(fed), strict=True):
-            np.testing.assert_array_equal(one, other)
+        toy.assert_same(before, _buffers(fed))
         np.testing.assert_array_equal(fed.run.sampler.cohort(4), group)
         _fit(fed, 2)
         squares = (fed.mechanism.generator.charges / 2.0) ** 2
@@ -344,20 +336,6 @@ class ResumeTest(parameterized.TestCase):
     def _checkpoint(self, every=1):
         return _Killed(self.path, every=every, delta=_DELTA)
 
-    def test_a_clean_resume_goes_on_with_the_buffers(self):
-        fed = _federated(_mechanism("blt:2"))
-        with self.assertRaises(KeyboardInterrupt):
-            _fit(fed, 6, callbacks=[_Crash(6), self._checkpoint()])
-        # Killed after round 6 was charged; take it away to be clean.
-        newest = checkpoint.CheckpointDirectory(self.path).newest()
-        self.assertEqual(newest.round_index, 5)
-        kept = self._as_of_ledger_round(5)
-        other = _federated(_mechanism("blt:2"))
-        _fit(other, 6, resume_from=kept)
-        self.assertEqual(_position(other), 6)
-        squares = (other.mechanism.generator.charges / 2.0) ** 2
-        self.assertAlmostEqual(_spent(other), squares[:6].sum())
-
     def _as_of_ledger_round(self, rounds):
         """Copies the run with a ledger of so many rounds."""
         copy = self.path.with_name("clean")
@@ -378,8 +356,9 @@ class ResumeTest(parameterized.TestCase):
         other = _federated(_mechanism("blt:2"))
         _fit(other, 6, seed=1, resume_from=kept)
         toy.assert_same(whole, other)
-        for one, two in zip(_buffers(whole), _buffers(other), strict=True):
-            np.testing.assert_array_equal(one, two)
+        toy.assert_same(_buffers(whole), _buffers(other))
+        squares = (other.mechanism.generator.charges / 2.0) ** 2
+        self.assertAlmostEqual(_spent(other), squares[:6].sum())
 
     @parameterized.parameters(None, 1)
     def test_rounds_that_were_lost_end_the_segment(self, seed):
@@ -521,33 +500,6 @@ class ServerOptimizerTest(parameterized.TestCase):
 
 
 class BudgetTest(parameterized.TestCase):
-    def test_make_private_keeps_the_target(self):
-        options = {"strategy": "blt:2", "min_separation": 2}
-        fed = tfdp_fl.make_private(
-            toy.dense(),
-            target_epsilon=3.0,
-            target_delta=_DELTA,
-            num_clients=40,
-            clients_per_round=10,
-            rounds=12,
-            mechanism="correlated",
-            sampling="cyclic",
-            accountant="pld",
-            clip_norm=0.5,
-            num_replicas=1,
-            **options,
-        )
-        self.assertEqual(fed.mechanism.rounds, 12)
-        self.assertEqual(
-            fed.mechanism.min_separation,
-            options.get("min_separation", 4),
-        )
-        fed.compile("sgd", toy.loss(), jit_compile=False)
-        _fit(fed, 20)
-        self.assertLessEqual(fed.epsilon(_DELTA), 3.0)
-        self.assertGreater(fed.epsilon(_DELTA), 2.99)
-        self.assertLess(fed.rounds, 20)
-
     def test_a_budget_ends_before_the_round_that_would_pass_it(self):
         mechanism = _mechanism("blt:2")
         squares = np.cumsum((mechanism.generator.charges / 2.0) ** 2)

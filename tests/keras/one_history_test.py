@@ -19,7 +19,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.accounting import PrivacyLedger
 from tfdp_fl.engine import CohortEngine
-from tfdp_fl.keras import resuming
+from tfdp_fl.keras import costs, resuming
 
 _DELTA = 1e-3
 
@@ -302,7 +302,7 @@ class PromisedTwiceTest(parameterized.TestCase):
         most = plain.epsilon(_DELTA) * 1.001
         fed = toy.federated()
         _fit(fed, 1)
-        affordable_rounds = fed.affordable_rounds
+        affordable_rounds = costs.RoundCosts.affordable_rounds
 
         def planned(*arguments):
             found = affordable_rounds(*arguments)
@@ -310,8 +310,8 @@ class PromisedTwiceTest(parameterized.TestCase):
             fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
             return found
 
-        fed.affordable_rounds = planned
-        _fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
+        with mock.patch.object(costs.RoundCosts, "affordable_rounds", planned):
+            _fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
         self.assertLessEqual(fed.epsilon(_DELTA), most)
 
     def test_an_evaluation_asks_no_budget_about_another_model(self):

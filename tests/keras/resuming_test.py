@@ -228,7 +228,7 @@ class ResumeTest(parameterized.TestCase):
         resumed = _local()
         resumed.fit(clients, 3, resume_from=copy, verbose=0)
         self.assertEqual(resumed.run.calibration["rounds"], 2)
-        self.assertEqual(resumed._costs().mu_squared, whole._costs().mu_squared)
+        self.assertEqual(resumed.costs.mu_squared, whole.costs.mu_squared)
 
     def test_without_a_seed_it_goes_on_too(self):
         clients = toy.clients()

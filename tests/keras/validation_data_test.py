@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
+import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset
 
@@ -89,7 +90,7 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         clients = _named()
 
         def stated(*splits):
-            fed = toy.federated(clients_per_round=5)
+            fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5)
             for split in splits:
                 fed.fit(clients, validation_split=split, verbose=0)
             return _HELD_OUT in fed.privacy_statement(1e-2)

@@ -348,8 +348,6 @@ def _training() -> Calls:
     yield _usual(fed.fit, clients=toy.clients(6), batch_size=10, verbose=0, **counts)
     yield _usual(_fed().epsilon, **at)
     yield _usual(_fed().central_epsilon, **at)
-    yield _usual(_fed().epsilon_after_round, round_index=1, **at)
-    yield _usual(_fed().affordable_rounds, epsilon=50.0, rounds=5, **at)
     yield _usual(_fed().privacy_statement, **at)
     yield _usual(_fed().evaluate_clients, clients=toy.clients(2), verbose=0)
     target = {"target_epsilon": 2.0, "target_delta": 1e-3}

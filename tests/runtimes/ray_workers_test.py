@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
@@ -79,39 +80,43 @@ class SealedTest(parameterized.TestCase):
             np.testing.assert_array_equal(one, other)
 
 
+@functools.cache
+def _workers():
+    """Returns the two workers of all tests, of one Ray."""
+    import ray
+
+    root = pathlib.Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    unittest.addModuleCleanup(ray.shutdown)
+    workers = runtimes.RayWorkers(num_workers=2, float32_products=True)
+    unittest.addModuleCleanup(workers.close)
+    return workers
+
+
 @unittest.skipUnless(_INSTALLED, _WHY_NOT)
 class _RayTestCase(parameterized.TestCase):
-    """One Ray for all tests of a class."""
+    def setUp(self):
+        super().setUp()
+        self.shared = _workers()
 
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        if not _INSTALLED:
-            return
-        import ray
-
-        root = pathlib.Path(__file__).resolve().parents[2]
-        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-        with mock.patch.dict(os.environ, PYTHONPATH=path):
-            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-        cls.addClassCleanup(ray.shutdown)
-
-    def workers(self, **arguments):
-        arguments = {"float32_products": True, **arguments}
-        return self.enter_context(runtimes.RayWorkers(**arguments))
+    def change(self, **values):
+        """Changes what the workers were made with, for this test."""
+        self.enter_context(mock.patch.multiple(self.shared, **values))
 
 
 class ProductsTest(_RayTestCase):
     def test_of_a_ray_that_was_there_are_not_trusted(self):
         case = cohorts._CASES["side_by_side"]
         for said in (None, True):
-            workers = self.workers(num_workers=1, float32_products=said)
+            self.change(_float32_products=said)
             federated = cohorts._federated(case)
-            cohorts._fit(federated, case, case.clients(), runtime=workers)
+            cohorts._fit(federated, case, case.clients(), runtime=self.shared)
             for way, _ in federated.engine.functions.traced:
                 self.assertEqual((way.kind == "side by side"), said is True)
         with self.assertRaisesRegex(TypeError, "float32_products"):
-            self.workers(float32_products="yes")
+            runtimes.RayWorkers(float32_products="yes")
 
     def test_of_one_that_is_started_here_they_are_known(self):
         for address, variable, started, here in (
@@ -130,21 +135,11 @@ class ProductsTest(_RayTestCase):
 
 
 class SameResultTest(_RayTestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        if _INSTALLED:
-            cls.shared = runtimes.RayWorkers(num_workers=2, float32_products=True)
-            cls.addClassCleanup(cls.shared.close)
-
-    def _compare(self, case, clients, **arguments):
+    def _compare(self, case, clients):
         here, there = cohorts._federated(case), cohorts._federated(case)
         start = here.get_weights()
         expected = cohorts._fit(here, case, clients).history
-        workers = self.shared
-        if arguments:
-            workers = self.workers(num_workers=2, **arguments)
-        actual = cohorts._fit(there, case, clients, runtime=workers).history
+        actual = cohorts._fit(there, case, clients, runtime=self.shared).history
         self.assertGreater(np.abs(start[0] - here.get_weights()[0]).max(), 1e-3)
         for a, b in zip(here.get_weights(), there.get_weights(), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
@@ -179,7 +174,8 @@ class SameResultTest(_RayTestCase):
         cohorts.assert_clip_holds(self, self.shared, policy)
 
     def test_several_shards_for_each_worker(self):
-        self._compare(cohorts._CASES["adaptive"], cohorts._alike(), shards_per_worker=2)
+        self.change(shards_per_worker=2)
+        self._compare(cohorts._CASES["adaptive"], cohorts._alike())
 
     def test_a_nan_of_one_client_takes_nobody_with_it(self):
         x, y = cohorts._arrays(8 * cohorts._NUM_CLIENTS)
@@ -275,15 +271,15 @@ class LostWorkerTest(_RayTestCase):
         return federated
 
     def test_its_shard_is_repeated_and_the_model_is_the_same(self):
-        workers = self.workers(num_workers=2)
-        whole, mended = (self._fit(workers, kill) for kill in (False, True))
+        whole, mended = (self._fit(self.shared, kill) for kill in (False, True))
         for a, b in zip(whole.get_weights(), mended.get_weights(), strict=True):
             np.testing.assert_array_equal(a, b)
         self.assertEqual(whole.epsilon(1e-3), mended.epsilon(1e-3))
 
     def test_a_program_that_no_worker_can_take_over_ends_the_round(self):
-        case = cohorts._CASES["adaptive"]
-        workers = self.workers(num_workers=1, max_repeats=1)
+        # A program that no other test has.
+        model = cohorts._sequential(tf.keras.layers.Dense(3))
+        case = cohorts._Case(model=lambda: model)
         federated = cohorts._federated(case)
         of = ray_workers._Message.of
 
@@ -294,14 +290,15 @@ class LostWorkerTest(_RayTestCase):
             mock.patch.object(ray_workers._Message, "of", broken),
             self.assertRaises(runtimes.WorkerError),
         ):
-            cohorts._fit(federated, case, case.clients(), runtime=workers)
+            cohorts._fit(federated, case, case.clients(), runtime=self.shared)
         self.assertEqual(federated.epsilon(1e-3), 0.0)
 
     def test_else_the_round_is_abandoned_and_nothing_is_charged(self):
         case = cohorts._CASES["one_by_one"]
         federated = cohorts._federated(case)
         before = federated.get_weights()
-        workers = self.workers(num_workers=2, max_repeats=0)
+        workers = self.shared
+        self.change(_max_repeats=0)
         victim = workers.pids[1]
         os.kill(victim, signal.SIGKILL)
         time.sleep(1)

@@ -105,14 +105,14 @@ class TargetTest(parameterized.TestCase):
     def test_candidates_that_cost_differently_keep_it_together(self):
         search = _search(
             lambda size: _wrapped(toy.dense(), size=size),
-            [{"size": 5}, {"size": 20}, {"size": 100}],
+            [{"size": 5}, {"size": 100}],
         )
         seen = {}
         remember = _trained(lambda trial: seen.update({trial.clients_per_round: trial}))
-        with remember, _trials(3), _places(0, 1, 2):
+        with remember, _trials(2), _places(0, 1):
             _fit(search)
         self.assertLessEqual(search.epsilon(_DELTA), 4.0)
-        noise = [seen[size].mechanism.noise_multiplier for size in (5, 20, 100)]
+        noise = [seen[size].mechanism.noise_multiplier for size in (5, 100)]
         self.assertEqual(noise, sorted(noise))
         # What a trial may be charged is what the search was charged for.
         for each in seen.values():
@@ -210,7 +210,10 @@ class ScoreTest(parameterized.TestCase):
         self.assertEqual(split.training.num_clients + split.held_out.num_clients, 100)
 
     def test_it_runs_and_its_noise_is_fresh_in_every_trial(self):
-        score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0)
+        # Wide bounds: a mean at their ends could be there twice.
+        score = tfdp_fl.PrivateScore(
+            "accuracy", noise_multiplier=4.0, bounds=(-100.0, 100.0)
+        )
         search, seen = _search(score=score), []
         call = tfdp_fl.PrivateScore.__call__
 

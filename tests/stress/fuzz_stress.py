@@ -88,7 +88,7 @@ class FilesTest(absltest.TestCase):
         fed.fit(toy.clients(), verbose=0)
         with accounting.PrivacyLedger(path) as ledger:
             for number in range(8):
-                ledger.record(number, fed._costs().charge(0), 10)
+                ledger.record(number, fed.costs.charge(0), 10)
         data = path.read_bytes()
         whole = accounting.PrivacyLedger.read(path).entries
         for _ in range(_MUTATIONS):

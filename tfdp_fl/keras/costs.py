@@ -100,18 +100,21 @@ class RoundCosts:
             yield elsewhere + trial.max_mu_squared
 
     def epsilon_after_round(
-        self, round_index: int, delta: float, accountant: str
+        self, round_index: int, delta: float, accountant: str | None = None
     ) -> float:
         """Returns what epsilon would be after the coming round."""
         if self.run.spending.by_client:
             (spent,) = self._mu_squared_after(1)
             return accounting.epsilon_of_mu_squared(spent, delta)
         return self.run.spending.epsilon_after(
-            self.charge(round_index), self.mu_squared, delta, accountant
+            self.charge(round_index),
+            self.mu_squared,
+            delta,
+            accountant or self.setup.accountant,
         )
 
     def affordable_rounds(
-        self, epsilon: float, delta: float, rounds: int, accountant: str
+        self, epsilon: float, delta: float, rounds: int, accountant: str | None = None
     ) -> int:
         """Returns how many of the next rounds a budget allows."""
         run = self.run
@@ -127,7 +130,7 @@ class RoundCosts:
             ahead = range(run.rounds, run.rounds + count)
             for each, alike in collections.Counter(map(charge, ahead)).items():
                 trial.add(each, alike)
-            return trial.epsilon(delta, accountant)
+            return trial.epsilon(delta, accountant or self.setup.accountant)
 
         most = min(rounds, _TRIED_FIRST)
         while cost(most) <= epsilon:

@@ -712,8 +712,10 @@ class DPFederatedModel:
         """What the rounds have cost; None before the first `fit`."""
         return None if self.run is None else self.run.spending
 
-    def _costs(self) -> RoundCosts:
-        return RoundCosts(self.setup, self.require_trained("this")[0])
+    @property
+    def costs(self) -> RoundCosts:
+        """What the coming rounds draw and cost, from the first `fit` on."""
+        return RoundCosts(self.setup, self.require_trained("costs")[0])
 
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon at delta of the rounds that ran.
@@ -744,39 +746,6 @@ class DPFederatedModel:
         if self.spending is None:
             return 0.0
         return self.spending.central_epsilon(delta, accountant or self.accountant)
-
-    def epsilon_after_round(
-        self, round_index: int, delta: float, accountant: str | None = None
-    ) -> float:
-        """Returns what epsilon would be after the coming round.
-
-        Raises:
-          ValueError: An argument is not allowed; the message names it.
-        """
-        round_index = _validate.non_negative_integer(round_index=round_index)
-        delta = _validate.inside_unit_interval(delta=delta)
-        return self._costs().epsilon_after_round(
-            round_index, delta, accountant or self.accountant
-        )
-
-    def affordable_rounds(
-        self,
-        epsilon: float,
-        delta: float,
-        rounds: int,
-        accountant: str | None = None,
-    ) -> int:
-        """Returns how many of the next rounds a budget allows.
-
-        Raises:
-          ValueError: An argument is not allowed; the message names it.
-        """
-        epsilon = _validate.non_negative(epsilon=epsilon)
-        delta = _validate.inside_unit_interval(delta=delta)
-        rounds = _validate.non_negative_integer(rounds=rounds)
-        return self._costs().affordable_rounds(
-            epsilon, delta, rounds, accountant or self.accountant
-        )
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"

@@ -24,7 +24,6 @@ from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import PendingRound, RoundInputs, chunks, secure_sum
 from tfdp_fl.keras import model_history, randomness
-from tfdp_fl.keras.costs import RoundCosts
 from tfdp_fl.keras.validation_data import Validation
 from tfdp_fl.mechanisms import noise
 
@@ -76,7 +75,7 @@ class RoundLoop:
         self.run, self.engine = self.fed.require_trained("fit")
         self.setup = self.fed.setup
         self.federated = self.fed.federated_callbacks
-        self.costs = RoundCosts(self.setup, self.run)
+        self.costs = self.fed.costs
 
     def train(self) -> None:
         """Runs the rounds, with everything that callbacks hear of them."""

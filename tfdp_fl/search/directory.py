@@ -17,7 +17,7 @@ from tfdp_fl.keras import checkpoint
 
 Weights = list[np.ndarray]
 
-_LEDGER, _STATE, _START = "ledger.jsonl", "search.npz", "candidates.npz"
+_LEDGER, _STATE = "ledger.jsonl", "search.npz"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -128,49 +128,33 @@ class SearchDirectory:
                 "resume_from must be the directory of an interrupted search, and "
                 f"{self._path} holds none."
             )
-        fields, (weights,) = _unpacked(self._path / _STATE)
-        _, initial = _unpacked(self._path / _START)
-        return SearchState(**fields, weights=weights, initial=initial)
+        fields, arrays = checkpoint.unpacked((self._path / _STATE).read_bytes())
+        models = [
+            [arrays[f"{place}/{index}"] for index in range(size)]
+            for place, size in enumerate(fields.pop("sizes"))
+        ]
+        return SearchState(**fields, weights=models[-1], initial=models[:-1])
 
-    def write(self, state: SearchState, start: bool = False) -> None:
-        """Replaces the state on the disk.
-
-        Args:
-          state: The state.
-          start: Whether to write the candidates' first weights, which stay.
-        """
+    def write(self, state: SearchState) -> None:
+        """Replaces the state on the disk."""
         if self._path is None:
             return
-        if start:
-            _write(self._path / _START, {}, state.initial)
         fields = {
             field.name: getattr(state, field.name)
             for field in dataclasses.fields(state)
             if field.name not in ("initial", "weights")
         }
-        _write(self._path / _STATE, fields, [state.weights])
+        models = [*state.initial, state.weights]
+        arrays = {
+            f"{place}/{index}": weight
+            for place, weights in enumerate(models)
+            for index, weight in enumerate(weights)
+        }
+        fields["sizes"] = [len(weights) for weights in models]
+        data = checkpoint.packed(fields, arrays)
+        checkpoint.write_atomically(self._path / _STATE, data)
 
     def forget(self) -> None:
         """Deletes the state: the search has ended."""
         if self._path is not None:
             (self._path / _STATE).unlink(missing_ok=True)
-            (self._path / _START).unlink(missing_ok=True)
-
-
-def _write(path: pathlib.Path, fields: dict[str, Any], models: list[Weights]) -> None:
-    arrays = {
-        f"{place}/{index}": weight
-        for place, weights in enumerate(models)
-        for index, weight in enumerate(weights)
-    }
-    metadata = {"fields": fields, "sizes": [len(weights) for weights in models]}
-    checkpoint.write_atomically(path, checkpoint.packed(metadata, arrays))
-
-
-def _unpacked(path: pathlib.Path) -> tuple[dict[str, Any], list[Weights]]:
-    metadata, arrays = checkpoint.unpacked(path.read_bytes())
-    models = [
-        [arrays[f"{place}/{index}"] for index in range(size)]
-        for place, size in enumerate(metadata["sizes"])
-    ]
-    return metadata["fields"], models

@@ -354,7 +354,7 @@ class PrivateSearch:
         if state.run_id not in counted:
             spent.add(charge)
         state.ledger_head = directory.head
-        directory.write(state, start=True)  # Whatever is charged can be resumed.
+        directory.write(state)  # Whatever is charged can be resumed.
         if not recorded:
             directory.record(charge, self._trials.describe())
             state.ledger_head = directory.head

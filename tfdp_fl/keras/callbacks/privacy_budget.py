@@ -46,7 +46,7 @@ class PrivacyBudget(FederatedCallback):
         self.stopped_before_round = None
         # First: another thread may charge an evaluation at any time.
         self._counted = fed.run.spending.others
-        allowed = fed.affordable_rounds(
+        allowed = fed.costs.affordable_rounds(
             self.epsilon, self.delta, asked, self.accountant
         )
         # Rounds that are abandoned cost nothing, so it can only be more.
@@ -70,7 +70,7 @@ class PrivacyBudget(FederatedCallback):
         counted = fed.run.spending.others
         if round_index < self._affordable_before and counted == self._counted:
             return True
-        after = fed.epsilon_after_round(round_index, self.delta, self.accountant)
+        after = fed.costs.epsilon_after_round(round_index, self.delta, self.accountant)
         if after <= self.epsilon:
             return True
         self.stopped_before_round = round_index
