@@ -17,14 +17,17 @@ S, Z, M = mechanisms.S, mechanisms.Z, mechanisms.M
 # A few more than a float32's rounding of the clip, proven in `clipping`.
 _ALLOWED = 1 + 1e-5
 _WIDE = 20_000
+# The last one moves a model without a clip beyond what float32 can tell.
 _HOSTILE = {
-    "huge": np.full(6, 1e18),
     "longer than the clip": np.array([3.0, 0, -4, 0, 0, 0]),
     "NaN": np.array([0.1, np.nan, 0, 0, 0, 0]),
     "infinite": np.array([0.1, np.inf, 0, 0, 0, -np.inf]),
     "beyond float32's norms": np.full(6, 3e38),
     "denormal": np.full(6, 1e-42),
+    "huge": np.full(6, 1e18),
 }
+# Of a difference of two models in float32.
+_ROUNDING = 1e-6
 _CELLS = [
     pytest.param(case, run, id=f"{mechanism} in {runtime}", marks=_marks)
     for mechanism, case in mechanisms.CASES.items()
@@ -75,7 +78,7 @@ def _can_be_silent(case, run) -> bool:
 @pytest.mark.parametrize(("case", "run"), _CELLS)
 def test_without_noise_it_is_the_papers_mean(case, run, quiet):
     expected = case.mean(_updates().astype(float))
-    np.testing.assert_allclose(quiet(case, run)[0], expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(quiet(case, run)[0], expected, rtol=2e-5, atol=_ROUNDING)
 
 
 @pytest.mark.parametrize(("case", "run"), _CELLS)
@@ -86,7 +89,7 @@ def test_a_silent_client_changes_the_sum_and_no_denominator(case, run, quiet):
     answered = M / (M - 1) if case.by_answers else 1.0
     if case.make(1.0).name == "MedianClipping":
         zero = mechanisms._median_mean(np.delete(_updates(), 1, axis=0).astype(float))
-    np.testing.assert_allclose(silent, zero * answered, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(silent, zero * answered, rtol=2e-5, atol=_ROUNDING)
 
 
 @pytest.mark.parametrize(("case", "run"), _CELLS)
@@ -94,18 +97,19 @@ def test_one_client_moves_the_mean_by_its_clip_at_most(case, run, quiet):
     _, _, zero, *hostile = quiet(case, run)
     for kind, moved in zip(_HOSTILE, hostile, strict=True):
         assert np.isfinite(moved).all(), kind
-        if kind in ("NaN", "infinite", "beyond float32's norms"):
-            np.testing.assert_array_equal(moved, zero, err_msg=kind)
-        assert np.linalg.norm(moved - zero) <= case.bound * _ALLOWED + 1e-7, kind
+        if kind in ("NaN", "infinite"):
+            np.testing.assert_allclose(moved, zero, 1e-6, _ROUNDING, err_msg=kind)
+        assert np.linalg.norm(moved - zero) <= case.bound * _ALLOWED + _ROUNDING, kind
         if kind == "longer than the clip" and np.isfinite(case.bound):
             assert np.linalg.norm(moved - zero) >= case.bound * (1 - 1e-4)
 
 
 @pytest.mark.parametrize(("case", "run"), _CELLS)
 def test_noise_has_its_scale_is_new_each_round_and_is_charged(case, run):
-    nobody = [np.zeros(_WIDE, np.float32)] * M
-    done = run(case.make(Z), [nobody, nobody], M)
-    first, second = done.moved
+    update = np.zeros(1 + _WIDE, np.float32)
+    update[0] = 0.999 * S  # The rest of what moves is noise.
+    done = run(case.make(Z), [[update] * M] * 2, M)
+    first, second = done.moved[:, 1:]
     if not case.stddev:
         assert not first.any() and not second.any()
         return

@@ -89,13 +89,12 @@ CASES = {
     ),
     "MedianClipping": Case(
         lambda z: tfdp_fl.MedianClipping(noise_multiplier=z),
-        stddev=0.0,  # Of zero updates the median is 0, and so is the noise.
         mean=_median_mean,
         bound=math.inf,  # One client moves the clip of all others.
         not_in={"side by side": _WHOLE_COHORT},
     ),
     "LocalDP": Case(
-        lambda z: tfdp_fl.LocalDP(clip_norm=S, noise_multiplier=z),
+        lambda z: tfdp_fl.LocalDP(clip_norm=S, noise_multiplier=max(z, 1e-7)),
         stddev=Z * S / math.sqrt(M),
         by_answers=True,
         sampled=False,

@@ -6,8 +6,10 @@ test gives them. A new runtime is one more function in `RUNTIMES`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +62,6 @@ def _trainer(mechanism, size, clients_per_round, executor):
         mechanism,
         clients_per_round=clients_per_round,
         sampling="cyclic" if mechanism.name == "CorrelatedNoise" else "fixed_size",
-        on_client_failure="exclude",
         num_replicas=2,
     )
     compiled = {"side by side": None, "XLA": True}.get(executor, False)
@@ -92,7 +93,7 @@ def _keras(executor: str, runtime: Callable[[], Any] | None = None) -> Run:
                     lambda *_: executor == "side by side",
                 )
             )
-            workers = stack.enter_context(runtime()) if runtime else None
+            workers = runtime() if runtime else None
             for updates in rounds:
 
                 def read(client, updates=updates):
@@ -126,10 +127,14 @@ def _spec(size):
     return tf.TensorSpec([size], tf.float32), tf.TensorSpec([1], tf.float32)
 
 
+@functools.cache
 def _ray():
+    """Returns two workers, which serve every cell and end with the process."""
     from tfdp_fl import runtimes
 
-    return runtimes.RayWorkers(num_workers=2)
+    workers = runtimes.RayWorkers(num_workers=2)
+    atexit.register(workers.__exit__, None, None, None)
+    return workers.__enter__()
 
 
 def _tff(mechanism, rounds, clients_per_round):

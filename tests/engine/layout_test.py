@@ -106,32 +106,22 @@ class LayOutTest(parameterized.TestCase):
         self.assertEqual(way.full_batches, worthwhile and lengths == [8] * 6)
         self.assertEqual(way.kind == layout.SIDE_BY_SIDE, worthwhile)
 
-    def test_workers_train_no_more_at_once_than_fit_either(self):
-        made = dataclasses.replace(_PLAIN, kernels=_KERNELS)
-        with mock.patch.multiple(
-            dense_models,
-            clients_at_once=lambda *_: 3,
-            is_small=lambda *_: False,
-        ):
-            groups = _lay_out(made, [8] * 7, 2, worthwhile=True, for_workers=True)
-        # One of three would do without, and is served by the same function.
-        self.assertEqual([part.clients.num_clients for (part,) in groups], [4, 3])
-        for (part,) in groups:
-            self.assertTrue(part.way.in_groups)
-        self.assertEqual([part.tables[1] for (part,) in groups], [2, 3])
-
     @parameterized.parameters(
-        (7, 3, 3), (4, 3, 2), (6, 3, 3), (25, 20, 13), (21, 20, 11), (5, 1, 1)
+        (7, 3, [3, 3, 1]), (4, 3, [2, 2]), (25, 20, [13, 12]), (5, 1, [1] * 5)
     )
-    def test_no_few_are_left_at_the_end(self, clients, at_most, at_once):
+    def test_no_more_at_once_than_fit_and_no_few_at_the_end(self, clients, most, sizes):
         made = dataclasses.replace(_PLAIN, kernels=_KERNELS)
-        with mock.patch.multiple(
-            dense_models,
-            clients_at_once=lambda *_: at_most,
-            is_small=lambda *_: False,
-        ):
-            ((part,),) = _lay_out(made, [8] * clients, 1, worthwhile=True)
-        self.assertEqual(part.tables[1], at_once)
+        for for_workers in (False, True):
+            with mock.patch.multiple(
+                dense_models,
+                clients_at_once=lambda *_: most,
+                is_small=lambda *_: False,
+            ):
+                (group,) = _lay_out(
+                    made, [8] * clients, 1, worthwhile=True, for_workers=for_workers
+                )
+            self.assertEqual([part.clients.num_clients for part in group], sizes)
+            self.assertLen({part.way for part in group}, 1)
 
     def test_updates_that_wait_are_bounded_in_memory(self):
         three = chunks.CHUNK_BYTES // 3
@@ -143,12 +133,7 @@ class LayOutTest(parameterized.TestCase):
     def test_a_few_small_clients_are_one_part(self):
         made = dataclasses.replace(_PLAIN, kernels=_KERNELS)
         ((part,),) = _lay_out(made, [8] * 4, 2, worthwhile=True)
-        self.assertFalse(part.way.in_groups)
-        with mock.patch.object(
-            dense_models, "clients_at_once", lambda *_: 3
-        ):  # Too many for one call.
-            ((part,),) = _lay_out(made, [8] * 4, 2, worthwhile=True)
-        self.assertTrue(part.way.in_groups)
+        self.assertEqual(part.clients.num_clients, 4)
 
     def test_xla_compiles_full_batches_only(self):
         made = dataclasses.replace(_PLAIN, xla=True)

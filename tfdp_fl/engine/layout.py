@@ -7,7 +7,6 @@ measured in `dense_models` (side by side or not) and `devices` (XLA).
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,14 +29,12 @@ class Way(NamedTuple):
       full_batches: Every batch has exactly B rows; side by side, every client
         also takes all the steps.
       num_steps: Side by side, how many steps there are.
-      in_groups: Side by side, whether so many at once is an argument.
       xla: Whether XLA compiles it.
     """
 
     kind: str
     full_batches: bool
     num_steps: int | None = None
-    in_groups: bool = False
     xla: bool = False
 
 
@@ -46,8 +43,7 @@ class Part(NamedTuple):
 
     Attributes:
       way: The function.
-      tables: Its arguments that say who trains on what: a `SideBySideTable`,
-        perhaps with how many of its clients to train at once (int32); a
+      tables: Its arguments that say who trains on what: a `SideBySideTable`; a
         `BatchedTable`; or a `ClientTable`, perhaps padded, and the number of its
         clients (int32).
       clients: What the tables were made of.
@@ -148,19 +144,16 @@ class Layout:
         small = dense_models.is_small(self.kernels, chunk.lengths, inputs.local_epochs)
         if small:
             num_groups = 1
-        groups = tables.split(clients, num_groups)
         examples = int(chunk.lengths.max()) * inputs.local_epochs
         at_once = dense_models.clients_at_once(self.kernels, examples)
-        in_groups = at_once < max(each.num_clients for (each,) in groups)
+        num_steps = int(clients.steps.max())
+        full = bool(
+            not clients.has_short_batches and (clients.steps == num_steps).all()
+        )
+        way = Way(SIDE_BY_SIDE, full_batches=full, num_steps=num_steps)
         return [
-            [
-                _side_by_side(
-                    each,
-                    serving=clients if for_workers else each,
-                    at_once=_evenly(each, at_once) if in_groups else None,
-                )
-            ]
-            for (each,) in groups
+            [Part(way, (tables.side_by_side(each, num_steps),), each) for each in group]
+            for group in tables.split(clients, num_groups, at_once)
         ]
 
     def batches(
@@ -189,28 +182,3 @@ class Layout:
             (table, np.int32(clients.num_clients)),
             clients,
         )
-
-
-def _evenly(clients: tables.ClientTable, at_most: int) -> int:
-    """Returns how many at once, so that no few of them are left at the end."""
-    times = max(1, math.ceil(clients.num_clients / at_most))
-    return max(1, math.ceil(clients.num_clients / times))
-
-
-def _side_by_side(
-    clients: tables.ClientTable,
-    serving: tables.ClientTable,
-    at_once: int | None,
-) -> Part:
-    """Lays clients out for a function that serves others as well."""
-    steps = serving.steps
-    num_steps = int(steps.max())
-    way = Way(
-        SIDE_BY_SIDE,
-        full_batches=bool(not serving.has_short_batches and (steps == num_steps).all()),
-        num_steps=num_steps,
-        in_groups=at_once is not None,
-    )
-    table = tables.side_by_side(clients, num_steps)
-    arguments = (table,) if at_once is None else (table, np.int32(at_once))
-    return Part(way, arguments, clients)

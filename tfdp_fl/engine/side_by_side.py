@@ -113,35 +113,20 @@ class SideBySide:
         x: Any,
         y: Any,
         table: tables.SideBySideTable,
-        at_once: tf.Tensor | None = None,
     ) -> cohort.Trained:
-        """Trains K clients.
+        """Trains K clients: all steps of theirs, then clips and adds up.
 
         Args:
           received: What the server sends to each of them.
           x: The features, one tensor, leading dimension over stored examples.
           y: The labels, likewise.
           table: A `SideBySideTable`.
-          at_once: How many of them at once (an int32 scalar); None: all.
         """
         (x,) = tf.nest.flatten(x)
         y = _of_one_output(y)
-        if at_once is None:
-            total, metrics = self._cohort(received, x, y, table)
-        else:
-            total, metrics = self._groups(received, x, y, table, at_once)
-        return cohort.Trained(total, metrics, tf.zeros([0, 0]))
-
-    def _cohort(
-        self,
-        received: cohort.Received,
-        x: tf.Tensor,
-        y: Any,
-        table: tables.SideBySideTable,
-    ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
-        """Runs K clients: all steps of theirs, then clips and adds up."""
         weights = self._as_computed_with(received.weights)
-        metrics = self._no_metrics()
+        specs = self._trainer.metric_specs
+        metrics = [tf.zeros(each.shape, each.dtype) for each in specs]
         shape = tf.shape(table.rows)
         clients, batch = shape[1], shape[2]
         labels = tf.nest.map_structure(
@@ -167,11 +152,8 @@ class SideBySide:
             loss += summed
             examples += counted
         clipped = self._clip_and_sum(received, memory, table.measured)
-        return cohort.CohortSum(clipped, loss, examples, ()), metrics
-
-    def _no_metrics(self) -> list[tf.Tensor]:
-        """Returns the metrics' state before any example."""
-        return [tf.zeros(each.shape, each.dtype) for each in self._trainer.metric_specs]
+        total = cohort.CohortSum(clipped, loss, examples, ())
+        return cohort.Trained(total, metrics, tf.zeros([0, 0]))
 
     def _as_computed_with(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the server's weights in what their layers compute with."""
@@ -181,36 +163,6 @@ class SideBySide:
                 if place is not None:
                     found[place] = tf.cast(weights[place], layer.dtype)
         return found
-
-    def _groups(
-        self,
-        received: cohort.Received,
-        x: tf.Tensor,
-        y: Any,
-        table: tables.SideBySideTable,
-        at_once: tf.Tensor,
-    ) -> tuple[cohort.CohortSum, list[tf.Tensor]]:
-        """Runs K clients, so many at once, and holds one sum for all."""
-
-        def add(start: tf.Tensor, total: Any) -> tuple[tf.Tensor, Any]:
-            end = start + at_once
-            group = self._cohort(received, x, y, table.clients(start, end))
-            return end, cohort.added(total, group)
-
-        zeros = [tf.zeros(each.shape, each.dtype) for each in received.weights]
-        nobody = cohort.CohortSum(
-            cohort.made_by_each_run(self._query.initial_sample_state(zeros), at_once),
-            tf.zeros([]),
-            tf.zeros([]),
-            (),
-        )
-        _, total = tf.while_loop(
-            lambda start, _: start < tf.shape(table.rows)[1],
-            add,
-            (tf.constant(0), (nobody, self._no_metrics())),
-            parallel_iterations=1,
-        )
-        return total
 
     def _first_memory(
         self,

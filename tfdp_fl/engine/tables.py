@@ -8,6 +8,7 @@ have to gather. A table's fields are NumPy arrays here, and tensors in there.
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,15 +72,6 @@ class SideBySideTable(NamedTuple):
     rows: Any
     sizes: Any
     measured: Any = ()
-
-    def clients(self, start: Any, end: Any) -> SideBySideTable:
-        """Returns the table of some clients that follow each other."""
-        measured = self.measured
-        return SideBySideTable(
-            self.rows[:, start:end],
-            self.sizes[:, start:end],
-            () if isinstance(measured, tuple) else measured[start:end],
-        )
 
 
 class BatchedTable(NamedTuple):
@@ -260,7 +252,8 @@ def split(
     Args:
       table: The clients.
       num_groups: How many groups; those of nobody are left out, but for one.
-      at_most: How many clients a table may have; None: any number.
+      at_most: How many clients a table may have; None: any number. No few of them
+        are left for the last table.
 
     Returns:
       For each group the tables that come one after the other, at least one.
@@ -271,10 +264,11 @@ def split(
     found = []
     for group in [each for each in groups if len(each)] or groups[:1]:
         length = max(1, len(group))
+        step = math.ceil(length / math.ceil(length / (at_most or length)))
         found.append(
             [
-                select(table, group[start : start + (at_most or length)])
-                for start in range(0, length, at_most or length)
+                select(table, group[start : start + step])
+                for start in range(0, length, step)
             ]
         )
     return found
