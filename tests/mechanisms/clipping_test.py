@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import numpy as np
@@ -54,19 +55,16 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         expected = np.sqrt((size - 1) * 2.0**-24 + 16)
         self.assertAllClose(norm, expected, rtol=8e-6, atol=0)
 
-    @parameterized.product(
-        place=[0, 299, 300, -1], bad=[np.nan, 3e38], compiled=[False, True]
-    )
-    def test_a_bad_element_in_any_part_of_a_layer(self, place, bad, compiled):
-        update = np.full(1001, 0.1, np.float32)
-        update[place] = bad
+    @parameterized.parameters(False, True)
+    def test_a_bad_element_in_any_part_of_a_layer(self, compiled):
+        clip = tf.function(lambda x: _clipped([x]), jit_compile=compiled)
         with mock.patch.object(clipping, "_COPIED", 100):
-            result = tf.function(
-                lambda x: _clipped([x]),
-                jit_compile=compiled,
-            )(tf.constant(update))
-        self.assertEqual(float(result.discarded), 1)
-        self.assertAllEqual(result.update[0], np.zeros(1001))
+            for place, bad in itertools.product((0, 299, 300, -1), (np.nan, 3e38)):
+                update = np.full(1001, 0.1, np.float32)
+                update[place] = bad
+                result = clip(tf.constant(update))
+                self.assertEqual(float(result.discarded), 1)
+                self.assertAllEqual(result.update[0], np.zeros(1001))
 
     def test_a_zero_update_is_legal_and_stays_zero(self):
         for bound in (1.0, 0.0):

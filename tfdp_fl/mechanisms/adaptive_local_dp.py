@@ -78,14 +78,11 @@ class AdaptiveLocalDP(local_dp.LocalMechanism):
         "how many of its own last norms a client averages.",
         default=3,
     )
-    calibration: str = local_dp.calibration_parameter()
-    composition: str = local_dp.composition_parameter()
     layers: str = parameters.parameter(
         parameters.OneOf("joint", "separate"),
         "whether a round's layers are one release or charged one by one.",
         default="joint",
     )
-    max_participations: int | None = local_dp.max_participations_parameter()
 
     def _num_layers(self, deployment: Deployment) -> int:
         if deployment.num_variables is None:

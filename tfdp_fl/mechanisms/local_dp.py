@@ -72,43 +72,17 @@ def noise_over_sensitivity(
     return single * math.sqrt(releases)
 
 
-def calibration_parameter() -> str:
-    """Returns the formula that makes noise of a budget."""
-    return parameters.parameter(
-        parameters.OneOf("analytic", "classic"),
-        "analytic (Balle & Wang 2018), or the classic formula, proven for epsilon < 1.",
-        default="analytic",
-    )
-
-
-def composition_parameter() -> str:
-    """Returns how a client's rounds add up."""
-    return parameters.parameter(
-        parameters.OneOf("rdp", "basic"),
-        "how a client's rounds add up: rdp, or basic (epsilon / T for every round).",
-        default="rdp",
-    )
-
-
-def max_participations_parameter() -> int | None:
-    """Returns the limit of a client's rounds."""
-    return parameters.parameter(
-        parameters.optional(_validate.positive_integer),
-        "after so many rounds a client sits out, which needs less noise in each.",
-        default=None,
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalMechanism(mechanism.Mechanism):
-    """What the mechanisms have in common that protect each release alone."""
+    """What the mechanisms have in common that protect each release alone.
+
+    Their parameters, `epsilon` and `delta` beside those here, are what `LocalDP`
+    says of them.
+    """
 
     guarantee: ClassVar[str] = "local"
     noise_site: ClassVar[str] = "every client"
-    # Parameters of every one of them, beside `epsilon`.
     delta: ClassVar[Any]
-    calibration: ClassVar[Any]
-    composition: ClassVar[Any]
     own_caveats: ClassVar[Mapping[str, str]] = {
         "classic_above_one": (
             "The noise was calibrated by the classic Gaussian formula at an "
@@ -126,6 +100,22 @@ class LocalMechanism(mechanism.Mechanism):
         "target_epsilon": 16.0,
         **EVERYBODY_IN_FEW_ROUNDS,
     }
+
+    calibration: str = parameters.parameter(
+        parameters.OneOf("analytic", "classic"),
+        "analytic (Balle & Wang 2018), or the classic formula, proven for epsilon < 1.",
+        default="analytic",
+    )
+    composition: str = parameters.parameter(
+        parameters.OneOf("rdp", "basic"),
+        "how a client's rounds add up: rdp, or basic (epsilon / T for every round).",
+        default="rdp",
+    )
+    max_participations: int | None = parameters.parameter(
+        parameters.optional(_validate.positive_integer),
+        "after so many rounds a client sits out, which needs less noise in each.",
+        default=None,
+    )
 
     def mean(
         self, update: Tensors, weight: tf.Tensor, round: Round, deployment: Deployment
@@ -244,9 +234,6 @@ class LocalDP(LocalMechanism):
         "what one client adds, over the clip, in the place of a budget.",
         default=None,
     )
-    calibration: str = calibration_parameter()
-    composition: str = composition_parameter()
-    max_participations: int | None = max_participations_parameter()
 
     def check_parameters(self) -> None:
         """Implements `Mechanism.check_parameters`."""
