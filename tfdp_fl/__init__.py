@@ -41,31 +41,21 @@ _PACKAGES = frozenset(
         *("search", "secure_aggregation"),
     ]
 )
-_PACKAGE_OF = {
-    "AdaptiveClipping": "mechanisms",
-    "AdaptiveLocalDP": "mechanisms",
-    "BLT": "correlated_noise",
-    "BandedToeplitz": "correlated_noise",
-    "ClientWeighting": "mechanisms",
-    "CorrelatedNoise": "mechanisms",
-    "DPFederatedModel": "keras",
-    "FederatedDataset": "datasets",
-    "FixedClipping": "mechanisms",
-    "LocalDP": "mechanisms",
-    "Mechanism": "mechanisms",
-    "MedianClipping": "mechanisms",
-    "NbAFL": "mechanisms",
-    "NoPrivacy": "mechanisms",
-    "PrivateMetrics": "keras",
-    "PrivateScore": "search",
-    "PrivateSearch": "search",
-    "PublicScore": "search",
-    "QueryMechanism": "mechanisms",
-    "bound_rows": "datasets",
-    "callbacks": "keras",
-    "make_private": "keras",
-    "validate": "keras",
+_NAMES = {
+    "correlated_noise": ("BLT", "BandedToeplitz"),
+    "datasets": ("FederatedDataset", "bound_rows"),
+    "keras": (
+        *("DPFederatedModel", "PrivateMetrics", "callbacks", "make_private"),
+        "validate",
+    ),
+    "mechanisms": (
+        *("AdaptiveClipping", "AdaptiveLocalDP", "ClientWeighting"),
+        *("CorrelatedNoise", "FixedClipping", "LocalDP", "Mechanism"),
+        *("MedianClipping", "NbAFL", "NoPrivacy", "QueryMechanism"),
+    ),
+    "search": ("PrivateScore", "PrivateSearch", "PublicScore"),
 }
+_PACKAGE_OF = {name: package for package, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BLT",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
-import time
 import unittest
 from unittest import mock
 
@@ -73,7 +72,6 @@ class ClusterTest(absltest.TestCase):
         self.assertEqual(here.epsilon(1e-3), federated.epsilon(1e-3))
 
     def test_workers_on_both_nodes_train_the_same_model(self):
-        time.monotonic()
         workers = self._workers().open()
         self.assertLen({self._node_of(pid).node_id for pid in workers.pids}, 2)
         federated = cohorts._federated(self.case)
@@ -81,7 +79,6 @@ class ClusterTest(absltest.TestCase):
         self._assert_same_model(federated)
 
     def test_a_lost_node_is_made_up_for(self):
-        time.monotonic()
         workers = self._workers().open()
         nodes = [self._node_of(pid) for pid in workers.pids]
         struck, victim = next(

@@ -88,13 +88,16 @@ _OWN = {
         [None, None, 80], int, "Characters in an example.", _ROLES
     ),
     "clients_per_role": Option(
-        None, int, "At most (1). With more, a part of a role is protected.", _ROLES
+        None,
+        int,
+        "At most (1); with more, what is protected is a part of a role.",
+        _ROLES,
     ),
     # The model.
     "model": Option(
         ["mlp", "mlp", "lstm"], ("linear", "mlp", "cnn", "lstm"), "The network."
     ),
-    "hidden_units": Option(["128", "600,100", "128,128"], str, "As in 600,100."),
+    "hidden_units": Option(["128", "600,100", "128,128"], str, "Units of the layers."),
     "input_pooling": Option(
         None, int, "Images come in as means over squares of this side.", _DENSE
     ),
@@ -118,9 +121,15 @@ _OWN = {
         "with --noise_multiplier training stops before the round that would pass it.",
     ),
     "target_delta": Option(None, float, "N^-1.1 unless given; nbafl: by --constant."),
-    "accountant": Option(None, ("rdp", "pld"), "pld is tighter, and slower."),
+    "accountant": Option(
+        None, ("rdp", "pld"), "Who calibrates and reports; pld is tighter."
+    ),
     # The rounds.
-    "sampling": Option(["poisson"] * 3, SAMPLINGS, "How a cohort is drawn."),
+    "sampling": Option(
+        ["poisson"] * 3,
+        SAMPLINGS,
+        "How a cohort is drawn, unless the mechanism needs another.",
+    ),
     "clients_per_round": Option(
         [100, 100, 50], str, "m: a number, all, or values as in 30x50,30x100."
     ),
@@ -129,7 +138,7 @@ _OWN = {
     "local_epochs": Option([1, 1, 1], int, "Passes of a client over its examples."),
     "batch_size": Option([10, 60, 10], int, "Examples in a local batch."),
     "shuffle": Option(False, bool, "Clients shuffle their examples in each epoch."),
-    "client_learning_rate": Option([0.2, 0.1, 1.0], float, "The clients' SGD's."),
+    "client_learning_rate": Option([0.2, 0.1, 1.0], float, "The clients' rate."),
     "client_loss": Option(
         "cross_entropy",
         ("cross_entropy", "balanced"),
@@ -491,7 +500,10 @@ def _help(option: Option) -> str:
     if option.only_with:
         text += f" For --{option.only_with[0]}={'|'.join(option.only_with[1:])}."
     if isinstance(option.default, list):
-        text += f" {', '.join(_DATASETS)}: {', '.join(map(str, option.default))}."
+        pairs = zip(_DATASETS, option.default, strict=True)
+        own = {dataset: value for dataset, value in pairs if value is not None}
+        values = ", ".join(f"{dataset}: {value}" for dataset, value in own.items())
+        text += f" ({values})"
     return text
 
 
