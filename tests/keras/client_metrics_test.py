@@ -76,18 +76,6 @@ class EvaluateClientsTest(absltest.TestCase):
         self.assertNotIn("271828", str(error.exception))
 
 
-class RawDataTest(absltest.TestCase):
-    def test_a_mapping_trains_as_its_dataset_does(self):
-        raw = {i: toy.clients().client(i) for i in range(toy.NUM_CLIENTS)}
-        trained = []
-        for clients in (toy.clients(), raw, list(raw.values())):
-            fed = toy.federated()
-            fed.fit(clients, rounds=2, seed=1, verbose=0)
-            trained.append(fed.get_weights())
-        for other in trained[1:]:
-            toy.assert_same(trained[0], other)
-
-
 class ValidateTest(absltest.TestCase):
     def test_a_model_that_can_be_trained(self):
         self.assertEqual(tfdp_fl.validate(toy.dense()), [])

@@ -89,12 +89,6 @@ class CalibrationTest(parameterized.TestCase):
         sizes = [fed.setup.clients_per_round(t) for t in range(5)]
         self._assert_used_up(_cost(fed.mechanism, rounds=5, m=sizes))
 
-    def test_pld_needs_less_noise(self):
-        by_rdp = _make(mechanism="fixed", clip_norm=1.0).mechanism
-        by_pld = _make(mechanism="fixed", clip_norm=1.0, accountant="pld")
-        self.assertLess(by_pld.mechanism.noise_multiplier, by_rdp.noise_multiplier)
-        self._assert_used_up(_cost(by_pld.mechanism, accountant="pld"))
-
     @parameterized.parameters("local", "adaptive_local")
     def test_local_targets_hold_for_the_client_seen_most(self, mechanism):
         options = {"clip_norm": 0.5} if mechanism == "local" else {}

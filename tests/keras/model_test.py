@@ -257,12 +257,6 @@ class CohortTest(parameterized.TestCase):
         self.assertEqual(fed.spending.rounds, 1)
         self.assertGreater(fed.epsilon(1e-9), 0.0)
 
-    def test_shuffled_sees_every_client_once_a_pass(self):
-        fed = toy.federated(clients_per_round=15, sampling="shuffled")
-        sizes = _fit(fed, 3).history["cohort_size"]
-        self.assertEqual(sizes, [15, 15, 10])
-        np.testing.assert_array_equal(fed.spending.clients.participations, np.ones(40))
-
     @parameterized.parameters("exclude", "abort")
     def test_a_client_that_fails(self, rule):
         fed = toy.federated(
@@ -416,18 +410,6 @@ class ErrorTest(parameterized.TestCase):
     def test_construction(self, options, message):
         self._assert_refused(ValueError, message, lambda: toy.federated(**options))
 
-    def test_models_that_cannot_be_trained(self):
-        unbuilt = tf.keras.Sequential([tf.keras.layers.Dense(2)])
-        fixed = tf.keras.Sequential([tf.keras.layers.Flatten(input_shape=(8,))])
-        for model, error, message in (
-            (unbuilt, ValueError, "model must be built"),
-            (fixed, ValueError, "model must have trainable variables"),
-            ("x", TypeError, "model must be a Model"),
-        ):
-            self._assert_refused(
-                error, message, lambda m=model: tfdp_fl.DPFederatedModel(m, _QUIET, 5)
-            )
-
     def test_fit_refuses_what_does_not_belong_together(self):
         fed = toy.federated(clients_per_round=41)
         short = toy.federated(clients_per_round=[20, 20])
@@ -451,19 +433,6 @@ class ErrorTest(parameterized.TestCase):
         for model in (fed, short):
             self.assertEqual(model.rounds, 0)
             self.assertEqual(model.epsilon(_DELTA), 0.0)
-
-    def test_uncompiled(self):
-        fed = tfdp_fl.DPFederatedModel(toy.dense(), _QUIET, 5)
-        for error, message, call in (
-            (RuntimeError, "compile must be called before fit", lambda: _fit(fed)),
-            (ValueError, "loss must be given", lambda: fed.compile("sgd")),
-            (
-                TypeError,
-                "upload_hook must be callable",
-                lambda: fed.compile("sgd", "mse", upload_hook=1),
-            ),
-        ):
-            self._assert_refused(error, message, call)
 
 
 class PopulationTest(parameterized.TestCase):
@@ -540,12 +509,6 @@ class ChargedAsItRanTest(absltest.TestCase):
             parameters["noise_multiplier"],
             f"{min(noise):g} to {max(noise):g} (scheduled)",
         )
-
-    def test_the_mechanism_of_a_model_is_the_one_it_was_made_with(self):
-        fed = toy.federated()
-        with self.assertRaises(AttributeError):
-            fed.mechanism = tfdp_fl.NoPrivacy()
-        self.assertEqual(fed.mechanism.name, "FixedClipping")
 
     def test_a_second_fit_of_a_local_budget_keeps_its_noise_and_says_so(self):
         fed = toy.federated(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import shutil
 import signal
 import tempfile
 import warnings
@@ -336,6 +337,10 @@ class LedgerTest(absltest.TestCase):
             (self.path / "run" / "privacy.txt").read_text("utf-8"),
         )
         other = _trained(rounds=0)
+        cut = shutil.copytree(self.path / "run", self.path / "cut") / "ledger.jsonl"
+        cut.write_bytes(b"".join(cut.read_bytes().splitlines(keepends=True)[:-1]))
+        with self.assertRaises(accounting.LedgerTamperedError):
+            other.fit(toy.clients(), 3, seed=1, resume_from=cut.parent, verbose=0)
         other.fit(toy.clients(), 3, seed=1, resume_from=self.path / "run", verbose=0)
         self.assertEqual(other.spending.evaluations, 1)
         self.assertEqual(other.run.facts.rounds_charged_twice, 0)

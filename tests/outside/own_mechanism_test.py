@@ -29,9 +29,6 @@ def _model():
 
 
 class OwnMechanismTest(absltest.TestCase):
-    def test_fits_on_a_page(self):
-        self.assertLess(len(_FILE.read_text("utf-8").splitlines()), 60)
-
     def test_query_is_its_mathematics(self):
         mechanism = smooth_clipping()(noise_multiplier=0.0)
         query = mechanism.bind(mechanisms.Deployment(clients_per_round=3))

@@ -59,27 +59,6 @@ class MessageTest(parameterized.TestCase):
             run([-a, b, np.array([7, 2], np.int32)])
 
 
-class SealedTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ([[np.arange(5), np.zeros([0, 3], bool)], [np.float32(2.0)]], True),
-        ([], True),
-        ([np.zeros(2**14, np.float32)], True),
-        ([np.zeros(2**14, np.float32), np.int8(0)], False),
-    )
-    def test_short_nests_travel_as_one_string(self, arrays, short):
-        sealed = ray_workers._sealed(arrays)
-        self.assertEqual(isinstance(sealed, bytes), short)
-        if not short:
-            self.assertIs(sealed, arrays)
-        opened = ray_workers._opened(sealed)
-        tf.nest.assert_same_structure(opened, arrays)
-        for one, other in zip(
-            tf.nest.flatten(opened), tf.nest.flatten(arrays), strict=True
-        ):
-            self.assertEqual(one.dtype, other.dtype)
-            np.testing.assert_array_equal(one, other)
-
-
 @functools.cache
 def _workers():
     """Returns the two workers of all tests, of one Ray."""

@@ -635,18 +635,5 @@ class ResumingTest(parameterized.TestCase):
         self.assertEqual(caught, [])
 
 
-class ArgumentsTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ({"candidates": []}, "candidates"),
-        ({"candidates": [3]}, "candidates"),
-        ({"expected_trials": 0.5}, "expected_trials"),
-        ({"distribution": "normal"}, "distribution"),
-        ({"build": None}, "build"),
-    )
-    def test_what_is_refused(self, options, name):
-        with self.assertRaisesRegex((ValueError, TypeError), name):
-            _search(**options)
-
-
 if __name__ == "__main__":
     absltest.main()

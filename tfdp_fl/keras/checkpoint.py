@@ -218,7 +218,7 @@ def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Returns what was packed; raises ValueError unless it is to the last bit."""
     data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if hashlib.sha256(data).digest() != digest:
-        raise ValueError("its checksum is wrong")
+        raise ValueError("its checksum is wrong, or an earlier version wrote it")
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         body = json.loads(str(file["json"]))
         if body["format"] != FORMAT:

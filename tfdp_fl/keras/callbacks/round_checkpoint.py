@@ -146,8 +146,11 @@ class RoundCheckpoint(FederatedCallback):
         return self._charged_round < run.rounds and not run.releasing
 
     def _save(self) -> None:
-        saved = resuming.capture(self.federated_model, self.ledger.head)
-        self._files.write(saved, self.keep)
+        fed, head = self.federated_model, self.ledger.head
+        if head is None:  # After `fit`, where a private evaluation is saved.
+            key = resuming.ledger_key(self.ledger.path)
+            head = fed.run.known_ledgers.get(key) or None
+        self._files.write(resuming.capture(fed, head), self.keep)
 
     def _write_statement(self) -> None:
         text = self.federated_model.privacy_statement(self.delta)
