@@ -136,7 +136,7 @@ def accuracies(seeds: int = 3):
 
 
 def draw(rows: list[dict], path: pathlib.Path) -> None:
-    """Draws the accuracies: bars of the means, and a dot for each seed."""
+    """Draws the accuracies: a dot for each seed, and a line for their mean."""
     from matplotlib import figure
 
     names = {
@@ -151,11 +151,13 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
         for place, name in enumerate(names):
             values = [row[name] for row in rows if row["epsilon"] == epsilon]
             color = "#999999" if name == "uncounted" else "#0072B2"
-            axes.barh(place, np.mean(values), color=color)
-            axes.plot(values, [place] * len(values), "o", color="black", ms=3)
+            axes.plot(values, [place] * len(values), "o", color=color, ms=4)
+            axes.plot(np.mean(values), place, "|", color=color, ms=22, mew=3)
         axes.set_yticks(range(len(names)), names.values(), fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.margins(y=0.15)
         axes.set_title(f"epsilon = {epsilon:g}", fontsize=10)
-        axes.set_xlim(0.7, 1)
+        axes.set_xlim(0.8, 1)
         axes.set_xlabel("accuracy on unseen digits")
     every[0].invert_yaxis()
     drawn.savefig(path, dpi=150)
