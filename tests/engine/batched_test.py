@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from tests.engine import cohorts
 from tfdp_fl import mechanisms
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import devices, tables
+from tfdp_fl.engine import client_programs, devices, tables
 
 _layers = tf.keras.layers
 _SIZES = (5, 7, 5, 0, 3, 5, 12, 2)
@@ -104,6 +104,57 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
         pending = engine.collect(dataset, cohorts.inputs(dataset))
         self.assertEqual([each.position for each in pending.failures], [2])
         self.assertEqual(float(pending.sums[0].contribution.weight), 3.0)
+
+    @parameterized.parameters("unsorted", "sparse")
+    def test_an_index_out_of_range_stays_with_its_client(self, kind):
+        # A GPU raises nothing; nor does a CPU for all but the last client.
+        data = tf.reshape(tf.range(1.0, 13.0), [3, 4])
+        ids = tf.constant([[0, 1, 4, 9], [3, 2, 0, 1], [0, 1, -1, 3]])
+
+        def one(arguments):
+            own, index = arguments
+            if kind == "unsorted":
+                return tf.math.unsorted_segment_sum(own, index, 4)
+            return tf.sparse.segment_sum(own, index, tf.constant([0, 1, 2, 3]))
+
+        together = tf.function(lambda *both: client_programs._for_all(one, both))
+        if kind == "unsorted":
+            expected = [[1, 2, 0, 0], [7, 8, 6, 5], [9, 10, 0, 12]]
+            self.assertAllEqual(together(data, ids), expected)
+        else:
+            with self.assertRaises(tf.errors.InvalidArgumentError):
+                together(data, tf.maximum(ids, 0))
+
+    def test_nobody_writes_into_the_segments_of_another_client(self):
+        class Segments(_layers.Layer):
+            def build(self, _):
+                self.kernel = self.add_weight(shape=[4], name="kernel")
+
+            def call(self, x):
+                ids = tf.reshape(tf.cast(x[:, :, 0], tf.int32), [-1])
+                sums = tf.math.unsorted_segment_sum(
+                    tf.reshape(x[:, :, 1], [-1]), ids, 4
+                )
+                return tf.ones_like(x[:, 0, :1]) * (sums * self.kernel)
+
+        updates = []
+        for ids, size in (([[0, 1], [2, 3]], 1.0), ([[4, 5], [6, 7]], -1e3)):
+            x = np.ones([3, 2, 2, 2], np.float32)
+            x[:, :, :, 0] = [[0, 1], [2, 3]]
+            x[0, :, :, 0], x[0, :, :, 1] = ids, size
+            y = np.array([0, 1])
+            dataset = FederatedDataset.from_client_arrays(
+                {k: (x[k], y) for k in range(3)}
+            )
+            tf.keras.utils.set_random_seed(2)
+            model = tf.keras.Sequential([tf.keras.Input([2, 2]), Segments()])
+            model.add(_layers.Dense(cohorts.CLASSES))
+            engine = _engine(dataset, 3, model, mechanism=_MECHANISMS["fixed"])
+            pending = engine.collect(dataset, cohorts.inputs(dataset))
+            update = pending.sums[0].contribution.update
+            updates.append(np.concatenate([np.ravel(each) for each in update]))
+        moved = np.linalg.norm(updates[1] - updates[0])
+        self.assertLessEqual(moved, 2 * 0.1 * (1 + 1e-5))
 
     def test_steps_are_laid_out_as_the_clients_take_them(self):
         lengths = np.array(_SIZES)
