@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from tests.engine import cohorts
 from tfdp_fl import mechanisms
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import client_programs, devices, tables
+from tfdp_fl.engine import devices, tables
 
 _layers = tf.keras.layers
 _SIZES = (5, 7, 5, 0, 3, 5, 12, 2)
@@ -74,6 +74,32 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(one, batched, atol=3e-6)
         self.assertAllClose(logs, logs_batched, rtol=1e-5, atol=1e-6)
 
+    def test_convolutions_and_their_statistics(self):
+        rng = np.random.default_rng(0)
+        clients = {
+            k: (rng.normal(size=[n, 6, 6, 2]).astype("f4"), rng.integers(0, 3, n))
+            for k, n in enumerate((5, 8, 10, 3))
+        }
+        dataset = FederatedDataset.from_client_arrays(clients)
+        weights = []
+        for at_once in (None, 3):
+            tf.keras.utils.set_random_seed(2)
+            model = tf.keras.Sequential(
+                [
+                    tf.keras.Input([6, 6, 2]),
+                    _layers.Conv2D(4, 3, activation="relu"),
+                    _layers.BatchNormalization(),
+                    _layers.MaxPool2D(),
+                    _layers.Flatten(),
+                    _layers.Dense(3),
+                ]
+            )
+            engine = _engine(dataset, at_once, model, mechanism=_MECHANISMS["fixed"])
+            cohorts.run_round(engine, dataset)
+            self.assertEqual("batches of 3" in engine.executor, at_once == 3)
+            weights.append(model.get_weights())
+        self.assertAllClose(*weights, atol=3e-6)
+
     def test_a_batch_without_room_is_halved(self):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((5,) * 9))
         whole, halved = (_engine(dataset, 8, cohorts.mlp()) for _ in range(2))
@@ -105,26 +131,6 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([each.position for each in pending.failures], [2])
         self.assertEqual(float(pending.sums[0].contribution.weight), 3.0)
 
-    @parameterized.parameters("unsorted", "sparse")
-    def test_an_index_out_of_range_stays_with_its_client(self, kind):
-        # A GPU raises nothing; nor does a CPU for all but the last client.
-        data = tf.reshape(tf.range(1.0, 13.0), [3, 4])
-        ids = tf.constant([[0, 1, 4, 9], [3, 2, 0, 1], [0, 1, -1, 3]])
-
-        def one(arguments):
-            own, index = arguments
-            if kind == "unsorted":
-                return tf.math.unsorted_segment_sum(own, index, 4)
-            return tf.sparse.segment_sum(own, index, tf.constant([0, 1, 2, 3]))
-
-        together = tf.function(lambda *both: client_programs._for_all(one, both))
-        if kind == "unsorted":
-            expected = [[1, 2, 0, 0], [7, 8, 6, 5], [9, 10, 0, 12]]
-            self.assertAllEqual(together(data, ids), expected)
-        else:
-            with self.assertRaises(tf.errors.InvalidArgumentError):
-                together(data, tf.maximum(ids, 0))
-
     def test_nobody_writes_into_the_segments_of_another_client(self):
         class Segments(_layers.Layer):
             def build(self, _):
@@ -150,6 +156,8 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
             model = tf.keras.Sequential([tf.keras.Input([2, 2]), Segments()])
             model.add(_layers.Dense(cohorts.CLASSES))
             engine = _engine(dataset, 3, model, mechanism=_MECHANISMS["fixed"])
+            # Vectorized, an index out of range would be another client's.
+            self.assertIsNone(engine.layout.at_once)
             pending = engine.collect(dataset, cohorts.inputs(dataset))
             update = pending.sums[0].contribution.update
             updates.append(np.concatenate([np.ravel(each) for each in update]))

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any, NamedTuple
-from unittest import mock
 
 import tensorflow as tf
-from tensorflow.python.ops.parallel_for import pfor
 
 from tfdp_fl.engine import cohort, tables
 from tfdp_fl.engine import trainer as trainer_lib
@@ -364,46 +362,7 @@ class Batched(ClientProgram):
 
 def _for_all(function: Any, clients: Any) -> Any:
     """Calls a function of one client's tensors for all clients at once."""
-    # TensorFlow's own vectorizations of these move an index that is out of range
-    # into the rows of another client.
-    loops = dict.fromkeys(each for each in _VECTORIZED if "SparseSegment" in each)
-    with mock.patch.dict(_VECTORIZED, loops | _SEGMENTS):
-        return tf.vectorized_map(function, clients, warn=False)
-
-
-# By the operation's name; None: a loop over clients.
-_VECTORIZED = pfor._pfor_converter_registry
-
-
-def _segment_converter(reduce: Any) -> Any:
-    """Returns a vectorized unsorted segment operation: each client in its own rows."""
-
-    def convert(operation: Any) -> Any:
-        operation.stack_inputs([0, 1])
-        data, ids = (operation.stacked_input(each) for each in (0, 1))
-        ids = tf.cast(ids, tf.int64)
-        count = tf.cast(operation.unstacked_input(2), tf.int64)
-        clients = tf.shape(ids, tf.int64)[:1]
-        ones = tf.ones_like(tf.shape(ids))[1:]
-        first = tf.reshape(
-            count * tf.range(clients[0]),
-            tf.concat([clients, tf.cast(ones, tf.int64)], 0),
-        )
-        # TensorFlow leaves out what has a negative number.
-        ids = tf.where((ids >= 0) & (ids < count), ids + first, -1)
-        found = reduce(data, ids, count * clients[0])
-        shape = tf.concat([clients, count[None], tf.shape(found, tf.int64)[1:]], 0)
-        return pfor.wrap(tf.reshape(found, shape), True)
-
-    return convert
-
-
-_SEGMENTS = {
-    "UnsortedSegmentMax": _segment_converter(tf.math.unsorted_segment_max),
-    "UnsortedSegmentMin": _segment_converter(tf.math.unsorted_segment_min),
-    "UnsortedSegmentProd": _segment_converter(tf.math.unsorted_segment_prod),
-    "UnsortedSegmentSum": _segment_converter(tf.math.unsorted_segment_sum),
-}
+    return tf.vectorized_map(function, clients, warn=False)
 
 
 def _check_one_by_one(update: Any, weights: list[tf.Tensor]) -> None:
