@@ -66,9 +66,9 @@ class RoundedTest(parameterized.TestCase):
     def test_a_wrong_quantile_is_mended_by_the_digits(self):
         # A thousand times more than float64's is wrong, within what is allowed.
         ndtri = special.ndtri
-        expected = grid.rounded(2.0**30, 3000, _Bytes())
+        expected = grid.rounded(2.0**30, 30_000, _Bytes())
         with mock.patch.object(special, "ndtri", lambda p: ndtri(p) * (1 + 2.0**-42)):
-            found = grid.rounded(2.0**30, 3000, _Bytes())
+            found = grid.rounded(2.0**30, 30_000, _Bytes())
         np.testing.assert_array_equal(found, expected)
 
     def test_float64s_quantile_is_far_better_than_is_asked_of_it(self):
