@@ -224,6 +224,11 @@ class CyclicTest(parameterized.TestCase):
         sampler.released(first)
         self.assertEmpty(np.intersect1d(sampler.cohort(2), first))
 
+    def test_how_often_one_client_can_be_drawn(self):
+        sampler = sampling.make_sampler("cyclic", 20, 5, num_groups=4)
+        found = [sampler.max_participations(rounds) for rounds in (0, 1, 4, 5, 9)]
+        self.assertEqual(found, [0, 1, 1, 2, 3])
+
     def test_too_early_a_client_raises(self):
         sampler = sampling.make_sampler("cyclic", 20, 5, num_groups=4)
         state = sampler.state()

@@ -322,6 +322,12 @@ def test_every_round_that_a_client_could_have_been_in(sampling, moved):
     assert known == pytest.approx(expected, abs=1e-9)
 
 
+def test_of_passes_everybody_knows_and_it_is_the_same():
+    history = _history(*_in_pass((0, 1.0), (100, 1.0), (100, 1.0)))
+    known = history.epsilon_if_participation_is_known(1e-5)
+    assert known == history.epsilon(1e-5, "pld")
+
+
 def test_an_event_s_own_sampling_does_not_count():
     event = dp_accounting.PoissonSampledDpEvent(0.1, _G(1.5))
     history = _history((_charge("cyclic", m=10, event=event), 3))

@@ -112,3 +112,25 @@ def test_a_central_charge_does_not_buy_a_local_guarantee(path):
         ledger.record(0, _charge(), 5, local={"mu_squared": 0.1, "max_mu_squared": 0.1})
         with pytest.raises(accounting.BudgetExceededError):
             ledger.record(1, _charge(), 5, budget=accounting.Budget(50.0, _DELTA))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((0.0, _DELTA), "epsilon"),
+        ((float("nan"), _DELTA), "epsilon"),  # No epsilon is above it.
+        ((1.0, 0.0), "delta"),
+        ((1.0, 1.0), "delta"),
+        ((1.0, _DELTA, "moments"), "accountant"),
+    ],
+)
+def test_a_budget_is_checked_when_it_is_made(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        accounting.Budget(*arguments)
+
+
+def test_anything_but_a_budget_is_refused(path):
+    with accounting.PrivacyLedger(path) as ledger:
+        with pytest.raises(TypeError, match="budget"):
+            ledger.record(0, _charge(), 5, budget=8.0)
+        assert not ledger.contents().entries

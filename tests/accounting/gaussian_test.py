@@ -89,6 +89,9 @@ class GaussianTest(parameterized.TestCase):
         self.assertEqual(gaussian.gaussian_delta(0.0, 3.0), 1.0)
         self.assertEqual(gaussian.gaussian_epsilon(math.inf, 1e-5), 0.0)
         self.assertEqual(gaussian.gaussian_delta(math.inf, 0.0), 0.0)
+        for delta in (0.0, 1.0, -1.0, math.nan):
+            with self.assertRaisesRegex(ValueError, "delta"):
+                gaussian.gaussian_epsilon(1.0, delta)
 
 
 def _mp_delta(z, epsilon):

@@ -493,6 +493,9 @@ def test_two_runs_on_one_ledger(path, open_ledger):
     open_ledger.record(1, _charge(), 5)
     open_ledger.close()
     _append(path).close()
+    with pytest.raises(accounting.LedgerError, match="closed"):
+        open_ledger.record(2, _charge(), 5)
+    assert len(read(path).entries) == 2
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

@@ -48,6 +48,10 @@ def test_the_same_declaration_is_optimised_once():
         (lambda: BLT(theta=(0.5,), theta_hat=(0.4, 0.3)), "theta_hat"),
         (lambda: BLT(theta=(1.5,), theta_hat=(0.4,)), "theta"),
         (lambda: BLT(theta=(0.3,), theta_hat=(0.5,)), "coefficients"),
+        (
+            lambda: BLT(theta=(0.5, 0.5), theta_hat=(0.3, 0.1)).generator(promised()),
+            r"theta .*differ in float32",
+        ),
     ],
 )
 def test_what_is_no_strategy_is_refused(make, named):

@@ -149,6 +149,12 @@ class ReadTest(parameterized.TestCase):
         result = _Result([np.zeros(3)], 1, {"dpfedavg_norm_bit": sent})
         self.assertIs(replies.read_result(result, _WANTED).norm_bit, bool(bit))
 
+    @parameterized.parameters(None, "yes", np.nan, 1j, ([True],), (np.ones(2),))
+    def test_what_is_no_bit(self, sent):
+        for metrics in ({"dpfedavg_norm_bit": sent}, {}):
+            with self.assertRaisesRegex(replies.ReplyError, "norm_bit"):
+                replies.read_result(_Result([np.zeros(3)], 1, metrics), _WANTED)
+
 
 def _read(reply):
     if reply == "garbled":

@@ -159,6 +159,11 @@ class PrivacyBudgetTest(parameterized.TestCase):
         history = fed.fit(toy.clients(), rounds=3, verbose=0, callbacks=[budget])
         self.assertEmpty(history.epoch)
 
+    @parameterized.parameters(0.0, float("nan"))
+    def test_refuses_what_no_epsilon_is_above(self, epsilon):
+        with self.assertRaisesRegex(ValueError, "epsilon must be a positive"):
+            tfdp_fl.callbacks.PrivacyBudget(epsilon, _DELTA)
+
 
 class LedgerTest(parameterized.TestCase):
     def setUp(self):

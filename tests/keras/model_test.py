@@ -306,6 +306,8 @@ class CohortTest(parameterized.TestCase):
         self.assertIn(wanted, facts["caveats"])
         known = tfdp_fl.accounting.PrivacyLedger.read(path)
         self.assertLen(known.entries, charged)
+        if charged:  # What is said of the client that was seen most.
+            self.assertAlmostEqual(known.epsilon(delta), fed.epsilon(delta), places=9)
 
 
 class SecureAggregationTest(parameterized.TestCase):

@@ -55,7 +55,13 @@ class ExactNoiseTest(parameterized.TestCase):
     @parameterized.parameters(
         tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0, noise_site="client"),
         tfdp_fl.AdaptiveClipping(noise_multiplier=1.0),
+        tfdp_fl.MedianClipping(noise_multiplier=1.0),
         tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0),
+        tfdp_fl.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0),
+        tfdp_fl.CorrelatedNoise(
+            clip_norm=1.0, noise_multiplier=1.0, rounds=4, min_separation=2
+        ),
+        tfdp_fl.NoPrivacy(),
     )
     def test_other_mechanisms_are_refused(self, mechanism):
         with self.assertRaisesRegex(ValueError, "'exact' needs FixedClipping"):

@@ -183,6 +183,8 @@ class OneHistoryTest(parameterized.TestCase):
         for value in (None, getattr(other, name)):
             with self.assertRaisesRegex(AttributeError, f"{name} cannot be set"):
                 setattr(fed, name, value)
+        with self.assertRaises(AttributeError):
+            fed.mechanism = other.mechanism
         self.assertEqual(fed.epsilon(_DELTA), spent)
 
     def test_a_second_wrapper_of_a_trained_model(self):

@@ -112,6 +112,11 @@ class NoiseTest(absltest.TestCase):
         said = results[0]["num_clients_stddev"]
         self.assertAlmostEqual(np.std(counts) / said, 1.0, delta=0.1)
 
+    def test_each_release_has_noise_of_its_own(self):
+        fed = _trained()
+        one, other = (_evaluated(fed) for _ in range(2))
+        self.assertNotEqual(one["num_clients"], other["num_clients"])
+
 
 class ResultTest(parameterized.TestCase):
     def test_without_noise_it_is_the_clients_own(self):
@@ -361,6 +366,8 @@ class RefusedTest(parameterized.TestCase):
             ({"bounds": {"loss": 3}}, TypeError, "'loss': 3"),
             ({"bounds": {"loss": (1, 1)}}, ValueError, r"'loss': \(1, 1\)"),
             ({"bounds": {"loss": (0, np.inf)}}, ValueError, "finite number"),
+            ({"noise_multiplier": -1}, ValueError, "noise_multiplier.*-1"),
+            ({"clients_per_round": 0}, ValueError, "clients_per_round.*0"),
         ):
             with self.assertRaisesRegex(error, message):
                 _private(**options)

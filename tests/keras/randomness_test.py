@@ -7,7 +7,7 @@ import os
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests.engine import cohorts
@@ -70,8 +70,9 @@ class AttemptsTest(absltest.TestCase):
         self.assertLen(set(seeds), 4)
 
 
-class BrokenOffTest(absltest.TestCase):
-    def test_a_round_broken_off_after_its_release_is_counted(self):
+class BrokenOffTest(parameterized.TestCase):
+    @parameterized.parameters("in", "after")
+    def test_a_round_broken_off_in_or_after_its_release_is_counted(self, when):
         fed = tfdp_fl.DPFederatedModel(
             cohorts.mlp(),
             tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
@@ -84,6 +85,11 @@ class BrokenOffTest(absltest.TestCase):
 
         def broken_off(loop, pending):
             seeds.append(tuple(pending.inputs.seed))
+            if when == "in":
+                with mock.patch.object(
+                    loop.engine, "release", side_effect=KeyboardInterrupt
+                ):
+                    release(loop, pending)
             release(loop, pending)
             raise KeyboardInterrupt
 
@@ -93,7 +99,9 @@ class BrokenOffTest(absltest.TestCase):
                 self.assertRaises(KeyboardInterrupt),
             ):
                 fed.fit(clients, verbose=0, seed=1)
-            self.assertEqual((fed.rounds, fed.spending.rounds), (done, done))
+            # Broken off within, it is charged, as it may have been seen.
+            self.assertEqual(fed.spending.rounds, done)
+            self.assertEqual(fed.rounds, done if when == "after" else 0)
         self.assertLen(set(seeds), 2)
 
 

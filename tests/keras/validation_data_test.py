@@ -30,6 +30,19 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         # The very clients, for each `fit` alike.
         self.assertLen(fed.run.populations, 1)
 
+    def test_by_what_is_read(self):
+        read, own = [], toy.clients(10)
+        watched = FederatedDataset.from_client_fn(
+            range(10), lambda k: read.append(k) or own.client(k), own.element_spec
+        )
+        _, held = watched.split_by_id(0.3)
+        fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=7)
+        fed.fit(watched, 4, validation_split=0.3, validation_freq=10, verbose=0)
+        # All others in each of four rounds; those once, when it is over.
+        for client in range(10):
+            times = 1 if client in held.client_ids else 4
+            self.assertEqual(read.count(client), times)
+
     def test_one_client_more_moves_no_other(self):
         fraction = 0.25
         # Else one client more would change many of those who train.
@@ -98,6 +111,7 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         # They were trained on before, or afterwards.
         self.assertFalse(stated(0.0, 0.25))
         self.assertFalse(stated(0.25, 0.0))
+        self.assertFalse(stated(0.25, 0.5))
 
     @parameterized.parameters(
         ({"validation_split": 1.0}, ValueError, "validation_split"),

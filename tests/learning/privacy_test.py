@@ -76,6 +76,11 @@ def test_table_of_the_design(sampling, rdp, pld):
         assert value / expected == pytest.approx(1, abs=0.01)
 
 
+def test_without_privacy_it_is_infinite():
+    nothing = mechanisms.NoPrivacy()
+    assert spent(state_after(nothing, 1), nothing) == float("inf")
+
+
 def test_shuffled_counts_passes():
     # Ten cohorts of 100 are one pass: every client once, no more.
     value = spent(state_after(fixed(2.0), 10), fixed(2.0), sampling="shuffled")

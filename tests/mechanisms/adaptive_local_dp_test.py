@@ -106,7 +106,10 @@ def test_one_bad_layer_zeroes_the_whole_update():
 
 
 def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
-    deployment = Deployment(clients_per_round=2, rounds=5, num_variables=4)
+    # Of whom LocalDP's mean would have a central guarantee.
+    deployment = Deployment(
+        clients_per_round=2, sampling="fixed_size", rounds=5, num_variables=4
+    )
     joint, separate = (
         tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5, layers=layers)
         for layers in ("joint", "separate")

@@ -2,12 +2,14 @@
 
 import math
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tfdp_fl
 from tfdp_fl import mechanisms
+from tfdp_fl.mechanisms import tf_privacy as tfp
 
 _NUM_EXAMPLES = tfdp_fl.ClientWeighting.num_examples
 
@@ -59,6 +61,10 @@ class ClientWeightingTest(tf.test.TestCase, parameterized.TestCase):
         tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0),
         tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5),
         tfdp_fl.NbAFL(epsilon=8.0, constant=2.0, weight_clip=1.0),
+        tfdp_fl.QueryMechanism(
+            query=tfp.GaussianSumQuery(1.0, 1.0),
+            dp_event=dp_accounting.GaussianDpEvent(1.0),
+        ),
     )
     def test_mechanisms_that_it_is_not_for(self, mechanism):
         deployment = mechanisms.Deployment(

@@ -72,6 +72,9 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(rounds.flat(result.update), np.zeros(7))
             self.assertEqual(float(result.discarded), 0)
 
+    def test_a_zero_bound_gives_zero(self):
+        self.assertAllEqual(_clipped([tf.ones([3])], 0.0).update[0], np.zeros(3))
+
     @parameterized.parameters(float("nan"), float("inf"), -float("inf"))
     def test_one_bad_element_zeroes_the_whole_update(self, bad):
         parts = [np.ones([2, 3], np.float32), np.ones([4], np.float32)]

@@ -63,6 +63,14 @@ class RoundedTest(parameterized.TestCase):
             slow = grid.rounded(stddev, 250, _Bytes())
         np.testing.assert_array_equal(quick, slow)
 
+    def test_a_wrong_quantile_is_mended_by_the_digits(self):
+        # A thousand times more than float64's is wrong, within what is allowed.
+        ndtri = special.ndtri
+        expected = grid.rounded(2.0**30, 30_000, _Bytes())
+        with mock.patch.object(special, "ndtri", lambda p: ndtri(p) * (1 + 2.0**-42)):
+            found = grid.rounded(2.0**30, 30_000, _Bytes())
+        np.testing.assert_array_equal(found, expected)
+
     def test_float64s_quantile_is_far_better_than_is_asked_of_it(self):
         p = np.random.default_rng(0).uniform(size=300)
         p = np.concatenate([p / 2, p * 2.0**-30, p * 2.0**-51])
@@ -99,6 +107,7 @@ class RoundedTest(parameterized.TestCase):
             grid.rounded(stddev, 1)
 
     def test_forks_and_pickled_copies_draw_anew(self):
+        self.assertIs(grid.rounded.__defaults__[0], os.urandom)
         draw = functools.partial(grid.rounded, 1e5, 5000)
         draw()
         draws = [draw(), pickle.loads(pickle.dumps(draw))()]

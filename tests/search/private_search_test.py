@@ -232,8 +232,12 @@ class ScoreTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "cannot be kept"):
             _fit(search, _named_clients())
         self.assertEqual(search.epsilon(_DELTA), 0.0)
+        with self.assertRaisesRegex(ValueError, "noise_multiplier"):
+            tfdp_fl.PrivateScore("accuracy", noise_multiplier=0.0)
 
     def test_clients_examples_are_not_public(self):
+        with self.assertRaisesRegex(TypeError, "score"):
+            _search(score=lambda model: 1.0)  # Of whatever it closes over.
         with self.assertRaisesRegex(TypeError, "PrivateScore"):
             tfdp_fl.PublicScore(toy.clients(), None, "accuracy")
         x, y = toy.arrays(400)
@@ -259,6 +263,11 @@ class BuildTest(parameterized.TestCase):
                 toy.dense(), tfdp_fl.FixedClipping(clip_norm=1, noise_multiplier=1), 5
             ),
             "compile must be called before build returns",
+        ),
+        (
+            "no_privacy",
+            lambda rate: _build(rate, tfdp_fl.NoPrivacy()),
+            "central mechanism",
         ),
         (
             "local",
@@ -383,6 +392,11 @@ class SecrecyTest(parameterized.TestCase):
         self.assertEqual(list(one[3]), ["ledger.jsonl"])
         self.assertEqual(one, self._everything_seen(6))
         self.assertEqual(one, self._everything_seen(0))
+
+    def test_what_would_see_each_trial_is_not_taken(self):
+        for option in ("callbacks", "seed", "validation_data", "verbose", "audit"):
+            with self.assertRaisesRegex(TypeError, option):
+                _fit(_search(), **{option: None})
 
     def test_nothing_of_another_trial_can_be_had(self):
         made = []
@@ -568,9 +582,11 @@ class ResumingTest(parameterized.TestCase):
         for made, given, name in (
             ({"candidates": _CANDIDATES[::-1]}, {}, "candidates"),
             ({"expected_trials": 30}, {}, "expected_trials"),
+            ({"distribution": "poisson"}, {}, "distribution"),
             ({"target_epsilon": 8.0}, {}, "target_epsilon"),
             ({"score": _public("loss")}, {}, "score"),
             ({}, {"clients": toy.clients(90)}, "clients"),
+            ({}, {"shuffle": True}, "shuffle"),
             ({"build": lambda rate: _wrapped(toy.dense())}, {}, "build"),
         ):
             search = _search(**made)

@@ -104,6 +104,14 @@ def test_any_strict_subset_of_ring_shares_is_uniform(bits, secret):
         np.testing.assert_array_equal(protocol.add(shares), encoded)
 
 
+@_BITS
+def test_every_byte_of_a_ring_share_is_uniform(bits):
+    protocol = AdditiveSecretSharing(bits=bits)
+    for share in protocol.split(protocol.encode(np.full(_SIZE, 1.25)), 3):
+        for column in share.view(np.uint8).reshape(_SIZE, bits // 8).T:
+            assert not _chi_square_is_alarming(column.astype(np.int64), 256)
+
+
 class _OneSeed:
     """The published fault: the generator is seeded anew for each tensor."""
 

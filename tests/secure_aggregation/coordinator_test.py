@@ -39,12 +39,17 @@ class CoordinatorTest(parameterized.TestCase):
     def test_a_member_is_in_one_group_of_a_round(self):
         coordinator = Coordinator(AdditiveSecretSharing())
         for member in "abc":
-            coordinator.receive(_ready(member), 0.0)
+            first = coordinator.receive(_ready(member), 0.0)
         with self.assertRaisesRegex(RejectedMessageError, "in a group of this round"):
             coordinator.receive(_ready("a"), 1.0)
         for member in "def":
             lists = coordinator.receive(_ready(member), 1.0)
         self.assertEqual(lists[0].members, ("d", "e", "f"))
+        self.assertNotEqual(lists[0].session, first[0].session)
+
+    def test_two_members_who_would_read_each_other_are_no_group(self):
+        with self.assertRaisesRegex(ValueError, "got 2"):
+            Coordinator(AdditiveSecretSharing(), 2)
 
     def test_who_has_waited_too_long_is_not_listed(self):
         coordinator = Coordinator(AdditiveSecretSharing(deadline_seconds=10.0))

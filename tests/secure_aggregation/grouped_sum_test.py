@@ -31,6 +31,9 @@ class SplitTest(parameterized.TestCase):
         protocol = AdditiveSecretSharing(min_participants=5, max_participants=6)
         with self.assertRaisesRegex(ValueError, "cohort of 7 "):
             split_into_groups(7, protocol)
+        for group_size in (2, 101):  # Of two each reads the other; 101 may wrap.
+            with self.assertRaisesRegex(ValueError, f"got {group_size}"):
+                split_into_groups(202, AdditiveSecretSharing(), group_size)
 
 
 class SumInGroupsTest(parameterized.TestCase):

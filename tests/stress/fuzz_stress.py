@@ -122,7 +122,7 @@ class FilesTest(absltest.TestCase):
                     found = directory.newest()
                 except checkpoint.CheckpointError:
                     continue
-                    self.assertEqual(found.metadata, {"seed": 7, "x": [1]})
+                self.assertEqual(found.metadata, {"seed": 7, "x": [1]})
                 self.assertEqual(found.arrays.keys(), arrays.keys())
                 for name, array in arrays.items():
                     np.testing.assert_array_equal(found.arrays[name], array)
