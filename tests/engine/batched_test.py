@@ -164,6 +164,20 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
         moved = np.linalg.norm(updates[1] - updates[0])
         self.assertLessEqual(moved, 2 * 0.1 * (1 + 1e-5))
 
+    def test_what_cannot_be_batched_trains_one_by_one(self):
+        # TensorFlow cannot vectorize the gradient of a recurrent layer's mask.
+        clients = {k: (np.array([[0, 1], [2, 3]]), np.array([0, 1])) for k in range(4)}
+        dataset = FederatedDataset.from_client_arrays(clients)
+        model = tf.keras.Sequential([tf.keras.Input([2], dtype="int64")])
+        model.add(_layers.Embedding(4, 3, mask_zero=True))
+        model.add(_layers.LSTM(2))
+        model.add(_layers.Dense(cohorts.CLASSES))
+        engine = _engine(dataset, 3, model)
+        for _ in range(2):
+            pending = engine.collect(dataset, cohorts.inputs(dataset))
+            self.assertEqual(float(pending.sums[0].contribution.weight), 4.0)
+        self.assertIn("one by one", engine.executor)
+
     def test_steps_are_laid_out_as_the_clients_take_them(self):
         lengths = np.array(_SIZES)
         table = tables.client_table(np.arange(lengths.sum()), lengths, 5, 2)

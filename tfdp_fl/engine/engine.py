@@ -323,10 +323,8 @@ class CohortEngine:
         """Trains a chunk's clients here; adds to `pending`."""
         if chunk.groups is None:
             chunk = self.lay_out(chunk, pending.inputs)
+        chunk = self._traced(pending, chunk)
         groups: list[list[layout.Part]] = chunk.groups
-        for group in groups:
-            for part in group:  # Traced here, in one thread.
-                self.functions.program(pending, part)
         raised: list[tuple[layout.Part, Exception]] = []
         begun = itertools.count(1)
 
@@ -363,6 +361,21 @@ class CohortEngine:
                 each.result()
         for part, error in raised:
             self._train_each_alone(pending, chunk, part, error)
+
+    def _traced(
+        self, pending: rounds.PendingRound, chunk: chunks.CohortChunk
+    ) -> chunks.CohortChunk:
+        """Has a chunk's functions traced, in one thread; returns what trains."""
+        for part in itertools.chain.from_iterable(chunk.groups):
+            try:
+                self.functions.program(pending, part)
+            except Exception:
+                if part.way.kind != layout.BATCHED:
+                    raise
+                # Not every operation can be vectorized.
+                self.layout = dataclasses.replace(self.layout, at_once=None)
+                return self._traced(pending, self.lay_out(chunk, pending.inputs))
+        return chunk
 
     def _in_smaller_batches(
         self, part: layout.Part, inputs: rounds.RoundInputs
