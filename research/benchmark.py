@@ -26,12 +26,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # research/ is not installed, and a program finds only its own folder.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from research.benchmarking import machine, report, results
+from research.benchmarking import report, results
 from research.benchmarking import rows as rows_lib
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-
-_BUSY = 0.5  # Load per core above which figures are in doubt.
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,12 +99,6 @@ def _measure(
     """Measures the rows; returns the names of those that failed."""
     begin = time.monotonic()
     failed = []
-    if selected and machine.load() > _BUSY * machine.cores():
-        print(
-            f"The load average is {machine.load():.1f}: something else runs "
-            "here, and figures are in doubt.",
-            flush=True,
-        )
     for number, row in enumerate(selected, 1):
         place = f"[{number}/{len(selected)}]"
         if resume and store.is_current(row.name, context.quick):
@@ -114,7 +106,7 @@ def _measure(
             continue
         minutes = (time.monotonic() - begin) / 60
         print(f"{place:9s} {row.title} ({minutes:.1f} min)", flush=True)
-        start, load = time.monotonic(), machine.load()
+        start, load = time.monotonic(), os.getloadavg()[0]
         outcome: dict = {}
         try:
             outcome["result"] = row.measure(context)
@@ -124,8 +116,6 @@ def _measure(
             failed.append(row.name)
         outcome["seconds"] = time.monotonic() - start
         store.put(row.name, context.quick, load, **outcome)
-    if selected:
-        print(f"Measured in {(time.monotonic() - begin) / 60:.1f} minutes.\n")
     return failed
 
 

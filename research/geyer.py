@@ -1,4 +1,4 @@
-"""Table 1 and the figures of Geyer et al. (2017), from runs on MNIST.
+"""Table 1 of Geyer et al. (2017), from runs on MNIST.
 
 Each row of the table is a sweep of its own (`research/configs/geyer/`), over
 its seeds; its name says how many clients and which row: `k100_best_honest`.
@@ -15,12 +15,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from research import figures
 from tfdp_fl import _files, _validate
 from tfdp_fl.experiments import run_directory, sweeps
 from tfdp_fl.experiments.run_directory import Run
 
-NON_PRIVATE = "k100_non_private"
 ROWS = (
     "non_private",
     "as_published",
@@ -41,8 +39,6 @@ PAPER = {
 TABLE = "table1.md"
 TABLE_CSV = "table1.csv"
 RUNS_CSV = "runs.csv"
-ACCURACY_FIGURE = "figure1.png"
-VARIANCE_FIGURE = "figure2.png"
 
 
 def names(clients: Sequence[int] = CLIENTS, rows: Sequence[str] = ROWS) -> list[str]:
@@ -112,7 +108,7 @@ def run_all(
 
     Args:
       configs: By name, as `read_configs` returns them.
-      output_dir: Receives a directory a sweep, the tables and the figures.
+      output_dir: Receives a directory a sweep, and the tables.
       say: Called with a line for each run.
       verbose: As in `fit`.
 
@@ -222,7 +218,7 @@ def _finished(output_dir: str | os.PathLike[str]) -> dict[str, list[Run]]:
 
 
 def write_results(output_dir: str | os.PathLike[str]) -> str:
-    """Writes the tables (table1.md, table1.csv, runs.csv) and the figures.
+    """Writes the tables (table1.md, table1.csv, runs.csv).
 
     Returns:
       The table as Markdown.
@@ -253,19 +249,6 @@ def write_results(output_dir: str | os.PathLike[str]) -> str:
         ],
         ["sweep", "seed", *sweeps.FIGURES],
     )
-    figures.plot_stopping_points(
-        {
-            f"K = {k}": {
-                row.replace("_", " "): finished[f"k{k}_{row}"]
-                for row in ROWS
-                if f"k{k}_{row}" in finished
-            }
-            for k in CLIENTS
-        },
-        root / ACCURACY_FIGURE,
-    )
-    if NON_PRIVATE in finished:
-        figures.plot_update_variance(finished[NON_PRIVATE][0], root / VARIANCE_FIGURE)
     return table
 
 

@@ -5,7 +5,7 @@ r"""What noise a search takes that is counted, beside one run and an honest grid
 
 24 candidates at epsilon 2 and 8: the noise for digits and for the cohorts of Geyer's
 table, and on digits the accuracy that it leaves. Prints what it writes into
-research/private_search.json.
+research/private_search.json, and draws docs/images/private_search.png.
 """
 
 from __future__ import annotations
@@ -135,6 +135,34 @@ def accuracies(seeds: int = 3):
         yield row
 
 
+def draw(rows: list[dict], path: pathlib.Path) -> None:
+    """Draws the accuracies: a dot for each seed, and a line for their mean."""
+    from matplotlib import figure
+
+    names = {
+        "uncounted": "24 settings tried,\nnot counted",
+        "poisson": "PrivateSearch,\nPoisson(10) trials",
+        "logarithmic": "PrivateSearch,\nlogarithmic, mean 10",
+        "grid": "24 settings tried,\nall charged",
+    }
+    drawn = figure.Figure(figsize=(7.2, 3.2), layout="constrained")
+    every = drawn.subplots(1, 2, sharey=True)
+    for axes, epsilon in zip(every, (2.0, 8.0), strict=True):
+        for place, name in enumerate(names):
+            values = [row[name] for row in rows if row["epsilon"] == epsilon]
+            color = "#999999" if name == "uncounted" else "#0072B2"
+            axes.plot(values, [place] * len(values), "o", color=color, ms=4)
+            axes.plot(np.mean(values), place, "|", color=color, ms=22, mew=3)
+        axes.set_yticks(range(len(names)), names.values(), fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.margins(y=0.15)
+        axes.set_title(f"epsilon = {epsilon:g}", fontsize=10)
+        axes.set_xlim(0.8, 1)
+        axes.set_xlabel("accuracy on unseen digits")
+    every[0].invert_yaxis()
+    drawn.savefig(path, dpi=150)
+
+
 if __name__ == "__main__":
     path = pathlib.Path(__file__).with_suffix(".json")
     kept = json.loads(path.read_text("utf-8"))
@@ -143,8 +171,9 @@ if __name__ == "__main__":
         for row in accuracies():
             kept["accuracies"].append(row)
             print(json.dumps(row), flush=True)
-            path.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+        images = pathlib.Path(__file__).resolve().parents[1] / "docs" / "images"
+        draw(kept["accuracies"], images / "private_search.png")
     else:
         kept["costs"] = costs()
         print(json.dumps(kept["costs"], indent=1))
-        path.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+    path.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")

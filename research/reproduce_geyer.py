@@ -1,4 +1,4 @@
-r"""Reproduces Table 1 and the figures of Geyer et al. (2017) on MNIST.
+r"""Reproduces Table 1 of Geyer et al. (2017) on MNIST.
 
     python research/reproduce_geyer.py --data_path=mnist.npz
 
@@ -7,8 +7,7 @@ Runs the sweeps in research/configs/geyer, one after the other: for K = 100,
 published, with a private median, and the best that this package does. Runs
 that have a result are skipped and long ones continue from their checkpoint,
 so the same command goes on after an interrupt. The output directory receives a
-directory a sweep, table1.md, table1.csv, figure1.png (accuracy over rounds and
-where training stopped) and figure2.png (V_c and U_s).
+directory a sweep, and table1.md, table1.csv and runs.csv.
 
 The settings were chosen on training points held out from the clients, as in
 
@@ -31,13 +30,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from absl import app, flags
 
 from research import geyer
-from tfdp_fl.experiments import plots, training
+from tfdp_fl.experiments import training
 
 _DATA_PATH = flags.DEFINE_string(
     "data_path", None, "MNIST as Keras stores it, mnist.npz."
 )
 _OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", "runs/geyer", "Where the runs, the table and figures go."
+    "output_dir", "runs/geyer", "Where the runs and the table go."
 )
 _CLIENTS = flags.DEFINE_multi_enum(
     "clients",
@@ -79,7 +78,6 @@ def main(argv: Sequence[str]) -> None:
         sys.exit("reproduce_geyer.py: --data_path must be given.")
     training.use_one_thread_per_operation()
     try:
-        plots.pyplot()  # Missed before hours have passed.
         wanted = geyer.names([int(k) for k in _CLIENTS.value], _ROWS.value)
         failed = geyer.run_all(
             geyer.read_configs(

@@ -16,11 +16,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def load() -> float:
-    """Returns the load average of the last minute."""
-    return os.getloadavg()[0]
-
-
 @functools.cache
 def description() -> dict[str, str]:
     """Returns the processor, cores, memory and versions, in words."""
@@ -32,7 +27,6 @@ def description() -> dict[str, str]:
         found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
         if found:
             model = found.group(1).strip()
-        flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
         # Some names are those of several generations: "AMD EPYC" alone.
         numbers = [
             f"{what.split()[-1]} {number}"
@@ -41,13 +35,6 @@ def description() -> dict[str, str]:
         ]
         if numbers:
             model += f", {' '.join(numbers)}"
-        widest = [
-            name
-            for name in ("avx512f", "avx2")
-            if flags and name in flags.group(1).split()
-        ]
-        if widest:
-            model += f" ({widest[0].removesuffix('f').upper()})"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = []
     for package in ("tensorflow", "tensorflow-federated", "keras"):

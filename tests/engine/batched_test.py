@@ -74,6 +74,32 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(one, batched, atol=3e-6)
         self.assertAllClose(logs, logs_batched, rtol=1e-5, atol=1e-6)
 
+    def test_convolutions_and_their_statistics(self):
+        rng = np.random.default_rng(0)
+        clients = {
+            k: (rng.normal(size=[n, 6, 6, 2]).astype("f4"), rng.integers(0, 3, n))
+            for k, n in enumerate((5, 8, 10, 3))
+        }
+        dataset = FederatedDataset.from_client_arrays(clients)
+        weights = []
+        for at_once in (None, 3):
+            tf.keras.utils.set_random_seed(2)
+            model = tf.keras.Sequential(
+                [
+                    tf.keras.Input([6, 6, 2]),
+                    _layers.Conv2D(4, 3, activation="relu"),
+                    _layers.BatchNormalization(),
+                    _layers.MaxPool2D(),
+                    _layers.Flatten(),
+                    _layers.Dense(3),
+                ]
+            )
+            engine = _engine(dataset, at_once, model, mechanism=_MECHANISMS["fixed"])
+            cohorts.run_round(engine, dataset)
+            self.assertEqual("batches of 3" in engine.executor, at_once == 3)
+            weights.append(model.get_weights())
+        self.assertAllClose(*weights, atol=3e-6)
+
     def test_a_batch_without_room_is_halved(self):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((5,) * 9))
         whole, halved = (_engine(dataset, 8, cohorts.mlp()) for _ in range(2))
@@ -104,6 +130,39 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
         pending = engine.collect(dataset, cohorts.inputs(dataset))
         self.assertEqual([each.position for each in pending.failures], [2])
         self.assertEqual(float(pending.sums[0].contribution.weight), 3.0)
+
+    def test_nobody_writes_into_the_segments_of_another_client(self):
+        class Segments(_layers.Layer):
+            def build(self, _):
+                self.kernel = self.add_weight(shape=[4], name="kernel")
+
+            def call(self, x):
+                ids = tf.reshape(tf.cast(x[:, :, 0], tf.int32), [-1])
+                sums = tf.math.unsorted_segment_sum(
+                    tf.reshape(x[:, :, 1], [-1]), ids, 4
+                )
+                return tf.ones_like(x[:, 0, :1]) * (sums * self.kernel)
+
+        updates = []
+        for ids, size in (([[0, 1], [2, 3]], 1.0), ([[4, 5], [6, 7]], -1e3)):
+            x = np.ones([3, 2, 2, 2], np.float32)
+            x[:, :, :, 0] = [[0, 1], [2, 3]]
+            x[0, :, :, 0], x[0, :, :, 1] = ids, size
+            y = np.array([0, 1])
+            dataset = FederatedDataset.from_client_arrays(
+                {k: (x[k], y) for k in range(3)}
+            )
+            tf.keras.utils.set_random_seed(2)
+            model = tf.keras.Sequential([tf.keras.Input([2, 2]), Segments()])
+            model.add(_layers.Dense(cohorts.CLASSES))
+            engine = _engine(dataset, 3, model, mechanism=_MECHANISMS["fixed"])
+            # Vectorized, an index out of range would be another client's.
+            self.assertIsNone(engine.layout.at_once)
+            pending = engine.collect(dataset, cohorts.inputs(dataset))
+            update = pending.sums[0].contribution.update
+            updates.append(np.concatenate([np.ravel(each) for each in update]))
+        moved = np.linalg.norm(updates[1] - updates[0])
+        self.assertLessEqual(moved, 2 * 0.1 * (1 + 1e-5))
 
     def test_steps_are_laid_out_as_the_clients_take_them(self):
         lengths = np.array(_SIZES)

@@ -80,8 +80,6 @@ class GeyerTest(absltest.TestCase):
         with open(self.folder / geyer.TABLE_CSV, newline="") as file:
             rows = list(csv.DictReader(file))
         self.assertEqual([row["accuracy"] for row in rows], ["0.97", "0.85"])
-        for name in (geyer.ACCURACY_FIGURE, geyer.VARIANCE_FIGURE):
-            self.assertGreater((self.folder / name).stat().st_size, 5000)
 
     def test_what_epsilon_does_not_cover_is_what_the_statements_say(self):
         self._write_run("k100_non_private", 0, 0.97, "none")
@@ -108,7 +106,7 @@ class GeyerTest(absltest.TestCase):
                 self.assertEqual(chosen.examples_per_client, 600)
                 self.assertEqual(chosen.shards_per_client, 2)
                 self.assertEqual(chosen.validation_examples, 0)
-                if name == geyer.NON_PRIVATE:
+                if name == "k100_non_private":
                     continue
                 self.assertEqual(chosen.target_epsilon, 8)
                 self.assertEqual(chosen.target_delta, deltas[k])

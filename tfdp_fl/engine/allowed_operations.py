@@ -139,6 +139,27 @@ StatelessRandomUniformV2 StatelessSampleDistortedBoundingBox StatelessShuffle
 StatelessTruncatedNormal StatelessTruncatedNormalV2
 """
 
+# Those that TensorFlow vectorizes over clients so that each reads and writes rows of
+# its own, whatever its data; or not at all, and then it loops over clients. Not
+# segment sums, of which an index out of range is another client's.
+_ARRAYS_BY_CLIENT = """
+All Any ArgMax ArgMin Bitcast BroadcastArgs BroadcastGradientArgs BroadcastTo Concat
+ConcatOffset ConcatV2 Const DynamicStitch EnsureShape ExpandDims FakeParam Fill Gather
+GatherNd GatherV2 Identity IdentityN InvertPermutation L2Loss Max Mean Min NoOp OneHot
+OnesLike Pack Pad PadV2 Placeholder PlaceholderWithDefault PreventGradient Prod Range
+Rank Reshape Reverse ReverseV2 ScatterNd Select SelectV2 Shape ShapeN Size Slice
+Snapshot Split SplitV Squeeze StopGradient StridedSlice StridedSliceGrad Sum
+TensorScatterSub TensorScatterUpdate Tile Transpose Unpack ZerosLike
+"""
+
+_LAYERS_BY_CLIENT = """
+AvgPool AvgPoolGrad BiasAdd BiasAddGrad Conv2D Conv2DBackpropFilter Conv2DBackpropInput
+Elu EluGrad LeakyRelu LeakyReluGrad LogSoftmax MaxPool MaxPoolGrad Relu Relu6 Relu6Grad
+ReluGrad Selu SeluGrad Softmax SoftmaxCrossEntropyWithLogits Softplus SoftplusGrad
+Softsign SoftsignGrad SparseSoftmaxCrossEntropyWithLogits FusedBatchNormV3
+FusedBatchNormGradV3 BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul
+"""
+
 ALLOWED = frozenset(
     " ".join(
         (
@@ -147,6 +168,20 @@ ALLOWED = frozenset(
         )
     ).split()
 )
+
+
+BY_CLIENT = frozenset(
+    " ".join(
+        (_ARITHMETIC, _ARRAYS_BY_CLIENT, _LAYERS_BY_CLIENT, _CONTROL_FLOW, _RANDOM)
+    ).split()
+)
+
+
+def can_be_batched(definition: tf.compat.v1.GraphDef) -> bool:
+    """Returns whether all operations keep to their client, vectorized over clients."""
+    functions = {each.signature.name for each in definition.library.function}
+    operations = {node.op for _, node in _nodes(definition)}
+    return operations <= BY_CLIENT | functions
 
 
 def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None:

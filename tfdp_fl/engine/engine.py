@@ -34,6 +34,7 @@ import tensorflow as tf
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
+    allowed_operations,
     background,
     chunks,
     cohort,
@@ -195,9 +196,10 @@ class CohortEngine:
         self._release = release.Release(
             self.query, self.server, trainer.metric_results, self.update_spec.size
         )
-        if not beside:  # Whose model, loss and optimizer are on a list.
+        batched = self.layout.at_once is not None
+        if batched or not beside:  # Whose model, loss and optimizer are on a list.
             with tf.device(self.device):
-                self.functions.trace_one_by_one(
+                program = self.functions.trace_one_by_one(
                     (
                         self.state,
                         tf.zeros([3]),
@@ -207,6 +209,8 @@ class CohortEngine:
                     ),
                     weighted=deployment.client_weighting is not None,
                 )
+            if not allowed_operations.can_be_batched(program.definition):
+                self.layout = dataclasses.replace(self.layout, at_once=None)
         self._pool = concurrent.futures.ThreadPoolExecutor(count)
         self.num_replicas = count
 

@@ -106,8 +106,8 @@ class CohortFunctions:
             )
         return self.traced[key]
 
-    def trace_one_by_one(self, fixed: Any, weighted: bool) -> None:
-        """Traces what trains clients one by one, before there is a round.
+    def trace_one_by_one(self, fixed: Any, weighted: bool) -> program_lib.Program:
+        """Returns what trains clients one by one, traced before there is a round.
 
         Args:
           fixed: As `PendingRound.fixed_arguments`.
@@ -118,7 +118,9 @@ class CohortFunctions:
         if weighted:
             table = table._replace(measured=np.zeros(0, np.float32))
         way = layout.Way(layout.ONE_BY_ONE, full_batches=False)
-        self.traced[way, fixed[2].dtype] = self._trace(way, fixed, (table, np.int32(0)))
+        program = self._trace(way, fixed, (table, np.int32(0)))
+        self.traced[way, fixed[2].dtype] = program
+        return program
 
     def _trace(
         self, way: layout.Way, fixed: Any, arguments: tuple[Any, ...]
