@@ -78,6 +78,13 @@ class ConfigureTest(parameterized.TestCase):
         else:
             self.assertAlmostEqual(stddev, 0.2 / math.sqrt(0.75) / math.sqrt(50))
 
+    def test_m_of_those_connected_are_asked_whatever_the_strategy_asks(self):
+        strategy = DPFedAvgFixed(older_api.Strategy(), 3, 0.5, num_clients=8)
+        with self.assertRaisesRegex(ValueError, "num_clients .* 7, got 8"):
+            strategy.configure_fit(1, _MODEL, older_api.Manager("abcdefg"))
+        told = strategy.configure_fit(1, _MODEL, older_api.Manager("abcdefghij"))
+        self.assertLen({client for client, _ in told}, 3)
+
     def test_different_models_are_an_error(self):
         class Personal(older_api.Strategy):
             def configure_fit(self, server_round, parameters, client_manager):
