@@ -409,7 +409,12 @@ class ResumeTest(parameterized.TestCase):
         self.assertEqual(_position(again), 3)
 
     @parameterized.parameters(
-        {"strategy": "blt:2"}, {"noise_multiplier": 3.0}, {"max_participations": 2}
+        {"strategy": "blt:2"},
+        {"noise_multiplier": 3.0},
+        {"rounds": 9},
+        {"min_separation": 3},
+        {"max_participations": 2},
+        {"server_momentum": 0.5},
     )
     def test_other_noise_is_refused(self, **changed):
         _fit(_federated(), 2, callbacks=[self._checkpoint()])
