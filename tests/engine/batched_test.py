@@ -178,6 +178,21 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(float(pending.sums[0].contribution.weight), 4.0)
         self.assertIn("one by one", engine.executor)
 
+    def test_a_client_without_company_trains_as_it_would_alone(self):
+        arrays = cohorts.client_arrays((3,))
+        dataset = FederatedDataset.from_client_arrays(arrays)
+        weights = []
+        for at_once in (None, 3):
+            tf.keras.utils.set_random_seed(2)
+            model = tf.keras.Sequential([tf.keras.Input([cohorts.FEATURES])])
+            model.add(_layers.Reshape([2, 2, 1]))
+            model.add(_layers.Conv2D(3, 2, padding="same"))
+            model.add(_layers.Flatten())
+            model.add(_layers.Dense(cohorts.CLASSES))
+            cohorts.run_round(_engine(dataset, at_once, model), dataset)
+            weights.append(model.get_weights())
+        self.assertAllClose(*weights, atol=1e-6)
+
     def test_steps_are_laid_out_as_the_clients_take_them(self):
         lengths = np.array(_SIZES)
         table = tables.client_table(np.arange(lengths.sum()), lengths, 5, 2)

@@ -189,6 +189,19 @@ class NoiseTest(tf.test.TestCase, parameterized.TestCase):
         statistics.assert_gaussian(moved, 3.0 * 0.4 / 8)
         self.assertEqual(logs["mean_update_norm"], 0)
 
+    def test_an_empty_first_cohort_has_no_exact_median(self):
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((2, 2, 2)))
+        engine = cohorts.make_engine(
+            cohorts.mlp(),
+            dataset,
+            mechanism=tfdp_fl.MedianClipping(noise_multiplier=1.0),
+        )
+        positions = np.zeros(0, int)
+        logs = cohorts.run_round(
+            engine, dataset, positions=positions, clients_per_round=8.0
+        )
+        self.assertEqual(logs["mean_update_norm"], 0)
+
     def test_denominator_is_the_fixed_m_however_many_come(self):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
         model = cohorts.mlp()

@@ -334,21 +334,24 @@ class BuildTest(parameterized.TestCase):
             fed.compile("sgd", toy.loss(), ["accuracy"], **options)
             return fed
 
-        seen, engines = [], set()
+        seen, engines, trained = [], set(), []
         fit = tfdp_fl.DPFederatedModel.fit
 
         def watched(self, *args, **kwargs):
             before = [v.numpy() for v in self.model.variables]
+            trained_before = self.engine is not None and self.engine.has_trained
             history = fit(self, *args, **kwargs)
             engines.add(self.engine)
             slots = [v.numpy() for v in self.engine.server.state]
             seen.append((before, history.history["clip_norm"][0], slots))
+            trained.append(trained_before)
             return history
 
         with mock.patch.object(tfdp_fl.DPFederatedModel, "fit", watched), _trials(3):
             _fit(_search(build, [{"rate": 0.1}]))
         self.assertLen(engines, 1)
         self.assertLen(seen, 3)
+        self.assertEqual(trained, [False] * 3)
         for before, clip, slots in seen:
             toy.assert_same(before, seen[0][0])
             self.assertEqual(clip, seen[0][1])

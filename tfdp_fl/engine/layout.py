@@ -165,6 +165,11 @@ class Layout:
             at_once = min(at_once, max(1, chunks.CHUNK_BYTES // self.collected_bytes))
         parts = []
         for group, table in tables.batched(clients, inputs.local_epochs, at_once):
+            if group.num_clients == 1:
+                # Of one alone TensorFlow adds a convolution's bias along the batch
+                # where that has as many rows as there are filters.
+                parts.append(self.one_by_one(group))
+                continue
             # XLA needs shapes that are fixed; one function serves all else.
             xla = self.xla and not group.has_short_batches
             parts.append(Part(Way(BATCHED, xla, xla=xla), (table,), group))

@@ -45,7 +45,9 @@ def median(values: tf.Tensor) -> tf.Tensor:
     """
     ordered = tf.sort(values)
     count = tf.shape(ordered)[0]
-    return 0.5 * (ordered[(count - 1) // 2] + ordered[count // 2])
+    # A slice of an empty vector would be refused where it is only traced.
+    middle = tf.gather(ordered, [(count - 1) // 2, count // 2])
+    return 0.5 * (middle[0] + middle[1])
 
 
 def private_median(norms: tf.Tensor, median_noise_multiplier: float) -> tf.Tensor:

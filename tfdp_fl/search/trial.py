@@ -93,6 +93,8 @@ class Trial:
             self._fed._run = None
             engine = self._fed.engine
             engine.state = engine.query.initial_global_state()
+            # Whether a cohort of failures alone ends a trial hangs on it.
+            engine.has_trained = False
 
     def check(self, clients: FederatedDataset, metric: str) -> None:
         """Raises ValueError if the model cannot take the clients' examples.
