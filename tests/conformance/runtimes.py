@@ -6,7 +6,6 @@ test gives them. A new runtime is one more function in `RUNTIMES`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -129,12 +128,17 @@ def _spec(size):
 
 @functools.cache
 def _ray():
-    """Returns two workers, which serve every cell and end with the process."""
+    """Returns two workers, which serve every cell."""
     from tfdp_fl import runtimes
 
-    workers = runtimes.RayWorkers(num_workers=2)
-    atexit.register(workers.__exit__, None, None, None)
-    return workers.__enter__()
+    return runtimes.RayWorkers(num_workers=2).open()
+
+
+def end_ray() -> None:
+    """Ends the workers, if they were started."""
+    if _ray.cache_info().currsize:
+        _ray().close()
+        _ray.cache_clear()
 
 
 def _tff(mechanism, rounds, clients_per_round):
