@@ -1,27 +1,36 @@
 r"""What noise a search takes that is counted, beside one run and an honest grid.
 
-    python research/private_search.py             # the noise, in a minute
-    python research/private_search.py accuracies  # digits, in half an hour
+    python research/private_search.py                 # the noise, in a minute
+    python research/private_search.py digits mnist    # accuracies, in an hour
+    python research/private_search.py 100x5x3 1000x5x3 10000x5x1  # Geyer's table
 
 24 candidates at epsilon 2 and 8: the noise for digits and for the cohorts of Geyer's
-table, and on digits the accuracy that it leaves. Prints what it writes into
-research/private_search.json, and draws docs/images/private_search.png.
+table, and the accuracy that it leaves; and at epsilon 8 Geyer's table with its search
+inside (K clients x expected trials x seeds). MNIST is read from $TFDP_FL_DATA. Prints
+what it writes into research/private_search.json, and draws its picture.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import dp_accounting
 import keras
 import numpy as np
 
 import tfdp_fl
+from research import reproduce_geyer
 from tfdp_fl import accounting
 from tfdp_fl.accounting import search
+from tfdp_fl.experiments import tasks, training
+from tfdp_fl.experiments.settings import Settings
 
 # N, m, rounds, delta.
 _RUNS = [(500, 100, 60, 1e-3), (100, 100, 120, 1e-3), (1_000, 200, 150, 1e-5)]
@@ -64,49 +73,86 @@ def costs() -> list[dict]:
     return rows
 
 
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Clients, of which candidates train models, and two halves of a test set.
+
+    Attributes:
+      clients: The clients.
+      public: `(x, y)` by which settings are chosen, as if they were public.
+      unseen: `(x, y)` of which the accuracies are.
+      layers: Widths of the hidden layers.
+      m: Clients expected in a round.
+      rounds: How many.
+      delta: At which epsilon is.
+    """
+
+    clients: tfdp_fl.FederatedDataset
+    public: tuple[np.ndarray, np.ndarray]
+    unseen: tuple[np.ndarray, np.ndarray]
+    layers: tuple[int, ...]
+    m: int
+    rounds: int
+    delta: float
+
+    @property
+    def plan(self) -> tuple[str, int, int]:
+        """Sampling, N and m."""
+        return "poisson", self.clients.num_clients, self.m
+
+    def build(self, rate, clip_norm, momentum, noise_multiplier=1.0):
+        """Returns a new compiled model."""
+        layers = keras.layers
+        hidden = [layers.Dense(width, "relu") for width in self.layers]
+        inputs = layers.Input(self.unseen[0].shape[1:])
+        fed = tfdp_fl.DPFederatedModel(
+            keras.Sequential([inputs, *hidden, layers.Dense(10)]),
+            tfdp_fl.FixedClipping(
+                clip_norm=clip_norm, noise_multiplier=noise_multiplier
+            ),
+            clients_per_round=self.m,
+        )
+        # The same step in the end, whatever the momentum.
+        server = keras.optimizers.SGD(1.0 - momentum, momentum)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        client = keras.optimizers.SGD(rate)
+        fed.compile(client, loss, ["accuracy"], server_optimizer=server)
+        return fed
+
+
 _CANDIDATES = [
     {"rate": rate, "clip_norm": clip, "momentum": momentum}
     for rate, clip, momentum in itertools.product(
         (0.05, 0.1, 0.2, 0.5), (0.1, 0.3, 1.0), (0.0, 0.9)
     )
 ]
-_DIGITS = {"n": 500, "m": 100, "rounds": 60, "delta": 1e-3}
 
 
-def _build(rate, clip_norm, momentum, noise_multiplier=1.0):
-    layers = keras.layers
-    model = keras.Sequential(
-        [layers.Input((64,)), layers.Dense(128, "relu"), layers.Dense(10)]
-    )
-    fed = tfdp_fl.DPFederatedModel(
-        model,
-        tfdp_fl.FixedClipping(clip_norm=clip_norm, noise_multiplier=noise_multiplier),
-        clients_per_round=_DIGITS["m"],
-    )
-    # The same step in the end, whatever the momentum.
-    server = keras.optimizers.SGD(1.0 - momentum, momentum)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    fed.compile(keras.optimizers.SGD(rate), loss, ["accuracy"], server_optimizer=server)
-    return fed
+def load(name: str) -> Data:
+    """Returns digits; or oriented gradients of MNIST, for a linear model."""
+    chosen = {"dataset": "digits", "num_clients": 500}
+    if name == "mnist":
+        features = "oriented_gradients"
+        chosen = {"dataset": name, "num_clients": 1000, "input_features": features}
+        chosen["data_path"] = os.environ["TFDP_FL_DATA"] + "/mnist.npz"
+    task = tasks.load_task(Settings(**chosen).resolved())
+    x, y = task.test
+    halves = (x[::2], y[::2]), (x[1::2], y[1::2])
+    if name == "mnist":
+        return Data(task.clients, *halves, (), 200, 60, 1e-5)
+    return Data(task.clients, *halves, (128,), 100, 60, 1e-3)
 
 
-def accuracies(seeds: int = 3):
-    """Yields, for each seed and epsilon, the accuracies on digits nobody has seen.
-
-    Of the test set one half is public, and settings are chosen on it; accuracies
-    are those of the other half.
-    """
-    clients, (x, y) = tfdp_fl.datasets.load_digits(num_clients=_DIGITS["n"])
-    public, unseen = (x[::2], y[::2]), (x[1::2], y[1::2])
-    plan = ("poisson", _DIGITS["n"], _DIGITS["m"])
-    rounds, delta = _DIGITS["rounds"], _DIGITS["delta"]
+def accuracies(data: Data, seeds: int = 3):
+    """Yields, for each seed and epsilon, the accuracies on examples nobody chose by."""
 
     def best_of_all(noise_multiplier):
         found = []
         for candidate in _CANDIDATES:
-            fed = _build(**candidate, noise_multiplier=noise_multiplier)
-            fed.fit(clients, rounds=rounds, batch_size=10, verbose=0)
-            scores = [fed.evaluate(*data, verbose=0)[1] for data in (public, unseen)]
+            fed = data.build(**candidate, noise_multiplier=noise_multiplier)
+            fed.fit(data.clients, rounds=data.rounds, batch_size=10, verbose=0)
+            both = (data.public, data.unseen)
+            scores = [fed.evaluate(*half, verbose=0)[1] for half in both]
             found.append((*scores, candidate))
         return max(found, key=lambda each: each[0])
 
@@ -115,27 +161,85 @@ def accuracies(seeds: int = 3):
         row = {"seed": seed, "epsilon": epsilon}
         for name, times in (("uncounted", 1), ("grid", len(_CANDIDATES))):
             z = accounting.calibrate_noise_multiplier(
-                epsilon, *plan, rounds * times, delta
+                epsilon, *data.plan, data.rounds * times, data.delta
             )
             _, row[name], row[f"{name}_settings"] = best_of_all(z)
         for law, trials in (("logarithmic", 10), ("poisson", 10)):
-            search = tfdp_fl.PrivateSearch(
-                _build,
-                _CANDIDATES,
-                expected_trials=trials,
-                target_epsilon=epsilon,
-                target_delta=delta,
-                score=tfdp_fl.PublicScore(*public, "accuracy"),
-                distribution=law,
+            found, row[f"{law}_settings"] = searched(
+                data, data.build, _CANDIDATES, law, trials, epsilon, batch_size=10
             )
-            model = search.fit(clients, rounds=rounds, batch_size=10)
-            right = model.predict(unseen[0], verbose=0).argmax(1) == unseen[1]
-            row[law] = float(np.mean(right))
-            row[f"{law}_settings"] = search.best
+            row[law] = accuracy(found, data.unseen)
         yield row
 
 
-def draw(rows: list[dict], path: pathlib.Path) -> None:
+def searched(data, build, candidates, law, trials, epsilon, **fit):
+    """Returns the model of a search, and the candidate that it chose."""
+    search = tfdp_fl.PrivateSearch(
+        build,
+        candidates,
+        expected_trials=trials,
+        target_epsilon=epsilon,
+        target_delta=data.delta,
+        score=tfdp_fl.PublicScore(*data.public, "accuracy"),
+        distribution=law,
+    )
+    model = search.fit(data.clients, rounds=data.rounds, **fit)
+    return model, search.best
+
+
+def accuracy(model, examples) -> float:
+    """Returns the share of examples whose label a model finds."""
+    x, y = examples
+    return float(np.mean(model.predict(x, batch_size=1000, verbose=0).argmax(1) == y))
+
+
+# The clip, the clients' rate, the server's step in clips, the smoothing.
+_GEYER = list(
+    itertools.product((0.03, 0.05, 0.12), (0.1, 0.3), (0.1, 0.2), (5e-3, 2e-2))
+)
+
+
+def geyer(k: int, trials: float, seeds: int):
+    """Yields the accuracies of Geyer's table with the search inside epsilon 8.
+
+    Candidates are scored on 6000 images that no client holds, as if they were public.
+    """
+    config = reproduce_geyer.read_config(
+        f"k{k}_public_features", os.environ["TFDP_FL_DATA"] + "/mnist.npz"
+    )
+    base = {**config["base"], "noise_multiplier": 1.0}
+    base.pop("target_epsilon")
+    settings = Settings(**base)
+    _, unseen = dataclasses.astuple(tasks.load_task(settings.resolved()))[:2]
+    held_out = {"validation_examples": 6000}
+    if k == 100:  # All other images are the clients'.
+        held_out["examples_per_client"] = 540
+    settings = dataclasses.replace(settings, **held_out)
+    task = tasks.load_task(settings.resolved())
+    m, rounds = settings.clients_per_round, settings.rounds
+    data = Data(task.clients, task.test, unseen, (), m, rounds, settings.target_delta)
+
+    def build(clip_norm, rate, step, smoothing):
+        chosen = dataclasses.replace(
+            settings,
+            clip_norm=clip_norm,
+            client_learning_rate=rate,
+            server_learning_rate=step / clip_norm,
+            prior_smoothing=smoothing,
+        )
+        return training.prepare(chosen).federated_model
+
+    names = ("clip_norm", "rate", "step", "smoothing")
+    candidates = [dict(zip(names, values, strict=True)) for values in _GEYER]
+    for seed in range(seeds):
+        keras.utils.set_random_seed(seed)
+        fit = {"batch_size": settings.batch_size, "shuffle": settings.shuffle}
+        model, best = searched(data, build, candidates, "geometric", trials, 8.0, **fit)
+        found = {"k": k, "trials": trials, "seed": seed, "settings": best}
+        yield {**found, "accuracy": accuracy(model, data.unseen)}
+
+
+def draw(kept: dict[str, list[dict]], path: pathlib.Path) -> None:
     """Draws the accuracies: a dot for each seed, and a line for their mean."""
     from matplotlib import figure
 
@@ -145,35 +249,50 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
         "logarithmic": "PrivateSearch,\nlogarithmic, mean 10",
         "grid": "24 settings tried,\nall charged",
     }
-    drawn = figure.Figure(figsize=(7.2, 3.2), layout="constrained")
-    every = drawn.subplots(1, 2, sharey=True)
-    for axes, epsilon in zip(every, (2.0, 8.0), strict=True):
+    drawn = figure.Figure(figsize=(7.2, 5.6), layout="constrained")
+    every = drawn.subplots(2, 2, sharey=True, sharex=True)
+    cells = itertools.product(("digits", "mnist"), (2.0, 8.0))
+    for axes, (data, epsilon) in zip(every.flat, cells, strict=True):
         for place, name in enumerate(names):
+            rows = kept.get(data, [])
             values = [row[name] for row in rows if row["epsilon"] == epsilon]
+            if not values:
+                continue
             color = "#999999" if name == "uncounted" else "#0072B2"
             axes.plot(values, [place] * len(values), "o", color=color, ms=4)
             axes.plot(np.mean(values), place, "|", color=color, ms=22, mew=3)
         axes.set_yticks(range(len(names)), names.values(), fontsize=8)
         axes.grid(alpha=0.3)
         axes.margins(y=0.15)
-        axes.set_title(f"epsilon = {epsilon:g}", fontsize=10)
+        axes.set_title(f"{data}, epsilon = {epsilon:g}", fontsize=10)
         axes.set_xlim(0.8, 1)
-        axes.set_xlabel("accuracy on unseen digits")
-    every[0].invert_yaxis()
+    for axes in every[1]:
+        axes.set_xlabel("accuracy on unseen examples")
+    every[0, 0].invert_yaxis()
     drawn.savefig(path, dpi=150)
 
 
-if __name__ == "__main__":
+def main(asked: list[str]) -> None:
+    """Computes what is asked for, keeps it beside the rest, and draws it."""
     path = pathlib.Path(__file__).with_suffix(".json")
     kept = json.loads(path.read_text("utf-8"))
-    if "accuracies" in sys.argv[1:]:
-        kept["accuracies"] = []
-        for row in accuracies():
-            kept["accuracies"].append(row)
+    images = path.parents[1] / "docs" / "images"
+    for name in asked or ["costs"]:
+        if name == "costs":
+            rows = costs()
+        elif name in ("digits", "mnist"):
+            rows = accuracies(load(name))
+        else:
+            k, trials, seeds = map(int, name.split("x"))
+            rows, name = geyer(k, trials, seeds), f"geyer {k}"
+        kept[name] = []
+        for row in rows:
+            kept[name].append(row)
             print(json.dumps(row), flush=True)
-        images = pathlib.Path(__file__).resolve().parents[1] / "docs" / "images"
-        draw(kept["accuracies"], images / "private_search.png")
-    else:
-        kept["costs"] = costs()
-        print(json.dumps(kept["costs"], indent=1))
-    path.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+        path.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+        if name in ("digits", "mnist"):
+            draw(kept, images / "private_search.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

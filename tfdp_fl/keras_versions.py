@@ -107,9 +107,12 @@ def stateless(mapping: list[tuple[Any, tf.Tensor]]) -> Any:
     What is assigned there stays in the scope (`get_current_value`).
 
     Args:
-      mapping: Variables and their values.
+      mapping: Variables and their values; of a table perhaps only some rows.
     """
-    return tf.keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+    scope = tf.keras.StatelessScope(collect_losses=True)
+    for variable, value in mapping:
+        scope.add_update((variable, tf.convert_to_tensor(value, variable.dtype)))
+    return scope
 
 
 # Losses and metrics.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import pathlib
 
 import numpy as np
 from absl.testing import absltest
 
-from research import geyer
+from research import reproduce_geyer as geyer
 from tests.keras import files
 from tfdp_fl.experiments import run_directory, sweeps
 from tfdp_fl.experiments.settings import Settings
-
-_CONFIGS = pathlib.Path(__file__).parents[2] / "research" / "configs" / "geyer"
 
 
 def _mnist(folder: pathlib.Path) -> pathlib.Path:
@@ -66,20 +63,14 @@ class GeyerTest(absltest.TestCase):
         self._write_run("k100_best_honest", 0, 0.8)
         self._write_run("k100_best_honest", 1, 0.9)
         self._write_run("k100_non_private", 0, 0.97, "none")
-        baseline, best = geyer.read_rows(self.folder)
-        self.assertIsNone(baseline.epsilon_rdp)
-        self.assertEqual(baseline.paper, (0.97, 380, 38000))
-        self.assertAlmostEqual(best.accuracy, 0.85)
-        self.assertAlmostEqual(best.spread, 0.1 / np.sqrt(2))
-        self.assertEqual(best.communication_cost, 101)
-        self.assertEqual((best.epsilon_rdp, best.epsilon_pld), (8.5, 7.0))
         table = geyer.write_results(self.folder)
-        self.assertIn("0.8500 ± 0.0707 |", table)
-        self.assertIn("0.9700 (0.97) |", table)
-        self.assertEqual((self.folder / geyer.TABLE).read_text(), table)
-        with open(self.folder / geyer.TABLE_CSV, newline="") as file:
-            rows = list(csv.DictReader(file))
-        self.assertEqual([row["accuracy"] for row in rows], ["0.97", "0.85"])
+        baseline, best = table.splitlines()[2:4]
+        self.assertIn("0.9700 (0.97) | 2 (380) | 101 (38000) | – | – | –", baseline)
+        self.assertIn("0.8500 ± 0.0707 | 2 | 101 | 0.001 | 8.500 | 7.000", best)
+        self.assertEqual((self.folder / "table1.md").read_text(), table)
+        runs = (self.folder / "runs.csv").read_text().splitlines()
+        self.assertLen(runs, 4)
+        self.assertIn("100,non private,0,0.97,2,101", runs[1])
 
     def test_what_epsilon_does_not_cover_is_what_the_statements_say(self):
         self._write_run("k100_non_private", 0, 0.97, "none")
@@ -95,7 +86,8 @@ class GeyerTest(absltest.TestCase):
         self.assertNotIn("exact median", best)
 
     def test_every_configuration_is_geyers_setting(self):
-        configs = geyer.read_configs(_CONFIGS, geyer.names(), _mnist(self.folder))
+        path = _mnist(self.folder)
+        configs = {name: geyer.read_config(name, path) for name in geyer.names()}
         deltas = {100: 1e-3, 1000: 1e-5, 10000: 1e-6}
         for name, config in configs.items():
             for trial in sweeps.expand(config):

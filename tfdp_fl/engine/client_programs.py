@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp_fl.engine import cohort, tables
+from tfdp_fl.engine import cohort, lookups, tables
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution, noise
 
@@ -160,13 +160,18 @@ class OneByOne(ClientProgram):
             windows: Any,
         ) -> tuple[tf.Tensor, cohort.CohortSum, list[tf.Tensor], Any, Any]:
             seed = noise.fold_in(received.seed, table.members[k])
-            state = self.trainer.start(received, seed)
+            own, taken = received, None
+            if self.lookups:
+                rows = table.rows[table.first_step[k] : table.first_step[k + 1]]
+                narrow, taken = lookups.narrow(self.lookups, received.weights, x, rows)
+                own = received._replace(weights=narrow)
+            state = self.trainer.start(own, seed)
             state, total, metrics = self._local_steps(
-                k, state, total, metrics, received, x, y, table
+                k, state, total, metrics, own, x, y, table, taken
             )
             measured = table.measured
             result = self.result(
-                received,
+                own,
                 seed,
                 state,
                 table.num_examples[k],
@@ -179,10 +184,11 @@ class OneByOne(ClientProgram):
             if query.keeps_window:
                 windows = windows.write(k, result.window_norms)
             if self.output == cohort.SUM:
-                added = query.accumulate_preprocessed_record(
-                    total.contribution, result.contribution
+                total = total._replace(
+                    contribution=self._added(
+                        total.contribution, result.contribution, taken
+                    )
                 )
-                total = total._replace(contribution=added)
             else:
                 matrix, array = collected
                 # Written in place, as nothing else uses it.
@@ -207,6 +213,31 @@ class OneByOne(ClientProgram):
         if query.keeps_window:
             norms = windows.stack()
         return cohort.Trained(total, metrics, norms, collected)
+
+    @property
+    def lookups(self) -> tuple[lookups.Lookup, ...]:
+        """The tables of which clients train only some rows.
+
+        Only where an update is nothing but scaled and added up.
+        """
+        if (
+            self.output == cohort.SUM
+            and self.query.only_scales
+            and not (self.moments or self.full_batches or self.query.keeps_window)
+            and not self.query.mechanism.releases_weights
+        ):
+            return self.trainer.lookups
+        return ()
+
+    def _added(self, total: Any, one: Any, taken: Any) -> Any:
+        """Returns a sum of contributions with a client's added."""
+        if not taken:
+            return self.query.accumulate_preprocessed_record(total, one)
+        update = lookups.add(self.lookups, taken, total.update, one.update)
+        rest = self.query.accumulate_preprocessed_record(
+            total._replace(update=[]), one._replace(update=[])
+        )
+        return rest._replace(update=update)
 
     def _nobody(
         self,
@@ -262,6 +293,7 @@ class OneByOne(ClientProgram):
         x: Any,
         y: Any,
         table: tables.ClientTable,
+        taken: list[tf.Tensor] | None,
     ) -> tuple[trainer_lib.ClientState, cohort.CohortSum, list[tf.Tensor]]:
         """Takes client k's steps; adds its loss, examples and metrics to the sums."""
 
@@ -273,6 +305,9 @@ class OneByOne(ClientProgram):
             batch = tf.nest.map_structure(
                 lambda tensor: tf.gather(tensor, rows), (x, y)
             )
+            if taken:
+                features = lookups.rename(self.lookups, taken, batch[0])
+                batch = (features, batch[1])
             after = self.step(state, metrics, loss, examples, batch, size, received)
             return s + 1, *after
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import cohort, example_weights, labels, layers
+from tfdp_fl.engine import cohort, example_weights, labels, layers, lookups
 from tfdp_fl.mechanisms import noise
 
 UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
@@ -80,7 +80,10 @@ class Trainer:
       unaggregated: Its other variables: frozen weights, adapted constants, and
         what the moving statistics are where they stay at the server.
       label_ranges: What class labels may be (see `labels.ranges`).
+      lookups: The tables of which a client trains only the rows that it looks up.
     """
+
+    lookups: tuple[lookups.Lookup, ...] = ()
 
     def __init__(
         self,
@@ -153,6 +156,37 @@ class Trainer:
         check_metrics(
             self.metric_results([tf.zeros(v.shape, v.dtype) for v in self.metric_specs])
         )
+        # Another optimizer may move a row whose gradient is zero, and a hook all rows.
+        if self._optimizer.is_plain and training.upload_hook is None:
+            self.lookups = lookups.find(
+                self._step_until_gradients,
+                batch_specs(element_spec)[0],
+                self._trainable,
+            )
+
+    def _step_until_gradients(self, x: Any, weights: list[tf.Tensor]) -> None:
+        zero = tf.zeros([])
+        received = cohort.Received(
+            [*weights, *self.aggregated[len(weights) :]],
+            self.unaggregated,
+            (),
+            zero,
+            tf.zeros([2], tf.uint64),
+        )
+        with lookups.plain_gathers(self.model):
+            _, y = tf.nest.map_structure(
+                lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape),
+                batch_specs(self._element_spec),
+            )
+            y, weight = self.labels_and_weights(y)
+            state = self.start(received, received.seed)
+            _, predicted, _ = self._forward(state, x, y, weight)
+            self.with_batch(
+                [tf.zeros(v.shape, v.dtype) for v in self.metric_specs],
+                y,
+                predicted,
+                weight,
+            )
 
     @property
     def metric_specs(self) -> list[tf.TensorSpec]:
@@ -422,6 +456,11 @@ class ClientOptimizer:
             None if variable is rate else variable.numpy()
             for variable in keras_versions.tf_variables(self._optimizer.variables)
         ]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is w - lr g, and nothing else."""
+        return self._optimizer is None
 
     def start(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
         """Returns the slots of a new client."""

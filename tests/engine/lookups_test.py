@@ -1,0 +1,152 @@
+"""Tables of which a client trains only its rows: the same update, and no more rows."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.engine import cohorts
+from tfdp_fl import mechanisms
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import lookups
+
+_layers = tf.keras.layers
+_ITEMS, _SIZES = 50, (7, 0, 3, 12)
+
+
+def _dataset(first=None):
+    rng = np.random.default_rng(0)
+
+    def client(n):
+        x = {
+            "item": rng.integers(-_ITEMS, _ITEMS, (n, 1)).astype(np.int32),
+            "tags": rng.integers(0, _ITEMS, (n, 4)),
+            "facts": rng.normal(size=(n, 3)).astype(np.float32),
+        }
+        return x, rng.normal(size=(n, 1)).astype(np.float32)
+
+    clients = dict(enumerate(map(client, _SIZES)))
+    if first is not None:
+        clients[0][1][:] = first
+    return FederatedDataset.from_client_arrays(clients)
+
+
+class _Tied(_layers.Layer):
+    """Uses all rows of a table."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def call(self, inputs):
+        return inputs + tf.reduce_mean(tf.convert_to_tensor(self.table.embeddings))
+
+
+class _Shifted(_layers.Layer):
+    def call(self, inputs):
+        return tf.math.floormod(inputs + 1, _ITEMS)
+
+
+def _model(kind="plain"):
+    """Two tables share a feature, and a third one has several places an example."""
+    tf.keras.utils.set_random_seed(3)
+    inputs = {
+        "item": tf.keras.Input((1,), dtype="int32", name="item"),
+        "tags": tf.keras.Input((4,), dtype="int64", name="tags"),
+        "facts": tf.keras.Input((3,), name="facts"),
+    }
+    regularizer = "l2" if kind == "regularized" else None
+    table = _layers.Embedding(
+        _ITEMS, 4, mask_zero=kind == "masked", embeddings_regularizer=regularizer
+    )
+    item = _Shifted()(inputs["item"]) if kind == "computed" else inputs["item"]
+    parts = [
+        _layers.Flatten()(table(item)),
+        _layers.Flatten()(_layers.Embedding(_ITEMS, 1)(item)),
+        _layers.GlobalAveragePooling1D()(_layers.Embedding(_ITEMS, 3)(inputs["tags"])),
+        inputs["facts"],
+    ]
+    if kind == "feature used twice":
+        parts.append(tf.keras.ops.cast(inputs["item"], "float32"))
+    out = _layers.Dense(1)(_layers.Concatenate()(parts))
+    return tf.keras.Model(inputs, _Tied(table)(out) if kind == "tied" else out)
+
+
+def _engine(dataset, model, least=1, optimizer=None, **options):
+    with mock.patch.object(lookups, "_LEAST_ELEMENTS", least):
+        made = cohorts.make_engine(
+            model, dataset, loss="mse", optimizer=optimizer, **options
+        )
+    return made
+
+
+class LookupsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("without a clip", mechanisms.NoPrivacy(), {}),
+        ("fixed", mechanisms.FixedClipping(clip_norm=0.01, noise_multiplier=0.0), {}),
+        (
+            "adaptive",
+            mechanisms.AdaptiveClipping(noise_multiplier=0.0, count_noise_stddev=0.0),
+            {"proximal_weight": 0.5, "grad_clip": 0.3},
+        ),
+    )
+    def test_a_cohort_adds_up_to_what_whole_tables_do(self, mechanism, training):
+        dataset, found = _dataset(), []
+        for least in (1, 10**9):
+            model = _model()
+            engine = _engine(
+                dataset, model, least, mechanism=mechanism, training=training
+            )
+            tables = engine.functions.trainer.lookups
+            self.assertLen(tables, 3 if least == 1 else 0)
+            logs = cohorts.run_round(engine, dataset)
+            found.append((model.get_weights(), logs))
+        (narrow, logs), (whole, logs_whole) = found
+        self.assertAllClose(narrow, whole, rtol=1e-6, atol=1e-7)
+        self.assertAllClose(logs, logs_whole, rtol=1e-5, atol=1e-6)
+
+    def test_a_hostile_client_moves_its_rows_by_the_clip_at_most(self):
+        mechanism = mechanisms.FixedClipping(clip_norm=0.01, noise_multiplier=0.0)
+        models = {}
+        for label in (None, 1e20, np.nan):
+            models[label], dataset = _model(), _dataset(label)
+            engine = _engine(dataset, models[label], mechanism=mechanism)
+            cohorts.run_round(engine, dataset)
+        weights = {
+            label: np.concatenate([w.ravel() for w in model.get_weights()])
+            for label, model in models.items()
+        }
+        num_clients = len(_SIZES)
+        for label in (1e20, np.nan):
+            moved = num_clients * np.linalg.norm(weights[label] - weights[None])
+            self.assertBetween(moved, 0.001, 0.0201)
+
+    @parameterized.parameters(
+        "masked", "regularized", "tied", "computed", "feature used twice"
+    )
+    def test_other_uses_of_a_table_or_its_feature_train_it_whole(self, kind):
+        dataset = _dataset()
+        trainer = _engine(dataset, _model(kind)).functions.trainer
+        # The tags are still looked up.
+        left = {lookup.feature for lookup in trainer.lookups}
+        self.assertLen(left, 1 if kind != "plain" else 2)
+
+    def test_optimizers_and_mechanisms_that_move_other_rows_have_whole_tables(self):
+        dataset = _dataset()
+        trainer = _engine(
+            dataset, _model(), optimizer=tf.keras.optimizers.Adam()
+        ).functions.trainer
+        self.assertEmpty(trainer.lookups)
+        local = mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=1.0)
+        model = _model()
+        before = model.get_weights()[0]
+        engine = _engine(dataset, model, mechanism=local)
+        cohorts.run_round(engine, dataset)
+        self.assertTrue((model.get_weights()[0] != before).all())
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,222 @@
+"""Large tables of which a client trains only the rows that its examples look up.
+
+A client's update of an embedding is zero but in the rows that its examples name.
+Where that is certain, the client is given these rows alone, as a small table, and
+its examples name their places in it. Its update has the same norm. The zeros are
+neither computed nor added, and the noise falls on the whole table as ever.
+
+It is certain where the traced forward pass uses the table in a single gather, whose
+indices are a feature of the model as it came, and that feature nowhere else; and
+where a step moves no row whose gradient is zero. Of optimizers, plain SGD alone is
+trusted with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdp_fl import keras_versions
+
+# Smaller ones are faster as they are.
+_LEAST_ELEMENTS = 2**16
+# What leaves every number of a feature as it is, with all its inputs but the first.
+_PRESERVING = {"Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}
+_INTEGERS = (tf.int32, tf.int64)
+
+
+class Lookup(NamedTuple):
+    """A weight, and the feature that alone looks up its rows.
+
+    Attributes:
+      weight: The place of the weight, [V, d], among the trainable ones.
+      feature: The place of the feature among the leaves of x.
+      size: V.
+    """
+
+    weight: int
+    feature: int
+    size: int
+
+
+@contextlib.contextmanager
+def plain_gathers(model: tf.keras.Model) -> Iterator[None]:
+    """Has Keras's embeddings look up rows by a gather, and nothing else, in the block.
+
+    Keras's own also counts a negative place from the table's end; `narrow` does that.
+    """
+    plain = [
+        layer
+        for layer in keras_versions.layers_of(model)
+        if type(layer) is tf.keras.layers.Embedding and "call" not in vars(layer)
+    ]
+    for layer in plain:
+        vars(layer)["call"] = _gather_of(layer)
+    try:
+        yield
+    finally:
+        for layer in plain:
+            del vars(layer)["call"]
+
+
+def _gather_of(layer: Any) -> Any:
+    def call(inputs: Any) -> tf.Tensor:
+        if inputs.dtype not in _INTEGERS:
+            inputs = tf.cast(inputs, tf.int32)
+        rows = tf.gather(tf.convert_to_tensor(layer.embeddings), inputs)
+        return tf.cast(rows, layer.compute_dtype)
+
+    return call
+
+
+def find(forward: Any, x_specs: Any, weights: list[Any]) -> tuple[Lookup, ...]:
+    """Returns the lookups of which it is certain, of tables that are large.
+
+    Args:
+      forward: Takes features, and the values of the weights, and computes all that a
+        step does before the gradients.
+      x_specs: Specs of a batch of features.
+      weights: The trainable weights.
+    """
+    shapes = [tf.TensorShape(weight.shape) for weight in weights]
+    if all(shape.num_elements() < _LEAST_ELEMENTS for shape in shapes):
+        return ()
+    dtypes = [weight.dtype for weight in weights]
+    found = _traced(forward, x_specs, dtypes, shapes, shapes)
+    # The same of tables of any length: of these the program is made.
+    narrow_shapes = list(shapes)
+    for weight, *_ in found:
+        narrow_shapes[weight] = tf.TensorShape([None, *shapes[weight][1:]])
+    again = _traced(forward, x_specs, dtypes, narrow_shapes, shapes) if found else ()
+    return found if again == found else ()
+
+
+def _traced(
+    forward: Any, x_specs: Any, dtypes: list[Any], shapes: list[Any], whole: list[Any]
+) -> tuple[Lookup, ...]:
+    with tf.Graph().as_default():
+        x = tf.nest.map_structure(
+            lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape), x_specs
+        )
+        values = [
+            tf.compat.v1.placeholder(dtype, shape)
+            for dtype, shape in zip(dtypes, shapes, strict=True)
+        ]
+        forward(x, values)
+        found = []
+        for place, feature in enumerate(tf.nest.flatten(x)):
+            gathers = _gathers(feature) if feature.dtype in _INTEGERS else None
+            tables = [_table_of(gather, values) for gather in gathers or ()]
+            if not tables or None in tables:
+                continue
+            # Of two tables that share a feature, its places are the same rows.
+            sizes = [whole[table] for table in tables]
+            if len({size[0] for size in sizes}) == 1 and any(
+                size.num_elements() >= _LEAST_ELEMENTS for size in sizes
+            ):
+                found += [Lookup(table, place, sizes[0][0]) for table in tables]
+    return tuple(found)
+
+
+def _table_of(gather: tf.Operation, values: list[tf.Tensor]) -> int | None:
+    """Returns which weight a gather reads, if nothing else does."""
+    for number, value in enumerate(values):
+        if gather.inputs[0] is value and value.consumers() == [gather]:
+            return number
+    return None
+
+
+def _gathers(tensor: tf.Tensor) -> list[tf.Operation] | None:
+    """Returns the gathers whose indices are a tensor's numbers; None: other uses."""
+    found: list[tf.Operation] = []
+    for use in tensor.consumers():
+        if use.type == "GatherV2" and use.inputs[1] is tensor and _is_of_rows(use):
+            found.append(use)
+        elif use.type != "Shape":
+            if (
+                use.type not in _PRESERVING
+                or use.inputs[0] is not tensor
+                or use.outputs[0].dtype not in _INTEGERS
+            ):
+                return None
+            further = _gathers(use.outputs[0])
+            if further is None:
+                return None
+            found += further
+    return found
+
+
+def _is_of_rows(gather: tf.Operation) -> bool:
+    axis = tf.get_static_value(gather.inputs[2])
+    return axis == 0 and not gather.get_attr("batch_dims")
+
+
+def narrow(
+    lookups: tuple[Lookup, ...], weights: list[tf.Tensor], x: Any, rows: tf.Tensor
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Returns the weights with only the rows that a client looks up, and which.
+
+    Args:
+      lookups: Of which it is certain.
+      weights: Values of the weights.
+      x: Nest of feature tensors, leading dimension over stored examples.
+      rows: Int32 [...], which examples are the client's.
+
+    Returns:
+      The weights; and for each lookup its rows in the table, int64 [u], sorted.
+    """
+    narrowed, taken = list(weights), []
+    leaves = tf.nest.flatten(x)
+    for weight, feature, size in lookups:
+        named = tf.gather(leaves[feature], tf.reshape(rows, [-1]))
+        places = tf.sort(tf.unique(_places(named, size))[0])
+        narrowed[weight] = tf.gather(weights[weight], places)
+        taken.append(places)
+    return narrowed, taken
+
+
+def rename(lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: Any) -> Any:
+    """Returns a batch of features that name the places of rows among those taken.
+
+    Args:
+      lookups: Of which it is certain.
+      taken: As `narrow` returns them.
+      x: The batch.
+    """
+    leaves = tf.nest.flatten(x)
+    # Tables that share a feature have the same places in it.
+    by_feature = {
+        feature: (size, places)
+        for (_, feature, size), places in zip(lookups, taken, strict=True)
+    }
+    for feature, (size, places) in by_feature.items():
+        leaf = leaves[feature]
+        found = tf.searchsorted(places, _places(leaf, size))
+        found = tf.cast(tf.reshape(found, tf.shape(leaf)), leaf.dtype)
+        leaves[feature] = tf.ensure_shape(found, leaf.shape)
+    return tf.nest.pack_sequence_as(x, leaves)
+
+
+def _places(named: tf.Tensor, size: int) -> tf.Tensor:
+    """Returns flat places in a table; as in Keras a negative one counts from the end."""
+    flat = tf.cast(tf.reshape(named, [-1]), tf.int64)
+    return tf.where(flat < 0, flat + size, flat)
+
+
+def add(
+    lookups: tuple[Lookup, ...],
+    taken: list[tf.Tensor],
+    total: list[tf.Tensor],
+    update: list[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Returns the sum of updates with a client's added, whose tables are narrow."""
+    places = {each.weight: rows for each, rows in zip(lookups, taken, strict=True)}
+    return [
+        tf.tensor_scatter_nd_add(whole, places[number][:, None], part)
+        if number in places
+        else whole + part
+        for number, (whole, part) in enumerate(zip(total, update, strict=True))
+    ]
