@@ -201,7 +201,7 @@ def rename(lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: Any) -> Any:
 
 
 def _places(named: tf.Tensor, size: int) -> tf.Tensor:
-    """Returns flat places in a table; as in Keras a negative one counts from the end."""
+    """Returns flat places in a table; in Keras a negative one counts from the end."""
     flat = tf.cast(tf.reshape(named, [-1]), tf.int64)
     return tf.where(flat < 0, flat + size, flat)
 
