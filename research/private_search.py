@@ -85,6 +85,7 @@ class Data:
       m: Clients expected in a round.
       rounds: How many.
       delta: At which epsilon is.
+      batch_size: Of the clients' steps.
     """
 
     clients: tfdp_fl.FederatedDataset
@@ -94,6 +95,7 @@ class Data:
     m: int
     rounds: int
     delta: float
+    batch_size: int
 
     @property
     def plan(self) -> tuple[str, int, int]:
@@ -139,8 +141,8 @@ def load(name: str) -> Data:
     x, y = task.test
     halves = (x[::2], y[::2]), (x[1::2], y[1::2])
     if name == "mnist":
-        return Data(task.clients, *halves, (), 200, 60, 1e-5)
-    return Data(task.clients, *halves, (128,), 100, 60, 1e-3)
+        return Data(task.clients, *halves, (), 100, 60, 1e-5, 60)
+    return Data(task.clients, *halves, (128,), 100, 60, 1e-3, 10)
 
 
 def accuracies(data: Data, seeds: int = 3):
@@ -150,7 +152,12 @@ def accuracies(data: Data, seeds: int = 3):
         found = []
         for candidate in _CANDIDATES:
             fed = data.build(**candidate, noise_multiplier=noise_multiplier)
-            fed.fit(data.clients, rounds=data.rounds, batch_size=10, verbose=0)
+            fed.fit(
+                data.clients,
+                rounds=data.rounds,
+                batch_size=data.batch_size,
+                verbose=0,
+            )
             both = (data.public, data.unseen)
             scores = [fed.evaluate(*half, verbose=0)[1] for half in both]
             found.append((*scores, candidate))
@@ -166,13 +173,13 @@ def accuracies(data: Data, seeds: int = 3):
             _, row[name], row[f"{name}_settings"] = best_of_all(z)
         for law, trials in (("logarithmic", 10), ("poisson", 10)):
             found, row[f"{law}_settings"] = searched(
-                data, data.build, _CANDIDATES, law, trials, epsilon, batch_size=10
+                data, data.build, _CANDIDATES, law, trials, epsilon
             )
             row[law] = accuracy(found, data.unseen)
         yield row
 
 
-def searched(data, build, candidates, law, trials, epsilon, **fit):
+def searched(data, build, candidates, law, trials, epsilon, shuffle=False):
     """Returns the model of a search, and the candidate that it chose."""
     search = tfdp_fl.PrivateSearch(
         build,
@@ -183,7 +190,7 @@ def searched(data, build, candidates, law, trials, epsilon, **fit):
         score=tfdp_fl.PublicScore(*data.public, "accuracy"),
         distribution=law,
     )
-    model = search.fit(data.clients, rounds=data.rounds, **fit)
+    model = search.fit(data.clients, data.rounds, data.batch_size, shuffle=shuffle)
     return model, search.best
 
 
@@ -289,7 +296,7 @@ def main(asked: list[str]) -> None:
         for row in rows:
             kept[name].append(row)
             print(json.dumps(row), flush=True)
-        path.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+            path.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
         if name in ("digits", "mnist"):
             draw(kept, images / "private_search.png")
 
