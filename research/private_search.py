@@ -217,14 +217,22 @@ def geyer(k: int, trials: float, seeds: int):
     base = {**config["base"], "noise_multiplier": 1.0}
     base.pop("target_epsilon")
     settings = Settings(**base)
-    _, unseen = dataclasses.astuple(tasks.load_task(settings.resolved()))[:2]
+    unseen = tasks.load_task(settings.resolved()).test
     held_out = {"validation_examples": 6000}
     if k == 100:  # All other images are the clients'.
         held_out["examples_per_client"] = 540
     settings = dataclasses.replace(settings, **held_out)
     task = tasks.load_task(settings.resolved())
-    m, rounds = settings.clients_per_round, settings.rounds
-    data = Data(task.clients, task.test, unseen, (), m, rounds, settings.target_delta)
+    data = Data(
+        task.clients,
+        task.test,
+        unseen,
+        layers=(),  # The settings tell.
+        m=settings.clients_per_round,
+        rounds=settings.rounds,
+        delta=settings.target_delta,
+        batch_size=settings.batch_size,
+    )
 
     def build(clip_norm, rate, step, smoothing):
         chosen = dataclasses.replace(
