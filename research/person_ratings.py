@@ -27,14 +27,15 @@ from typing import Any
 import dp_accounting
 import numpy as np
 import tensorflow as tf
-from dp_accounting import pld
+from dp_accounting import dp_event, pld
 from scipy import stats
 
 _RESULTS = pathlib.Path(__file__).with_suffix(".json")
 _PICTURE = pathlib.Path(__file__).parents[1] / "docs/images/person_ratings.png"
 _SEEDS, _EPSILONS = range(5), (4.0, 8.0)
-# The share of the persons who train, and how many ratings of each DP-SGD is given.
-_PARTS, _MOST_RECORDS = (0.125, 0.25, 0.5, 1.0), (5, 20)
+_PARTS = (0.125, 0.25, 0.5, 1.0)  # Of the persons who train.
+# DP-SGD: ratings of a person at most; the share of all in a batch, and the steps.
+_MOST_RECORDS, _RATE, _STEPS = (5, 20), 0.05, 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,43 +165,45 @@ def of_persons(table: Table, training: np.ndarray, epsilon: float | None) -> Any
     return model
 
 
-def of_records(table: Table, training: np.ndarray, epsilon: float, most: int) -> Any:
+def noise_of_records(delta: float, epsilon: float, most: int) -> float:
+    """Returns the noise with which DP-SGD on single ratings protects a person."""
+    times = np.arange(most + 1)
+    chances = stats.binom.pmf(times, most, _RATE)
+
+    def event(z: float) -> dp_accounting.DpEvent:
+        batch = dp_event.MixtureOfGaussiansDpEvent(z, times, chances)
+        return dp_accounting.SelfComposedDpEvent(batch, _STEPS)
+
+    return dp_accounting.calibrate_dp_mechanism(
+        lambda: pld.PLDAccountant(value_discretization_interval=1e-2),
+        event,
+        epsilon,
+        delta,
+        dp_accounting.LowerEndpointAndGuess(0.1, 10.0),
+    )
+
+
+def of_records(table: Table, training: np.ndarray, z: float, most: int) -> Any:
     """Returns a model by TF-Privacy's DP-SGD, on at most so many rows of a person."""
     from tensorflow_privacy import VectorizedDPKerasSGDOptimizer
 
     import tfdp_fl
 
     x, y, _ = tfdp_fl.bound_rows(*table.of(training), most=most)
-    batch, epochs = 1000, 20
-    steps = epochs * (len(y) // batch)
-    times = np.arange(most + 1)
-    chances = stats.binom.pmf(times, most, batch / len(y))
-
-    def accountant() -> dp_accounting.PrivacyAccountant:
-        return pld.PLDAccountant(value_discretization_interval=1e-2)
-
-    z = dp_accounting.calibrate_dp_mechanism(
-        accountant,
-        lambda z: dp_accounting.SelfComposedDpEvent(
-            dp_accounting.MixtureOfGaussiansDpEvent(z, times, chances), steps
-        ),
-        epsilon,
-        table.delta,
-        dp_accounting.LowerEndpointAndGuess(0.1, 10.0),
-    )
+    batch = int(_RATE * len(y))
     model = build(table)
     model.compile(
         VectorizedDPKerasSGDOptimizer(1.0, z, batch, learning_rate=0.5),
         tf.keras.losses.MeanSquaredError(tf.keras.losses.Reduction.NONE),
     )
-    rows = np.random.default_rng().permutation(len(y))[: batch * (len(y) // batch)]
+    rows = np.random.default_rng().permutation(len(y))[: batch * int(1 / _RATE)]
     x = {name: part[rows] for name, part in x.items()}
-    model.fit(x, y[rows], batch, epochs, verbose=0)
+    model.fit(x, y[rows], batch, int(_RATE * _STEPS), verbose=0)
     return model
 
 
-def rows(records: bool) -> Iterator[dict[str, Any]]:
-    """Yields a row for each model that is trained."""
+def rows(noise: dict[str, float] | None) -> Iterator[dict[str, Any]]:
+    """Yields a row for each model that is trained; with noise, those of records."""
     tables = {"InstEval": students(), "MovieLens": viewers()}
     for seed, (name, table) in itertools.product(_SEEDS, tables.items()):
         training, others = split(table, seed)
@@ -210,10 +213,10 @@ def rows(records: bool) -> Iterator[dict[str, Any]]:
         def row(way: str, model: Any, n: int, known=known, x=x, y=y) -> dict[str, Any]:
             return {**known, "way": way, "persons": n, "rmse": rmse(model, x, y)}
 
-        if records:
+        if noise is not None:
             for epsilon, most in itertools.product(_EPSILONS, _MOST_RECORDS):
-                model = of_records(table, training, epsilon, most)
                 way = f"ratings, {most} a person, {epsilon:g}"
+                model = of_records(table, training, noise[f"{name}, {way}"], most)
                 yield row(way, model, len(training))
             continue
         mean = table.of(training)[1].mean()
@@ -265,16 +268,30 @@ def summary(found: list[dict[str, Any]]) -> dict[tuple, tuple[float, float]]:
 def main() -> None:
     """Trains what is asked for, keeps the rows, prints their means and draws them."""
     records = sys.argv[1:] == ["records"]
-    kept = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else []
-    kept = [row for row in kept if row["way"].startswith("ratings") != records]
-    for row in rows(records):
+    kept = {"noise": {}, "rows": []}
+    if _RESULTS.exists():
+        kept = json.loads(_RESULTS.read_text())
+    if not records:
+        deltas = {"InstEval": students().delta, "MovieLens": viewers().delta}
+        kept["noise"] = {
+            f"{name}, ratings, {most} a person, {epsilon:g}": noise_of_records(
+                delta, epsilon, most
+            )
+            for (name, delta), epsilon, most in itertools.product(
+                deltas.items(), _EPSILONS, _MOST_RECORDS
+            )
+        }
+    kept["rows"] = [
+        row for row in kept["rows"] if row["way"].startswith("ratings") != records
+    ]
+    for row in rows(kept["noise"] if records else None):
         print(row, flush=True)
-        kept.append(row)
-    _RESULTS.write_text(json.dumps(kept, indent=0) + "\n")
-    for key, (mean, spread) in summary(kept).items():
+        kept["rows"].append(row)
+        _RESULTS.write_text(json.dumps(kept, indent=0) + "\n")
+    for key, (mean, spread) in summary(kept["rows"]).items():
         print(*key, f"{mean:.3f} ± {spread:.3f}")
     if not records:
-        draw(kept)
+        draw(kept["rows"])
 
 
 if __name__ == "__main__":
