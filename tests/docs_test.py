@@ -18,7 +18,7 @@ import pathlib
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from absl.testing import absltest, parameterized
 
@@ -47,7 +47,7 @@ def _code(page: str) -> Iterator[str]:
             yield code
 
 
-def _run(page: str) -> str:
+def _run(page: str, blocks: Iterable[str] | None = None) -> str:
     """Runs a page's blocks in a new folder; returns what they print."""
     namespace: dict[str, object] = {}
     before = os.getcwd()
@@ -59,7 +59,7 @@ def _run(page: str) -> str:
         os.chdir(folder)
         try:
             with contextlib.redirect_stdout(out):
-                for code in _code(page):
+                for code in _code(page) if blocks is None else blocks:
                     exec(compile(code, page, "exec"), namespace)
         finally:
             os.chdir(before)
@@ -98,6 +98,17 @@ class DocsTest(parameterized.TestCase):
         claimed, _, low = map(float, re.findall(r"\d+\.\d+", _run("auditing")))
         # By chance it would be above this once in a million runs or less.
         self.assertLess(low, 1.3 * claimed)
+
+    @parameterized.named_parameters(
+        (name, name)
+        for name in docs_site.examples()
+        # Ray's has tests of its own, and takes long to begin.
+        if name not in ("before", "runtimes") and (_HAS_TFF or "(tff)" not in name)
+    )
+    def test_examples_of_the_reference_run(self, name):
+        examples = docs_site.examples()
+        self.assertLessEqual(len(examples[name].strip().split("\n")), 14)
+        _run(name, (examples["before"], examples[name]))
 
     @parameterized.named_parameters((page, page) for page in _PAGES)
     def test_commands_name_files_and_flags_that_are_there(self, page):

@@ -177,7 +177,7 @@ def public_names(package: str) -> Iterator[tuple[str, str]]:
 def reference_page(page: str) -> str:
     """Returns a page of the API reference, in Markdown."""
     title, *contents = PAGES[page]
-    lines = [f"# {title}", ""]
+    lines = [f"# {title}", "", *_example(page), ""]
     for content in contents:
         package, wanted = content.split(": ")
         where = dict(public_names(package))
@@ -190,6 +190,24 @@ def reference_page(page: str) -> str:
                 lines += ["    options:", f"      members: [{', '.join(listed)}]"]
             lines.append("")
     return "\n".join(lines)
+
+
+def examples() -> dict[str, str]:
+    """Returns the cells of docs/examples.py by their names."""
+    cells = (_ROOT / "docs/examples.py").read_text("utf-8").split("\n# %% ")[1:]
+    return {name: code for name, _, code in (cell.partition("\n") for cell in cells)}
+
+
+def _example(page: str) -> list[str]:
+    known = examples()
+    for name in (page, f"{page} (tff)"):
+        if name in known:
+            block = f"```python\n{known[name].strip()}\n```"
+            before = f"```python\n{known['before'].strip()}\n```"
+            hidden = before.replace("\n", "\n    ")
+            return [block, "", '??? note "It begins with"', "", f"    {hidden}"]
+    where = "[Flower](../flower.md)" if "flower" in page else "[TFF](../tff.md)"
+    return [f"An example is on the page of {where}."]
 
 
 def imports() -> dict[str, set[str]]:

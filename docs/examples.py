@@ -1,0 +1,236 @@
+"""An example for each page of the API reference, shown there and run by the tests.
+
+Each cell begins with the name of its page, and runs after the first one.
+"""
+
+# %% before
+import keras
+import numpy as np
+
+import tfdp_fl
+
+clients, test = tfdp_fl.datasets.load_digits(num_clients=20)
+model = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(10)])
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+fixed = tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
+
+# %% make_private
+assert tfdp_fl.validate(model, clients=clients, loss=loss) == []
+fed = tfdp_fl.make_private(
+    model,
+    target_epsilon=8.0,
+    target_delta=1e-2,
+    num_clients=20,
+    clients_per_round=10,
+    rounds=2,
+)
+
+# %% model
+fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
+fed.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+history = fed.fit(clients, rounds=2, batch_size=10, validation_data=test, verbose=0)
+print(history.history["val_accuracy"])
+
+# %% model_after
+fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
+fed.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+fed.fit(clients, rounds=2, batch_size=10, verbose=0)
+print(fed.epsilon(delta=1e-2), fed.rounds, fed.evaluate(*test, verbose=0))
+means = tfdp_fl.PrivateMetrics(bounds={"accuracy": (0, 1)}, noise_multiplier=5.0)
+print(fed.evaluate_clients(clients, private=means, verbose=0)["accuracy"])
+print(fed.privacy_statement(delta=1e-2))
+fed.save("digits.keras")
+
+# %% search
+def build(rate):
+    fed = tfdp_fl.DPFederatedModel(keras.models.clone_model(model), fixed, 10)
+    fed.compile(keras.optimizers.SGD(rate), loss, metrics=["accuracy"])
+    return fed
+
+
+score = tfdp_fl.PublicScore(*test, "accuracy")
+rates, budget = [{"rate": 0.1}, {"rate": 0.3}], (8.0, 1e-2)
+search = tfdp_fl.PrivateSearch(
+    build, rates, expected_trials=2, score=score,
+    target_epsilon=budget[0], target_delta=budget[1],
+)  # fmt: skip
+best = search.fit(clients, rounds=2, batch_size=10)
+
+# %% mechanisms
+tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
+tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, initial_clip_norm=0.1)
+tfdp_fl.MedianClipping(noise_multiplier=1.0)
+tfdp_fl.LocalDP(clip_norm=1.0, epsilon=8.0, delta=1e-5)
+tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5)
+tfdp_fl.NbAFL(epsilon=8.0, constant=3.0, weight_clip=1.0)
+weighting = tfdp_fl.ClientWeighting.num_examples(cap=20)
+tfdp_fl.DPFederatedModel(model, fixed, 10, client_weighting=weighting)
+
+# %% correlated_noise
+correlated = tfdp_fl.CorrelatedNoise(
+    clip_norm=0.3,
+    noise_multiplier=1.0,
+    strategy=tfdp_fl.BandedToeplitz(bands=2),
+    rounds=4,
+    min_separation=2,
+)
+fed = tfdp_fl.DPFederatedModel(model, correlated, 10, sampling="cyclic")
+
+# %% callbacks
+fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
+fed.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+listeners = [
+    tfdp_fl.callbacks.PrivacyBudget(epsilon=8.0, delta=1e-2),
+    tfdp_fl.callbacks.RoundCheckpoint("run", delta=1e-2),
+    tfdp_fl.callbacks.Report("report.html"),
+]
+fed.fit(clients, rounds=2, batch_size=10, callbacks=listeners, verbose=0)
+
+# %% federated_dataset
+x, y = np.random.rand(6, 64), np.zeros(6, int)
+tfdp_fl.FederatedDataset.from_client_arrays({"ann": (x, y), "bob": (x, y)})
+tfdp_fl.FederatedDataset.from_indices(x, y, {"ann": [0, 1], "bob": [2, 5]})
+tfdp_fl.FederatedDataset.from_client_fn(["ann", "bob"], lambda name: (x, y))
+x, y, ids = tfdp_fl.bound_rows(x, y, ["ann"] * 4 + ["bob"] * 2, most=2)
+
+# %% federated_dataset_use
+print(clients.num_clients, clients.element_spec, clients.num_examples)
+x, y = clients.client(clients.client_ids[0])
+training, held_out = clients.split_by_id(0.2)
+halves = clients.map(lambda x, y: (x / 2, y))
+
+# %% datasets
+labels = np.arange(400) % 10
+parts = tfdp_fl.datasets.partition(labels, num_clients=20, examples_per_client=20)
+listed = tfdp_fl.datasets.as_federated([(np.ones((3, 2)), np.zeros(3))])
+
+# %% accounting
+from tfdp_fl import accounting
+
+# The noise multiplier, the sampling, N, m, the rounds, delta.
+print(accounting.epsilon(1.0, "poisson", 1000, 100, 100, 1e-5))
+print(accounting.calibrate_noise_multiplier(8.0, "poisson", 1000, 100, 100, 1e-5))
+print(accounting.max_rounds(1.0, "poisson", 1000, 100, 8.0, 1e-5))
+
+# %% gaussians
+from tfdp_fl import accounting
+
+z = accounting.analytic_noise_multiplier(epsilon=1.0, delta=1e-5)
+print(z, accounting.gaussian_epsilon(z, delta=1e-5))
+
+# %% charges
+import dp_accounting
+from tfdp_fl import accounting
+
+charge = accounting.RoundCharge(
+    sampling="poisson",
+    num_clients=1000,
+    clients_per_round=100,
+    event=dp_accounting.GaussianDpEvent(1.0),
+)
+accountant = accounting.PrivacyAccountant()
+accountant.add(charge)
+print(accountant.epsilon(1e-5))
+
+# %% ledger
+from tfdp_fl import accounting
+
+fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
+fed.compile(keras.optimizers.SGD(0.1), loss)
+ledger = tfdp_fl.callbacks.Ledger("ledger.jsonl")
+fed.fit(clients, rounds=2, batch_size=10, callbacks=[ledger], verbose=0)
+print(accounting.epsilon_from_ledger("ledger.jsonl", delta=1e-2))
+
+# %% statement
+from tfdp_fl import accounting
+
+facts = accounting.StatementFacts(
+    guarantee="central", mechanism="mine", epsilon_rdp=lambda delta: 1.0
+)
+print(accounting.privacy_statement(facts, 1e-5))
+budget = accounting.Budget(epsilon=2.0, delta=1e-5)
+
+# %% auditing
+audit = tfdp_fl.auditing.CanaryAudit(num_canaries=20)
+balanced = tfdp_fl.losses.BalancedSoftmaxCrossentropy()
+fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
+fed.compile(keras.optimizers.SGD(0.1), balanced)
+fed.fit(clients, rounds=2, batch_size=10, audit=audit, verbose=0)
+print(audit.estimate(delta=1e-2))
+gradients = tfdp_fl.features.OrientedGradients()  # A layer for images.
+
+# %% sampling
+sampler = tfdp_fl.sampling.PoissonSampler(num_clients=1000, clients_per_round=100)
+print(sampler.cohort(0))
+cyclic = tfdp_fl.sampling.make_sampler("cyclic", 1000, 100, num_groups=8)
+
+# %% runtimes
+import ray
+
+ray.init(num_cpus=2, include_dashboard=False)
+workers = tfdp_fl.runtimes.RayWorkers(num_workers=2)
+fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
+fed.compile(keras.optimizers.SGD(0.1), loss)
+fed.fit(clients, rounds=1, batch_size=10, runtime=workers, verbose=0)
+ray.shutdown()
+
+# %% secure_aggregation
+from tfdp_fl import secure_aggregation
+
+protocol = secure_aggregation.AdditiveSecretSharing()
+updates = [np.full(3, 0.1 * k) for k in range(9)]
+total = secure_aggregation.sum_in_groups(updates, protocol, group_size=3)
+print(total.total)
+fed = tfdp_fl.DPFederatedModel(model, fixed, 10, secure_aggregation=protocol)
+
+# %% secure_aggregation_protocol
+from tfdp_fl import secure_aggregation
+
+protocol = secure_aggregation.AdditiveSecretSharing()
+names = ("ann", "bob", "cat")
+coordinator = secure_aggregation.Coordinator(protocol, group_size=3)
+ann = secure_aggregation.Member(
+    protocol, "ann", np.ones(3), members=names, session="round 1"
+)
+
+# %% writing_mechanisms
+class Halved(tfdp_fl.FixedClipping):
+    """Clips, and takes half of what is left: the noise could be half as large."""
+
+    def scale(self, norm, round):
+        return 0.5 * super().scale(norm, round)
+
+
+fed = tfdp_fl.DPFederatedModel(model, Halved(clip_norm=0.3, noise_multiplier=1.0), 10)
+
+# %% writing_mechanisms_parts
+import tensorflow as tf
+from tfdp_fl import mechanisms
+
+deployment = mechanisms.Deployment(clients_per_round=10)
+query = fixed.bind(deployment)
+state = query.begin_round(query.initial_global_state(), 1.0, 10)
+one = query.preprocess_record(query.derive_sample_params(state), [tf.ones(3)])
+print(one.update, one.norm)
+
+# %% aggregators (tff)
+import tensorflow_federated as tff
+
+factory = tfdp_fl.aggregators.from_mechanism(fixed, clients_per_round=10)
+process = factory.create(tff.TensorType(np.float32, [3]))
+output = process.next(process.initialize(), [np.ones(3, np.float32)] * 10)
+print(output.result)
+
+# %% learning (tff)
+import tensorflow as tf
+import tensorflow_federated as tff
+
+spec = (tf.TensorSpec([None, 64], tf.float32), tf.TensorSpec([None], tf.int32))
+process = tfdp_fl.learning.build_dp_fed_avg(
+    tff.learning.models.functional_model_from_keras(
+        lambda: keras.Sequential([keras.layers.Dense(10, input_shape=(64,))]), loss, spec
+    ),
+    fixed,
+    clients_per_round=10,
+    client_optimizer_fn=tff.learning.optimizers.build_sgdm(0.1),
+)
