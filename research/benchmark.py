@@ -1,7 +1,7 @@
 r"""Times the engine side by side with TensorFlow Federated.
 
     python research/benchmark.py                     # everything, an hour
-    python research/benchmark.py --rows=tff,machine  # some rows, others kept
+    python research/benchmark.py --rows=tff,ray      # some rows, others kept
     python research/benchmark.py --resume            # go on after a break
 
 Each side runs in a process of its own, the sides take turns, and what counts

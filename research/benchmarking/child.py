@@ -21,11 +21,7 @@ def make(kind: str, options: dict[str, Any]) -> Any:
         from research.benchmarking import tff_side
 
         return tff_side.TFFSide(**options)
-    if kind == "products":
-        from research.benchmarking import products_side
-
-        return products_side.ProductsSide(**options)
-    raise ValueError(f"kind must be 'engine', 'tff' or 'products', got {kind!r}.")
+    raise ValueError(f"kind must be 'engine' or 'tff', got {kind!r}.")
 
 
 def serve(kind: str, options: dict[str, Any]) -> None:

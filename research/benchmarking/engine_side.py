@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from research.benchmarking import machine, workloads
 from tfdp_fl import correlated_noise, datasets, keras, mechanisms
+from tfdp_fl.engine import lookups
 from tfdp_fl.experiments import training
 
 # Groups of clients that take part in turn, under cyclic sampling.
@@ -118,6 +119,7 @@ class EngineSide:
         workers: int = 0,
         mechanism: str = "fixed",
         warm_up: int = 3,
+        whole_tables: bool = False,
     ) -> dict[str, float]:
         """Makes a run, and runs its first rounds.
 
@@ -130,12 +132,15 @@ class EngineSide:
           workers: Ray workers that train and read the data; 0: this process.
           mechanism: A key of `MECHANISMS`.
           warm_up: Rounds after the first.
+          whole_tables: Whether clients train tables of which they need few rows.
 
         Returns:
           Seconds of the first round (engine made and traced), and bytes of
           memory that this process has taken at its peak.
         """
-        work = workloads.WORKLOADS[workload]
+        if whole_tables:
+            lookups._LEAST_ELEMENTS = np.inf
+        work = {**workloads.WORKLOADS, **workloads.EMBEDDINGS}[workload]
         clients = self._clients(work, population)
         runtime = None
         if workers:

@@ -23,7 +23,7 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def tables(results: Results) -> str:
     """Returns a table for each kind of row that was measured."""
-    makers = (_tff, _rivals, _machine, _ratios)
+    makers = (_tff, _rivals, _ratios)
     return "\n\n".join(filter(None, (make(results) for make in makers)))
 
 
@@ -72,21 +72,11 @@ def _rivals(results: Results) -> str:
     return table(heading, rows)
 
 
-def _machine(results: Results) -> str:
-    rates = (results.result("machine") or {}).get("rates", {})
-    rows = [
-        (name, *(f"{rate[way]['median'] / 1e9:.0f}" for way in ("beside", "split")))
-        for name, rate in rates.items()
-    ]
-    heading = ("GFLOP/s of bare products", "an operation a core", "operations split")
-    return table(heading, rows) if rows else ""
-
-
 def _ratios(results: Results) -> str:
     """Returns the rows that are one ratio each."""
     found = {
         f"{row}: {name}": result
-        for row in ("products", "sharded_ray")
+        for row in ("sharded_ray",)
         for name, result in (results.result(row) or {}).get("workloads", {}).items()
     }
     for row in ("population", "correlated"):

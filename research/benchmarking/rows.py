@@ -19,8 +19,6 @@ from research.rivals import programs
 Result = dict[str, Any]
 
 POPULATIONS = (10**3, 10**6)
-# Workloads that are compared with the bare products of their shapes.
-OVER_PRODUCTS = ("mlp_batch60", "cnn", "lstm")
 # A setting of TFF that takes more than so many times the best is not pursued.
 _NEAR = 1.3
 
@@ -220,70 +218,6 @@ def compare_with_tff(workload: workloads.Workload, context: Context) -> Result:
     }
 
 
-def machine_rates(context: Context) -> Result:
-    """Measures bare products on all cores, split over them and side by side."""
-    names = ["large", *workloads.WORKLOADS]
-    with Side("products") as beside, Side("products", {"split": True}) as split:
-        for name in names:
-            beside.call("add", name=name)
-            split.call("add", name=name)
-        rates: dict[str, Result] = {}
-        for name in names:
-            seconds = context.seconds(0.6)
-            both = alternate(
-                min(context.blocks, 3),
-                {
-                    "beside": lambda name=name, seconds=seconds: beside.call(
-                        "measure", name=name, seconds=seconds
-                    ),
-                    "split": lambda name=name, seconds=seconds: split.call(
-                        "measure", name=name, seconds=seconds
-                    ),
-                },
-            )
-            best = max(both["beside"]["median"], both["split"]["median"])
-            rates[name] = {**both, "best": best}
-            context.say(f"bare products of {name}: {best / 1e9:.0f} GFLOP/s")
-    return {"rates": rates, **machine.description()}
-
-
-def over_products(context: Context) -> Result:
-    """Compares rounds with the bare products of their shapes, in turns."""
-    return {
-        "workloads": {
-            name: in_runs(context, partial(_over, name, context))
-            for name in OVER_PRODUCTS
-        }
-    }
-
-
-def _over(name: str, context: Context) -> Result:
-    """Compares a workload's rounds with its bare products, in one run."""
-    work = workloads.WORKLOADS[name]
-    with (
-        Side("engine") as ours,
-        Side("products") as beside,
-        Side("products", {"split": True}) as split,
-    ):
-        ours.call("add", run="run", workload=name)
-        for side in (beside, split):
-            side.call("add", name=name)
-        seconds = context.seconds(1.5)
-        each = alternate(
-            context.blocks_of_a_run,
-            {
-                "engine": _measure(ours, "run", seconds),
-                "beside": partial(beside.call, "measure", name=name, seconds=seconds),
-                "split": partial(split.call, "measure", name=name, seconds=seconds),
-            },
-        )
-    each["rate"] = work.flops_per_round / each["engine"]["median"]
-    each["bare"] = max(each[side]["median"] for side in ("beside", "split"))
-    each["ratio"] = each["bare"] / each["rate"]
-    context.say(f"{name}: {each['ratio']:.2f} times its bare products")
-    return each
-
-
 def sharded(context: Context) -> Result:
     """Compares a cohort on Ray workers, which read the data, with one here."""
     workers = max(2, machine.cores())
@@ -371,6 +305,30 @@ def _correlated_noise(context: Context) -> Result:
     return {**both, "ratio": ratio}
 
 
+def embeddings(context: Context) -> Result:
+    """Compares clients that train the rows that they need with whole tables."""
+    found: Result = {}
+    for name in workloads.EMBEDDINGS:
+        with Side("engine") as rows, Side("engine") as whole:
+            sides = {"rows": rows, "whole": whole}
+            made = {
+                way: side.call(
+                    "add", run="run", workload=name, whole_tables=way == "whole"
+                )
+                for way, side in sides.items()
+            }
+            seconds = context.seconds(2.0)
+            both = alternate(
+                context.blocks,
+                {way: _measure(side, "run", seconds) for way, side in sides.items()},
+            )
+        peaks = {f"{way}_peak_bytes": each["peak_bytes"] for way, each in made.items()}
+        ratio = both["whole"]["median"] / both["rows"]["median"]
+        found[name] = {**both, **peaks, "ratio": ratio}
+        context.say(f"{name}: {ratio:.1f} times as fast as whole tables")
+    return found
+
+
 def rivals(context: Context) -> Result:
     """Compares the MLP's rounds with other frameworks', in turns.
 
@@ -437,7 +395,6 @@ def rivals(context: Context) -> Result:
 def _rows() -> list[Row]:
     works = workloads.WORKLOADS.values()
     return [
-        Row("machine", "machine", "bare products", machine_rates),
         *[
             Row(
                 work.name,
@@ -447,12 +404,12 @@ def _rows() -> list[Row]:
             )
             for work in works
         ],
-        Row("products", "products", "rounds over bare products", over_products),
         Row("sharded_ray", "ray", "on Ray workers", sharded),
         Row("population", "growth", "time by population", population),
         Row(
             "correlated", "growth", "correlated noise, three buffers", correlated_noise
         ),
+        Row("embeddings", "growth", "embeddings of many items", embeddings),
         Row("rivals", "rivals", "other frameworks", rivals),
     ]
 

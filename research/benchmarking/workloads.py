@@ -1,9 +1,9 @@
-"""What is timed: five models with their data, and the arithmetic of a round."""
+"""What is timed: models with their data."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -13,59 +13,6 @@ CLIENTS_PER_ROUND = 50
 LEARNING_RATE = 0.05
 CLIP_NORM = 1.0
 NOISE_MULTIPLIER = 0.1
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """The product of a [rows, inner] and an [inner, columns] matrix.
-
-    Attributes:
-      rows: Of the left matrix.
-      inner: Columns of the left matrix.
-      columns: Of the right matrix.
-      count: How often it is done in a step, one after the other.
-    """
-
-    rows: int
-    inner: int
-    columns: int
-    count: int = 1
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations, an addition and a multiplication each."""
-        return 2 * self.rows * self.inner * self.columns * self.count
-
-
-@dataclasses.dataclass(frozen=True)
-class Convolution:
-    """A convolution with stride 1 and padding "same", or a gradient of it.
-
-    Attributes:
-      batch: Images.
-      size: Their height and width.
-      inputs: Channels that go in.
-      outputs: Channels that come out.
-      kernel: Height and width of the filter.
-      part: "forward", "filter_gradient" or "input_gradient".
-    """
-
-    batch: int
-    size: int
-    inputs: int
-    outputs: int
-    kernel: int
-    part: str = "forward"
-    count: int = dataclasses.field(default=1, init=False)
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations, those with the padding's zeros too."""
-        taps = self.kernel**2 * self.inputs * self.outputs
-        return 2 * self.batch * self.size**2 * taps
-
-
-Operation = Product | Convolution
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,8 +27,8 @@ class Workload:
       num_classes: Labels are below it.
       examples: Of each client.
       batch_size: Of local training.
-      step: The products and convolutions of one local step, forward and back.
       sequence: Whether features and labels are sequences of symbols.
+      items: Of how many a feature names one; 0: features are numbers.
       clients: In the cohort, and in the population.
     """
 
@@ -92,19 +39,9 @@ class Workload:
     num_classes: int
     examples: int
     batch_size: int
-    step: tuple[Operation, ...]
     sequence: bool = False
+    items: int = 0
     clients: int = CLIENTS_PER_ROUND
-
-    @property
-    def steps_per_round(self) -> int:
-        """Local steps of a round, over all clients."""
-        return self.clients * -(-self.examples // self.batch_size)
-
-    @property
-    def flops_per_round(self) -> int:
-        """Of matrix products and convolutions alone."""
-        return self.steps_per_round * sum(each.flops for each in self.step)
 
     def data(self, num_examples: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns the same random examples whoever asks, (x, y)."""
@@ -115,6 +52,9 @@ class Workload:
         if self.sequence:
             x = random.integers(0, self.num_classes, shape).astype(np.int32)
             y = random.integers(0, self.num_classes, shape)
+        elif self.items:
+            x = random.integers(0, self.items, shape).astype(np.int32)
+            y = random.integers(0, self.num_classes, num_examples)
         else:
             x = random.random(shape, np.float32)
             y = random.integers(0, self.num_classes, num_examples)
@@ -174,49 +114,16 @@ def lstm() -> tf.keras.Model:
     )
 
 
-def dense_products(
-    batch: int, *units: int, first_layer: bool = True, count: int = 1
-) -> tuple[Product, ...]:
-    """Returns the products of dense layers, forward and back.
-
-    Args:
-      batch: Rows of a batch.
-      *units: The input's width and that of each layer.
-      first_layer: Whether the input is data, whose gradient nobody needs.
-      count: How often in a step.
-    """
-    products = []
-    for index, (inputs, outputs) in enumerate(itertools.pairwise(units)):
-        products.append(Product(batch, inputs, outputs, count))
-        products.append(Product(inputs, batch, outputs, count))
-        if index or not first_layer:
-            products.append(Product(batch, outputs, inputs, count))
-    return tuple(products)
-
-
-def _cnn_step(batch: int) -> tuple[Operation, ...]:
-    return (
-        Convolution(batch, 28, 1, 32, 5),
-        Convolution(batch, 28, 1, 32, 5, "filter_gradient"),
-        Convolution(batch, 14, 32, 64, 5),
-        Convolution(batch, 14, 32, 64, 5, "filter_gradient"),
-        Convolution(batch, 14, 32, 64, 5, "input_gradient"),
-        *dense_products(batch, 7 * 7 * 64, 512, 10, first_layer=False),
-    )
-
-
-def _lstm_step(batch: int) -> tuple[Operation, ...]:
-    gates, length = 4 * 128, 80
-    recurrent = [
-        product
-        for width in (8, 128, 128, 128)  # Input and state of either layer.
-        for product in dense_products(
-            batch, width, gates, first_layer=False, count=length
-        )
-    ]
-    return (
-        *recurrent,
-        *dense_products(batch * length, 128, 90, first_layer=False),
+def embedding(items: int) -> tf.keras.Model:
+    """Returns a classifier of items by an embedding of width 32."""
+    layers = tf.keras.layers
+    return tf.keras.Sequential(
+        [
+            layers.InputLayer((1,), dtype="int32"),
+            layers.Embedding(items, 32),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
     )
 
 
@@ -232,7 +139,6 @@ def _mnist_mlp(name: str, examples: int, batch_size: int) -> Workload:
         num_classes=10,
         examples=examples,
         batch_size=batch_size,
-        step=dense_products(batch_size, *_MNIST_MLP),
     )
 
 
@@ -247,7 +153,6 @@ WORKLOADS: dict[str, Workload] = {
             num_classes=10,
             examples=20,
             batch_size=10,
-            step=dense_products(10, 64, 128, 10),
         ),
         _mnist_mlp("mlp", 60, 10),
         _mnist_mlp("mlp_batch60", 600, 60),
@@ -259,7 +164,6 @@ WORKLOADS: dict[str, Workload] = {
             num_classes=10,
             examples=40,
             batch_size=20,
-            step=_cnn_step(20),
         ),
         Workload(
             name="lstm",
@@ -269,8 +173,22 @@ WORKLOADS: dict[str, Workload] = {
             num_classes=90,
             examples=40,
             batch_size=20,
-            step=_lstm_step(20),
             sequence=True,
         ),
     )
+}
+
+# Not compared with TFF.
+EMBEDDINGS: dict[str, Workload] = {
+    f"embedding_{items}": Workload(
+        name=f"embedding_{items}",
+        title=f"embedding of {items} items, 40 examples, batch 10",
+        make_model=functools.partial(embedding, items),
+        feature_shape=(1,),
+        num_classes=10,
+        examples=40,
+        batch_size=10,
+        items=items,
+    )
+    for items in (10_000, 100_000)
 }

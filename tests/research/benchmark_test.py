@@ -72,7 +72,7 @@ class BenchmarkScriptTest(absltest.TestCase):
     def test_what_was_measured_is_printed_without_measuring(self):
         with contextlib.redirect_stdout(io.StringIO()) as output:
             benchmark.main(["--rows="])
-        for text in ("MLP 64-128-10", "FedJAX", "| large |", "sharded_ray: mlp"):
+        for text in ("MLP 64-128-10", "FedJAX", "sharded_ray: mlp"):
             self.assertIn(text, output.getvalue())
 
 
