@@ -15,7 +15,7 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.accounting import gaussian
 from tfdp_fl.auditing import CanaryAudit, canaries, estimate
-from tfdp_fl.engine import cohort, rounds
+from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import noise
 
 _DELTA = 1e-5
@@ -212,14 +212,14 @@ _SCALED = pytest.mark.parametrize(
 @_SCALED
 def test_canaries_add_their_clipped_updates_and_nothing_else(mechanism):
     handed_in = []
-    add = rounds.PendingRound.add_contribution
+    add = cohort.PendingRound.add_contribution
 
     def seen(pending, one):
         handed_in.append(one)
         add(pending, one)
 
     plain = _audited(mechanism, None, seed=3)
-    with mock.patch.object(rounds.PendingRound, "add_contribution", seen):
+    with mock.patch.object(cohort.PendingRound, "add_contribution", seen):
         fed = _audited(mechanism, CanaryAudit(num_canaries=200), seed=3)
     (one,) = handed_in
     assert not np.any(one.scalars())
@@ -272,7 +272,7 @@ def _a_layer_that_is_not_clipped(unflatten):
     [
         (noise, "add_normal", _half_the_noise),
         (noise, "add_normal", _one_variable_without_noise),
-        (rounds.PendingRound, "add_contribution", _one_client_twice_in_the_sum),
+        (cohort.PendingRound, "add_contribution", _one_client_twice_in_the_sum),
         (cohort.UpdateSpec, "unflatten", _a_layer_that_is_not_clipped),
     ],
 )

@@ -11,22 +11,14 @@ from absl.testing import parameterized
 from tests.engine import cohorts
 from tfdp_fl import mechanisms
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import devices, tables
+from tfdp_fl.engine import devices
 
 _layers = tf.keras.layers
 _SIZES = (5, 7, 5, 0, 3, 5, 12, 2)
 _MECHANISMS = {
     "fixed": mechanisms.FixedClipping(clip_norm=0.1, noise_multiplier=0.0),
-    "shares": mechanisms.FixedClipping(
-        clip_norm=0.1, noise_multiplier=0.1, noise_site="client"
-    ),
-    "adaptive": mechanisms.AdaptiveClipping(
-        noise_multiplier=0.0, count_noise_stddev=0.0
-    ),
     "median": mechanisms.MedianClipping(noise_multiplier=0.0),
-    "local": mechanisms.LocalDP(clip_norm=0.5, noise_multiplier=0.5),
     "windows": mechanisms.AdaptiveLocalDP(epsilon=5, delta=1e-5),
-    "weights": mechanisms.NbAFL(epsilon=8, constant=1, weight_clip=0.3),
 }
 
 
@@ -104,16 +96,16 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((5,) * 9))
         whole, halved = (_engine(dataset, 8, cohorts.mlp()) for _ in range(2))
         expected = cohorts.run_round(whole, dataset)
-        program = halved.functions.prepared
+        train = halved._train
         sizes = []
 
-        def with_little_room(pending, chunk, part):
+        def with_little_room(pending, chunk, part, thread):
             sizes.append(part.clients.num_clients)
             if sizes[-1] > 2:
                 raise tf.errors.ResourceExhaustedError(None, None, "no room")
-            return program(pending, chunk, part)
+            train(pending, chunk, part, thread)
 
-        object.__setattr__(halved.functions, "prepared", with_little_room)
+        halved._train = with_little_room
         self.assertAllClose(cohorts.run_round(halved, dataset), expected, rtol=1e-5)
         self.assertEqual(halved.layout.at_once, 2)
         self.assertEqual(sum(size for size in sizes if size <= 2), 9)
@@ -158,6 +150,7 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
             engine = _engine(dataset, 3, model, mechanism=_MECHANISMS["fixed"])
             # Vectorized, an index out of range would be another client's.
             self.assertIsNone(engine.layout.at_once)
+            self.assertIn("UnsortedSegmentSum cannot be batched", engine.executor)
             pending = engine.collect(dataset, cohorts.inputs(dataset))
             update = pending.sums[0].contribution.update
             updates.append(np.concatenate([np.ravel(each) for each in update]))
@@ -177,6 +170,7 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
             pending = engine.collect(dataset, cohorts.inputs(dataset))
             self.assertEqual(float(pending.sums[0].contribution.weight), 4.0)
         self.assertIn("one by one", engine.executor)
+        self.assertIn("not in batches: TensorFlow cannot vectorize", engine.executor)
 
     def test_a_client_without_company_trains_as_it_would_alone(self):
         arrays = cohorts.client_arrays((3,))
@@ -192,26 +186,6 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
             cohorts.run_round(_engine(dataset, at_once, model), dataset)
             weights.append(model.get_weights())
         self.assertAllClose(*weights, atol=1e-6)
-
-    def test_steps_are_laid_out_as_the_clients_take_them(self):
-        lengths = np.array(_SIZES)
-        table = tables.client_table(np.arange(lengths.sum()), lengths, 5, 2)
-        found = {}
-        for clients, batched in tables.batched(table, 2, at_most=3):
-            self.assertLessEqual(clients.num_clients, 3)
-            for k, member in enumerate(batched.members.tolist()):
-                found[member] = [
-                    batched.rows[s, k, : batched.sizes[s]].tolist()
-                    for s in range(len(batched.rows))
-                    if batched.active[s, k]
-                ]
-        self.assertLen(found, len(lengths))
-        for member in range(len(lengths)):
-            steps = range(*table.first_step[member : member + 2])
-            self.assertEqual(
-                found[member],
-                [table.rows[s, : table.batch_sizes[s]].tolist() for s in steps],
-            )
 
     def test_a_cpu_takes_threads_and_anything_else_batches(self):
         model = _model()

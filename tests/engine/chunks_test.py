@@ -7,31 +7,28 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
-import tfdp_fl
 from tests.engine import cohorts
 from tests.keras import toy
-from tfdp_fl import sampling
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import chunks, labels
+from tfdp_fl.engine import chunks, cohort, labels
 
 
 class _Files:
-    """Clients that say when they are read, and by whom."""
+    """Clients that say when they are read, and in which thread."""
 
     def __init__(self, num_clients=12, failing=()):
         self.arrays = {k: toy.arrays(4 + k % 2, seed=k) for k in range(num_clients)}
         self.failing = failing
         self.read = []
         self.threads = set()
-        self.each = threading.Condition()
+        self.reading = threading.Condition()
 
     def __call__(self, client):
-        with self.each:
+        with self.reading:
             self.read.append(client)
             self.threads.add(threading.current_thread())
-            self.each.notify_all()
+            self.reading.notify_all()
         if client in self.failing:
             raise OSError("gone")
         return self.arrays[client]
@@ -42,8 +39,8 @@ class _Files:
         return FederatedDataset.from_client_fn(list(self.arrays), self, spec)
 
     def wait_for(self, count):
-        with self.each:
-            assert self.each.wait_for(lambda: len(self.read) >= count, 60)
+        with self.reading:
+            assert self.reading.wait_for(lambda: len(self.read) >= count, 60)
 
 
 def _reader(dataset, label_ranges=()):
@@ -54,13 +51,8 @@ def _reader(dataset, label_ranges=()):
 
 def _pending(dataset, positions):
     inputs = cohorts.inputs(dataset, positions=np.asarray(positions))
-    return chunks.rounds.PendingRound(
-        inputs=inputs,
-        state=(),
-        tensors=inputs.tensors(),
-        sums=[()],
-        metric_states=[()],
-        collected=[[]],
+    return cohort.PendingRound(
+        inputs=inputs, state=(), tensors=inputs.tensors(), sums=[None]
     )
 
 
@@ -94,6 +86,7 @@ class ReaderTest(tf.test.TestCase):
         first = _pending(dataset, [0, 1])
         for chunk in reader(dataset, first):
             self.assertAllEqual(chunk.members, [0, 1])
+            reader.read_ahead()
             files.wait_for(5)  # Before the first round's chunk is done with.
         self.assertEqual(first.failures, [])
         second = _pending(dataset, [3, 4, 5])
@@ -159,7 +152,7 @@ class ReaderTest(tf.test.TestCase):
             failed = [each.position for each in pending.failures]
             self.assertEqual(failed, sorted([*wrong, 5]))
             for column, side in enumerate("xy"):
-                # And zeros after them, nothing of who was left out.
+                # And zeros after them, nothing of clients that failed.
                 self.assertAllEqual(
                     np.concatenate(
                         [np.asarray(getattr(chunk, side))[chunk.rows] for chunk in read]
@@ -185,35 +178,12 @@ class ReaderTest(tf.test.TestCase):
         reader.close()
 
 
-class FitTest(tf.test.TestCase, parameterized.TestCase):
-    def _trained(self, clients, kind, seed=3, rounds=4):
-        mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
-        if kind == "cyclic":
-            mechanism = tfdp_fl.CorrelatedNoise(
-                clip_norm=0.5,
-                noise_multiplier=1.0,
-                strategy=tfdp_fl.BandedToeplitz(bands=2),
-                rounds=4,
-                min_separation=3,
-            )
-        fed = toy.federated(mechanism, sampling=kind, clients_per_round=4)
-        history = fed.fit(clients, rounds=rounds, verbose=0, seed=seed)
-        return fed.get_weights(), history.history
-
-    @parameterized.parameters("poisson", "fixed_size", "shuffled", "cyclic")
-    def test_it_is_what_memory_gives(self, kind):
-        files = _Files()
-        dataset = files.dataset()
-        weights, history = self._trained(dataset, kind)
-        own, wanted = self._trained(dataset.in_memory(), kind)
-        for one, other in zip(weights, own, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-        self.assertEqual(history["cohort_size"], wanted["cohort_size"])
-
+class FitTest(tf.test.TestCase):
     def test_nobody_is_read_who_takes_no_part(self):
-        # Of whom the last round draws, nobody comes after.
+        # After the last round nothing is drawn or read ahead.
         files = _Files()
-        _, history = self._trained(files.dataset(), "fixed_size", seed=None)
+        fed = toy.federated(sampling="fixed_size", clients_per_round=4)
+        history = fed.fit(files.dataset(), rounds=4, verbose=0).history
         self.assertLen(files.read, int(sum(history["cohort_size"])))
         self.assertFalse(any(each.is_alive() for each in files.threads))
 
@@ -232,12 +202,6 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         other = toy.federated(clients_per_round=4)
         whole = other.fit(files.dataset(), rounds=3, verbose=0, seed=1)
         self.assertAllClose(one.history["loss"], whole.history["loss"][1:], rtol=1e-5)
-
-    def test_who_goes_by_releases_is_not_drawn_ahead(self):
-        for name in ("poisson", "fixed_size", "shuffled"):
-            self.assertFalse(sampling.make_sampler(name, 12, 4).goes_by_releases)
-        for name in ("cyclic",):
-            self.assertTrue(sampling.make_sampler(name, 12, 4).goes_by_releases)
 
 
 if __name__ == "__main__":

@@ -25,71 +25,52 @@ tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration()] * 2
 )
 import tfdp_fl
-from tfdp_fl.engine import devices, engine
+from tfdp_fl.engine import engine
 
 rng = np.random.default_rng(0)
 clients = {
-    f"c{k}": (
-        rng.normal(size=[12, 6, 1]).astype("f4"),
-        rng.integers(0, 3, 12),
-    )
+    f"c{k}": (rng.normal(size=[12, 6, 1]).astype("f4"), rng.integers(0, 3, 12))
     for k in range(8)
 }
 layers = tf.keras.layers
-MODELS = {
-    "side_by_side": lambda: [layers.Flatten(), layers.Dense(3)],
-    "one_by_one": lambda: [
-        layers.Conv1D(4, 3), layers.Flatten(), layers.Dense(3)
-    ],
-}
-MECHANISMS = {
-    "adaptive": lambda: tfdp_fl.AdaptiveClipping(
-        noise_multiplier=0.5, count_noise_stddev=1.0
-    ),
-    "median": lambda: tfdp_fl.MedianClipping(noise_multiplier=0.5),
-}
+seen = set()
+collect = engine.CohortEngine.collect
 
 
-def train(device, model, mechanism, jit_compile):
+def noting(self, *args):
+    pending = collect(self, *args)
+    leaves = tf.nest.flatten((pending.sums, pending.sent))
+    seen.update(leaf.device for leaf in leaves)
+    return pending
+
+
+engine.CohortEngine.collect = noting
+
+
+def train(device, side_by_side):
     tf.keras.utils.set_random_seed(1)
+    seen.clear()
     with tf.device(device):
+        first = [] if side_by_side else [layers.Conv1D(4, 3)]
         net = tf.keras.Sequential(
-            [tf.keras.Input([6, 1]), *MODELS[model]()]
+            [tf.keras.Input([6, 1]), *first, layers.Flatten(), layers.Dense(3)]
         )
-    fed = tfdp_fl.DPFederatedModel(
-        net, MECHANISMS[mechanism](), clients_per_round=4, sampling="fixed_size"
-    )
-    fed.compile(
-        optimizer=tf.keras.optimizers.SGD(0.1),
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile=jit_compile,
-    )
-    seen = set()
-    collect = engine.CohortEngine.collect
-
-    def noting(self, *args):
-        pending = collect(self, *args)
-        leaves = tf.nest.flatten((pending.sums, pending.sent))
-        seen.update(leaf.device for leaf in leaves)
-        return pending
-
-    engine.CohortEngine.collect = noting
-    try:
-        fed.fit(clients, rounds=2, batch_size=4, seed=5, verbose=0)
-    finally:
-        engine.CohortEngine.collect = collect
+    mechanism = tfdp_fl.MedianClipping(noise_multiplier=0.5)
+    if side_by_side:
+        mechanism = tfdp_fl.AdaptiveClipping(
+            noise_multiplier=0.5, count_noise_stddev=1.0
+        )
+    fed = tfdp_fl.DPFederatedModel(net, mechanism, 4, sampling="fixed_size")
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    fed.compile(tf.keras.optimizers.SGD(0.1), loss)
+    fed.fit(clients, rounds=2, batch_size=4, seed=5, verbose=0)
     return [each.tolist() for each in fed.model.get_weights()], sorted(seen)
 
 
-found = {}
-for model, mechanism, xla in [
-    ("side_by_side", "adaptive", None),
-    ("one_by_one", "median", None),
-]:
-    name = f"{model} {mechanism} {xla}"
-    found[name] = [
-        train(device, model, mechanism, xla) for device in ("/CPU:0", "/CPU:1")
-    ]
+found = {
+    name: [train(device, name == "side by side") for device in ("/CPU:0", "/CPU:1")]
+    for name in ("side by side", "one by one")
+}
 json.dump(found, open(sys.argv[1], "w"))
 """
 

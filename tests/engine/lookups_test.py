@@ -100,7 +100,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
             engine = _engine(
                 dataset, model, least, mechanism=mechanism, training=training
             )
-            tables = engine.functions.trainer.lookups
+            tables = engine.programs.trainer.lookups
             self.assertLen(tables, 3 if least == 1 else 0)
             logs = cohorts.run_round(engine, dataset)
             found.append((model.get_weights(), logs))
@@ -129,7 +129,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_other_uses_of_a_table_or_its_feature_train_it_whole(self, kind):
         dataset = _dataset()
-        trainer = _engine(dataset, _model(kind)).functions.trainer
+        trainer = _engine(dataset, _model(kind)).programs.trainer
         # The tags are still looked up.
         left = {lookup.feature for lookup in trainer.lookups}
         self.assertLen(left, 1 if kind != "plain" else 2)
@@ -138,7 +138,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
         dataset = _dataset()
         trainer = _engine(
             dataset, _model(), optimizer=tf.keras.optimizers.Adam()
-        ).functions.trainer
+        ).programs.trainer
         self.assertEmpty(trainer.lookups)
         local = mechanisms.LocalDP(clip_norm=1.0, noise_multiplier=1.0)
         model = _model()

@@ -15,6 +15,17 @@ _SCHEDULE = tf.keras.optimizers.schedules.LearningRateSchedule
 _DECAY = tf.keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.5)
 
 
+def _arrays(make_x, make_y=None, sizes=(4, 6)):
+    """Returns clients of functions of (random generator, size)."""
+    rng = np.random.default_rng(0)
+    make_y = make_y or (lambda rng, size: rng.integers(0, 3, size))
+    return {k: (make_x(rng, n), make_y(rng, n)) for k, n in enumerate(sizes)}
+
+
+def _normal(*shape):
+    return lambda rng, size: rng.normal(size=[size, *shape]).astype(np.float32)
+
+
 class _TrainingTest(tf.test.TestCase, parameterized.TestCase):
     def assert_trains_like_keras(
         self,
@@ -65,9 +76,10 @@ class OptimizerTest(_TrainingTest):
     @parameterized.named_parameters(
         ("sgd", tf.keras.optimizers.SGD(0.1)),
         ("nesterov", tf.keras.optimizers.SGD(0.1, 0.9, nesterov=True)),
-        ("adam", tf.keras.optimizers.Adam(0.1)),
-        ("adamw", tf.keras.optimizers.AdamW(0.1, weight_decay=0.1)),
-        ("sgd_clipnorm", tf.keras.optimizers.SGD(0.1, clipnorm=0.05)),
+        (
+            "adamw_clipnorm",
+            tf.keras.optimizers.AdamW(0.1, weight_decay=0.1, clipnorm=0.05),
+        ),
         ("sgd_schedule", tf.keras.optimizers.SGD(_DECAY)),
         *(
             ("legacy_sgd", each)
@@ -85,7 +97,6 @@ class OptimizerTest(_TrainingTest):
     def test_the_rate_follows_the_round(self):
         dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays())
         for optimizer in (
-            tf.keras.optimizers.SGD(0.1),
             tf.keras.optimizers.Adam(0.1),
             *stacks.legacy_optimizers(lambda legacy: legacy.SGD(0.1)),
         ):
@@ -106,13 +117,6 @@ class LocalTrainingTest(_TrainingTest):
             training={"proximal_weight": 2.0},
         )
 
-    def test_gradient_clipping(self):
-        self.assert_trains_like_keras(
-            cohorts.mlp(),
-            cohorts.client_arrays(),
-            training={"grad_clip": 0.3},
-        )
-
     def test_gradient_clipping_of_repeated_rows(self):
         model = tf.keras.Sequential(
             [
@@ -122,19 +126,8 @@ class LocalTrainingTest(_TrainingTest):
                 tf.keras.layers.Dense(3),
             ]
         )
-        rng = np.random.default_rng(0)
-        arrays = {
-            k: (rng.integers(0, 2, [7, 6]), rng.integers(0, 3, 7)) for k in range(2)
-        }
+        arrays = _arrays(lambda rng, size: rng.integers(0, 2, [size, 6]))
         self.assert_trains_like_keras(model, arrays, training={"grad_clip": 0.05})
-
-    def test_no_gradient_clipping_at_zero_and_below(self):
-        self.assert_trains_like_keras(
-            cohorts.mlp(),
-            cohorts.client_arrays(),
-            training={"grad_clip": 0.0},
-            keras_training={},
-        )
 
     def test_upload_hook_changes_what_the_mechanism_sees(self):
         model = cohorts.mlp()
@@ -165,12 +158,7 @@ class LocalTrainingTest(_TrainingTest):
         )
         model.layers[1].trainable = False
         model.compile(loss="mse")
-        for state in (True, False):
-            self.assert_trains_like_keras(
-                model,
-                cohorts.client_arrays(),
-                aggregate_non_trainable=state,
-            )
+        self.assert_trains_like_keras(model, cohorts.client_arrays())
 
     def test_a_train_step_of_ones_own_is_refused(self):
         class Model(tf.keras.Sequential):
@@ -201,16 +189,18 @@ class ModelTest(_TrainingTest):
                 tf.keras.layers.Dense(7),
             ]
         )
-        rng = np.random.default_rng(0)
-        arrays = {}
-        for k, size in enumerate((4, 6)):
+
+        def masked(rng, size):
             x = rng.integers(1, 7, [size, 6])
             for row in x:
                 row[rng.integers(2, 7) :] = 0
-            arrays[k] = (x, rng.integers(0, 7, [size, 6]))
+            return x
+
+        arrays = _arrays(masked, lambda rng, size: rng.integers(0, 7, [size, 6]))
         self.assert_trains_like_keras(model, arrays, rtol=1e-4)
 
     def test_stacked_lstm_without_a_mask(self):
+        # By functions of our own, see `layers`.
         tf.keras.utils.set_random_seed(3)
         model = tf.keras.Sequential(
             [
@@ -219,15 +209,9 @@ class ModelTest(_TrainingTest):
                 tf.keras.layers.Dense(3),
             ]
         )
-        rng = np.random.default_rng(0)
-        arrays = {
-            k: (
-                rng.normal(size=[size, 9, 2]).astype(np.float32),
-                rng.integers(0, 3, size),
-            )
-            for k, size in enumerate((4, 6))
-        }
-        self.assert_trains_like_keras(model, arrays, rtol=1e-4)
+        self.assert_trains_like_keras(model, _arrays(_normal(9, 2)), rtol=1e-4)
+        for layer in model.layers:  # The user's own model.
+            self.assertNotIn("call", vars(layer))
 
     def test_functional_with_two_inputs(self):
         tf.keras.utils.set_random_seed(3)
@@ -240,57 +224,32 @@ class ModelTest(_TrainingTest):
             tf.keras.layers.Dense(4, activation="relu")(hidden)
         )
         model = tf.keras.Model({"a": left, "b": right}, output)
-        rng = np.random.default_rng(0)
-        arrays = {
-            k: (
-                {
-                    "a": rng.normal(size=[size, 3]).astype(np.float32),
-                    "b": rng.normal(size=[size, 2]).astype(np.float32),
-                },
-                rng.integers(0, 3, size),
-            )
-            for k, size in enumerate((4, 6))
-        }
+        x = {"a": _normal(3), "b": _normal(2)}
+        arrays = _arrays(lambda *args: {name: make(*args) for name, make in x.items()})
         self.assert_trains_like_keras(model, arrays)
 
     @parameterized.named_parameters(
-        ("list", ["sparse_categorical_crossentropy", "mse"], None, list),
-        (
-            "dict",
-            {"p": "sparse_categorical_crossentropy", "q": "mae"},
-            None,
-            dict,
-        ),
-        (
-            "weights",
-            ["sparse_categorical_crossentropy", "mse"],
-            [0.3, 2.0],
-            list,
-        ),
+        ("dict", {"p": "sparse_categorical_crossentropy", "q": "mae"}, None),
+        ("weights", ["sparse_categorical_crossentropy", "mse"], [0.3, 2.0]),
     )
-    def test_several_outputs_with_losses_by_name(self, loss, weights, kind):
+    def test_several_outputs_with_losses_by_name(self, loss, weights):
         tf.keras.utils.set_random_seed(3)
         entry = tf.keras.Input([4])
         outputs = {
             "p": tf.keras.layers.Dense(3, activation="softmax", name="p")(entry),
             "q": tf.keras.layers.Dense(1, name="q")(entry),
         }
-        if kind is list:
-            outputs = list(outputs.values())
-        model = tf.keras.Model(entry, outputs)
-        rng = np.random.default_rng(0)
+        by_name = isinstance(loss, dict)
+        model = tf.keras.Model(entry, outputs if by_name else [*outputs.values()])
 
-        def labels(size):
+        def labels(rng, size):
             parts = {
                 "p": rng.integers(0, 3, size),
                 "q": rng.normal(size=[size, 1]).astype(np.float32),
             }
-            return parts if kind is dict else tuple(parts.values())
+            return parts if by_name else tuple(parts.values())
 
-        arrays = {
-            k: (rng.normal(size=[size, 4]).astype(np.float32), labels(size))
-            for k, size in enumerate((4, 6))
-        }
+        arrays = _arrays(_normal(4), labels)
         training = {} if weights is None else {"loss_weights": weights}
         self.assert_trains_like_keras(model, arrays, loss=loss, training=training)
 
@@ -305,17 +264,11 @@ class ModelTest(_TrainingTest):
 
         self.assert_trains_like_keras(model, cohorts.client_arrays(), loss=loss)
 
-    @parameterized.parameters(
-        ("mse", "none"), ("sum", "sum"), ("bce", "sum_over_batch_size")
-    )
-    def test_reductions_and_labels_without_a_last_dimension(self, kind, how):
+    @parameterized.parameters("none", "sum")
+    def test_reductions_and_labels_without_a_last_dimension(self, how):
         tf.keras.utils.set_random_seed(3)
         model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(4,))])
-        loss = (
-            tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction=how)
-            if kind == "bce"
-            else tf.keras.losses.MeanSquaredError(reduction=how)
-        )
+        loss = tf.keras.losses.MeanSquaredError(reduction=how)
         arrays = {
             k: (x, (y > 0).astype(np.float32))
             for k, (x, y) in cohorts.client_arrays().items()
@@ -349,24 +302,20 @@ class ModelTest(_TrainingTest):
         model = cohorts.mlp()
         arrays = cohorts.client_arrays()
         dataset = FederatedDataset.from_client_arrays(arrays)
-        for replicas in (1, 2):
-            engine = cohorts.make_engine(
-                model,
-                dataset,
-                num_replicas=replicas,
-                training={"metrics": ["accuracy", "sparse_top_k_categorical_accuracy"]},
-            )
-            # Rate 0: every step sees the same weights.
-            logs = cohorts.run_round(engine, dataset, learning_rate=0.0)
-            x, y = (
-                np.concatenate([client[i] for client in arrays.values()])
-                for i in range(2)
-            )
-            model.compile(loss=cohorts.cross_entropy(), metrics=["accuracy"])
-            wanted = model.evaluate(x, y, verbose=0, return_dict=True)
-            self.assertAllClose(logs["loss"], wanted["loss"], rtol=1e-5)
-            self.assertAllClose(logs["accuracy"], wanted["accuracy"], rtol=1e-5)
-            self.assertEqual(logs["sparse_top_k_categorical_accuracy"], 1.0)
+        engine = cohorts.make_engine(
+            model,
+            dataset,
+            num_replicas=2,
+            training={"metrics": ["accuracy", "sparse_top_k_categorical_accuracy"]},
+        )
+        # Rate 0: every step sees the same weights.
+        logs = cohorts.run_round(engine, dataset, learning_rate=0.0)
+        x, y = map(np.concatenate, zip(*arrays.values(), strict=True))
+        model.compile(loss=cohorts.cross_entropy(), metrics=["accuracy"])
+        wanted = model.evaluate(x, y, verbose=0, return_dict=True)
+        self.assertAllClose(logs["loss"], wanted["loss"], rtol=1e-5)
+        self.assertAllClose(logs["accuracy"], wanted["accuracy"], rtol=1e-5)
+        self.assertEqual(logs["sparse_top_k_categorical_accuracy"], 1.0)
 
 
 @tf.keras.utils.register_keras_serializable("tfdp_fl_test")
@@ -422,19 +371,21 @@ class BatchNormalizationTest(_TrainingTest):
 class DropoutTest(tf.test.TestCase):
     """A gradient of 0 tells which units a client's masks dropped."""
 
-    def _dropped(self, model, **changes):
-        """Returns for each of two equal clients which units were kept."""
+    def _dropped(self, model, *seeds):
+        """Returns for each of two equal clients which units were kept, by seed."""
         x = np.ones([1, 2000], np.float32)
         arrays = {k: (x, np.zeros([1, 1], np.float32)) for k in range(2)}
         dataset = FederatedDataset.from_client_arrays(arrays)
         engine = cohorts.make_engine(model, dataset, loss="mae", collect_records=True)
-        pending = engine.collect(
-            dataset,
-            cohorts.inputs(dataset, batch_size=1, local_epochs=1, **changes),
-        )
-        ((members, collected),) = pending.collected[0]
-        self.assertAllEqual(members, [0, 1])
-        return collected.updates.numpy()[:, :2000] != 0
+        found = []
+        for seed in seeds:
+            inputs = cohorts.inputs(
+                dataset, batch_size=1, local_epochs=1, seed=np.array([3, seed])
+            )
+            ((members, collected),) = engine.collect(dataset, inputs).collected
+            self.assertAllEqual(members, [0, 1])
+            found.append(collected.updates.numpy()[:, :2000] != 0)
+        return found
 
     def _model(self, layers=1):
         return tf.keras.Sequential(
@@ -444,9 +395,7 @@ class DropoutTest(tf.test.TestCase):
         )
 
     def test_a_seed_repeats_and_clients_and_rounds_differ(self):
-        first = self._dropped(self._model())
-        again = self._dropped(self._model())
-        other = self._dropped(self._model(), seed=np.array([3, 5]))
+        first, again, other = self._dropped(self._model(), 4, 4, 5)
         self.assertAllEqual(first, again)
         for kept in (first, other):
             self.assertAllInRange(kept.mean(axis=1), 0.43, 0.57)
@@ -454,7 +403,7 @@ class DropoutTest(tf.test.TestCase):
             self.assertBetween(np.mean(one == two), 0.43, 0.57)
 
     def test_layers_draw_masks_of_their_own(self):
-        kept = self._dropped(self._model(layers=2))
+        (kept,) = self._dropped(self._model(layers=2), 4)
         self.assertAllInRange(kept.mean(axis=1), 0.19, 0.31)
 
 
@@ -470,41 +419,38 @@ class _Scale(tf.keras.layers.Layer):
 
 
 class CheckLabelsTest(parameterized.TestCase):
-    def _engine(self, loss, labels, units=3):
+    def _check(self, loss, labels, units=3):
         model = tf.keras.Sequential([tf.keras.layers.Dense(units, input_shape=(4,))])
         arrays = {0: (np.zeros([5, 4], np.float32), labels)}
-        dataset = FederatedDataset.from_client_arrays(arrays)
-        return cohorts.make_engine(model, dataset, loss=loss)
+        spec = FederatedDataset.from_client_arrays(arrays).element_spec
+        training = trainer.LocalTraining(optimizer=tf.keras.optimizers.SGD(), loss=loss)
+        trainer.make_trainer(model, training, spec)
 
     @parameterized.parameters(
         ("sparse_categorical_crossentropy", [5, 3], 3),
         (tf.keras.losses.sparse_categorical_crossentropy, [5, 2], 3),
-        ("categorical_crossentropy", [5], 3),
         ("categorical_crossentropy", [5, 4], 3),
         (tf.keras.losses.MeanSquaredError(name="mine"), [5, 1], 3),
         ("binary_crossentropy", [5, 2], 1),
     )
     def test_labels_that_cannot_belong_to_the_output(self, loss, shape, units):
         with self.assertRaisesRegex(ValueError, "labels must have the shape"):
-            self._engine(loss, np.zeros(shape, np.float32), units)
+            self._check(loss, np.zeros(shape, np.float32), units)
 
     def test_the_wrong_number_of_labels(self):
         labels = (np.zeros([5, 3], np.float32), np.zeros(5, np.float32))
         with self.assertRaisesRegex(ValueError, "labels must have one tensor"):
-            self._engine("mse", labels)
+            self._check("mse", labels)
 
     @parameterized.parameters(
         ("sparse_categorical_crossentropy", [5], 3),
-        ("sparse_categorical_crossentropy", [5, 1], 3),
-        (tf.keras.losses.SparseCategoricalCrossentropy(name="ce"), [5], 3),
-        (tf.keras.losses.sparse_categorical_crossentropy, [5], 3),
-        ("mse", [5, 3], 3),
+        (tf.keras.losses.sparse_categorical_crossentropy, [5, 1], 3),
         ("mse", [5], 1),
         ("binary_crossentropy", [5, 1], 1),
         (lambda y, p: tf.reduce_mean(p, -1) * y[:, 0, 0], [5, 7, 7], 3),
     )
     def test_labels_that_can(self, loss, shape, units):
-        self._engine(loss, np.zeros(shape, np.float32), units)
+        self._check(loss, np.zeros(shape, np.float32), units)
 
 
 if __name__ == "__main__":

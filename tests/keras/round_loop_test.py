@@ -13,7 +13,7 @@ from absl.testing import parameterized
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import sampling
-from tfdp_fl.engine import background, chunks
+from tfdp_fl.engine import chunks
 from tfdp_fl.engine import engine as engine_lib
 
 _WEIGHTING = tfdp_fl.ClientWeighting(measure="num_examples", cap=12)
@@ -22,10 +22,7 @@ _WEIGHTING = tfdp_fl.ClientWeighting(measure="num_examples", cap=12)
 @contextlib.contextmanager
 def _in_turn():
     """Has nothing be drawn, read or laid out before it is needed."""
-    with (
-        mock.patch.object(background.BackgroundThread, "expect"),
-        mock.patch.object(chunks.Reader, "expect"),
-    ):
+    with mock.patch.object(chunks.Reader, "expect"):
         yield
 
 
@@ -285,24 +282,21 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
             # What was released is there, and paid for.
             self.assertEqual(fed.run.rounds, 2)
 
-    def test_one_that_goes_by_releases_or_by_those_before_is_not(self):
-        for options in (
-            {"sampling": "cyclic"},
-            {"mechanism": _mechanism("adaptive_local")},
-        ):
-            options.setdefault("sampling", "fixed_size")
-            if options["sampling"] == "cyclic":
-                options["mechanism"] = tfdp_fl.CorrelatedNoise(
-                    clip_norm=0.5,
-                    noise_multiplier=1.0,
-                    strategy=tfdp_fl.BandedToeplitz(bands=2),
-                    rounds=4,
-                    min_separation=3,
-                )
-            fed = toy.federated(clients_per_round=4, **options)
-            with mock.patch.object(background.BackgroundThread, "expect") as expect:
-                fed.fit(toy.clients(), rounds=3, verbose=0)
-            expect.assert_not_called()
+    def test_one_that_goes_by_releases_is_not(self):
+        fed = toy.federated(
+            tfdp_fl.CorrelatedNoise(
+                clip_norm=0.5,
+                noise_multiplier=1.0,
+                strategy=tfdp_fl.BandedToeplitz(bands=2),
+                rounds=4,
+                min_separation=3,
+            ),
+            clients_per_round=4,
+            sampling="cyclic",
+        )
+        with mock.patch.object(chunks.Reader, "expect") as expect:
+            fed.fit(toy.clients(), rounds=3, verbose=0)
+        expect.assert_not_called()
 
 
 if __name__ == "__main__":

@@ -271,9 +271,9 @@ def assert_clip_holds(test, runtime, policy):
     federated.fit(clients, batch_size=10, verbose=0, runtime=runtime)
     moved = [new - old for old, new in zip(before, model.get_weights(), strict=True)]
     if runtime is not None:
-        made = federated.engine.functions.traced
+        made = federated.engine.programs.traced
         test.assertNotEmpty(made)
-        test.assertTrue(all((way.kind == "side by side") for way, _ in made))
+        test.assertTrue(all((strategy.kind == "side by side") for strategy, _ in made))
     # Up to how a weight of 0.1 is rounded.
     norm = np.sqrt(sum(np.sum(part**2) for part in moved))
     test.assertBetween(norm, 0.01 * clip, clip * 1.001)

@@ -92,8 +92,8 @@ class ProductsTest(_RayTestCase):
             self.change(_float32_products=said)
             federated = cohorts._federated(case)
             cohorts._fit(federated, case, case.clients(), runtime=self.shared)
-            for way, _ in federated.engine.functions.traced:
-                self.assertEqual((way.kind == "side by side"), said is True)
+            for strategy, _ in federated.engine.programs.traced:
+                self.assertEqual((strategy.kind == "side by side"), said is True)
         with self.assertRaisesRegex(TypeError, "float32_products"):
             runtimes.RayWorkers(float32_products="yes")
 
@@ -128,8 +128,8 @@ class SameResultTest(_RayTestCase):
         if there.run.windows is not None:
             np.testing.assert_allclose(here.run.windows, there.run.windows, atol=1e-5)
             self.assertTrue(np.isfinite(there.run.windows).any())
-        for way, _ in there.engine.functions.traced:
-            self.assertEqual((way.kind == "side by side"), case.side_by_side)
+        for strategy, _ in there.engine.programs.traced:
+            self.assertEqual((strategy.kind == "side by side"), case.side_by_side)
         return there
 
     @parameterized.named_parameters(
@@ -179,7 +179,7 @@ class SameResultTest(_RayTestCase):
             federated, case, cohorts._alike(), rounds=6, runtime=self.shared
         ).history
         self.assertGreater(len(set(history["cohort_size"])), 3)
-        self.assertLen(federated.engine.functions.traced, 1)
+        self.assertLen(federated.engine.programs.traced, 1)
 
     def test_a_cohort_without_clients(self):
         case = cohorts._Case(

@@ -1,8 +1,8 @@
 """How a round runs: client update, compiled cohort, server update."""
 
+from tfdp_fl.engine.cohort import PendingRound, RoundInputs
 from tfdp_fl.engine.engine import CLIENT_ERRORS, CohortEngine
-from tfdp_fl.engine.example_weights import checked_class_weight
-from tfdp_fl.engine.rounds import PendingRound, RoundInputs
+from tfdp_fl.engine.labels import checked_class_weight
 from tfdp_fl.engine.trainer import LocalTraining
 
 __all__ = [

@@ -31,21 +31,15 @@ Xlogy Zeta
 """
 
 _ARRAYS = """
-All Any ArgMax ArgMin Bincount Bitcast BroadcastArgs BroadcastGradientArgs BroadcastTo
-Bucketize Concat ConcatOffset ConcatV2 ConjugateTranspose Const DenseBincount
-DenseToDenseSetOperation DenseToSparseSetOperation Diag DiagPart DynamicPartition
-DynamicStitch EditDistance EnsureShape EuclideanNorm ExpandDims FakeParam Fill Gather
-GatherNd GatherV2 HistogramFixedWidth Identity IdentityN InTopK InTopKV2
-InvertPermutation L2Loss LinSpace ListDiff LowerBound Max Mean Min NoOp NthElement
-OneHot OnesLike Pack Pad PadV2 ParallelDynamicStitch Placeholder PlaceholderWithDefault
-PreventGradient Prod Range Rank Reshape Reverse ReverseSequence ReverseV2 Roll ScatterNd
-ScatterNdNonAliasingAdd SegmentMax SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2
-SegmentProd SegmentProdV2 SegmentSum SegmentSumV2 Select SelectV2 SetSize Shape ShapeN
-Size Slice Snapshot Split SplitV Squeeze StopGradient StridedSlice StridedSliceGrad Sum
-TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate
-TensorStridedSliceUpdate Tile TileGrad TopK TopKV2 Transpose Unique UniqueV2
-UniqueWithCounts UniqueWithCountsV2 Unpack UnravelIndex UnsortedSegmentMax
-UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum UpperBound Where ZerosLike
+Bincount Bucketize ConjugateTranspose DenseBincount DenseToDenseSetOperation
+DenseToSparseSetOperation Diag DiagPart DynamicPartition EditDistance EuclideanNorm
+HistogramFixedWidth InTopK InTopKV2 LinSpace ListDiff LowerBound NthElement
+ParallelDynamicStitch ReverseSequence Roll ScatterNdNonAliasingAdd SegmentMax
+SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2 SegmentProd SegmentProdV2 SegmentSum
+SegmentSumV2 SetSize TensorScatterAdd TensorScatterMax TensorScatterMin
+TensorStridedSliceUpdate TileGrad TopK TopKV2 Unique UniqueV2 UniqueWithCounts
+UniqueWithCountsV2 UnravelIndex UnsortedSegmentMax UnsortedSegmentMin
+UnsortedSegmentProd UnsortedSegmentSum UpperBound Where
 """
 
 _CONTROL_FLOW = """
@@ -59,37 +53,30 @@ TensorListScatterV2 TensorListSetItem TensorListSplit TensorListStack
 """
 
 _LAYERS = """
-AvgPool AvgPool3D AvgPool3DGrad AvgPoolGrad BatchToSpace BatchToSpaceND BiasAdd
-BiasAddGrad BiasAddV1 CTCGreedyDecoder CTCLoss CTCLossV2 Conv Conv2D
-Conv2DBackpropFilter Conv2DBackpropFilterV2 Conv2DBackpropInput Conv2DBackpropInputV2
-Conv3D Conv3DBackpropFilter Conv3DBackpropFilterV2 Conv3DBackpropInput
-Conv3DBackpropInputV2 CudnnRNN CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3
-CudnnRNNV2 CudnnRNNV3 CudnnRNNCanonicalToParams CudnnRNNCanonicalToParamsV2
-CudnnRNNParamsSize DataFormatDimMap DataFormatVecPermute DepthToSpace
-DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter
-DepthwiseConv2dNativeBackpropInput Dilation2D Dilation2DBackpropFilter
-Dilation2DBackpropInput Elu EluGrad FusedBatchNorm FusedBatchNormGrad
-FusedBatchNormGradV2 FusedBatchNormGradV3 FusedBatchNormV2 FusedBatchNormV3 LRN LRNGrad
-LeakyRelu LeakyReluGrad LogSoftmax MaxPool MaxPool3D MaxPool3DGrad MaxPool3DGradGrad
-MaxPoolGrad MaxPoolGradGrad MaxPoolGradGradV2 MaxPoolGradGradWithArgmax MaxPoolGradV2
-MaxPoolGradWithArgmax MaxPoolV2 MaxPoolWithArgmax MirrorPad MirrorPadGrad Relu Relu6
-Relu6Grad ReluGrad Selu SeluGrad Softmax SoftmaxCrossEntropyWithLogits Softplus
-SoftplusGrad Softsign SoftsignGrad SpaceToBatch SpaceToBatchND SpaceToDepth
-SparseSoftmaxCrossEntropyWithLogits
-QuantizeAndDequantizeV2 QuantizeAndDequantizeV4 QuantizeAndDequantizeV4Grad
-FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsGradient
+AvgPool3D AvgPool3DGrad BatchToSpace BatchToSpaceND BiasAddV1 CTCGreedyDecoder CTCLoss
+CTCLossV2 Conv Conv2DBackpropFilterV2 Conv2DBackpropInputV2 Conv3D Conv3DBackpropFilter
+Conv3DBackpropFilterV2 Conv3DBackpropInput Conv3DBackpropInputV2 CudnnRNN
+CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 CudnnRNNV2 CudnnRNNV3
+CudnnRNNCanonicalToParams CudnnRNNCanonicalToParamsV2 CudnnRNNParamsSize
+DataFormatDimMap DataFormatVecPermute DepthToSpace DepthwiseConv2dNative
+DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Dilation2D
+Dilation2DBackpropFilter Dilation2DBackpropInput FusedBatchNorm FusedBatchNormGrad
+FusedBatchNormGradV2 FusedBatchNormV2 LRN LRNGrad MaxPool3D MaxPool3DGrad
+MaxPool3DGradGrad MaxPoolGradGrad MaxPoolGradGradV2 MaxPoolGradGradWithArgmax
+MaxPoolGradV2 MaxPoolGradWithArgmax MaxPoolV2 MaxPoolWithArgmax MirrorPad MirrorPadGrad
+SpaceToBatch SpaceToBatchND SpaceToDepth QuantizeAndDequantizeV2 QuantizeAndDequantizeV4
+QuantizeAndDequantizeV4Grad FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsGradient
 FakeQuantWithMinMaxVarsPerChannel FakeQuantWithMinMaxVarsPerChannelGradient
 """
 
 _ALGEBRA = """
-BandedTriangularSolve BatchMatMul BatchMatMulV2 BatchMatMulV3 Cholesky CholeskyGrad Eig
-Einsum FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND IRFFT IRFFT2D IRFFT3D IRFFTND
-LogMatrixDeterminant Lu MatMul MatrixBandPart MatrixDeterminant MatrixDiag
-MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3
-MatrixExponential MatrixInverse MatrixLogarithm MatrixSetDiag MatrixSetDiagV2
-MatrixSetDiagV3 MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr RFFT
-RFFT2D RFFT3D RFFTND SelfAdjointEig SelfAdjointEigV2 SparseMatMul Svd TridiagonalMatMul
-TridiagonalSolve
+BandedTriangularSolve Cholesky CholeskyGrad Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D
+IFFTND IRFFT IRFFT2D IRFFT3D IRFFTND LogMatrixDeterminant Lu MatrixBandPart
+MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3
+MatrixDiagV2 MatrixDiagV3 MatrixExponential MatrixInverse MatrixLogarithm MatrixSetDiag
+MatrixSetDiagV2 MatrixSetDiagV3 MatrixSolve MatrixSolveLs MatrixSquareRoot
+MatrixTriangularSolve Qr RFFT RFFT2D RFFT3D RFFTND SelfAdjointEig SelfAdjointEigV2
+SparseMatMul Svd TridiagonalMatMul TridiagonalSolve
 """
 
 _IMAGES = """
@@ -160,28 +147,22 @@ Softsign SoftsignGrad SparseSoftmaxCrossEntropyWithLogits FusedBatchNormV3
 FusedBatchNormGradV3 BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul
 """
 
-ALLOWED = frozenset(
-    " ".join(
-        (
-            *(_ARITHMETIC, _ARRAYS, _CONTROL_FLOW, _LAYERS, _ALGEBRA),
-            *(_IMAGES, _SPARSE_AND_RAGGED, _TEXT, _RANDOM),
-        )
-    ).split()
-)
-
-
 BY_CLIENT = frozenset(
     " ".join(
         (_ARITHMETIC, _ARRAYS_BY_CLIENT, _LAYERS_BY_CLIENT, _CONTROL_FLOW, _RANDOM)
     ).split()
 )
 
+ALLOWED = BY_CLIENT | frozenset(
+    " ".join((_ARRAYS, _LAYERS, _ALGEBRA, _IMAGES, _SPARSE_AND_RAGGED, _TEXT)).split()
+)
 
-def can_be_batched(definition: tf.compat.v1.GraphDef) -> bool:
-    """Returns whether all operations keep to their client, vectorized over clients."""
-    functions = {each.signature.name for each in definition.library.function}
+
+def not_batched(definition: tf.compat.v1.GraphDef) -> list[str]:
+    """Returns the operations that may mix clients when vectorized over them."""
+    functions = {function.signature.name for function in definition.library.function}
     operations = {node.op for _, node in _nodes(definition)}
-    return operations <= BY_CLIENT | functions
+    return sorted(operations - BY_CLIENT - functions)
 
 
 def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None:
@@ -191,7 +172,7 @@ def check(definition: tf.compat.v1.GraphDef, layers: Iterable[str] = ()) -> None
       definition: A graph; the functions of its library are looked at as well.
       layers: Names by which the error says where the operation is.
     """
-    functions = {each.signature.name for each in definition.library.function}
+    functions = {function.signature.name for function in definition.library.function}
     for path, node in _nodes(definition):
         called = {call.name for call in _calls(node)}
         missing = called - functions

@@ -1,12 +1,15 @@
-"""What clients receive, what they add up to, and how it is laid out flat."""
+"""A round: what it starts from, what its clients are sent, and what comes back."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
+from tfdp_fl.datasets import ClientFailure
 from tfdp_fl.mechanisms import contribution
 
 # What is wanted of a cohort: the sum of the clients' contributions; every
@@ -51,64 +54,76 @@ class CohortSum(NamedTuple):
     """What a group of clients adds up to.
 
     Attributes:
-      contribution: The sum of the clients' `Contribution`s; () where each's
-        own is kept.
+      contribution: The sum of the clients' `Contribution`s; () where each
+        client's own is kept.
       loss: Float32 scalar, the sum over examples of the training loss, as far
         as it is a number.
-      examples: Float32 scalar, the number of examples of which it is.
+      examples: Float32 scalar, the number of examples that this sum is over.
+      metrics: The state of the trainer's metrics.
       moments: A `Moments`, or () if it was not asked for.
     """
 
-    contribution: contribution.Contribution
+    contribution: Any
     loss: tf.Tensor
     examples: tf.Tensor
-    moments: Any
+    metrics: list[tf.Tensor]
+    moments: Any = ()
+
+    @classmethod
+    def of_nobody(cls, metrics: list[tf.Tensor]) -> CohortSum:
+        """Returns the sum before any client."""
+        return cls((), tf.zeros([]), tf.zeros([]), metrics)
+
+    def with_batch(
+        self, metrics: list[tf.Tensor], loss: tf.Tensor, size: tf.Tensor
+    ) -> CohortSum:
+        """Returns the sum with a batch of `size` examples, and its mean loss."""
+        # One client's NaN is no reason not to know the others' loss.
+        counts = tf.math.is_finite(loss)
+        weight = tf.where(counts, tf.cast(size, tf.float32), 0.0)
+        loss = tf.where(counts, bounded_loss(loss), 0.0)
+        return self._replace(
+            metrics=metrics,
+            loss=self.loss + loss * weight,
+            examples=self.examples + weight,
+        )
 
 
-class CollectedUpdates(NamedTuple):
-    """Each client's own contribution, where a sum is not enough.
+class PerClient(NamedTuple):
+    """What is kept of each client, a row of its own; () for what is not wanted.
 
     Attributes:
       updates: Float32 [K, D], flattened and concatenated over variables.
-      norms: Float32 [K].
       scalars: Float32 [K, ...], `Contribution.scalars` of each.
+      window_norms: Float32 [K, L], the layer norms before noise that a client
+        remembers of this round.
     """
 
-    updates: tf.Tensor
-    norms: tf.Tensor
-    scalars: tf.Tensor
+    updates: Any = ()
+    scalars: Any = ()
+    window_norms: Any = ()
 
 
 class Trained(NamedTuple):
-    """What a compiled function returns of the clients that it trained.
-
-    Attributes:
-      total: Their `CohortSum`.
-      metrics: The values of the trainer's metric variables.
-      window_norms: Float32 [K, L], each client's layer norms before noise;
-        [0, 0] if the mechanism keeps no window.
-      collected: Their `CollectedUpdates`, () where they are summed.
-    """
+    """What a compiled function returns of the clients that it trained."""
 
     total: CohortSum
-    metrics: list[tf.Tensor]
-    window_norms: tf.Tensor
-    collected: Any = ()
+    per_client: PerClient = PerClient()
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSpec:
-    """The shapes and dtypes of what a client hands in, variable by variable."""
+    """The shapes and dtypes of a client's update, variable by variable."""
 
     shapes: list[tf.TensorShape]
     dtypes: list[tf.DType]
 
     @classmethod
-    def of(cls, variables: list[tf.Variable]) -> UpdateSpec:
-        """Returns what is handed in about some variables."""
+    def of(cls, variables: list[Any]) -> UpdateSpec:
+        """Returns the spec of updates of some variables, or of their values."""
         return cls(
-            [each.shape for each in variables],
-            [as_handed_in(tf.zeros([], each.dtype)).dtype for each in variables],
+            [variable.shape for variable in variables],
+            [upload_dtype(variable.dtype) for variable in variables],
         )
 
     @property
@@ -118,10 +133,7 @@ class UpdateSpec:
 
     def zeros(self) -> list[tf.Tensor]:
         """Returns an update of zeros."""
-        return [
-            tf.zeros(shape, dtype)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
+        return list(map(tf.zeros, self.shapes, self.dtypes))
 
     def unflatten(self, flat: tf.Tensor) -> list[tf.Tensor]:
         """Splits a flat vector, [D], into the tensors of an update."""
@@ -132,14 +144,125 @@ class UpdateSpec:
         ]
 
 
-def as_handed_in(value: tf.Tensor | tf.Variable) -> tf.Tensor:
-    """Returns a weight's value as a client hands it in: float32 or float64.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundInputs:
+    """What is decided about a round before any client trains.
 
-    Clipped, added up or noised with fewer bits, it would be rounded by more
-    than a clip may be.
+    Attributes:
+      round_index: The round, counted from 0.
+      positions: Int64 [K], the cohort, as client positions in the dataset.
+      clients_per_round: The expected cohort size m.
+      noise_multiplier: This round's z.
+      batch_size: Examples in one local batch.
+      local_epochs: Passes over a client's examples.
+      learning_rate: The client optimizer's rate.
+      seed: Of a kind of `mechanisms.noise`, new for every round: noise and
+        dropout follow from it.
+      shuffle: Generator that shuffles the examples of each client, or None.
+      windows: Float32 [K, W, L], for mechanisms that keep norms per client.
     """
-    value = tf.convert_to_tensor(value)
-    return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)
+
+    round_index: int
+    positions: np.ndarray
+    clients_per_round: float
+    noise_multiplier: float
+    batch_size: int
+    local_epochs: int
+    learning_rate: float
+    seed: np.ndarray
+    shuffle: np.random.Generator | None = None
+    windows: np.ndarray | None = None
+
+    def tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns float32 [z, m, learning rate], and the seed."""
+        numbers = np.array(
+            [self.noise_multiplier, self.clients_per_round, self.learning_rate],
+            np.float32,
+        )
+        return tf.constant(numbers), tf.constant(self.seed)
+
+
+@dataclasses.dataclass
+class PendingRound:
+    """A cohort that was trained and added up, and of which nothing is out yet.
+
+    Attributes:
+      inputs: The round.
+      state: The query's state, with the clip of this round.
+      tensors: What `RoundInputs.tensors` returned.
+      sums: One `CohortSum` for each thread; None for one that has not trained.
+      sent: The weights that clients receive, and the model's other values.
+      window_norms: Float32 [K, L], each client's layer norms before noise, NaN
+        for those that did not answer; None if the mechanism keeps no window.
+      collected: What was kept of each client in place of a sum, with the
+        clients' places in the cohort.
+      failures: The clients whose data could not be read, or not be trained on.
+      training_error: What training on somebody's data raised, if anything.
+      without_noise: How many clients in the sum have not added the noise of
+        their own that others count on.
+    """
+
+    inputs: RoundInputs
+    state: Any
+    tensors: tuple[tf.Tensor, tf.Tensor]
+    sums: list[Any]
+    sent: tuple[list[tf.Tensor], list[tf.Tensor]] = ([], [])
+    window_norms: np.ndarray | None = None
+    collected: list[tuple[np.ndarray, PerClient]] = dataclasses.field(
+        default_factory=list
+    )
+    failures: list[ClientFailure] = dataclasses.field(default_factory=list)
+    training_error: Exception | None = None
+    without_noise: int = 0
+
+    @property
+    def fixed_arguments(self) -> tuple[Any, ...]:
+        """Returns what clients' programs are given in every part of the round."""
+        return (self.state, *self.tensors, *self.sent)
+
+    @property
+    def cohort_size(self) -> int:
+        """Returns how many clients were drawn."""
+        return len(self.inputs.positions)
+
+    def add(self, members: np.ndarray, trained: Trained, thread: int = 0) -> None:
+        """Adds what a compiled function returned.
+
+        Args:
+          members: Int [K], the places of its clients in the cohort. Tensors
+            may be longer: padded for a function of fixed shapes.
+          trained: What it returned, tensors.
+          thread: Which thread trained them.
+        """
+        count = len(members)
+        rows = tf.nest.map_structure(lambda tensor: tensor[:count], trained.per_client)
+        if count and len(rows.updates):
+            self.collected.append((members, rows))
+        if self.window_norms is not None:
+            self.window_norms[members] = rows.window_norms.numpy()
+        before = self.sums[thread]
+        self.sums[thread] = (
+            trained.total if before is None else add_nests(before, trained.total)
+        )
+
+    def add_contribution(self, one: contribution.Contribution) -> None:
+        """Adds a contribution that was not trained here: a canary's."""
+        first = self.sums[0]
+        self.sums[0] = first._replace(contribution=add_nests(first.contribution, one))
+
+    def set_contribution(self, one: contribution.Contribution) -> None:
+        """Sets the sum of all clients' contributions, which were kept until now."""
+        self.sums = [functools.reduce(add_nests, self.sums)._replace(contribution=one)]
+        self.collected = []
+
+
+def upload_dtype(dtype: tf.DType) -> tf.DType:
+    """Returns what a client's update of a weight of some dtype is computed in.
+
+    With fewer bits than float32 it would, clipped, added up or noised, be
+    rounded by more than a clip may be.
+    """
+    return dtype if dtype.size >= 4 else tf.float32
 
 
 def flatten(update: list[tf.Tensor], usable: tf.Tensor | None = None) -> tf.Tensor:
@@ -152,7 +275,7 @@ def flatten(update: list[tf.Tensor], usable: tf.Tensor | None = None) -> tf.Tens
     return tf.math.multiply_no_nan(flat, tf.cast(usable, tf.float32))
 
 
-def added(one: Any, other: Any) -> Any:
+def add_nests(one: Any, other: Any) -> Any:
     """Adds up two nests of tensors."""
     return tf.nest.map_structure(tf.add, one, other)
 
@@ -161,29 +284,8 @@ _LARGEST_LOSS = 1e25
 
 
 def bounded_loss(losses: tf.Tensor) -> tf.Tensor:
-    """Returns losses of which a whole cohort's sum is still a number.
+    """Returns losses that a whole cohort's sum stays a number with.
 
-    They are reported only; training knows no bound.
+    They are only reported: training uses the loss as it is.
     """
     return tf.clip_by_value(losses, -_LARGEST_LOSS, _LARGEST_LOSS)
-
-
-def made_by_each_run(state: Any, count: tf.Tensor) -> Any:
-    """Returns the same values, with zeros that no compiled function keeps.
-
-    TensorFlow folds zeros of a known shape into the function's graph, which
-    then holds a copy of the model for as long as it lives.
-
-    Args:
-      state: Nest of tensors, while a function is traced.
-      count: Integer scalar, never negative, not known until the function runs.
-    """
-    zero = tf.cast(count < 0, tf.float32)
-
-    def unfolded(tensor: tf.Tensor) -> tf.Tensor:
-        value = tf.get_static_value(tensor)
-        if value is None or value.size < 2 or value.any():
-            return tensor
-        return tf.fill(tensor.shape, tf.cast(zero, tensor.dtype))
-
-    return tf.nest.map_structure(unfolded, state)

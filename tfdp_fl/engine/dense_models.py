@@ -1,4 +1,12 @@
-"""Which models' clients train side by side, and when it is worthwhile."""
+"""Which models can train side by side, and when it is worthwhile.
+
+Where clients train side by side, their examples stand in one batch. That is
+one client's own training only if every loss, metric, activation and layer is a
+function of single rows, or a sum of such functions. What is known to be one is
+listed here; whatever is not listed trains client by client. Known not to be:
+a loss with `ignore_class`, which rescales by the rows that count, and the hinge
+losses, which look at all labels of a batch to tell 0 from -1.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +17,147 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import (
-    example_weights,
-    gram_norms,
-    separable,
-    tables,
-    trainer,
-)
+from tfdp_fl.engine import gram_norms, labels, trainer
 from tfdp_fl.mechanisms import cohort_query
+
+_activations, _layers = tf.keras.activations, tf.keras.layers
+_losses, _metrics = tf.keras.losses, tf.keras.metrics
+
+
+def _named(module: Any, *names: str) -> tuple[Any, ...]:
+    """Returns what this version of Keras has of these names."""
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
+ACTIVATIONS = _named(
+    _activations,
+    *("elu", "exponential", "gelu", "hard_sigmoid", "leaky_relu", "linear"),
+    *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "softmax"),
+    *("softplus", "softsign", "swish", "tanh"),
+)
+
+LOSSES = _named(
+    _losses,
+    *("BinaryCrossentropy", "BinaryFocalCrossentropy"),
+    *("CategoricalCrossentropy", "CategoricalFocalCrossentropy"),
+    *("CategoricalHinge", "CosineSimilarity", "Huber", "KLDivergence"),
+    *("LogCosh", "MeanAbsoluteError", "MeanAbsolutePercentageError"),
+    *("MeanSquaredError", "MeanSquaredLogarithmicError", "Poisson"),
+    "SparseCategoricalCrossentropy",
+)
+
+# What those compute; not every Keras has a name for each.
+LOSS_FUNCTIONS = tuple(loss().fn for loss in LOSSES)
+
+_METRIC_FUNCTIONS = _named(
+    _metrics,
+    *("binary_accuracy", "categorical_accuracy"),
+    *("sparse_categorical_accuracy", "sparse_top_k_categorical_accuracy"),
+    "top_k_categorical_accuracy",
+)
+
+METRICS = _named(
+    _metrics,
+    *("AUC", "Accuracy", "BinaryAccuracy", "BinaryCrossentropy"),
+    *("CategoricalAccuracy", "CategoricalCrossentropy", "CategoricalHinge"),
+    *("CosineSimilarity", "FalseNegatives", "FalsePositives"),
+    *("KLDivergence", "LogCoshError", "MeanAbsoluteError"),
+    *("MeanAbsolutePercentageError", "MeanSquaredError"),
+    *("MeanSquaredLogarithmicError", "Poisson", "Precision", "Recall"),
+    *("RootMeanSquaredError", "SparseCategoricalAccuracy"),
+    *("SparseCategoricalCrossentropy", "SparseTopKCategoricalAccuracy"),
+    *("TopKCategoricalAccuracy", "TrueNegatives", "TruePositives"),
+)
+
+_METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
+
+# Without weights of their own.
+LAYERS = _named(_layers, "InputLayer", "Flatten", "Activation", "ReLU", "LeakyReLU")
+
+
+def is_mean_over_rows(loss: Any) -> bool:
+    """Returns True for a loss that is the mean of a function of single rows.
+
+    Args:
+      loss: What Keras's `compile` takes.
+    """
+    loss = _by_name(_losses, loss)
+    if not isinstance(loss, _losses.Loss):
+        return _is_among(loss, LOSS_FUNCTIONS)
+    return (
+        type(loss) in LOSSES
+        and _is_among(getattr(loss, "fn", None), LOSS_FUNCTIONS)
+        and "call" not in vars(loss)
+        and loss.reduction in ("auto", "sum_over_batch_size")
+        and _has_usual_options(loss)
+    )
+
+
+def _is_sum_over_rows(metric: Any) -> bool:
+    """Returns True for a metric that adds up a function of single rows."""
+    if metric is None or metric in _METRIC_NAMES:
+        return True
+    metric = _by_name(_metrics, metric)
+    if isinstance(metric, _metrics.Metric):
+        return type(metric) in METRICS and _has_usual_options(metric)
+    return _is_among(metric, (*LOSS_FUNCTIONS, *_METRIC_FUNCTIONS))
+
+
+def _by_name(module: Any, value: Any) -> Any:
+    """Returns what Keras has of a name, None if nothing; or the value itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return module.get(value)
+    except ValueError:
+        return None
+
+
+def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
+    return any(value is other for other in allowed)
+
+
+def _has_usual_options(loss_or_metric: Any) -> bool:
+    options = keras_versions.loss_options(loss_or_metric)
+    return (
+        options.get("ignore_class") is None
+        and options.get("axis", -1) == -1
+        and options.get("dtype") in (None, "float32")
+    )
+
+
+def _takes_rows_one_by_one(layer: Any) -> bool:
+    """Returns True for a layer that is listed, or a plain dense one."""
+    if getattr(layer, "activity_regularizer", None) is not None:
+        return False
+    if type(layer) is _layers.Rescaling:
+        return not getattr(layer.scale, "shape", ()) and not getattr(
+            layer.offset, "shape", ()
+        )
+    if isinstance(layer, _layers.Activation):
+        return type(layer) in LAYERS and _is_among(layer.activation, ACTIVATIONS)
+    return type(layer) in LAYERS or _is_plain_dense(layer)
+
+
+def _is_plain_dense(layer: Any) -> bool:
+    """Returns whether a layer is Keras's dense one, and trains all it has."""
+    options = (
+        *("kernel_regularizer", "bias_regularizer"),
+        *("kernel_constraint", "bias_constraint"),
+    )
+    return (
+        type(layer) is _layers.Dense
+        and all(getattr(layer, name) is None for name in options)
+        and not keras_versions.has_adapted_weights(layer)
+        and layer.trainable
+        and tf.as_dtype(layer.kernel.dtype) == tf.float32
+        and layer.compute_dtype in ("float32", "bfloat16")
+        and _is_among(layer.activation, ACTIVATIONS)
+        and layer.input_spec.min_ndim == 2
+        and len(layer.input.shape) == 2
+        and gram_norms.is_within_bound(*layer.kernel.shape)
+    )
+
 
 # Above this many local steps the unrolled graph is no longer worth it.
 _MOST_STEPS = 12
@@ -32,36 +173,6 @@ _FACTOR_BYTES, _FACTOR_COPIES = 32 * 2**20, 3
 _MOST_IDLE = 1.25
 
 
-def chain_of(model: tf.keras.Model) -> list[Any] | None:
-    """Returns the model's layers if each feeds the next and nothing else."""
-    if type(model) is tf.keras.Sequential:
-        return list(model.layers)
-    return None
-
-
-def _is_plain_dense(layer: Any) -> bool:
-    """Returns whether a layer is Keras's dense one, and trains all it has."""
-    plain = all(
-        getattr(layer, name, None) is None
-        for name in (
-            "kernel_regularizer",
-            "bias_regularizer",
-            "activity_regularizer",
-            "kernel_constraint",
-            "bias_constraint",
-        )
-    )
-    return (
-        type(layer) is tf.keras.layers.Dense
-        and plain
-        and not keras_versions.has_adapted_weights(layer)
-        and layer.trainable
-        and tf.as_dtype(layer.kernel.dtype) == tf.float32
-        and layer.compute_dtype in ("float32", "bfloat16")
-        and separable.is_activation(layer.activation)
-    )
-
-
 def supports(
     model: tf.keras.Model,
     training: trainer.LocalTraining,
@@ -75,36 +186,24 @@ def supports(
     examples, under a mechanism that only scales updates. Weights of examples,
     which `label_spec` tells of, are one number for each.
     """
-    chain = chain_of(model)
-    if (
-        chain is None
-        or not separable.is_mean_over_rows(training.loss)
-        or not separable.are_sums_over_rows(training.metrics)
-        or not separable.are_sums_over_rows(training.weighted_metrics)
-        or not example_weights.are_numbers_of_rows(label_spec)
-        or model.losses
-        or not query.only_scales
-        or query.two_phase
-        or query.mechanism.releases_weights
-        or not trainer.is_plain_sgd(training.optimizer)
-        or training.proximal_weight
-        or training.grad_clip > 0
-        or training.upload_hook is not None
-        or training.loss_weights is not None
-        or type(model).compute_loss is not tf.keras.Model.compute_loss
-        or len(tf.nest.flatten(model.outputs)) != 1
-    ):
-        return False
-    layers = tf.keras.layers
-    dense = [layer for layer in chain if isinstance(layer, layers.Dense)]
-    others = [layer for layer in chain if not isinstance(layer, layers.Dense)]
-    return bool(
-        dense
-        and all(_is_plain_dense(layer) for layer in dense)
-        and all(layer.input_spec.min_ndim == 2 for layer in dense)
-        and all(len(layer.input.shape) == 2 for layer in dense)
-        and all(gram_norms.is_within_bound(*layer.kernel.shape) for layer in dense)
-        and all(separable.is_layer(layer) for layer in others)
+    metrics = tf.nest.flatten((training.metrics, training.weighted_metrics))
+    return (
+        type(model) is tf.keras.Sequential
+        and any(isinstance(layer, _layers.Dense) for layer in model.layers)
+        and all(map(_takes_rows_one_by_one, model.layers))
+        and len(tf.nest.flatten(model.outputs)) == 1
+        and not model.losses
+        and is_mean_over_rows(training.loss)
+        and all(map(_is_sum_over_rows, metrics))
+        and labels.are_numbers_of_rows(label_spec)
+        and query.only_scales
+        and not query.two_phase
+        and not query.mechanism.releases_weights
+        and trainer.is_plain_sgd(training.optimizer)
+        and not training.proximal_weight
+        and training.grad_clip <= 0
+        and training.upload_hook is None
+        and training.loss_weights is None
     )
 
 
@@ -153,7 +252,7 @@ def is_worthwhile(
       batch_size: B.
       local_epochs: Passes over a client's examples.
     """
-    steps = tables.steps_per_client(lengths, batch_size, local_epochs)
+    steps = -(-lengths // batch_size) * local_epochs
     most = int(steps.max(initial=0))
     if not 0 < most <= _MOST_STEPS:
         return False

@@ -62,23 +62,6 @@ def is_cpu(device: str) -> bool:
     return tf.DeviceSpec.from_string(device).device_type == "CPU"
 
 
-def at(device: str) -> Callable[[_Method], _Method]:
-    """Has a function compute on a device, on whatever thread it is called.
-
-    `tf.device` holds for the thread that enters it, not for those it starts.
-    """
-
-    def decorated(function: _Method) -> _Method:
-        @functools.wraps(function)
-        def there(*args: Any) -> Any:
-            with tf.device(device):
-                return function(*args)
-
-        return there  # type: ignore[return-value]
-
-    return decorated
-
-
 def at_home(method: _Method) -> _Method:
     """Has a method of an object with a `device` compute there."""
 
@@ -91,17 +74,10 @@ def at_home(method: _Method) -> _Method:
 
 
 def default_num_replicas(device: str) -> int:
-    """Returns how many clients to train at once.
+    """Returns how many clients to train at once: on CPUs one for each core.
 
-    On CPUs one for each core, where every TensorFlow operation runs on a
-    single thread
-    (`tf.config.threading.set_intra_op_parallelism_threads(1)`, which the
-    scripts set before TensorFlow starts) or has the choice: two clients side
-    by side keep two cores busier than one client whose small operations are
-    split.
-
-    Args:
-      device: Where they are trained.
+    Two clients at the same time keep two cores busier than one client whose small
+    operations are split.
     """
     if not is_cpu(device):
         return 1
@@ -128,14 +104,12 @@ def clients_at_once(
     """
     if is_cpu(device):
         return None
-    outputs = 0
-    for layer in keras_versions.layers_of(model):
-        shape = tf.nest.flatten(getattr(layer, "output", None))
-        outputs += sum(
-            math.prod(size or 1 for size in tensor.shape[1:])
-            for tensor in shape
-            if tensor is not None
-        )
+    outputs = sum(
+        math.prod(size or 1 for size in tensor.shape[1:])
+        for layer in keras_versions.layers_of(model)
+        for tensor in tf.nest.flatten(getattr(layer, "output", None))
+        if tensor is not None
+    )
     one = 4.0 * (2 * _COPIES_OF_A_CLIENT * elements + 4 * batch_size * outputs)
     return max(1, int(_SHARE_OF_DEVICE * _device_bytes(device) / one))
 
@@ -143,12 +117,13 @@ def clients_at_once(
 def _device_bytes(device: str) -> float:
     """Returns a GPU's memory, less what TensorFlow holds there; 4 GiB if unknown."""
     name = tf.DeviceSpec.from_string(device)
-    short = f"{name.device_type}:{name.device_index or 0}"
+    index = name.device_index or 0
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True)
-        total = 2.0**20 * float(told.stdout.split()[name.device_index or 0])
-        return total - tf.config.experimental.get_memory_info(short)["current"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=True)
+        total = 2.0**20 * float(answer.stdout.split()[index])
+        memory = tf.config.experimental.get_memory_info(f"{name.device_type}:{index}")
+        return total - memory["current"]
     except (OSError, ValueError, IndexError, subprocess.SubprocessError):
         return 4 * _GIB
 
@@ -166,14 +141,16 @@ def prefers_xla(model: tf.keras.Model, batch_size: int) -> bool:
       model: A built Keras model.
       batch_size: The rows of one step's batch.
     """
-    if not is_cpu(home_of(model)):
+    layers = [
+        layer
+        for layer in keras_versions.layers_of(model)
+        if not isinstance(layer, tf.keras.Model)
+    ]
+    if not is_cpu(home_of(model)) or not {*map(type, layers)} <= {*_DENSE_LAYERS}:
         return False
-    largest = 0
-    for layer in keras_versions.layers_of(model):
-        if isinstance(layer, tf.keras.Model):
-            continue
-        if type(layer) not in _DENSE_LAYERS:
-            return False
-        if isinstance(layer, tf.keras.layers.Dense):
-            largest = max(largest, math.prod(layer.kernel.shape))
-    return 0 < largest * batch_size <= _LARGEST_PRODUCT
+    kernels = [
+        math.prod(layer.kernel.shape)
+        for layer in layers
+        if isinstance(layer, tf.keras.layers.Dense)
+    ]
+    return 0 < max(kernels, default=0) * batch_size <= _LARGEST_PRODUCT

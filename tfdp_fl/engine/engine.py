@@ -3,21 +3,18 @@
 The way of a client's update, from the dataset to the released model:
 
     collect                     chunks.Reader: the cohort's examples
-      train_chunk               layout.lay_out: who trains with whom, on what
-                                  tables.client_table, tables.split
-        tracing.prepared        the compiled function and its arguments
-          server_update.received  what the server sends
-          OneByOne              one client after the other (or SideBySide, or
-                                a Batched chunk of them on a GPU):
-            Trainer               start, step by step, update
-            query                 preprocess_record (clip), accumulate (add)
-        PendingRound.take       adds up what the functions return
+      train_chunk               layout.Layout: which clients train where, on what
+        CohortPrograms            the compiled program: one client after the
+                                  other (or side by side, or in batches):
+            Trainer                 start, step by step, update
+            query                   preprocess_record (clip), accumulate (add)
+        PendingRound.add        adds up what the programs return
       complete                  a clip that depends on the whole cohort
     release                     Release: get_noised_result (noise, mean),
                                   ServerUpdate.apply (the model moves)
 
-The cohort of the round after it is read and laid out while this one trains, by
-a `background.BackgroundThread`: `RoundInputs.chunk`, `chunks.Reader.expect`.
+The cohort of the round after it is read and laid out while this one trains (see
+`chunks`).
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,23 +33,18 @@ from tfdp_fl import keras_versions
 from tfdp_fl.datasets import ClientFailure, FederatedDataset
 from tfdp_fl.engine import (
     allowed_operations,
-    background,
     chunks,
+    client_programs,
     cohort,
     dense_models,
     devices,
-    example_weights,
     joint_clip,
     labels,
     layout,
     release,
-    rounds,
-    server_update,
-    tables,
-    tracing,
 )
 from tfdp_fl.engine import trainer as trainer_lib
-from tfdp_fl.mechanisms import contribution
+from tfdp_fl.mechanisms import contribution, noise
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 # What one client's data can make TensorFlow raise, such as an index that no
@@ -66,6 +59,8 @@ CLIENT_ERRORS = (
     tf.errors.UnknownError,
 )
 
+BroadcastHook = Callable[[list[tf.Tensor], tf.Tensor], list[tf.Tensor]]
+
 
 class CohortEngine:
     """Trains cohorts of clients, and updates the model.
@@ -79,13 +74,14 @@ class CohortEngine:
       server: The `ServerUpdate` that holds the model's weights.
       query: The mechanism's query.
       state: The query's state, before the coming round.
-      update_spec: What one client hands in.
-      read_chunks: Yields the examples of `(dataset, pending)`; a
-        `chunks.Reader`, who may be told whose come next.
+      output: What is wanted of a cohort: see `cohort.SUM`.
+      update_spec: The shapes of a client's update.
+      read_chunks: Yields the examples of `(dataset, pending)`: a `chunks.Reader`.
       layout: How cohorts are laid out.
-      functions: The compiled functions that train clients.
+      programs: The compiled programs that train clients.
       num_replicas: How many clients train at once.
       has_trained: Whether anybody's training has ever succeeded.
+      keeps_non_trainable: Whether there is state that is not taken from clients.
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class CohortEngine:
         deployment: contribution.Deployment,
         element_spec: tuple[Any, Any],
         server_optimizer: tf.keras.optimizers.Optimizer | None = None,
-        broadcast_hook: server_update.BroadcastHook | None = None,
+        broadcast_hook: BroadcastHook | None = None,
         aggregate_non_trainable: bool = True,
         moments: bool = False,
         collect_records: bool = False,
@@ -108,7 +104,7 @@ class CohortEngine:
     ):
         """Traces, and so checks, how clients train one by one.
 
-        Other functions are traced when a round needs them.
+        Other programs are traced when a round needs them.
 
         Args:
           model: The user's built model; it is the server's.
@@ -135,52 +131,60 @@ class CohortEngine:
         self._collect_records = collect_records
         self.has_trained = False
         self.device = devices.home_of(model)
-        count = num_replicas or devices.default_num_replicas(self.device)
+        self.num_replicas = num_replicas or devices.default_num_replicas(self.device)
         with tf.device(self.device):
             trainer = trainer_lib.make_trainer(
                 model, training, element_spec, aggregate_non_trainable
             )
-        example_weights.check_weighting(element_spec[1], deployment.client_weighting)
+        weighting = deployment.client_weighting
+        labels.check_client_weighting(element_spec[1], weighting)
         self._label_ranges = trainer.label_ranges
         self.query = mechanism.bind(
             dataclasses.replace(
                 deployment,
                 num_variables=len(trainer.aggregated),
-                shapes=tuple(tuple(each.shape) for each in trainer.aggregated),
+                shapes=tuple(tuple(v.shape) for v in trainer.aggregated),
             )
         )
         self.state = self.query.initial_global_state()
         trainable = len(model.trainable_weights)
-        self.server = server_update.ServerUpdate(
+        self.server = release.ServerUpdate(
             trainer.aggregated[:trainable],
             trainer.aggregated[trainable:],
             server_optimizer,
         )
         self._unaggregated = keras_versions.tf_variables(trainer.unaggregated)
+        self.keeps_non_trainable = bool(self._unaggregated)
+        self._hook = None
+        if broadcast_hook is not None:
+            self._hook = tf.function(_seeded(broadcast_hook), autograph=False)
         self.update_spec = cohort.UpdateSpec.of(self.server.variables)
-        prefers_xla = devices.prefers_xla(model, batch_size)
-        xla = prefers_xla if jit_compile is None else bool(jit_compile)
+        self.output = cohort.SUM
+        if self.query.two_phase:
+            self.output = cohort.EACH_UPDATE
+        elif collect_records:
+            self.output = cohort.EACH_CONTRIBUTION
         summed = self.output == cohort.SUM
-        beside = (
+        can_train_side_by_side = (
             keras_versions.IS_KERAS_3
             and jit_compile is None
             and summed
             and not moments
             and dense_models.supports(model, training, self.query, element_spec[1])
         )
+        if jit_compile is None:
+            jit_compile = devices.prefers_xla(model, batch_size)
         self.layout = layout.Layout(
-            kernels=dense_models.kernels_of(model) if beside else None,
+            kernels=dense_models.kernels_of(model) if can_train_side_by_side else None,
             collected_bytes=None if summed else 4 * self.update_spec.size,
-            xla=xla,
-            weighting=deployment.client_weighting,
+            xla=jit_compile,
+            weighting=weighting,
             at_once=devices.clients_at_once(
                 self.device, model, self.update_spec.size, batch_size
             ),
         )
-        self._broadcasts = server_update.Broadcast(
-            self.server, self._unaggregated, broadcast_hook
-        )
-        self.functions = tracing.CohortFunctions(
+        self._fallback = ""
+        self.programs = client_programs.CohortPrograms(
             trainer=trainer,
             query=self.query,
             element_spec=element_spec,
@@ -190,44 +194,35 @@ class CohortEngine:
         self.read_chunks = chunks.Reader(
             element_spec=element_spec,
             label_ranges=trainer.label_ranges,
-            padded=xla,
+            padded=jit_compile,
         )
         self._joint_clip = joint_clip.JointClip(self.query, self.update_spec)
-        self._release = release.Release(
-            self.query, self.server, trainer.metric_results, self.update_spec.size
-        )
-        batched = self.layout.at_once is not None
-        if batched or not beside:  # Whose model, loss and optimizer are on a list.
+        self._release = release.Release(self.query, self.server, trainer.metric_results)
+        if self.layout.at_once is not None or not can_train_side_by_side:
+            # (What trains side by side was compared with lists in `supports`.)
             with tf.device(self.device):
-                program = self.functions.trace_one_by_one(
-                    (
-                        self.state,
-                        tf.zeros([3]),
-                        tf.zeros([2], seed_dtype),
-                        self.server.variables,
-                        self._unaggregated,
-                    ),
-                    weighted=deployment.client_weighting is not None,
-                )
-            if not allowed_operations.can_be_batched(program.definition):
-                self.layout = dataclasses.replace(self.layout, at_once=None)
-        self._pool = concurrent.futures.ThreadPoolExecutor(count)
-        self.num_replicas = count
+                self._trace_one_by_one(seed_dtype)
+        self._pool = concurrent.futures.ThreadPoolExecutor(self.num_replicas)
 
-    @property
-    def background(self) -> background.BackgroundThread:
-        """Returns what works while clients train."""
-        return self.read_chunks.thread
+    def _trace_one_by_one(self, seed_dtype: tf.DType) -> None:
+        nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
+        if self.layout.weighting is not None:
+            nobody = nobody._replace(measured=np.zeros(0, np.float32))
+        part = layout.Part(
+            layout.Strategy(layout.ONE_BY_ONE, full_batches=False), nobody, nobody
+        )
+        numbers, seed = tf.zeros([3]), tf.zeros([2], seed_dtype)
+        fixed = self.state, numbers, seed, self.server.variables, self._unaggregated
+        definition = self.programs.program(fixed, part).definition
+        if self.layout.at_once is not None:
+            refused = allowed_operations.not_batched(definition)
+            if refused:
+                self._train_one_by_one(f"{', '.join(refused)} cannot be batched")
 
-    @property
-    def jit_compile(self) -> bool:
-        """Returns whether local training is compiled by XLA."""
-        return self.layout.xla
-
-    @property
-    def keeps_non_trainable(self) -> bool:
-        """Returns True if there is state that is not taken from clients."""
-        return bool(self._unaggregated)
+    def _train_one_by_one(self, reason: str) -> None:
+        """Has clients train one by one from now on, not in batches."""
+        self.layout = dataclasses.replace(self.layout, at_once=None)
+        self._fallback = f", not in batches: {reason}"
 
     @property
     def num_variables(self) -> int:
@@ -235,40 +230,38 @@ class CohortEngine:
         return len(self.update_spec.shapes)
 
     @property
-    def output(self) -> str:
-        """Returns what is wanted of a cohort: see `cohort.SUM`."""
-        if self.query.two_phase:
-            return cohort.EACH_UPDATE
-        return cohort.EACH_CONTRIBUTION if self._collect_records else cohort.SUM
-
-    @property
     def has_trained_side_by_side(self) -> bool:
         """Returns whether any clients so far were trained side by side."""
-        return any(way.kind == layout.SIDE_BY_SIDE for way, _ in self.functions.traced)
+        return layout.SIDE_BY_SIDE in self._kinds
+
+    @property
+    def _kinds(self) -> set[str]:
+        return {strategy.kind for strategy, _ in self.programs.traced}
 
     @property
     def executor(self) -> str:
         """Returns how clients train here, for people to read."""
-        ways = {way.kind for way, _ in self.functions.traced}
-        if layout.BATCHED in ways:
+        if layout.BATCHED in self._kinds and not self._fallback:
             place = tf.DeviceSpec.from_string(self.device)
             where = f"{place.device_type}:{place.device_index or 0}"
             return f"batches of {self.layout.at_once} clients on {where}"
-        how = layout.SIDE_BY_SIDE if layout.SIDE_BY_SIDE in ways else layout.ONE_BY_ONE
-        return f"clients {how} on {self.num_replicas} threads"
+        how = layout.ONE_BY_ONE
+        if self.has_trained_side_by_side:
+            how = layout.SIDE_BY_SIDE
+        return f"clients {how} on {self.num_replicas} threads{self._fallback}"
 
     def check_labels(self, dataset: FederatedDataset) -> None:
         """Raises ValueError if a client's labels cannot be the model's."""
         labels.check_clients(dataset, self._label_ranges)
 
     # Half one: train and add up. Its steps are public for runtimes that run
-    # the functions elsewhere.
+    # the programs elsewhere.
 
     @devices.at_home
     def collect(
-        self, dataset: FederatedDataset, inputs: rounds.RoundInputs
-    ) -> rounds.PendingRound:
-        """Trains a cohort and adds up what its clients hand in.
+        self, dataset: FederatedDataset, inputs: cohort.RoundInputs
+    ) -> cohort.PendingRound:
+        """Trains a cohort and adds up what its clients upload.
 
         Args:
           dataset: Where the cohort's examples come from.
@@ -278,130 +271,128 @@ class CohortEngine:
           A `PendingRound`; the model and the state have not changed.
         """
         pending = self.empty_round(inputs)
-        ahead = None if self.query.keeps_window else self.lay_out
+        # The norms of the coming round's clients are not known ahead.
+        ahead = None if self.query.keeps_window else self._laid_out
         for chunk in self.read_chunks(dataset, pending, ahead):
             self.train_chunk(pending, chunk)
         self.complete(pending)
         return pending
 
     @devices.at_home
-    def empty_round(self, inputs: rounds.RoundInputs) -> rounds.PendingRound:
+    def empty_round(self, inputs: cohort.RoundInputs) -> cohort.PendingRound:
         """Returns a round of which nothing is collected yet."""
+        weights = [variable.read_value() for variable in self.server.variables]
+        if self._hook is not None:
+            weights = self._hook(weights, tf.constant(inputs.seed))
         norms = None
         if self.query.keeps_window:
             shape = [len(inputs.positions), self.num_variables]
             norms = np.full(shape, np.nan, np.float32)
-        return rounds.PendingRound(
+        return cohort.PendingRound(
             inputs=inputs,
             state=self.state,
             tensors=inputs.tensors(),
-            sent=self._broadcasts(inputs),
-            sums=[()] * self.num_replicas,
-            metric_states=[()] * self.num_replicas,
-            collected=[[] for _ in range(self.num_replicas)],
+            sums=[None] * self.num_replicas,
+            sent=(weights, [variable.read_value() for variable in self._unaggregated]),
             window_norms=norms,
         )
 
     @devices.at_home
-    def lay_out(
-        self, chunk: chunks.CohortChunk, inputs: rounds.RoundInputs
+    def _laid_out(
+        self, chunk: chunks.CohortChunk, inputs: cohort.RoundInputs
     ) -> chunks.CohortChunk:
-        """Returns a chunk with who trains where, for training here.
-
-        Args:
-          chunk: Some clients of a cohort.
-          inputs: The round, of which the windows matter as well.
-        """
+        """Returns a chunk with its `groups`, for training here."""
         groups = self.layout.lay_out(chunk, inputs, self.num_replicas)
         groups = [[part.as_tensors() for part in group] for group in groups]
         return dataclasses.replace(chunk, groups=groups)
 
     @devices.at_home
     def train_chunk(
-        self, pending: rounds.PendingRound, chunk: chunks.CohortChunk
+        self, pending: cohort.PendingRound, chunk: chunks.CohortChunk
     ) -> None:
         """Trains a chunk's clients here; adds to `pending`."""
         if chunk.groups is None:
-            chunk = self.lay_out(chunk, pending.inputs)
-        chunk = self._traced(pending, chunk)
-        groups: list[list[layout.Part]] = chunk.groups
+            chunk = self._laid_out(chunk, pending.inputs)
+        groups = self._traced(pending, chunk).groups
         raised: list[tuple[layout.Part, Exception]] = []
         begun = itertools.count(1)
 
-        @devices.at(self.device)
         def run(thread: int) -> None:
             if next(begun) == len(groups):
-                # Not before: who draws meanwhile keeps Python from others.
-                draw_ahead()
+                self.read_chunks.read_ahead()
             waiting = groups[thread][::-1]
             while waiting:
                 part = waiting.pop()
                 try:
-                    trained = self.functions.prepared(pending, chunk, part)()
+                    with tf.device(self.device):  # It holds for one thread.
+                        self._train(pending, chunk, part, thread)
                 except tf.errors.ResourceExhaustedError:
-                    if part.way.kind != layout.BATCHED or part.clients.num_clients < 2:
+                    count = len(part.clients.members)
+                    if part.strategy.kind != layout.BATCHED or count < 2:
                         raise
-                    waiting += self._in_smaller_batches(part, pending.inputs)
-                    continue
+                    # The device has no room for so many clients at once.
+                    self.layout = dataclasses.replace(self.layout, at_once=count // 2)
+                    smaller = self.layout.batches(part.clients)
+                    waiting += [part.as_tensors() for part in smaller]
                 except CLIENT_ERRORS as error:
                     raised.append((part, error))
-                    continue
-                pending.take(part.clients.members, trained, thread)
-                self.has_trained |= part.clients.num_clients > 0
 
-        with self.background.computing(at_once=False) as draw_ahead:
-            others = [
-                self._pool.submit(run, thread) for thread in range(1, len(groups))
-            ]
-            try:
-                run(0)
-            finally:
-                concurrent.futures.wait(others)
-            for each in others:
-                each.result()
+        others = [self._pool.submit(run, thread) for thread in range(1, len(groups))]
+        try:
+            run(0)
+        finally:
+            concurrent.futures.wait(others)
+        for other in others:
+            other.result()
         for part, error in raised:
             self._train_each_alone(pending, chunk, part, error)
 
     def _traced(
-        self, pending: rounds.PendingRound, chunk: chunks.CohortChunk
+        self, pending: cohort.PendingRound, chunk: chunks.CohortChunk
     ) -> chunks.CohortChunk:
-        """Has a chunk's functions traced, in one thread; returns what trains."""
+        """Has a chunk's programs traced, in one thread; returns what trains."""
         for part in itertools.chain.from_iterable(chunk.groups):
             try:
-                self.functions.program(pending, part)
-            except Exception:
-                if part.way.kind != layout.BATCHED:
+                self.programs.program(pending.fixed_arguments, part)
+            except Exception as error:
+                if part.strategy.kind != layout.BATCHED:
                     raise
-                # Not every operation can be vectorized.
-                self.layout = dataclasses.replace(self.layout, at_once=None)
-                return self._traced(pending, self.lay_out(chunk, pending.inputs))
+                self._train_one_by_one(
+                    f"TensorFlow cannot vectorize them ({type(error).__name__})"
+                )
+                return self._traced(pending, self._laid_out(chunk, pending.inputs))
         return chunk
 
-    def _in_smaller_batches(
-        self, part: layout.Part, inputs: rounds.RoundInputs
-    ) -> list[layout.Part]:
-        """Returns the parts of a batch of clients that the device had no room for."""
-        at_once = part.clients.num_clients // 2
-        self.layout = dataclasses.replace(self.layout, at_once=at_once)
-        return [each.as_tensors() for each in self.layout.batches(part.clients, inputs)]
+    def _train(
+        self,
+        pending: cohort.PendingRound,
+        chunk: chunks.CohortChunk,
+        part: layout.Part,
+        thread: int = 0,
+    ) -> None:
+        """Trains the clients of a part, and adds them up for one of the threads."""
+        fixed = pending.fixed_arguments
+        program = self.programs.program(fixed, part)
+        trained = program(*fixed, chunk.x, chunk.y, part.argument)
+        pending.add(part.clients.members, trained, thread)
+        self.has_trained |= len(part.clients.members) > 0
 
     def _train_each_alone(
         self,
-        pending: rounds.PendingRound,
+        pending: cohort.PendingRound,
         chunk: chunks.CohortChunk,
         part: layout.Part,
         error: Exception,
     ) -> None:
         """Trains the clients of a part in which one's data raised an error.
 
-        Who raises it alone has failed; the others are none the worse for it.
+        A client that raises it alone has failed; the others are none the worse
+        for it.
         """
 
         def train(places: list[int]) -> None:
-            clients = tables.select(part.clients, np.array(places, np.int64))
-            alone = self.layout.one_by_one(clients)
-            trained = self.functions.prepared(pending, chunk, alone)()
-            pending.take(clients.members, trained)
+            clients = layout.select(part.clients, np.array(places, np.int64))
+            self._train(pending, chunk, self.layout.one_by_one(clients))
 
         failures = []
         for place, member in enumerate(part.clients.members.tolist()):
@@ -411,14 +402,13 @@ class CohortEngine:
                 error = own  # Names the operation, too.
                 position = int(pending.inputs.positions[member])
                 failures.append(ClientFailure(position, own))
-        if len(failures) == part.clients.num_clients:
+        if len(failures) == len(part.clients.members):
             train([])  # Nothing is a sum as well.
-        self.has_trained |= len(failures) < part.clients.num_clients
         pending.failures += failures
         pending.training_error = error
 
     @devices.at_home
-    def complete(self, pending: rounds.PendingRound) -> None:
+    def complete(self, pending: cohort.PendingRound) -> None:
         """Ends collecting, once every chunk was added.
 
         Raises:
@@ -431,18 +421,42 @@ class CohortEngine:
             and len(pending.failures) == pending.cohort_size > 1
         ):
             raise _without_examples(pending.training_error) from None
-        pending.leave_out_idle_threads()
-        if self.query.two_phase:
-            params = self._joint_clip.set_clip(pending)
-            if self._collect_records:
-                self._joint_clip.clip_each(pending, params)
-            else:
-                self._joint_clip.clip_and_sum(pending, params, self._pool, self.device)
+        pending.sums = [total for total in pending.sums if total is not None]
+        if not self.query.two_phase:
+            return
+        clipped = self._joint_clip(pending)
+        if self._collect_records:
+            pending.collected = list(clipped)
+            return
+        update = tf.zeros([self.update_spec.size])
+        scalars = tf.zeros([self.query.num_scalars])
+        for _, rows in clipped:
+            update += tf.reduce_sum(rows.updates, axis=0)
+            scalars += tf.reduce_sum(rows.scalars, axis=0)
+        self.set_sum(pending, update, scalars)
+
+    @devices.at_home
+    def set_sum(
+        self, pending: cohort.PendingRound, update: tf.Tensor, scalars: tf.Tensor
+    ) -> None:
+        """Sets the sum of contributions that were kept until now.
+
+        Args:
+          pending: The round.
+          update: Float32 [D], the sum of the flattened updates.
+          scalars: Float32 [n], that of `Contribution.scalars`.
+        """
+        pending.set_contribution(
+            self.query.initial_sample_state([]).with_scalars(
+                self.update_spec.unflatten(update),
+                tf.unstack(scalars, num=self.query.num_scalars),
+            )
+        )
 
     # Half two.
 
     @devices.at_home
-    def release(self, pending: rounds.PendingRound) -> dict[str, float]:
+    def release(self, pending: cohort.PendingRound) -> dict[str, float]:
         """Adds the noise, divides, and updates the model and the state.
 
         Args:
@@ -453,6 +467,17 @@ class CohortEngine:
         """
         self.state, logs = self._release(pending)
         return logs
+
+
+def _seeded(hook: BroadcastHook) -> Callable[..., list[tf.Tensor]]:
+    """Returns a hook that draws what follows from a round's seed."""
+
+    def changed(weights: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
+        own = noise.as_integers(noise.fold_in(seed, -3))
+        with noise.seeded(noise.fold_in(seed, -2)):
+            return list(hook(list(weights), own))
+
+    return changed
 
 
 def _without_examples(error: Any) -> Exception:

@@ -1,8 +1,14 @@
-"""Whether labels can belong to a model's outputs, before anything trains."""
+"""Labels, and what their examples count: whether they can belong to a model.
+
+Weights change what a client trains, and nothing that is promised about it: its
+update is clipped whatever they are, and is zero if they make no number of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import numbers
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +16,9 @@ import tensorflow as tf
 
 from tfdp_fl import keras_versions
 from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl.mechanisms import ClientWeighting, client_weighting
+
+ClassWeight = Mapping[int, float]
 
 
 class LabelRange(NamedTuple):
@@ -33,16 +42,6 @@ class LabelRange(NamedTuple):
             inside |= values == self.ignored
         return ~inside.all(axis=tuple(range(1, inside.ndim)))
 
-    def holds(self, values: Any) -> bool:
-        """Returns whether all labels are allowed."""
-        values = np.asarray(values)
-        if self.ignored is None and values.dtype.kind in "iu" and values.size:
-            # Two passes, and nothing is made of every label.
-            smallest = np.minimum.reduce(values, axis=None)
-            largest = np.maximum.reduce(values, axis=None)
-            return bool(smallest >= 0 and largest < self.num_classes)
-        return not self.rows_outside(values).any()
-
     def problem(self) -> str:
         """Returns what to tell whoever has such a label."""
         other = "" if self.ignored is None else f" (or {self.ignored})"
@@ -52,26 +51,50 @@ class LabelRange(NamedTuple):
         )
 
 
-def ranges(outputs: list[tuple[Any, Any, Any]]) -> list[LabelRange]:
+def ranges(
+    labels: Sequence[tf.Tensor], outputs: list[tuple[Any, Any, Any]]
+) -> list[LabelRange]:
     """Returns the ranges of the labels that are numbers of classes.
 
     Args:
-      outputs: Of each output the number of its label among the flattened ones,
-        its values for a batch, and its loss.
+      labels: Label tensors for a batch, flattened.
+      outputs: Of each output the number of its label among these (None: it has
+        none), its values for the batch, and its loss.
+
+    Raises:
+      ValueError: Labels cannot belong to the output and its loss. A loss of the
+        user's own may take labels of any shape.
     """
     found = []
     for leaf, output, loss in outputs:
-        if leaf is None or loss is None:
+        function: Any = getattr(loss, "fn", None)
+        if leaf is None or not keras_versions.is_of_keras(function):
             continue
+        if labels[leaf].dtype == tf.string:
+            raise nests.ExamplesValueError(
+                f"labels must be numbers for the loss {loss.name!r}, got "
+                "strings; a tf.keras.layers.StringLookup of the classes makes "
+                "integers of them."
+            )
+        shape, expected = labels[leaf].shape[1:], output.shape[1:]
+        allowed: tuple[Any, ...] = (expected,)
+        if function.__name__ == "sparse_categorical_crossentropy":
+            allowed = (expected[:-1], [*expected[:-1], 1])
+        elif expected.rank and expected[-1] == 1:
+            allowed = (expected, expected[:-1])
+        if not any(shape.is_compatible_with(other) for other in allowed):
+            raise nests.ExamplesValueError(
+                f"labels must have the shape {tuple(allowed[0])} for each "
+                f"example, to fit the model's output {tuple(expected)} and "
+                f"the loss {loss.name!r}, got {tuple(shape)}."
+            )
         options = getattr(loss, "_fn_kwargs", {})
         if (
-            getattr(loss, "fn", None)
-            is not tf.keras.losses.sparse_categorical_crossentropy
-            or options.get("axis", -1) != -1
+            function is tf.keras.losses.sparse_categorical_crossentropy
+            and options.get("axis", -1) == -1
         ):
-            continue
-        ignored = options.get("ignore_class")
-        found.append(LabelRange(leaf, output.shape[-1], ignored))
+            ignored = options.get("ignore_class")
+            found.append(LabelRange(leaf, output.shape[-1], ignored))
     return found
 
 
@@ -84,9 +107,9 @@ def problem_of_client(
       leaves: The client's label tensors, flattened.
       allowed: See `ranges`.
     """
-    for each in allowed:
-        if not each.holds(leaves[each.leaf]):
-            return nests.ExamplesValueError(f"{each.problem()}.")
+    for label_range in allowed:
+        if label_range.rows_outside(leaves[label_range.leaf]).any():
+            return nests.ExamplesValueError(f"{label_range.problem()}.")
     return None
 
 
@@ -99,8 +122,8 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
     if not dataset.is_indexed:
         return
     leaves = tf.nest.flatten(dataset.flat()[1])
-    for each in allowed:
-        outside = each.rows_outside(leaves[each.leaf])
+    for label_range in allowed:
+        outside = label_range.rows_outside(leaves[label_range.leaf])
         if not outside.any():
             continue
         rows, lengths = dataset.client_rows(np.arange(dataset.num_clients))
@@ -108,39 +131,134 @@ def check_clients(dataset: FederatedDataset, allowed: list[LabelRange]) -> None:
         if len(places):
             position = int(np.searchsorted(np.cumsum(lengths), places[0], side="right"))
             raise ValueError(
-                f"clients: {each.problem()} for client "
+                f"clients: {label_range.problem()} for client "
                 f"{dataset.client_ids[position]!r}."
             )
 
 
-def check(outputs: list[tuple[Any, Any, Any]]) -> None:
-    """Raises ValueError if labels cannot belong to the model's output.
+def checked_class_weight(class_weight: Any) -> ClassWeight | None:
+    """Returns what each class counts, or raises.
 
-    A loss of the user's own may take labels of any shape.
+    Raises:
+      TypeError: It is no mapping from integers to numbers.
+      ValueError: It is empty, or has a number of a class below 0, or what
+        counts is no finite number.
+    """
+    if class_weight is None:
+        return None
+    allowed = "class_weight must map numbers of classes, from 0, to finite numbers"
+    if not isinstance(class_weight, Mapping):
+        raise TypeError(f"{allowed}, got a {type(class_weight).__name__}.")
+    if not class_weight:
+        raise ValueError(f"{allowed}, got none.")
+    for number, weight in class_weight.items():
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, numbers.Integral)
+            or isinstance(weight, bool)
+            or not isinstance(weight, numbers.Real)
+        ):
+            raise TypeError(f"{allowed}, got {number!r}: {weight!r}.")
+        if number < 0 or not math.isfinite(weight):
+            raise ValueError(f"{allowed}, got {number!r}: {weight!r}.")
+    return {int(k): float(v) for k, v in class_weight.items()}
+
+
+def check_class_weight(
+    label_spec: Any, predicted: Any, class_weight: ClassWeight | None
+) -> None:
+    """Raises ValueError if weights of classes cannot belong to a model.
 
     Args:
-      outputs: The label tensor, the values and the loss of each output, for a
-        batch.
+      label_spec: Specs of the labels of one example, perhaps with weights.
+      predicted: Nest of the model's outputs.
+      class_weight: What each class counts.
     """
-    for label, output, loss in outputs:
-        function: Any = getattr(loss, "fn", None)
-        if label is None or not keras_versions.is_of_keras(function):
-            continue
-        if label.dtype == tf.string:
-            raise nests.ExamplesValueError(
-                f"labels must be numbers for the loss {loss.name!r}, got "
-                "strings; a tf.keras.layers.StringLookup of the classes makes "
-                "integers of them."
-            )
-        shape, expected = label.shape[1:], output.shape[1:]
-        allowed: tuple[Any, ...] = (expected,)
-        if function.__name__ == "sparse_categorical_crossentropy":
-            allowed = (expected[:-1], [*expected[:-1], 1])
-        elif expected.rank and expected[-1] == 1:
-            allowed = (expected, expected[:-1])
-        if not any(shape.is_compatible_with(each) for each in allowed):
-            raise nests.ExamplesValueError(
-                f"labels must have the shape {tuple(allowed[0])} for each "
-                f"example, to fit the model's output {tuple(expected)} and "
-                f"the loss {loss.name!r}, got {tuple(shape)}."
-            )
+    if class_weight is None:
+        return
+    outputs = tf.nest.flatten(predicted)
+    leaves = tf.nest.flatten(nests.labels_of(label_spec))
+    if len(outputs) != 1 or len(leaves) != 1:
+        raise ValueError(
+            "class_weight must be None for a model with several outputs, as "
+            f"in Keras, got it for {len(outputs)}; sample_weight may say what "
+            "each example counts for each output."
+        )
+    if leaves[0].dtype == tf.string or leaves[0].shape.rank > 1:
+        raise ValueError(
+            "class_weight must go with labels that are numbers of classes, or "
+            f"one-hot, got {leaves[0].dtype.name}{leaves[0].shape} for each "
+            "example."
+        )
+    classes = outputs[0].shape[-1]
+    too_large = [number for number in class_weight if number >= max(2, classes)]
+    if too_large:
+        raise ValueError(
+            "class_weight must name classes of the model, from 0 to "
+            f"{max(2, classes) - 1}, got {too_large[0]}."
+        )
+
+
+def check_client_weighting(label_spec: Any, weighting: ClientWeighting | None) -> None:
+    """Raises ValueError if clients cannot count by their examples' weights."""
+    if weighting is None or weighting.measure != client_weighting.SAMPLE_WEIGHT:
+        return
+    if nests.weights_of(label_spec) is None or not are_numbers_of_rows(label_spec):
+        raise ValueError(
+            "client_weighting must be ClientWeighting.num_examples(cap), or "
+            "clients must be (x, y, sample_weight) with one number for each "
+            f"example, got {weighting!r} and labels {label_spec}."
+        )
+
+
+def split_weights(y: Any, class_weight: ClassWeight | None) -> tuple[Any, Any]:
+    """Returns labels, and the weights of their examples (None: all alike).
+
+    As in Keras, what a class counts is a factor of what an example does.
+
+    Args:
+      y: Nest of labels, perhaps with weights beside them.
+      class_weight: What each class counts.
+    """
+    labels, weight = nests.labels_of(y), nests.weights_of(y)
+    if class_weight is None:
+        return labels, weight
+    (label,) = tf.nest.flatten(labels)
+    by_class = _of_classes(label, class_weight)
+    if weight is None:
+        return labels, by_class
+    (own,) = tf.nest.flatten(weight)
+    by_class = tf.reshape(by_class, [-1] + [1] * (own.shape.rank - 1))
+    return labels, own * by_class
+
+
+def _of_classes(label: tf.Tensor, class_weight: ClassWeight) -> tf.Tensor:
+    """Returns what each example's class counts, float32 [n]."""
+    if label.shape.rank > 1 and label.shape[-1] != 1:
+        label = tf.argmax(label, axis=-1)
+    label = tf.cast(tf.reshape(label, [-1]), tf.int64)
+    known = max(class_weight) + 1
+    table = tf.constant(
+        [class_weight.get(number, 1.0) for number in range(known)] + [1.0]
+    )
+    # A label that no class has, as padding, counts 1.
+    inside = (label >= 0) & (label < known)
+    return tf.gather(table, tf.where(inside, label, known))
+
+
+def are_numbers_of_rows(label_spec: Any) -> bool:
+    """Returns True if there are no weights, or one number for each example."""
+    weight = nests.weights_of(label_spec)
+    if weight is None:
+        return True
+    leaves = tf.nest.flatten(weight)
+    return len(leaves) == 1 and leaves[0].shape.as_list() in ([], [1])
+
+
+def finite_weights(weight: Any) -> Any:
+    """Returns weights with 0 for NaN and Inf."""
+    if weight is None:
+        return None
+    return tf.nest.map_structure(
+        lambda leaf: tf.where(tf.math.is_finite(leaf), leaf, 0.0), weight
+    )

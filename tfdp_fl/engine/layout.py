@@ -1,28 +1,201 @@
-"""Who of a chunk's clients trains where, with whom, and by which function.
+"""How a chunk's clients train: on which rows, in which group, by which program.
 
-All that is decided about a cohort's training stands here; what it hangs on is
-measured in `dense_models` (side by side or not) and `devices` (XLA).
+A `ClientTable` says which rows clients train on. It is laid out before the
+round starts, without a Python loop over clients, so that the compiled programs
+only have to gather. `Layout` decides the rest; what its decisions depend on is
+measured in `dense_models` (side by side or not) and `devices` (XLA, batches).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import _products
-from tfdp_fl.engine import chunks, dense_models, rounds, tables
-from tfdp_fl.mechanisms import ClientWeighting
+from tfdp_fl.datasets import nests
+from tfdp_fl.engine import chunks, cohort, dense_models
+from tfdp_fl.mechanisms import ClientWeighting, client_weighting
 
 # One client after the other; dense models without a model for each client
 # (`side_by_side`); all of a chunk as one batched program, for a GPU.
 ONE_BY_ONE, SIDE_BY_SIDE, BATCHED = "one by one", "side by side", "batched"
 
 
-class Way(NamedTuple):
-    """Which compiled function trains clients.
+class ClientTable(NamedTuple):
+    """A group of clients, and the rows that they train on.
+
+    Client k passes over its n_k examples `epochs` times. The rows of all its
+    passes stand one after the other in `rows`, from `first_row[k]` on. A pass
+    takes the next B rows for each step; its last step takes what is left. The
+    fields are NumPy arrays here, and tensors in the compiled programs.
+
+    Attributes:
+      rows: Int32 [R], row numbers of stored examples.
+      batch: Int32 [B], from 0 to B - 1: the places in a batch.
+      epochs: Int32 scalar.
+      num_clients: Int32 scalar, K. What is padded has more of all that follows.
+      first_row: Int32 [K].
+      num_examples: Int32 [K], n_k.
+      members: Int32 [K], each client's place in the cohort.
+      windows: Float32 [K, W, L], the norms of each client's last rounds, NaN
+        where there are none; [K, 0, 0] if the mechanism keeps none.
+      measured: Float32 [K], what each client's weight follows from (see
+        `measure`); () where all count the same.
+    """
+
+    rows: Any
+    batch: Any
+    epochs: Any
+    num_clients: Any
+    first_row: Any
+    num_examples: Any
+    members: Any
+    windows: Any
+    measured: Any = ()
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Returns how many steps each client takes, [K]."""
+        return -(-self.num_examples // len(self.batch)) * self.epochs
+
+    @property
+    def has_short_batches(self) -> bool:
+        """Returns True if some step has fewer than B rows."""
+        return bool((self.num_examples % len(self.batch)).any())
+
+    def by_client(self, change: Any) -> ClientTable:
+        """Returns a table with a function called on the arrays that have K rows."""
+        names = ["first_row", "num_examples", "members", "windows"]
+        if not isinstance(self.measured, tuple):
+            names.append("measured")
+        return self._replace(**{name: change(getattr(self, name)) for name in names})
+
+
+def client_table(
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    batch_size: int,
+    local_epochs: int,
+    generator: np.random.Generator | None = None,
+) -> ClientTable:
+    """Lays out the local training of a group of clients, without windows.
+
+    Args:
+      rows: Int array, the row numbers of all clients, one client after the
+        other.
+      lengths: Int array [K], how many of them each client has.
+      batch_size: B.
+      local_epochs: How often each client goes over its examples.
+      generator: Shuffles each client's examples anew for every epoch; None
+        keeps the order given.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    rows = np.asarray(rows, np.int32)
+    first = np.cumsum(lengths) - lengths
+    if local_epochs > 1 or generator is not None:
+        passes = np.repeat(lengths, local_epochs)
+        places = _ranges(np.repeat(first, local_epochs), passes)
+        if generator is not None:
+            pass_of_place = np.repeat(np.arange(len(passes)), passes)
+            order = np.argsort(pass_of_place + generator.random(len(places)))
+            places = places[order]
+        rows = rows[places]
+    return ClientTable(
+        rows=rows,
+        batch=np.arange(batch_size, dtype=np.int32),
+        epochs=np.int32(local_epochs),
+        num_clients=np.int32(len(lengths)),
+        first_row=(first * local_epochs).astype(np.int32),
+        num_examples=lengths.astype(np.int32),
+        members=np.arange(len(lengths), dtype=np.int32),
+        windows=np.zeros([len(lengths), 0, 0], np.float32),
+    )
+
+
+def _ranges(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns `lengths[0]` numbers from `first[0]` on, and so for all others."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(first - before, lengths) + np.arange(lengths.sum())
+
+
+def measure(
+    weighting: ClientWeighting, lengths: np.ndarray, rows: np.ndarray, y: Any
+) -> np.ndarray:
+    """Returns what clients have of that by which they count, float32 [K].
+
+    Each client's from its own rows alone: a NaN of one is nobody else's.
+
+    Args:
+      weighting: What clients count.
+      lengths: Int [K], how many examples each has.
+      rows: Int [sum of lengths], the rows of these examples.
+      y: Nest of labels, perhaps with weights beside them.
+    """
+    if weighting.measure == client_weighting.NUM_EXAMPLES:
+        return np.asarray(lengths, np.float32)
+    (weights,) = map(nests.view, tf.nest.flatten(nests.weights_of(y)))
+    weights = weights.reshape(-1)[rows].astype(np.float64)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = np.bincount(owner, weights, minlength=len(lengths))
+        return sums.astype(np.float32)
+
+
+def share_out(work: np.ndarray, num_groups: int) -> list[np.ndarray]:
+    """Shares clients among groups so that the groups end at the same time.
+
+    The largest clients come first, and each goes to the group with the least
+    work so far (Graham's longest-processing-time rule).
+
+    Args:
+      work: Int array [K], the steps of each client.
+      num_groups: How many groups. A single one keeps the order given.
+
+    Returns:
+      For each group the clients' places, in the order of training.
+    """
+    if num_groups == 1:
+        return [np.arange(len(work))]
+    order = np.argsort(-work, kind="stable")
+    heap = [(0, group) for group in range(num_groups)]
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    for place, steps in zip(order.tolist(), work[order].tolist(), strict=True):
+        load, group = heap[0]
+        groups[group].append(place)
+        heapq.heapreplace(heap, (load + steps, group))
+    return [np.asarray(group, np.int64) for group in groups]
+
+
+def select(table: ClientTable, places: np.ndarray) -> ClientTable:
+    """Returns the table of some of a table's clients, in the order given."""
+    if len(places) == len(table.members) and (np.diff(places) > 0).all():
+        return table
+    some = table.by_client(lambda array: array[places])
+    lengths = some.num_examples.astype(np.int64) * table.epochs
+    return some._replace(
+        rows=table.rows[_ranges(some.first_row, lengths)],
+        first_row=(np.cumsum(lengths) - lengths).astype(np.int32),
+        num_clients=np.int32(len(places)),
+    )
+
+
+def _padded(table: ClientTable) -> ClientTable:
+    """Pads rows and clients to powers of two, as XLA compiles for each size."""
+
+    def pad(array: np.ndarray) -> np.ndarray:
+        missing = chunks.power_of_two(len(array)) - len(array)
+        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+
+    return table.by_client(pad)._replace(rows=pad(table.rows))
+
+
+class Strategy(NamedTuple):
+    """Which compiled program trains clients.
 
     Attributes:
       kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
@@ -34,30 +207,27 @@ class Way(NamedTuple):
 
     kind: str
     full_batches: bool
-    num_steps: int | None = None
+    num_steps: int = 0
     xla: bool = False
 
 
 class Part(NamedTuple):
-    """Some clients of a chunk, as one compiled function trains them.
+    """Some clients of a chunk that one call of a compiled program trains.
 
     Attributes:
-      way: The function.
-      tables: Its arguments that say who trains on what: a `SideBySideTable`; a
-        `BatchedTable`; or a `ClientTable`, perhaps padded, and the number of its
-        clients (int32).
-      clients: What the tables were made of.
+      strategy: The program.
+      clients: The clients.
+      argument: Their table as the program gets it, perhaps padded.
     """
 
-    way: Way
-    tables: tuple[Any, ...]
-    clients: tables.ClientTable
+    strategy: Strategy
+    clients: ClientTable
+    argument: ClientTable
 
     def as_tensors(self) -> Part:
-        """Returns the part with TensorFlow's tensors as arguments."""
-        return self._replace(
-            tables=tf.nest.map_structure(tf.convert_to_tensor, self.tables)
-        )
+        """Returns the part with TensorFlow's tensors in the argument."""
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, self.argument)
+        return self._replace(argument=tensors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +235,8 @@ class Layout:
     """How the cohorts of an engine are laid out.
 
     Attributes:
-      kernels: The sizes of a model whose clients may train side by side; None
-        for any other.
+      kernels: The sizes of a model that can train side by side; None for any
+        other.
       collected_bytes: What a client's update takes where each is kept; None
         where they are summed at once.
       xla: Whether XLA compiles the training of clients one by one.
@@ -83,7 +253,7 @@ class Layout:
     def lay_out(
         self,
         chunk: chunks.CohortChunk,
-        inputs: rounds.RoundInputs,
+        inputs: cohort.RoundInputs,
         num_groups: int,
         *,
         for_workers: bool = False,
@@ -96,16 +266,16 @@ class Layout:
           inputs: The round.
           num_groups: How many groups may train at the same time. One does
             where another thread, or worker, would cost more than it saves.
-          for_workers: Whether one function, without XLA, has to serve all
+          for_workers: Whether one program, without XLA, has to serve all
             groups.
-          float32_products: Whether those who train compute products of float32
-            numbers as such; this process is asked as well.
+          float32_products: Whether products of float32 numbers are computed as
+            such where the clients train; this process is asked as well.
 
         Returns:
           At most so many groups, at least one. The parts of a group come one
           after the other: each is bounded in the memory that it takes.
         """
-        clients = tables.client_table(
+        clients = client_table(
             chunk.rows,
             chunk.lengths,
             inputs.batch_size,
@@ -116,74 +286,95 @@ class Layout:
             windows = inputs.windows[clients.members].astype(np.float32)
             clients = clients._replace(windows=windows)
         if self.weighting is not None:
-            clients = clients._replace(
-                measured=tables.measured(
-                    self.weighting, chunk.lengths, chunk.rows, chunk.y
-                )
-            )
+            measured = measure(self.weighting, chunk.lengths, chunk.rows, chunk.y)
+            clients = clients._replace(measured=measured)
         if self.at_once is not None and not for_workers:
-            return [self.batches(clients, inputs)]
-        if not (
-            self.kernels is not None
-            and float32_products
-            and _products.are_float32()
-            and dense_models.is_worthwhile(
-                self.kernels,
-                chunk.lengths,
-                inputs.batch_size,
-                inputs.local_epochs,
+            return [self.batches(clients)]
+        kernels = self.kernels
+        if (
+            kernels is None
+            or not (float32_products and _products.are_float32())
+            or not dense_models.is_worthwhile(
+                kernels, chunk.lengths, inputs.batch_size, inputs.local_epochs
             )
         ):
-            at_most = None
-            if self.collected_bytes is not None:
-                at_most = max(1, chunks.CHUNK_BYTES // self.collected_bytes)
             return [
-                [self.one_by_one(each, for_workers) for each in group]
-                for group in tables.split(clients, num_groups, at_most)
+                [self.one_by_one(part, for_workers) for part in group]
+                for group in split(clients, num_groups, self._most_collected)
             ]
-        small = dense_models.is_small(self.kernels, chunk.lengths, inputs.local_epochs)
-        if small:
+        if dense_models.is_small(kernels, chunk.lengths, inputs.local_epochs):
             num_groups = 1
         examples = int(chunk.lengths.max()) * inputs.local_epochs
-        at_once = dense_models.clients_at_once(self.kernels, examples)
+        at_once = dense_models.clients_at_once(kernels, examples)
         num_steps = int(clients.steps.max())
-        full = bool(
-            not clients.has_short_batches and (clients.steps == num_steps).all()
-        )
-        way = Way(SIDE_BY_SIDE, full_batches=full, num_steps=num_steps)
+        even = bool((clients.steps == num_steps).all())
+        full = even and not clients.has_short_batches
+        strategy = Strategy(SIDE_BY_SIDE, full_batches=full, num_steps=num_steps)
         return [
-            [Part(way, (tables.side_by_side(each, num_steps),), each) for each in group]
-            for group in tables.split(clients, num_groups, at_once)
+            [Part(strategy, part, part) for part in group]
+            for group in split(clients, num_groups, at_once)
         ]
 
-    def batches(
-        self, clients: tables.ClientTable, inputs: rounds.RoundInputs
-    ) -> list[Part]:
-        """Returns the parts in which clients train as batched programs."""
-        at_once = self.at_once or 1
-        if self.collected_bytes is not None:
-            at_once = min(at_once, max(1, chunks.CHUNK_BYTES // self.collected_bytes))
+    @property
+    def _most_collected(self) -> int | None:
+        """How many clients' updates one call may keep; None: any number."""
+        if self.collected_bytes is None:
+            return None
+        return max(1, chunks.CHUNK_BYTES // self.collected_bytes)
+
+    def batches(self, clients: ClientTable) -> list[Part]:
+        """Returns the parts in which clients train as batched programs.
+
+        Those of a part end each pass with a batch of the same length. They are
+        sorted by their steps, as a part takes as long as its longest client.
+        """
+        at_once = min(self.at_once or 1, self._most_collected or math.inf)
+        size, examples = len(clients.batch), clients.num_examples
+        last = np.where(examples % size, examples % size, np.minimum(examples, size))
+        order = np.lexsort((clients.steps, last))
+        (borders,) = np.nonzero(np.diff(last[order]))
         parts = []
-        for group, table in tables.batched(clients, inputs.local_epochs, at_once):
-            if group.num_clients == 1:
-                # Of one alone TensorFlow adds a convolution's bias along the batch
-                # where that has as many rows as there are filters.
-                parts.append(self.one_by_one(group))
-                continue
-            # XLA needs shapes that are fixed; one function serves all else.
-            xla = self.xla and not group.has_short_batches
-            parts.append(Part(Way(BATCHED, xla, xla=xla), (table,), group))
+        for group in np.split(order, borders + 1):
+            for start in range(0, max(1, len(group)), int(at_once)):
+                some = select(clients, group[start : start + int(at_once)])
+                if some.num_clients < 2:
+                    # Of one alone TensorFlow adds a convolution's bias along the
+                    # batch where that has as many rows as there are filters.
+                    parts.append(self.one_by_one(some))
+                    continue
+                # XLA needs shapes that are fixed; one program serves all else.
+                full = bool(some.num_examples.any()) and not some.has_short_batches
+                xla = self.xla and full
+                parts.append(Part(Strategy(BATCHED, xla, xla=xla), some, some))
         return parts
 
-    def one_by_one(
-        self, clients: tables.ClientTable, for_workers: bool = False
-    ) -> Part:
+    def one_by_one(self, clients: ClientTable, for_workers: bool = False) -> Part:
         """Returns the part in which clients train one by one."""
         # XLA needs shapes that are fixed, and compiles anew for every one.
         xla = self.xla and not for_workers and not clients.has_short_batches
-        table = tables.padded(clients) if xla else clients
-        return Part(
-            Way(ONE_BY_ONE, full_batches=xla, xla=xla),
-            (table, np.int32(clients.num_clients)),
-            clients,
-        )
+        strategy = Strategy(ONE_BY_ONE, full_batches=xla, xla=xla)
+        return Part(strategy, clients, _padded(clients) if xla else clients)
+
+
+def split(
+    table: ClientTable, num_groups: int, at_most: int | None = None
+) -> list[list[ClientTable]]:
+    """Shares a table's clients out, see `share_out`.
+
+    Args:
+      table: The clients.
+      num_groups: How many groups; empty ones are left out, but for one.
+      at_most: How many clients a table may have; None: any number. No few of them
+        are left for the last table.
+
+    Returns:
+      For each group the tables that come one after the other, at least one.
+    """
+    groups = share_out(table.steps, num_groups)
+    found = []
+    for group in [group for group in groups if len(group)] or groups[:1]:
+        length = max(1, len(group))
+        step = math.ceil(length / math.ceil(length / (at_most or length)))
+        starts = range(0, length, step)
+        found.append([select(table, group[start : start + step]) for start in starts])
+    return found

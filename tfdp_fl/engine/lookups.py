@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
+from tfdp_fl.engine import cohort
+from tfdp_fl.mechanisms import cohort_query, contribution
 
 # Smaller ones are faster as they are.
 _LEAST_ELEMENTS = 2**16
@@ -43,7 +45,7 @@ class Lookup(NamedTuple):
 
 
 @contextlib.contextmanager
-def plain_gathers(model: tf.keras.Model) -> Iterator[None]:
+def plain_gathers(model: tf.keras.Model, wanted: bool = True) -> Iterator[None]:
     """Has Keras's embeddings look up rows by a gather, and nothing else, in the block.
 
     Keras's own also counts a negative place from the table's end; `narrow` does that.
@@ -51,7 +53,9 @@ def plain_gathers(model: tf.keras.Model) -> Iterator[None]:
     plain = [
         layer
         for layer in keras_versions.layers_of(model)
-        if type(layer) is tf.keras.layers.Embedding and "call" not in vars(layer)
+        if wanted
+        and type(layer) is tf.keras.layers.Embedding
+        and "call" not in vars(layer)
     ]
     for layer in plain:
         vars(layer)["call"] = _gather_of(layer)
@@ -72,40 +76,44 @@ def _gather_of(layer: Any) -> Any:
     return call
 
 
-def find(forward: Any, x_specs: Any, weights: list[Any]) -> tuple[Lookup, ...]:
+def find(
+    forward: Any, x_specs: Any, y_specs: Any, weights: list[Any]
+) -> tuple[Lookup, ...]:
     """Returns the lookups of which it is certain, of tables that are large.
 
     Args:
-      forward: Takes features, and the values of the weights, and computes all that a
-        step does before the gradients.
+      forward: Takes features, labels, and the values of the weights, and computes
+        what a step does before the gradients.
       x_specs: Specs of a batch of features.
+      y_specs: Specs of a batch of labels.
       weights: The trainable weights.
     """
     shapes = [tf.TensorShape(weight.shape) for weight in weights]
     if all(shape.num_elements() < _LEAST_ELEMENTS for shape in shapes):
         return ()
     dtypes = [weight.dtype for weight in weights]
-    found = _traced(forward, x_specs, dtypes, shapes, shapes)
+    specs = x_specs, y_specs
+    found = _traced(forward, specs, dtypes, shapes, shapes)
     # The same of tables of any length: of these the program is made.
     narrow_shapes = list(shapes)
     for weight, *_ in found:
         narrow_shapes[weight] = tf.TensorShape([None, *shapes[weight][1:]])
-    again = _traced(forward, x_specs, dtypes, narrow_shapes, shapes) if found else ()
+    again = _traced(forward, specs, dtypes, narrow_shapes, shapes) if found else ()
     return found if again == found else ()
 
 
 def _traced(
-    forward: Any, x_specs: Any, dtypes: list[Any], shapes: list[Any], whole: list[Any]
+    forward: Any, specs: Any, dtypes: list[Any], shapes: list[Any], whole: list[Any]
 ) -> tuple[Lookup, ...]:
     with tf.Graph().as_default():
-        x = tf.nest.map_structure(
-            lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape), x_specs
+        x, y = tf.nest.map_structure(
+            lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape), specs
         )
         values = [
             tf.compat.v1.placeholder(dtype, shape)
             for dtype, shape in zip(dtypes, shapes, strict=True)
         ]
-        forward(x, values)
+        forward(x, y, values)
         found = []
         for place, feature in enumerate(tf.nest.flatten(x)):
             gathers = _gathers(feature) if feature.dtype in _INTEGERS else None
@@ -155,27 +163,27 @@ def _is_of_rows(gather: tf.Operation) -> bool:
 
 
 def narrow(
-    lookups: tuple[Lookup, ...], weights: list[tf.Tensor], x: Any, rows: tf.Tensor
-) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Returns the weights with only the rows that a client looks up, and which.
+    lookups: tuple[Lookup, ...], received: cohort.Received, x: Any, rows: tf.Tensor
+) -> tuple[cohort.Received, list[tf.Tensor]]:
+    """Returns what a client is sent of the tables: only the rows that it looks up.
 
     Args:
       lookups: Of which it is certain.
-      weights: Values of the weights.
+      received: What the server sends.
       x: Nest of feature tensors, leading dimension over stored examples.
-      rows: Int32 [...], which examples are the client's.
+      rows: Int32 [n], which examples are the client's.
 
     Returns:
-      The weights; and for each lookup its rows in the table, int64 [u], sorted.
+      What is sent; and for each lookup the rows of the table, int64 [u], sorted.
     """
-    narrowed, taken = list(weights), []
+    weights, taken = list(received.weights), []
     leaves = tf.nest.flatten(x)
     for weight, feature, size in lookups:
-        named = tf.gather(leaves[feature], tf.reshape(rows, [-1]))
+        named = tf.gather(leaves[feature], rows)
         places = tf.sort(tf.unique(_places(named, size))[0])
-        narrowed[weight] = tf.gather(weights[weight], places)
+        weights[weight] = tf.gather(weights[weight], places)
         taken.append(places)
-    return narrowed, taken
+    return received._replace(weights=weights), taken
 
 
 def rename(lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: Any) -> Any:
@@ -206,17 +214,29 @@ def _places(named: tf.Tensor, size: int) -> tf.Tensor:
     return tf.where(flat < 0, flat + size, flat)
 
 
-def add(
+def accumulate(
     lookups: tuple[Lookup, ...],
     taken: list[tf.Tensor],
-    total: list[tf.Tensor],
-    update: list[tf.Tensor],
-) -> list[tf.Tensor]:
-    """Returns the sum of updates with a client's added, whose tables are narrow."""
-    places = {each.weight: rows for each, rows in zip(lookups, taken, strict=True)}
-    return [
-        tf.tensor_scatter_nd_add(whole, places[number][:, None], part)
-        if number in places
-        else whole + part
-        for number, (whole, part) in enumerate(zip(total, update, strict=True))
-    ]
+    query: cohort_query.CohortQuery,
+    total: contribution.Contribution,
+    one: contribution.Contribution,
+) -> contribution.Contribution:
+    """Returns a sum of contributions with a client's added, whose tables are narrow."""
+    if not lookups:
+        return query.accumulate_preprocessed_record(total, one)
+    update = list(total.update)
+    for (weight, *_), places in zip(lookups, taken, strict=True):
+        update[weight] = tf.tensor_scatter_nd_add(
+            update[weight], places[:, None], one.update[weight]
+        )
+    narrow = {lookup.weight for lookup in lookups}
+    others = [number for number in range(len(update)) if number not in narrow]
+    rest = query.accumulate_preprocessed_record(
+        *(
+            each._replace(update=[each.update[number] for number in others])
+            for each in (total, one)
+        )
+    )
+    for number, part in zip(others, rest.update, strict=True):
+        update[number] = part
+    return rest._replace(update=update)

@@ -25,7 +25,7 @@ class Program:
       definition: What it computes, a `GraphDef`.
       inputs: The names in it of the flattened arguments, then of the constants.
       constants: Tensors that the function was traced with, such as a table of
-        numbers that a layer holds. None of them can be written to.
+        numbers that a layer holds. No operation that is allowed writes to one.
       outputs: The names of the flattened results.
       structure: A nest of None, in the place of each result.
       assertions: The names of operations that run as well, and raise.
@@ -60,7 +60,6 @@ class Program:
         captures = list(getattr(graph, "captures", ()))
         _check_variables(graph, captures, names)
         allowed_operations.check(definition, names)
-        _check_resources(captures)
         _without_temporary_sums(definition)
         _with_names_of_their_own(definition)
         self.name = uuid.uuid4().hex
@@ -72,7 +71,7 @@ class Program:
         self.assertions = [
             operation.name for operation in getattr(graph, "control_outputs", ())
         ]
-        specs_of_inputs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
+        specs_of_inputs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
         with _interrupts.after_the_block():
             self._run = tf.compat.v1.wrap_function(self.imported, specs_of_inputs)
             if xla:
@@ -136,10 +135,8 @@ def _check_variables(
     graph: tf.Graph, captures: list[tuple[Any, tf.Tensor]], layers: list[str]
 ) -> None:
     """Raises ValueError for a captured variable."""
-    names = {
-        id(variable.handle): variable.name
-        for variable in getattr(graph, "variables", ())
-    }
+    variables = getattr(graph, "variables", ())
+    names = {id(variable.handle): variable.name for variable in variables}
     for outer, inner in captures:
         name = names.get(id(outer))
         if name is None:
@@ -161,54 +158,6 @@ def _check_variables(
             f"uses the variable {name!r}, in {place}, and its value would pass from "
             "one client to the next."
         )
-
-
-def _check_resources(captures: list[tuple[Any, tf.Tensor]]) -> None:
-    """Raises ValueError for what can change, of the captures that are no variable."""
-    for outer, inner in captures:
-        if outer.dtype not in (tf.resource, tf.variant):
-            continue  # A constant.
-        if not _is_only_looked_up(inner):
-            raise ValueError(
-                "model, loss, metrics and hooks must keep their state in the model's "
-                f"weights, got a resource that is no tf.Variable, {outer!r}."
-            )
-
-
-def _is_only_looked_up(handle: tf.Tensor) -> bool:
-    """Returns whether a captured handle is a table's, and only read."""
-    graph = handle.graph.as_graph_def()
-    bodies = {function.signature.name: function for function in graph.library.function}
-
-    def only_looked_up(uses: Iterator[tuple[Any, int]]) -> bool:
-        for node, place in uses:
-            if node.op in ("LookupTableFindV2", "LookupTableSizeV2"):
-                continue
-            called = [
-                bodies[value.func.name]
-                for value in node.attr.values()
-                if value.func.name in bodies
-            ]
-            # A branch does not get what chooses it.
-            offset = int(node.op in ("If", "StatelessIf", "Case", "StatelessCase"))
-            if not called or not all(
-                only_looked_up(
-                    _uses(body.node_def, body.signature.input_arg[place - offset].name)
-                )
-                for body in called
-            ):
-                return False
-        return True
-
-    return only_looked_up(_uses(graph.node, handle.op.name))
-
-
-def _uses(nodes: Any, name: str) -> Iterator[tuple[Any, int]]:
-    """Yields the nodes that take a tensor, and as which argument."""
-    for node in nodes:
-        for place, given in enumerate(node.input):
-            if given.partition(":")[0] == name:
-                yield node, place
 
 
 def _bodies(definition: tf.compat.v1.GraphDef) -> Iterator[Any]:

@@ -2,89 +2,165 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp_fl.engine import cohort, rounds, server_update
+from tfdp_fl import keras_versions
+from tfdp_fl.engine import cohort
 from tfdp_fl.mechanisms import cohort_query, noise
 
 
-@dataclasses.dataclass(eq=False)
-class Release:
-    """Adds a round's noise, divides, and updates the model.
+class ServerUpdate:
+    """Applies the mean update to the server's weights (FedOpt, Reddi et al. 2021).
+
+    Without an optimizer w <- w + mean (FedAvg). With one, the negated mean is
+    its gradient: SGD is FedAvg with a server learning rate, SGD with momentum
+    FedAvgM, Adam FedAdam. Non-trainable state always moves by the mean.
 
     Attributes:
-      query: The mechanism's query.
-      server: Holds the model's weights.
-      metric_results: What metrics say of the sums of their values.
-      update_size: The number of elements of an update.
-      log_names: What it returns the values of.
+      variables: The server's weights, in the order of an update.
+      state: The optimizer's variables, for checkpoints.
+      has_non_trainable: Whether non-trainable state is aggregated too.
     """
 
-    query: cohort_query.CohortQuery
-    server: server_update.ServerUpdate
-    metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]
-    update_size: int
-    log_names: list[str] = dataclasses.field(default_factory=list)
+    def __init__(
+        self,
+        trainable: list[Any],
+        non_trainable: list[Any],
+        optimizer: tf.keras.optimizers.Optimizer | None = None,
+    ):
+        """Makes the optimizer's variables.
 
-    def __post_init__(self) -> None:
+        Args:
+          trainable: The model's own variables, as Keras has them.
+          non_trainable: Likewise, those that are aggregated.
+          optimizer: A Keras optimizer, or None.
+        """
+        self._owned = list(trainable)
+        self._trainable = keras_versions.tf_variables(trainable)
+        self._non_trainable = keras_versions.tf_variables(non_trainable)
+        self._optimizer = optimizer
+        self.variables: list[tf.Variable] = self._trainable + self._non_trainable
+        self.state: list[tf.Variable] = []
+        if optimizer is not None:
+            self.state = keras_versions.build_optimizer(optimizer, self._owned)
+        self.has_non_trainable = bool(non_trainable)
+
+    def apply(self, mean: list[tf.Tensor]) -> None:
+        """Moves the model by the released mean update."""
+        count = len(self._trainable)
+        if self._optimizer is None:
+            for variable, value in zip(self._trainable, mean[:count], strict=True):
+                if value.dtype == variable.dtype:
+                    variable.assign_add(value)
+                else:  # Rounded once, with its noise.
+                    variable.assign(_moved(variable, value))
+        else:
+            gradients = [
+                -tf.cast(value, variable.dtype)
+                for variable, value in zip(self._trainable, mean[:count], strict=True)
+            ]
+            keras_versions.apply_gradients(self._optimizer, gradients, self._owned)
+        for variable, value in zip(self._non_trainable, mean[count:], strict=True):
+            variable.assign(_kept_valid(variable, _moved(variable, value)))
+
+    def finalize(self) -> None:
+        """Gives the model its last values, as Keras does at the end of `fit`.
+
+        With `use_ema` they are the average that the optimizer kept: of
+        released weights, so it costs no privacy.
+        """
+        finalize = getattr(self._optimizer, "finalize_variable_values", None)
+        if finalize is not None:
+            finalize(self._owned)
+
+    def replace(self, weights: list[tf.Tensor]) -> bool:
+        """Sets the model to released weights (NbAFL); returns True."""
+        for variable, value in zip(self.variables, weights, strict=True):
+            value = tf.cast(value, variable.dtype)
+            if any(variable is other for other in self._non_trainable):
+                value = _kept_valid(variable, value)
+            variable.assign(value)
+        return True
+
+
+def _moved(variable: tf.Variable, change: tf.Tensor) -> tf.Tensor:
+    """Returns variable + change, where the change may have more bits."""
+    moved = tf.cast(variable, change.dtype) + change
+    return tf.cast(moved, variable.dtype)
+
+
+def _kept_valid(variable: tf.Variable, value: tf.Tensor) -> Any:
+    """Noise can push a variance below zero; the released value is cut off."""
+    if "variance" in variable.name.split("/")[-1]:
+        return tf.maximum(value, 0)
+    return value
+
+
+class Release:
+    """Adds a round's noise, divides, and updates the model."""
+
+    def __init__(
+        self,
+        query: cohort_query.CohortQuery,
+        server: ServerUpdate,
+        metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]],
+    ):
+        """Prepares the function; nothing is traced yet.
+
+        Args:
+          query: The mechanism's query.
+          server: Holds the model's weights.
+          metric_results: What metrics say of the sums of their values.
+        """
+        self._query = query
+        self._server = server
+        self._metric_results = metric_results
+        self._log_names: list[str] = []
         self._compiled = tf.function(self._released, autograph=False)
 
-    def __call__(self, pending: rounds.PendingRound) -> tuple[Any, dict[str, float]]:
+    def __call__(self, pending: cohort.PendingRound) -> tuple[Any, dict[str, float]]:
         """Releases a round; returns the query's next state, and the logs."""
         answered = pending.cohort_size - len(pending.failures)
         state, values = self._compiled(
             pending.sums,
-            pending.metric_states,
             pending.state,
             *pending.tensors,
             tf.constant(answered, tf.float32),
         )
-        return state, dict(zip(self.log_names, values.numpy().tolist(), strict=True))
+        return state, dict(zip(self._log_names, values.numpy().tolist(), strict=True))
 
-    def _released(self, sums, metric_states, state, numbers, seed, answered):
-        state = self.query.begin_round(state, numbers[0], numbers[1])
-        total = functools.reduce(cohort.added, sums)
+    def _released(self, sums, state, numbers, seed, answered):
+        state = self._query.begin_round(state, numbers[0], numbers[1])
+        total = functools.reduce(cohort.add_nests, sums)
+        contribution = total.contribution
         with noise.seeded(noise.fold_in(seed, -1)):
-            mean, new_state, _ = self.query.get_noised_result(total.contribution, state)
-        if self.query.mechanism.releases_weights:  # If there are any.
+            mean, new_state, _ = self._query.get_noised_result(contribution, state)
+        if self._query.mechanism.releases_weights:  # If there are any.
             tf.cond(
-                total.contribution.weight > 0,
-                lambda: self.server.replace(mean),
+                contribution.weight > 0,
+                lambda: self._server.replace(mean),
                 lambda: True,
             )
         else:
-            self.server.apply(mean)
-        metrics = functools.reduce(cohort.added, metric_states)
-        logs = self._logs(total, metrics, state, answered)
-        self.log_names = list(logs)
-        values = [tf.cast(value, tf.float32) for value in logs.values()]
-        return new_state, tf.stack(values)
-
-    def _logs(
-        self,
-        total: cohort.CohortSum,
-        metrics: list[tf.Tensor],
-        state: Any,
-        answered: tf.Tensor,
-    ) -> dict[str, tf.Tensor]:
-        """Returns what `History` has of a round, most of it not noised."""
-        summed = total.contribution
+            self._server.apply(mean)
+        # Most of it is not noised.
         logs = {
             "loss": tf.math.divide_no_nan(total.loss, total.examples),
-            **self.metric_results(metrics),
-            **self.query.derive_metrics(state),
-            "clipped_fraction": tf.math.divide_no_nan(summed.clipped, answered),
-            "mean_update_norm": tf.math.divide_no_nan(summed.norm, answered),
-            "discarded_clients": summed.discarded,
+            **self._metric_results(total.metrics),
+            **self._query.derive_metrics(state),
+            "clipped_fraction": tf.math.divide_no_nan(contribution.clipped, answered),
+            "mean_update_norm": tf.math.divide_no_nan(contribution.norm, answered),
+            "discarded_clients": contribution.discarded,
         }
         if total.moments:
             logs.update(_variance_and_scale(total.moments))
-        return logs
+        self._log_names = list(logs)
+        values = [tf.cast(value, tf.float32) for value in logs.values()]
+        return new_state, tf.stack(values)
 
 
 def _variance_and_scale(moments: cohort.Moments) -> dict[str, tf.Tensor]:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import mechanisms, secure_aggregation
-from tfdp_fl.engine import engine, rounds
+from tfdp_fl.engine import cohort, engine
 
 _DISCARDED = -1  # The place of that diagnostic among a contribution's scalars.
 # Noise of two steps of the grid is, once rounded, the rounded sum's noise but
@@ -19,13 +19,12 @@ _STEPS_OF_NOISE = 2.0
 
 def sum_securely(
     cohort_engine: engine.CohortEngine,
-    pending: rounds.PendingRound,
+    pending: cohort.PendingRound,
     protocol: secure_aggregation.AdditiveSecretSharing,
-    group_size: int | None = None,
 ) -> tuple[int, ...]:
     """Adds up collected contributions without anybody seeing a summand.
 
-    What a client hands in (its clipped update with the noise that it adds
+    What a client uploads (its clipped update with the noise that it adds
     itself, its bit, its weight) goes through the protocol as one vector. The
     diagnostics that `History` reports (norm, clipped, discarded) do not: they
     are known because this is a simulation, and a deployment has none.
@@ -35,14 +34,13 @@ def sum_securely(
     of the clients' own is rounded with the update, to the nearest value.
 
     A client with a value above `max_share_value` does not end the round. If it
-    brings no noise that the sum needs, it counts as discarded: it hands in
+    brings no noise that the sum needs, it counts as discarded: it uploads
     zeros. If it does, it has failed.
 
     Args:
       cohort_engine: The engine that collected the contributions one by one.
       pending: The round; its sum is set, and `without_noise`.
       protocol: The protocol.
-      group_size: How many members a group aims at; None: its minimum.
 
     Returns:
       The places in the cohort of clients that failed, or whose group did:
@@ -52,86 +50,75 @@ def sum_securely(
       ValueError: The protocol's grid is too coarse for what is sent, or the
         cohort cannot be split.
     """
-    parts = [part for group in pending.collected for part in group]
-    if not parts:
-        _set_sum(cohort_engine, pending, None)
+    size = cohort_engine.update_spec.size
+    total = np.zeros(size + cohort_engine.query.num_scalars)
+    failed = _add_up(cohort_engine.query, pending, protocol, total)
+    flat = tf.constant(total, tf.float32)
+    cohort_engine.set_sum(pending, flat[:size], flat[size:])
+    return failed
+
+
+def _add_up(
+    query: mechanisms.CohortQuery,
+    pending: cohort.PendingRound,
+    protocol: secure_aggregation.AdditiveSecretSharing,
+    total: np.ndarray,
+) -> tuple[int, ...]:
+    """Adds what clients upload to a total; returns the places of those that failed.
+
+    Args:
+      query: The mechanism's query.
+      pending: The round, with the contributions.
+      protocol: The protocol.
+      total: Float [D + ...], zeros: for the sum of the flattened updates, each
+        followed by its contribution's scalars.
+    """
+    if not pending.collected:
         return ()
-    query = cohort_engine.query
     site = query.mechanism.noise_site
     state = query.begin_round(pending.state, *pending.tensors[0][:2])
     _check_grid(protocol, query, state)
-    members = np.concatenate([members for members, _ in parts])
-    scalars = np.concatenate([each.scalars.numpy() for _, each in parts])
-    updates = np.concatenate([each.updates.numpy() for _, each in parts])
+    members = np.concatenate([members for members, _ in pending.collected])
     order = np.argsort(members, kind="stable")
-    members, scalars, updates = members[order], scalars[order], updates[order]
-    # The diagnostics are not handed in.
-    handed_in = scalars[:, : scalars.shape[1] - mechanisms.NUM_DIAGNOSTICS]
+    scalars, updates = (
+        np.concatenate([getattr(rows, name).numpy() for _, rows in pending.collected])[
+            order
+        ]
+        for name in ("scalars", "updates")
+    )
+    members = members[order]
+    # The diagnostics are not uploaded.
+    uploaded = scalars[:, : scalars.shape[1] - mechanisms.NUM_DIAGNOSTICS]
     too_large = ~(
         np.abs(updates).max(axis=1, initial=0.0) <= protocol.max_share_value
-    ) | ~(np.abs(handed_in).max(axis=1) <= protocol.max_share_value)
+    ) | ~(np.abs(uploaded).max(axis=1) <= protocol.max_share_value)
     if too_large.any():
         failed = _without(too_large, members, scalars, updates, site, protocol)
         if site == "every client":
             pending.without_noise += int(too_large.sum())
         if failed:
-            _set_sum(cohort_engine, pending, None)
             return failed
-    if group_size is not None:
-        protocol.check_group_size(group_size)
     try:
-        secure_aggregation.split_into_groups(len(members), protocol, group_size)
+        secure_aggregation.split_into_groups(len(members), protocol)
     except ValueError as error:  # A client that drops out can make it so.
-        warnings.warn(f"{error} All of them have failed.", stacklevel=2)
-        _set_sum(cohort_engine, pending, None)
+        warnings.warn(f"{error} All of them have failed.", stacklevel=4)
         return tuple(int(member) for member in members)
-    bound = None
-    if site == "server":
-        bound = float(query.largest_norm(state))
+    bound = float(query.largest_norm(state)) if site == "server" else None
 
     def sent_by(index: int) -> np.ndarray:
         update = updates[index].astype(np.float64)
         if bound is not None:
             update = protocol.within(update, bound)
-        return np.concatenate([update, handed_in[index]])
+        return np.concatenate([update, uploaded[index]])
 
     grouped = secure_aggregation.sum_in_groups(
-        sent_by, protocol, group_size=group_size, num_members=len(members)
+        sent_by, protocol, num_members=len(members)
     )
-    if grouped.total is None:
-        _set_sum(cohort_engine, pending, None)
-    else:
+    if grouped.total is not None:
         heard = list(grouped.succeeded_members)
-        seen = scalars[heard, handed_in.shape[1] :].sum(axis=0)
-        total = np.concatenate([grouped.total, seen])
-        _set_sum(cohort_engine, pending, total)
+        seen = scalars[heard, uploaded.shape[1] :].sum(axis=0)
+        total += np.concatenate([grouped.total, seen])
     return tuple(int(members[index]) for index in grouped.failed_members)
-
-
-def _set_sum(
-    cohort_engine: engine.CohortEngine,
-    pending: rounds.PendingRound,
-    total: np.ndarray | None,
-) -> None:
-    """Sets a round's sum.
-
-    Args:
-      cohort_engine: The engine that collected the contributions.
-      pending: The round.
-      total: Float [D + ...], the sum over clients of the flattened update
-        followed by the contribution's scalars; None if there is nothing.
-    """
-    query, spec = cohort_engine.query, cohort_engine.update_spec
-    if total is None:
-        total = np.zeros(spec.size + query.num_scalars)
-    flat = tf.constant(total, tf.float32)
-    one = query.initial_sample_state([]).with_scalars(
-        spec.unflatten(flat[: spec.size]),
-        tf.unstack(flat[spec.size :], num=query.num_scalars),
-    )
-    zeros = tf.nest.map_structure(tf.zeros_like, one)
-    others = len(pending.sums) - 1
-    pending.set_contributions([one] + [zeros] * others)
 
 
 def _check_grid(
@@ -177,20 +164,20 @@ def _without(
         + (
             "have failed, and the sum lacks their noise."
             if fails
-            else "were discarded: they hand in zeros."
+            else "were discarded: they upload zeros."
         )
         + " If they are honest, secure_aggregation needs a larger "
         "max_share_value.",
-        stacklevel=3,
+        stacklevel=5,
     )
     if fails:
         return tuple(int(members[place]) for place in places)
     updates[places] = 0.0
     scalars[places, _DISCARDED] = 1.0
-    handed_in = scalars[:, : scalars.shape[1] - mechanisms.NUM_DIAGNOSTICS]
+    uploaded = scalars[:, : scalars.shape[1] - mechanisms.NUM_DIAGNOSTICS]
     # A mean over the clients that answered is one without these; a fixed
     # divisor does not look at the weight, and the bit is the client's to give.
     if noise_site == "every client":
-        handed_in[places] = 0.0
-    handed_in[~(np.abs(handed_in) <= protocol.max_share_value)] = 0.0
+        uploaded[places] = 0.0
+    uploaded[~(np.abs(uploaded) <= protocol.max_share_value)] = 0.0
     return ()

@@ -11,7 +11,7 @@ together; the norm of its update follows from Gram matrices (`gram_norms`); and
 the sum of the clipped updates is one product over the examples of all clients,
 each weighted by its client's factor.
 
-It is the same local SGD, step by step, as `one_by_one`, and faster where
+It is the same local SGD, step by step, as `CohortPrograms` one by one, and faster where
 clients hold few examples for the size of the kernels (`dense_models`).
 
 Where Keras's policy is mixed_bfloat16, the products with the server's weights,
@@ -19,54 +19,113 @@ and those of the way back, are in bfloat16. All that an update is made of, X_k
 and D_k, is held in float32: corrections, Gram matrices, norms and the sum are
 what they are without that policy.
 
-The file is long because its subject is one: the steps of such clients, and the
-sum that they come to.
+Shapes: K clients, S steps, B rows in a batch.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp_fl.datasets import nests
-from tfdp_fl.engine import cohort, dense_models, gram_norms, tables
+from tfdp_fl.engine import cohort, gram_norms
 from tfdp_fl.engine import trainer as trainer_lib
 from tfdp_fl.mechanisms import cohort_query, contribution
 
 
-class _DenseLayer(NamedTuple):
-    """One dense layer: where its kernel and bias stand among the weights."""
-
-    layer: tf.keras.layers.Dense
-    kernel: int
-    bias: int | None
-
-    @property
-    def dtype(self) -> str:
-        """What it computes with: "float32" or "bfloat16"."""
-        return self.layer.compute_dtype
-
-
-class _Memory:
-    """What one dense layer remembers of its clients' steps.
+class _DenseLayer:
+    """A dense layer with the server's weights, and its clients' steps so far.
 
     Attributes:
-      inputs: Its inputs at each step, float32 [K, B, in].
+      layer: Keras's.
       gradients: The loss's gradients at its pre-activations, float32
-        [K, B, out].
-      known: The inputs of all steps, [K, S B, in], where they are known before
-        training (the first layer's); else None.
-      gram: Then also their Gram matrices, [K, S B, S B].
-      products: And their products with the server's kernel, [K, B, out] each.
+        [K, B, out] for each step.
     """
 
-    def __init__(self):
-        self.inputs: list[tf.Tensor] = []
+    def __init__(self, layer: Any, kernel: tf.Tensor, bias: tf.Tensor | None = None):
+        self.layer = layer
         self.gradients: list[tf.Tensor] = []
-        self.known: tf.Tensor | None = None
-        self.gram: tf.Tensor | None = None
-        self.products: list[tf.Tensor] = []
+        self._kernel = tf.cast(kernel, layer.compute_dtype)
+        self._bias = None if bias is None else tf.cast(bias, layer.compute_dtype)
+        self._inputs: list[tf.Tensor] = []
+
+    def server_product(self, h: tf.Tensor) -> tf.Tensor:
+        """Returns h W + b, with the weights that all clients received."""
+        z = tf.matmul(tf.cast(h, self._kernel.dtype), self._kernel)
+        return z if self._bias is None else tf.nn.bias_add(z, self._bias)
+
+    def gram(self, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+        """Returns the products of two clients' inputs, row by row."""
+        products = tf.matmul(one, other, transpose_b=True)
+        # A bias is one more kernel row, for an input that is always 1.
+        return products if self._bias is None else products + 1.0
+
+    def changed(self, z: tf.Tensor, products: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+        """Returns a server product with the clients' own steps in it.
+
+        Args:
+          z: [K B, out].
+          products: Float32 [K, B, s B], of the inputs with those of the steps
+            before.
+          rate: eta.
+        """
+        change = tf.matmul(products, tf.concat(self.gradients, axis=1))
+        return tf.cast(tf.cast(z, tf.float32) - rate * _rows(change), z.dtype)
+
+    def __call__(self, h: tf.Tensor, clients: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+        """Returns every client's own h W_k + b_k, [K B, out], in the next step."""
+        z = self.server_product(h)
+        h = tf.cast(
+            tf.reshape(tf.cast(h, z.dtype), [clients, -1, h.shape[-1]]), "float32"
+        )
+        if self.gradients:
+            products = self.gram(h, tf.concat(self._inputs, axis=1))
+            z = self.changed(z, products, rate)
+        self._inputs.append(h)
+        return z
+
+    def factors(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns X [K, S B, in], D [K, S B, out] and X X^T, over all steps."""
+        x = tf.concat(self._inputs, axis=1)
+        return x, tf.concat(self.gradients, axis=1), self.gram(x, x)
+
+
+class _FirstLayer(_DenseLayer):
+    """The first dense layer: its inputs in all steps are known before training.
+
+    So the products with the server's kernel, and the Gram matrices, are made for
+    all steps at once.
+    """
+
+    def __init__(
+        self, h: tf.Tensor, clients: tf.Tensor, steps: int, *layer_and_weights: Any
+    ):
+        """Takes the inputs [K S B, in] of all steps, and what every layer takes."""
+        super().__init__(*layer_and_weights)
+        z = self.server_product(h)
+        h = tf.cast(tf.cast(h, z.dtype), tf.float32)
+        self._x = tf.reshape(h, [clients, -1, h.shape[-1]])
+        self._gram = self.gram(self._x, self._x)
+        z = tf.reshape(z, [clients, -1, z.shape[-1]])
+        self._products = tf.split(z, steps, axis=1)
+
+    def __call__(
+        self, h: tf.Tensor | None, clients: tf.Tensor, rate: tf.Tensor
+    ) -> tf.Tensor:
+        """As for every layer; h is not asked for."""
+        del h, clients
+        step = len(self.gradients)
+        z = self._products[step]
+        batch = tf.shape(z)[1]
+        z, until = _rows(z), step * batch
+        if not step:
+            return z
+        return self.changed(z, self._gram[:, until : until + batch, :until], rate)
+
+    def factors(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """As for every layer."""
+        return self._x, tf.concat(self.gradients, axis=1), self._gram
 
 
 class SideBySide:
@@ -91,28 +150,12 @@ class SideBySide:
         self._query = query
         self._steps = steps
         self._full_batches = full_batches
-        places = {
-            id(variable): index for index, variable in enumerate(trainer.aggregated)
+        self._places = {
+            id(variable): place for place, variable in enumerate(trainer.aggregated)
         }
-        chain = cast(list[Any], dense_models.chain_of(trainer.model))
-        self._layers: list[Any] = [
-            _DenseLayer(
-                layer,
-                places[id(layer.kernel)],
-                places[id(layer.bias)] if layer.use_bias else None,
-            )
-            if isinstance(layer, tf.keras.layers.Dense)
-            else layer
-            for layer in chain
-            if not isinstance(layer, tf.keras.layers.InputLayer)
-        ]
 
     def __call__(
-        self,
-        received: cohort.Received,
-        x: Any,
-        y: Any,
-        table: tables.SideBySideTable,
+        self, received: cohort.Received, x: Any, y: Any, table: Any
     ) -> cohort.Trained:
         """Trains K clients: all steps of theirs, then clips and adds up.
 
@@ -120,162 +163,108 @@ class SideBySide:
           received: What the server sends to each of them.
           x: The features, one tensor, leading dimension over stored examples.
           y: The labels, likewise.
-          table: A `SideBySideTable`.
+          table: Their `layout.ClientTable`.
         """
         (x,) = tf.nest.flatten(x)
         y = _of_one_output(y)
-        weights = self._as_computed_with(received.weights)
-        specs = self._trainer.metric_specs
-        metrics = [tf.zeros(each.shape, each.dtype) for each in specs]
-        shape = tf.shape(table.rows)
-        clients, batch = shape[1], shape[2]
-        labels = tf.nest.map_structure(
-            lambda each: self._own(tf.gather(each, table.rows), table.sizes), y
-        )
-        memory = self._first_memory(weights, x, table, clients)
-        loss, examples = tf.zeros([]), tf.zeros([])
+        batch = tf.size(table.batch)
+        rows, sizes = self._batches(table)
+        layers = self._layers(received.weights, x, rows, sizes)
+        total = cohort.CohortSum.of_nobody(self._trainer.no_metrics())
         for step in range(self._steps):
-            mean, valid = self._row_weights(table.sizes[step], batch)
-            summed, counted, metrics = self._step(
-                weights,
-                tf.nest.map_structure(
-                    lambda each, step=step: _rows(each[step], keep=each.shape.rank - 3),
-                    labels,
-                ),
-                mean,
-                valid,
-                memory,
-                received.learning_rate,
-                (clients, batch),
-                metrics,
+            labels = tf.nest.map_structure(
+                lambda leaf, step=step: self._examples(leaf, rows[step], sizes[step]),
+                y,
             )
-            loss += summed
-            examples += counted
-        clipped = self._clip_and_sum(received, memory, table.measured)
-        total = cohort.CohortSum(clipped, loss, examples, ())
-        return cohort.Trained(total, metrics, tf.zeros([0, 0]))
+            total = self._step(layers, labels, sizes[step], batch, received, total)
+        dense = [layer for layer in layers if isinstance(layer, _DenseLayer)]
+        clipped = self._clip_and_sum(received, dense, table.measured)
+        return cohort.Trained(total._replace(contribution=clipped))
 
-    def _as_computed_with(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the server's weights in what their layers compute with."""
-        found = list(weights)
-        for layer in filter(_is_dense, self._layers):
-            for place in (layer.kernel, layer.bias):
-                if place is not None:
-                    found[place] = tf.cast(weights[place], layer.dtype)
-        return found
+    def _batches(self, table: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the rows of all batches, int32 [S, K, B], and their sizes [S, K].
 
-    def _first_memory(
-        self,
-        weights: list[tf.Tensor],
-        x: tf.Tensor,
-        table: tables.SideBySideTable,
-        clients: tf.Tensor,
-    ) -> list[_Memory]:
-        """Prepares what each dense layer remembers of its clients' steps.
-
-        The first layer's inputs do not depend on the weights: its products
-        with the server's kernel, and its Gram matrices, are made for all steps
-        at once.
+        A client that has no such step, or no such row, gets a row of another.
         """
-        memory = [_Memory() for layer in self._layers if _is_dense(layer)]
-        h = self._own(
-            tf.gather(x, tf.transpose(table.rows, [1, 0, 2])),
-            tf.transpose(table.sizes),
-        )
-        h = _rows(h, keep=h.shape.rank - 3)
-        for layer in self._layers:
-            if not _is_dense(layer):
-                h = layer(h)
-                continue
-            kernel = weights[layer.kernel]
-            first = memory[0]
-            h = tf.cast(h, layer.dtype)
-            products = self._server_product(layer, weights, h)
-            known = tf.reshape(h, [clients, -1, kernel.shape[0]])
-            first.known = tf.cast(known, tf.float32)
-            first.gram = self._gram(layer, first.known, first.known)
-            first.products = tf.split(
-                tf.reshape(products, [clients, -1, kernel.shape[1]]),
-                self._steps,
-                axis=1,
-            )
-            return memory
-        raise AssertionError("A dense model has a dense layer.")
+        num_examples, batch = table.num_examples, tf.size(table.batch)
+        per_pass = tf.maximum(-(-num_examples // batch), 1)
+        step = tf.range(self._steps)[:, tf.newaxis]
+        done, start = step // per_pass, step % per_pass * batch
+        left = tf.clip_by_value(num_examples - start, 0, batch)
+        sizes = tf.where(done < table.epochs, left, 0)
+        first = table.first_row + done * num_examples + start
+        places = first[..., tf.newaxis] + table.batch
+        if not self._full_batches:
+            places = tf.where(tf.sequence_mask(sizes, batch), places, 0)
+        return tf.gather(table.rows, places), sizes
 
-    def _own(self, values: tf.Tensor, sizes: tf.Tensor) -> tf.Tensor:
-        """Returns gathered values with zeros where there is no example.
-
-        A client that idles has rows in the table that are somebody else's:
-        what stands in them, such as a NaN, is none of its business.
-
-        Args:
-          values: [n, m, B, ...].
-          sizes: Int32 [n, m], how many of the B are examples.
-        """
-        if self._full_batches:
-            return values
-        valid = tf.sequence_mask(sizes, tf.shape(values)[2])
-        for _ in range(values.shape.rank - 3):
-            valid = valid[..., tf.newaxis]
-        return tf.where(valid, values, tf.zeros([], values.dtype))
-
-    def _server_product(
-        self, layer: _DenseLayer, weights: list[tf.Tensor], h: tf.Tensor
+    def _examples(
+        self, leaf: tf.Tensor, rows: tf.Tensor, sizes: tf.Tensor
     ) -> tf.Tensor:
-        z = tf.matmul(h, weights[layer.kernel])
-        if layer.bias is None:
-            return z
-        return tf.nn.bias_add(z, weights[layer.bias])
+        """Returns the examples of some rows [..., B], zeros where there is none.
 
-    @staticmethod
-    def _gram(layer: _DenseLayer, one: tf.Tensor, other: tf.Tensor):
-        products = tf.matmul(one, other, transpose_b=True)
-        # A bias is one more kernel row, for an input that is always 1.
-        return products if layer.bias is None else products + 1.0
-
-    def _row_weights(
-        self, sizes: tf.Tensor, batch: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Returns weights [K B] of the rows of a step, or one for all of them.
-
-        The first weight sums to each client's own mean, the second is True for
-        rows that count (None: all of them do).
+        What stands in the row of another client, such as a NaN, must not reach
+        a client that has none.
         """
-        if self._full_batches:
-            return 1 / tf.cast(batch, tf.float32), None
-        valid = tf.sequence_mask(sizes, batch)
-        sizes = tf.cast(sizes, tf.float32)
-        mean = tf.math.divide_no_nan(tf.cast(valid, tf.float32), sizes[:, None])
-        return tf.reshape(mean, [-1]), tf.reshape(valid, [-1])
+        values = tf.gather(leaf, rows)
+        if not self._full_batches:
+            valid = tf.sequence_mask(sizes, tf.shape(rows)[-1])
+            for _ in range(leaf.shape.rank - 1):
+                valid = valid[..., tf.newaxis]
+            values = tf.where(valid, values, tf.zeros([], values.dtype))
+        return tf.reshape(values, [-1, *leaf.shape[1:]])
+
+    def _layers(
+        self, weights: list[tf.Tensor], x: tf.Tensor, rows: tf.Tensor, sizes: tf.Tensor
+    ) -> list[Any]:
+        """Returns the layers from the first dense one on, which knows its inputs."""
+        clients = tf.shape(sizes)[1]
+        h = self._examples(x, tf.transpose(rows, [1, 0, 2]), tf.transpose(sizes))
+        layers: list[Any] = []
+        for layer in self._trainer.model.layers:
+            if isinstance(layer, tf.keras.layers.Dense):
+                own = layer, *[weights[self._places[id(v)]] for v in layer.weights]
+                if layers:
+                    layers.append(_DenseLayer(*own))
+                else:
+                    layers.append(_FirstLayer(h, clients, self._steps, *own))
+            elif layers:
+                layers.append(layer)
+            else:
+                h = layer(h)
+        return layers
 
     def _step(
         self,
-        weights: list[tf.Tensor],
+        layers: list[Any],
         y: Any,
-        mean_weights: tf.Tensor,
-        valid: tf.Tensor | None,
-        memory: list[_Memory],
-        learning_rate: tf.Tensor,
-        shape: tuple[tf.Tensor, tf.Tensor],
-        metrics: list[tf.Tensor],
-    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        sizes: tf.Tensor,
+        batch: tf.Tensor,
+        received: cohort.Received,
+        total: cohort.CohortSum,
+    ) -> cohort.CohortSum:
         """Takes one step of every client, on labels (and weights) y [K B].
 
         Returns:
-          The loss summed over examples, how many they are (those whose loss is
-          a number), and the metrics' next state.
+          The sum with the step's loss, examples and metrics.
         """
+        clients = tf.size(sizes)
+        # A client's loss is the mean over its own rows.
+        valid, mean = None, 1 / tf.cast(batch, tf.float32)
+        if not self._full_batches:
+            valid = tf.sequence_mask(sizes, batch)
+            share = tf.cast(sizes, tf.float32)[:, tf.newaxis]
+            mean = tf.math.divide_no_nan(tf.cast(valid, tf.float32), share)
+            valid, mean = tf.reshape(valid, [-1]), tf.reshape(mean, [-1])
         outputs: list[tf.Tensor] = []
         h = None
         y, weight = self._trainer.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            for layer in self._layers:
-                if not _is_dense(layer):
-                    if h is not None:
-                        h = layer(h)
+            for layer in layers:
+                if not isinstance(layer, _DenseLayer):
+                    h = layer(h)
                     continue
-                own = memory[len(outputs)]
-                z = self._affine(layer, weights, h, own, learning_rate, shape)
+                z = layer(h, clients, received.learning_rate)
                 if h is None:
                     tape.watch(z)
                 outputs.append(z)
@@ -284,77 +273,44 @@ class SideBySide:
             losses = tf.cast(losses, tf.float32)
             if weight is not None:
                 losses *= weight
-            loss = tf.reduce_sum(losses * mean_weights)
-        for own, gradient in zip(memory, tape.gradient(loss, outputs), strict=True):
-            gradient = tf.reshape(gradient, [*shape, gradient.shape[-1]])
-            own.gradients.append(tf.cast(gradient, tf.float32))
-        if valid is not None:
-            y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
-            if weight is not None:
-                weight = tf.boolean_mask(weight, valid)
-        metrics = self._trainer.with_batch(metrics, y, h, weight)
+            loss = tf.reduce_sum(losses * mean)
+        dense = [layer for layer in layers if isinstance(layer, _DenseLayer)]
+        for layer, gradient in zip(dense, tape.gradient(loss, outputs), strict=True):
+            gradient = tf.reshape(gradient, [clients, batch, gradient.shape[-1]])
+            layer.gradients.append(tf.cast(gradient, tf.float32))
         counts = tf.math.is_finite(losses)
         if valid is not None:
             counts &= valid
-        return (
-            tf.reduce_sum(tf.where(counts, cohort.bounded_loss(losses), 0.0)),
-            tf.reduce_sum(tf.cast(counts, tf.float32)),
-            metrics,
+            y, h = tf.boolean_mask(y, valid), tf.boolean_mask(h, valid)
+            if weight is not None:
+                weight = tf.boolean_mask(weight, valid)
+        losses = tf.where(counts, cohort.bounded_loss(losses), 0.0)
+        return total._replace(
+            loss=total.loss + tf.reduce_sum(losses),
+            examples=total.examples + tf.reduce_sum(tf.cast(counts, tf.float32)),
+            metrics=self._trainer.with_batch(total.metrics, y, h, weight),
         )
 
-    def _affine(
-        self,
-        layer: _DenseLayer,
-        weights: list[tf.Tensor],
-        h: tf.Tensor | None,
-        own: _Memory,
-        learning_rate: tf.Tensor,
-        shape: tuple[tf.Tensor, tf.Tensor],
-    ) -> tf.Tensor:
-        """Returns every client's own h W_k + b_k, as [K B, width]."""
-        step = len(own.gradients)
-        until = step * shape[1]
-        products = None
-        if h is None:
-            z = _rows(own.products[step])
-            if step:
-                gram: tf.Tensor = own.gram  # The first layer has one.
-                products = gram[:, until : until + shape[1], :until]
-        else:
-            h = tf.cast(h, layer.dtype)
-            z = self._server_product(layer, weights, h)
-            here = tf.cast(tf.reshape(h, [*shape, h.shape[-1]]), tf.float32)
-            if step:
-                earlier = tf.concat(own.inputs, axis=1)
-                products = self._gram(layer, here, earlier)
-            own.inputs.append(here)
-        if step:
-            change = tf.matmul(products, tf.concat(own.gradients, axis=1))
-            change = learning_rate * _rows(change)
-            z = tf.cast(tf.cast(z, tf.float32) - change, layer.dtype)
-        return z
-
     def _clip_and_sum(
-        self, received: cohort.Received, memory: list[_Memory], measured: Any
+        self, received: cohort.Received, dense: list[_DenseLayer], measured: Any
     ) -> contribution.Contribution:
         """Scales each client's update as the mechanism says, and adds up.
 
         Args:
           received: What the server sent.
-          memory: What each dense layer remembers.
-          measured: Float32 [K], see `tables.ClientTable`.
+          dense: The dense layers, after all steps.
+          measured: Float32 [K], see `layout.ClientTable`.
         """
         rate = received.learning_rate
-        dense = [layer for layer in self._layers if _is_dense(layer)]
-        grams, factors = self._factors(dense, memory)
+        factors = [layer.factors() for layer in dense]
         length, bound = gram_norms.norm_bound(
-            [gram for gram, _ in grams],
-            [gram for _, gram in grams],
+            [gram for _, _, gram in factors],
+            [tf.matmul(d, d, transpose_b=True) for _, d, _ in factors],
             [
-                x.shape[-1] + (layer.bias is not None)
-                for layer, (x, _) in zip(dense, factors, strict=True)
+                x.shape[-1] + layer.layer.use_bias
+                for layer, (x, _, _) in zip(dense, factors, strict=True)
             ],
-            [d.shape[-1] for _, d in factors],
+            [d.shape[-1] for _, d, _ in factors],
             # Of the product below, over all clients of this call.
             rows=tf.size(factors[0][1][..., 0]),
         )
@@ -362,44 +318,30 @@ class SideBySide:
         # The scale, and each factor times it, are rounded as well.
         norm = tf.cast(size * (1 + 16 * gram_norms.ROUNDOFF) * bound, tf.float32)
         usable = tf.math.is_finite(norm)
-        each = self._query.mechanism.contribution_of_norm(
+        clients = self._query.mechanism.contribution_of_norm(
             tf.where(usable, norm, 0.0), usable, received.params
         )
         if not isinstance(measured, tuple):
-            each = each.weighted(self._query.client_weight(measured))
+            clients = clients.weighted(self._query.client_weight(measured))
         seen = tf.cast(size * length, tf.float32)
-        each = each._replace(norm=tf.where(usable, seen, 0.0))
+        clients = clients._replace(norm=tf.where(usable, seen, 0.0))
         # A rate that is no number makes nobody usable, and zero of everybody.
-        scale = tf.where(usable, -rate * each.update, 0.0)[:, None, None]
+        scale = tf.where(usable, -rate * clients.update, 0.0)[:, None, None]
         update: list[Any] = [None] * len(received.weights)
-        for layer, (x, d) in zip(dense, factors, strict=True):
+        for layer, (x, d, _) in zip(dense, factors, strict=True):
             d = _rows(tf.math.multiply_no_nan(d, scale))
             x = tf.cond(
                 tf.reduce_all(usable),
                 lambda x=x: x,
                 lambda x=x: tf.where(tf.math.is_finite(x), x, 0.0),
             )
-            update[layer.kernel] = tf.matmul(_rows(x), d, transpose_a=True)
-            if layer.bias is not None:
-                update[layer.bias] = tf.reduce_sum(d, axis=0)
-        return each.with_scalars(
-            update, [tf.reduce_sum(value) for value in each.scalars()]
+            kernel, *bias = [self._places[id(v)] for v in layer.layer.weights]
+            update[kernel] = tf.matmul(_rows(x), d, transpose_a=True)
+            for place in bias:
+                update[place] = tf.reduce_sum(d, axis=0)
+        return clients.with_scalars(
+            update, [tf.reduce_sum(value) for value in clients.scalars()]
         )
-
-    def _factors(
-        self, dense: list[_DenseLayer], memory: list[_Memory]
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns (X X^T, D D^T) and (X, D) of each layer, over all steps."""
-        grams, factors = [], []
-        for layer, own in zip(dense, memory, strict=True):
-            d = tf.concat(own.gradients, axis=1)
-            x, gram = own.known, own.gram
-            if x is None:
-                x = tf.concat(own.inputs, axis=1)
-                gram = self._gram(layer, x, x)
-            grams.append((gram, tf.matmul(d, d, transpose_b=True)))
-            factors.append((x, d))
-        return grams, factors
 
 
 def _of_one_output(y: Any) -> Any:
@@ -411,11 +353,6 @@ def _of_one_output(y: Any) -> Any:
     return nests.Weighted(label, tf.reshape(weight, [-1]))
 
 
-def _is_dense(layer: Any) -> bool:
-    return isinstance(layer, _DenseLayer)
-
-
-def _rows(tensor: tf.Tensor, keep: int = 1) -> tf.Tensor:
-    """Returns [K, B, ...] as [K B, ...], where `keep` dimensions follow."""
-    inner = tensor.shape[tensor.shape.rank - keep :] if keep else []
-    return tf.reshape(tensor, [-1, *inner])
+def _rows(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns [K, B, n] as [K B, n]."""
+    return tf.reshape(tensor, [-1, tensor.shape[-1]])

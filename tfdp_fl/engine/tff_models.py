@@ -97,29 +97,18 @@ class FunctionalTrainer(trainer.Trainer):
         y = trainer.zeros_like_batch(element_spec[1])
         if len(tf.nest.flatten(predicted)) != 1 or len(tf.nest.flatten(y)) != 1:
             raise _refused("models with several outputs")
-        (y,), (predicted,) = tf.nest.flatten(y), tf.nest.flatten(predicted)
-        labels.check([(y, predicted, loss)])
-        self.label_ranges = labels.ranges([(0, predicted, loss)])
+        (predicted,) = tf.nest.flatten(predicted)
+        self.label_ranges = labels.ranges(tf.nest.flatten(y), [(0, predicted, loss)])
         with tf.Graph().as_default():
             state = self._functional.initialize_metrics_state() if metrics else ()
             self._metric_state = tf.nest.map_structure(lambda _: None, state)
-            self._metric_specs = [
-                tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(state)
-            ]
-            results = self.metric_results(
-                [tf.zeros(spec.shape, spec.dtype) for spec in self._metric_specs]
-            )
-            trainer.check_metrics(results)
+            self.metric_specs = trainer.specs_of(tf.nest.flatten(state))
+            trainer.check_metrics(self.metric_results(self.no_metrics()))
         keras_versions.restore_classes(model)
-
-    @property
-    def metric_specs(self) -> list[tf.TensorSpec]:
-        """Returns the specs of the metrics' state; it adds up over clients."""
-        return self._metric_specs
 
     def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns what the compiled metrics say of a state, by name."""
-        if not self._metric_specs:
+        if not self.metric_specs:
             return {}
         state = tf.nest.pack_sequence_as(self._metric_state, values)
         return dict(self._functional.finalize_metrics(state))
@@ -150,10 +139,11 @@ class FunctionalTrainer(trainer.Trainer):
         y: Any,
         weight: Any,
         training: bool = True,
-    ) -> tuple[tf.Tensor, Any, trainer.ClientState]:
-        weights = tuple(state.weights), tuple(state.unaggregated)
+    ) -> tuple[tf.Tensor, Any, list[tf.Tensor]]:
+        count = len(self.aggregated)
+        weights = tuple(state.values[:count]), tuple(state.values[count:])
         predicted = self._functional.predict_on_batch(weights, x, training)
-        return self._functional.loss(predicted, y), predicted, state
+        return self._functional.loss(predicted, y), predicted, state.values
 
 
 class _TffOptimizer:
@@ -161,7 +151,7 @@ class _TffOptimizer:
 
     def __init__(self, optimizer: Any, variables: list[tf.Variable]):
         self._optimizer = optimizer
-        self._specs = tuple(tf.TensorSpec(v.shape, v.dtype) for v in variables)
+        self._specs = tuple(trainer.specs_of(variables))
 
     def start(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
         """Returns the slots of a new client."""

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl import keras_versions
-from tfdp_fl.engine import cohort, example_weights, labels, layers, lookups
+from tfdp_fl.engine import cohort, labels, layers, lookups
 from tfdp_fl.mechanisms import noise
 
 UploadHook = Callable[[list[tf.Tensor]], list[tf.Tensor]]
@@ -37,7 +37,7 @@ class LocalTraining:
         loss (NbAFL, FedProx).
       grad_clip: Each step's gradient is scaled down to this L2 norm over all
         variables; not at all if it is 0 or less.
-      upload_hook: Called on what the client hands to the mechanism (a list of
+      upload_hook: Called on what the client gives to the mechanism (a list of
         tensors), before the mechanism clips it; or None.
     """
 
@@ -56,16 +56,13 @@ class ClientState(NamedTuple):
     """All that changes while one client trains, as tensors.
 
     Attributes:
-      weights: Of the variables that an update is about.
-      unaggregated: Of the model's other variables.
+      values: Of the variables that an update is about, of the model's other
+        variables, and of the states of its random generators.
       slots: Of the optimizer's variables.
-      seeds: Of the states of the model's random generators.
     """
 
-    weights: list[tf.Tensor]
-    unaggregated: list[tf.Tensor]
+    values: list[tf.Tensor]
     slots: list[tf.Tensor]
-    seeds: list[tf.Tensor]
 
 
 class Trainer:
@@ -80,9 +77,11 @@ class Trainer:
       unaggregated: Its other variables: frozen weights, adapted constants, and
         what the moving statistics are where they stay at the server.
       label_ranges: What class labels may be (see `labels.ranges`).
+      metric_specs: Specs of the metrics' state; it adds up over clients.
       lookups: The tables of which a client trains only the rows that it looks up.
     """
 
+    metric_specs: list[tf.TensorSpec]
     lookups: tuple[lookups.Lookup, ...] = ()
 
     def __init__(
@@ -113,17 +112,14 @@ class Trainer:
         self._trainable = list(model.trainable_weights)
         self._random_state = keras_versions.own_random_state(model)
         non_trainable = list(model.non_trainable_weights)
-        changed = {id(each) for each in self._changed_by_training(non_trainable)}
         leave = [
             variable
-            for variable in non_trainable
-            if aggregate_non_trainable
-            and id(variable) in changed
-            and tf.as_dtype(variable.dtype).is_floating
+            for variable in self._changed_by_training(non_trainable)
+            if aggregate_non_trainable and tf.as_dtype(variable.dtype).is_floating
         ]
-        kept = {id(variable) for variable in leave}
+        leaving = {id(variable) for variable in leave}
         self.aggregated = self._trainable + leave
-        self.unaggregated = [each for each in non_trainable if id(each) not in kept]
+        self.unaggregated = [v for v in non_trainable if id(v) not in leaving]
         self._optimizer = ClientOptimizer(training.optimizer, self._trainable)
         self._loss, self._metrics = keras_versions.compiled_loss_and_metrics(
             model,
@@ -136,65 +132,46 @@ class Trainer:
         own = [(variable, variable) for variable in self._every_variable()]
         with keras_versions.stateless(own):
             predicted = model(x, training=False)
-        example_weights.check(element_spec[1], predicted, training.class_weight)
+        labels.check_class_weight(element_spec[1], predicted, training.class_weight)
         y, weight = self.labels_and_weights(y)
+        flat = tf.nest.flatten(y)
+        places = tf.nest.pack_sequence_as(y, range(len(flat)))
         outputs = keras_versions.outputs_with_losses(
-            model, training.loss, self._loss, y, predicted
+            model, training.loss, self._loss, places, predicted
         )
-        labels.check(outputs)
-        leaves = tf.nest.pack_sequence_as(y, range(len(tf.nest.flatten(y))))
-        self.label_ranges = labels.ranges(
-            keras_versions.outputs_with_losses(
-                model, training.loss, self._loss, leaves, predicted
-            )
-        )
+        self.label_ranges = labels.ranges(flat, outputs)
         self._single_loss = outputs[0][2] if len(outputs) == 1 else None
         with keras_versions.stateless(own), keras_versions.losses_of(model, self._loss):
             model._compute_loss(x, y, predicted, weight, training=True)
+        self.metric_specs = []
         if self._metrics is not None:
             self._metrics.build(y, predicted)
-        check_metrics(
-            self.metric_results([tf.zeros(v.shape, v.dtype) for v in self.metric_specs])
-        )
+            self.metric_specs = specs_of(self._metrics.variables)
+        check_metrics(self.metric_results(self.no_metrics()))
         # Another optimizer may move a row whose gradient is zero, and a hook all rows.
         if self._optimizer.is_plain and training.upload_hook is None:
             self.lookups = lookups.find(
-                self._step_until_gradients,
-                batch_specs(element_spec)[0],
-                self._trainable,
+                self._until_gradients, *batch_specs(element_spec), self._trainable
             )
 
-    def _step_until_gradients(self, x: Any, weights: list[tf.Tensor]) -> None:
-        zero = tf.zeros([])
+    def _until_gradients(self, x: Any, y: Any, weights: list[tf.Tensor]) -> None:
+        """Computes what a step does before the gradients."""
         received = cohort.Received(
-            [*weights, *self.aggregated[len(weights) :]],
-            self.unaggregated,
-            (),
-            zero,
-            tf.zeros([2], tf.uint64),
+            weights=weights + self.aggregated[len(weights) :],
+            unaggregated=self.unaggregated,
+            params=(),
+            learning_rate=tf.zeros([]),
+            seed=tf.zeros([2], tf.uint64),
         )
+        y, weight = self.labels_and_weights(y)
+        state = self.start(received, received.seed)
         with lookups.plain_gathers(self.model):
-            _, y = tf.nest.map_structure(
-                lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape),
-                batch_specs(self._element_spec),
-            )
-            y, weight = self.labels_and_weights(y)
-            state = self.start(received, received.seed)
             _, predicted, _ = self._forward(state, x, y, weight)
-            self.with_batch(
-                [tf.zeros(v.shape, v.dtype) for v in self.metric_specs],
-                y,
-                predicted,
-                weight,
-            )
+        self.with_batch(self.no_metrics(), y, predicted, weight)
 
-    @property
-    def metric_specs(self) -> list[tf.TensorSpec]:
-        """Returns the specs of the metrics' state; it adds up over clients."""
-        return [
-            tf.TensorSpec(variable.shape, variable.dtype)
-            for variable in ([] if self._metrics is None else self._metrics.variables)
-        ]
+    def no_metrics(self) -> list[tf.Tensor]:
+        """Returns the metrics' state before any example."""
+        return [tf.zeros(spec.shape, spec.dtype) for spec in self.metric_specs]
 
     def metric_results(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns what the compiled metrics say of a state, by name.
@@ -217,10 +194,8 @@ class Trainer:
             round.
         """
         return ClientState(
-            weights=list(received.weights),
-            unaggregated=list(received.unaggregated),
-            slots=self._optimizer.start(received.learning_rate),
-            seeds=self._seeds(seed),
+            [*received.weights, *received.unaggregated, *self._seeds(seed)],
+            self._optimizer.start(received.learning_rate),
         )
 
     def _seeds(self, seed: tf.Tensor) -> list[tf.Tensor]:
@@ -254,7 +229,7 @@ class Trainer:
         training, count = self._training, len(self.model.trainable_weights)
         y, weight = self.labels_and_weights(y)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            trainable = state.weights[:count]
+            trainable = state.values[:count]
             tape.watch(trainable)
             loss, predicted, after = self._forward(state, x, y, weight)
         gradients = tape.gradient(loss, trainable)
@@ -272,11 +247,11 @@ class Trainer:
         trainable, slots = self._optimizer.apply(
             gradients, trainable, state.slots, received.learning_rate
         )
-        after = after._replace(weights=trainable + after.weights[count:], slots=slots)
+        state = ClientState([*trainable, *after[count:]], slots)
         metrics = self.with_batch(metrics, y, predicted, weight)
         if loss.shape.rank:  # A loss without reduction: Keras sums gradients.
             loss = tf.reduce_mean(loss)
-        return after, tf.cast(loss, tf.float32), metrics
+        return state, tf.cast(loss, tf.float32), metrics
 
     def evaluate(
         self, received: cohort.Received, x: Any, y: Any, metrics: list[tf.Tensor]
@@ -297,14 +272,12 @@ class Trainer:
 
     def _forward(
         self, state: ClientState, x: Any, y: Any, weight: Any, training: bool = True
-    ) -> tuple[tf.Tensor, Any, ClientState]:
-        """Returns the loss, the outputs, and the state that they leave behind."""
-        values = [*state.weights, *state.unaggregated, *state.seeds]
+    ) -> tuple[tf.Tensor, Any, list[tf.Tensor]]:
+        """Returns the loss, the outputs, and the values that they leave behind."""
         variables = self._every_variable()
-        mapping = list(zip(variables, values, strict=True))
-        # Means of losses, by which nobody learns.
-        for variable in self._loss.variables:
-            mapping.append((variable, tf.zeros(variable.shape, variable.dtype)))
+        mapping = list(zip(variables, state.values, strict=True))
+        # Means of losses, which Keras keeps to show them.
+        mapping += [(v, tf.zeros(v.shape, v.dtype)) for v in self._loss.variables]
         with (
             layers.fast(self.model),
             keras_versions.losses_of(self.model, self._loss),
@@ -313,16 +286,7 @@ class Trainer:
             predicted = self.model(x, training=training)
             loss = self.model._compute_loss(x, y, predicted, weight, training=training)
         after = [scope.get_current_value(variable) for variable in variables]
-        first, second = len(state.weights), len(state.weights + state.unaggregated)
-        return (
-            loss,
-            predicted,
-            state._replace(
-                weights=after[:first],
-                unaggregated=after[first:second],
-                seeds=after[second:],
-            ),
-        )
+        return loss, predicted, after
 
     def _every_variable(self) -> list[Any]:
         """Returns the model's variables, in the order of a `ClientState`."""
@@ -335,14 +299,13 @@ class Trainer:
         changed: list[Any] = []
 
         def forward_pass() -> None:
-            every = [*self._trainable, *non_trainable, *self._random_state]
-            values = [tf.zeros(each.shape, each.dtype) for each in every]
-            mapping = list(zip(every, values, strict=True))
+            variables = [*self._trainable, *non_trainable, *self._random_state]
+            mapping = [(v, tf.zeros(v.shape, v.dtype)) for v in variables]
             with (
                 tf.name_scope("forward_pass"),
                 keras_versions.stateless(mapping) as scope,
             ):
-                before = [scope.get_current_value(each) for each in non_trainable]
+                before = [scope.get_current_value(v) for v in non_trainable]
                 self.model(zeros_like_batch(self._element_spec[0], 2), training=True)
                 changed.extend(
                     variable
@@ -359,7 +322,7 @@ class Trainer:
         Args:
           y: Nest of labels, perhaps with weights beside them.
         """
-        return example_weights.split(y, self._training.class_weight)
+        return labels.split_weights(y, self._training.class_weight)
 
     def with_batch(
         self, metrics: list[tf.Tensor], y: Any, predicted: Any, weight: Any = None
@@ -376,7 +339,7 @@ class Trainer:
         if self._metrics is None:
             return metrics
         y, predicted = tf.nest.map_structure(with_numbers_only, (y, predicted))
-        weight = example_weights.numbers_only(weight)
+        weight = labels.finite_weights(weight)
         return self._metrics.stateless_update_state(metrics, y, predicted, weight)
 
     def losses_of_rows(self, label: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
@@ -396,18 +359,22 @@ class Trainer:
         received: list[tf.Tensor] | None,
         seed: tf.Tensor,
     ) -> list[tf.Tensor]:
-        """Returns what the client hands to the mechanism.
+        """Returns what the client gives to the mechanism.
 
         Args:
           state: The client's, after its last step.
-          received: The weights that it started from: it hands in its update,
-            Delta = w - w_received. None: it hands in its weights w.
+          received: The weights that it started from: it uploads its update,
+            Delta = w - w_received. None: it uploads its weights w.
           seed: The client's, as in `start`.
         """
-        tensors = list(map(cohort.as_handed_in, state.weights))
+
+        def precise(value: tf.Tensor) -> tf.Tensor:
+            return tf.cast(value, cohort.upload_dtype(value.dtype))
+
+        tensors = list(map(precise, state.values[: len(self.aggregated)]))
         if received is not None:
             tensors = [
-                tensor - cohort.as_handed_in(start)
+                tensor - precise(start)
                 for tensor, start in zip(tensors, received, strict=True)
             ]
         hook = self._training.upload_hook
@@ -561,6 +528,13 @@ def zeros_like_batch(element_spec: Any, batch_size: int = 1) -> Any:
             [batch_size, *[size or 1 for size in spec.shape]], spec.dtype
         ),
         element_spec,
+    )
+
+
+def specs_of(nest: Any) -> Any:
+    """Returns the specs of a nest of tensors or variables."""
+    return tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), nest
     )
 
 

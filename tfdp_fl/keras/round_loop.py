@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
-from tfdp_fl.engine import PendingRound, RoundInputs, chunks, secure_sum
+from tfdp_fl.engine import PendingRound, RoundInputs, secure_sum
 from tfdp_fl.keras import model_history, randomness
 from tfdp_fl.keras.validation_data import Validation
 from tfdp_fl.mechanisms import noise
@@ -215,22 +215,14 @@ class RoundLoop:
         On another thread, which is done with it before this round's cohort is
         collected, so that nothing else uses the sampler meanwhile.
         """
-        attempt, in_memory = self.run.attempts.coming, self.clients.is_indexed
+        attempt = self.run.attempts.coming
 
         def draw() -> RoundInputs:
             inputs = self._drawn(following, attempt)
-            if in_memory:
-                chunk = chunks.indexed(self.clients, inputs.positions)
-                inputs = dataclasses.replace(
-                    inputs, chunk=self.collector.lay_out(chunk, inputs)
-                )
             self._ahead = (following, attempt), inputs
             return inputs
 
-        if not in_memory:
-            self.engine.read_chunks.expect(draw)
-        elif self.run.windows is None:
-            self.engine.background.expect(draw)
+        self.engine.read_chunks.expect(draw)
 
     def _drawn(self, round_index: int, attempt: randomness.Attempt) -> RoundInputs:
         """Returns a round's inputs but for what only the last one decides."""

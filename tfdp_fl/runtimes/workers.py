@@ -140,7 +140,8 @@ class ShardedCohorts:
             the state are as before, as if nothing had been done.
         """
         pending = self._engine.empty_round(inputs)
-        for chunk in self._engine.read_chunks(dataset, pending):
+        ahead = None if self._engine.query.keeps_window else self._laid_out
+        for chunk in self._engine.read_chunks(dataset, pending, ahead):
             if not len(chunk.lengths):  # Nothing to send to anybody.
                 self._engine.train_chunk(pending, chunk)
                 continue
@@ -149,29 +150,28 @@ class ShardedCohorts:
         self._engine.complete(pending)
         return pending
 
-    def lay_out(
-        self, chunk: chunks.CohortChunk, inputs: engine.RoundInputs
-    ) -> chunks.CohortChunk:
-        """Returns a chunk with who trains where; see `CohortEngine.lay_out`.
-
-        As it is where examples are sent, as it is cut into messages first; and
-        where there is nobody, who is not sent.
-        """
-        if self._examples is None or not len(chunk.lengths):
-            return chunk
-        return self._laid_out(chunk, inputs)
-
     def _laid_out(
         self, chunk: chunks.CohortChunk, inputs: engine.RoundInputs
     ) -> chunks.CohortChunk:
-        groups = self._engine.layout.lay_out(
+        """Returns a chunk with its `groups`, ahead of its training.
+
+        As it is where there is nobody, or where examples are sent: it is cut into
+        messages first.
+        """
+        if self._examples is None or not len(chunk.lengths):
+            return chunk
+        return dataclasses.replace(chunk, groups=self._groups(chunk, inputs))
+
+    def _groups(
+        self, chunk: chunks.CohortChunk, inputs: engine.RoundInputs
+    ) -> list[list[layout.Part]]:
+        return self._engine.layout.lay_out(
             chunk,
             inputs,
             self._workers.num_workers * self._workers.shards_per_worker,
             for_workers=True,
             float32_products=self._workers.float32_products,
         )
-        return dataclasses.replace(chunk, groups=groups)
 
     def _sendable(self, chunk: chunks.CohortChunk) -> Iterator[chunks.CohortChunk]:
         """Yields pieces of a chunk whose examples fit into messages."""
@@ -200,10 +200,9 @@ class ShardedCohorts:
         self, pending: engine.PendingRound, chunk: chunks.CohortChunk
     ) -> None:
         """Trains a chunk's clients, those of one part of each group at a time."""
-        if chunk.groups is None:
-            chunk = self._laid_out(chunk, pending.inputs)
-        for place in range(max(map(len, chunk.groups))):
-            parts = [group[place] for group in chunk.groups if place < len(group)]
+        groups = chunk.groups or self._groups(chunk, pending.inputs)
+        for place in range(max(map(len, groups))):
+            parts = [group[place] for group in groups if place < len(group)]
             self._run_parts(parts, pending, chunk)
 
     def _run_parts(
@@ -212,8 +211,9 @@ class ShardedCohorts:
         pending: engine.PendingRound,
         chunk: chunks.CohortChunk,
     ) -> None:
-        """Trains parts of one `layout.Way`, a shard each, at the same time."""
-        traced = self._engine.functions.program(pending, parts[0])
+        """Trains parts of one `layout.Strategy`, a shard each, at the same time."""
+        fixed = pending.fixed_arguments
+        traced = self._engine.programs.program(fixed, parts[0])
         if any(constant.dtype == tf.resource for constant in traced.constants):
             raise ValueError(
                 "runtime must be None for a model with a lookup table, which is in "
@@ -221,35 +221,32 @@ class ShardedCohorts:
             )
         work = Work(
             program=traced,
-            sent=_arrays(pending.fixed_arguments),
+            sent=_arrays(fixed),
             examples=self._examples,
             shards=[self._shard(chunk, part) for part in parts],
             by_sum=self._by_sum,
         )
-        with self._engine.background.computing(at_once=False) as begin:
-            flat = self._workers.run(work, begin)
+        flat = self._workers.run(work, self._engine.read_chunks.read_ahead)
         results = [
             tf.nest.pack_sequence_as(traced.structure, list(map(tf.constant, arrays)))
             for arrays in flat
         ]
         if self._by_sum:
-            (total,) = results
-            pending.add(total.total, total.metrics)
+            (trained,) = results
+            pending.add(np.zeros(0, int), trained)
             return
-        threads = self._engine.num_replicas
-        for number, (part, trained) in enumerate(zip(parts, results, strict=True)):
-            pending.take(part.clients.members, trained, number % threads)
+        for part, trained in zip(parts, results, strict=True):
+            pending.add(part.clients.members, trained)
 
     def _shard(self, chunk: chunks.CohortChunk, part: layout.Part) -> Arrays:
         """Returns what goes to a worker: the tables, and perhaps the examples."""
+        table = part.argument
         if self._examples is not None:
-            return _arrays(part.tables)
-        table, *rest = part.tables
+            return _arrays(table)
         rows, places = np.unique(table.rows, return_inverse=True)
-        places = places.reshape(table.rows.shape).astype(np.int32)
         return [
             *[_taken(leaf, rows) for leaf in tf.nest.flatten((chunk.x, chunk.y))],
-            *_arrays((table._replace(rows=places), *rest)),
+            *_arrays(table._replace(rows=places.astype(np.int32))),
         ]
 
 
