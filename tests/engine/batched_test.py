@@ -100,7 +100,7 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
         sizes = []
 
         def with_little_room(pending, chunk, part, thread):
-            sizes.append(part.clients.num_clients)
+            sizes.append(len(part.members))
             if sizes[-1] > 2:
                 raise tf.errors.ResourceExhaustedError(None, None, "no room")
             train(pending, chunk, part, thread)

@@ -9,7 +9,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tfdp_fl
-from tests import stacks
 from tests.engine import cohorts
 from tfdp_fl import keras_versions
 from tfdp_fl import losses as our_losses
@@ -99,7 +98,6 @@ class SeparableTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *dense_models.METRICS,
         *("accuracy", "mse", "binary_accuracy"),
-        *([] if stacks.KERAS_3 else ["ce"]),
     )
     def test_every_allowed_metric_adds_up_over_rows(self, kind):
         by_name = isinstance(kind, str)

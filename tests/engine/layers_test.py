@@ -4,7 +4,6 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import stacks
 from tfdp_fl import keras_versions
 from tfdp_fl.engine import layers
 
@@ -155,7 +154,6 @@ class LstmTest(tf.test.TestCase, parameterized.TestCase):
         {"go_backwards": True},
         {"unroll": True},
         {"return_state": True},
-        *([] if stacks.KERAS_3 else [{"time_major": True}]),
         {"dtype": "float64"},
     )
     def test_other_settings_are_left_alone(self, **settings):

@@ -105,7 +105,7 @@ def _lay_out(made, lengths, num_groups=2, worthwhile=False, windows=None, **opti
 
 
 def _sizes(group):
-    return [len(part.clients.members) for part in group]
+    return [len(part.members) for part in group]
 
 
 class LayOutTest(parameterized.TestCase):
@@ -139,19 +139,17 @@ class LayOutTest(parameterized.TestCase):
             if how == "side by side":
                 self.assertEqual(part.strategy.kind, layout.SIDE_BY_SIDE)
             if part.strategy.kind == layout.BATCHED:
-                last = {(n - 1) % 4 for n in part.clients.num_examples if n}
+                last = {(n - 1) % 4 for n in part.table.num_examples if n}
                 self.assertLessEqual(len(last), 1)
-                self.assertLessEqual(len(part.clients.members), 3)
+                self.assertLessEqual(len(part.members), 3)
             if part.strategy.full_batches:
-                self.assertFalse(part.clients.has_short_batches)
-            for place, member in enumerate(part.clients.members.tolist()):
+                self.assertFalse(part.table.has_short_batches)
+            for place, member in enumerate(part.members.tolist()):
                 seen.append(member)
                 end = ends[member // 3]
                 own = list(range(end - lengths[member // 3], end))
-                self.assertEqual(_passes(part.argument, place), [own] * 2)
-            self.assertLen(
-                seen[-len(part.clients.members) :], part.argument.num_clients
-            )
+                self.assertEqual(_passes(part.table, place), [own] * 2)
+            self.assertLen(seen[-len(part.members) :], part.table.num_clients)
         self.assertCountEqual(seen, [3 * k for k in range(len(lengths))])
 
     @parameterized.product(
@@ -193,9 +191,9 @@ class LayOutTest(parameterized.TestCase):
         self.assertFalse(short.strategy.xla)
         ((full,),) = _lay_out(made, [8, 8, 8], 1)
         self.assertTrue(full.strategy.xla)
-        self.assertEqual(full.argument.num_clients, 3)
+        self.assertEqual(full.table.num_clients, 3)
         for name, size in {"members": 4, "first_row": 4, "rows": 64}.items():
-            self.assertLen(getattr(full.argument, name), size)
+            self.assertLen(getattr(full.table, name), size)
 
     def test_nobody_is_a_part_too(self):
         for made in (_PLAIN, dataclasses.replace(_PLAIN, at_once=3)):
@@ -208,9 +206,9 @@ class LayOutTest(parameterized.TestCase):
             made = dataclasses.replace(_PLAIN, xla=xla)
             groups = _lay_out(made, [8, 7, 16], windows=windows)
             for part in (part for group in groups for part in group):
-                members = part.clients.members
+                members = part.members
                 np.testing.assert_array_equal(
-                    part.argument.windows[: len(members)], windows[members]
+                    part.table.windows[: len(members)], windows[members]
                 )
 
 

@@ -4,14 +4,11 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import stacks
 from tfdp_fl.engine import release
 
 
 def _variable(value, name="kernel"):
-    """Returns a variable as this Keras's optimizers take them."""
-    make = tf.keras.Variable if stacks.KERAS_3 else tf.Variable
-    return make(value, name=name)
+    return tf.keras.Variable(value, name=name)
 
 
 def _variables():
@@ -25,12 +22,6 @@ class ServerOptimizerTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (None, 1.0, 0.0),
         (tf.keras.optimizers.SGD(0.5, momentum=0.9), 0.5, 0.9),
-        *(
-            (optimizer, 0.5, 0.9)
-            for optimizer in stacks.legacy_optimizers(
-                lambda legacy: legacy.SGD(0.5, momentum=0.9)
-            )
-        ),
     )
     def test_fedavg_and_fedavgm(self, optimizer, rate, momentum):
         # The update rules of Reddi et al. (2021), Algorithm 2.

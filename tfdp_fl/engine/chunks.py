@@ -50,6 +50,8 @@ class CohortChunk:
 # Returns a chunk with its `groups`; called by the thread that has read it.
 LayOut = Callable[[CohortChunk, cohort.RoundInputs], CohortChunk]
 Draw = Callable[[], cohort.RoundInputs]
+# A client that was read: its place in the cohort, and its tensors, flattened.
+_Client = tuple[int, list[np.ndarray]]
 
 
 class Reader:
@@ -73,9 +75,9 @@ class Reader:
           padded: Whether the rows of a streamed chunk are a power of two, those
             after its examples being zeros.
         """
-        self._label_ranges = label_ranges
-        self._element_spec = element_spec
-        self._padded = padded
+        self.label_ranges = label_ranges
+        self.element_spec = element_spec
+        self.padded = padded
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._draw: Draw | None = None
         self._current: _Reading | None = None
@@ -158,15 +160,7 @@ class Reader:
         """Begins to read a cohort, once what is being read is there."""
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1)
-        reading = _Reading(dataset, inputs, self._pool)
-        if dataset.is_indexed:
-            reading.chunks = map(indexed, [dataset], [inputs.positions])
-        else:
-            reading.chunks = _chunks(
-                reading, self._element_spec, self._label_ranges, self._padded
-            )
-        if lay_out is not None:
-            reading.chunks = (lay_out(chunk, inputs) for chunk in reading.chunks)
+        reading = _Reading(self, self._pool, dataset, inputs, lay_out)
         reading.read_next()
         return reading
 
@@ -200,23 +194,28 @@ class _Reading:
     """A cohort that a background thread reads, chunk by chunk.
 
     Attributes:
-      chunks: Yields them; used by that thread only.
-      failures: The clients that failed since the last chunk; likewise.
       stopped: Whether nobody wants the rest.
       at_end: Called by that thread when all was read, unless stopped.
     """
 
     def __init__(
         self,
+        reader: Reader,
+        pool: concurrent.futures.Executor,
         dataset: FederatedDataset,
         inputs: cohort.RoundInputs,
-        pool: concurrent.futures.Executor,
+        lay_out: LayOut | None,
     ):
-        self.dataset = dataset
-        self.inputs = inputs
+        self._reader = reader
         self._pool = pool
-        self.chunks: Iterator[CohortChunk] = iter(())
-        self.failures: list[ClientFailure] = []
+        self._dataset = dataset
+        self._inputs = inputs
+        self._lay_out = lay_out
+        # Used by the thread only: the chunks, and what failed since the last one.
+        self._chunks: Iterator[CohortChunk] = self._streamed()
+        if dataset.is_indexed:
+            self._chunks = map(indexed, [dataset], [inputs.positions])
+        self._failures: list[ClientFailure] = []
         self.stopped = False
         self.at_end: Callable[[], None] | None = None
         self._next: concurrent.futures.Future[Any] | None = None
@@ -224,9 +223,9 @@ class _Reading:
     def is_of(self, dataset: FederatedDataset, inputs: cohort.RoundInputs) -> bool:
         """Returns whether it is the same attempt at a round, of the same clients."""
         return (
-            self.dataset is dataset
-            and np.array_equal(self.inputs.positions, inputs.positions)
-            and np.array_equal(self.inputs.seed, inputs.seed)
+            self._dataset is dataset
+            and np.array_equal(self._inputs.positions, inputs.positions)
+            and np.array_equal(self._inputs.seed, inputs.seed)
         )
 
     def read_next(self) -> None:
@@ -242,82 +241,71 @@ class _Reading:
         return found
 
     def _read(self) -> tuple[CohortChunk | None, list[ClientFailure]]:
-        chunk = next(self.chunks, None)
-        failures, self.failures = self.failures, []
+        chunk = next(self._chunks, None)
+        if chunk is not None and self._lay_out is not None:
+            chunk = self._lay_out(chunk, self._inputs)
+        failures, self._failures = self._failures, []
         # Labels are looked at when the clients after them were read.
         failures.sort(key=lambda failure: failure.position)
         if chunk is None and self.at_end is not None and not self.stopped:
             self.at_end()
         return chunk, failures
 
+    def _clients(self) -> Iterator[_Client]:
+        """Reads clients one after the other, but for those that failed."""
+        positions = self._inputs.positions
+        num_features = len(tf.nest.flatten(self._reader.element_spec[0]))
+        for member, client in enumerate(self._dataset.read_clients(positions)):
+            if self.stopped:
+                return
+            if isinstance(client, ClientFailure):
+                self._failures.append(client)
+                continue
+            # Copies: what is checked is what is trained on, whatever becomes of a
+            # file.
+            arrays = [np.array(leaf) for leaf in tf.nest.flatten((client.x, client.y))]
+            problem = labels.problem_of_client(
+                arrays[num_features:], self._reader.label_ranges
+            )
+            if problem is None:
+                yield member, arrays
+            else:
+                self._failures.append(ClientFailure(int(positions[member]), problem))
 
-# A client that was read: its place in the cohort, and its tensors, flattened.
-_Client = tuple[int, list[np.ndarray]]
+    def _streamed(self) -> Iterator[CohortChunk]:
+        """Yields clients whose examples fit into one chunk; at least one chunk."""
+        held: list[_Client] = []
+        num_bytes, sent = 0, False
+        shapes: list[tuple[int, ...]] = []
+        for member, arrays in self._clients():
+            before, shapes = shapes, [array.shape[1:] for array in arrays]
+            # Examples of another length, where the spec leaves it open, do not fit.
+            if held and (num_bytes >= CHUNK_BYTES or shapes != before):
+                yield self._chunk(held)
+                held, num_bytes, sent = [], 0, True
+            held.append((member, arrays))
+            num_bytes += sum(array.nbytes for array in arrays)
+        if held or not sent:
+            yield self._chunk(held)
 
-
-def _clients(
-    reading: _Reading, num_features: int, label_ranges: list[labels.LabelRange]
-) -> Iterator[_Client]:
-    """Reads clients one after the other, but for those that failed."""
-    positions = reading.inputs.positions
-    for member, client in enumerate(reading.dataset.read_clients(positions)):
-        if reading.stopped:
-            return
-        if isinstance(client, ClientFailure):
-            reading.failures.append(client)
-            continue
-        # Copies: what is checked is what is trained on, whatever becomes of a file.
-        arrays = [np.array(leaf) for leaf in tf.nest.flatten((client.x, client.y))]
-        problem = labels.problem_of_client(arrays[num_features:], label_ranges)
-        if problem is None:
-            yield member, arrays
-        else:
-            reading.failures.append(ClientFailure(int(positions[member]), problem))
-
-
-def _chunks(
-    reading: _Reading,
-    element_spec: tuple[Any, Any],
-    label_ranges: list[labels.LabelRange],
-    padded: bool,
-) -> Iterator[CohortChunk]:
-    """Yields clients whose examples fit into one chunk; at least one chunk."""
-    held: list[_Client] = []
-    num_bytes, sent = 0, False
-    num_features = len(tf.nest.flatten(element_spec[0]))
-    shapes: list[tuple[int, ...]] = []
-    for member, arrays in _clients(reading, num_features, label_ranges):
-        before, shapes = shapes, [array.shape[1:] for array in arrays]
-        # Examples of another length, where the spec leaves it open, do not fit.
-        if held and (num_bytes >= CHUNK_BYTES or shapes != before):
-            yield _chunk(held, element_spec, padded)
-            held, num_bytes, sent = [], 0, True
-        held.append((member, arrays))
-        num_bytes += sum(array.nbytes for array in arrays)
-    if held or not sent:
-        yield _chunk(held, element_spec, padded)
-
-
-def _chunk(
-    clients: list[_Client], element_spec: tuple[Any, Any], padded: bool
-) -> CohortChunk:
-    """Returns a chunk of clients, perhaps of none."""
-    lengths = np.array([len(arrays[-1]) for _, arrays in clients], np.int64)
-    total = int(lengths.sum())
-    # At least one row: see `indexed`.
-    num_rows = max(1, power_of_two(total) if padded else total)
-    tensors = []
-    for place, spec in enumerate(tf.nest.flatten(element_spec)):
-        if not total:
-            shape = [size or 1 for size in spec.shape]
-            tensors.append(tf.zeros([num_rows, *shape], spec.dtype))
-            continue
-        leaves = [arrays[place] for _, arrays in clients]
-        rest = np.zeros([num_rows - total, *leaves[0].shape[1:]], leaves[0].dtype)
-        tensors.append(tf.constant(np.concatenate([*leaves, rest]), spec.dtype))
-    x, y = tf.nest.pack_sequence_as(element_spec, tensors)
-    members = np.array([member for member, _ in clients], np.int64)
-    return CohortChunk(x, y, np.arange(total), lengths, members)
+    def _chunk(self, clients: list[_Client]) -> CohortChunk:
+        """Returns a chunk of clients, perhaps of none."""
+        lengths = np.array([len(arrays[-1]) for _, arrays in clients], np.int64)
+        total = int(lengths.sum())
+        # At least one row: see `indexed`.
+        num_rows = max(1, power_of_two(total) if self._reader.padded else total)
+        tensors = []
+        for place, spec in enumerate(tf.nest.flatten(self._reader.element_spec)):
+            if not total:
+                shape = [size or 1 for size in spec.shape]
+                tensors.append(tf.zeros([num_rows, *shape], spec.dtype))
+                continue
+            leaves = [arrays[place] for _, arrays in clients]
+            rest = np.zeros([num_rows - total, *leaves[0].shape[1:]], leaves[0].dtype)
+            tensors.append(tf.constant(np.concatenate([*leaves, rest]), spec.dtype))
+        x, y = tf.nest.pack_sequence_as(self._reader.element_spec, tensors)
+        members = np.array([member for member, _ in clients], np.int64)
+        return CohortChunk(x, y, np.arange(total), lengths, members)
 
 
 def power_of_two(number: int) -> int:

@@ -60,7 +60,7 @@ class CohortPrograms:
         return self.traced[key]
 
     def _trace(self, fixed: tuple[Any, ...], part: layout.Part) -> program_lib.Program:
-        kind, full_batches, num_steps, xla = part.strategy
+        kind, full_batches, num_steps = part.strategy
         train: Callable[..., cohort.Trained]
         if kind == layout.SIDE_BY_SIDE:
             train = side_by_side.SideBySide(
@@ -95,9 +95,9 @@ class CohortPrograms:
             function,
             *trainer_lib.specs_of(fixed),
             *trainer_lib.batch_specs(self.element_spec),
-            tf.nest.map_structure(any_size, part.argument),
+            tf.nest.map_structure(any_size, part.table),
             model=self.trainer.model,
-            xla=xla,
+            xla=part.strategy.xla,
         )
 
     def _one_by_one(

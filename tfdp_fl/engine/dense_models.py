@@ -24,26 +24,27 @@ _activations, _layers = tf.keras.activations, tf.keras.layers
 _losses, _metrics = tf.keras.losses, tf.keras.metrics
 
 
-def _named(module: Any, *names: str) -> tuple[Any, ...]:
+def _named(module: Any, names: str) -> tuple[Any, ...]:
     """Returns what this version of Keras has of these names."""
-    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+    return tuple(getattr(module, n) for n in names.split() if hasattr(module, n))
 
 
 ACTIVATIONS = _named(
     _activations,
-    *("elu", "exponential", "gelu", "hard_sigmoid", "leaky_relu", "linear"),
-    *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "softmax"),
-    *("softplus", "softsign", "swish", "tanh"),
+    """
+    elu exponential gelu hard_sigmoid leaky_relu linear mish relu relu6 selu sigmoid
+    silu softmax softplus softsign swish tanh
+    """,
 )
 
 LOSSES = _named(
     _losses,
-    *("BinaryCrossentropy", "BinaryFocalCrossentropy"),
-    *("CategoricalCrossentropy", "CategoricalFocalCrossentropy"),
-    *("CategoricalHinge", "CosineSimilarity", "Huber", "KLDivergence"),
-    *("LogCosh", "MeanAbsoluteError", "MeanAbsolutePercentageError"),
-    *("MeanSquaredError", "MeanSquaredLogarithmicError", "Poisson"),
-    "SparseCategoricalCrossentropy",
+    """
+    BinaryCrossentropy BinaryFocalCrossentropy CategoricalCrossentropy
+    CategoricalFocalCrossentropy CategoricalHinge CosineSimilarity Huber KLDivergence
+    LogCosh MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError
+    MeanSquaredLogarithmicError Poisson SparseCategoricalCrossentropy
+    """,
 )
 
 # What those compute; not every Keras has a name for each.
@@ -51,28 +52,29 @@ LOSS_FUNCTIONS = tuple(loss().fn for loss in LOSSES)
 
 _METRIC_FUNCTIONS = _named(
     _metrics,
-    *("binary_accuracy", "categorical_accuracy"),
-    *("sparse_categorical_accuracy", "sparse_top_k_categorical_accuracy"),
-    "top_k_categorical_accuracy",
+    """
+    binary_accuracy categorical_accuracy sparse_categorical_accuracy
+    sparse_top_k_categorical_accuracy top_k_categorical_accuracy
+    """,
 )
 
 METRICS = _named(
     _metrics,
-    *("AUC", "Accuracy", "BinaryAccuracy", "BinaryCrossentropy"),
-    *("CategoricalAccuracy", "CategoricalCrossentropy", "CategoricalHinge"),
-    *("CosineSimilarity", "FalseNegatives", "FalsePositives"),
-    *("KLDivergence", "LogCoshError", "MeanAbsoluteError"),
-    *("MeanAbsolutePercentageError", "MeanSquaredError"),
-    *("MeanSquaredLogarithmicError", "Poisson", "Precision", "Recall"),
-    *("RootMeanSquaredError", "SparseCategoricalAccuracy"),
-    *("SparseCategoricalCrossentropy", "SparseTopKCategoricalAccuracy"),
-    *("TopKCategoricalAccuracy", "TrueNegatives", "TruePositives"),
+    """
+    AUC Accuracy BinaryAccuracy BinaryCrossentropy CategoricalAccuracy
+    CategoricalCrossentropy CategoricalHinge CosineSimilarity FalseNegatives
+    FalsePositives KLDivergence LogCoshError MeanAbsoluteError
+    MeanAbsolutePercentageError MeanSquaredError MeanSquaredLogarithmicError Poisson
+    Precision Recall RootMeanSquaredError SparseCategoricalAccuracy
+    SparseCategoricalCrossentropy SparseTopKCategoricalAccuracy TopKCategoricalAccuracy
+    TrueNegatives TruePositives
+    """,
 )
 
 _METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
 
 # Without weights of their own.
-LAYERS = _named(_layers, "InputLayer", "Flatten", "Activation", "ReLU", "LeakyReLU")
+LAYERS = _named(_layers, "InputLayer Flatten Activation ReLU LeakyReLU")
 
 
 def is_mean_over_rows(loss: Any) -> bool:

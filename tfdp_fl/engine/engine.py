@@ -208,9 +208,7 @@ class CohortEngine:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
         if self.layout.weighting is not None:
             nobody = nobody._replace(measured=np.zeros(0, np.float32))
-        part = layout.Part(
-            layout.Strategy(layout.ONE_BY_ONE, full_batches=False), nobody, nobody
-        )
+        part = layout.Part(layout.Strategy(layout.ONE_BY_ONE, False), nobody)
         numbers, seed = tf.zeros([3]), tf.zeros([2], seed_dtype)
         fixed = self.state, numbers, seed, self.server.variables, self._unaggregated
         definition = self.programs.program(fixed, part).definition
@@ -303,7 +301,6 @@ class CohortEngine:
     ) -> chunks.CohortChunk:
         """Returns a chunk with its `groups`, for training here."""
         groups = self.layout.lay_out(chunk, inputs, self.num_replicas)
-        groups = [[part.as_tensors() for part in group] for group in groups]
         return dataclasses.replace(chunk, groups=groups)
 
     @devices.at_home
@@ -327,13 +324,12 @@ class CohortEngine:
                     with tf.device(self.device):  # It holds for one thread.
                         self._train(pending, chunk, part, thread)
                 except tf.errors.ResourceExhaustedError:
-                    count = len(part.clients.members)
+                    count = len(part.members)
                     if part.strategy.kind != layout.BATCHED or count < 2:
                         raise
                     # The device has no room for so many clients at once.
                     self.layout = dataclasses.replace(self.layout, at_once=count // 2)
-                    smaller = self.layout.batches(part.clients)
-                    waiting += [part.as_tensors() for part in smaller]
+                    waiting += self.layout.batches(part.table)
                 except CLIENT_ERRORS as error:
                     raised.append((part, error))
 
@@ -373,9 +369,9 @@ class CohortEngine:
         """Trains the clients of a part, and adds them up for one of the threads."""
         fixed = pending.fixed_arguments
         program = self.programs.program(fixed, part)
-        trained = program(*fixed, chunk.x, chunk.y, part.argument)
-        pending.add(part.clients.members, trained, thread)
-        self.has_trained |= len(part.clients.members) > 0
+        trained = program(*fixed, chunk.x, chunk.y, part.table)
+        pending.add(part.members, trained, thread)
+        self.has_trained |= len(part.members) > 0
 
     def _train_each_alone(
         self,
@@ -391,18 +387,18 @@ class CohortEngine:
         """
 
         def train(places: list[int]) -> None:
-            clients = layout.select(part.clients, np.array(places, np.int64))
+            clients = layout.select(part.table, np.array(places, np.int64))
             self._train(pending, chunk, self.layout.one_by_one(clients))
 
         failures = []
-        for place, member in enumerate(part.clients.members.tolist()):
+        for place, member in enumerate(part.members.tolist()):
             try:
                 train([place])
             except CLIENT_ERRORS as own:
                 error = own  # Names the operation, too.
                 position = int(pending.inputs.positions[member])
                 failures.append(ClientFailure(position, own))
-        if len(failures) == len(part.clients.members):
+        if len(failures) == len(part.members):
             train([])  # Nothing is a sum as well.
         pending.failures += failures
         pending.training_error = error

@@ -152,11 +152,8 @@ def checked_class_weight(class_weight: Any) -> ClassWeight | None:
     if not class_weight:
         raise ValueError(f"{allowed}, got none.")
     for number, weight in class_weight.items():
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, numbers.Integral)
-            or isinstance(weight, bool)
-            or not isinstance(weight, numbers.Real)
+        if not isinstance(number, numbers.Integral) or not isinstance(
+            weight, numbers.Real
         ):
             raise TypeError(f"{allowed}, got {number!r}: {weight!r}.")
         if number < 0 or not math.isfinite(weight):

@@ -70,10 +70,10 @@ class ClientTable(NamedTuple):
 
     def by_client(self, change: Any) -> ClientTable:
         """Returns a table with a function called on the arrays that have K rows."""
-        names = ["first_row", "num_examples", "members", "windows"]
-        if not isinstance(self.measured, tuple):
-            names.append("measured")
-        return self._replace(**{name: change(getattr(self, name)) for name in names})
+        names = self._fields[self._fields.index("first_row") :]
+        arrays = tuple(getattr(self, name) for name in names)
+        changed = tf.nest.map_structure(change, arrays)
+        return self._replace(**dict(zip(names, changed, strict=True)))
 
 
 def client_table(
@@ -200,34 +200,30 @@ class Strategy(NamedTuple):
     Attributes:
       kind: `ONE_BY_ONE`, `SIDE_BY_SIDE` or `BATCHED`.
       full_batches: Every batch has exactly B rows; side by side, every client
-        also takes all the steps.
+        also takes all the steps. Else, only where XLA compiles the program.
       num_steps: Side by side, how many steps there are.
-      xla: Whether XLA compiles it.
     """
 
     kind: str
     full_batches: bool
     num_steps: int = 0
-    xla: bool = False
+
+    @property
+    def xla(self) -> bool:
+        """Whether XLA compiles it: that needs shapes that are fixed."""
+        return self.full_batches and self.kind != SIDE_BY_SIDE
 
 
 class Part(NamedTuple):
-    """Some clients of a chunk that one call of a compiled program trains.
-
-    Attributes:
-      strategy: The program.
-      clients: The clients.
-      argument: Their table as the program gets it, perhaps padded.
-    """
+    """Some clients of a chunk that one call of a compiled program trains."""
 
     strategy: Strategy
-    clients: ClientTable
-    argument: ClientTable
+    table: ClientTable
 
-    def as_tensors(self) -> Part:
-        """Returns the part with TensorFlow's tensors in the argument."""
-        tensors = tf.nest.map_structure(tf.convert_to_tensor, self.argument)
-        return self._replace(argument=tensors)
+    @property
+    def members(self) -> np.ndarray:
+        """Returns the clients' places in the cohort, without padding."""
+        return self.table.members[: self.table.num_clients]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,7 +307,7 @@ class Layout:
         full = even and not clients.has_short_batches
         strategy = Strategy(SIDE_BY_SIDE, full_batches=full, num_steps=num_steps)
         return [
-            [Part(strategy, part, part) for part in group]
+            [Part(strategy, part) for part in group]
             for group in split(clients, num_groups, at_once)
         ]
 
@@ -342,18 +338,14 @@ class Layout:
                     # batch where that has as many rows as there are filters.
                     parts.append(self.one_by_one(some))
                     continue
-                # XLA needs shapes that are fixed; one program serves all else.
                 full = bool(some.num_examples.any()) and not some.has_short_batches
-                xla = self.xla and full
-                parts.append(Part(Strategy(BATCHED, xla, xla=xla), some, some))
+                parts.append(Part(Strategy(BATCHED, self.xla and full), some))
         return parts
 
     def one_by_one(self, clients: ClientTable, for_workers: bool = False) -> Part:
         """Returns the part in which clients train one by one."""
-        # XLA needs shapes that are fixed, and compiles anew for every one.
         xla = self.xla and not for_workers and not clients.has_short_batches
-        strategy = Strategy(ONE_BY_ONE, full_batches=xla, xla=xla)
-        return Part(strategy, clients, _padded(clients) if xla else clients)
+        return Part(Strategy(ONE_BY_ONE, xla), _padded(clients) if xla else clients)
 
 
 def split(

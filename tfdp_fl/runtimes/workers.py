@@ -236,11 +236,11 @@ class ShardedCohorts:
             pending.add(np.zeros(0, int), trained)
             return
         for part, trained in zip(parts, results, strict=True):
-            pending.add(part.clients.members, trained)
+            pending.add(part.members, trained)
 
     def _shard(self, chunk: chunks.CohortChunk, part: layout.Part) -> Arrays:
         """Returns what goes to a worker: the tables, and perhaps the examples."""
-        table = part.argument
+        table = part.table
         if self._examples is not None:
             return _arrays(table)
         rows, places = np.unique(table.rows, return_inverse=True)
