@@ -190,6 +190,7 @@ class ResumeTest(parameterized.TestCase):
                     resume_from=path,
                     **_FIT,
                 )
+            toy.give_back(fed)
 
         keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, keep=99)
         trained(before(), callbacks=[keeper])
@@ -268,7 +269,7 @@ class RefusalTest(parameterized.TestCase):
         cls.addClassCleanup(temporary.cleanup)
         cls.path = pathlib.Path(temporary.name) / "run"
         cls.clients = toy.clients()
-        cls.trained = toy.federated()
+        cls.trained = toy.federated(model=toy.dense())  # Not lent to one test.
         cls.trained.fit(
             cls.clients,
             rounds=2,
@@ -292,8 +293,6 @@ class RefusalTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("rounds", {"rounds": 3}, "rounds must be 2"),
         ("batch_size", {"batch_size": 4}, "batch_size must be 5"),
-        ("local_epochs", {"local_epochs": 2}, "local_epochs must be 1"),
-        ("shuffle", {"shuffle": True}, "shuffle must be False"),
         ("seed", {"seed": 2}, "seed must be 1, .* got 2"),
         ("no seed", {"seed": None}, "seed must be 1, .* got None"),
     )
@@ -317,15 +316,6 @@ class RefusalTest(parameterized.TestCase):
             "server optimizer",
             {"compile_options": {"server_optimizer": "adam"}},
             "server_optimizer must be None",
-        ),
-        (
-            "optimizer",
-            {
-                "compile_options": {
-                    "optimizer": tf.keras.optimizers.SGD(0.1, momentum=0.5)
-                }
-            },
-            "optimizer must be",
         ),
         (
             "client weighting",

@@ -25,7 +25,7 @@ import numpy as np
 
 from tfdp_fl import _files, _json
 
-FORMAT = "tfdp_fl checkpoint 2"
+FORMAT = "tfdp_fl checkpoint 3"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import pathlib
-import warnings
 from typing import Any
 
 from tfdp_fl import accounting
@@ -67,13 +67,14 @@ class Ledger(FederatedCallback):
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Opens the ledger, refusing that of another run."""
         del first_round, last_round
-        fed, run, target = self.federated_model, self._run, self.federated_model.target
+        fed, run = self.federated_model, self._run
+        target = fed.setup.target
         known = run.known_ledgers.get(self._key)
         self._opened = accounting.PrivacyLedger(
             self.path,
             mode="append",
             target_epsilon=None if target is None else target.epsilon,
-            target_delta=fed.delta if target is None else target.delta,
+            target_delta=fed.setup.delta if target is None else target.delta,
             mechanism={
                 "name": fed.mechanism.name,
                 "guarantee": fed.mechanism.guarantee,
@@ -129,24 +130,16 @@ class Ledger(FederatedCallback):
                 f"counted together, and {self.path} is one of runs with a {other} "
                 "guarantee."
             )
-        relation = charge_lib.relation_of(fed.sampling)
-        others = [entry for entries in runs.values() for entry in entries]
-        for charge in (entry.charge for entry in others):
+        sampling = fed.setup.sampling
+        relation = charge_lib.relation_of(sampling)
+        for charge in (line.charge for lines in runs.values() for line in lines):
             if charge is not None and charge.relation != relation:
                 raise ValueError(
                     "path must be a ledger of rounds whose neighbouring relation is "
-                    f"{relation.name}, as for {fed.sampling} sampling, and {self.path} "
+                    f"{relation.name}, as for {sampling} sampling, and {self.path} "
                     f"has rounds of {charge.sampling} sampling; one guarantee cannot "
                     "cover both."
                 )
-        if run.facts.seed_given and any(each.details.get("seeded") for each in others):
-            warnings.warn(
-                f"A seed was given, as it was to another run in {self.path}. If it is "
-                "the same one, both have the same noise in the same rounds, and the "
-                "difference of what they release has none: give another seed, or none.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
     def _catch_up(self, contents: accounting.LedgerContents) -> None:
         """Writes what was charged while this ledger was not kept."""
@@ -179,32 +172,23 @@ class Ledger(FederatedCallback):
         details: dict[str, Any],
     ) -> None:
         """Writes the round's line and syncs it."""
-        rest = dict(details)
-        cohort_size = rest.pop("cohort_size")
-        spent = {
-            "mu_squared": rest.pop("mu_squared"),
-            "max_mu_squared": rest.pop("max_mu_squared") + self._elsewhere,
-        }
-        run = self._run
-        self._ledger.record(
-            round_index,
-            charge,
-            cohort_size,
-            local=spent if run.spending.by_client else None,
-            **rest,
-        )
-        run.known_ledgers[self._key] = self._ledger.head
+        local = details["local"]
+        if local is not None:
+            most = local["max_mu_squared"] + self._elsewhere
+            local = {**local, "max_mu_squared": most}
+        self._ledger.record(round_index, charge, **{**details, "local": local})
+        self._run.known_ledgers[self._key] = self._ledger.head
 
     def on_release_charged(self, name: str, charge: accounting.RoundCharge) -> None:
         """Writes what is released beside the rounds."""
         known = self._run.known_ledgers
-        if self._opened is not None:  # Inside a callback of `fit`.
-            self._record_release(self._opened, name, charge)
-            known[self._key] = self._opened.head
-            return
-        with accounting.PrivacyLedger(
-            self.path, mode="append", expected_head=known.get(self._key) or None
-        ) as ledger:
+        with contextlib.ExitStack() as stack:
+            ledger = self._opened
+            if ledger is None:  # Not inside a callback of `fit`.
+                head = known.get(self._key) or None
+                ledger = stack.enter_context(
+                    accounting.PrivacyLedger(self.path, "append", expected_head=head)
+                )
             is_known = ledger.head == known.get(self._key)
             self._record_release(ledger, name, charge)
             if is_known:  # Else others wrote, and a later `fit` has to see it.
