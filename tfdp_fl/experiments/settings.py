@@ -7,6 +7,7 @@ their declarations.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -373,16 +374,14 @@ class Settings(_Options):
         """Returns `hidden_units` as numbers."""
         if self.hidden_units is None:
             return None
-        try:
-            units = tuple(int(u) for u in str(self.hidden_units).split(","))
-            for width in units:
-                _validate.positive_integer(hidden_units=width)
-        except ValueError as error:
-            raise ValueError(
-                "--hidden_units must be positive integers as in 600,100, got "
-                f"{self.hidden_units!r}."
-            ) from error
-        return units
+        with contextlib.suppress(ValueError):
+            units = tuple(map(int, str(self.hidden_units).split(",")))
+            if min(units) > 0:
+                return units
+        raise ValueError(
+            "--hidden_units must be positive integers as in 600,100, got "
+            f"{self.hidden_units!r}."
+        )
 
     def delta(self, num_clients: int) -> float:
         """Returns the delta at which epsilon is reported."""

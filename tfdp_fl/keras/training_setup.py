@@ -209,9 +209,6 @@ class Compiled:
         rate = keras_versions.learning_rate(self.training.optimizer)
         if rate is None:
             return 0.0
-        if isinstance(rate, tf.Variable):
-            # A tenth of the time that `numpy()` takes, in every round.
-            rate = tf.raw_ops.ReadVariableOp(resource=rate.handle, dtype=rate.dtype)
         return float(rate)
 
     def set_learning_rate(self, value: float) -> None:

@@ -51,12 +51,6 @@ class Ledger(FederatedCallback):
         return None if self._opened is None else self._opened.head
 
     @property
-    def _ledger(self) -> accounting.PrivacyLedger:
-        if self._opened is None:
-            raise accounting.LedgerError(f"The ledger {self.path} is closed.")
-        return self._opened
-
-    @property
     def _run(self) -> Run:
         return self.federated_model.run
 
@@ -70,7 +64,7 @@ class Ledger(FederatedCallback):
         fed, run = self.federated_model, self._run
         target = fed.setup.target
         known = run.known_ledgers.get(self._key)
-        self._opened = accounting.PrivacyLedger(
+        self._opened = ledger = accounting.PrivacyLedger(
             self.path,
             mode="append",
             target_epsilon=None if target is None else target.epsilon,
@@ -84,7 +78,7 @@ class Ledger(FederatedCallback):
             expected_head=known or None,
             run=run.run_id,
         )
-        contents = self._opened.contents()
+        contents = ledger.contents()
         ahead = self._key in run.ledgers_ahead
         if contents.entries and not self._append:
             if known is None:
@@ -103,8 +97,8 @@ class Ledger(FederatedCallback):
         self._check_runs(contents, ahead)
         run.spending.absorb(contents, run.run_id, self._key)
         run.ledgers_ahead.discard(self._key)
-        self._catch_up(contents)
-        run.known_ledgers[self._key] = self._opened.head
+        self._catch_up(ledger, contents)
+        run.known_ledgers[self._key] = ledger.head
 
     def _check_runs(self, contents: accounting.LedgerContents, ahead: bool) -> None:
         """Refuses rounds that cannot be told apart from or added to our own."""
@@ -141,7 +135,9 @@ class Ledger(FederatedCallback):
                     "cover both."
                 )
 
-    def _catch_up(self, contents: accounting.LedgerContents) -> None:
+    def _catch_up(
+        self, ledger: accounting.PrivacyLedger, contents: accounting.LedgerContents
+    ) -> None:
         """Writes what was charged while this ledger was not kept."""
         run = self._run
         spending, runs = run.spending, contents.by_run()
@@ -154,7 +150,7 @@ class Ledger(FederatedCallback):
         )
         for charge, count in spending.charges:
             for _ in range(count - written[charge]):
-                self._ledger.record(
+                ledger.record(
                     max(0, run.rounds - 1),
                     charge,
                     round(charge.clients_per_round),
@@ -163,7 +159,7 @@ class Ledger(FederatedCallback):
                 )
         for name, charge in spending.charges_of_evaluations.items():
             if name not in runs:
-                self._record_release(self._ledger, name, charge, written_later=True)
+                self._record_release(ledger, name, charge, written_later=True)
 
     def on_round_charged(
         self,
@@ -176,8 +172,9 @@ class Ledger(FederatedCallback):
         if local is not None:
             most = local["max_mu_squared"] + self._elsewhere
             local = {**local, "max_mu_squared": most}
-        self._ledger.record(round_index, charge, **{**details, "local": local})
-        self._run.known_ledgers[self._key] = self._ledger.head
+        assert self._opened is not None  # In `fit`, between planning and end.
+        self._opened.record(round_index, charge, **{**details, "local": local})
+        self._run.known_ledgers[self._key] = self._opened.head
 
     def on_release_charged(self, name: str, charge: accounting.RoundCharge) -> None:
         """Writes what is released beside the rounds."""
