@@ -90,7 +90,6 @@ setuptools.setup(
                 "train",
                 "accountant",
                 "sweep",
-                "plot",
             )
         ],
     },

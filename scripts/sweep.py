@@ -5,8 +5,8 @@ r"""Runs a grid over the settings of train.py.
 
 The configuration is a JSON file (`tfdp_fl/experiments/sweeps.py` says what may
 stand in it). Runs that have a result are skipped, so the same command goes on
-after an interrupt. The output directory receives a directory a run, runs.csv,
-summary.csv, accuracy.png and tradeoff.png.
+after an interrupt. The output directory receives a directory a run, runs.csv and
+summary.csv.
 """
 
 from __future__ import annotations

@@ -94,8 +94,6 @@ def main(argv: Sequence[str]) -> None:
             resume=_RESUME.value,
             verbose=_verbosity(),
         )
-        if result["rounds"]:
-            run_directory.write_report(run_directory.Run.read(output_dir))
     except KeyboardInterrupt:  # While files were written, at the end.
         sys.exit(f"{_console.name()}: interrupted; --resume goes on.")
     _print_result(result, output_dir)

@@ -9,7 +9,7 @@ from unittest import mock
 from absl.testing import absltest
 
 import tfdp_fl
-from tfdp_fl.experiments import Settings, plots, training
+from tfdp_fl.experiments import Settings, training
 
 
 def _without(*names):
@@ -26,11 +26,6 @@ class NeededTest(absltest.TestCase):
             ),
         ):
             tfdp_fl.datasets.load_digits(num_clients=10)
-        with (
-            _without("matplotlib"),
-            self.assertRaisesRegex(ImportError, "pip install matplotlib"),
-        ):
-            plots.pyplot()
 
     def test_a_run_without_matplotlib_leaves_everything_but_the_chart(self):
         prepared = training.prepare(

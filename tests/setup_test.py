@@ -200,7 +200,7 @@ class BuiltTest(absltest.TestCase):
         lines = re.findall(
             r"^(tfdp-fl-\w+) = ([\w.]+):(\w+)$", entries.read_text(), re.M
         )
-        self.assertLen(lines, 4)
+        self.assertLen(lines, 3)
         for name, module, function in lines[:2]:  # Each imports TensorFlow.
             done = subprocess.run(
                 [

@@ -28,7 +28,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "DPFederatedModel.privacy_statement DPFederatedModel.evaluate "
         "DPFederatedModel.evaluate_clients PrivateMetrics DPFederatedModel.predict "
         "DPFederatedModel.save DPFederatedModel.rounds "
-        "DPFederatedModel.mechanism DPFederatedModel.target",
+        "DPFederatedModel.mechanism DPFederatedModel.setup",
     ),
     "search": (
         "A search inside the budget",

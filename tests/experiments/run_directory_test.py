@@ -9,7 +9,7 @@ import tempfile
 
 from absl.testing import absltest
 
-from tfdp_fl.experiments import plots, run_directory
+from tfdp_fl.experiments import run_directory
 from tfdp_fl.experiments.run_directory import Run
 from tfdp_fl.experiments.settings import Settings
 
@@ -91,28 +91,6 @@ class ReadTest(_InFolder):
     def test_no_run(self):
         with self.assertRaisesRegex(ValueError, "holds no run"):
             Run.read(self.folder)
-
-
-class CurvesTest(_InFolder):
-    def test_tradeoff_is_of_means_over_the_seeds(self):
-        runs = [
-            Run.read(self.write_run(name, [accuracy], [1.0, epsilon]))
-            for name, accuracy, epsilon in (
-                ("b/seed=0", 0.75, 4.0),
-                ("a/seed=0", 0.5, 2.0),
-                ("a/seed=1", 0.7, 2.5),
-                ("none/seed=0", 0.9, math.inf),
-            )
-        ]
-        points = plots.tradeoff_of(runs)
-        self.assertLen(points, 2)
-        self.assertSequenceAlmostEqual(points[0], (2.5, 0.6, 0.02**0.5))
-        self.assertEqual(points[1], (4.0, 0.75, 0.0))
-        # What has no epsilon is a level to reach.
-        path = self.folder / "tradeoff.png"
-        groups = {"private": runs[:3], "none": runs[3:]}
-        plots.plot_comparison(groups, path, "tradeoff")
-        self.assertGreater(path.stat().st_size, 1000)
 
 
 if __name__ == "__main__":

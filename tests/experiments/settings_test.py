@@ -118,7 +118,7 @@ class SettingsTest(parameterized.TestCase):
         ({"rounds": -1}, "--rounds"),
         ({"clip_norm": "wide", "mechanism": "fixed"}, "--clip_norm"),
         ({"shuffle": "yes"}, "--shuffle"),
-        ({"iid": True, "shards_per_client": 3}, "--noiid"),
+        ({"iid": True, "shards_per_client": 3}, "--iid"),
         ({"median_noise_multiplier": "some", "mechanism": "median"}, "exact"),
     )
     def test_what_a_flag_would_have_refused(self, values, word):

@@ -15,12 +15,12 @@ _CONFIG = {
     "base": {
         "dataset": "digits",
         "num_clients": 20,
-        "clients_per_round": 10,
+        # All of them: to count what is not amplified takes no time.
+        "clients_per_round": 20,
         "model": "linear",
         "rounds": 2,
-        "target_epsilon": 8.0,
     },
-    "grid": {"mechanism": ["fixed", "median"]},
+    "grid": {"mechanism": ["fixed", "none"]},
     "seeds": [0, 1],
 }
 
@@ -66,7 +66,7 @@ class RunSweepTest(absltest.TestCase):
         rows = list(csv.DictReader((self.folder / "runs.csv").open()))
         self.assertEqual(
             [(row["mechanism"], row["seed"]) for row in rows],
-            [("fixed", "0"), ("fixed", "1"), ("median", "0"), ("median", "1")],
+            [("fixed", "0"), ("fixed", "1"), ("none", "0"), ("none", "1")],
         )
         summary = list(csv.DictReader((self.folder / "summary.csv").open()))
         self.assertLen(summary, 2)
@@ -79,10 +79,8 @@ class RunSweepTest(absltest.TestCase):
         self.assertEqual(summary[0]["delta"], rows[0]["delta"])
         # Nobody but a local mechanism has two epsilons.
         self.assertEqual(summary[0]["central_epsilon"], "")
-        self.assertTrue((self.folder / "accuracy.png").exists())
-        self.assertTrue((self.folder / "tradeoff.png").exists())
 
-        lost = self.folder / "mechanism=median" / "seed=0"
+        lost = self.folder / "mechanism=none" / "seed=0"
         accuracy = rows[2]["accuracy"]
         (lost / run_directory.RESULT).unlink()
         with mock.patch.object(training, "run", wraps=training.run) as run:
@@ -96,17 +94,6 @@ class RunSweepTest(absltest.TestCase):
         changed = {**_CONFIG, "base": {**_CONFIG["base"], "batch_size": 4}}
         with self.assertRaisesRegex(ValueError, "batch_size=10"):
             self._sweep(changed)
-
-        runs = sweeps.read_runs([self.folder])
-        self.assertLen(runs, 4)
-        self.assertEqual(
-            {name: len(g) for name, g in sweeps.groups_of(runs).items()},
-            {"mechanism=fixed": 2, "mechanism=median": 2},
-        )
-        by_seed = sweeps.groups_of(runs, ["seed"])
-        self.assertEqual(set(by_seed), {"seed=0", "seed=1"})
-        by_clip = sweeps.groups_of(runs, ["clip_norm"])
-        self.assertEqual(set(by_clip), {"clip_norm=0.5", "mechanism=median"})
 
     def test_local_runs_have_the_central_epsilon_too(self):
         local = {"rounds": 2, "clients_per_round": "all"}
@@ -130,7 +117,7 @@ class RunSweepTest(absltest.TestCase):
             failed = self._sweep({**_CONFIG, "seeds": [0]})
         self.assertEqual(failed, ["mechanism=fixed/seed=0: out of luck"])
         rows = list(csv.DictReader((self.folder / "runs.csv").open()))
-        self.assertEqual([row["mechanism"] for row in rows], ["median"])
+        self.assertEqual([row["mechanism"] for row in rows], ["none"])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import functools
 import os
 import shutil
 import signal
-import warnings
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -106,14 +106,17 @@ class PrivacyBudgetTest(parameterized.TestCase):
         epsilon = 0.5 * (after[4] + after[5])
         budget = tfdp_fl.callbacks.PrivacyBudget(epsilon, _DELTA)
         with self.subTest("first fit"):
-            said = []
-            fed.say = said.append
+            say = self.enter_context(mock.patch.object(type(fed), "say"))
             fed.fit(toy.clients(), rounds=12, verbose=0, callbacks=[budget])
             self.assertEqual(fed.rounds, 5)
             self.assertEqual(budget.stopped_before_round, 5)
             self.assertAlmostEqual(fed.epsilon(_DELTA), after[4], places=9)
-            self.assertRegex(said[0], "allows 5 of the 12 rounds asked for")
-            self.assertRegex(said[1], "stopped before round 6, which would")
+            self.assertRegex(
+                say.call_args_list[0].args[0], "allows 5 of the 12 rounds asked for"
+            )
+            self.assertRegex(
+                say.call_args_list[1].args[0], "stopped before round 6, which would"
+            )
         with self.subTest("a second fit goes on with what was spent"):
             history = fed.fit(toy.clients(), rounds=2, verbose=0, callbacks=[budget])
             self.assertEqual(fed.rounds, 5)
@@ -124,23 +127,6 @@ class PrivacyBudgetTest(parameterized.TestCase):
             self.assertEqual(history.epoch, [5, 6])
             self.assertLen(history.history["epsilon"], 2)
             self.assertLessEqual(fed.epsilon(_DELTA), after[6])
-
-    def test_pld_allows_more_rounds_than_rdp(self):
-        fed = toy.federated(sampling="shuffled", clients_per_round=40)
-        fed.fit(toy.clients(), rounds=1, verbose=0)
-        epsilon = 15.0
-        rounds = {
-            by: fed.costs.affordable_rounds(epsilon, _DELTA, 50, by)
-            for by in ("rdp", "pld")
-        }
-        self.assertGreater(rounds["pld"], rounds["rdp"])
-        for by, allowed in rounds.items():
-            spent = accounting.PrivacyAccountant()
-            charge = fed.spending.central.charges[0][0]
-            spent.add(charge, allowed + 1)
-            self.assertLessEqual(spent.epsilon(_DELTA, by), epsilon)
-            spent.add(charge)
-            self.assertGreater(spent.epsilon(_DELTA, by), epsilon)
 
     def test_local_budget_counts_the_client_seen_most(self):
         fed = toy.federated(
@@ -158,11 +144,6 @@ class PrivacyBudgetTest(parameterized.TestCase):
         budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
         history = fed.fit(toy.clients(), rounds=3, verbose=0, callbacks=[budget])
         self.assertEmpty(history.epoch)
-
-    @parameterized.parameters(0.0, float("nan"))
-    def test_refuses_what_no_epsilon_is_above(self, epsilon):
-        with self.assertRaisesRegex(ValueError, "epsilon must be a positive"):
-            tfdp_fl.callbacks.PrivacyBudget(epsilon, _DELTA)
 
 
 class LedgerTest(parameterized.TestCase):
@@ -332,19 +313,6 @@ class LedgerTest(parameterized.TestCase):
         second.fit(clients, 1, verbose=0, callbacks=[ledger])
         with self.assertRaisesRegex(ValueError, "gone on with in two places"):
             first.fit(clients, 1, verbose=0, callbacks=[ledger])
-
-    def test_a_seed_in_two_runs_of_a_ledger_is_warned_of(self):
-        clients = toy.clients()
-        fit = {"verbose": 0, "seed": 3}
-        toy.federated().fit(clients, callbacks=[self._append()], **fit)
-        self.assertTrue(
-            accounting.PrivacyLedger.read(self.path).entries[0].details["seeded"]
-        )
-        with self.assertWarnsRegex(RuntimeWarning, "give another seed"):
-            toy.federated().fit(clients, callbacks=[self._append()], **fit)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            toy.federated().fit(clients, verbose=0, callbacks=[self._append()])
 
     def test_a_ledger_that_is_deleted_stops_the_training(self):
         fed = toy.federated()

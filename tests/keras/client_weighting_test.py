@@ -27,9 +27,7 @@ _PATHS = {
     "a_few_at_a_time": {"beside": True, "few": True},
     "in_groups": {"beside": True, "at_once": 2},
     "streamed": {"streamed": True},
-    "streamed_side_by_side": {"streamed": True, "beside": True},
     "xla": {"xla": True, "batch_size": 1},
-    "two_replicas": {"replicas": 2},
     "sharded": {"runtime": hostile.HereWorkers()},
 }
 
@@ -58,17 +56,16 @@ def _moved(
         dataset = FederatedDataset.from_client_fn(list(clients), clients.__getitem__)
     else:
         dataset = FederatedDataset.from_client_arrays(clients)
-    model = toy.two_layers()
-    before = model.get_weights()
     fed = toy.federated(
         mechanism,
-        model,
+        toy.two_layers,
         len(clients),
         client_weighting=weighting,
         num_replicas=replicas,
         compile_options={"jit_compile": None if beside else xla},
         **options,
     )
+    before = fed.get_weights()
     changes = {"is_worthwhile": lambda *_: beside, "is_small": lambda *_: few}
     if at_once is not None:
         changes["clients_at_once"] = lambda *_: at_once

@@ -36,7 +36,6 @@ from tests.outside.loading import smooth_clipping
 from tfdp_fl import secure_aggregation
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import dense_models
-from tfdp_fl.keras import randomness
 from tfdp_fl.runtimes import ray_workers
 from tfdp_fl.runtimes import workers as workers_lib
 
@@ -350,11 +349,7 @@ class Trainer:
         if others is not None:
             data = {k: others(client) for k, client in data.items()}
         self._fed.set_weights(self._start)
-        self._fed._run = None
-        self._fed._attempts = randomness.Attempts()  # The same noise again.
-        if self._fed.engine is not None:
-            query = self._fed.engine.query
-            self._fed.engine.state = query.initial_global_state()
+        self._fed._forget_run()  # The same noise again.
         beside, few = self._is_beside, "few" in self.way
         with mock.patch.multiple(
             dense_models,

@@ -29,6 +29,10 @@ def _fit(fed, rounds=1, clients=None, **options):
     )
 
 
+def _dropout():
+    return toy.dense(dropout=0.5)
+
+
 def _clients_of_whom_one_fails(count):
     """Returns clients of ten examples; the fourth's cannot be read."""
     x, y = toy.arrays(10 * count)
@@ -107,11 +111,6 @@ class KerasTest(parameterized.TestCase):
                 loaded.predict(x, verbose=0), fed.predict(x, verbose=0)
             )
             np.testing.assert_allclose(fed(x[:4]), loaded(x[:4]))
-        with self.subTest("summary"):
-            lines = []
-            fed.summary(print_fn=lambda text, **_: lines.append(text))
-            self.assertIn("Mechanism: DP-FedAvg with fixed", "\n".join(lines))
-            self.assertIn("Rounds so far: 8", lines[-1])
 
     def test_standard_callbacks_work_as_they_are(self):
         path = files.directory(self)
@@ -129,7 +128,7 @@ class KerasTest(parameterized.TestCase):
                 keras.LearningRateScheduler(lambda epoch, _: 0.1 / (epoch + 1)),
                 keras.LambdaCallback(
                     on_epoch_end=lambda epoch, _: (
-                        rates.append(fed.compiled.learning_rate),
+                        rates.append(fed.require_compiled("it").learning_rate),
                         seen.append(fed.get_weights()),
                     )
                 ),
@@ -178,11 +177,13 @@ class SeedTest(parameterized.TestCase):
         def weights(seed):
             fed = toy.federated(
                 tfdp_fl.AdaptiveClipping(noise_multiplier=0.8),
-                toy.dense(dropout=0.5),
+                _dropout,
                 sampling="poisson",
             )
             _fit(fed, 2, seed=seed, shuffle=True)
-            return toy.flat(fed)
+            trained = toy.flat(fed)
+            toy.give_back(fed)
+            return trained
 
         first = weights(3)
         np.testing.assert_array_equal(first, weights(3))
@@ -197,20 +198,23 @@ class SeedTest(parameterized.TestCase):
                 compile_options={"server_optimizer": optimizer},
             )
 
-        whole, parts = make(), make()
+        whole = make()
         clips = _fit(whole, 4, seed=1).history["clip_norm"]
+        weights, spent = whole.get_weights(), whole.epsilon(_DELTA)
+        toy.give_back(whole)
+        parts = make()
         _fit(parts, 2, seed=1)
         history = _fit(parts, 2, seed=1)
         self.assertEqual(history.epoch, [2, 3])
         self.assertEqual(history.history["clip_norm"], clips[2:])
-        toy.assert_same(whole, parts)
-        self.assertEqual(whole.epsilon(_DELTA), parts.epsilon(_DELTA))
+        toy.assert_same(weights, parts)
+        self.assertEqual(parts.epsilon(_DELTA), spent)
         with self.subTest("also after compile, and on other clients"):
             parts.compile("sgd", toy.loss(), jit_compile=False)
             history = _fit(parts, 1, toy.clients(30), seed=1)
             self.assertNotEqual(history.history["clip_norm"], clips[:1])
             self.assertEqual(parts.rounds, 5)
-            self.assertGreater(parts.epsilon(_DELTA), whole.epsilon(_DELTA))
+            self.assertGreater(parts.epsilon(_DELTA), spent)
 
     def test_averaged_weights_are_what_fit_ends_with(self):
         averaging = tf.keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.6)
@@ -231,22 +235,6 @@ class SeedTest(parameterized.TestCase):
 
 
 class CohortTest(parameterized.TestCase):
-    def test_denominator_is_the_expected_size(self):
-        # Clients with the very same data: updates are all equal.
-        x, y = toy.arrays(10)
-        clients = FederatedDataset.from_indices(x, y, np.tile(np.arange(10), (40, 1)))
-        moved, sizes = [], []
-        for sampling in ("fixed_size", "poisson"):
-            fed = toy.federated(_QUIET, sampling=sampling)
-            before = toy.flat(fed)
-            sizes += _fit(fed, 1, clients, seed=2).history["cohort_size"]
-            moved.append(toy.flat(fed) - before)
-        self.assertEqual(sizes[0], 20)
-        self.assertNotEqual(sizes[1], 20)
-        np.testing.assert_allclose(
-            moved[1], moved[0] * sizes[1] / 20, rtol=1e-4, atol=1e-6
-        )
-
     def test_an_empty_cohort_is_pure_noise_and_charged(self):
         fed = toy.federated(clients_per_round=0.05, sampling="poisson")
         before = toy.flat(fed)
@@ -318,11 +306,6 @@ class SecureAggregationTest(parameterized.TestCase):
 
     @parameterized.named_parameters(
         ("fixed", _QUIET),
-        ("exact_median", tfdp_fl.MedianClipping(noise_multiplier=0.0)),
-        (
-            "private_median",
-            tfdp_fl.MedianClipping(noise_multiplier=0.0, median_noise_multiplier=0.1),
-        ),
         (
             "median_with_noise_at_the_clients",
             tfdp_fl.MedianClipping(noise_multiplier=0.1, noise_site="client"),
@@ -387,11 +370,6 @@ class SecureAggregationTest(parameterized.TestCase):
 class ErrorTest(parameterized.TestCase):
     """One sentence each, that names the argument."""
 
-    def _assert_refused(self, error, message, function):
-        with self.assertRaisesRegex(error, message) as caught:
-            function()
-        self.assertNotIn("\n", str(caught.exception).strip())
-
     @parameterized.parameters(
         ({"on_client_failure": "retry"}, "on_client_failure must be"),
         ({"non_trainable_state": "x"}, "non_trainable_state must be"),
@@ -410,31 +388,23 @@ class ErrorTest(parameterized.TestCase):
         ),
     )
     def test_construction(self, options, message):
-        self._assert_refused(ValueError, message, lambda: toy.federated(**options))
+        with self.assertRaisesRegex(ValueError, message):
+            toy.federated(**options)
 
-    def test_fit_refuses_what_does_not_belong_together(self):
-        fed = toy.federated(clients_per_round=41)
-        short = toy.federated(clients_per_round=[20, 20])
-        x, _ = toy.arrays(40)
-        wrong = FederatedDataset.from_indices(x, x[:, :2], np.arange(40).reshape(20, 2))
-        for error, message, fit in (
-            (ValueError, "clients_per_round .*40.* got 41", lambda: _fit(fed)),
-            (
-                ValueError,
-                "clients_per_round is a sequence of 2 values",
-                lambda: _fit(short, 3),
-            ),
-            (
-                ValueError,
-                "labels must have the shape",
-                lambda: _fit(toy.federated(), 1, wrong),
-            ),
-            (ValueError, "seed must be an integer", lambda: _fit(fed, seed=-1)),
+    def test_a_fit_that_is_refused_changes_nothing(self):
+        fed = toy.federated(clients_per_round=[20, 20])
+        _fit(fed, 1)
+        run, spent, before = fed.run, fed.epsilon(_DELTA), fed.get_weights()
+        for message, fit in (
+            ("clients_per_round is a sequence of 2", lambda: _fit(fed, 3)),
+            ("seed must be an integer", lambda: _fit(fed, seed=-1)),
+            ("clients_per_round .*19.* got 20", lambda: _fit(fed, 1, toy.clients(19))),
         ):
-            self._assert_refused(error, message, fit)
-        for model in (fed, short):
-            self.assertEqual(model.rounds, 0)
-            self.assertEqual(model.epsilon(_DELTA), 0.0)
+            with self.assertRaisesRegex(ValueError, message):
+                fit()
+        self.assertIs(fed.run, run)
+        self.assertEqual((fed.rounds, fed.epsilon(_DELTA)), (1, spent))
+        toy.assert_same(before, fed)
 
 
 class PopulationTest(parameterized.TestCase):

@@ -69,14 +69,6 @@ class AreaTest(parameterized.TestCase):
         self.assertBetween(found[0], 0.01, 0.99)
         self.assertAlmostEqual(*found, places=4)
 
-    def test_of_each_client_it_is_what_keras_evaluates(self):
-        fed = _federated(_AUC(name="auc"))
-        found = fed.evaluate_clients(toy.clients(5), verbose=0)["auc"]
-        for place, value in enumerate(found):
-            x, y = toy.clients(5).client(place)
-            wanted = fed.evaluate(x, y, verbose=0, return_dict=True)["auc"]
-            self.assertAlmostEqual(value, wanted, places=5)
-
     def test_a_private_mean_of_it_is_bounded_and_charged(self):
         fed = _federated(_AUC(name="auc"))
         fed.fit(toy.clients(), verbose=0)

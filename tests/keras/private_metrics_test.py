@@ -149,17 +149,10 @@ class ResultTest(parameterized.TestCase):
             self.assertAlmostEqual(result["num_clients"], 0, delta=0.1)
         self.assertEqual(fed.spending.evaluations, 3)
 
-    def test_nobody_is_drawn(self):
-        fed = _trained("poisson")
-        with mock.patch.object(client_metrics, "evaluate") as called:
-            released = _evaluated(fed, _private(clients_per_round=1e-9))
-        called.assert_not_called()
-        self.assertEqual(sorted(released)[-1], "num_clients_stddev")
-
 
 class ChargeTest(parameterized.TestCase):
-    @parameterized.parameters(("poisson", None), ("fixed_size", 10), ("shuffled", None))
-    def test_it_is_in_epsilon(self, sampling, some):
+    @parameterized.parameters("poisson", "fixed_size", "shuffled")
+    def test_it_is_in_epsilon(self, sampling):
         fed = _trained(sampling, 2)
         before = fed.epsilon(_DELTA)
         own = accounting.PrivacyAccountant()
@@ -167,77 +160,55 @@ class ChargeTest(parameterized.TestCase):
             own.add(charge, count)
         self.assertAlmostEqual(own.epsilon(_DELTA), before)
         for _ in range(2):
-            _evaluated(fed, _private(clients_per_round=some))
-        n, m = toy.NUM_CLIENTS, some or toy.NUM_CLIENTS
+            _evaluated(fed)
         own.add(
             charge_lib.RoundCharge(
                 sampling="fixed_size" if sampling == "fixed_size" else "poisson",
-                num_clients=n,
-                clients_per_round=m,
+                num_clients=toy.NUM_CLIENTS,
+                clients_per_round=toy.NUM_CLIENTS,
                 event=dp_accounting.GaussianDpEvent(4.0),
             ),
             2,
         )
         self.assertGreater(fed.epsilon(_DELTA), before + 1e-3)
-        for accountant in ("rdp", "pld"):
+        # PLD takes seconds for cohorts of a fixed size.
+        for by in ("rdp",) if sampling == "fixed_size" else ("rdp", "pld"):
             self.assertAlmostEqual(
-                fed.epsilon(_DELTA, accountant),
-                own.epsilon(_DELTA, accountant),
-                places=6,
+                fed.epsilon(_DELTA, by), own.epsilon(_DELTA, by), places=6
             )
-        statement = fed.privacy_statement(_DELTA)
-        self.assertIn("What evaluate_clients released", statement)
-        # Also where the rounds' noise is exact.
-        self.assertIn("Philox4x64-10", statement)
+        if sampling == "shuffled":
+            statement = fed.privacy_statement(_DELTA)
+            self.assertIn("What evaluate_clients released", statement)
+            # Also where the rounds' noise is exact.
+            self.assertIn("Philox4x64-10", statement)
         self.assertEqual(fed.rounds, 2)
         # And training goes on with it.
         fed.fit(toy.clients(), 1, verbose=0)
         self.assertGreater(fed.epsilon(_DELTA), own.epsilon(_DELTA))
 
-    def test_who_is_asked(self):
-        generator = np.random.default_rng(0)
-        private = _private(clients_per_round=25)
-        fixed = private.charge("fixed_size", 100)
-        self.assertEqual(fixed.sensitivity, 2.0)
-        self.assertLen(set(private.draw(fixed, generator)), 25)
-        poisson = private.charge("poisson", 100)
-        self.assertEqual(poisson.sensitivity, 1.0)
-        drawn = [len(private.draw(poisson, generator)) for _ in range(400)]
-        # 40,000 draws with probability 1/4: 6 standard deviations are 0.013.
-        self.assertAlmostEqual(np.mean(drawn) / 100, 0.25, delta=0.013)
-        self.assertGreater(len(set(drawn)), 3)
-
     def test_the_target_is_kept(self):
-        def make(**options):
-            fed = tfdp_fl.make_private(
-                toy.dense(),
-                target_epsilon=3.0,
-                target_delta=_DELTA,
-                num_clients=toy.NUM_CLIENTS,
-                clients_per_round=20,
-                rounds=3,
-                accountant="rdp",
-                num_replicas=1,
-                **options,
-            )
-            fed.compile("sgd", toy.loss(), metrics=["accuracy"])
-            fed.fit(toy.clients(), 3, verbose=0)
-            return fed
-
-        fed = make()
+        fed = tfdp_fl.make_private(
+            toy.dense(),
+            target_epsilon=3.0,
+            target_delta=_DELTA,
+            num_clients=toy.NUM_CLIENTS,
+            clients_per_round=20,
+            rounds=3,
+            accountant="rdp",
+            num_replicas=1,
+        )
+        fed.compile("sgd", toy.loss(), metrics=["accuracy"])
+        fed.fit(toy.clients(), 3, verbose=0)
         before = fed.epsilon(_DELTA)
         with (
             mock.patch.object(client_metrics, "evaluate") as called,
             self.assertRaisesRegex(
-                ValueError, r"epsilon to \d.*target_epsilon=3 .*on_overspend"
+                ValueError, r"epsilon to \d.*epsilon=3 of the target of make_private"
             ),
         ):
             _evaluated(fed)
         called.assert_not_called()
         self.assertEqual(fed.epsilon(_DELTA), before)
-        fed = make(on_overspend="warn")
-        _evaluated(fed)
-        self.assertGreater(fed.epsilon(_DELTA), 3.0)
 
 
 class LedgerTest(absltest.TestCase):
@@ -367,7 +338,6 @@ class RefusedTest(parameterized.TestCase):
             ({"bounds": {"loss": (1, 1)}}, ValueError, r"'loss': \(1, 1\)"),
             ({"bounds": {"loss": (0, np.inf)}}, ValueError, "finite number"),
             ({"noise_multiplier": -1}, ValueError, "noise_multiplier.*-1"),
-            ({"clients_per_round": 0}, ValueError, "clients_per_round.*0"),
         ):
             with self.assertRaisesRegex(error, message):
                 _private(**options)
@@ -382,8 +352,6 @@ class RefusedTest(parameterized.TestCase):
         for private, error, message in (
             (3, TypeError, "private must be a PrivateMetrics"),
             (unknown, ValueError, r"compiled \(.*'accuracy'.*got 'f1'"),
-            (_private(clients_per_round=50), ValueError, "at most .* 40"),
-            (_private(clients_per_round=2.5), ValueError, "whole number"),
         ):
             with self.assertRaisesRegex(error, message):
                 _evaluated(fed, private)

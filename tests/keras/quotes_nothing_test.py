@@ -59,7 +59,7 @@ def _said(function) -> str:
 class QuotesNothingTest(parameterized.TestCase):
     def _fit(self, clients, model=None, **options):
         fed = toy.federated(
-            tfdp_fl.NoPrivacy(), model or toy.dense(), clients_per_round=2
+            tfdp_fl.NoPrivacy(), model or toy.dense, clients_per_round=2
         )
         return _said(lambda: fed.fit(clients, verbose=1, **options))
 

@@ -86,64 +86,41 @@ def _streamed(clients):
     )
 
 
-def _mechanism(name):
-    if name == "median":
-        return tfdp_fl.MedianClipping(noise_multiplier=1.0)
-    if name == "adaptive":
-        return tfdp_fl.AdaptiveClipping(noise_multiplier=0.5, initial_clip_norm=0.3)
-    if name == "adaptive_local":
-        return tfdp_fl.AdaptiveLocalDP(epsilon=100.0, delta=1e-3, clipping_radius=0.3)
-    return tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0)
+_MECHANISMS = {
+    "fixed": tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0),
+    "median": tfdp_fl.MedianClipping(noise_multiplier=1.0),
+    "adaptive_local": tfdp_fl.AdaptiveLocalDP(
+        epsilon=100.0, delta=1e-3, clipping_radius=0.3
+    ),
+}
 
 
 class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        ("poisson", {}, False),
-        ("fixed_size", {"num_replicas": 2}, True),
-        ("poisson", {"client_weighting": _WEIGHTING}, True, True),
+        ("fixed", "poisson", False, {}),
+        ("fixed", "poisson", True, {"client_weighting": _WEIGHTING}),
+        ("median", "fixed_size", False, {"num_replicas": 2}),
+        ("adaptive_local", "fixed_size", True, {}),
     )
     def test_a_seeded_run_is_the_same_bit_by_bit(
-        self, kind, options, shuffle, streamed=False
+        self, mechanism, sampling, streamed, options
     ):
-        self._compare(kind, options, shuffle, streamed)
-
-    @parameterized.parameters(
-        ("median",),
-        ("adaptive_local", True),
-    )
-    def test_so_is_any_mechanism(self, name, streamed=False):
-        options = {"mechanism": _mechanism(name)}
-        self._compare("fixed_size", options, streamed=streamed)
-
-    @parameterized.parameters((None,), (True, True))
-    def test_so_is_one_that_is_compiled_otherwise(self, jit_compile, streamed=False):
-        self._compare(
-            "poisson",
-            {
-                "model": toy.two_layers,
-                "compile_options": {"jit_compile": jit_compile},
-            },
-            streamed=streamed,
-        )
-
-    def _compare(self, kind, options, shuffle=True, streamed=False):
         clients = _streamed(_uneven()) if streamed else _uneven()
 
         def trained():
-            given = dict(options)
-            if "model" in given:
-                given["model"] = given["model"]()
-            fed = toy.federated(clients_per_round=7, sampling=kind, **given)
+            fed = toy.federated(_MECHANISMS[mechanism], None, 7, sampling, **options)
             history = fed.fit(
                 clients,
                 rounds=7,
                 batch_size=4,
                 local_epochs=2,
                 seed=5,
-                shuffle=shuffle,
+                shuffle=True,
                 verbose=0,
             )
-            return [*fed.get_weights(), *history.history.values()]
+            values = [*fed.get_weights(), *history.history.values()]
+            toy.give_back(fed)
+            return values
 
         found = trained()
         with _in_turn():
@@ -169,25 +146,17 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_the_learning_rate_is_that_of_its_round(self):
         def weights(rate_of):
-            fed = toy.federated(
-                tfdp_fl.FixedClipping(clip_norm=9.0, noise_multiplier=0.0)
-            )
-            fed.fit(
-                toy.clients(),
-                rounds=3,
-                seed=1,
-                verbose=0,
-                callbacks=[tf.keras.callbacks.LearningRateScheduler(rate_of)],
-            )
-            return fed.get_weights()
+            quiet = tfdp_fl.FixedClipping(clip_norm=9.0, noise_multiplier=0.0)
+            fed = toy.federated(quiet)
+            scheduler = tf.keras.callbacks.LearningRateScheduler(rate_of)
+            fed.fit(toy.clients(), rounds=3, seed=1, verbose=0, callbacks=[scheduler])
+            trained = fed.get_weights()
+            toy.give_back(fed)
+            return trained
 
-        def falling(t):
-            return 0.1 / (1 + t)
-
-        wanted = weights(falling)
+        wanted = weights(lambda t: 0.1 / (1 + t))
         with _in_turn():
-            for one, other in zip(wanted, weights(falling), strict=True):
-                np.testing.assert_array_equal(one, other)
+            toy.assert_same(wanted, weights(lambda t: 0.1 / (1 + t)))
         self.assertNotAllClose(wanted[0], weights(lambda t: 0.1)[0])
 
     def test_a_training_that_stops_draws_others_afterwards(self):
@@ -272,31 +241,30 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
                 raise RuntimeError("the sampler is damaged")
             return draw(sampler, round_index)
 
-        for clients in (toy.clients(), _streamed(toy.clients())):
-            fed = toy.federated(clients_per_round=5)
-            with (
-                mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
-                self.assertRaisesRegex(RuntimeError, "is damaged"),
-            ):
-                fed.fit(clients, rounds=4, verbose=0)
-            # What was released is there, and paid for.
-            self.assertEqual(fed.run.rounds, 2)
+        fed = toy.federated(clients_per_round=5)
+        with (
+            mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+            self.assertRaisesRegex(RuntimeError, "is damaged"),
+        ):
+            fed.fit(_streamed(toy.clients()), rounds=4, verbose=0)
+        # What was released is there, and paid for.
+        self.assertEqual(fed.run.rounds, 2)
 
-    def test_one_that_goes_by_releases_is_not(self):
-        fed = toy.federated(
-            tfdp_fl.CorrelatedNoise(
-                clip_norm=0.5,
-                noise_multiplier=1.0,
-                strategy=tfdp_fl.BandedToeplitz(bands=2),
-                rounds=4,
-                min_separation=3,
-            ),
-            clients_per_round=4,
-            sampling="cyclic",
+    def test_one_that_goes_by_releases_or_by_those_before_is_not(self):
+        correlated = tfdp_fl.CorrelatedNoise(
+            clip_norm=0.5,
+            noise_multiplier=1.0,
+            strategy=tfdp_fl.BandedToeplitz(bands=2),
+            rounds=4,
+            min_separation=3,
         )
-        with mock.patch.object(chunks.Reader, "expect") as expect:
-            fed.fit(toy.clients(), rounds=3, verbose=0)
-        expect.assert_not_called()
+        for fed in (
+            toy.federated(correlated, None, 4, "cyclic"),
+            toy.federated(_MECHANISMS["adaptive_local"], None, 4),
+        ):
+            with mock.patch.object(chunks.Reader, "expect") as expect:
+                fed.fit(toy.clients(), rounds=3, verbose=0)
+            expect.assert_not_called()
 
 
 if __name__ == "__main__":

@@ -92,17 +92,6 @@ class StatementTest(parameterized.TestCase):
         self.assertNotIn("non_trainable_released", caveats)
         self.assertNotIn("seed_given", caveats)
 
-    def test_exact_median(self):
-        fed = _trained(
-            tfdp_fl.MedianClipping(noise_multiplier=lambda t: 1.0 + t),
-        )
-        facts = fed.privacy_statement(_DELTA, "dict")
-        self.assertIn("exact_median", facts["caveats"])
-        self.assertEqual(
-            facts["mechanism_parameters"]["noise_multiplier"],
-            "1 to 2 (scheduled)",
-        )
-
     def test_local_guarantee_is_not_called_central(self):
         fed = _trained(
             tfdp_fl.AdaptiveLocalDP(
@@ -137,15 +126,6 @@ class StatementTest(parameterized.TestCase):
         self.assertEqual(facts["implied_epsilon"], 50.0)
         self.assertAlmostEqual(facts["implied_delta"], 0.0139, places=4)
         self.assertIn("per_record", facts["caveats"])
-
-    def test_no_privacy_says_so(self):
-        fed = _trained(tfdp_fl.NoPrivacy(), rounds=1)
-        text = fed.privacy_statement(_DELTA)
-        self.assertIn("no differential-privacy guarantee", text)
-        facts = fed.privacy_statement(_DELTA, "dict")
-        self.assertFalse(facts["has_guarantee"])
-        self.assertIsNone(facts["epsilon"])
-        self.assertEmpty(facts["caveats"])
 
     @parameterized.parameters(
         ("client", "secure_aggregation_group_noise"),
@@ -218,22 +198,6 @@ class WhatItRestsOnTest(parameterized.TestCase):
             self.assertNotIn("delta_not_below_one_over_n", caveats)
         self.assertIn("at most 2C/n", fed.privacy_statement())
         self.assertAlmostEqual(fed.privacy_statement(format="dict")["delta"], 400**-1.1)
-
-    def test_who_computed_is_said(self):
-        amplified = _trained(sampling="poisson", rounds=1)
-        how = amplified.privacy_statement(_DELTA, "dict")["how"]
-        self.assertRegex(how, "by the privacy loss distributions of dp-acc")
-        self.assertRegex(how, "by the Renyi accounting of dp-acc")
-        plain = _trained(sampling="shuffled", rounds=1)
-        facts = plain.privacy_statement(_DELTA, "dict")
-        self.assertRegex(facts["how"], "exact conversion of one Gaussian")
-        self.assertNotIn("privacy loss distributions", facts["how"])
-        self.assertIn("exactly, as one Gaussian", facts["summary"])
-
-    def test_a_large_delta_is_warned_of_once_the_clients_are_known(self):
-        fed = toy.federated(delta=0.03)
-        with self.assertWarnsRegex(RuntimeWarning, "delta should be below"):
-            fed.fit(toy.clients(), verbose=0)
 
 
 if __name__ == "__main__":

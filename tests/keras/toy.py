@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp_fl
-from tfdp_fl.keras import resuming
+from tfdp_fl import keras_versions
+from tfdp_fl.keras import model_history, resuming
 
 NUM_CLIENTS = 40
 NUM_CLASSES = 3
@@ -92,30 +95,104 @@ def same_draws_when_resumed() -> Iterator[None]:
         yield
 
 
+# Models of `federated` by what they were made of: idle, and lent to a test.
+_idle: dict[str, list[tfdp_fl.DPFederatedModel]] = {}
+_lent: list[tuple[Any, ...]] = []
+_test = ""
+
+
 def federated(
     mechanism: tfdp_fl.FixedClipping | None = None,
-    model: tf.keras.Model | None = None,
+    model: Any = None,
     clients_per_round: Any = 20,
     sampling: str = "fixed_size",
     compile_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> tfdp_fl.DPFederatedModel:
-    """Returns a compiled model in one replica, without XLA: quick to trace."""
+    """Returns a compiled model in one replica, without XLA: quick to trace.
+
+    To trace takes a second of a processor. So a model that a test before was lent is
+    lent again, as new but for its programs, if it is of the same arguments.
+
+    Args:
+      mechanism: By default it clips to 0.5, and adds noise of 0.5.
+      model: A Keras model, or a function that makes one; by default `dense`.
+      clients_per_round: As in `DPFederatedModel`.
+      sampling: Likewise.
+      compile_options: Arguments of `compile`.
+      **options: Of `DPFederatedModel`.
+    """
     if mechanism is None:
         mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
-    fed = tfdp_fl.DPFederatedModel(
-        dense() if model is None else model,
-        mechanism,
-        clients_per_round,
-        sampling,
-        **{"num_replicas": 1, **options},
-    )
-    fed.compile(
-        **{
-            "optimizer": tf.keras.optimizers.SGD(0.1),
-            "loss": loss(),
-            "jit_compile": False,
-            **(compile_options or {}),
-        }
-    )
+    make, chosen = dense if model is None else model, compile_options or {}
+    given = {"mechanism": mechanism, "clients_per_round": clients_per_round}
+    given |= {"sampling": sampling, "num_replicas": 1, **options}
+    _take_back()
+    told = {name: _told(value) for name, value in chosen.items()}
+    key = repr((getattr(make, "__qualname__", " at 0x"), given, told))
+    if _idle.get(key):
+        fed = _idle[key].pop()
+    else:
+        made = make() if inspect.isfunction(make) else make
+        fed = tfdp_fl.DPFederatedModel(made, **given)
+        usual = {"optimizer": tf.keras.optimizers.SGD(0.1), "loss": loss()}
+        fed.compile(**{**usual, "jit_compile": False, **chosen})
+    # Objects are told apart by their addresses, which others may have later.
+    if _test and " at 0x" not in key and "<" not in key.partition(",")[0]:
+        compiled = fed.require_compiled("the loan")
+        values = [variable.numpy() for variable in fed.model.variables]
+        _lent.append((key, fed, compiled, compiled.learning_rate, values))
     return fed
+
+
+def _told(value: Any) -> Any:
+    """Returns what tells an argument of `compile` from others."""
+    if isinstance(value, tf.keras.optimizers.Optimizer):
+        return type(value).__name__, str(value.get_config())
+    plain = (
+        isinstance(part, str | int | float | None) for part in tf.nest.flatten(value)
+    )
+    return value if all(plain) else " at 0x"
+
+
+def give_back(fed: tfdp_fl.DPFederatedModel) -> None:
+    """Has a model that a test is done with be lent again, to the same test too."""
+    for loan in [loan for loan in _lent if loan[1] is fed]:
+        _lent.remove(loan)
+        _put_back(*loan)
+
+
+def _take_back() -> None:
+    """Takes back what another test was lent."""
+    global _test
+    current = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    if current != _test:
+        _test = current
+        for loan in _lent:
+            _put_back(*loan)
+        _lent.clear()
+
+
+def _put_back(key: str, fed: Any, compiled: Any, rate: float, values: Any) -> None:
+    """Makes a model as new, but for its programs."""
+    if fed._compiled is not compiled:
+        return
+    model, prepared, chosen = fed.model, fed._prepared, fed.setup
+    setup = {**vars(chosen), "mechanism": fed._given_mechanism}
+    for variable, value in zip(model.variables, values, strict=True):
+        variable.assign(value)
+    optimizer = compiled.server_optimizer
+    if prepared is not None and optimizer is not None:
+        new = type(optimizer).from_config(optimizer.get_config())
+        state = keras_versions.build_optimizer(new, model.trainable_variables)
+        for own, value in zip(prepared.engine.server.state, state, strict=True):
+            own.assign(value)
+    model.reset_metrics()
+    model.history, model.stop_training = None, False
+    compiled.set_learning_rate(rate)
+    vars(fed).clear()
+    fed.__init__(model, **setup)
+    fed._setup, fed._compiled, fed._prepared = chosen, compiled, prepared
+    fed._forget_run()
+    model_history.claim(fed, keras_versions.tf_variables(model.variables))
+    _idle.setdefault(key, []).append(fed)

@@ -23,7 +23,7 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         clients = _named()
         fed = toy.federated(clients_per_round=2)
         for _ in range(2):
-            fed.fit(clients, 3, validation_split=fraction, verbose=0)
+            fed.fit(clients, 3, validation_split=fraction, validation_freq=9, verbose=0)
         held = clients.split_by_id(fraction)[1].num_clients
         self.assertEqual(fed.run.spending.clients.num_clients, toy.NUM_CLIENTS - held)
         self.assertIn(_HELD_OUT, fed.privacy_statement(1e-2))

@@ -20,8 +20,7 @@ _PATHS = {
     "side_by_side": {"beside": True},
     "side_by_side_few": {"beside": True, "few": True},
     "streamed": {"streamed": True},
-    "xla": {"jit_compile": True, "batch_size": 5},
-    "xla_short_batches": {"jit_compile": True},
+    "xla": {"jit_compile": True},
 }
 
 
@@ -87,7 +86,7 @@ class _Trainer:
         self._batch_size = batch_size
         self.fed = toy.federated(
             mechanism or tfdp_fl.NoPrivacy(),
-            model or toy.two_layers(),
+            model or toy.two_layers,
             num_clients,
             compile_options={
                 "jit_compile": None if beside else jit_compile,
@@ -125,7 +124,6 @@ def _assert_close(one, other):
 class AsKerasTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *((path, "both") for path in sorted(_PATHS)),
-        ("one_by_one", "classes"),
         ("side_by_side", "classes"),
         ("one_by_one", "examples"),
     )
@@ -136,13 +134,12 @@ class AsKerasTest(tf.test.TestCase, parameterized.TestCase):
             options["class_weight"] = CLASS_WEIGHT
         if weights == "classes":
             client = client[:2]
-        batch_size = _PATHS[path].get("batch_size", 4)
-        wanted, _ = _by_keras(weights, batch_size)
+        wanted, _ = _by_keras(weights, 4)
         train = _Trainer(**_PATHS[path])
         train({0: client}, **options)
         _assert_close(train.fed, wanted)
         # They are not what training without weights comes to.
-        plain, _ = _by_keras("none", batch_size)
+        plain, _ = _by_keras("none", 4)
         self.assertGreater(np.abs(plain[0] - wanted[0]).max(), 1e-3)
 
     @parameterized.parameters(False, True)
@@ -241,28 +238,13 @@ class RefusedTest(parameterized.TestCase):
         fed = toy.federated()
         for value, error, message in (
             ([1, 2], TypeError, "class_weight must map .*, got a list"),
-            ({}, ValueError, "class_weight must map .*, got none"),
             ({"a": 1.0}, TypeError, "got 'a': 1.0"),
-            ({0: "1"}, TypeError, "got 0: '1'"),
-            ({-1: 1.0}, ValueError, "got -1: 1.0"),
             ({0: np.nan}, ValueError, "got 0: nan"),
             ({3: 1.0}, ValueError, "classes of the model, from 0 to 2, got 3"),
         ):
             with self.assertRaisesRegex(error, message):
                 fed.fit(toy.clients(), class_weight=value, verbose=0)
         self.assertEqual(fed.rounds, 0)
-
-    def test_class_weight_of_a_regression_with_two_outputs(self):
-        inputs = tf.keras.Input((8,))
-        outputs = [tf.keras.layers.Dense(3)(inputs) for _ in "ab"]
-        fed = toy.federated(
-            model=tf.keras.Model(inputs, outputs),
-            compile_options={"loss": [toy.loss(), toy.loss()]},
-            clients_per_round=1,
-        )
-        x, y = toy.arrays(5)
-        with self.assertRaisesRegex(ValueError, "class_weight must be None"):
-            fed.fit({0: (x, (y, y))}, class_weight={0: 1.0}, verbose=0)
 
     def test_a_new_class_weight_makes_a_new_engine(self):
         fed = toy.federated()

@@ -106,7 +106,7 @@ np.testing.assert_allclose(
 print("the model loads without tfdp_fl")
 """
 
-_COMMANDS = ("train", "accountant", "sweep", "plot")
+_COMMANDS = ("train", "accountant", "sweep")
 
 
 def _run(*command: str | pathlib.Path, cwd: pathlib.Path) -> str:

@@ -95,7 +95,7 @@ MISTAKES = {
     ),
     "no_clip": (
         lambda: _private(mechanism="fixed"),
-        "clip_norm|none|must be given with mechanism='fixed'",
+        "clip_norm|missing",
         TypeError,
     ),
     "clip": (

@@ -311,12 +311,7 @@ def _keras() -> Calls:
     )
     yield _usual(toy.federated().compile, loss="sparse_categorical_crossentropy")
     bounds = {"loss": (0.0, 1.0)}
-    yield _usual(
-        tfdp_fl.PrivateMetrics,
-        bounds=bounds,
-        noise_multiplier=1.0,
-        clients_per_round=3.0,
-    )
+    yield _usual(tfdp_fl.PrivateMetrics, bounds=bounds, noise_multiplier=1.0)
     score = tfdp_fl.PublicScore(*toy.arrays(4), "loss")
     search = {"build": len, "candidates": [{}], "expected_trials": 2, "score": score}
     yield _usual(tfdp_fl.PrivateSearch, **search, **target)

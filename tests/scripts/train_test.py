@@ -17,7 +17,7 @@ from tfdp_fl.experiments.run_directory import Run
 _CHANCE = 0.1
 # Few rounds where the defaults have many; the rest is --mechanism's own.
 _SHORT = {
-    "adaptive": ["--rounds=12"],
+    "adaptive": ["--rounds=12", "--accountant=rdp"],
     "local": ["--rounds=4"],
     "nbafl": ["--rounds=8"],
     "correlated": ["--rounds=12", "--model=linear"],

@@ -6,7 +6,7 @@ model.keras   the trained Keras model
 privacy.txt   the privacy statement
 privacy.json  the same, for programs
 accuracy.png  accuracy and epsilon against rounds
-report.html   all of it as one page; written by train.py
+report.html   all of it as one page
 result.json   the figures that a sweep compares; written last
 """
 
@@ -16,16 +16,16 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import os
 import pathlib
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfdp_fl import _files, _json
+from tfdp_fl import _files, _json, _on_use
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import callbacks
-from tfdp_fl.keras.callbacks import report
 
 CONFIG = "config.json"
 HISTORY = "history.csv"
@@ -149,23 +149,6 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
         ]
 
 
-def write_report(run: Run) -> None:
-    """Writes the page that `callbacks.Report` writes, of all of a run's rounds."""
-    rounds: dict[int, dict[str, float]] = {}
-    for name, (numbers, values) in run.history.items():
-        for number, value in zip(numbers, values, strict=True):
-            rounds.setdefault(number, {})[name] = value
-    text = report.page(
-        run.path.resolve().name,
-        json.loads((run.path / STATEMENT_JSON).read_text("utf-8")),
-        sorted(rounds.items()),
-        run.settings.to_dict(),
-        target=run.settings.target_epsilon,
-        ended_early=run.result.get("stopped") == "interrupted",
-    )
-    _files.write_text(run.path / REPORT, text)
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A run that was read back.
@@ -216,3 +199,22 @@ class Run:
             result,
             statement.get("caveats", {}),
         )
+
+    def draw(self) -> None:
+        """Draws accuracy (left axis) and epsilon (right) against rounds."""
+        with _on_use.needed("matplotlib", "A chart"):
+            from matplotlib import figure
+
+        settings = self.settings
+        drawn = figure.Figure(figsize=(7, 4), layout="constrained")
+        left = drawn.add_subplot(xlabel="round", ylabel="accuracy", ylim=(0, 1))
+        left.set_title(f"{settings.dataset}, {settings.model}, {settings.mechanism}")
+        left.plot(*self.history.get("val_accuracy", ([], [])))
+        left.grid(alpha=0.3)
+        rounds, epsilons = self.history.get("epsilon", ([], []))
+        if epsilons and math.isfinite(epsilons[-1]):
+            right = left.twinx()
+            right.plot(rounds, epsilons, "--", color="#D55E00")
+            right.set_ylabel(f"epsilon at delta = {self.result['delta']:.2g} (dashed)")
+            right.set_ylim(bottom=0)
+        drawn.savefig(self.path / CHART, dpi=100)

@@ -7,6 +7,7 @@ their declarations.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -56,7 +57,7 @@ class Option(NamedTuple):
     default: Any
     kind: Any
     help: str
-    only_with: tuple[str, ...] = ()
+    only_with: tuple[Any, ...] = ()
 
 
 _IMAGES = ("dataset", "digits", "mnist")
@@ -76,7 +77,7 @@ _OWN = {
         [True, False, None], bool, "Clients hold random examples, or shards.", _IMAGES
     ),
     "shards_per_client": Option(
-        [2, 2, None], int, "Label shards of a client, if not --iid.", _IMAGES
+        [2, 2, None], int, "Label shards of a client.", ("iid", False)
     ),
     "examples_per_client": Option(
         [20, 600, None], int, "How many each client holds.", _IMAGES
@@ -97,7 +98,12 @@ _OWN = {
     "model": Option(
         ["mlp", "mlp", "lstm"], ("linear", "mlp", "cnn", "lstm"), "The network."
     ),
-    "hidden_units": Option(["128", "600,100", "128,128"], str, "Units of the layers."),
+    "hidden_units": Option(
+        ["128", "600,100", "128,128"],
+        str,
+        "Units of the layers.",
+        ("model", "mlp", "cnn", "lstm"),
+    ),
     "input_pooling": Option(
         None, int, "Images come in as means over squares of this side.", _DENSE
     ),
@@ -228,6 +234,12 @@ def _starts(mechanism: str) -> dict[str, Any]:
     """Returns the parameters that `train.py` starts from."""
     starts = {field.name: field.metadata.get("start") for field in _fields(mechanism)}
     return {name: value for name, value in starts.items() if value is not None}
+
+
+def _words(option: Option) -> str:
+    """Returns what an option goes with, as a flag."""
+    name, *values = option.only_with
+    return f"--{name}={'|'.join(map(str, values))}"
 
 
 def _default(option: Option) -> Any:
@@ -362,16 +374,14 @@ class Settings(_Options):
         """Returns `hidden_units` as numbers."""
         if self.hidden_units is None:
             return None
-        try:
-            units = tuple(int(u) for u in str(self.hidden_units).split(","))
-            for width in units:
-                _validate.positive_integer(hidden_units=width)
-        except ValueError as error:
-            raise ValueError(
-                "--hidden_units must be positive integers as in 600,100, got "
-                f"{self.hidden_units!r}."
-            ) from error
-        return units
+        with contextlib.suppress(ValueError):
+            units = tuple(map(int, str(self.hidden_units).split(",")))
+            if min(units) > 0:
+                return units
+        raise ValueError(
+            "--hidden_units must be positive integers as in 600,100, got "
+            f"{self.hidden_units!r}."
+        )
 
     def delta(self, num_clients: int) -> float:
         """Returns the delta at which epsilon is reported."""
@@ -428,8 +438,6 @@ class Settings(_Options):
                 _validate.finite(**{f"--{name}": value})
 
     def _check_dataset(self) -> None:
-        if self.shards_per_client and self.iid:
-            raise ValueError("--shards_per_client needs --noiid.")
         if self.dataset == "shakespeare" and not self.data_path:
             raise ValueError("--dataset=shakespeare needs --data_path.")
         if self.data_path and not pathlib.Path(self.data_path).exists():
@@ -441,8 +449,6 @@ class Settings(_Options):
                 "--model=lstm and --dataset=shakespeare need each other, got "
                 f"--model={self.model} and --dataset={self.dataset}."
             )
-        if self.model == "linear" and self.hidden_units:
-            raise ValueError("--hidden_units is not for --model=linear.")
 
     def _check_mechanism(self) -> None:
         own = parameters_of(self.mechanism)
@@ -481,8 +487,7 @@ class Settings(_Options):
             value = getattr(filled, other)
             if value not in allowed:
                 raise ValueError(
-                    f"--{name} is for --{other}={'|'.join(allowed)}, got "
-                    f"--{other}={value}."
+                    f"--{name} is for {_words(option)}, got --{other}={value}."
                 )
 
 
@@ -498,7 +503,7 @@ def _help(option: Option) -> str:
     """Returns an option's help: with what it goes, and what each data set has."""
     text = option.help
     if option.only_with:
-        text += f" For --{option.only_with[0]}={'|'.join(option.only_with[1:])}."
+        text += f" For {_words(option)}."
     if isinstance(option.default, list):
         pairs = zip(_DATASETS, option.default, strict=True)
         own = {dataset: value for dataset, value in pairs if value is not None}

@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp_fl import _validate
-from tfdp_fl.experiments import plots, run_directory, training
+from tfdp_fl.experiments import run_directory, training
 from tfdp_fl.experiments.run_directory import Run
 from tfdp_fl.experiments.settings import Settings
 
@@ -103,9 +103,8 @@ def run_sweep(
 
     Each run leaves its files in a directory of its own, and after each the
     tables are written anew: `runs.csv` (a row a run) and `summary.csv` (mean
-    and standard deviation over the seeds), and in the end `accuracy.png` and
-    `tradeoff.png`. A sweep that was cut short goes on with the first run that
-    has no result (and inside it, if it saved checkpoints).
+    and standard deviation over the seeds). A sweep that was cut short goes on with
+    the first run that has no result (and inside it, if it saved checkpoints).
 
     Args:
       config: See this module.
@@ -145,13 +144,6 @@ def run_sweep(
         )
         write_tables(root, trials)
     write_tables(root, trials)
-    groups = groups_of(read_runs([root]))
-    if groups:
-        try:
-            plots.plot_comparison(groups, root / "accuracy.png")
-            plots.plot_comparison(groups, root / "tradeoff.png", "tradeoff")
-        except ImportError as error:
-            say(str(error))
     return failed
 
 
@@ -228,41 +220,3 @@ def write_tables(root: pathlib.Path, trials: Sequence[Trial]) -> None:
     columns = [*varied, "runs", "accuracy", "stddev"]
     columns += ["epsilon", "delta", "central_epsilon", *_MEANS]
     run_directory.write_csv(root / SUMMARY_TABLE, summary, columns)
-
-
-def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """Returns the runs in directories, at any depth, sorted by place.
-
-    Raises:
-      ValueError: One of them holds none.
-    """
-    runs = []
-    for path in map(pathlib.Path, paths):
-        found = sorted(path.rglob(run_directory.CONFIG))
-        if not found:
-            raise ValueError(f"{path} holds no run.")
-        runs += [Run.read(config.parent) for config in found]
-    return runs
-
-
-def groups_of(runs: Sequence[Run], by: Sequence[str] = ()) -> dict[str, list[Run]]:
-    """Returns runs that belong together, by the name of the group.
-
-    Args:
-      runs: The runs.
-      by: Names of settings; those of equal values make a group, and those
-        that have none of the settings, one a mechanism. Without, the seeds of
-        a sweep's configuration do, and any other run by itself.
-    """
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        if by:
-            values = ((name, getattr(run.settings, name)) for name in by)
-            name = ", ".join(f"{k}={v}" for k, v in values if v is not None)
-            name = name or f"mechanism={run.settings.mechanism}"
-        elif run.path.name.startswith("seed="):
-            name = run.path.parent.name
-        else:
-            name = run.path.name
-        groups.setdefault(name, []).append(run)
-    return groups

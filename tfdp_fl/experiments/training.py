@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdp_fl import _files, losses, mechanisms
 from tfdp_fl import sampling as sampling_lib
-from tfdp_fl.experiments import plots, run_directory, tasks
+from tfdp_fl.experiments import run_directory, tasks
 from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
@@ -202,6 +202,7 @@ def run(
     federated_model, delta = prepared.federated_model, prepared.delta
     listeners: list[tf.keras.callbacks.Callback] = [
         run_directory.HistoryFile(path / run_directory.HISTORY),
+        callbacks.Report(path / run_directory.REPORT, delta),
         callbacks.RoundCheckpoint(
             path / run_directory.CHECKPOINT,
             # Else for a run that is interrupted, which can always be resumed.
@@ -212,7 +213,7 @@ def run(
     budget = None
     if settings.noise_multiplier is not None and settings.target_epsilon:
         budget = callbacks.PrivacyBudget(
-            settings.target_epsilon, delta, federated_model.accountant
+            settings.target_epsilon, delta, federated_model.setup.accountant
         )
         listeners.insert(0, budget)
     stopped = None
@@ -266,7 +267,7 @@ def _leave_files(
         *prepared.task.test, batch_size=1024, verbose=0, return_dict=True
     )
     mechanism = federated_model.mechanism
-    by = federated_model.accountant
+    by = federated_model.setup.accountant
     result = {
         "accuracy": scores["accuracy"],
         "loss": scores["loss"],
@@ -290,15 +291,15 @@ def _leave_files(
         "seconds": round(seconds, 2),
     }
     if settings.mechanism in settings_lib.CENTRAL:
-        for each in ("rdp", "pld"):
-            result[f"epsilon_{each}"] = federated_model.epsilon(prepared.delta, each)
+        for name in ("rdp", "pld"):
+            result[f"epsilon_{name}"] = federated_model.epsilon(prepared.delta, name)
     if mechanism.guarantee == mechanisms.LocalDP.guarantee:
         result["central_epsilon"] = federated_model.central_epsilon(prepared.delta, by)
     run_directory.write_json(path / run_directory.RESULT, result)
     if not federated_model.rounds:
         return result  # There is nothing to draw.
     try:
-        plots.plot_run(run_directory.Run.read(path), path / run_directory.CHART)
+        run_directory.Run.read(path).draw()
     except ImportError as error:  # Everything else is there.
         warnings.warn(str(error), stacklevel=2)
     return result

@@ -18,14 +18,15 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp_fl import _files, _json
 
-FORMAT = "tfdp_fl checkpoint 2"
+FORMAT = "tfdp_fl checkpoint 3"
 _NAME = re.compile(r"round-(\d{8})\.npz")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -55,6 +56,38 @@ class Checkpoint:
     round_index: int
     metadata: dict[str, Any]
     arrays: dict[str, np.ndarray]
+
+    def to_bytes(self) -> bytes:
+        """Returns the bytes of a file."""
+        arrays = {name: np.asarray(array) for name, array in self.arrays.items()}
+        body = {
+            "format": FORMAT,
+            "metadata": self.metadata,
+            # NumPy's files do not name the dtypes of others, such as bfloat16.
+            "dtypes": {name: array.dtype.name for name, array in arrays.items()},
+        }
+        stream = io.BytesIO()
+        members: dict[str, Any] = {f"array/{name}": arrays[name] for name in arrays}
+        np.savez(stream, json=np.array(_json.canonical(body)), **members)
+        data = stream.getvalue()
+        return data + hashlib.sha256(data).digest()
+
+    @classmethod
+    def from_bytes(cls, round_index: int, data: bytes) -> Checkpoint:
+        """Returns what was written; raises ValueError unless it is to the last bit."""
+        data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError("its checksum is wrong, or an earlier version wrote it")
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            body = json.loads(str(file["json"]))
+            if body["format"] != FORMAT:
+                raise ValueError(f"it has the format {body['format']!r}")
+            arrays = {name: file[f"array/{name}"] for name in body["dtypes"]}
+        for name, array in arrays.items():
+            if array.dtype.kind == "V":
+                dtype = tf.as_dtype(body["dtypes"][name]).as_numpy_dtype
+                arrays[name] = array.view(dtype)
+        return cls(round_index=round_index, metadata=body["metadata"], arrays=arrays)
 
 
 class CheckpointDirectory:
@@ -96,10 +129,7 @@ class CheckpointDirectory:
         for round_index in rounds:
             file = self.file(round_index)
             try:
-                metadata, arrays = unpacked(file.read_bytes())
-                return Checkpoint(
-                    round_index=round_index, metadata=metadata, arrays=arrays
-                )
+                return Checkpoint.from_bytes(round_index, file.read_bytes())
             except (ValueError, OSError) as error:
                 problems.append(f"The checkpoint {file} is damaged: {error}.")
                 warnings.warn(
@@ -157,8 +187,7 @@ class CheckpointDirectory:
           CheckpointWriteError: It could not be written; the earlier ones are
             as they were.
         """
-        data = packed(checkpoint.metadata, checkpoint.arrays)
-        write_atomically(self.file(checkpoint.round_index), data)
+        write_atomically(self.file(checkpoint.round_index), checkpoint.to_bytes())
         for old in self.rounds()[keep:]:
             self.file(old).unlink(missing_ok=True)
 
@@ -192,45 +221,3 @@ def _clear_errors(path: pathlib.Path) -> Iterator[None]:
             f"{path} cannot be written: {error.strerror or error}. What was "
             "there before is unchanged."
         ) from error
-
-
-def packed(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Returns JSON values and arrays as the bytes of a file."""
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    body = {
-        "format": FORMAT,
-        "metadata": metadata,
-        # NumPy's files do not name the dtypes of others, such as bfloat16.
-        "dtypes": {
-            name: array.dtype.name
-            for name, array in arrays.items()
-            if array.dtype.kind == "V"
-        },
-    }
-    stream = io.BytesIO()
-    members: dict[str, Any] = {f"array/{name}": arrays[name] for name in arrays}
-    np.savez(stream, json=np.array(_json.canonical(body)), **members)
-    data = stream.getvalue()
-    return data + hashlib.sha256(data).digest()
-
-
-def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns what was packed; raises ValueError unless it is to the last bit."""
-    data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if hashlib.sha256(data).digest() != digest:
-        raise ValueError("its checksum is wrong, or an earlier version wrote it")
-    with np.load(io.BytesIO(data), allow_pickle=False) as file:
-        body = json.loads(str(file["json"]))
-        if body["format"] != FORMAT:
-            raise ValueError(f"it has the format {body['format']!r}")
-        arrays = {
-            name.removeprefix("array/"): file[name]
-            for name in file.files
-            if name != "json"
-        }
-    if body["dtypes"]:
-        import tensorflow as tf  # Knows the dtypes that NumPy does not.
-
-        for name, dtype in body["dtypes"].items():
-            arrays[name] = arrays[name].view(tf.as_dtype(dtype).as_numpy_dtype)
-    return body["metadata"], arrays

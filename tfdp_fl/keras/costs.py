@@ -37,7 +37,7 @@ class RoundCosts:
     ) -> np.ndarray:
         """Returns the positions (int64 [K]) of a round's clients.
 
-        Those who took part as often as they may sit out.
+        Clients that took part as often as they may sit out.
 
         Args:
           round_index: The round, counted from 0.
@@ -67,7 +67,7 @@ class RoundCosts:
             size = answered
         expected = run.deployment.cohort_size(round_index)
         if mechanism.guarantee == spending_lib.LOCAL and size < expected:
-            # The noise of those who are missing is missing too.
+            # Clients that are missing did not add their noise.
             event = dp_accounting.NonPrivateDpEvent()
         return run.sampler.charge(round_index, event)
 
@@ -128,8 +128,8 @@ class RoundCosts:
         def cost(count: int) -> float:
             trial = run.spending.central.copy()
             ahead = range(run.rounds, run.rounds + count)
-            for each, alike in collections.Counter(map(charge, ahead)).items():
-                trial.add(each, alike)
+            for kind, rounds_alike in collections.Counter(map(charge, ahead)).items():
+                trial.add(kind, rounds_alike)
             return trial.epsilon(delta, accountant or self.setup.accountant)
 
         most = min(rounds, _TRIED_FIRST)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import difflib
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +13,6 @@ import tensorflow as tf
 
 from tfdp_fl import _validate, accounting, mechanisms, schedules
 from tfdp_fl import sampling as sampling_lib
-from tfdp_fl.accounting.charge import ACCOUNTANTS
 from tfdp_fl.keras import model as model_lib
 from tfdp_fl.keras import training_setup
 
@@ -27,9 +24,8 @@ _MODEL_OPTIONS = (
     "client_weighting",
     "noise_generator",
 )
-# What `make_private` chooses, and what it knows of a mechanism's parameters.
+# What `make_private` chooses of a mechanism's parameters.
 _CHOSEN = {"noise_multiplier", "epsilon", "delta"}
-_KNOWN = {*_CHOSEN, "clients_per_round", "rounds", "min_separation"}
 # Noise multipliers that no run has, to ask a mechanism what it allows.
 _TINY, _HUGE = 1e-6, 1e6
 
@@ -44,7 +40,6 @@ def make_private(
     mechanism: str | mechanisms.Mechanism = "adaptive",
     sampling: str = "poisson",
     accountant: str | None = None,
-    on_overspend: str = "stop",
     **options: Any,
 ) -> model_lib.DPFederatedModel:
     """Returns a `DPFederatedModel` with the smallest noise for a target.
@@ -73,8 +68,6 @@ def make_private(
       accountant: "rdp" or "pld", for the calibration and for `epsilon` of the
         returned model; None: PLD, the tighter one, wherever it is tight and
         quick (`accounting.tightest`), and RDP elsewhere.
-      on_overspend: "stop": a `fit` ends before the round that would pass the
-        target, and says so; "warn": it warns once, and goes on.
       **options: Further arguments of the mechanism (such as `clip_norm`) and
         of `DPFederatedModel`. "median" is private here: its
         `median_noise_multiplier`, unless given, is
@@ -88,12 +81,14 @@ def make_private(
         name: options.pop(name) for name in _MODEL_OPTIONS if name in options
     }
     _check_mechanism(mechanism, options)
-    epsilon = _validate.positive(target_epsilon=target_epsilon)
-    delta = _validate.inside_unit_interval(target_delta=target_delta)
-    _validate.positive_integer(num_clients=num_clients)
-    _validate.positive_integer(rounds=rounds)
-    _validate.one_of(training_setup.ON_OVERSPEND, on_overspend=on_overspend)
-    training_setup.warn_of_large_delta("target_delta", delta, num_clients)
+    target = training_setup.PrivacyTarget(
+        epsilon=target_epsilon,
+        delta=target_delta,
+        accountant="rdp" if accountant is None else accountant,
+        num_clients=num_clients,
+        rounds=rounds,
+    )
+    training_setup.warn_of_large_delta("target_delta", target_delta, num_clients)
     # Calibrated for the very cohort sizes that will be drawn.
     clients_per_round = schedules.fixed(clients_per_round)
     smallest = min(
@@ -109,8 +104,8 @@ def make_private(
         options = known_facts(kind, rounds, num_clients, smallest) | options
 
         def make(noise: float) -> mechanisms.Mechanism:
-            target = mechanisms.Target(noise, epsilon, delta, smallest)
-            return kind.for_target(target, **options)
+            wanted = mechanisms.Target(noise, target.epsilon, target.delta, smallest)
+            return kind.for_target(wanted, **options)
 
     sampler = sampling_lib.make_sampler(
         sampling,
@@ -119,8 +114,6 @@ def make_private(
         num_groups=make(_TINY).min_separation,
     )
     noise = None
-    if accountant is not None:
-        _validate.one_of(ACCOUNTANTS, accountant=accountant)
     if make(_TINY).guarantee == "central":
         deployment = mechanisms.Deployment(
             clients_per_round=clients_per_round,
@@ -135,34 +128,24 @@ def make_private(
         limit = largest_noise(make, deployment)
         if accountant is None:
             kinds = charges(1.0 if limit is None else min(1.0, limit))
-            accountant = accounting.tightest(charge for charge, _ in kinds)
+            tightest = accounting.tightest(charge for charge, _ in kinds)
+            target = dataclasses.replace(target, accountant=tightest)
         why = "" if limit is None else f" {make(_TINY).noise_limit_reason}"
         try:
             noise = accounting.calibrate(
-                charges, epsilon, delta, accountant, upper=limit
+                charges, target.epsilon, target.delta, target.accountant, upper=limit
             )
         except ValueError as error:
             raise ValueError(f"{error}{why}") from error
-    accountant = accountant or "rdp"
     made = make(_TINY if noise is None else noise)
-    target = None
-    if made.guarantee != "none":
-        target = training_setup.PrivacyTarget(
-            epsilon=epsilon,
-            delta=delta,
-            accountant=accountant,
-            num_clients=num_clients,
-            rounds=rounds,
-            on_overspend=on_overspend,
-        )
     return model_lib.DPFederatedModel(
         model,
         made,
         clients_per_round,
         sampling,
-        delta=delta,
-        accountant=accountant,
-        target=target,
+        delta=target.delta,
+        accountant=target.accountant,
+        target=None if made.guarantee == "none" else target,
         **model_options,
     )
 
@@ -266,26 +249,10 @@ def _check_mechanism(
                 f"{mechanism!r}."
             )
         return
-    _validate.one_of(names, mechanism=mechanism)
-    kind = mechanisms.by_name(mechanism)
-    fields = dataclasses.fields(kind)
-    for field in fields:
-        has_default = not (
-            field.default is field.default_factory is dataclasses.MISSING
-        )
-        if field.init and not has_default and field.name not in (*_KNOWN, *options):
-            raise TypeError(
-                f"{field.name} must be given with mechanism={mechanism!r}, got none."
-            )
-    allowed = {field.name for field in fields} - _CHOSEN
-    arguments = [*inspect.signature(make_private).parameters][:-1]
+    kind = mechanisms.by_name(_validate.one_of(names, mechanism=mechanism))
+    allowed = {field.name for field in dataclasses.fields(kind)} - _CHOSEN
     for option in options.keys() - allowed:
-        meant = difflib.get_close_matches(
-            option, [*allowed, *_MODEL_OPTIONS, *arguments], 1
-        )
-        hint = f", which takes {', '.join(sorted(allowed))}."
-        if meant:
-            hint = f": do you mean {meant[0]}?"
         raise TypeError(
-            f"{option} is not an argument of make_private or of {kind.__name__}{hint}"
+            f"{option} is not an argument of make_private or of {kind.__name__}; "
+            f"together they take {', '.join(sorted({*allowed, *_MODEL_OPTIONS}))}."
         )

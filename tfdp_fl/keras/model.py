@@ -7,9 +7,6 @@ lasts), `statement`.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,7 +24,7 @@ from tfdp_fl import (
     schedules,
 )
 from tfdp_fl.accounting import spending as spending_lib
-from tfdp_fl.datasets import FederatedDataset, persons
+from tfdp_fl.datasets import persons
 from tfdp_fl.engine import CohortEngine, LocalTraining
 from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import (
@@ -35,24 +32,18 @@ from tfdp_fl.keras import (
     keras_names,
     model_history,
     private_metrics,
-    randomness,
     resuming,
     round_loop,
     statement,
     training_setup,
 )
-from tfdp_fl.keras import (
-    validation_data as validation_data_lib,
-)
 from tfdp_fl.keras.costs import RoundCosts
-from tfdp_fl.keras.preparation import Preparation, PreparedEngine
+from tfdp_fl.keras.preparation import PreparedEngine, prepare
 from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
+from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
-
-# Local steps after which the averages of an adaptive optimizer mean something.
-_STEPS_TO_ADAPT = 20
 
 
 class NotCompiledError(RuntimeError, ValueError):
@@ -123,8 +114,8 @@ class DPFederatedModel:
             are added on a grid, and the noise is the ideal Gaussian rounded to it,
             from the operating system's random bits and without floating point's
             errors. It takes no `seed`, and several times as long.
-          target: What the noise was calibrated for; kept in every `fit`, as
-            its `on_overspend` says. `make_private` gives it.
+          target: What the noise was calibrated for; kept in every `fit`.
+            `make_private` gives it.
           client_weighting: What clients count in the mean, such as
             `tfdp_fl.ClientWeighting.num_examples(cap=100)`; None: 1 each. The
             noise and its cost are the same. With mechanisms that clip whole
@@ -155,13 +146,9 @@ class DPFederatedModel:
         self._run: Run | None = None
         # Whether clients' metrics were shown without noise.
         self._showed_metrics = False
-        self._attempts = randomness.Attempts()
-        self._keep_target = [] if target is None else [callbacks_lib.KeepTarget(target)]
         self._compiled: Compiled | None = None
         self._prepared: PreparedEngine | None = None
         self._verbose = 0
-        # How the last `fit` trained clients, for people to read.
-        self.executor: str | None = None
         # Of the last `fit`: its budgets, ledgers and checkpoints.
         self.federated_callbacks: list[callbacks_lib.FederatedCallback] = []
 
@@ -196,30 +183,22 @@ class DPFederatedModel:
 
     def __getattr__(self, name: str) -> Any:
         """Returns what the Keras model calls by a name, if it is handed on."""
-        if name.startswith("_") or name == "model":
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}"
-            )
-        return keras_names.handed_on(self.model, name)
+        if name not in keras_names.HANDED_ON:
+            raise AttributeError(keras_names.missing(name))
+        return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute, and `stop_training` of the Keras model."""
-        if name in ("model", "setup", "run"):
-            raise AttributeError(
-                f"{name} cannot be set: what the model's weights cost is counted by "
-                "it. For another one, wrap a Keras model that was built anew."
-            )
-        if name in keras_names.INSTEAD:
-            raise AttributeError(keras_names.missing(name))
-        if name in keras_names.HANDED_ON:
-            if name != "stop_training":
-                raise AttributeError(
-                    f"{name} is the Keras model's own: set it on that model "
-                    "before it is wrapped."
-                )
+        """Sets `stop_training` of the Keras model, and nothing else of others."""
+        if name == "stop_training":
             self.model.stop_training = value
-            return
-        super().__setattr__(name, value)
+        elif name.startswith("_") or name == "federated_callbacks":
+            super().__setattr__(name, value)
+        else:
+            raise AttributeError(
+                f"{name} cannot be set: it is the Keras model's own, or what the "
+                "weights cost is counted by it. For another one, wrap a Keras model "
+                "that was built anew."
+            )
 
     def __dir__(self) -> list[str]:
         """Returns all names, with those of the Keras model's handed on."""
@@ -274,9 +253,7 @@ class DPFederatedModel:
             round start from, with an int64 seed of shape [2].
           **others: None; what is given is refused, with what to give instead.
         """
-        keras_names.refuse_arguments(
-            "compile", others, _arguments(type(self).compile), keras_names.OF_COMPILE
-        )
+        keras_names.refuse_arguments("compile", others)
         model_history.check_idle(self.model, "compile")
         if loss is None:
             raise ValueError("loss must be given, got None.")
@@ -385,13 +362,6 @@ class DPFederatedModel:
         """Saves the trained Keras model, which loads without this package."""
         self.model.save(path, **kwargs)
 
-    def summary(self, *args: Any, **kwargs: Any) -> None:
-        """Prints the model's layers, and how it is trained."""
-        print_fn = kwargs.get("print_fn") or print
-        self.model.summary(*args, **kwargs)
-        print_fn(f"Mechanism: {self.mechanism.describe()}")
-        print_fn(f"Cohorts: {self.sampling}. Rounds so far: {self.rounds}")
-
     # Training.
 
     @_interrupts.recognised()
@@ -427,8 +397,7 @@ class DPFederatedModel:
         A second call goes on with the same model, clip, server optimizer and
         spent budget; rounds are counted over all calls. A model of
         `make_private` keeps its target over all of them: it ends before the
-        round that would pass it (with an empty history, if that is the first),
-        unless it was made with `on_overspend="warn"`.
+        round that would pass it (with an empty history, if that is the first).
 
         Args:
           clients: The clients' data: a `FederatedDataset`, a mapping or list
@@ -473,7 +442,7 @@ class DPFederatedModel:
           validation_split: The share of the clients that are held out, whole,
             as validation data: they are in no cohort. Each client's id says
             whether it is one of them (so that the share is about that), in
-            every `fit` alike, whoever else is there. The metrics on them are
+            every `fit` alike, whatever other clients there are. The metrics on them are
             exact, and epsilon does not cover them.
           resume_from: A directory that `RoundCheckpoint` wrote.
           between_client_variance: Whether to report Geyer's V_c and U_s; costs
@@ -491,25 +460,18 @@ class DPFederatedModel:
           `failed_clients`, `abandoned_rounds`, `epsilon` where a delta is
           known, and `between_client_variance` and `update_scale` if asked for.
         """
-        keras_names.refuse_arguments(
-            "fit", others, _arguments(type(self).fit), keras_names.OF_FIT
-        )
+        keras_names.refuse_arguments("fit", others)
         self.require_compiled("fit")
         if client_ids is None and isinstance(y, int) and rounds == 1:
             y, rounds = None, y
         clients = persons.of_fit(
             clients if x is None else x, y, client_ids, sample_weight
         )
-        validation = validation_data_lib.Validation(
+        clients, validation = Validation(
             data=validation_data,
             every=validation_freq,
             batch_size=validation_batch_size,
-        )
-        clients, held_out_data, held_out = validation_data_lib.split(
-            clients, validation_data, validation_split
-        )
-        if held_out:
-            validation = dataclasses.replace(validation, data=held_out_data)
+        ).without_held_out(clients, validation_split)
         _validate.positive_integer(rounds=rounds)
         _validate.positive_integer(batch_size=batch_size)
         _validate.positive_integer(local_epochs=local_epochs)
@@ -533,17 +495,14 @@ class DPFederatedModel:
             interrupted = resuming.InterruptedRun.read(resume_from, self, clients, plan)
             plan = interrupted.plan
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
-        self._check_plan(clients, plan)
-        run, self._prepared = Preparation(
-            fed=self,
-            clients=clients,
-            plan=plan,
+        run, self._prepared = prepare(
+            self,
+            clients,
+            plan,
+            before=self._prepared,
+            calibration=None if interrupted is None else interrupted.calibration,
             class_weight=class_weight,
             moments=between_client_variance,
-        ).prepare(
-            self._attempts,
-            self._prepared,
-            None if interrupted is None else interrupted.calibration,
         )
         engine = self._prepared.engine
         engine.state = run.mechanism_state
@@ -555,93 +514,13 @@ class DPFederatedModel:
             if audit is not None:
                 audit.begin(engine)
                 run.audit = audit
-            run.begin_fit(
-                seed, self.setup.noise_generator, validation.data is not None, held_out
-            )
+            run.begin_fit(seed, self.setup.noise_generator, validation)
             run.facts.metrics_shown |= self._showed_metrics
             self._run = run
         collector = engine if runtime is None else runtime.collector(engine, clients)
-        return self._train(clients, callbacks, validation, collector, audit)
-
-    def _train(
-        self,
-        clients: FederatedDataset,
-        callbacks: list[tf.keras.callbacks.Callback],
-        validation: validation_data_lib.Validation,
-        collector: Any,
-        audit: auditing.CanaryAudit | None,
-    ) -> tf.keras.callbacks.History:
-        """Runs the rounds of the run's plan."""
-        begun_with = round_loop.digest(self.model)
-        federated = [
-            callback
-            for callback in [*callbacks, *self._keep_target]
-            if isinstance(callback, callbacks_lib.FederatedCallback)
-        ]
-        for callback in federated:
-            other = callback.federated_model
-            if other not in (None, self) and model_history.is_fitting(other.model):
-                raise RuntimeError(
-                    f"callbacks must not have the {type(callback).__name__} of a fit "
-                    "that is running: give each model callbacks of its own."
-                )
-            callback.set_federated_model(self)
-        self.federated_callbacks = federated
-        run, _ = self.require_trained("fit")
-        delta = self.delta
-        if delta is None:
-            for callback in federated:
-                if isinstance(callback, callbacks_lib.PrivacyBudget):
-                    delta = run.budget_delta = callback.delta
-                    break
-        history = self.model.history = tf.keras.callbacks.History()
-        round_loop.RoundLoop(
-            fed=self,
-            clients=clients,
-            collector=collector,
-            validation=validation,
-            delta=delta,
-            keras_callbacks=tf.keras.callbacks.CallbackList(
-                [*callbacks, history],
-                model=self.model,
-                verbose=0,
-                epochs=run.plan.last_round,
-                steps=1,
-            ),
-            audit=audit,
-            begun_with=begun_with,
-            verbose=self._verbose,
+        return round_loop.RoundLoop(
+            self, clients, callbacks, validation, collector, audit, self._verbose
         ).train()
-        return history
-
-    def _check_plan(self, clients: FederatedDataset, plan: FitPlan) -> None:
-        """Refuses far fewer clients than planned; says what is usually a mistake."""
-        size, target = clients.num_clients, self.target
-        if target is not None and 2 * size < target.num_clients:
-            raise ValueError(
-                f"clients must be about the num_clients={target.num_clients} that "
-                f"make_private was told, got {size}: of so few, each round draws a "
-                "larger share, costs more than was planned, and the target would be "
-                f"spent after a few. Call make_private with num_clients={size}."
-            )
-        if self.run is not None:
-            return
-        warned = target is not None and target.delta * target.num_clients >= 1
-        per_record = self.mechanism.guarantee == spending_lib.RECORD
-        if self.delta is not None and not warned and not per_record:
-            training_setup.warn_of_large_delta("delta", self.delta, size)
-        optimizer = self.require_compiled("fit").training.optimizer
-        if isinstance(optimizer, tf.keras.optimizers.SGD) or not clients.is_indexed:
-            return
-        batches = clients.num_examples() / size / plan.batch_size
-        steps = plan.local_epochs * math.ceil(batches)
-        if steps < _STEPS_TO_ADAPT:
-            self.say(
-                f"Hint: each client starts {type(optimizer).__name__} anew in each "
-                f"round and takes about {steps} step{'s' * (steps != 1)}, too few for "
-                "it to adapt. SGD as optimizer, and Adam as server_optimizer, are "
-                "usually better."
-            )
 
     def require_compiled(self, what: str) -> Compiled:
         """Returns what `compile` was given; raises NotCompiledError before."""
@@ -660,6 +539,24 @@ class DPFederatedModel:
         model_history.check_owner(self)
         return self.run, self.engine
 
+    def with_setup(self, **changes: Any) -> DPFederatedModel:
+        """Returns a new wrapper of the same model, which is compiled alike.
+
+        Args:
+          **changes: Other arguments than this one was made with.
+        """
+        made = DPFederatedModel(self.model, **{**vars(self.setup), **changes})
+        made._compiled = self._compiled
+        return made
+
+    def _forget_run(self) -> None:
+        """Forgets what was trained; the caller has counted what that cost."""
+        self._run = None
+        if self.engine is not None:
+            self.engine.state = self.engine.query.initial_global_state()
+            # (Whether a cohort of failures alone ends a training depends on it.)
+            self.engine.has_trained = False
+
     def say(self, message: str) -> None:
         """Tells the user something about the training, unless silent."""
         if self._verbose:
@@ -673,34 +570,9 @@ class DPFederatedModel:
         return None if self._prepared is None else self._prepared.engine
 
     @property
-    def compiled(self) -> Compiled | None:
-        """What `compile` was given; None before."""
-        return self._compiled
-
-    @property
     def mechanism(self) -> Mechanism:
         """What is released about a cohort."""
         return self.setup.mechanism
-
-    @property
-    def sampling(self) -> str:
-        """How cohorts are drawn, as it was given."""
-        return self.setup.sampling
-
-    @property
-    def delta(self) -> float | None:
-        """The delta at which `History` reports epsilon, or None."""
-        return self.setup.delta
-
-    @property
-    def accountant(self) -> str:
-        """By which epsilon is computed unless told otherwise."""
-        return self.setup.accountant
-
-    @property
-    def target(self) -> PrivacyTarget | None:
-        """What the noise was calibrated for, if `make_private` did it."""
-        return self.setup.target
 
     @property
     def rounds(self) -> int:
@@ -732,7 +604,7 @@ class DPFederatedModel:
         model_history.check_owner(self)
         if self.spending is None:
             return 0.0
-        return self.spending.epsilon(delta, accountant or self.accountant)
+        return self.spending.epsilon(delta, accountant or self.setup.accountant)
 
     def central_epsilon(self, delta: float, accountant: str | None = None) -> float:
         """Returns the epsilon against those who see the model only.
@@ -745,7 +617,7 @@ class DPFederatedModel:
         model_history.check_owner(self)
         if self.spending is None:
             return 0.0
-        return self.spending.central_epsilon(delta, accountant or self.accountant)
+        return self.spending.central_epsilon(delta, accountant or self.setup.accountant)
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
@@ -763,7 +635,7 @@ class DPFederatedModel:
         """
         run, cohort_engine = self.require_trained("privacy_statement")
         if delta is None:
-            delta = self.delta or run.budget_delta
+            delta = self.setup.delta or run.budget_delta
         if delta is None:
             sizes = [size for size, _ in run.populations]
             units = run.num_records
@@ -792,12 +664,3 @@ def _check_runtime_and_audit(runtime: Any, audit: Any, resume_from: Any) -> None
 
 def _checked_verbose(verbose: str | int) -> int:
     return int(_validate.one_of((0, 1, 2), verbose=1 if verbose == "auto" else verbose))
-
-
-def _arguments(method: Any) -> list[str]:
-    """Returns the names of a method's arguments."""
-    return [
-        name
-        for name, argument in inspect.signature(method).parameters.items()
-        if argument.kind != argument.VAR_KEYWORD and name != "self"
-    ]

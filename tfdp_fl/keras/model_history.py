@@ -3,7 +3,7 @@
 An epsilon is that of all rounds that shaped the weights. It is wrong if two
 trainings move the same weights at once, each counting only its own rounds, or if
 a second wrapper around a trained model starts counting at 0. So every variable
-that a round moves bears a note of who trained it: Keras models may share layers.
+that a round moves bears a note of what trained it: Keras models may share layers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def one_fit_at_a_time(fit: _Method) -> _Method:
     """Has a method `fit` of a `DPFederatedModel` run alone, on its own model.
 
     With `resume_from` the weights and what they cost come from a checkpoint,
-    whoever trained the model before.
+    whatever trained the model before.
     """
 
     @functools.wraps(fit)

@@ -44,13 +44,10 @@ class PrivateMetrics:
         chosen by looking at the clients.
       noise_multiplier: z, the noise's standard deviation over the most that a
         client adds to the sum. 0 releases without privacy.
-      clients_per_round: How many clients to draw (the expected number, where
-        the model's sampling is not "fixed_size"); None: all.
     """
 
     bounds: Mapping[str, tuple[float, float]]
     noise_multiplier: float
-    clients_per_round: float | None = None
 
     def __post_init__(self) -> None:
         _validate.instance_of(Mapping, bounds=self.bounds)
@@ -69,49 +66,25 @@ class PrivateMetrics:
                     f"{name!r}: {ends!r}."
                 )
         _validate.non_negative(noise_multiplier=self.noise_multiplier)
-        if self.clients_per_round is not None:
-            _validate.positive(clients_per_round=self.clients_per_round)
 
     @property
     def _scale(self) -> float:
         return math.sqrt(1 + len(self.bounds))
 
     def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
-        """Returns what the release costs.
+        """Returns what the release of all clients' metrics costs.
 
         Args:
           sampling: That of the training, whose neighbouring relation it has:
             where cohorts have a fixed size, a client is replaced by another.
           num_clients: N.
         """
-        drawn = self.clients_per_round
-        fixed = sampling == "fixed_size"
-        if drawn is None:
-            drawn = num_clients
-        elif drawn > num_clients:
-            raise ValueError(
-                "clients_per_round must be at most the number of clients, "
-                f"{num_clients}, got {drawn!r}."
-            )
         return charge_lib.RoundCharge(
-            sampling="fixed_size" if fixed else "poisson",
+            sampling="fixed_size" if sampling == "fixed_size" else "poisson",
             num_clients=num_clients,
-            clients_per_round=drawn,
+            clients_per_round=num_clients,
             event=dp_accounting.GaussianDpEvent(float(self.noise_multiplier)),
         )
-
-    def draw(
-        self, charge: charge_lib.RoundCharge, generator: np.random.Generator
-    ) -> np.ndarray:
-        """Returns the positions (int64 [K]) of the clients that are asked."""
-        n = charge.num_clients
-        if charge.clients_per_round == n:
-            return np.arange(n)
-        if charge.sampling == "fixed_size":
-            size = int(charge.clients_per_round)
-            return np.sort(generator.choice(n, size, replace=False))
-        probability = charge.clients_per_round / n
-        return np.flatnonzero(generator.random(n) < probability)
 
     def contributions(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns what each client contributes, float64 [N, 1 + k], of norm <= 1.
@@ -145,7 +118,7 @@ class PrivateMetrics:
         """Returns the noisy result; see `DPFederatedModel.evaluate_clients`.
 
         Args:
-          values: The metrics of the clients that were asked, by name, [K].
+          values: The clients' metrics, by name, [N].
           generator: Draws the noise.
         """
         total = self.contributions(values).sum(axis=0)
@@ -177,25 +150,21 @@ def release(
 ) -> dict[str, Any]:
     """Evaluates on clients, and releases the noisy result once it is paid for."""
     _validate.instance_of(PrivateMetrics, private=private)
-    generator = np.random.Generator(np.random.Philox())
-    charge = private.charge(fed.sampling, clients.num_clients)
-    positions = private.draw(charge, generator)
+    charge = private.charge(fed.setup.sampling, clients.num_clients)
     _check(fed, charge)
-    values = {name: np.zeros(0) for name in private.bounds}
-    if len(positions):
-        values = client_metrics.evaluate(
-            fed.model,
-            fed.require_compiled("evaluate_clients").training,
-            clients.take(positions),
-            batch_size,
-            verbose,
-            private.bounds,
-        )
-        private.contributions(values)  # Raises before anything is charged.
+    values = client_metrics.evaluate(
+        fed.model,
+        fed.require_compiled("evaluate_clients").training,
+        clients,
+        batch_size,
+        verbose,
+        private.bounds,
+    )
+    private.contributions(values)  # Raises before anything is charged.
     with _interrupts.after_the_block():
-        # Broken off between, a ledger has a line that the run knows not of.
+        # Broken off between, a ledger has a line that the run does not know of.
         _pay(fed, charge)
-        return private.released(values, generator)
+        return private.released(values, np.random.Generator(np.random.Philox()))
 
 
 def _check(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:

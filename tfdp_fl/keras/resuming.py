@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
 import dp_accounting
@@ -19,11 +20,18 @@ from tfdp_fl import _json, accounting, engine, keras_versions, schedules
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import checkpoint as checkpoint_lib
 from tfdp_fl.keras.run import FitPlan, Population, Run
+from tfdp_fl.mechanisms import ClientWeighting
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
 
 LEDGER = "ledger.jsonl"
+# What must be the same when a run is resumed.
+_OF_PLAN = ("batch_size", "local_epochs", "shuffle", "seed")
+_OF_SETUP = (
+    *("sampling", "clients_per_round", "non_trainable_state", "on_client_failure"),
+    *("secure_aggregation", "client_weighting"),
+)
 
 
 def ledger_path(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -54,8 +62,8 @@ def capture(
         arrays[f"server_optimizer/{index}"] = variable.numpy()
     return checkpoint_lib.Checkpoint(
         round_index=run.rounds,
-        metadata={
-            **metadata,
+        metadata=metadata
+        | {
             "settings": settings(fed, run.population, run.plan),
             "learning_rate": fed.require_compiled("checkpoint").learning_rate,
             "ledger_head": ledger_head,
@@ -75,7 +83,7 @@ def settings(
     def described(name: str, value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        if isinstance(value, dp_accounting.DpEvent):
+        if isinstance(value, (dp_accounting.DpEvent, ClientWeighting)):
             return repr(value)
         if callable(value):  # A schedule: what it says of these rounds.
             return [schedules.value_at(value, t, name) for t in rounds]
@@ -83,25 +91,19 @@ def settings(
             return [described(name, part) for part in value]
         return type(value).__name__
 
-    weighting = setup.client_weighting
-    values = {
-        "batch_size": plan.batch_size,
-        "local_epochs": plan.local_epochs,
-        "shuffle": plan.shuffle,
-        "seed": plan.seed,
-        "sampling": setup.sampling,
-        "clients (their number)": population[0],
-        "clients' ids (their digest, in order)": population[1],
-        "clients_per_round": described("clients_per_round", setup.clients_per_round),
+    named = {
+        **{name: getattr(plan, name) for name in _OF_PLAN},
+        **{name: getattr(setup, name) for name in _OF_SETUP},
         "mechanism": setup.mechanism.name,
         **{
-            f"mechanism's {name}": described(name, value)
+            f"mechanism's {name}": value
             for name, value in setup.mechanism.parameters().items()
         },
-        "non_trainable_state": setup.non_trainable_state,
-        "on_client_failure": setup.on_client_failure,
-        "secure_aggregation": setup.secure_aggregation is not None,
-        "client_weighting": None if weighting is None else repr(weighting),
+    }
+    values = {
+        **{name: described(name, value) for name, value in named.items()},
+        "clients (their number)": population[0],
+        "clients' ids (their digest, in order)": population[1],
         "optimizer": _config(compiled.training.optimizer),
         "server_optimizer": _config(compiled.server_optimizer),
         "grad_clip": compiled.training.grad_clip,
@@ -165,7 +167,7 @@ class InterruptedRun:
         checkpoint = checkpoint_lib.CheckpointDirectory(directory).newest()
         plan = FitPlan(**checkpoint.metadata["plan"])
         rounds, asked_rounds = (
-            each.last_round - each.first_round for each in (plan, asked)
+            one.last_round - one.first_round for one in (plan, asked)
         )
         if rounds != asked_rounds:
             raise ValueError(
@@ -181,8 +183,8 @@ class InterruptedRun:
         for name in sorted(saved.keys() | now.keys()):
             if saved.get(name) != now.get(name):
                 raise ValueError(
-                    f"{name} must be {_short(saved.get(name))}, as in the interrupted "
-                    f"run, to resume it from {directory}, got {_short(now.get(name))}."
+                    f"{name} must be {short(saved.get(name))}, as in the interrupted "
+                    f"run, to resume it from {directory}, got {short(now.get(name))}."
                 )
         path = ledger_path(directory)
         head = checkpoint.metadata["ledger_head"]
@@ -200,29 +202,22 @@ class InterruptedRun:
             ledger=ledger,
             plan=plan,
         )
-        interrupted._check_run(fed.run)
         interrupted._check_shapes("model", "weights", fed.model.weights)
-        return interrupted
-
-    @property
-    def _ledger_key(self) -> str:
-        return ledger_key(ledger_path(self.directory))
-
-    def _check_run(self, run: Run | None) -> None:
-        if run is None:
-            return
-        covered = 0
-        if self.ledger is not None and self._ledger_key in run.known_ledgers:
+        run, key, covered = fed.run, interrupted._ledger_key, 0
+        if run is not None and ledger is not None and key in run.known_ledgers:
             # The same run may have gone on from here in another place, too.
-            covered = self.ledger.rounds_known(
-                run.run_id, run.known_ledgers[self._ledger_key]
-            )
-        if run.spending.rounds > covered:
+            covered = ledger.rounds_known(run.run_id, run.known_ledgers[key])
+        if run is not None and run.spending.rounds > covered:
             raise ValueError(
                 "resume_from must be given to a model that was not trained yet, or was "
                 "trained by the same run, or its earlier rounds would be forgotten; it "
                 f"was trained for {run.rounds} rounds."
             )
+        return interrupted
+
+    @property
+    def _ledger_key(self) -> str:
+        return ledger_key(ledger_path(self.directory))
 
     def _check_shapes(self, argument: str, group: str, variables: Any) -> None:
         saved = [list(value.shape) for value in self._group(group)]
@@ -230,7 +225,7 @@ class InterruptedRun:
         if saved != own:
             raise ValueError(
                 f"{argument} must have the {group} of the interrupted run to resume it "
-                f"from {self.directory}: shapes {_short(saved)}, got {_short(own)}."
+                f"from {self.directory}: shapes {short(saved)}, got {short(own)}."
             )
 
     def _group(self, group: str) -> list[np.ndarray]:
@@ -300,8 +295,3 @@ class InterruptedRun:
             self.ledger.lost_mu_squared(run.rounds, run.run_id),
         )
         return spending.rounds - saved
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."

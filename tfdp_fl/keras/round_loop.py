@@ -23,68 +23,92 @@ import tensorflow as tf
 from tfdp_fl import _interrupts, auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import PendingRound, RoundInputs, secure_sum
+from tfdp_fl.keras import callbacks as callbacks_lib
 from tfdp_fl.keras import model_history, randomness
-from tfdp_fl.keras.validation_data import Validation
+from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import noise
 
 if TYPE_CHECKING:
     from tfdp_fl.keras.model import DPFederatedModel
 
+# Of interest only where there is any.
+_RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
 # A line shows how good the model is and what it costs; the rest is in `History`.
 _HIDDEN = (
     *("between_client_variance", "client_noise_stddev", "clip_norm", "cohort_size"),
     *("clipped_fraction", "mean_update_norm", "noise_stddev", "update_scale"),
 )
-# Of interest only where there is any.
-_RARE = ("abandoned_rounds", "discarded_clients", "failed_clients")
-# These come first, where not all fits.
-_FIRST = ("epsilon", "val_accuracy", "abandoned_rounds")
-# How long a line may be, and what Keras's bar takes of it before the values.
-_LINE, _BAR = 100, 48
 
 
-@dataclasses.dataclass(kw_only=True)
 class RoundLoop:
-    """Runs the rounds of one call of `fit`, and moves the run on.
+    """Runs the rounds of one call of `fit`, and moves the run on."""
 
-    Attributes:
-      fed: The model; its callbacks are asked and told of rounds.
-      clients: The clients.
-      collector: Collects; the model's engine, or a runtime's.
-      validation: What is validated, and when.
-      delta: At which `History` has epsilon; None: it has none.
-      keras_callbacks: Those of `fit`, as Keras calls them.
-      audit: Joins canary clients to each round, or None.
-      begun_with: The `digest` of the model before any callback was called.
-      verbose: 1 shows a bar, 2 a line a round, 0 nothing.
-    """
+    def __init__(
+        self,
+        fed: DPFederatedModel,
+        clients: FederatedDataset,
+        callbacks: list[tf.keras.callbacks.Callback],
+        validation: Validation,
+        collector: Any,
+        audit: auditing.CanaryAudit | None,
+        verbose: int,
+    ):
+        """Makes the callbacks the model's.
 
-    fed: DPFederatedModel
-    clients: FederatedDataset
-    collector: Any
-    validation: Validation
-    delta: float | None
-    keras_callbacks: tf.keras.callbacks.CallbackList
-    audit: auditing.CanaryAudit | None
-    begun_with: bytes | None
-    verbose: int
-    # A round that was drawn ahead, with its index and the attempt.
-    _ahead: tuple[tuple[int, randomness.Attempt], RoundInputs] | None = None
+        Args:
+          fed: The model; its run was prepared.
+          clients: The clients.
+          callbacks: Those of `fit`.
+          validation: What is validated, and when.
+          collector: Collects; the model's engine, or a runtime's.
+          audit: Joins canary clients to each round, or None.
+          verbose: 1 shows a bar, 2 a line a round, 0 nothing.
+        """
+        self.fed, self.clients, self.validation = fed, clients, validation
+        self.collector, self.audit, self.verbose = collector, audit, verbose
+        self.run, self.engine = fed.require_trained("fit")
+        self.setup, self.costs = fed.setup, fed.costs
+        # The model before any callback was called; None after the first round.
+        self._begun_with: bytes | None = digest(fed.model)
+        # A round that was drawn ahead, with its index and the attempt.
+        self._ahead: tuple[tuple[int, randomness.Attempt], RoundInputs] | None = None
+        self.federated = [
+            callback
+            for callback in callbacks
+            if isinstance(callback, callbacks_lib.FederatedCallback)
+        ]
+        if self.setup.target is not None:
+            self.federated.append(callbacks_lib.KeepTarget(self.setup.target))
+        for callback in self.federated:
+            other = callback.federated_model
+            if other not in (None, fed) and model_history.is_fitting(other.model):
+                raise RuntimeError(
+                    f"callbacks must not have the {type(callback).__name__} of a fit "
+                    "that is running: give each model callbacks of its own."
+                )
+            callback.set_federated_model(fed)
+        fed.federated_callbacks = self.federated
+        self.delta = self.setup.delta
+        for callback in self.federated:
+            if self.delta is None and isinstance(callback, callbacks_lib.PrivacyBudget):
+                self.delta = self.run.budget_delta = callback.delta
+        self._history = fed.model.history = tf.keras.callbacks.History()
+        self.keras_callbacks = tf.keras.callbacks.CallbackList(
+            [*callbacks, self._history],
+            model=fed.model,
+            verbose=0,
+            epochs=self.run.plan.last_round,
+            steps=1,
+        )
 
-    def __post_init__(self) -> None:
-        self.run, self.engine = self.fed.require_trained("fit")
-        self.setup = self.fed.setup
-        self.federated = self.fed.federated_callbacks
-        self.costs = self.fed.costs
-
-    def train(self) -> None:
+    def train(self) -> tf.keras.callbacks.History:
         """Runs the rounds, with everything that callbacks hear of them."""
         run, plan, model = self.run, self.run.plan, self.fed.model
         model.stop_training = False
         show = _progress(self.verbose, run.rounds, plan.last_round)
         try:
             # What a ledger tells of counts against every budget.
-            for callback in sorted(self.federated, key=lambda each: each.order):
+            for callback in sorted(self.federated, key=lambda one: one.order):
                 callback.on_rounds_planned(run.rounds, plan.last_round)
             if run.spending.rounds_of_others:
                 # On the same clients, and perhaps with the same seed.
@@ -99,9 +123,6 @@ class RoundLoop:
                     logs = self._round_with_callbacks(run.rounds)
                 except _BudgetSpentError:
                     break
-                if self.verbose and self.fed.executor != self.collector.executor:
-                    print(f"Trained {self.collector.executor}.", flush=True)
-                self.fed.executor = self.collector.executor
                 show(run.rounds, logs, time.perf_counter() - started)
             if run.rounds > plan.first_round:
                 # Keras's own place for it: the last validation came before.
@@ -109,14 +130,13 @@ class RoundLoop:
             if self.audit is not None:
                 self.audit.end()
             self.keras_callbacks.on_train_end(logs)
-            for callback in self.federated:
-                callback.on_train_ended()
         finally:
             # Else a ledger stays open, and locked, as long as the process.
             with _interrupts.after_the_block():
                 self.engine.read_chunks.close()
                 for callback in self.federated:
                     callback.on_fit_end()
+        return self._history
 
     def _is_allowed(self, round_index: int) -> bool:
         return all(callback.allow_round(round_index) for callback in self.federated)
@@ -124,7 +144,7 @@ class RoundLoop:
     def _round_with_callbacks(self, round_index: int) -> dict[str, float]:
         self.keras_callbacks.on_epoch_begin(round_index)
         self.keras_callbacks.on_train_batch_begin(0)
-        begun_with, self.begun_with = self.begun_with, None
+        begun_with, self._begun_with = self._begun_with, None
         if begun_with is not None and digest(self.fed.model) != begun_with:
             raise ValueError(
                 "callbacks must not change the model's weights before the first round "
@@ -253,17 +273,15 @@ class RoundLoop:
         """
         run, positions, spending = self.run, inputs.positions, self.run.spending
         charge = self.costs.charge(inputs.round_index, len(positions) - silent)
-        mu_squared, most = self.costs.mu_squared, 0.0
+        mu_squared, local = self.costs.mu_squared, None
         if spending.by_client:
             most = spending.clients.max_mu_squared_after(positions, mu_squared)
+            local = {"mu_squared": mu_squared, "max_mu_squared": most}
         details: dict[str, Any] = {
             "cohort_size": len(positions),
             "noise_multiplier": inputs.noise_multiplier,
-            "mu_squared": mu_squared,
-            "max_mu_squared": most,
+            "local": local,
         }
-        if run.plan.seed is not None:
-            details["seeded"] = True
         if self.setup.noise_generator != noise.PHILOX:
             details["noise_generator"] = self.setup.noise_generator
         with model_history.charging:
@@ -338,23 +356,18 @@ def _progress(verbose: int, first_round: int, last_round: int) -> Any:
         bar = tf.keras.utils.Progbar(last_round - first_round, unit_name="round")
 
     def show(done: int, logs: dict[str, float], seconds: float) -> None:
-        if not verbose:
-            return
-        start = f"Round {done}/{last_round} - {seconds:.2f}s"
-        left = _LINE - (len(start) if bar is None else _BAR)
-        shown: list[tuple[str, float]] = []
-        for name in sorted(logs, key=lambda name: name not in _FIRST):
-            value = logs[name]
-            if name in _HIDDEN or (name in _RARE and not value) or math.isnan(value):
-                continue
-            length = len(f" - {name}: {value:.4f}")
-            if length <= left:
-                left -= length
-                shown.append((name, value))
-        if bar is None:
-            print(start + "".join(f" - {n}: {v:.4g}" for n, v in shown), flush=True)
-            return
-        bar.stateful_metrics = {name for name, _ in shown}
-        bar.update(done - first_round, shown)
+        shown = {
+            name: value
+            for name, value in logs.items()
+            if name not in _HIDDEN
+            and not math.isnan(value)
+            and (value or name not in _RARE)
+        }
+        if bar is not None:
+            bar.stateful_metrics = {*shown}
+            bar.update(done - first_round, shown.items())
+        elif verbose:
+            values = "".join(f" - {name}: {v:.4g}" for name, v in shown.items())
+            print(f"Round {done}/{last_round} - {seconds:.2f}s{values}", flush=True)
 
     return show

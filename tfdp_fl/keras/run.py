@@ -18,12 +18,18 @@ from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.accounting import spending as spending_lib
 from tfdp_fl.auditing import CanaryAudit
 from tfdp_fl.keras import randomness
+from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import Deployment, noise
 
-# How many clients there are, and a digest of who they are in which order.
+# How many clients there are, and a digest of their ids, in order.
 Population = tuple[int, str]
 
 _SPENDING_ARRAYS = ("mu_squared", "participations")
+# What a checkpoint keeps as it is.
+_PLAIN = (
+    *("run_id", "rounds", "populations", "calibration", "known_ledgers", "log_names"),
+    "cohort_sizes",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,7 @@ class Facts:
       held_out: The digest of the clients that each `fit` so far held out for
         validation; empty if one held out none, or others.
       rounds_abandoned: Rounds of which nothing was released.
-      clients_excluded: Clients without whom a round went on.
+      clients_excluded: Clients that failed, where the round went on without them.
       rounds_charged_twice: Rounds that a crash cut off from their checkpoint,
         and that were run and charged again.
     """
@@ -102,7 +108,8 @@ class Run:
       facts: What else the statement tells.
       budget_delta: The delta of the last `PrivacyBudget`.
       audit: The last `CanaryAudit`; no checkpoint keeps it.
-      releasing: Whether one may be in the model that the run does not know of.
+      releasing: Whether a release has begun and not ended: if it was broken off, the
+        model may have moved by a round that `rounds` does not count.
       known_ledgers: The hash of the last line that this run knows of each
         ledger, by the ledger's path.
       ledgers_ahead: Those which may hold rounds that came after the checkpoint
@@ -135,7 +142,7 @@ class Run:
     )
 
     def begin_fit(
-        self, seed: int | None, generator: str, validated: bool, held_out: str
+        self, seed: int | None, generator: str, validation: Validation
     ) -> None:
         """Makes room for the clients of a `fit`, and notes what it was given."""
         self.spending.expect(self.population[0])
@@ -143,10 +150,9 @@ class Run:
         facts.seed_given |= seed is not None
         facts.philox |= generator == noise.PHILOX
         facts.exact |= generator == noise.EXACT
-        facts.validated |= validated
-        if self.rounds and facts.held_out != held_out:
-            held_out = ""
-        facts.held_out = held_out
+        facts.validated |= validation.data is not None
+        is_new = not self.rounds or facts.held_out == validation.held_out
+        facts.held_out = validation.held_out if is_new else ""
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Moves clients' windows on by one round.
@@ -175,17 +181,11 @@ class Run:
         for name in _SPENDING_ARRAYS:
             arrays[f"spending/{name}"] = spending.pop(name)
         return {
+            **{name: getattr(self, name) for name in _PLAIN},
             "plan": dataclasses.asdict(self.plan),
-            "run": self.run_id,
-            "rounds": self.rounds,
-            "populations": [list(each) for each in self.populations],
-            "calibration": self.calibration,
+            "facts": dataclasses.asdict(self.facts),
             "sampler": self.sampler.state(),
             "spending": spending,
-            "facts": dataclasses.asdict(self.facts),
-            "ledgers": dict(self.known_ledgers),
-            "log_names": list(self.log_names),
-            "cohort_sizes": list(self.cohort_sizes),
         }, arrays
 
     @classmethod
@@ -214,20 +214,21 @@ class Run:
             raise ValueError("mechanism must have the state of the interrupted run.")
         prepared.sampler.restore(metadata["sampler"])
         kept = {name: arrays[f"spending/{name}"] for name in _SPENDING_ARRAYS}
+        plain = {name: metadata[name] for name in _PLAIN}
+        plain["populations"] = [(n, ids) for n, ids in metadata["populations"]]
+        # Others may hold rounds that were charged after the checkpoint.
+        ahead = prepared.ledgers_ahead | set(metadata["known_ledgers"])
+        plain["known_ledgers"] = {
+            **prepared.known_ledgers,
+            **metadata["known_ledgers"],
+        }
         return dataclasses.replace(
             prepared,
-            run_id=metadata["run"],
-            rounds=metadata["rounds"],
+            **plain,
             plan=FitPlan(**metadata["plan"]),
+            facts=Facts(**metadata["facts"]),
             spending=spending_lib.Spending.from_state({**metadata["spending"], **kept}),
-            populations=[(size, digest) for size, digest in metadata["populations"]],
-            calibration=metadata["calibration"],
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
             windows=arrays["windows"].copy() if "windows" in arrays else None,
-            cohort_sizes=list(metadata["cohort_sizes"]),
-            log_names=list(metadata["log_names"]),
-            facts=Facts(**metadata["facts"]),
-            # Others may hold rounds that were charged after the checkpoint.
-            known_ledgers={**prepared.known_ledgers, **metadata["ledgers"]},
-            ledgers_ahead=prepared.ledgers_ahead | set(metadata["ledgers"]),
+            ledgers_ahead=ahead,
         )

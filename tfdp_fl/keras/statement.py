@@ -30,13 +30,29 @@ def facts(
         for charge, count in spending.charges
         for _ in range(count)
     ] or run.sampler.expected_cohort_size(0)
-    by_client = spending.by_client
+    composed: dict[str, Any] = {
+        "epsilon_rdp": _epsilon(spending, "rdp"),
+        "epsilon_pld": _epsilon(spending, "pld"),
+        "epsilon_if_participation_is_known": (
+            spending.central.epsilon_if_participation_is_known
+        ),
+    }
+    if spending.by_client:
+        composed = {
+            "epsilon_local": spending.epsilon,
+            "max_participations": spending.clients.max_participations,
+        }
+    if spending.guarantee == spending_lib.LOCAL:
+        composed["central_epsilon"] = spending.central_epsilon
+    if spending.guarantee == spending_lib.RECORD:
+        composed["implied_epsilon"] = mechanism.epsilon
     return accounting.StatementFacts(
+        **composed,
         guarantee=spending.guarantee,
         mechanism=mechanism.name,
         mechanism_description=_description(setup),
         mechanism_parameters=_parameters(setup, run.rounds),
-        unit="record" if spending.guarantee == spending_lib.RECORD else "client",
+        unit=unit(mechanism),
         sampling=setup.sampling,
         num_clients=spending.clients.num_clients,
         populations=[
@@ -47,20 +63,7 @@ def facts(
         cohort_sizes=run.cohort_sizes,
         rounds=spending.rounds,
         rounds_of_others=spending.rounds_of_others,
-        epsilon_rdp=None if by_client else _epsilon(spending, "rdp"),
-        epsilon_pld=None if by_client else _epsilon(spending, "pld"),
-        epsilon_if_participation_is_known=None
-        if by_client
-        else spending.central.epsilon_if_participation_is_known,
         pld_is_exact=spending.central.is_one_gaussian,
-        epsilon_local=spending.epsilon if by_client else None,
-        max_participations=spending.clients.max_participations if by_client else None,
-        central_epsilon=spending.central_epsilon
-        if spending.guarantee == spending_lib.LOCAL
-        else None,
-        implied_epsilon=mechanism.epsilon
-        if spending.guarantee == spending_lib.RECORD
-        else None,
         implied_delta=mechanism.implied_delta,
         caveats=_caveats(setup, run, cohort_engine),
         audit=None if run.audit is None else run.audit.sentence,

@@ -22,7 +22,6 @@ from tfdp_fl.mechanisms import (
 )
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
-ON_OVERSPEND = ("stop", "warn")
 # Names of metrics that Keras gives a meaning to by the shape of the output.
 _METRIC_NAMES = ("accuracy", "acc", "crossentropy", "ce")
 
@@ -37,8 +36,6 @@ class PrivacyTarget:
       accountant: "rdp" or "pld", by which it was calibrated.
       num_clients: The population N that was planned for.
       rounds: The rounds T that were planned.
-      on_overspend: "stop": a `fit` ends before the round that would pass
-        epsilon; "warn": it says so once and goes on.
     """
 
     epsilon: float
@@ -46,7 +43,6 @@ class PrivacyTarget:
     accountant: str
     num_clients: int
     rounds: int
-    on_overspend: str = "stop"
 
     def __post_init__(self):
         _validate.positive(target_epsilon=self.epsilon)
@@ -54,7 +50,6 @@ class PrivacyTarget:
         _validate.one_of(ACCOUNTANTS, accountant=self.accountant)
         _validate.positive_integer(num_clients=self.num_clients)
         _validate.positive_integer(rounds=self.rounds)
-        _validate.one_of(ON_OVERSPEND, on_overspend=self.on_overspend)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,9 +209,6 @@ class Compiled:
         rate = keras_versions.learning_rate(self.training.optimizer)
         if rate is None:
             return 0.0
-        if isinstance(rate, tf.Variable):
-            # A tenth of the time that `numpy()` takes, in every round.
-            rate = tf.raw_ops.ReadVariableOp(resource=rate.handle, dtype=rate.dtype)
         return float(rate)
 
     def set_learning_rate(self, value: float) -> None:

@@ -1,21 +1,21 @@
-"""What keeps a model from being trained here, before any work."""
+"""What is checked before any work, and what a model is validated on."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import datasets, keras_versions
-from tfdp_fl.datasets import FederatedDataset, nests
+from tfdp_fl import _validate, datasets
+from tfdp_fl.datasets import ClientFailure, FederatedDataset, nests
 from tfdp_fl.engine import CohortEngine, LocalTraining, trainer
+from tfdp_fl.keras import training_setup
 from tfdp_fl.mechanisms import Deployment, NoPrivacy
-
-# Clients whose features are looked at.
-_CLIENTS_READ = 64
 
 
 def validate(
@@ -24,96 +24,46 @@ def validate(
     """Returns why a model cannot be trained or protected, if it cannot.
 
     In the manner of Opacus's `ModuleValidator.validate`. Nothing is trained.
-    With clients and a loss it finds all that `fit` would refuse before its
-    first round: also a state that would pass from one client to the next, and
-    labels that the model has no class for.
+    With clients and a loss it finds what `fit` would refuse before its first
+    round: also a state that would pass from one client to the next, and labels
+    that the model has no class for.
 
     Args:
       model: A Keras model.
       clients: Clients' data, as `fit` takes it; None: the model alone.
       loss: As in Keras's `compile`; with clients only.
-      strict: Whether to raise instead of returning problems.
+      strict: Whether to raise instead of returning the problem.
 
     Returns:
-      A sentence for each problem; empty if none was found.
+      The first problem, in a sentence; empty if none was found.
 
     Raises:
-      ValueError: `strict`, and there are problems, which it lists; or one of
-        clients and loss without the other.
+      ValueError: `strict`, and there is a problem; or one of clients and loss
+        without the other.
     """
     if (clients is None) != (loss is None):
         raise ValueError(
             "clients and loss must be given together, got "
             f"{'clients' if loss is None else 'loss'} alone."
         )
-    problems = _problems(model)
-    if not problems and clients is not None:
-        problems = _raised_by(lambda: _check_training(model, clients, loss))
-    if strict and problems:
-        listed = "".join(f"\n- {problem}" for problem in problems)
-        raise ValueError(f"model cannot be trained as it is:{listed}")
-    return problems
-
-
-def _problems(model: Any) -> list[str]:
-    if not isinstance(model, tf.keras.Model):
-        return [f"model must be a Keras Model, got {type(model).__name__}."]
-    if not model.built:
-        return [
-            f"{model.name} has no weights yet: give its first layer an input "
-            "shape, or call it on a batch."
-        ]
-    problems = []
-    if not model.trainable_variables:
-        problems.append(
-            f"{model.name} has no trainable variables: set trainable=True on "
-            "the layers that are to learn."
-        )
-    problems += _raised_by(keras_versions.check_installed)
-    return problems + _raised_by(lambda: trainer.check_model(model))
-
-
-def _check_training(model: Any, clients: Any, loss: Any) -> None:
-    dataset = datasets.as_federated(clients)
-    _check_numbers(dataset)
-    engine = CohortEngine(
-        model=model,
-        training=LocalTraining(optimizer=tf.keras.optimizers.SGD(0.0), loss=loss),
-        mechanism=NoPrivacy(),
-        deployment=Deployment(clients_per_round=1),
-        element_spec=dataset.element_spec,
-        num_replicas=1,
-    )
-    engine.check_labels(dataset)
-
-
-def _check_numbers(dataset: FederatedDataset) -> None:
-    """Raises ValueError where features of a few clients are no numbers.
-
-    Training replaces the update of such a client by zero, without a word.
-    """
-    places = np.linspace(0, dataset.num_clients - 1, _CLIENTS_READ).astype(np.int64)
-    for client in dataset.read_clients(np.unique(places)):
-        if isinstance(client, datasets.ClientFailure):
-            continue
-        for index, leaf in enumerate(tf.nest.flatten(client.x)):
-            if leaf.dtype.kind != "f" or np.isfinite(leaf).all():
-                continue
-            rows = leaf.reshape(len(leaf), -1)
-            columns = np.flatnonzero(~np.isfinite(rows).all(axis=0))
-            raise ValueError(
-                "clients must have finite features, got NaN or Inf in column(s) "
-                f"{', '.join(map(str, columns[:10]))} of input {index}. The update of "
-                "a client with one is replaced by zero: fill them in, or leave those "
-                "rows out."
-            )
-
-
-def _raised_by(check: Callable[[], Any]) -> list[str]:
     try:
-        check()
+        training_setup.check_model(model)
+        if clients is not None:
+            dataset = datasets.as_federated(clients)
+            optimizer = tf.keras.optimizers.SGD(0.0)
+            CohortEngine(
+                model=model,
+                training=LocalTraining(optimizer=optimizer, loss=loss),
+                mechanism=NoPrivacy(),
+                deployment=Deployment(clients_per_round=1),
+                element_spec=dataset.element_spec,
+                num_replicas=1,
+            ).check_labels(dataset)
     except Exception as error:  # Whatever a layer's own code can raise.
-        return [f"{type(error).__name__}: {error}"]
+        problem = f"{type(error).__name__}: {error}"
+        if strict:
+            raise ValueError(f"model cannot be trained: {problem}") from error
+        return [problem]
     return []
 
 
@@ -164,3 +114,123 @@ def _input_of(model: tf.keras.Model) -> str:
     except (AttributeError, TypeError, ValueError):
         return ""
     return f", {' and '.join(shown)}" if shown else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What `fit` was told of validation.
+
+    Attributes:
+      data: `(x, y)`, `(x, y, sample_weight)`, a `tf.data.Dataset` of batches,
+        a `FederatedDataset`, or None.
+      every: Validate every so many rounds.
+      batch_size: Examples in one batch.
+      held_out: A digest of the clients of `fit` that are held out; "" for none.
+    """
+
+    data: Any
+    every: int
+    batch_size: int
+    held_out: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError unless it can be evaluated on."""
+        _validate.positive_integer(validation_freq=self.every)
+        data = self.data
+        if data is None or isinstance(data, tf.data.Dataset | FederatedDataset):
+            return
+        if not isinstance(data, tuple | list) or len(data) not in (2, 3):
+            raise TypeError(
+                "validation_data must be (x, y), (x, y, sample_weight), a "
+                "tf.data.Dataset of batches or a FederatedDataset, got a "
+                f"{type(data).__name__}."
+            )
+
+    def without_held_out(
+        self, clients: FederatedDataset, fraction: float
+    ) -> tuple[FederatedDataset, Validation]:
+        """Returns the clients that train, and validation on the others.
+
+        A client's id says on which side it is, whatever the others are: one client
+        more or less is one more or less to train on.
+
+        Args:
+          clients: All clients of `fit`.
+          fraction: Its `validation_split`: the share of the clients that never train;
+            at least one client is on either side.
+        """
+        if not _validate.finite(validation_split=fraction):
+            return clients, self
+        fraction = _validate.inside_unit_interval(validation_split=fraction)
+        if self.data is not None or clients.num_clients < 2:
+            raise ValueError(
+                "validation_split must be 0 where validation_data is given, or with a "
+                f"single client, which it would hold out, got {fraction!r}."
+            )
+        clients, data = clients.split_by_id(fraction)
+        held_out = data.client_ids_digest
+        return clients, dataclasses.replace(self, data=data, held_out=held_out)
+
+    def check_features(self, model: tf.keras.Model) -> None:
+        """Raises ValueError if the data has other features than a model takes."""
+        if isinstance(self.data, FederatedDataset):
+            with checked_features(model, self.data, "validation_data"):
+                return
+        if not isinstance(self.data, tuple | list):
+            return
+        try:
+            spec = tf.nest.map_structure(
+                lambda leaf: nests.spec_of(nests.as_array(leaf[:1], "x")),
+                nests.with_array_leaves(self.data[0]),
+            )
+        except (TypeError, ValueError, IndexError):
+            return  # Something else that Keras may take.
+        check_features(model, spec, "validation_data")
+
+    def evaluate(self, model: tf.keras.Model) -> dict[str, float]:
+        """Returns the model's metrics on the data, by `val_` and name."""
+        data = self.data
+        options: dict[str, Any] = {"verbose": 0, "return_dict": True}
+        if isinstance(data, FederatedDataset):
+            data = _batches(data, self.batch_size)
+        if not isinstance(data, tf.data.Dataset):
+            data, y, *weight = data
+            options |= {"y": y, "batch_size": self.batch_size}
+            options["sample_weight"] = weight[0] if weight else None
+        with warnings.catch_warnings():
+            # Keras cannot know that the clients' data end where they should.
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            results = model.evaluate(data, **options)
+        return {f"val_{name}": value for name, value in results.items()}
+
+
+def _batches(clients: FederatedDataset, batch_size: int) -> tf.data.Dataset:
+    """Returns all clients' examples, as Keras takes them."""
+    spec = nests.unpaired(*clients.element_spec)
+
+    def examples() -> Iterator[Any]:
+        failed: list[ClientFailure] = []
+        for client in clients.read_clients(None):
+            if isinstance(client, ClientFailure):
+                failed.append(client)
+            elif len(tf.nest.flatten(client.y)[0]):
+                yield nests.unpaired(client.x, client.y)
+        if failed:
+            warnings.warn(
+                f"The data of {len(failed)} of {clients.num_clients} clients held out "
+                "for validation could not be read, and are left out of it. The first "
+                f"is client {clients.client_ids[failed[0].position]!r}: "
+                f"{failed[0].reason}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    dataset = tf.data.Dataset.from_generator(
+        examples,
+        output_signature=tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec([None, *leaf.shape], leaf.dtype), spec
+        ),
+    )
+    if any(None in leaf.shape.as_list() for leaf in tf.nest.flatten(spec)):
+        return dataset  # Clients' sequences are of unequal lengths.
+    return dataset.rebatch(batch_size)

@@ -42,7 +42,7 @@ class Trial:
                 "build must return a compiled tfdp_fl.DPFederatedModel, got a "
                 f"{type(made).__name__} for {candidate!r}."
             )
-        self._compiled = made.require_compiled(f"build returns {candidate!r}")
+        made.require_compiled(f"build returns {candidate!r}")
         model_history.check_owner(made)
         if made.run is not None:
             raise ValueError(
@@ -53,7 +53,7 @@ class Trial:
         self.model: tf.keras.Model = made.model
         self.mechanism: Mechanism = made.mechanism
         self.initial = self.values()
-        self._setup = made.setup
+        self._made = made
         self._planned: collections.Counter[accounting.RoundCharge] = (
             collections.Counter()
         )
@@ -70,7 +70,8 @@ class Trial:
     @property
     def clients_per_round(self) -> float:
         """The expected cohort size, m."""
-        return schedules.value_at(self._setup.clients_per_round, 0, "clients_per_round")
+        sizes = self._made.setup.clients_per_round
+        return schedules.value_at(sizes, 0, "clients_per_round")
 
     def values(self) -> list[np.ndarray]:
         """Returns the values of all variables."""
@@ -88,13 +89,8 @@ class Trial:
         self.model.history = None
         for variable, value in self._server:
             variable.assign(value)
-        if self._fed is not None and self._fed.engine is not None:
-            # What it cost is counted by the search.
-            self._fed._run = None
-            engine = self._fed.engine
-            engine.state = engine.query.initial_global_state()
-            # Whether a cohort of failures alone ends a trial hangs on it.
-            engine.has_trained = False
+        if self._fed is not None:
+            self._fed._forget_run()  # What it cost is counted by the search.
 
     def check(self, clients: FederatedDataset, metric: str) -> None:
         """Raises ValueError if the model cannot take the clients' examples.
@@ -154,7 +150,8 @@ class Trial:
         try:
             with _silence():
                 self._train(split.training, rounds, options)
-                value = score(self.model, self._compiled.training, split.held_out)
+                training = self._made.require_compiled("a trial").training
+                value = score(self.model, training, split.held_out)
         except Exception:  # What happened is as secret as that it happened.
             return -math.inf
         return value if math.isfinite(value) else -math.inf
@@ -173,33 +170,8 @@ class Trial:
 
     def _federated(self) -> DPFederatedModel:
         """Returns what trains the model: its programs serve all trials."""
-        setup, compiled = self._setup, self._compiled
-        training, server = compiled.training, compiled.server_optimizer
-        fed = DPFederatedModel(
-            self.model,
-            self.mechanism,
-            setup.clients_per_round,
-            "poisson",
-            on_client_failure=setup.on_client_failure,
-            non_trainable_state=setup.non_trainable_state,
-            secure_aggregation=setup.secure_aggregation,
-            num_replicas=setup.num_replicas,
-            noise_generator=setup.noise_generator,
-            client_weighting=setup.client_weighting,
-        )
-        model_history.claim(fed, self.variables)
-        fed.compile(
-            training.optimizer,
-            training.loss,
-            training.metrics,
-            server,
-            compiled.jit_compile,
-            weighted_metrics=training.weighted_metrics,
-            loss_weights=training.loss_weights,
-            grad_clip=training.grad_clip,
-            upload_hook=training.upload_hook,
-            broadcast_hook=compiled.broadcast_hook,
-        )
+        fed = self._made.with_setup(mechanism=self.mechanism, delta=None, target=None)
+        server = fed.require_compiled("a trial").server_optimizer
         if server is not None:
             state = keras_versions.build_optimizer(
                 server, self.model.trainable_variables
@@ -229,8 +201,8 @@ def _check_mechanism(made: DPFederatedModel, candidate: Candidate) -> None:
     """Raises ValueError unless the noise of a candidate can be replaced."""
     mechanism, problem = made.mechanism, None
     noise = mechanism.parameters().get("noise_multiplier")
-    if made.sampling != "poisson":
-        problem = f"sampling='poisson', got {made.sampling!r}"
+    if made.setup.sampling != "poisson":
+        problem = f"sampling='poisson', got {made.setup.sampling!r}"
     elif not schedules.is_constant(made.setup.clients_per_round):
         problem = "a constant clients_per_round, got a schedule"
     elif mechanism.guarantee != "central" or not isinstance(noise, int | float):
@@ -274,7 +246,7 @@ def calibrated(
             events = (*events, split.event)
         elif split.event is not None:
             events = [
-                dp_accounting.ComposedDpEvent((each, split.event)) for each in events
+                dp_accounting.ComposedDpEvent((one, split.event)) for one in events
             ]
         return BestOfTrialsDpEvent(
             tuple(dict.fromkeys(events)), count.mean, count.shape

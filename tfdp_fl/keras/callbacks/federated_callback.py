@@ -57,21 +57,14 @@ class FederatedCallback(tf.keras.callbacks.Callback):
         Args:
           round_index: The round, counted from 0.
           charge: What the round costs.
-          details: `cohort_size`, `noise_multiplier`, and, where a guarantee is
-            composed client by client, `mu_squared`, (sensitivity / sigma)^2 of
-            one client's release, and `max_mu_squared`, the largest sum of them
-            that a client has spent after the round.
+          details: `cohort_size`, `noise_multiplier`, and `local`: None, or where a
+            guarantee is composed client by client, `mu_squared`, (sensitivity /
+            sigma)^2 of one client's release, and `max_mu_squared`, the largest sum
+            of them that a client has spent after the round.
         """
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Called after a round changed the model, before `on_epoch_end`."""
-
-    def on_train_ended(self) -> None:
-        """Called when every callback's `on_train_end` is done.
-
-        Some change the model there: Keras 3's `EarlyStopping` restores its best
-        weights.
-        """
 
     def on_fit_end(self) -> None:
         """Called last, also where an error or the user ended the training."""

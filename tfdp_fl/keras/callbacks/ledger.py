@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import pathlib
-import warnings
 from typing import Any
 
 from tfdp_fl import accounting
@@ -51,12 +51,6 @@ class Ledger(FederatedCallback):
         return None if self._opened is None else self._opened.head
 
     @property
-    def _ledger(self) -> accounting.PrivacyLedger:
-        if self._opened is None:
-            raise accounting.LedgerError(f"The ledger {self.path} is closed.")
-        return self._opened
-
-    @property
     def _run(self) -> Run:
         return self.federated_model.run
 
@@ -67,13 +61,14 @@ class Ledger(FederatedCallback):
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Opens the ledger, refusing that of another run."""
         del first_round, last_round
-        fed, run, target = self.federated_model, self._run, self.federated_model.target
+        fed, run = self.federated_model, self._run
+        target = fed.setup.target
         known = run.known_ledgers.get(self._key)
-        self._opened = accounting.PrivacyLedger(
+        self._opened = ledger = accounting.PrivacyLedger(
             self.path,
             mode="append",
             target_epsilon=None if target is None else target.epsilon,
-            target_delta=fed.delta if target is None else target.delta,
+            target_delta=fed.setup.delta if target is None else target.delta,
             mechanism={
                 "name": fed.mechanism.name,
                 "guarantee": fed.mechanism.guarantee,
@@ -83,7 +78,7 @@ class Ledger(FederatedCallback):
             expected_head=known or None,
             run=run.run_id,
         )
-        contents = self._opened.contents()
+        contents = ledger.contents()
         ahead = self._key in run.ledgers_ahead
         if contents.entries and not self._append:
             if known is None:
@@ -102,8 +97,8 @@ class Ledger(FederatedCallback):
         self._check_runs(contents, ahead)
         run.spending.absorb(contents, run.run_id, self._key)
         run.ledgers_ahead.discard(self._key)
-        self._catch_up(contents)
-        run.known_ledgers[self._key] = self._opened.head
+        self._catch_up(ledger, contents)
+        run.known_ledgers[self._key] = ledger.head
 
     def _check_runs(self, contents: accounting.LedgerContents, ahead: bool) -> None:
         """Refuses rounds that cannot be told apart from or added to our own."""
@@ -129,26 +124,20 @@ class Ledger(FederatedCallback):
                 f"counted together, and {self.path} is one of runs with a {other} "
                 "guarantee."
             )
-        relation = charge_lib.relation_of(fed.sampling)
-        others = [entry for entries in runs.values() for entry in entries]
-        for charge in (entry.charge for entry in others):
+        sampling = fed.setup.sampling
+        relation = charge_lib.relation_of(sampling)
+        for charge in (line.charge for lines in runs.values() for line in lines):
             if charge is not None and charge.relation != relation:
                 raise ValueError(
                     "path must be a ledger of rounds whose neighbouring relation is "
-                    f"{relation.name}, as for {fed.sampling} sampling, and {self.path} "
+                    f"{relation.name}, as for {sampling} sampling, and {self.path} "
                     f"has rounds of {charge.sampling} sampling; one guarantee cannot "
                     "cover both."
                 )
-        if run.facts.seed_given and any(each.details.get("seeded") for each in others):
-            warnings.warn(
-                f"A seed was given, as it was to another run in {self.path}. If it is "
-                "the same one, both have the same noise in the same rounds, and the "
-                "difference of what they release has none: give another seed, or none.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
-    def _catch_up(self, contents: accounting.LedgerContents) -> None:
+    def _catch_up(
+        self, ledger: accounting.PrivacyLedger, contents: accounting.LedgerContents
+    ) -> None:
         """Writes what was charged while this ledger was not kept."""
         run = self._run
         spending, runs = run.spending, contents.by_run()
@@ -161,7 +150,7 @@ class Ledger(FederatedCallback):
         )
         for charge, count in spending.charges:
             for _ in range(count - written[charge]):
-                self._ledger.record(
+                ledger.record(
                     max(0, run.rounds - 1),
                     charge,
                     round(charge.clients_per_round),
@@ -170,7 +159,7 @@ class Ledger(FederatedCallback):
                 )
         for name, charge in spending.charges_of_evaluations.items():
             if name not in runs:
-                self._record_release(self._ledger, name, charge, written_later=True)
+                self._record_release(ledger, name, charge, written_later=True)
 
     def on_round_charged(
         self,
@@ -179,32 +168,24 @@ class Ledger(FederatedCallback):
         details: dict[str, Any],
     ) -> None:
         """Writes the round's line and syncs it."""
-        rest = dict(details)
-        cohort_size = rest.pop("cohort_size")
-        spent = {
-            "mu_squared": rest.pop("mu_squared"),
-            "max_mu_squared": rest.pop("max_mu_squared") + self._elsewhere,
-        }
-        run = self._run
-        self._ledger.record(
-            round_index,
-            charge,
-            cohort_size,
-            local=spent if run.spending.by_client else None,
-            **rest,
-        )
-        run.known_ledgers[self._key] = self._ledger.head
+        local = details["local"]
+        if local is not None:
+            most = local["max_mu_squared"] + self._elsewhere
+            local = {**local, "max_mu_squared": most}
+        assert self._opened is not None  # In `fit`, between planning and end.
+        self._opened.record(round_index, charge, **{**details, "local": local})
+        self._run.known_ledgers[self._key] = self._opened.head
 
     def on_release_charged(self, name: str, charge: accounting.RoundCharge) -> None:
         """Writes what is released beside the rounds."""
         known = self._run.known_ledgers
-        if self._opened is not None:  # Inside a callback of `fit`.
-            self._record_release(self._opened, name, charge)
-            known[self._key] = self._opened.head
-            return
-        with accounting.PrivacyLedger(
-            self.path, mode="append", expected_head=known.get(self._key) or None
-        ) as ledger:
+        with contextlib.ExitStack() as stack:
+            ledger = self._opened
+            if ledger is None:  # Not inside a callback of `fit`.
+                head = known.get(self._key) or None
+                ledger = stack.enter_context(
+                    accounting.PrivacyLedger(self.path, "append", expected_head=head)
+                )
             is_known = ledger.head == known.get(self._key)
             self._record_release(ledger, name, charge)
             if is_known:  # Else others wrote, and a later `fit` has to see it.

@@ -52,17 +52,16 @@ class PrivacyBudget(FederatedCallback):
         # Rounds that are abandoned cost nothing, so it can only be more.
         self._affordable_before = first_round + allowed
         if allowed < asked:
-            # Whom later cohorts draw is not known, but for shuffled ones.
-            at_least = fed.run.spending.by_client and fed.sampling != "shuffled"
+            # Which clients later cohorts draw is known of shuffled ones only.
+            at_least = fed.run.spending.by_client and fed.setup.sampling != "shuffled"
             self._say_what_is_allowed(
                 f"{self._name}: epsilon={self.epsilon:g} at delta={self.delta:g} "
                 f"allows {'at least ' * at_least}{allowed} of the {asked} rounds "
-                "asked for",
-                "may" if at_least else "will",
+                f"asked for; training {'may' if at_least else 'will'} end there."
             )
 
-    def _say_what_is_allowed(self, message: str, will: str) -> None:
-        self.federated_model.say(f"{message}; training {will} end there.")
+    def _say_what_is_allowed(self, message: str) -> None:
+        self.federated_model.say(message)
 
     def allow_round(self, round_index: int) -> bool:
         """Returns False if the round would overspend the budget."""
@@ -84,20 +83,17 @@ class PrivacyBudget(FederatedCallback):
         """Raises ValueError if a release would overspend the budget."""
         fed = self.federated_model
         after = fed.run.spending.epsilon_after(
-            charge, 0.0, self.delta, self.accountant or fed.accountant
+            charge, 0.0, self.delta, self.accountant or fed.setup.accountant
         )
         if after > self.epsilon:
             # Rounded up to three decimals.
             rounded = math.ceil(after * 1000) / 1000 if after < math.inf else after
             raise ValueError(
                 f"private would bring epsilon to {rounded:.3f} at delta="
-                f"{self.delta:g}, above {self._limit}: raise its noise_multiplier, ask "
-                "fewer clients, or train fewer rounds. Nothing was evaluated."
+                f"{self.delta:g}, above the epsilon={self.epsilon:g} of the "
+                f"{self._name}: raise its noise_multiplier, or train fewer rounds. "
+                "Nothing was evaluated."
             )
-
-    @property
-    def _limit(self) -> str:
-        return f"the epsilon={self.epsilon:g} of the PrivacyBudget"
 
 
 class KeepTarget(PrivacyBudget):
@@ -107,35 +103,11 @@ class KeepTarget(PrivacyBudget):
     silent the training is.
     """
 
-    _name = "make_private"
+    _name = "target of make_private"
 
     def __init__(self, target: PrivacyTarget):
         # Calibration may be off by rounding; that is no reason to stop.
         super().__init__(target.epsilon * (1 + 1e-9), target.delta, target.accountant)
-        self._goes_on = target.on_overspend == "warn"
-        self._warned = False
 
-    def _say_what_is_allowed(self, message: str, will: str) -> None:
-        end = f"training {will} end there. (on_overspend='warn' goes on.)"
-        if self._goes_on:
-            end = "training goes on and spends more (on_overspend='warn')."
-            if self._warned:
-                return
-        self._warned = True
-        warnings.warn(f"{message}; {end}", RuntimeWarning, stacklevel=4)
-
-    def allow_round(self, round_index: int) -> bool:
-        """Returns False if the round would pass a target that is to be kept."""
-        return self._goes_on or super().allow_round(round_index)
-
-    def check_release(self, charge: RoundCharge) -> None:
-        """Raises ValueError if a release would pass a target that is to be kept."""
-        if not self._goes_on:
-            super().check_release(charge)
-
-    @property
-    def _limit(self) -> str:
-        return (
-            f"the target_epsilon={self.epsilon:g} that this model keeps unless it is "
-            "made with on_overspend='warn'"
-        )
+    def _say_what_is_allowed(self, message: str) -> None:
+        warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -98,22 +98,18 @@ class RoundCheckpoint(FederatedCallback):
         if (round_index + 1) % self.every == 0:
             self._save()
 
-    def on_train_ended(self) -> None:
-        """Saves the end of the training, as other callbacks left it."""
-        self._save()
-
     def on_fit_end(self) -> None:
-        """Writes the statement, and lets go of the directory.
+        """Saves the end of the training, and lets go of the directory.
 
-        Where an interrupt or an error ended the training, and not between a
-        round's charge and its release, the state is saved as well, so that no
-        round has to be run, and charged, again.
+        Other callbacks may have changed the model: Keras's `EarlyStopping` restores
+        its best weights. After an interrupt between a round's charge and its release
+        nothing is saved: that round has to be run, and charged, again.
         """
         ended_by_error = sys.exc_info()[0] is not None
         try:
             # An interrupt while TensorFlow traces can leave it in the graph.
             with tf.init_scope():
-                if self._begun and ended_by_error and self._is_between_rounds:
+                if self._begun and self._is_between_rounds:
                     self._save()
                 if self._begun:
                     self._write_statement()

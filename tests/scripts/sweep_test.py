@@ -1,4 +1,4 @@
-"""The programs that run sweeps and draw runs."""
+"""The program that runs sweeps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import tempfile
 from absl.testing import absltest
 
 from tests.scripts import programs
-from tfdp_fl.experiments import sweeps
 
 _CONFIGS = sorted((programs.ROOT / "scripts" / "configs").glob("*.json"))
 _CONFIG = {
     "base": {
         "dataset": "digits",
         "num_clients": 20,
-        "clients_per_round": 10,
+        "clients_per_round": 20,
         "model": "linear",
     },
     "grid": {"mechanism": ["none", "fixed"]},
@@ -24,7 +23,7 @@ _CONFIG = {
 }
 
 
-class SweepAndPlotTest(absltest.TestCase):
+class SweepTest(absltest.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
@@ -45,16 +44,6 @@ class SweepAndPlotTest(absltest.TestCase):
             "bad config": ["sweep", f"--config={bad}"],
             "bad set": [*sweep, "--set=rounds"],
             "other rounds": [*sweep, "--set=rounds=3"],
-            "tradeoff": [
-                "plot",
-                "--against=tradeoff",
-                "--group_by=mechanism",
-                f"--output={folder / 'tradeoff.png'}",
-                str(runs),
-            ],
-            "no runs": ["plot", str(folder / "empty")],
-            "nothing": ["plot"],
-            "bad group": ["plot", "--group_by=colour", str(runs)],
         }
         for config in _CONFIGS:
             lines[config.stem] = [
@@ -82,13 +71,8 @@ class SweepAndPlotTest(absltest.TestCase):
         self.assertEqual((first.code, again.code), (0, 0), msg=first.err)
         self.assertEqual(first.out.count("accuracy 0."), 2)
         self.assertEqual(again.out.count("there already"), 2)
-        self.assertLen(sweeps.read_runs([self.folder / "runs"]), 2)
-
-    def test_a_chart_is_drawn(self):
-        outcome = self.outcomes["tradeoff"]
-        self.assertEqual(outcome.code, 0, msg=outcome.err)
-        self.assertIn("2 runs", outcome.out)
-        self.assertGreater((self.folder / "tradeoff.png").stat().st_size, 1000)
+        rows = (self.folder / "runs" / "runs.csv").read_text().splitlines()
+        self.assertLen(rows, 3)
 
     def test_refusals_are_one_sentence(self):
         for name, word in (
@@ -96,9 +80,6 @@ class SweepAndPlotTest(absltest.TestCase):
             ("bad config", "--clip_norm"),
             ("bad set", "--set"),
             ("other rounds", "rounds=2"),
-            ("no runs", "holds no run"),
-            ("nothing", "directory"),
-            ("bad group", "colour"),
         ):
             with self.subTest(name):
                 outcome = self.outcomes[name]
