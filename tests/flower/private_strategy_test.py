@@ -440,6 +440,14 @@ class _Elsewhere(mechanisms.Mechanism):
         return dp_accounting.GaussianDpEvent(1.0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Laplace(tfdp_fl.FixedClipping):
+    """Its cost is no Gaussian's, though its event has a noise multiplier."""
+
+    def round_event(self, round_index, deployment):
+        return dp_accounting.LaplaceDpEvent(1.0)
+
+
 class ArgumentTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"num_clients": 0}, "num_clients"),
@@ -453,6 +461,10 @@ class ArgumentTest(parameterized.TestCase):
         ({"accountant": "guess"}, "accountant"),
         ({"mechanism": "fixed"}, "mechanism"),
         ({"mechanism": tfdp_fl.NoPrivacy()}, "mechanism must be a central"),
+        (
+            {"mechanism": _Laplace(clip_norm=1.0, noise_multiplier=1.0)},
+            "costs a Gaussian",
+        ),
         # With no noise of ours, and the cost that it states.
         ({"mechanism": _Elsewhere()}, "mechanism must be a central"),
         (

@@ -33,7 +33,6 @@ import os
 import pathlib
 import secrets
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from tfdp_fl import _json, _validate, version
@@ -348,9 +347,9 @@ class PrivacyLedger:
         return len(self._entries)
 
     @property
-    def entries(self) -> Sequence[LedgerEntry]:
+    def entries(self) -> tuple[LedgerEntry, ...]:
         """The rounds that the ledger holds."""
-        return self._entries
+        return tuple(self._entries)
 
     @property
     def run(self) -> str:

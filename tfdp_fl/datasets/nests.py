@@ -179,7 +179,7 @@ def _filled_up(leaf: Any, name: str) -> np.ndarray:
         return leaf.to_tensor().numpy()
     try:
         rows = [np.asarray(item)[np.newaxis] for item in leaf]
-    except ValueError:  # Sequences within the sequences.
+    except (TypeError, ValueError):  # Sequences within the sequences.
         rows = []
     kinds = {row.dtype.kind for row in rows if row.size}
     if len(kinds) > 1 or {row.ndim for row in rows} != {2}:

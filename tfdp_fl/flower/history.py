@@ -146,7 +146,7 @@ class RoundHistory:
     @property
     def num_rounds(self) -> int:
         """How many rounds are charged, whichever strategy released them."""
-        return len(self.released if self._ledger is None else self._ledger.entries)
+        return len(self.released) if self._ledger is None else self._ledger.rounds
 
     @property
     def num_from_ledger(self) -> int:
@@ -194,7 +194,7 @@ class RoundHistory:
     def _record(self, released: ReleasedRound, **details: Any) -> None:
         if self._ledger is not None:
             self._ledger.record(
-                len(self._ledger.entries),
+                self._ledger.rounds,
                 released.charge(),
                 released.clients_per_round,
                 **details,

@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import dp_accounting
 import numpy as np
 
 from tfdp_fl import _validate, mechanisms, schedules
 from tfdp_fl.accounting import caveats
+from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.flower import averaging, correlated, history, replies, sums
 from tfdp_fl.mechanisms import registry
@@ -536,11 +536,8 @@ class PrivateRounds:
                 kept.begin_segment()
             place = {"segment": kept.segment, "position": kept.position}
         event = self.mechanism.round_event(self._round_index, self._deployment)
-        multiplier = 0.0
-        if isinstance(event, dp_accounting.NoOpDpEvent):
-            multiplier = math.inf
-        elif not isinstance(event, dp_accounting.NonPrivateDpEvent):
-            multiplier = float(event.noise_multiplier)
+        # Anything but Gaussians was refused when this was made.
+        multiplier = cast(float, charge_lib.noise_multiplier_of(event))
         return history.ReleasedRound(
             server_round=server_round,
             clip_norm=self.clip_norm,

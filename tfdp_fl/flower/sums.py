@@ -17,6 +17,7 @@ import numpy as np
 
 from tfdp_fl import mechanisms
 from tfdp_fl._on_use import tf
+from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.flower import client as client_lib
 from tfdp_fl.flower import history, replies, updates
 from tfdp_fl.mechanisms import noise
@@ -118,6 +119,7 @@ def check(mechanism: mechanisms.Mechanism, deployment: mechanisms.Deployment) ->
     mechanism.check(deployment)
     if type(mechanism) in _CLIPPED_BY_CLIENTS:
         return
+    one_gaussian = charge_lib.noise_multiplier_of(mechanism.round_event(0, deployment))
     new_each_round = (
         mechanism.event_period is None and mechanism.first_memory(deployment) == ()
     )
@@ -125,12 +127,13 @@ def check(mechanism: mechanisms.Mechanism, deployment: mechanisms.Deployment) ->
         mechanism.guarantee == "central"
         and mechanism.noise_site == "server"
         and mechanism.scales_updates
+        and one_gaussian is not None
         and (new_each_round or isinstance(mechanism, mechanisms.CorrelatedNoise))
     ):
         raise ValueError(
-            "mechanism must be a central one that scales updates and is noised by "
-            "the server (FixedClipping and AdaptiveClipping also by the clients), "
-            f"got {mechanism!r}."
+            "mechanism must be a central one that scales updates, is noised by the "
+            "server (FixedClipping and AdaptiveClipping also by the clients) and "
+            f"costs a Gaussian a round, got {mechanism!r}."
         )
 
 

@@ -173,7 +173,8 @@ def epsilon(
         "num_clients": num_clients,
         "clients_per_round": clients_per_round,
     }
-    times, noise_multipliers = None, set()
+    times = None
+    noise_multipliers: set[Any] = set()
     if mechanism.guarantee in ("local", "record"):
         found = state_lib.accountable_state(state)
         history = _history(found, mechanism, contribution.Deployment(**declared))
@@ -202,6 +203,12 @@ def epsilon(
         }
         sizes = [float(charge.clients_per_round) for charge in charges]
         noise_multipliers = {charge.noise_multiplier for charge in charges}
+    parameters = mechanism.parameters()
+    if len(noise_multipliers) > 1 and None not in noise_multipliers:
+        parameters["noise_multiplier"] = (
+            f"{min(noise_multipliers):g} to {max(noise_multipliers):g} (by round, all "
+            "releases of one)"
+        )
     result = Epsilon(value)
     result.delta = delta
     per_record = mechanism.guarantee == "record"
@@ -209,7 +216,7 @@ def epsilon(
         guarantee=mechanism.guarantee,
         mechanism=mechanism.name,
         mechanism_description=mechanism.describe(),
-        mechanism_parameters=_parameters(mechanism, noise_multipliers),
+        mechanism_parameters=parameters,
         unit="record" if per_record else "client",
         sampling=sampling,
         num_clients=num_clients,
@@ -314,20 +321,18 @@ def _history(
         state_lib.history_kind(mechanism, event, sampling)
         for sampling in (None, deployment.sampling)
     ]
-    other = np.flatnonzero(~np.isin(history.kinds, known))
-    if len(other):
+    for index in np.flatnonzero(~np.isin(history.kinds, known))[:1]:
         raise ValueError(
             "state must come from processes of this mechanism and sampling, "
             f"{mechanism.name} and {deployment.sampling!r}, got one whose "
-            f"round {other[0] + 1} of {done} was run by a process of another "
+            f"round {index + 1} of {done} was run by a process of another "
             "kind, whose guarantee cannot be told from here."
         )
     populations: list[Any] = [0, deployment.num_clients]
-    other = np.flatnonzero(~np.isin(history.populations, populations))
-    if len(other):
+    for index in np.flatnonzero(~np.isin(history.populations, populations))[:1]:
         raise ValueError(
-            f"num_clients must be the {history.populations[other[0]]} that "
-            f"round {other[0] + 1} of the state was run with, got "
+            f"num_clients must be the {history.populations[index]} that "
+            f"round {index + 1} of the state was run with, got "
             f"{deployment.num_clients!r}."
         )
     if mechanism.guarantee == "central":
@@ -403,24 +408,6 @@ def _check_last(
             f"had a noise multiplier of {written}, got {mechanism!r} with "
             f"{declared}."
         )
-
-
-def _parameters(
-    mechanism: mechanism_lib.Mechanism, noise_multipliers: Any
-) -> dict[str, Any]:
-    parameters = {}
-    for name, value in mechanism.parameters().items():
-        if value is None:
-            continue
-        if not isinstance(value, (bool, int, float, str)):
-            value = type(value).__name__ if name == "query" else repr(value)
-        parameters[name] = value
-    if len(noise_multipliers) > 1 and None not in noise_multipliers:
-        least, most = min(noise_multipliers), max(noise_multipliers)
-        parameters["noise_multiplier"] = (
-            f"{least:g} to {most:g} (by round, all releases of one)"
-        )
-    return parameters
 
 
 def _caveats(mechanism: mechanism_lib.Mechanism) -> tuple[str, ...]:
