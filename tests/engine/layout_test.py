@@ -36,7 +36,7 @@ def _inputs(**changes):
             "batch_size": 4,
             "local_epochs": 2,
             "learning_rate": 0.1,
-            "seed": np.zeros(2, np.int64),
+            "seed": np.zeros(2, np.uint64),
             **changes,
         }
     )

@@ -104,7 +104,6 @@ class CohortEngine:
         num_replicas: int | None = None,
         jit_compile: bool | None = None,
         batch_size: int = 1,
-        seed_dtype: tf.DType = tf.uint64,
     ):
         """Traces, and so checks, how clients train one by one.
 
@@ -126,7 +125,6 @@ class CohortEngine:
           jit_compile: Whether XLA compiles local training; None decides by
             `devices.prefers_xla`.
           batch_size: The usual batch size, for that decision.
-          seed_dtype: Of the kind of seed that rounds will have.
 
         Raises:
           ValueError: Something could pass from one client to the next; or the
@@ -203,7 +201,7 @@ class CohortEngine:
                     (
                         self.state,
                         tf.zeros([3]),
-                        tf.zeros([2], seed_dtype),
+                        tf.zeros([2], tf.uint64),
                         self.server.variables,
                         self._unaggregated,
                     ),

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
@@ -291,7 +290,6 @@ class Preparation:
                 num_replicas=setup.num_replicas,
                 jit_compile=compiled.jit_compile,
                 batch_size=self.plan.batch_size,
-                seed_dtype=tf.uint64 if self.plan.seed is None else tf.int64,
             )
         if self.fed.run is not None:
             made.state = self.fed.run.mechanism_state
