@@ -522,9 +522,9 @@ _LIGHT = """
     for mechanism in (
         tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
         tfdp_fl.FixedClipping(
-            clip_norm=1.0, noise_multiplier=(1.0, 2.0), noise_site="client"
+            clip_norm=1.0, noise_multiplier=(1.0, 1.0), noise_site="client"
         ),
-        tfdp_fl.AdaptiveClipping(noise_multiplier=0.1),
+        tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=5.0),
     ):
         strategy = flower.PrivateStrategy(
             fm.Strategy(3), mechanism, num_clients=5, clients_per_round=3,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from typing import Any, cast
 
@@ -418,8 +417,7 @@ def factory_of(
         `clients_per_round`, `inner_factory` and what else `MechanismFactory`
         takes.
     """
-    fields = dataclasses.fields(mechanism_class)
-    own = {field.name for field in fields}
+    own = {field.name for field in dataclasses.fields(mechanism_class)}
 
     class Factory(MechanismFactory):
         def __init__(
@@ -438,18 +436,6 @@ def factory_of(
             )
 
     name = f"{mechanism_class.__name__}Factory"
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    empty = inspect.Parameter.empty
-    declared = [
-        inspect.Parameter(
-            field.name,
-            keyword,
-            default=empty if field.default is dataclasses.MISSING else field.default,
-        )
-        for field in fields
-    ]
-    given = inspect.signature(Factory.__init__).parameters
-    Factory.__signature__ = inspect.Signature([*declared, *list(given.values())[1:]])
     Factory.__name__ = Factory.__qualname__ = name
     Factory.__module__ = __name__
     Factory.__doc__ = (
