@@ -29,7 +29,7 @@ _STATE_FORMAT = "tfdp_fl flower state 4"
 # Of a state: what a wrapper was made with, and what moves from round to round.
 _ARGUMENTS = (
     *("num_clients", "clients_per_round", "rounds", "on_client_failure"),
-    *("max_abandoned_rounds", "averages"),
+    *("max_abandoned_rounds", "averages", "accountant"),
 )
 _MOVES = (
     *("clip_norm", "discarded_updates", "rejected_replies"),
@@ -143,22 +143,18 @@ class PrivateRounds:
                 schedules.fixed(mechanism.noise_multiplier)
             )
         self._mechanism = mechanism
-        self.num_clients = _validate.positive_integer(num_clients=num_clients)
-        self.clients_per_round = _validate.positive_integer(
-            clients_per_round=clients_per_round
+        count, most = _validate.positive_integer, max_abandoned_rounds
+        self.num_clients = count(num_clients=num_clients)
+        self.clients_per_round = count(clients_per_round=clients_per_round)
+        self.rounds = rounds if rounds is None else count(rounds=rounds)
+        self.max_abandoned_rounds = (
+            most if most is None else count(max_abandoned_rounds=most)
         )
         if self.clients_per_round > self.num_clients:
             raise ValueError(
                 f"clients_per_round must be at most num_clients={num_clients}, "
                 f"got {clients_per_round!r}."
             )
-        for name, most in {
-            "rounds": rounds,
-            "max_abandoned_rounds": max_abandoned_rounds,
-        }.items():
-            if most is not None:
-                _validate.positive_integer(**{name: most})
-        self.rounds, self.max_abandoned_rounds = rounds, max_abandoned_rounds
         sums.check(mechanism, self._deployment)
         self._remembered: correlated.Remembered | None = None
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
@@ -183,16 +179,18 @@ class PrivateRounds:
                 "target_epsilon and target_delta must be given both or not at "
                 f"all, got {target_epsilon!r} and {target_delta!r}."
             )
-        # The accountant is checked without a budget, too.
-        budget = ledger_lib.Budget(
-            1.0 if target_epsilon is None else target_epsilon,
-            0.5 if target_delta is None else target_delta,
-            accountant,
+        self.accountant = _validate.one_of(
+            charge_lib.ACCOUNTANTS, accountant=accountant
         )
-        self._history = history.RoundHistory(
-            cast(str, self._deployment.sampling),
-            None if target_epsilon is None else budget,
-        )
+        budget = None
+        if target_epsilon is not None and target_delta is not None:
+            budget = ledger_lib.Budget(
+                _validate.positive(target_epsilon=target_epsilon),
+                _validate.inside_unit_interval(target_delta=target_delta),
+                accountant,
+            )
+        sampling = cast(str, self._deployment.sampling)
+        self._history = history.RoundHistory(sampling, budget)
         self.discarded_updates = 0
         self.rejected_replies = 0
         self.stopped_before_round: int | None = None
@@ -346,13 +344,6 @@ class PrivateRounds:
         secret as the data.
         """
         budget = self._history.budget
-        arguments = {name: getattr(self, name) for name in _ARGUMENTS}
-        if budget is not None:
-            arguments |= {
-                "target_epsilon": budget.epsilon,
-                "target_delta": budget.delta,
-                "accountant": budget.accountant,
-            }
         return {
             "format": _STATE_FORMAT,
             "wrapper": type(self).__name__,
@@ -360,7 +351,11 @@ class PrivateRounds:
                 "name": self.mechanism.registered_name,
                 "parameters": self.mechanism.parameters(),
             },
-            "arguments": arguments,
+            "arguments": {
+                "target_epsilon": budget and budget.epsilon,
+                "target_delta": budget and budget.delta,
+                **{name: getattr(self, name) for name in _ARGUMENTS},
+            },
             "moves": {name: getattr(self, name) for name in _MOVES},
             "released": [dataclasses.asdict(r) for r in self._history.released],
             "ledger": self._history.ledger_state(),
