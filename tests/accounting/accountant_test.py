@@ -217,7 +217,7 @@ def test_would_be_leaves_the_history_alone(sampling):
     history = _history((_charge(sampling, **place), 3))
     before = history.epsilon(1e-5), history.charges, history.rounds
     next_round = _charge(sampling, z=0.9)
-    predicted = history.epsilon_after(next_round, 1e-5)
+    predicted = history.would_be(next_round).epsilon(1e-5)
     assert history.would_be(next_round).epsilon(1e-5) == predicted
     assert (history.epsilon(1e-5), history.charges, history.rounds) == before
     history.add(next_round)

@@ -32,17 +32,6 @@ class GaussianTest(parameterized.TestCase):
         delta = gaussian.gaussian_delta(z, epsilon)
         self.assertAlmostEqual(delta, expected, delta=1e-9 * expected + 1e-14)
 
-    def test_delta_keeps_its_digits_far_out(self):
-        # Phi(a) - e^eps Phi(b) by 60-digit arithmetic (mpmath).
-        for z, epsilon, expected in (
-            (1.0, 30.0, _mp_delta(1.0, 30.0)),
-            (0.1, 150.0, _mp_delta(0.1, 150.0)),
-            (30.0, 0.5, _mp_delta(30.0, 0.5)),
-            (0.01, 6000.0, _mp_delta(0.01, 6000.0)),
-        ):
-            delta = gaussian.gaussian_delta(z, epsilon)
-            self.assertAlmostEqual(delta / expected, 1, delta=1e-8)
-
     @parameterized.product(
         z=[0.05, 3.0, 900.0, 9.9e5, 7.1e8, 2.5e14, 6.8e15, 2.2e17],
         epsilon_z=[0.0, 0.3, 12.0],

@@ -199,15 +199,12 @@ def test_every_pass_covers_every_position_once(n, sizes):
         whole = list(range(n))
         last = index == max(covered)
         assert positions == (whole[: len(positions)] if last else whole)
-    constant = charge_lib.PassCohorts(n, sizes[0])
-    function = charge_lib.PassCohorts(n, lambda t: sizes[0])
-    assert constant.cohort(17) == function.cohort(17)
 
 
 def test_sizes_of_passes_are_checked():
     with pytest.raises(ValueError, match="clients_per_round"):
-        charge_lib.PassCohorts(10, 11)
+        charge_lib.PassCohorts(10, 11).cohort(0)
     with pytest.raises(ValueError, match="whole number"):
-        charge_lib.PassCohorts(10, 2.5)
+        charge_lib.PassCohorts(10, 2.5).cohort(0)
     with pytest.raises(ValueError, match="clients_per_round"):
         charge_lib.PassCohorts(10, lambda t: 10 + t).cohort(20)

@@ -94,7 +94,7 @@ def _training(z, q, rounds, step=2e-3):
 
 
 class CostTest(parameterized.TestCase):
-    @parameterized.product(shape=_SHAPES, mean=(1.5, 4.0, 24.0), z=(0.8, 2.0, 6.0))
+    @parameterized.product(shape=_SHAPES, mean=(1.5, 24.0), z=(0.8, 6.0))
     def test_a_score_that_is_the_presence_of_a_client(self, shape, mean, z):
         edges = np.linspace(-10 * z, 1 + 10 * z, 20_001)
         p, q = (np.diff(stats.norm.cdf(edges, shift, z)) for shift in (0, 1))
@@ -107,8 +107,8 @@ class CostTest(parameterized.TestCase):
 
     @parameterized.product(
         shape=_SHAPES,
-        mean=(2.0, 24.0),
-        z_q_rounds=((1.0, 0.1, 20), (3.0, 0.3, 60), (0.7, 0.02, 100)),
+        mean=(4.0,),
+        z_q_rounds=((1.0, 0.1, 20), (0.7, 0.02, 100)),
     )
     def test_trainings_that_are_scored_by_what_tells_most(
         self, shape, mean, z_q_rounds
@@ -121,31 +121,6 @@ class CostTest(parameterized.TestCase):
         )
         said = _epsilon(_charge(training, mean=mean, shape=shape))
         self.assertGreaterEqual(said, true)
-
-    @parameterized.product(shape=(0.0, 0.5, 1.0, 2.0), epsilon=(0.1, 1.0))
-    def test_corollary_3_of_the_paper(self, shape, epsilon):
-        order = np.array([1e10])
-        found = search.best_of_trials_rdp(order, [np.array([epsilon])], 1e3, shape)
-        self.assertAlmostEqual(found[0], (2 + shape) * epsilon, places=6)
-
-    @parameterized.product(shape=(0.0, 1.0), rho=(0.01, 0.1), mean=(10.0, 100.0))
-    def test_corollary_4_of_the_paper(self, shape, rho, mean):
-        orders = 1 + np.geomspace(1e-3, 1e4, 20_001)
-        found = search.best_of_trials_rdp(
-            orders[::20], [rho * orders[::20]], mean, shape
-        )
-        gamma = search._stopping(shape, mean)
-        for order, value in zip(orders[::2000], found[::100], strict=True):
-            best = max(order - 1, math.sqrt(math.log(mean) / rho))
-            formula = (
-                rho * best
-                + math.log(mean) / best
-                + rho
-                + 2 * (1 + shape) * math.sqrt(rho * math.log(1 / gamma))
-                - (1 + shape) * rho
-            )
-            self.assertGreater(value, formula * (1 - 1e-9))
-            self.assertLess(value, formula * 1.01)
 
     def test_one_trial_for_certain_costs_what_a_trial_costs(self):
         alone = accounting.PrivacyAccountant()
@@ -179,11 +154,6 @@ class CostTest(parameterized.TestCase):
         both = _epsilon(_charge(sampled, _G(4.0), shape=1.0))
         for one in (sampled, _G(4.0)):
             self.assertGreaterEqual(both, _epsilon(_charge(one, shape=1.0)))
-
-    def test_two_searches_compose(self):
-        one = _charge(_G(3.0), shape=1.0)
-        self.assertGreater(_epsilon(one, one), 1.2 * _epsilon(one))
-        self.assertLess(_epsilon(one, one), 2 * _epsilon(one))
 
     def test_a_trial_without_noise_is_no_guarantee(self):
         for event in (_G(0.0), dp_accounting.NonPrivateDpEvent()):

@@ -178,20 +178,8 @@ _LAYERS = tfdp_fl.AdaptiveLocalDP(epsilon=5.0, delta=1e-5, clipping_radius=0.5)
 @pytest.mark.parametrize(
     "mechanism, stddev",
     [
-        (tfdp_fl.FixedClipping(**_FIXED), 2.0 * 1.5 / M),
         # Four equal draws would give 1/2 sqrt(4) = 2 times the sum's stddev.
         (tfdp_fl.FixedClipping(**_FIXED, noise_site="client"), 2.0 * 1.5 / M),
-        (tfdp_fl.LocalDP(**_FIXED), 2.0 * 1.5 / M**0.5),
-        (
-            tfdp_fl.AdaptiveClipping(
-                noise_multiplier=1.0,
-                initial_clip_norm=2.0,
-                clip_learning_rate=0.0,
-                count_noise_stddev=1.0,
-                noise_site="client",
-            ),
-            2.0 * (1 - 0.25) ** -0.5 / M,
-        ),
         # Two layers that are released together: sqrt(2) times the noise of ten.
         (
             _LAYERS,

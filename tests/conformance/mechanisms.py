@@ -98,7 +98,7 @@ CASES = {
         stddev=Z * S / math.sqrt(M),
         by_answers=True,
         sampled=False,
-        not_in={"side by side": _ADDS_NOISE},
+        not_in={"side by side": _ADDS_NOISE, "Flower": _CLIENTS_ONLY},
     ),
     "CorrelatedNoise": Case(
         lambda z: tfdp_fl.CorrelatedNoise(

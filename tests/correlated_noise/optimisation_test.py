@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from scipy import special
 
+from tests.correlated_noise import references
 from tfdp_fl.correlated_noise import (
     optimisation,
     participation,
@@ -13,6 +14,12 @@ from tfdp_fl.correlated_noise import (
 def promised(rounds, most, gap):
     return participation.Participation(
         rounds=rounds, min_separation=gap, max_participations=most
+    )
+
+
+def errors_of(made, momentum=0.0):
+    return references.squared_errors(
+        made.coefficients, made.participation.rounds, momentum
     )
 
 
@@ -35,7 +42,7 @@ def test_the_loss_is_the_last_models_error_times_sensitivity(momentum):
     where = promised(24, 3, 7)
     free = np.random.default_rng(3).normal(size=8)
     c = np.concatenate([[1], np.cumprod(special.expit(free))])
-    errors = toeplitz.squared_errors(c, 24, momentum)
+    errors = references.squared_errors(c, 24, momentum)
     assert errors[-1] == errors.max()
     square = np.sum(toeplitz.charges(c, where) ** 2)
     found, _ = optimisation.banded_loss(9, where, momentum)(free)
@@ -48,7 +55,7 @@ def test_what_is_optimised_for_a_momentum_is_best_for_it(strategy):
     for momentum, other in ((0.0, 0.9), (0.9, 0.0)):
 
         def cost(made, momentum=momentum):
-            return made.squared_errors(momentum)[-1] * made.sensitivity**2
+            return errors_of(made, momentum)[-1] * made.sensitivity**2
 
         own = cost(strategy.generator(where, momentum))
         assert own <= cost(strategy.generator(where, other)) + 1e-5
@@ -81,7 +88,7 @@ BLTS = {
 def rounded(strategy, where):
     """Returns both products to the three digits that the table has."""
     made = strategy.generator(where)
-    squares = made.squared_errors()
+    squares = errors_of(made)
     return tuple(
         float(f"{error * made.sensitivity:.3g}")
         for error in np.sqrt([squares.max(), squares.mean()])
@@ -113,6 +120,6 @@ def test_the_table_of_buffers(run):
 )
 def test_jax_privacys_own_optimum_is_reached(strategy, run, expected):
     made = strategy.generator(promised(*run))
-    found = np.sqrt(made.squared_errors().max()) * made.sensitivity
+    found = np.sqrt(errors_of(made).max()) * made.sensitivity
     assert found == pytest.approx(expected, rel=1e-3)
     assert found <= expected * 1.0001

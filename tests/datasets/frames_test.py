@@ -55,13 +55,6 @@ class FromDataframeTest(parameterized.TestCase):
         np.testing.assert_array_equal(x["right"], [[2, 1.5]])
         np.testing.assert_array_equal(y, [[1, 2]])
 
-    def test_nullable_columns_without_missing_values(self):
-        frame = _frame().convert_dtypes()
-        dataset = FederatedDataset.from_dataframe(
-            frame, client="who", features=["age", "height"]
-        )
-        np.testing.assert_array_equal(dataset.client("c")[0], [[4, 3.5]])
-
     @parameterized.named_parameters(
         ("no_frame", [1], {}, TypeError, "pandas.DataFrame, got list"),
         ("client", None, {"client": "whom"}, ValueError, "client.*'whom'"),

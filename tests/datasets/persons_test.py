@@ -99,12 +99,6 @@ class FitTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, r"fit\(x, y, client_ids=ids\)"):
             self._fed().fit((x, y), rounds=1)
 
-    def test_ids_that_look_alike_are_warned_of(self):
-        x, y, ids = _table()
-        ids[0] = "anna  0"
-        with self.assertWarnsRegex(RuntimeWarning, "spaces"):
-            persons.by_person(x, y, ids)
-
 
 class BoundRowsTest(parameterized.TestCase):
     @parameterized.parameters("random", "first", "last")
@@ -204,12 +198,6 @@ class ParquetTest(parameterized.TestCase):
                 dataset.client(client_id), expected.client(client_id), strict=True
             ):
                 np.testing.assert_array_equal(one, other)
-
-    def test_what_is_wrong_is_said_with_the_row_of_the_file(self):
-        self.frame.loc[57, "a"] = np.nan
-        self.frame.to_parquet(self.path)
-        with self.assertRaisesRegex(ValueError, "'a' with 1 missing.*row 57"):
-            FederatedDataset.from_parquet(self.path, "who", vocabulary=self.vocabulary)
 
 
 if __name__ == "__main__":

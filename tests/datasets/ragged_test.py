@@ -42,8 +42,8 @@ class FilledUpTest(parameterized.TestCase):
             dataset.client("a")[0], [[b"to", b"be"], [b"or", b""]]
         )
 
-    def test_in_a_dict_and_deeper(self):
-        deep = [[[1, 2], [3]], [[4]]]
+    def test_in_a_dict_and_as_a_tensor_deeper(self):
+        deep = tf.ragged.constant([[[1, 2], [3]], [[4]]])
         dataset = FederatedDataset.from_client_arrays(
             {"a": ({"t": deep, "n": [1.0, 2.0]}, [0, 1])}
         )

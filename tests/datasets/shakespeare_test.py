@@ -10,12 +10,6 @@ from absl.testing import absltest, parameterized
 
 from tfdp_fl import datasets
 
-_REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-_DATA = pathlib.Path(
-    os.environ.get("TFDP_FL_DATA", _REPOSITORY.parent / "shared" / "data")
-)
-_CORPUS = _DATA / "shakespeare.txt"
-
 _PLAY = """\
 First Witch:
 When shall we three meet again
@@ -37,13 +31,6 @@ _FIRST = (
     "When shall we three meet again\nIn thunder, lightning, or in rain?\n"
     "Where the place?"
 )
-
-
-class VocabularyTest(absltest.TestCase):
-    def test_ids_are_places_in_the_vocabulary(self):
-        vocabulary = datasets.shakespeare_vocabulary()
-        self.assertLen(vocabulary, 67)
-        self.assertLen(set(vocabulary), 67)
 
 
 def _text(ids) -> str:
@@ -128,18 +115,6 @@ class LoadShakespeareTest(parameterized.TestCase):
         other.write_text(text, encoding="utf-8")
         with self.assertRaisesRegex(ValueError, message):
             datasets.load_shakespeare(other)
-
-
-@absltest.skipUnless(_CORPUS.exists(), f"no shakespeare.txt in {_DATA.name}")
-class RealShakespeareTest(absltest.TestCase):
-    def test_the_corpus_has_299_roles_and_no_unknown_character(self):
-        clients, (x_test, _) = datasets.load_shakespeare(_CORPUS)
-        self.assertEqual(clients.num_clients, 299)
-        ids = clients.flat()[0].numpy()
-        self.assertFalse(np.any(ids == 1))
-        self.assertEqual(ids.max(), 66)
-        predicted = np.sum(ids > 0), np.sum(x_test > 0)
-        self.assertBetween(predicted[1] / sum(predicted), 0.095, 0.1)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,6 @@ def make_engine(
         element_spec=dataset.element_spec,
         num_replicas=num_replicas,
         jit_compile=jit_compile,
-        seed_dtype=tf.int64,
         **options,
     )
 
@@ -92,7 +91,7 @@ def inputs(dataset: FederatedDataset, **changes: Any) -> engine.RoundInputs:
         "batch_size": 5,
         "local_epochs": 2,
         "learning_rate": 0.1,
-        "seed": np.array([3, 4], np.int64),
+        "seed": np.array([3, 4], np.uint64),
         **changes,
     }
     return engine.RoundInputs(**values)

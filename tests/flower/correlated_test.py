@@ -79,16 +79,6 @@ class NoiseTest(parameterized.TestCase):
             terms = [c[j] * noise[t - j] for j in range(min(t + 1, len(c)))]
             statistics.assert_gaussian(np.sum(terms, axis=0), 1.0)
 
-    def test_without_noise_is_the_mean_of_clipped_updates(self):
-        updates = np.random.default_rng(3).normal(size=(_N, 4))
-        grid = fm.Grid({i: fm.adds([u]) for i, u in enumerate(updates)})
-        made = _private(_mechanism(noise_multiplier=0.0))
-        moved, asked, _ = _run(made, grid, 3)
-        for got, nodes in zip(moved, asked, strict=True):
-            norms = np.linalg.norm(updates[nodes], axis=1, keepdims=True)
-            clipped = updates[nodes] * np.minimum(1, 0.5 / norms)
-            np.testing.assert_allclose(got, clipped.sum(0) / _M, rtol=1e-4)
-
 
 class _Stubborn(fm.Strategy):
     """Asks the same nodes in each round; the wrapper asks others."""

@@ -14,7 +14,6 @@ from tfdp_fl.flower import (
     DPFedAvg,
     DPFedAvgAdaptive,
     DPFedAvgFixed,
-    updates,
 )
 
 _MODEL = [np.linspace(-1, 1, 50), np.array(0.25)]
@@ -34,10 +33,6 @@ def _clipped_mean(changes, clip_norm, model, m=None):
     deltas = [_flat(change) for change in changes]
     deltas = [d * min(1, clip_norm / np.linalg.norm(d)) for d in deltas]
     return _flat(model) + np.sum(deltas, axis=0) / (m or len(changes))
-
-
-def _zeros(size):
-    return [np.zeros(size), np.array(0.0)]
 
 
 def _manager(changes):
@@ -115,17 +110,6 @@ class AggregateTest(parameterized.TestCase):
         self.assertFalse(hasattr(strategy, "configure_evaluate"))
         self.assertIn("clip_norm=1.5", repr(strategy))
 
-    def test_the_noise_of_two_rounds_is_independent(self):
-        size, noises = 20_000, []
-        strategy = DPFedAvgFixed(older_api.Strategy(), 3, 1.0)
-        for number in (1, 2, 3):
-            np.random.seed(0)
-            got = older_api.a_round(strategy, _zeros(size), [_zeros(size)] * 3, number)
-            noises.append(got[0])
-        correlations = np.corrcoef(noises) - np.eye(3)
-        # stddev 0.007 each: a false alarm at 0.06 has probability < 1e-15.
-        self.assertLess(np.abs(correlations).max(), 0.06)
-
 
 class FailureTest(parameterized.TestCase):
     def _round(self, strategy, changes, change, number=1, model=_MODEL):
@@ -163,16 +147,6 @@ class FailureTest(parameterized.TestCase):
         self.assertEqual(got is not None, bool(released))
         self.assertLen(strategy.released_rounds, released)
 
-    @parameterized.parameters(1, 50, 5000)
-    def test_honest_clients_are_not_cut_short(self, size):
-        # Each exceeds the bound with a probability below 5e-18.
-        rng = np.random.default_rng()
-        bound = updates.largest_honest_norm(0.5, 0.3, size)
-        for _ in range(200):
-            update = rng.normal(scale=0.3, size=size)
-            update[0] += 0.5
-            self.assertLess(np.linalg.norm(update), bound)
-
 
 class AdaptiveTest(parameterized.TestCase):
     def _run(self, strategy, norms, rounds=1, size=4):
@@ -186,7 +160,7 @@ class AdaptiveTest(parameterized.TestCase):
 
     def test_the_count_is_noised(self):
         # b = 1/2 = gamma: every move of log S is eta sigma_b / m noise. Of
-        # 4000 draws the sample stddev varies by 1.1 %; 9 % is 8 of these.
+        # 2000 draws the sample stddev varies by 1.6 %; 9 % is 5.7 of these.
         strategy = DPFedAvgAdaptive(
             older_api.Strategy(),
             4,
@@ -196,10 +170,10 @@ class AdaptiveTest(parameterized.TestCase):
             clip_count_stddev=0.4,
         )
         np.random.seed(0)
-        clips = self._run(strategy, [1e-9, 1e-9, 1e9, 1e9], rounds=4000)
+        clips = self._run(strategy, [1e-9, 1e-9, 1e9, 1e9], rounds=2000)
         moves = np.diff(np.log([1.0, *clips]))
         np.testing.assert_allclose(np.std(moves), 0.001, rtol=0.09)
-        self.assertLess(abs(np.mean(moves)), 8 * 0.001 / math.sqrt(4000))
+        self.assertLess(abs(np.mean(moves)), 8 * 0.001 / math.sqrt(2000))
 
 
 class TranslationTest(parameterized.TestCase):
@@ -217,11 +191,8 @@ class TranslationTest(parameterized.TestCase):
                 initial_clip_norm=0.1,
                 target_quantile=0.5,
                 clip_learning_rate=0.2,
-                count_noise_stddev=2.5,
             ),
         )
-        silent = DPFedAvgAdaptive(older_api.Strategy(), 50, noise_multiplier=0.0)
-        self.assertEqual(silent.mechanism.count_noise_stddev, 0.0)
 
     @parameterized.parameters((None, 5), (50, 50))
     def test_nothing_is_claimed_for_sampling_unless_n_is_declared(self, said, charged):
@@ -282,8 +253,8 @@ class TranslationTest(parameterized.TestCase):
         ({"clip_norm_lr": -0.1}, "clip_norm_lr"),
         ({"clip_norm_target_quantile": 1.5}, "clip_norm_target_quantile"),
         ({"clip_count_stddev": -1.0}, "clip_count_stddev"),
-        ({"clip_count_stddev": 0.5}, "less than 2 . clip_count_stddev"),
-        ({"num_sampled_clients": 10}, "less than 2 . clip_count_stddev"),
+        ({"clip_count_stddev": 0.5}, "less than 2 . count_noise_stddev"),
+        ({"num_sampled_clients": 10}, "less than 2 . count_noise_stddev"),
     )
     def test_bad_arguments_of_adaptive_clipping_are_named(self, changes, pattern):
         arguments = {"num_sampled_clients": 50, **changes}

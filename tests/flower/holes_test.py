@@ -25,7 +25,6 @@ _NOISY = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
 _SHARES = tfdp_fl.FixedClipping(
     clip_norm=0.5, noise_multiplier=1.0, noise_site="client"
 )
-_LOCAL = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=3.0)
 
 
 def _private(mechanism=_NOISY, m=4, n=8, strategy=None, **options):
@@ -54,21 +53,12 @@ class LedgerTestCase(parameterized.TestCase):
 
 
 class SharedBudgetTest(LedgerTestCase):
-    @parameterized.parameters(_NOISY, _LOCAL)
-    def test_strategies_that_ask_before_any_of_them_writes(self, mechanism):
-        if mechanism is _LOCAL:
-            target = accounting.gaussian_epsilon(3 / (2 * 2**0.5), _DELTA)
-        else:
-            target = accounting.epsilon(1.0, "fixed_size", 8, 4, 2, _DELTA)
-        target += 1e-6  # Two rounds, and five are configured.
+    def test_strategies_that_ask_before_any_of_them_writes(self):
+        # Two rounds, and five are configured.
+        target = accounting.epsilon(1.0, "fixed_size", 8, 4, 2, _DELTA) + 1e-6
         with accounting.PrivacyLedger(self.path) as ledger:
             strategies = [
-                _private(
-                    mechanism,
-                    ledger=ledger,
-                    target_epsilon=target,
-                    target_delta=_DELTA,
-                )
+                _private(ledger=ledger, target_epsilon=target, target_delta=_DELTA)
                 for _ in range(5)
             ]
             grid, model = _grid(), fm.model(np.zeros(3))
@@ -104,10 +94,9 @@ class SharedBudgetTest(LedgerTestCase):
 
 
 class PlanTest(LedgerTestCase):
-    @parameterized.parameters(_NOISY, _LOCAL)
-    def test_a_restart_without_state_begins_no_plan_anew(self, mechanism):
+    def test_a_restart_without_state_begins_no_plan_anew(self):
         for _ in range(2):
-            strategy = _private(mechanism, rounds=3, ledger=self.path)
+            strategy = _private(rounds=3, ledger=self.path)
             for number in range(1, 6):
                 _round(strategy, _grid(), number)
             strategy.close()
@@ -174,21 +163,19 @@ class TwinsTest(LedgerTestCase):
 class WithoutTheModTest(parameterized.TestCase):
     """A client started without `mods=[private_mod]` sends its plain model."""
 
-    @parameterized.parameters(_LOCAL, _SHARES)
-    def test_nothing_of_it_is_released(self, mechanism):
-        strategy = _private(mechanism)
+    def test_nothing_of_it_is_released(self):
+        strategy = _private(_SHARES)
         self.assertEqual(_round(strategy, _grid(mod=None)), (None, None))
         self.assertEqual(strategy.rejected_replies, 4)
         self.assertEmpty(strategy.strategy.handed)
 
-    @parameterized.parameters(_LOCAL, _SHARES)
-    def test_one_client_without_it_is_not_in_the_mean(self, mechanism):
+    def test_one_client_without_it_is_not_in_the_mean(self):
         def mod(message, context, call_next):
             bare = message.metadata.dst_node_id == grid.sent[0].metadata.dst_node_id
             apply = call_next if bare else tfdp_fl.flower.private_mod
             return apply(message, context, *([] if bare else [call_next]))
 
-        strategy, grid = _private(mechanism), _grid(mod=mod)
+        strategy, grid = _private(_SHARES), _grid(mod=mod)
         with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
             new, _ = _round(strategy, grid)
         self.assertIsNotNone(new)
@@ -196,11 +183,10 @@ class WithoutTheModTest(parameterized.TestCase):
         self.assertEqual(strategy.rejected_replies, 1)
 
     @parameterized.product(
-        mechanism=(_LOCAL, _SHARES),
         name=("dpfedavg_applied_clip_norm", "dpfedavg_applied_noise_stddev"),
         value=(0.0, 0.4999, float("nan"), "0.5", [0.5]),
     )
-    def test_another_clip_or_noise_than_was_asked(self, mechanism, name, value):
+    def test_another_clip_or_noise_than_was_asked(self, name, value):
         def changed(replies):
             for reply in replies:
                 dict.__setitem__(reply.content["metrics"], name, value) if (
@@ -210,53 +196,15 @@ class WithoutTheModTest(parameterized.TestCase):
                 )
             return replies
 
-        strategy = _private(mechanism)
+        strategy = _private(_SHARES)
         self.assertEqual(_round(strategy, _grid(change=changed)), (None, None))
         self.assertEqual(strategy.rejected_replies, 4)
-
-
-class LocalDropoutsTest(parameterized.TestCase):
-    """Clients that add their own noise: an error, silence, a NaN, a torn reply."""
-
-    _SIZE = 100_000
-
-    def _rounds(self, **options):
-        def torn(replies):
-            for reply in replies:
-                if reply.metadata.src_node_id == 5:
-                    reply.content.pop("arrays")
-            return replies
-
-        honest = fm.adds([np.zeros(self._SIZE)])
-        trains = dict.fromkeys(range(6), honest)
-        trains |= {0: ValueError("gone"), 1: None}
-        trains[2] = fm.adds([np.full(self._SIZE, np.nan)])
-        strategy = _private(_LOCAL, 6, 6, max_abandoned_rounds=None, **options)
-        got = [
-            fm.a_round(
-                strategy, fm.Grid(trains, torn), fm.model(np.zeros(self._SIZE)), number
-            )[0]
-            for number in (1, 2)
-        ]
-        wanted = accounting.gaussian_epsilon(3 / (2 * 2**0.5), _DELTA)
-        self.assertAlmostEqual(strategy.privacy_epsilon(_DELTA), wanted, places=6)
-        return got
-
-    def test_the_mean_has_the_whole_noise_of_those_who_answered(self):
-        one, other = (fm.arrays(each)[0] for each in self._rounds())
-        for array in one, other:
-            # Of three; the sample stddev varies by 0.22 %.
-            np.testing.assert_allclose(np.std(array), 0.5 * 3 / 3**0.5, rtol=0.02)
-        self.assertLess(abs(np.corrcoef(one, other)[0, 1]), 0.03)
-
-    def test_a_round_that_is_abandoned_is_charged(self):
-        self.assertEqual(self._rounds(on_client_failure="abort"), [None, None])
 
 
 class OtherModsTest(parameterized.TestCase):
     """Mods around `private_mod`, and a client that forgets all between rounds."""
 
-    @parameterized.product(outside=(True, False), mechanism=(_NOISY, _LOCAL, _SHARES))
+    @parameterized.product(outside=(True, False), mechanism=(_NOISY, _SHARES))
     def test_a_mod_that_makes_updates_longer(self, outside, mechanism):
         def longer(message, context, call_next):
             reply = call_next(message, context)
@@ -308,7 +256,7 @@ class RepliesTest(parameterized.TestCase):
         self.assertEqual(strategy.rejected_replies, 2)
         self.assertEqual(strategy.released_rounds[0].num_replies, 4)
 
-    @parameterized.product(mechanism=(_ABORT, _SHARES, _LOCAL), late=(True, False))
+    @parameterized.product(mechanism=(_ABORT, _SHARES), late=(True, False))
     def test_a_late_or_unasked_reply_beside_all_others(self, mechanism, late):
         def changed(replies):
             more = copy.deepcopy(replies[0])
@@ -320,8 +268,7 @@ class RepliesTest(parameterized.TestCase):
                 more.metadata.__dict__.update(_src_node_id=99, src_node_id=99)
             return [more, *replies]
 
-        options = {} if mechanism is _LOCAL else {"on_client_failure": "abort"}
-        strategy = self._done(changed, mechanism, **options)
+        strategy = self._done(changed, mechanism, on_client_failure="abort")
         self.assertEqual(strategy.released_rounds[0].clients_per_round, 4)
 
     def test_the_strategy_is_handed_the_mean_alone(self):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
 import subprocess
 import sys
-import tempfile
 import textwrap
+from typing import ClassVar
 from unittest import mock
 
 import dp_accounting
@@ -18,11 +17,9 @@ from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests.flower import flower_messages as fm
-from tests.mechanisms import rounds as mechanism_rounds
 from tests.mechanisms import statistics
 from tests.outside.loading import smooth_clipping
 from tfdp_fl import accounting, mechanisms
-from tfdp_fl.accounting import ledger as ledger_lib
 from tfdp_fl.flower import (
     PrivateStrategy,
     RoundNotConfiguredError,
@@ -89,34 +86,6 @@ class RoundTest(parameterized.TestCase):
         )
         self.assertEqual(dict(metrics), {"count": 1})
 
-    @parameterized.parameters("fixed", "adaptive", "median", "of one's own")
-    def test_it_is_the_mechanisms_query(self, name):
-        mechanism = {
-            "fixed": lambda: _FIXED,
-            "adaptive": lambda: _adaptive(0.5),
-            "median": lambda: tfdp_fl.MedianClipping(noise_multiplier=0.0),
-            "of one's own": lambda: smooth_clipping()(noise_multiplier=0.0),
-        }[name]()
-        strategy = _private(mechanism, 4)
-        query = mechanism.bind(mechanisms.Deployment(clients_per_round=4))
-        state = query.initial_global_state()
-        changes = mechanism_rounds.updates_with_norms([0.1, 0.4, 1.0, 1e6])
-        grid = fm.Grid({i: fm.adds(change) for i, change in enumerate(changes)})
-        record = fm.model(*(np.zeros(v.shape) for v in changes[0]))
-        for number in range(1, 4):
-            done = mechanism_rounds.run_round(query, state, changes)
-            state = done.next_state
-            moved, _ = fm.a_round(strategy, grid, record, number)
-            for old, new, mean in zip(
-                fm.arrays(record), fm.arrays(moved), done.mean, strict=True
-            ):
-                np.testing.assert_allclose(new - old, mean, atol=1e-5)
-            record = moved
-            if name != "median":
-                np.testing.assert_allclose(
-                    strategy.clip_norm, float(state.clip_norm), rtol=1e-5
-                )
-
     @parameterized.named_parameters(
         ("server", _NOISY, 0.5),
         ("clients", _SHARES, 0.5),
@@ -127,8 +96,6 @@ class RoundTest(parameterized.TestCase):
         ),
         # All updates are zero: S is the smallest there is.
         ("median", tfdp_fl.MedianClipping(noise_multiplier=1e10), 1.0),
-        # z_local S of each, on the sum of four.
-        ("local", tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=2.0), 2.0 * 0.5 * 2),
     )
     def test_the_noise_on_the_sum(self, mechanism, stddev):
         got = _moved(_private(mechanism, 4), [_ZEROS] * 4)
@@ -418,54 +385,43 @@ class AccountingTest(parameterized.TestCase):
         )
 
 
-class LocalTest(parameterized.TestCase):
-    _QUIET = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=1e-9)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OfTheUser(tfdp_fl.FixedClipping):
+    """A mechanism that has something to say of itself, and of this clip."""
 
-    def setUp(self):
-        super().setUp()
-        folder = self.enter_context(tempfile.TemporaryDirectory())
-        self.path = pathlib.Path(folder) / "ledger.jsonl"
+    own_caveats: ClassVar[dict[str, str]] = {
+        "clip_by_the_moon": "The clip norm was chosen by the moon."
+    }
 
-    def _budget(self):
-        mechanism = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=1e-5)
-        return _private(mechanism, 3, 30, rounds=4, ledger=self.path)
+    def caveats(self):
+        return ("clip_by_the_moon", "clients_excluded")
 
-    def test_each_client_keeps_its_budget_over_the_run(self):
-        strategy = self._budget()
-        strategy.start(_grid([[1.0]] * 30), fm.model(np.zeros(1)), num_rounds=9)
-        self.assertLen(strategy.released_rounds, 4)
-        self.assertAlmostEqual(strategy.privacy_epsilon(delta=1e-5), 8.0, places=6)
-        self.assertAlmostEqual(
-            accounting.epsilon_from_ledger(self.path, 1e-5), 8.0, places=6
+
+class ReportTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("median", tfdp_fl.MedianClipping(noise_multiplier=1.0)),
+        ("of_the_user", _OfTheUser(clip_norm=1.0, noise_multiplier=1.0)),
+        (
+            "correlated",
+            tfdp_fl.CorrelatedNoise(
+                clip_norm=1.0, noise_multiplier=1.0, rounds=3, min_separation=2
+            ),
+        ),
+    )
+    def test_it_has_the_mechanisms_caveats_in_the_statements_words(self, mechanism):
+        strategy = _private(mechanism, 3, 6)
+        _moved(strategy, [[1.0, 0]] * 6)
+        said = strategy.privacy_report(1e-5)["caveats"]
+        self.assertNotEmpty(mechanism.caveats())
+        for key in mechanism.caveats():
+            self.assertEqual(said.count(accounting.CAVEATS[key]), 1, key)
+
+    def test_a_private_median_needs_no_caveat(self):
+        mechanism = tfdp_fl.MedianClipping(
+            noise_multiplier=1.0, median_noise_multiplier=1.0
         )
-        report = json.loads(json.dumps(strategy.privacy_report(1e-5)))
-        self.assertEqual(report["guarantee"], "local")
-        self.assertEqual(report["noise_added_by"], "clients")
-        self.assertIn("as if it had been in", " ".join(report["caveats"]))
-
-    def test_a_round_is_charged_when_clients_are_asked(self):
-        strategy = self._budget()
-        strategy.configure_train(
-            1, fm.model(np.zeros(1)), fm.ConfigRecord(), _grid([[1.0]] * 30)
-        )
-        self.assertLen(ledger_lib.PrivacyLedger.read(self.path).entries, 1)
-        self.assertGreater(strategy.privacy_epsilon(delta=1e-5), 3.0)
-
-    def test_the_mean_is_of_those_who_answered(self):
-        got = _moved(_private(self._QUIET), [[1.0, 0]] * 3, silent={10: None})
-        np.testing.assert_allclose(got, [0.5, 0], atol=1e-7)
-
-    def test_a_client_that_does_not_clip_moves_it_by_an_honest_length(self):
-        strategy = _private(self._QUIET, 2)
-        got = _moved(strategy, [[0.0, 0]] * 2, _put(np.array([1e9, 0.0])))
-        self.assertLessEqual(np.linalg.norm(got), 0.2501)
-
-    def test_a_ledger_of_a_central_guarantee_is_refused(self):
-        central = _private(_NOISY, 3, ledger=self.path)
-        _moved(central, [[1.0]] * 3)
-        central.close()
-        with self.assertRaisesRegex(ValueError, "local charge only"):
-            self._budget()
+        said = _private(mechanism, 3, 6).privacy_report(1e-5)["caveats"]
+        self.assertNotIn(accounting.CAVEATS["exact_median"], said)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -484,6 +440,14 @@ class _Elsewhere(mechanisms.Mechanism):
         return dp_accounting.GaussianDpEvent(1.0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Laplace(tfdp_fl.FixedClipping):
+    """Its cost is no Gaussian's, though its event has a noise multiplier."""
+
+    def round_event(self, round_index, deployment):
+        return dp_accounting.LaplaceDpEvent(1.0)
+
+
 class ArgumentTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"num_clients": 0}, "num_clients"),
@@ -497,6 +461,10 @@ class ArgumentTest(parameterized.TestCase):
         ({"accountant": "guess"}, "accountant"),
         ({"mechanism": "fixed"}, "mechanism"),
         ({"mechanism": tfdp_fl.NoPrivacy()}, "mechanism must be a central"),
+        (
+            {"mechanism": _Laplace(clip_norm=1.0, noise_multiplier=1.0)},
+            "costs a Gaussian",
+        ),
         # With no noise of ours, and the cost that it states.
         ({"mechanism": _Elsewhere()}, "mechanism must be a central"),
         (
@@ -508,21 +476,10 @@ class ArgumentTest(parameterized.TestCase):
             },
             "mechanism must be a central",
         ),
+        # Clients are private by themselves: no server of ours has a part in it.
         (
-            {
-                "mechanism": tfdp_fl.LocalDP(
-                    clip_norm=1.0, noise_multiplier=1.0, max_participations=3
-                )
-            },
-            "max_participations",
-        ),
-        (
-            {"mechanism": tfdp_fl.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-5)},
-            "rounds must be known",
-        ),
-        (
-            {"mechanism": tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=0.0)},
-            "must have noise",
+            {"mechanism": tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1.0)},
+            "mechanism must be a central",
         ),
         # m / 20 on the count is too little.
         ({"mechanism": _adaptive(0.1, noise_multiplier=1.0)}, "noise_multiplier"),
@@ -565,10 +522,9 @@ _LIGHT = """
     for mechanism in (
         tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
         tfdp_fl.FixedClipping(
-            clip_norm=1.0, noise_multiplier=(1.0, 2.0), noise_site="client"
+            clip_norm=1.0, noise_multiplier=(1.0, 1.0), noise_site="client"
         ),
-        tfdp_fl.AdaptiveClipping(noise_multiplier=0.1),
-        tfdp_fl.LocalDP(clip_norm=1.0, epsilon=8.0, delta=1e-5),
+        tfdp_fl.AdaptiveClipping(noise_multiplier=1.0, count_noise_stddev=5.0),
     ):
         strategy = flower.PrivateStrategy(
             fm.Strategy(3), mechanism, num_clients=5, clients_per_round=3,

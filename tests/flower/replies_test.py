@@ -175,9 +175,7 @@ class CollectTest(parameterized.TestCase):
     )
     def test_replies(self, results, usable, num_replied):
         got = replies.collect(1, results, {1, 2}, _read)
-        self.assertEqual(got.replies, usable)
-        self.assertEqual(got.num_replied, num_replied)
-        self.assertEqual(got.rejected, len(results) - len(usable))
+        self.assertEqual(got, (usable, num_replied, len(results) - len(usable)))
 
 
 class FuzzTest(parameterized.TestCase):

@@ -143,8 +143,9 @@ def test_a_state_that_two_processes_made_costs_what_both_cost(cohort):
             num_clients=num_clients,
         )
 
-    state, _ = run(build(0.1), [cohort] * 2)
-    alone = build(0.1).epsilon(state, delta=1e-5)
+    first = build(0.1)
+    state, _ = run(first, [cohort] * 2)
+    alone = first.epsilon(state, delta=1e-5)
     after = build(5.0)
     state = after.next(state, cohort).state
     assert after.epsilon(state, delta=1e-5) >= alone > 100

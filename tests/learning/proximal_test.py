@@ -22,18 +22,6 @@ class ProximalOptimizerTest(absltest.TestCase):
             expected = expected - rate * (np.array(gradient) + pull)
         np.testing.assert_allclose(weights[0], expected, rtol=1e-6)
 
-    def test_hparams_are_those_of_the_inner_optimizer(self):
-        inner = tff.learning.optimizers.build_sgdm(0.1)
-        optimizer = nbafl.ProximalOptimizer(inner, 0.5)
-        state = optimizer.initialize(tf.TensorSpec([], tf.float32))
-        hparams = optimizer.get_hparams(state)
-        self.assertEqual(
-            hparams, inner.get_hparams(inner.initialize(tf.TensorSpec([])))
-        )
-        hparams["learning_rate"] = 0.3
-        state = optimizer.set_hparams(state, hparams)
-        self.assertEqual(optimizer.get_hparams(state)["learning_rate"], 0.3)
-
 
 if __name__ == "__main__":
     absltest.main()

@@ -13,11 +13,6 @@ from tests.mechanisms import rounds, statistics
 from tfdp_fl.mechanisms import noise
 
 _SEED = tf.constant([17, 4], tf.int64)
-# One of each kind.
-_KINDS = {
-    "of_a_user": _SEED,
-    "philox": tf.constant([2**63 + 17, 4], tf.uint64),
-}
 # Longer than one chunk. Chunks end inside variables, and some lie inside a chunk.
 _LONG = ((300,), (700, 300), (13,), (40000,), (0, 3), (7,))
 
@@ -66,7 +61,7 @@ def test_the_graph_of_a_long_draw_stays_small():
     assert len(draws) == noise._MOST_CHUNKS
 
 
-# What is made of Philox's bits, without a user's seed.
+# What is made of Philox's bits.
 
 _WORDS = (0, 1, -1, 6, -7, 2**20, 2**30, -(2**30), 2**31 - 1, -(2**31))
 
@@ -189,12 +184,11 @@ def test_blocks_nest_and_end_also_after_an_error():
     assert not np.array_equal(noise.next_seed(), noise.next_seed())
 
 
-# Both kinds of seed.
+# One seed, many draws.
 
 
 @pytest.mark.parametrize("xla", [None, False, True])
-@pytest.mark.parametrize("kind", _KINDS)
-def test_is_gaussian_and_repeats(kind, xla):
+def test_is_gaussian_and_repeats(xla):
     def drawn(seed):
         with noise.seeded(seed):
             parts = [
@@ -206,7 +200,7 @@ def test_is_gaussian_and_repeats(kind, xla):
 
     if xla is not None:
         drawn = tf.function(drawn, jit_compile=xla)
-    seed = _KINDS[kind]
+    seed = tf.constant([2**63 + 17, 4], tf.uint64)
     values = drawn(seed)
     np.testing.assert_array_equal(values, drawn(seed))
     statistics.assert_gaussian(values, 1.0)
@@ -218,19 +212,8 @@ def test_is_gaussian_and_repeats(kind, xla):
         statistics.assert_uncorrelated(values, drawn(noise.fold_in(seed, other)))
 
 
-def test_a_users_seed_draws_what_it_always_did():
-    with noise.seeded(_SEED):
-        first, _ = noise.normal([2], 1.0), noise.next_seed()
-        added = noise.add_normal([tf.zeros([3])], 2.0)[0]
-    np.testing.assert_allclose(first, [-0.113940895, -1.255936], 1e-5)
-    np.testing.assert_allclose(added, [-1.730042, 0.09592744, -0.38477606], 1e-5)
-    folded = noise.fold_in(_SEED, -3)
-    np.testing.assert_array_equal(folded, [-5325777890577690760, -3])
-
-
-@pytest.mark.parametrize("kind", _KINDS)
-def test_a_child_is_a_seed_of_its_kind_and_hangs_on_both(kind):
-    seed = _KINDS[kind]
+def test_a_child_depends_on_both():
+    seed = tf.constant([2**63 + 17, 4], tf.uint64)
     other = tf.bitwise.bitwise_xor(seed, tf.ones_like(seed))
     numbers = [0, 1, -1, 2**31, 2**32, 2**33 + 1, -(2**40), 2**62]
     children = [noise.fold_in(parent, n) for parent in (seed, other) for n in numbers]
@@ -238,9 +221,8 @@ def test_a_child_is_a_seed_of_its_kind_and_hangs_on_both(kind):
         assert (child.dtype, child.shape) == (seed.dtype, seed.shape)
     words = np.array([child.numpy() for child in children])
     assert len({tuple(row) for row in words}) == 2 * len(numbers)
-    if kind != "of_a_user":  # Whose last word is the number.
-        # Every word is secret: none comes twice (once in 2e7).
-        assert len(np.unique(words)) == words.size
+    # Every word is secret: none comes twice (once in 2e7).
+    assert len(np.unique(words)) == words.size
     assert len({int(noise.integer(seed, k)) for k in range(50)}) == 50
     integers = noise.as_integers(seed)
     assert (integers.dtype, integers.shape) == (tf.int64, (2,))

@@ -173,7 +173,6 @@ class UpdatesTest(parameterized.TestCase):
             "fixed_client",
             "adaptive",
             "median",
-            "local",
             "somebodys_own",
         ],
         clips=[True, False],
@@ -205,7 +204,7 @@ class UpdatesTest(parameterized.TestCase):
             return None if got is None else fm.arrays(got)[0]
 
         without = run(np.zeros(_SIZE))
-        if name in ("fixed_client", "local"):
+        if name == "fixed_client":
             # It keeps S + sigma (sqrt(D) + 9) of a client that should noise.
             reach += _TINY * _CLIP * (_SIZE**0.5 + 9)
         for attack, (change, _) in _ATTACKS.items():

@@ -94,15 +94,6 @@ class PrivacyAccountant:
         other.add(charge, count)
         return other
 
-    def epsilon_after(
-        self,
-        charge: charge_lib.RoundCharge,
-        delta: float,
-        accountant: str = "rdp",
-    ) -> float:
-        """Returns what epsilon would be with one more round."""
-        return self.would_be(charge).epsilon(delta, accountant)
-
     def add(self, charge: charge_lib.RoundCharge, count: int = 1) -> None:
         """Adds a round, or several equal ones.
 
@@ -186,7 +177,9 @@ class PrivacyAccountant:
             return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
 
-    def epsilon_if_participation_is_known(self, delta: float) -> float:
+    def epsilon_if_participation_is_known(
+        self, delta: float, accountant: str | None = None
+    ) -> float:
         """Returns epsilon against an observer who knows who took part when.
 
         Sampling then amplifies nothing: a client counts as being in every round
@@ -194,6 +187,7 @@ class PrivacyAccountant:
 
         Args:
           delta: Between 0 and 1.
+          accountant: "rdp" or "pld"; None for the tighter one.
         """
         known = PrivacyAccountant()
         for charge, count in self._counts.items():
@@ -202,7 +196,8 @@ class PrivacyAccountant:
                 everybody = float(charge.num_clients)
                 charge = dataclasses.replace(charge, clients_per_round=everybody)
             known.add(dataclasses.replace(charge, event=event), count)
-        return known.epsilon(delta, "pld" if known.is_one_gaussian else "rdp")
+        tighter = "pld" if known.is_one_gaussian else "rdp"
+        return known.epsilon(delta, accountant or tighter)
 
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
         """Returns delta at epsilon; 1 where a round had no noise.

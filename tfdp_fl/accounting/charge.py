@@ -253,9 +253,6 @@ class PassCohorts:
     def __init__(self, num_clients: int, clients_per_round: schedules.Schedule):
         self._num_clients = _validate.positive_integer(num_clients=num_clients)
         self._schedule = clients_per_round
-        self._constant: int | None = None
-        if schedules.is_constant(clients_per_round):
-            self._constant = int(checked_size(clients_per_round, num_clients))
         self._cohorts: list[tuple[int, int, int]] = []
 
     def place(self, round_index: int) -> dict[str, int]:
@@ -270,10 +267,6 @@ class PassCohorts:
     def cohort(self, round_index: int) -> tuple[int, int, int]:
         """Returns (pass, first position, one past the last) of a round."""
         n = self._num_clients
-        if self._constant is not None:
-            m = self._constant
-            index, place = divmod(round_index, -(-n // m))
-            return index, place * m, min(n, (place + 1) * m)
         while len(self._cohorts) <= round_index:
             index, _, start = self._cohorts[-1] if self._cohorts else (0, 0, 0)
             if start == n:
@@ -415,7 +408,4 @@ def event_from_json(value: Any) -> Any:
 
 def dp_accounting_version() -> str:
     """Returns the version of the installed dp-accounting."""
-    try:
-        return importlib.metadata.version("dp-accounting")
-    except importlib.metadata.PackageNotFoundError:
-        return "(unknown version)"
+    return importlib.metadata.version("dp-accounting")

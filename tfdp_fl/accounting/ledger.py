@@ -20,6 +20,7 @@ what another one wrote here.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -32,7 +33,7 @@ import os
 import pathlib
 import secrets
 import threading
-from typing import Any, cast
+from typing import Any
 
 from tfdp_fl import _json, _validate, version
 from tfdp_fl.accounting import accountant as accountant_lib
@@ -165,9 +166,9 @@ class LedgerContents:
     def accountant(self) -> accountant_lib.PrivacyAccountant:
         """Returns an accountant to which all rounds were added."""
         history = accountant_lib.PrivacyAccountant()
-        for entry in self.entries:
-            if entry.charge is not None:
-                history.add(entry.charge)
+        charges = (entry.charge for entry in self.entries if entry.charge is not None)
+        for charge, count in collections.Counter(charges).items():
+            history.add(charge, count)
         return history
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
@@ -285,9 +286,7 @@ class PrivacyLedger:
         self._run = new_run() if run is None else _checked_run(run)
         self._head = _GENESIS
         self._entries: list[LedgerEntry] = []
-        self._by_client = False
-        # What the entries cost centrally, and how many of them are in it.
-        self._history, self._composed = accountant_lib.PrivacyAccountant(), 0
+        self._header: dict[str, Any] = {}
         # Flower's strategies share an open ledger: one of them records at a time.
         self._recording = threading.Lock()
         self._broken = False
@@ -311,24 +310,21 @@ class PrivacyLedger:
             ) from error
         try:
             self._lock()
-            contents = self._recover(expected_head)
-            if not contents.header:
-                self._append(
-                    {
-                        "kind": "header",
-                        "format": FORMAT,
-                        "version": version.__version__,
-                        "dp_accounting": charge_lib.dp_accounting_version(),
-                        "created": _now(),
-                        "unit": unit,
-                        "target_epsilon": target_epsilon,
-                        "target_delta": target_delta,
-                        "mechanism": mechanism or {},
-                    }
-                )
+            self._recover(expected_head)
+            if not self._header:
+                self._header = {
+                    "kind": "header",
+                    "format": FORMAT,
+                    "version": version.__version__,
+                    "dp_accounting": charge_lib.dp_accounting_version(),
+                    "created": _now(),
+                    "unit": unit,
+                    "target_epsilon": target_epsilon,
+                    "target_delta": target_delta,
+                    "mechanism": mechanism or {},
+                }
+                self._append(self._header)
                 self._sync_folder()
-            stated = contents.header.get("mechanism", mechanism) or {}
-            self._by_client = stated.get("guarantee") in ("local", "record")
         except BaseException as error:
             if mode == "create" and not isinstance(error, LedgerInUseError):
                 os.unlink(self._place)  # Made here, and empty.
@@ -349,6 +345,11 @@ class PrivacyLedger:
     def rounds(self) -> int:
         """How many rounds the ledger holds."""
         return len(self._entries)
+
+    @property
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """The rounds that the ledger holds."""
+        return tuple(self._entries)
 
     @property
     def run(self) -> str:
@@ -417,7 +418,6 @@ class PrivacyLedger:
             "details": _json.plain(details, _refuse),
         }
         entry = _entry(body, charge)
-        self._check_process()
         with self._recording:
             self._check_file()
             if budget is not None:
@@ -428,20 +428,12 @@ class PrivacyLedger:
     def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""
         entries = (*self._entries, entry)
-        if self._by_client or entry.local is not None:
-            all_lines = LedgerContents(
-                header={}, entries=entries, truncated=False, head=""
-            )
-            epsilon = all_lines.local_epsilon(budget.delta)
-        elif entry.charge is None or any(known.charge is None for known in entries):
-            epsilon = math.inf
-        else:
-            for known in entries[self._composed : -1]:
-                self._history.add(cast(charge_lib.RoundCharge, known.charge))
-                self._composed += 1
-            epsilon = self._history.epsilon_after(
-                entry.charge, budget.delta, budget.accountant
-            )
+        after = LedgerContents(
+            header=self._header, entries=entries, truncated=False, head=""
+        )
+        epsilon = after.epsilon(budget.delta, budget.accountant)
+        if entry.local is not None:  # Also where the header names no guarantee.
+            epsilon = max(epsilon, after.local_epsilon(budget.delta))
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
                 f"Round {entry.round_index} would bring epsilon to {epsilon:.6g} at "
@@ -506,7 +498,7 @@ class PrivacyLedger:
                 "give this one a ledger (or an output directory) of its own."
             ) from None
 
-    def _recover(self, expected_head: str | None) -> LedgerContents:
+    def _recover(self, expected_head: str | None) -> None:
         """Verifies what is there and removes a line that was cut short."""
         size = os.fstat(self._file).st_size
         data = os.pread(self._file, size, 0)
@@ -519,9 +511,8 @@ class PrivacyLedger:
         self._end = whole
         if whole and not data[:whole].endswith(b"\n"):
             self._write(b"\n")
-        self._head = contents.head
+        self._header, self._head = contents.header, contents.head
         self._entries = list(contents.entries)
-        return contents
 
     def _append(self, body: dict[str, Any]) -> None:
         body["previous"] = self._head
@@ -553,8 +544,11 @@ class PrivacyLedger:
             ) from error
         self._end += len(data)
 
-    def _check_process(self) -> None:
-        """Raises in a fork, which shares the lock and the place of the next line."""
+    def _check_file(self) -> None:
+        """Raises unless the next reader would find a line written now.
+
+        A fork shares the lock and the place of the next line.
+        """
         if os.getpid() != self._process:
             raise LedgerForkedError(
                 f"The ledger {self._path} was opened by process "
@@ -562,10 +556,6 @@ class PrivacyLedger:
                 f"{os.getpid()}: both would write in the same place. Open one "
                 "in each process, or release rounds in one process only."
             )
-
-    def _check_file(self) -> None:
-        """Raises unless the next reader would find a line written now."""
-        self._check_process()
         own = os.fstat(self._file)
         try:
             there = os.path.samestat(own, os.stat(self._place))

@@ -33,6 +33,7 @@ def _planned(
     """Returns an accountant of rounds that are planned; see `epsilon`."""
     _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
     n = _validate.positive_integer(num_clients=num_clients)
+    rounds = _validate.non_negative_integer(rounds=rounds)
     passes = None
     if sampling == "shuffled":
         passes = charge_lib.PassCohorts(n, clients_per_round)
@@ -87,9 +88,9 @@ def epsilon(
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
     """
-    rounds = _validate.non_negative_integer(rounds=rounds)
-    plan = (noise_multiplier, sampling, num_clients, clients_per_round, rounds)
-    return _planned(*plan).epsilon(delta, accountant)
+    return _planned(
+        noise_multiplier, sampling, num_clients, clients_per_round, rounds
+    ).epsilon(delta, accountant)
 
 
 def delta(
@@ -102,9 +103,9 @@ def delta(
     accountant: str = "rdp",
 ) -> float:
     """Returns delta at an epsilon; the arguments are those of `epsilon`."""
-    rounds = _validate.non_negative_integer(rounds=rounds)
-    plan = (noise_multiplier, sampling, num_clients, clients_per_round, rounds)
-    return _planned(*plan).delta(epsilon, accountant)
+    return _planned(
+        noise_multiplier, sampling, num_clients, clients_per_round, rounds
+    ).delta(epsilon, accountant)
 
 
 def max_rounds(

@@ -38,13 +38,6 @@ class OtherRun:
     charges: collections.Counter[charge_lib.RoundCharge]
     mu_squared: float
 
-    def joined(self, other: OtherRun) -> OtherRun:
-        """Returns what the run spent by two accounts, neither complete."""
-        return OtherRun(
-            charges=self.charges | other.charges,
-            mu_squared=max(self.mu_squared, other.mu_squared),
-        )
-
 
 class LocalAccount:
     """Per-client spending on Gaussian releases that clients noise themselves.
@@ -92,9 +85,23 @@ class LocalAccount:
             float [m]; infinity for a release without noise.
 
         Raises:
-          ValueError: If anything is out of range; nothing is charged then.
+          TypeError, ValueError: If anything is out of range; nothing is charged
+            then.
         """
-        positions, added = self._checked(positions, mu_squared)
+        positions, added = np.asarray(positions), np.asarray(mu_squared, np.float64)
+        if positions.size and positions.dtype.kind not in "iu":
+            raise TypeError(f"positions must be integers, got {positions.dtype}.")
+        if not np.all((positions >= 0) & (positions < self.num_clients)):
+            raise ValueError(
+                f"positions must be from 0 to {self.num_clients - 1}, got "
+                f"{positions.min()} to {positions.max()}."
+            )
+        if added.shape not in ((), positions.shape) or not np.all(added >= 0):
+            raise ValueError(
+                "mu_squared must be one number of at least 0, or one per position, "
+                f"got {mu_squared!r} for {len(positions)} positions."
+            )
+        positions = positions.astype(np.int64)
         np.add.at(self._mu_squared, positions, added)
         np.add.at(self._participations, positions, 1)
 
@@ -143,40 +150,8 @@ class LocalAccount:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Puts back what `get_state` returned."""
-        mu_squared = np.array(state["mu_squared"], dtype=np.float64)
-        participations = np.array(state["participations"], dtype=np.int64)
-        shapes = {mu_squared.shape, participations.shape}
-        if shapes != {self._mu_squared.shape}:
-            raise ValueError(
-                f"state must be of {self.num_clients} clients, got shapes {shapes}."
-            )
-        self._mu_squared, self._participations = mu_squared, participations
-
-    def _checked(
-        self, positions: Any, mu_squared: Any
-    ) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.asarray(positions)
-        if not positions.size:
-            positions = positions.astype(np.int64)
-        if positions.ndim != 1 or positions.dtype.kind not in "iu":
-            raise TypeError(
-                "positions must be a one-dimensional integer array, got shape "
-                f"{positions.shape} and dtype {positions.dtype}."
-            )
-        if not np.all((positions >= 0) & (positions < self.num_clients)):
-            raise ValueError(
-                f"positions must be from 0 to {self.num_clients - 1}, got "
-                f"{positions.min()} to {positions.max()}."
-            )
-        mu_squared = np.asarray(mu_squared, dtype=np.float64)
-        if mu_squared.shape not in ((), positions.shape) or not all(
-            np.ravel(mu_squared >= 0)
-        ):
-            raise ValueError(
-                "mu_squared must be one number of at least 0, or one per position, "
-                f"got {mu_squared!r} for {len(positions)} positions."
-            )
-        return positions, mu_squared
+        self._mu_squared = np.array(state["mu_squared"], dtype=np.float64)
+        self._participations = np.array(state["participations"], dtype=np.int64)
 
 
 class Spending:
@@ -336,16 +311,17 @@ class Spending:
         own: collections.Counter[charge_lib.RoundCharge],
         others: dict[str, OtherRun],
     ) -> None:
-        others = {
-            **self.others,
-            **{
-                name: other.joined(self.others.get(name, other))
-                for name, other in others.items()
-            },
-        }
-        if (own, others) != (self._own, self.others):
-            self.central = _composed(own, others)
-            self._own, self.others = own, others
+        counted = dict(self.others)
+        for name, other in others.items():
+            known = counted.get(name, other)
+            # By two accounts of one run, neither complete.
+            counted[name] = OtherRun(
+                charges=other.charges | known.charges,
+                mu_squared=max(other.mu_squared, known.mu_squared),
+            )
+        if (own, counted) != (self._own, self.others):
+            self.central = _composed(own, counted)
+            self._own, self.others = own, counted
 
     def epsilon(
         self, delta: float, accountant: str = "rdp", coarse: bool = False
@@ -380,20 +356,18 @@ class Spending:
         """
         if self.by_client:
             return epsilon_of_mu_squared(self.max_mu_squared + mu_squared, delta)
-        return self.central.epsilon_after(charge, delta, accountant)
+        return self.central.would_be(charge).epsilon(delta, accountant)
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep: JSON values and arrays."""
-        clients = self.clients.get_state()
         return {
+            **self.clients.get_state(),
             "guarantee": self.guarantee,
             "charges": _as_json(self._own),
             "others": {
                 name: [_as_json(other.charges), other.mu_squared]
                 for name, other in self.others.items()
             },
-            "mu_squared": clients["mu_squared"],
-            "participations": clients["participations"],
             "lost_mu_squared": self.lost_mu_squared,
         }
 
@@ -428,9 +402,5 @@ def _as_json(charges: collections.Counter[charge_lib.RoundCharge]) -> list:
 
 
 def _from_json(charges: list) -> collections.Counter[charge_lib.RoundCharge]:
-    return collections.Counter(
-        {
-            charge_lib.RoundCharge.from_json(charge): int(count)
-            for charge, count in charges
-        }
-    )
+    read = charge_lib.RoundCharge.from_json
+    return collections.Counter({read(charge): count for charge, count in charges})

@@ -184,7 +184,9 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         "clients_per_round": _range(facts.clients_per_round),
         "cohort_sizes": _range(facts.cohort_sizes),
         "mechanism_parameters": {
-            key: _json.plain(value) for key, value in facts.mechanism_parameters.items()
+            name: _shown(name, value)
+            for name, value in facts.mechanism_parameters.items()
+            if value is not None
         },
         "dp_accounting": charge.dp_accounting_version(),
         "caveats": {
@@ -221,6 +223,12 @@ def _implied_caveats(
     if best > 10:
         found.append("epsilon_large")
     return found
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, bool | int | float | str):
+        return value
+    return type(value).__name__ if name == "query" else repr(value)
 
 
 def _value(epsilon: Epsilon, delta: float) -> float | None:

@@ -49,82 +49,69 @@ def summary(
     if facts.rounds_of_others:
         after += f" and {facts.rounds_of_others} of other runs on the same clients"
     if not math.isfinite(best):
-        why = (
-            "the mechanism adds no noise"
-            if facts.guarantee == "none"
-            else "no finite epsilon follows from the noise that was added"
-        )
+        why = "no finite epsilon follows from the noise that was added"
+        if facts.guarantee == "none":
+            why = "the mechanism adds no noise"
         return (
             "This model was trained with no differential-privacy guarantee: "
             f"{after}, {why}."
         )
     neighbours = _RELATION[relation.name].format(unit=facts.unit)
     if facts.guarantee == "central":
-        by = _by_accountants(facts, values)
         released = "the sequence of all models published"
         if facts.search:
             released = "what was chosen, with its model,"
         return (
-            f"Central differential privacy per {facts.unit}: {after}, "
-            f"{released} is (epsilon, "
-            f"delta)-differentially private with epsilon = {_up(best)} at "
-            f"delta = {delta:g}{by}. Two data sets are neighbours when "
-            f"{neighbours}; all data of a {facts.unit} count as one."
+            f"Central differential privacy per {facts.unit}: {after}, {released} is "
+            f"(epsilon, delta)-differentially private with epsilon = {_up(best)} at "
+            f"delta = {delta:g} ({_by_accountants(facts, values)}). Two data sets are "
+            f"neighbours when {neighbours}; all data of a {facts.unit} count as one."
         )
-    kind = {
-        "local": "Local differential privacy per client",
-        "record": "Differential privacy per record of a client",
-    }[facts.guarantee]
+    kind = "Local differential privacy per client"
+    if facts.guarantee == "record":
+        kind = "Differential privacy per record of a client"
+    times = ""
+    if facts.max_participations is not None:
+        times = f"(it took part in {_count(facts.max_participations, 'round')}) "
     text = (
-        f"{kind}: {after}, everything that the most exposed client sent "
-        + (
-            f"(it took part in {_count(facts.max_participations, 'round')}) "
-            if facts.max_participations is not None
-            else ""
-        )
-        + f"is ({_up(best)}, {delta:g})-differentially private, for data sets "
-        f"that are neighbours when {neighbours}."
+        f"{kind}: {after}, everything that the most exposed client sent {times}is "
+        f"({_up(best)}, {delta:g})-differentially private, for data sets that are "
+        f"neighbours when {neighbours}."
     )
     central = values["central_epsilon"]
     if central is not None:
-        text += " Against those who see only the averages, the same noise gives " + (
-            f"a central epsilon of {_up(central)} at delta = {delta:g}, "
-            "for the same neighbours"
-            + (
-                ", as long as who took part in which round stays secret."
-                if facts.sampling in SECRET
-                else "."
+        gives = "no finite central epsilon"
+        if math.isfinite(central):
+            gives = (
+                f"a central epsilon of {_up(central)} at delta = {delta:g}, for the "
+                "same neighbours"
             )
-            if math.isfinite(central)
-            else "no finite central epsilon."
+            if facts.sampling in SECRET:
+                gives += ", as long as who took part in which round stays secret"
+        text += (
+            f" Against those who see only the averages, the same noise gives {gives}."
         )
     if facts.implied_delta is not None:
+        given = ""
+        if facts.implied_epsilon is not None:
+            given = f"epsilon = {facts.implied_epsilon:g} and "
         text += (
-            " The mechanism's own formula was given "
-            + (
-                f"epsilon = {facts.implied_epsilon:g} and "
-                if facts.implied_epsilon is not None
-                else ""
-            )
-            + f"a constant that implies delta = {facts.implied_delta:.3g}."
+            f" The mechanism's own formula was given {given}a constant that implies "
+            f"delta = {facts.implied_delta:.3g}."
         )
     return text
 
 
 def _by_accountants(facts: StatementFacts, values: dict[str, float | None]) -> str:
     rdp, pld = values["epsilon_rdp"], values["epsilon_pld"]
-    by_pld = (
-        f"exactly, as one Gaussian, {_up(pld)}"
-        if facts.pld_is_exact and pld is not None
-        else f"by privacy loss distributions {_up(pld)}"
-        if pld is not None
-        else ""
-    )
-    if rdp is not None and pld is not None:
-        return f" ({by_pld}, by Renyi accounting {_up(rdp)}; each is an upper bound)"
-    if pld is not None:
-        return f" ({by_pld}, an upper bound)"
-    return " (by Renyi accounting, an upper bound)"
+    if pld is None:
+        return "by Renyi accounting, an upper bound"
+    by_pld = f"by privacy loss distributions {_up(pld)}"
+    if facts.pld_is_exact:
+        by_pld = f"exactly, as one Gaussian, {_up(pld)}"
+    if rdp is None:
+        return f"{by_pld}, an upper bound"
+    return f"{by_pld}, by Renyi accounting {_up(rdp)}; each is an upper bound"
 
 
 def meaning(facts: StatementFacts, best: float, delta: float) -> str:
@@ -135,19 +122,17 @@ def meaning(facts: StatementFacts, best: float, delta: float) -> str:
             "recoverable from the model, and nothing here bounds how much."
         )
     factor = f"{math.exp(best):.3g}" if best < 700 else f"exp({_up(best)})"
-    seen = (
-        "what a client sent" if facts.guarantee in ("local", "record") else "the models"
-    )
+    seen, unknown = "what a client sent", ""
+    if facts.guarantee == "central":
+        seen = "the models"
+        if facts.sampling in SECRET:
+            unknown = " and do not know who took part in which round"
     return (
         "In plain words: from one of two neighbouring data sets to the other, the "
         f"probability of anything that {seen} can show changes by a factor of at most "
         f"exp(epsilon) = {factor}, apart from delta = {delta:g}. This holds against "
-        "observers with any other knowledge, as long as they cannot foretell the noise"
-        + (
-            " and do not know who took part in which round."
-            if facts.guarantee == "central" and facts.sampling in SECRET
-            else "."
-        )
+        "observers with any other knowledge, as long as they cannot foretell the "
+        f"noise{unknown}."
     )
 
 
@@ -159,15 +144,16 @@ def secrecy(facts: StatementFacts, known: float | None, delta: float) -> str:
             "amplification by sampling is claimed, and against an observer who knows "
             "it epsilon is the same."
         )
-    without = (
-        "No figure that holds without this secrecy was computed."
-        if known is None
-        else "Without this secrecy no finite epsilon holds."
-        if math.isinf(known)
-        else "Against an observer who knows it, such as a server that samples the "
-        f"clients, epsilon is {_up(known)} at delta = {delta:g}, which counts every "
-        "round in which such a client could have been."
-    )
+    if known is None:
+        without = "No figure that holds without this secrecy was computed."
+    elif math.isinf(known):
+        without = "Without this secrecy no finite epsilon holds."
+    else:
+        without = (
+            "Against an observer who knows it, such as a server that samples the "
+            f"clients, epsilon is {_up(known)} at delta = {delta:g}, which counts "
+            "every round in which such a client could have been."
+        )
     return (
         "Who took part in which round must stay secret for this epsilon, because it "
         "counts on the sampling. Keep secret with it all that says so: checkpoints, "
@@ -186,20 +172,16 @@ def how(facts: StatementFacts, content: dict[str, Any]) -> str:
         text += f": {facts.mechanism_description.rstrip('.')}"
     text += ". "
     if content["mechanism_parameters"]:
-        parameters = ", ".join(
-            f"{key} = {_short(value)}"
-            for key, value in content["mechanism_parameters"].items()
-        )
+        given = content["mechanism_parameters"].items()
+        parameters = ", ".join(f"{key} = {_short(value)}" for key, value in given)
         text += f"Parameters: {parameters}. "
-    sizes = (
-        _number(expected["min"])
-        if expected["min"] == expected["max"]
-        else f"{_number(expected['min'])} to {_number(expected['max'])}"
+    sizes = " to ".join(
+        dict.fromkeys((_number(expected["min"]), _number(expected["max"])))
     )
+    populations = ", then ".join(map(str, content["populations"]))
     text += (
         f"Sampling ({facts.sampling}): {SAMPLING[facts.sampling]}, with N = "
-        + ", then ".join(map(str, content["populations"]))
-        + f" and m = {sizes}"
+        f"{populations} and m = {sizes}"
     )
     if drawn["count"]:
         text += (
@@ -209,23 +191,24 @@ def how(facts: StatementFacts, content: dict[str, Any]) -> str:
         )
     if not content["has_guarantee"]:
         return f"{text}."
-    if facts.guarantee == "central":
-        package = f"dp-accounting {content['dp_accounting']}"
-        by_pld = f"the privacy loss distributions of {package}"
-        if facts.pld_is_exact:
-            by_pld = "the exact conversion of one Gaussian (Balle & Wang 2018)"
-        accountants = {
-            "epsilon_pld": by_pld,
-            "epsilon_rdp": f"the Renyi accounting of {package}",
-        }
-        by = [each for name, each in accountants.items() if content[name] is not None]
+    if facts.guarantee != "central":
         return (
-            f"{text}. Epsilon was computed for the sampling that was done, by "
-            f"{'; and by '.join(by)}."
+            f"{text}. Epsilon was computed exactly (analytic Gaussian) from what "
+            "each client itself released; sampling does not make it smaller."
         )
+    package = f"dp-accounting {content['dp_accounting']}"
+    by = []
+    if content["epsilon_pld"] is not None:
+        by.append(
+            "the exact conversion of one Gaussian (Balle & Wang 2018)"
+            if facts.pld_is_exact
+            else f"the privacy loss distributions of {package}"
+        )
+    if content["epsilon_rdp"] is not None:
+        by.append(f"the Renyi accounting of {package}")
     return (
-        f"{text}. Epsilon was computed exactly (analytic Gaussian) from what "
-        "each client itself released; sampling does not make it smaller."
+        f"{text}. Epsilon was computed for the sampling that was done, by "
+        f"{'; and by '.join(by)}."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from typing import Any, cast
 
@@ -22,29 +21,35 @@ _SAMPLINGS = (*charge_lib.SAMPLINGS, charge_lib.SEPARATED)
 class BoundFactory:
     """A mechanism and where it is used, ready for TFF."""
 
+    _takes_weights = False
+
     def __init__(
         self,
         mechanism: mechanism_lib.Mechanism,
         clients_per_round: schedules.Schedule,
         inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
-        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         *,
+        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
         sampling: str | None = None,
         **numbers: int | None,
     ):
         """Checks everything that can be checked before a value type is known.
 
         Args:
-          mechanism: The mechanism.
+          mechanism: A mechanism that releases updates (all but NbAFL).
           clients_per_round: m, the expected cohort size: a number, a sequence
             with one value a round, or (with `rounds`) a callable of the round.
-          inner_factory: See `MechanismFactory`.
-          scalars_factory: See `MechanismFactory`.
+          inner_factory: Sums the updates; None for a plain sum.
+          scalars_factory: Sums the other numbers of each client (the bit of
+            adaptive clipping and the diagnostics: float32 scalars); None for
+            a plain sum. Where the updates are summed securely these should
+            be, too.
           sampling: "poisson", "fixed_size", "shuffled", "cyclic", "separated"
             (clients come as they like), or None if unknown.
-          **numbers: Of `Deployment`: `num_clients`, `rounds`, `min_examples` and
-            `max_participations`; None if unknown. The last is not enforced here:
-            TFF hands over clients without names.
+          **numbers: Of `Deployment`: `num_clients`, `rounds` (planned; a local
+            mechanism's budget and callables need it), `min_examples` and
+            `max_participations` of one client; None if unknown. The last is not
+            enforced here: TFF hands over clients without names.
 
         Raises:
           TypeError: An argument is of a wrong type.
@@ -54,6 +59,13 @@ class BoundFactory:
         self.mechanism: Any = _validate.instance_of(
             mechanism_lib.Mechanism, mechanism=mechanism
         )
+        if mechanism.releases_weights != self._takes_weights:
+            raise ValueError(
+                f"mechanism must release updates, got {mechanism.name}, which "
+                "releases weights with each client's number of examples: use "
+                "NbAFLFactory (a WeightedAggregationFactory) or "
+                "tfdp_fl.learning.build_dp_fed_avg."
+            )
         for name, value in numbers.items():
             if value is not None:
                 _validate.positive_integer(**{name: value})
@@ -91,7 +103,19 @@ class BoundFactory:
             **cast(dict[str, Any], numbers),
         )
         mechanism.bind(self.deployment)
-        self._check_cohort_sizes()
+        whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
+        for size in round_plan.distinct(clients):
+            limit = self.deployment.num_clients
+            if limit is not None and size > limit:
+                raise ValueError(
+                    f"clients_per_round must be at most num_clients={limit}, "
+                    f"got {size:g}."
+                )
+            if whole and not size.is_integer():
+                raise ValueError(
+                    "clients_per_round must be a whole number where the "
+                    f"cohort size is fixed, got {size!r}."
+                )
         self._factories = {
             "inner_factory": inner_factory,
             "scalars_factory": scalars_factory,
@@ -102,21 +126,6 @@ class BoundFactory:
     @property
     def _has_whole_cohorts(self) -> bool:
         return self.deployment.sampling not in ("poisson", None)
-
-    def _check_cohort_sizes(self) -> None:
-        limit = self.deployment.num_clients
-        whole = self.mechanism.needs_exact_cohort or self._has_whole_cohorts
-        for value in round_plan.distinct(self._clients):
-            if limit is not None and value > limit:
-                raise ValueError(
-                    f"clients_per_round must be at most num_clients={limit}, "
-                    f"got {value:g}."
-                )
-            if whole and not value.is_integer():
-                raise ValueError(
-                    "clients_per_round must be a whole number where the "
-                    f"cohort size is fixed, got {value!r}."
-                )
 
     @property
     def _clients(self) -> round_plan.Table:
@@ -182,9 +191,16 @@ class BoundFactory:
             at_most = round_plan.largest_poisson_cohort(
                 at_most, max(round_plan.distinct(self._clients))
             )
+        event, cost = self._costs(deployment)
         return cohort_process.create_cohort_process(
             (mechanism or self.mechanism).bind(deployment),
-            self._plan(deployment),
+            round_plan.RoundPlan(
+                noise_multiplier=self._noise,
+                clients_per_round=self._clients,
+                kind=state.history_kind(self.mechanism, event, deployment.sampling),
+                cost=cost,
+                population=deployment.num_clients or 0,
+            ),
             round_plan.CohortSizeCheck(
                 exact=self.mechanism.needs_exact_cohort,
                 at_most_expected=self._has_whole_cohorts,
@@ -221,16 +237,6 @@ class BoundFactory:
                     f"the {limit:g} that a client may add is allowed."
                 )
         return rounding
-
-    def _plan(self, deployment: contribution.Deployment) -> round_plan.RoundPlan:
-        event, cost = self._costs(deployment)
-        return round_plan.RoundPlan(
-            noise_multiplier=self._noise,
-            clients_per_round=self._clients,
-            kind=state.history_kind(self.mechanism, event, deployment.sampling),
-            cost=cost,
-            population=deployment.num_clients or 0,
-        )
 
     def _costs(
         self, deployment: contribution.Deployment
@@ -297,47 +303,6 @@ class MechanismFactory(BoundFactory, tff.aggregators.UnweightedAggregationFactor
     epsilon`.
     """
 
-    def __init__(
-        self,
-        mechanism: mechanism_lib.Mechanism,
-        clients_per_round: schedules.Schedule,
-        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
-        *,
-        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
-        **deployment: Any,
-    ):
-        """Checks the arguments.
-
-        Args:
-          mechanism: A mechanism that releases updates (all but NbAFL).
-          clients_per_round: m, the expected cohort size: a number, a sequence
-            with one value a round, or (with `rounds`) a callable of the round.
-          inner_factory: Sums the updates; None for a plain sum.
-          scalars_factory: Sums the other numbers of each client (the bit of
-            adaptive clipping and the diagnostics: float32 scalars); None for
-            a plain sum. Where the updates are summed securely these should
-            be, too.
-          **deployment: What else is known, each None by default: `sampling`
-            ("poisson", "fixed_size" or "shuffled"), `num_clients`, `rounds`
-            (planned; a local mechanism's budget and callables need it) and
-            `max_participations` of one client.
-
-        Raises:
-          TypeError: An argument is of a wrong type.
-          ValueError: The mechanism's guarantee does not hold there, or it
-            needs a fact that is not given.
-        """
-        if getattr(mechanism, "releases_weights", False):
-            raise ValueError(
-                f"mechanism must release updates, got {mechanism.name}, which "
-                "releases weights with each client's number of examples: use "
-                "NbAFLFactory (a WeightedAggregationFactory) or "
-                "tfdp_fl.learning.build_dp_fed_avg."
-            )
-        super().__init__(
-            mechanism, clients_per_round, inner_factory, scalars_factory, **deployment
-        )
-
     def create(self, value_type: tff.types.Type) -> tff.templates.AggregationProcess:
         """Implements `UnweightedAggregationFactory.create`.
 
@@ -384,46 +349,32 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
     `noise_stddev` is that of the noise before broadcast.
     """
 
+    _takes_weights = True
+
     def __init__(
         self,
         mechanism: nbafl.NbAFL | None = None,
         *,
         clients_per_round: schedules.Schedule,
-        epsilon: float | None = None,
-        constant: float | None = None,
-        weight_clip: float | None = None,
         downlink_noise: bool = True,
-        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
-        scalars_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
-        **deployment: Any,
+        **options: Any,
     ):
         """Checks the arguments.
 
         Args:
-          mechanism: The mechanism, instead of the next three arguments
-            (`mu` plays no part in the aggregation).
+          mechanism: The mechanism, instead of `epsilon`, `constant` and
+            `weight_clip` (`mu` plays no part in the aggregation).
           clients_per_round: L, the expected cohort size.
-          epsilon: See `NbAFL`.
-          constant: See `NbAFL`.
-          weight_clip: See `NbAFL`.
           downlink_noise: Whether the noise before broadcast is added here, to
             the result. `tfdp_fl.learning` adds it in the distribution.
-          inner_factory: See `MechanismFactory`.
-          scalars_factory: See `MechanismFactory`.
-          **deployment: `num_clients`, the population N, and `rounds`, the number of
-            rounds T that are planned; `min_examples`, the smallest n of any client,
-            where T > sqrt(N) L; and, if they are known, `sampling` and
-            `max_participations`, as for `MechanismFactory`.
+          **options: Those of `NbAFL`, and of `MechanismFactory`: `num_clients`, the
+            population N, and `rounds`, the number of rounds T that are planned;
+            `min_examples`, the smallest n of any client, where T > sqrt(N) L.
         """
-        if mechanism is None:
-            given: dict[str, Any] = {
-                "epsilon": epsilon,
-                "constant": constant,
-                "weight_clip": weight_clip,
-            }
-            mechanism = nbafl.NbAFL(**given)
+        names = {field.name for field in dataclasses.fields(nbafl.NbAFL)}
+        given = {name: options.pop(name) for name in names & options.keys()}
         super().__init__(
-            mechanism, clients_per_round, inner_factory, scalars_factory, **deployment
+            mechanism or nbafl.NbAFL(**given), clients_per_round, **options
         )
         self._downlink_noise = downlink_noise
 
@@ -466,8 +417,7 @@ def factory_of(
         `clients_per_round`, `inner_factory` and what else `MechanismFactory`
         takes.
     """
-    fields = dataclasses.fields(mechanism_class)
-    own = {field.name for field in fields}
+    own = {field.name for field in dataclasses.fields(mechanism_class)}
 
     class Factory(MechanismFactory):
         def __init__(
@@ -486,18 +436,6 @@ def factory_of(
             )
 
     name = f"{mechanism_class.__name__}Factory"
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    empty = inspect.Parameter.empty
-    declared = [
-        inspect.Parameter(
-            field.name,
-            keyword,
-            default=empty if field.default is dataclasses.MISSING else field.default,
-        )
-        for field in fields
-    ]
-    given = inspect.signature(Factory.__init__).parameters
-    Factory.__signature__ = inspect.Signature([*declared, *list(given.values())[1:]])
     Factory.__name__ = Factory.__qualname__ = name
     Factory.__module__ = __name__
     Factory.__doc__ = (

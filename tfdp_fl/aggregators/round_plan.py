@@ -163,51 +163,43 @@ class CohortSizeCheck:
           weight: Float32 scalar, the sum of the weights of the clients.
           clip_norm: Float32 scalar, the largest norm of a client's share.
         """
-        allowed = []
-        if self.exact:
-            allowed.append(
-                (
-                    tf.equal(cohort_size, clients_per_round),
-                    "cohort size differs from clients_per_round: with "
-                    "noise_site='client' the noise is complete only if "
-                    "exactly clients_per_round clients answer",
-                )
-            )
-        if self.at_most_expected:
-            allowed.append(
-                (
-                    cohort_size <= clients_per_round,
-                    "cohort size exceeds clients_per_round, against the "
-                    "sampling that was declared",
-                )
-            )
-        if self.at_most is not None:
-            allowed.append(
-                (
-                    cohort_size <= float(self.at_most),
-                    f"cohort size exceeds {self.at_most}, the most that the "
-                    "declared sampling gives",
-                )
-            )
-        if self.some_weight:
-            allowed.append(
-                (
-                    weight > 0,
-                    "cohort has nothing usable, and this mechanism replaces the "
-                    "model by what the cohort hands in",
-                )
-            )
-        if self.smallest_clip:
-            allowed.append(
-                (
-                    tf.cast(clip_norm, tf.float32) >= self.smallest_clip,
-                    "the clip has become so small that the secure sum's rounding "
-                    "counts beside it: give its inner_factory closer bounds",
-                )
-            )
+        rules = (
+            (
+                self.exact,
+                tf.equal(cohort_size, clients_per_round),
+                "cohort size differs from clients_per_round: with noise_site='client' "
+                "the noise is complete only if exactly clients_per_round clients "
+                "answer",
+            ),
+            (
+                self.at_most_expected,
+                cohort_size <= clients_per_round,
+                "cohort size exceeds clients_per_round, against the sampling that was "
+                "declared",
+            ),
+            (
+                self.at_most is not None,
+                cohort_size <= float(self.at_most or 0),
+                f"cohort size exceeds {self.at_most}, the most that the declared "
+                "sampling gives",
+            ),
+            (
+                self.some_weight,
+                weight > 0,
+                "cohort has nothing usable, and this mechanism replaces the model by "
+                "what the cohort hands in",
+            ),
+            (
+                self.smallest_clip > 0,
+                tf.cast(clip_norm, tf.float32) >= self.smallest_clip,
+                "the clip has become so small that the secure sum's rounding counts "
+                "beside it: give its inner_factory closer bounds",
+            ),
+        )
         checks = [
             tf.debugging.Assert(holds, [f"{why}; the round is abandoned."])
-            for holds, why in allowed
+            for is_rule, holds, why in rules
+            if is_rule
         ]
         # Eagerly a check that holds is None.
         with tf.control_dependencies([check for check in checks if check is not None]):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _validate
+from tfdp_fl import _on_use, _validate
 from tfdp_fl.datasets import client_ids as ids_lib
 from tfdp_fl.datasets import frames, nests, sources, tf_datasets
 from tfdp_fl.datasets.nests import Nest
@@ -198,13 +198,7 @@ class FederatedDataset:
 
     @classmethod
     def from_parquet(
-        cls,
-        path: str | os.PathLike[str],
-        client: str,
-        features: frames.Columns | None = None,
-        label: frames.Columns = "label",
-        sample_weight: str | None = None,
-        vocabulary: frames.Vocabulary = None,
+        cls, path: str | os.PathLike[str], *columns: Any, **named: Any
     ) -> FederatedDataset:
         """Makes a dataset of a Parquet file with a column that names clients.
 
@@ -213,24 +207,18 @@ class FederatedDataset:
 
         Args:
           path: The file.
-          client: As in `from_dataframe`, and so are all that follow.
-          features: Likewise.
-          label: Likewise.
-          sample_weight: Likewise.
-          vocabulary: Likewise.
+          *columns: What follows `frame` in `from_dataframe`.
+          **named: Likewise.
 
         Raises:
           ImportError: pandas or pyarrow is not installed.
           ValueError: As in `from_dataframe`.
         """
-        return cls.from_dataframe(
-            frames.read_parquet(path),
-            client,
-            features,
-            label,
-            sample_weight,
-            vocabulary,
-        )
+        with _on_use.needed("pandas pyarrow", "Reading .parquet files"):
+            import pandas
+            import pyarrow  # noqa: F401
+        frame = pandas.read_parquet(os.fspath(path)).reset_index(drop=True)
+        return cls.from_dataframe(frame, *columns, **named)
 
     @classmethod
     def from_tf_datasets(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _on_use, _validate
+from tfdp_fl import _validate
 
 Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 # Of columns that are no numbers: the values that each may have, known beforehand.
@@ -74,16 +73,6 @@ def split(
         rows_by_client(frame[client].tolist()),
         weights,
     )
-
-
-def read_parquet(path: str | os.PathLike[str]) -> Any:
-    """Returns the pandas frame of a Parquet file."""
-    with _on_use.needed("pyarrow", "Reading .parquet files"):
-        import pyarrow  # noqa: F401
-    with _on_use.needed("pandas", "Reading tables"):
-        import pandas
-
-    return pandas.read_parquet(os.fspath(path)).reset_index(drop=True)
 
 
 def _named(columns: Any) -> list[str]:

@@ -11,6 +11,7 @@ other dtype is kept, `uint8` images and `int64` labels among them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -177,31 +178,16 @@ def _filled_up(leaf: Any, name: str) -> np.ndarray:
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.to_tensor().numpy()
     try:
-        rows = [_row(item, name) for item in leaf]
-    except (TypeError, ValueError):
+        rows = [np.asarray(item)[np.newaxis] for item in leaf]
+    except (TypeError, ValueError):  # Sequences within the sequences.
         rows = []
-    filled = [row for row in rows if row.size] or rows[:1]
-    if not filled or len({row.dtype.kind for row in filled}) > 1:
+    kinds = {row.dtype.kind for row in rows if row.size}
+    if len(kinds) > 1 or {row.ndim for row in rows} != {2}:
         raise ExamplesTypeError(
             f"{name} must be made of sequences of numbers or strings, all of "
             "the same kind, got others."
         )
-    rows = [
-        row if row.size else np.zeros([0] * filled[0].ndim, filled[0].dtype)
-        for row in rows
-    ]
-    if len({row.ndim for row in rows}) > 1:
-        raise ExamplesTypeError(
-            f"{name} must be made of sequences of the same depth, got several."
-        )
-    return np.concatenate(same_widths([row[np.newaxis] for row in rows]))
-
-
-def _row(item: Any, name: str) -> np.ndarray:
-    """Returns one example's sequence as an array."""
-    if isinstance(item, list) and _is_uneven(item):
-        item = _rows(item)
-    return _filled_up(item, name) if is_ragged(item) else np.asarray(item)
+    return np.concatenate(same_widths(rows))
 
 
 def same_widths(leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -215,25 +201,19 @@ def same_widths(leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
         leaves = [each if each.size else each.astype(dtype) for each in leaves]
     if len({leaf.ndim for leaf in leaves}) > 1:
         return list(leaves)
-    widest = np.max([leaf.shape[1:] for leaf in leaves], axis=0)
-
-    def padded(leaf: np.ndarray) -> np.ndarray:
-        width = [
-            (0, 0),
-            *((0, m - n) for m, n in zip(widest, leaf.shape[1:], strict=True)),
-        ]
-        if not any(after for _, after in width):
-            return leaf
-        # NumPy has no padding of objects.
-        wide = np.full(
-            [len(leaf), *widest],
-            b"" if leaf.dtype.kind in "SUO" else 0,
-            object if leaf.dtype.kind in "SUO" else leaf.dtype,
-        )
-        wide[tuple(slice(size) for size in leaf.shape)] = leaf
-        return wide
-
-    return [padded(leaf) for leaf in leaves]
+    widest = np.max([leaf.shape[1:] for leaf in leaves], axis=0).tolist()
+    wide = []
+    for leaf in leaves:
+        if list(leaf.shape[1:]) != widest:
+            # NumPy has no padding of objects.
+            text = leaf.dtype.kind in "SUO"
+            padded = np.full(
+                [len(leaf), *widest], b"" if text else 0, object if text else leaf.dtype
+            )
+            padded[tuple(map(slice, leaf.shape))] = leaf
+            leaf = padded
+        wide.append(leaf)
+    return wide
 
 
 def view(tensor: tf.Tensor) -> np.ndarray:
@@ -267,26 +247,19 @@ def with_array_leaves(nest: Nest) -> Nest:
         return Weighted(*map(with_array_leaves, nest))
     if isinstance(nest, dict):
         return {name: with_array_leaves(part) for name, part in nest.items()}
-    leaf, uneven = nest, False
-    while isinstance(leaf, list) and leaf:
-        uneven |= _is_uneven(leaf)
-        leaf = next((i for i in leaf if not isinstance(i, list) or i), leaf[0])
-    numbers = isinstance(leaf, (*_NUMBERS, str, bytes))
-    if isinstance(nest, list) and nest and (numbers or isinstance(leaf, list)):
-        # A list of nothing but empty lists is that many empty sequences.
-        return _rows(nest) if uneven or not numbers else np.asarray(nest)
-    return nest
-
-
-def _is_uneven(items: list[Any]) -> bool:
-    """Returns True for a list of lists that are not all of one length."""
-    return len({len(each) for each in items if isinstance(each, list)}) > 1
-
-
-def _rows(items: list[Any]) -> np.ndarray:
-    """Returns an array of sequences."""
-    rows = np.empty(len(items), object)
-    rows[:] = items
+    first = nest
+    while isinstance(first, list) and first:
+        first = next((i for i in first if not isinstance(i, list) or i), first[0])
+    empty = isinstance(first, list)  # So many empty sequences.
+    if not (isinstance(nest, list) and nest) or not (
+        empty or isinstance(first, (*_NUMBERS, str, bytes))
+    ):
+        return nest
+    if not empty:
+        with contextlib.suppress(ValueError):  # Of unequal length.
+            return np.asarray(nest)
+    rows = np.empty(len(nest), object)
+    rows[:] = nest
     return rows
 
 
@@ -366,25 +339,6 @@ def check_matches(x: Nest, y: Nest, element_spec: Nest) -> None:
                     f"every client, {_short(spec)}, got "
                     f"{_short(spec_of(leaf))}."
                 )
-
-
-def with_dtypes_of_empty(nest: Nest, spec: Nest) -> Nest:
-    """Returns a nest whose empty sequences have the dtype of the spec."""
-    try:
-        tf.nest.assert_same_structure(nest, spec)
-    except (TypeError, ValueError):
-        return nest  # To be refused.
-    return tf.nest.map_structure(
-        lambda leaf, each: (
-            leaf
-            if leaf.size or leaf.ndim < 2
-            else leaf.astype(
-                object if each.dtype == tf.string else each.dtype.as_numpy_dtype
-            )
-        ),
-        nest,
-        spec,
-    )
 
 
 def no_examples(spec: Nest) -> Nest:

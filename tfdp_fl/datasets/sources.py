@@ -8,7 +8,6 @@ file is long because its subject is one: two answers to the same questions.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -19,9 +18,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp_fl.datasets import nests
-
-# How many clients say what an example looks like, if nobody else does.
-_ASKED_FOR_SPEC = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +188,6 @@ class StreamedSource:
         """
         if self._element_spec is None:
             error: Exception | None = None
-            specs: list[nests.Nest] = []
             for key in self._keys:
                 try:
                     x, y, length, ragged = _client_arrays(self._read_fn(key))
@@ -200,10 +195,9 @@ class StreamedSource:
                     error = error or raised
                     continue
                 if length:
-                    specs.append(_open_spec((x, y), ragged))
-                if len(specs) == _ASKED_FOR_SPEC:
+                    self._element_spec = _open_spec((x, y), ragged)
                     break
-            if not specs:
+            else:
                 why = "none has any"
                 if error is not None:
                     why = f"the first error was {ClientFailure(0, error).reason}"
@@ -211,19 +205,6 @@ class StreamedSource:
                     "element_spec must be given, because no client with "
                     f"examples could be read; {why}."
                 ) from (error if isinstance(error, nests.SAFE_ERRORS) else None)
-            # What most of them have: one odd client is not to decide.
-            votes = collections.Counter(map(_outline_of_spec, specs))
-            ((chosen, _),) = votes.most_common(1)
-            alike = [spec for spec in specs if _outline_of_spec(spec) == chosen]
-            widths = collections.Counter(map(repr, alike))
-            # Sequences may happen to be all of one length at a client.
-            self._element_spec = max(
-                alike,
-                key=lambda spec: (
-                    any(map(nests.is_open, tf.nest.flatten(spec))),
-                    widths[repr(spec)],
-                ),
-            )
         return self._element_spec
 
     def read(self, position: int) -> tuple[nests.Nest, nests.Nest]:
@@ -237,7 +218,6 @@ class StreamedSource:
         x, y, length, _ = _client_arrays(examples)
         if not length:
             return nests.no_examples(self.element_spec)
-        x, y = nests.with_dtypes_of_empty((x, y), self.element_spec)
         nests.check_matches(x, y, self.element_spec)
         return x, y
 
@@ -316,10 +296,6 @@ def _open_spec(examples: nests.Nest, ragged: list[bool]) -> nests.Nest:
         )
     ]
     return tf.nest.pack_sequence_as(examples, leaves)
-
-
-def _outline_of_spec(spec: nests.Nest) -> str:
-    return repr(tf.nest.map_structure(lambda s: (s.dtype, s.shape.rank), spec))
 
 
 def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:

@@ -100,7 +100,6 @@ class CohortEngine:
         num_replicas: int | None = None,
         jit_compile: bool | None = None,
         batch_size: int = 1,
-        seed_dtype: tf.DType = tf.uint64,
     ):
         """Traces, and so checks, how clients train one by one.
 
@@ -122,7 +121,6 @@ class CohortEngine:
           jit_compile: Whether XLA compiles local training; None decides by
             `devices.prefers_xla`.
           batch_size: The usual batch size, for that decision.
-          seed_dtype: Of the kind of seed that rounds will have.
 
         Raises:
           ValueError: Something could pass from one client to the next; or the
@@ -201,15 +199,15 @@ class CohortEngine:
         if self.layout.at_once is not None or not can_train_side_by_side:
             # (What trains side by side was compared with lists in `supports`.)
             with tf.device(self.device):
-                self._trace_one_by_one(seed_dtype)
+                self._trace_one_by_one()
         self._pool = concurrent.futures.ThreadPoolExecutor(self.num_replicas)
 
-    def _trace_one_by_one(self, seed_dtype: tf.DType) -> None:
+    def _trace_one_by_one(self) -> None:
         nobody = layout.client_table(np.zeros(0, int), np.zeros(0, int), 1, 1)
         if self.layout.weighting is not None:
             nobody = nobody._replace(measured=np.zeros(0, np.float32))
         part = layout.Part(layout.Strategy(layout.ONE_BY_ONE, False), nobody)
-        numbers, seed = tf.zeros([3]), tf.zeros([2], seed_dtype)
+        numbers, seed = tf.zeros([3]), tf.zeros([2], tf.uint64)
         fixed = self.state, numbers, seed, self.server.variables, self._unaggregated
         definition = self.programs.program(fixed, part).definition
         if self.layout.at_once is not None:

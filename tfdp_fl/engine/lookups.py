@@ -76,23 +76,19 @@ def _gather_of(layer: Any) -> Any:
     return call
 
 
-def find(
-    forward: Any, x_specs: Any, y_specs: Any, weights: list[Any]
-) -> tuple[Lookup, ...]:
+def find(forward: Any, specs: Any, weights: list[Any]) -> tuple[Lookup, ...]:
     """Returns the lookups of which it is certain, of tables that are large.
 
     Args:
       forward: Takes features, labels, and the values of the weights, and computes
         what a step does before the gradients.
-      x_specs: Specs of a batch of features.
-      y_specs: Specs of a batch of labels.
+      specs: Specs of a batch, (features, labels).
       weights: The trainable weights.
     """
     shapes = [tf.TensorShape(weight.shape) for weight in weights]
     if all(shape.num_elements() < _LEAST_ELEMENTS for shape in shapes):
         return ()
     dtypes = [weight.dtype for weight in weights]
-    specs = x_specs, y_specs
     found = _traced(forward, specs, dtypes, shapes, shapes)
     # The same of tables of any length: of these the program is made.
     narrow_shapes = list(shapes)
@@ -118,7 +114,7 @@ def _traced(
         for place, feature in enumerate(tf.nest.flatten(x)):
             gathers = _gathers(feature) if feature.dtype in _INTEGERS else None
             tables = [_table_of(gather, values) for gather in gathers or ()]
-            if not tables or None in tables:
+            if not tables or min(tables) < 0:
                 continue
             # Of two tables that share a feature, its places are the same rows.
             sizes = [whole[table] for table in tables]
@@ -129,12 +125,12 @@ def _traced(
     return tuple(found)
 
 
-def _table_of(gather: tf.Operation, values: list[tf.Tensor]) -> int | None:
-    """Returns which weight a gather reads, if nothing else does."""
+def _table_of(gather: tf.Operation, values: list[tf.Tensor]) -> int:
+    """Returns which weight a gather reads, if nothing else does; -1: none."""
     for number, value in enumerate(values):
         if gather.inputs[0] is value and value.consumers() == [gather]:
             return number
-    return None
+    return -1
 
 
 def _gathers(tensor: tf.Tensor) -> list[tf.Operation] | None:

@@ -151,7 +151,7 @@ class Trainer:
         # Another optimizer may move a row whose gradient is zero, and a hook all rows.
         if self._optimizer.is_plain and training.upload_hook is None:
             self.lookups = lookups.find(
-                self._until_gradients, *batch_specs(element_spec), self._trainable
+                self._until_gradients, batch_specs(element_spec), self._trainable
             )
 
     def _until_gradients(self, x: Any, y: Any, weights: list[tf.Tensor]) -> None:

@@ -8,52 +8,40 @@ else of it than its user expects, and it is refused when it is wrapped.
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
+
+# Read in flwr 1.12 and 1.42: they average with the weights they are given, and do
+# no more to the clients' replies.
+_AVERAGING = (
+    *("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedProx", "FedYogi"),
+)
+_ALSO = "flwr.server.strategy.fault_tolerant_fedavg.FaultTolerantFedAvg"
 
 
-@dataclasses.dataclass(frozen=True)
-class Api:
+class Api(NamedTuple):
     """One of Flower's two APIs for strategies.
 
-    Classes are listed by their full names, as nothing here imports Flower.
-
     Attributes:
+      package: where its strategies are.
       configure: the method that makes the clients' messages.
       aggregate: the method that averages.
-      averaging: of the classes, those whose `aggregate` averages with the
-        weights it is given, and does no more to the clients' replies.
       metrics: the attribute of the function that aggregates clients' metrics.
     """
 
+    package: str
     configure: str
     aggregate: str
-    averaging: frozenset[str]
     metrics: str
 
 
-def _averaging(package: str, *more: str) -> frozenset[str]:
-    names = "Strategy FedAdagrad FedAdam FedAvg FedAvgM FedOpt FedProx FedYogi"
-    listed = [f"{package}.{name.lower()}.{name}" for name in names.split()]
-    return frozenset([*listed, *more])
-
-
-# Read in flwr 1.12 and 1.42.
 LEGACY = Api(
-    configure="configure_fit",
-    aggregate="aggregate_fit",
-    averaging=_averaging(
-        "flwr.server.strategy",
-        "flwr.server.strategy.fault_tolerant_fedavg.FaultTolerantFedAvg",
-    ),
-    metrics="fit_metrics_aggregation_fn",
+    *("flwr.server.strategy", "configure_fit", "aggregate_fit"),
+    "fit_metrics_aggregation_fn",
 )
 MESSAGES = Api(
-    configure="configure_train",
-    aggregate="aggregate_train",
-    averaging=_averaging("flwr.serverapp.strategy"),
-    metrics="train_metrics_aggr_fn",
+    *("flwr.serverapp.strategy", "configure_train", "aggregate_train"),
+    "train_metrics_aggr_fn",
 )
 
 
@@ -91,17 +79,17 @@ def require_averaging(strategy: Any, vouched: bool, api: Api) -> None:
     ]
     if api.aggregate in getattr(strategy, "__dict__", {}):
         defining.append("the object itself")
+    known = {f"{api.package}.{name.lower()}.{name}" for name in _AVERAGING}
+    known |= {_ALSO, f"{api.package}.strategy.Strategy"}
     for where in defining:
-        if where in api.averaging or (vouched and not _is_of_flower(where)):
-            continue
-        names = {where.rpartition(".")[2] for where in api.averaging}
-        known = ", ".join(sorted(names - {"Strategy"}))
-        raise ValueError(
-            f"strategy must be one that averages ({known}, or a subclass without an "
-            f"{api.aggregate} of its own), got {strategy!r} with the {api.aggregate} "
-            f"of {where}: it is handed one reply, the noised mean. For one of your own "
-            "that makes of it what it should, say averages=True."
-        )
+        if where not in known and (not vouched or _is_of_flower(where)):
+            raise ValueError(
+                f"strategy must be one that averages ({', '.join(_AVERAGING)}, or a "
+                f"subclass without an {api.aggregate} of its own), got {strategy!r} "
+                f"with the {api.aggregate} of {where}: it is handed one reply, the "
+                "noised mean. For one of your own that makes of it what it should, "
+                "say averages=True."
+            )
 
 
 def refuses(strategy: Any, num_results: int, num_failures: int) -> bool:

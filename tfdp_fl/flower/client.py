@@ -6,6 +6,7 @@ The same for both of Flower's APIs: a wrapper for a `NumPyClient`, a mod for a
 
 from __future__ import annotations
 
+import collections
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -268,7 +269,8 @@ def private_mod(
     """
     if message.metadata.message_type.partition(".")[0] != "train":
         return call_next(message, context)
-    config = _config(message.content)
+    # The first record that has a name says what it is.
+    config = collections.ChainMap(*map(dict, message.content.config_records.values()))
     asked = Instruction.of(config)
     weight_key = str(config.get(WEIGHT_KEY, DEFAULT_WEIGHT_KEY))
     # The app may train in place.
@@ -305,16 +307,6 @@ def private_mod(
     return reply
 
 
-def _config(content: Any) -> Mapping[str, Any]:
-    """Returns the config that tells the clip norm, or all that there is."""
-    merged: dict[str, Any] = {}
-    for record in content.config_records.values():
-        if CLIP_NORM in record:
-            return dict(record)
-        merged.update(record)
-    return merged
-
-
 def _only_record(content: Any, sender: str) -> tuple[str, Any]:
     records = dict(content.array_records)
     if len(records) != 1:
@@ -329,15 +321,13 @@ def _set_metrics(
     records: dict[str, Any], there: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> None:
     """Sets metrics wherever the first of them, the weight, stands."""
+    weight = next(iter(metrics))
+    keys = [key for key, record in there.items() if weight in record]
+    for key in keys or list(there)[:1]:
+        records[key] = type(there[key])({**there[key], **metrics})
     if not there:
         free = "metrics" if "metrics" not in records else "dpfedavg_metrics"
         records[free] = flower("MetricRecord")(metrics)
-        return
-    with_weight = [
-        key for key, record in there.items() if next(iter(metrics)) in record
-    ]
-    for key in with_weight or [next(iter(there))]:
-        records[key] = type(there[key])({**there[key], **metrics})
 
 
 def array_record(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:

@@ -11,8 +11,6 @@ import numpy as np
 
 from tfdp_fl import correlated_noise, mechanisms
 from tfdp_fl._on_use import tf
-from tfdp_fl.flower import history as history_lib
-from tfdp_fl.mechanisms import noise
 
 # The name of a client that is a node.
 ClientOf = Callable[[int], str | int]
@@ -23,33 +21,27 @@ class Remembered:
 
     Attributes:
       mechanism: the noise is its.
-      record: which clients took part when, by the names that `client_of` gives.
+      client_of: names a node's client; None where every node is a client.
+      record: which clients took part when, by these names.
       memory: of the noise; None before a segment's first round.
       segment: the random name of the noise since `memory` was last empty. In a
         ledger no two rounds have the same place in one segment: two servers
         that go on from one state would else use one memory twice.
     """
 
-    def __init__(
-        self,
-        mechanism: mechanisms.CorrelatedNoise,
-        client_of: ClientOf | None = None,
-    ):
+    def __init__(self, mechanism: mechanisms.CorrelatedNoise, client_of: Any = None):
         self.mechanism = mechanism
-        self.client_of = client_of
+        self.client_of: ClientOf | None = client_of
+        self._name: ClientOf = client_of or int
         self.record = mechanism.participation_record()
         self.memory: Any = None
         self.segment = secrets.token_hex(8)
 
-    def client(self, node: Any) -> str | int:
-        """Returns the name of the client that a node is."""
-        return int(node) if self.client_of is None else self.client_of(node)
-
-    def eligible(self, nodes: Iterable[Hashable]) -> tuple[list[Hashable], int]:
+    def eligible(self, nodes: Iterable[Any]) -> tuple[list[Hashable], int]:
         """Returns a node of each client that may take part, and how many there are."""
         by_client: dict[Any, Hashable] = {}
         for node in nodes:
-            by_client.setdefault(self.client(node), node)
+            by_client.setdefault(self._name(node), node)
         may = [by_client[name] for name in self.record.eligible(by_client)]
         return may, len(by_client)
 
@@ -58,18 +50,13 @@ class Remembered:
         """The coming round's place in the segment."""
         return 0 if self.memory is None else int(self.memory.position)
 
-    def go_on(self, history: history_lib.RoundHistory) -> None:
-        """Begins a new segment if the coming round's place is taken."""
-        if history.is_taken(self.segment, self.position):
-            self.begin_segment()
-
     def memory_for(self, sent: Sequence[np.ndarray]) -> Any:
         """Returns the memory for a model, at first one of zeros.
 
         Raises:
           ValueError: the model is none of the rounds before.
         """
-        shapes = tuple(tuple(np.shape(array)) for array in sent)
+        shapes = tuple(array.shape for array in sent)
         if self.memory is None:
             self.memory = self.mechanism.first_memory(
                 mechanisms.Deployment(clients_per_round=1, shapes=shapes)
@@ -85,7 +72,7 @@ class Remembered:
 
     def released(self, memory: Any, nodes: Iterable[Any]) -> None:
         """Takes over the memory after a round, and which nodes were in its sum."""
-        self.record.add([self.client(node) for node in nodes])
+        self.record.add([self._name(node) for node in nodes])
         self.memory = memory
 
     def begin_segment(self) -> None:
@@ -96,9 +83,11 @@ class Remembered:
 
     def state(self) -> dict[str, Any]:
         """Returns what a restarted server has to know, as JSON values."""
-        memory = self.memory and {
+        return {
+            "record": self.record.state(),
             "position": self.position,
-            "buffers": [
+            "buffers": self.memory
+            and [
                 {
                     "shape": list(buffer.shape),
                     "float32": base64.b64encode(
@@ -107,10 +96,6 @@ class Remembered:
                 }
                 for buffer in self.memory.buffers
             ],
-        }
-        return {
-            "record": self.record.state(),
-            "memory": memory,
             "segment": self.segment,
             "made_for": self.mechanism.memory_key(),
             "named_by_the_server": self.client_of is not None,
@@ -138,46 +123,18 @@ class Remembered:
             # Other noise, in a segment of its own; the promise may be another.
             return
         self.record = correlated_noise.ParticipationRecord.from_state(state["record"])
-        memory = state["memory"]
-        if not has_ledger or memory is None:
+        if not has_ledger or state["buffers"] is None:
             self.begin_segment()
             return
         self.segment = state["segment"]
         buffers = [
-            np.frombuffer(base64.b64decode(saved["float32"]), "<f4").reshape(
-                saved["shape"]
-            )
-            for saved in memory["buffers"]
+            np.frombuffer(base64.b64decode(saved["float32"]), "<f4")
+            for saved in state["buffers"]
         ]
         self.memory = correlated_noise.Memory(
-            tf.constant(memory["position"], tf.int32),
-            [tf.constant(buffer, tf.float32) for buffer in buffers],
+            tf.constant(state["position"], tf.int32),
+            [
+                tf.constant(buffer.reshape(saved["shape"]), tf.float32)
+                for buffer, saved in zip(buffers, state["buffers"], strict=True)
+            ],
         )
-
-
-def noised(
-    mechanism: mechanisms.Mechanism,
-    total: Sequence[np.ndarray],
-    stddev: float,
-    memory: Any,
-) -> tuple[list[np.ndarray], Any]:
-    """Returns a sum with the mechanism's noise, and the memory after it.
-
-    Every call takes its randomness anew from the operating system.
-
-    Args:
-      mechanism: what is released.
-      total: float64 arrays.
-      stddev: of the fresh noise.
-      memory: before this round.
-    """
-    zeros = [tf.zeros(np.shape(array)) for array in total]
-    with noise.seeded(tf.constant(noise.fresh_seed())):
-        made, memory = mechanism.add_noise(
-            zeros, tf.constant(stddev, tf.float32), memory
-        )
-    added = [
-        array + draw.numpy().astype(np.float64)
-        for array, draw in zip(total, made, strict=True)
-    ]
-    return added, memory

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import numbers
+import types
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -13,19 +13,9 @@ import numpy as np
 
 from tfdp_fl import _validate, mechanisms
 from tfdp_fl.flower import averaging, private_rounds, replies
-from tfdp_fl.mechanisms import adaptive_clipping
 
 # A client of the last round (a proxy) and what it was sent or returned.
 _Messages = list[tuple[Any, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _MeanResult:
-    """The noised mean in the shape of Flower's `FitRes`."""
-
-    parameters: Any
-    num_examples: int = 1
-    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class DPFedAvg(private_rounds.PrivateRounds):
@@ -65,10 +55,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
           LedgerError: if the ledger cannot be continued.
         """
         m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
-        _validate.instance_of(mechanisms.Mechanism, mechanism=mechanism)
-        if mechanism.guarantee != "central" or isinstance(
-            mechanism, mechanisms.CorrelatedNoise
-        ):
+        if isinstance(mechanism, mechanisms.CorrelatedNoise):
             raise ValueError(
                 "mechanism must be a central one whose noise is new in each round, "
                 f"got {mechanism!r}; for this one there is PrivateStrategy."
@@ -107,7 +94,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
         for _, other in made[1:]:
             if other is not told and not (
                 other.config == told.config
-                and _equal(_to_arrays(other.parameters), sent)
+                and len(arrays := _to_arrays(other.parameters)) == len(sent)
+                and all(map(np.array_equal, arrays, sent))
             ):
                 raise ValueError(
                     "The wrapped strategy sends its clients different models or "
@@ -121,7 +109,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
             return []
         config = {**told.config, **configured.instruction}
         return [
-            (client, _replaced(told, config=dict(config)))
+            (client, _with_attribute(told, "config", dict(config)))
             for client in configured.asked.values()
         ]
 
@@ -145,7 +133,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
             released then.
         """
         del failures  # Of clients whose results are missing.
-        configured = self._taken(server_round)
+        configured = self._configured_round(server_round)
         if configured is None:
             return None, {}
         wanted = configured.wanted()
@@ -156,7 +144,10 @@ class DPFedAvg(private_rounds.PrivateRounds):
         )
         if model is None:
             return None, {}
-        result = _MeanResult(_like(configured.template, model))
+        # The noised mean in the shape of Flower's `FitRes`.
+        result = types.SimpleNamespace(
+            parameters=_like(configured.template, model), num_examples=1, metrics={}
+        )
         somebody = next(iter(configured.asked.values()))
         return self.strategy.aggregate_fit(server_round, [(somebody, result)], [])
 
@@ -240,26 +231,17 @@ class DPFedAvgAdaptive(DPFedAvg):
           clip_norm_lr: eta.
           clip_norm_target_quantile: gamma.
           clip_count_stddev: sigma_b, above z / 2; None means m / 20, or 0 if
-            there is no noise at all.
+            there is no noise at all. Errors that say how the two go together call
+            it by the mechanism's name, count_noise_stddev.
           **options: the keyword-only arguments of `DPFedAvg`.
 
         Raises:
           TypeError, ValueError: if an argument is not what it should be.
         """
-        z = _validate.non_negative(noise_multiplier=noise_multiplier)
-        m = _validate.positive_integer(num_sampled_clients=num_sampled_clients)
-        if clip_count_stddev is None:
-            clip_count_stddev = (
-                m * adaptive_clipping.COUNT_NOISE_FRACTION if z > 0 else 0.0
-            )
-        adaptive_clipping.check_count_noise(
-            z,
-            _validate.non_negative(clip_count_stddev=clip_count_stddev),
-            "clip_count_stddev",
-            "num_sampled_clients",
-        )
+        if clip_count_stddev is not None:
+            _validate.non_negative(clip_count_stddev=clip_count_stddev)
         mechanism = mechanisms.AdaptiveClipping(
-            noise_multiplier=z,
+            noise_multiplier=noise_multiplier,
             initial_clip_norm=_validate.positive(init_clip_norm=init_clip_norm),
             target_quantile=_validate.probability(
                 clip_norm_target_quantile=clip_norm_target_quantile
@@ -300,25 +282,18 @@ def _to_arrays(parameters: Any) -> list[np.ndarray]:
     )
 
 
-def _equal(arrays: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
-    return len(arrays) == len(others) and all(map(np.array_equal, arrays, others))
-
-
 def _like(parameters: Any, arrays: Sequence[np.ndarray]) -> Any:
     """Returns parameters of the same form that hold other arrays."""
     if getattr(parameters, "tensors", None) is None:
         return list(arrays)
-    tensors = []
-    for array in arrays:
-        buffer = io.BytesIO()
-        np.save(buffer, array, allow_pickle=False)
-        tensors.append(buffer.getvalue())
-    return _replaced(parameters, tensors=tensors)
+    files = [io.BytesIO() for _ in arrays]
+    for file, array in zip(files, arrays, strict=True):
+        np.save(file, array, allow_pickle=False)
+    return _with_attribute(parameters, "tensors", [f.getvalue() for f in files])
 
 
-def _replaced(message: Any, **changes: Any) -> Any:
-    """Returns a shallow copy with other attributes; the original stays."""
+def _with_attribute(message: Any, name: str, value: Any) -> Any:
+    """Returns a shallow copy with another value; the original stays."""
     other = copy.copy(message)
-    for name, value in changes.items():
-        setattr(other, name, value)
+    setattr(other, name, value)
     return other

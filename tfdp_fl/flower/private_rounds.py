@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import dp_accounting
 import numpy as np
 
 from tfdp_fl import _validate, mechanisms, schedules
@@ -26,7 +25,7 @@ from tfdp_fl.flower import averaging, correlated, history, replies, sums
 from tfdp_fl.mechanisms import registry
 
 _Wrapper = TypeVar("_Wrapper", bound="PrivateRounds")
-_STATE_FORMAT = "tfdp_fl flower state 3"
+_STATE_FORMAT = "tfdp_fl flower state 4"
 # Of a state: what a wrapper was made with, and what moves from round to round.
 _ARGUMENTS = (
     *("num_clients", "clients_per_round", "rounds", "on_client_failure"),
@@ -109,8 +108,7 @@ class PrivateRounds:
           num_clients: N. In each round at least so many must be connected.
           clients_per_round: m, how many of them are asked in each round, drawn
             by the operating system's random numbers.
-          rounds: T. No more are begun; those that a ledger holds count. Needed
-            where a mechanism splits a budget over them.
+          rounds: T. No more are begun; those that a ledger holds count.
           on_client_failure: "exclude" (the others are released) or "abort" (the
             round is abandoned); None means "abort" if the clients share the
             noise (`noise_site="client"`), which is enough only if all of them
@@ -145,17 +143,19 @@ class PrivateRounds:
                 schedules.fixed(mechanism.noise_multiplier)
             )
         self._mechanism = mechanism
-        self.num_clients = _validate.positive_integer(num_clients=num_clients)
-        self.clients_per_round = _validate.positive_integer(
-            clients_per_round=clients_per_round
+        count, most = _validate.positive_integer, max_abandoned_rounds
+        self.num_clients = count(num_clients=num_clients)
+        self.clients_per_round = count(clients_per_round=clients_per_round)
+        self.rounds = rounds if rounds is None else count(rounds=rounds)
+        self.max_abandoned_rounds = (
+            most if most is None else count(max_abandoned_rounds=most)
         )
         if self.clients_per_round > self.num_clients:
             raise ValueError(
                 f"clients_per_round must be at most num_clients={num_clients}, "
                 f"got {clients_per_round!r}."
             )
-        self.rounds = _or_none(_validate.positive_integer, rounds=rounds)
-        self._clients_clip = sums.clients_clip(mechanism, self._deployment)
+        sums.check(mechanism, self._deployment)
         self._remembered: correlated.Remembered | None = None
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
             self._remembered = correlated.Remembered(mechanism, client_of)
@@ -174,17 +174,14 @@ class PrivateRounds:
                 "(noise_site='client', server_side_noising=False), got 'exclude'."
             )
         self.on_client_failure = failure
-        self.max_abandoned_rounds = _or_none(
-            _validate.positive_integer, max_abandoned_rounds=max_abandoned_rounds
-        )
-        self.accountant = _validate.one_of(
-            charge_lib.ACCOUNTANTS, accountant=accountant
-        )
         if (target_epsilon is None) != (target_delta is None):
             raise ValueError(
                 "target_epsilon and target_delta must be given both or not at "
                 f"all, got {target_epsilon!r} and {target_delta!r}."
             )
+        self.accountant = _validate.one_of(
+            charge_lib.ACCOUNTANTS, accountant=accountant
+        )
         budget = None
         if target_epsilon is not None and target_delta is not None:
             budget = ledger_lib.Budget(
@@ -192,17 +189,14 @@ class PrivateRounds:
                 _validate.inside_unit_interval(target_delta=target_delta),
                 accountant,
             )
-        self._history = history.RoundHistory(
-            cast(str, self._deployment.sampling),
-            mechanism.guarantee == "local",
-            budget,
-        )
+        sampling = cast(str, self._deployment.sampling)
+        self._history = history.RoundHistory(sampling, budget)
         self.discarded_updates = 0
         self.rejected_replies = 0
         self.stopped_before_round: int | None = None
         self._abandoned_in_a_row = 0
         if ledger is not None:
-            self._history.open_ledger(ledger, self._header())
+            self._history.open_ledger(ledger, repr(self))
 
     def __getattr__(self, name: str) -> Any:
         if name == "strategy" or name.startswith("__"):
@@ -251,7 +245,13 @@ class PrivateRounds:
         Raises:
           ValueError: if an argument is not allowed.
         """
-        return self._history.epsilon(self._delta(delta), accountant)
+        if delta is None:
+            if self._history.budget is None:
+                raise ValueError(
+                    "delta must be given, as no target_delta was, got None."
+                )
+            delta = self._history.budget.delta
+        return self._history.accountant().epsilon(delta, accountant)
 
     def privacy_report(
         self, delta: float | None = None, accountant: str = "rdp"
@@ -265,19 +265,18 @@ class PrivateRounds:
         Returns:
           epsilon (None if there is no guarantee), epsilon_if_cohorts_are_known
           (towards somebody who knows which clients were in which round), delta,
-          accountant, guarantee ("central" or "local"), relation, rounds,
+          accountant, guarantee ("central"), relation, rounds,
           rounds_from_ledger, clients_per_round, num_clients, noise_added_by,
           on_client_failure, strategy, averages, and caveats: sentences that have
           to be read with epsilon.
         """
-        delta = self._delta(delta)
-        epsilon = self._history.epsilon(delta, accountant)
-        known = self._history.epsilon(delta, accountant, cohorts_known=True)
-        relation = "one client is replaced by another"
-        if self._remembered is not None:
-            relation = "one client is replaced by nothing, in its place"
-        if self.mechanism.guarantee == "local":
-            relation = "one client's data are replaced by other data"
+        epsilon = self.privacy_epsilon(delta, accountant)
+        if delta is None:
+            delta = cast(ledger_lib.Budget, self._history.budget).delta
+        known = self._history.accountant().epsilon_if_participation_is_known(
+            delta, accountant
+        )
+        replaced = "nothing, in its place" if self._remembered else "another"
         kind = type(self.strategy)
         by_server = self.mechanism.noise_site == "server"
         return {
@@ -286,7 +285,7 @@ class PrivateRounds:
             "delta": delta,
             "accountant": accountant,
             "guarantee": self.mechanism.guarantee,
-            "relation": relation,
+            "relation": f"one client is replaced by {replaced}",
             "rounds": len(self._history.released),
             "rounds_from_ledger": self._history.num_from_ledger,
             "clients_per_round": self.clients_per_round,
@@ -302,12 +301,13 @@ class PrivateRounds:
         """Returns the sentences that hold; each stands by itself."""
         said = [caveats.CAVEATS[key] for key in self.mechanism.caveats()]
         if self._remembered is not None:
-            names = "by the ids of nodes"
-            if self._remembered.client_of is not None:
-                names = "by the names that the server gave to nodes"
+            checked = self.mechanism.own_caveats["participations_checked"]
+            names = "names that the server gave to nodes"
+            if self._remembered.client_of is None:
+                names = "ids of nodes"
             said.append(
-                f"{self.mechanism.own_caveats['participations_checked']} Here they "
-                f"went {names}. No amplification by sampling is claimed."
+                f"{checked} Here they went by the {names}. No amplification by "
+                "sampling is claimed."
             )
         elif epsilon != known:
             said.append(
@@ -322,13 +322,7 @@ class PrivateRounds:
                 "the noise and the divisor stayed as planned. That they failed is "
                 "not hidden."
             )
-        if self.mechanism.guarantee == "local":
-            said.append(
-                "Each client noised its own update, and only that is covered, also "
-                "from the server; every client is charged as if it had been in "
-                "all rounds. That clients clip and noise is taken on trust."
-            )
-        elif self.mechanism.noise_site != "server":
+        if self.mechanism.noise_site != "server":
             said.append(
                 "Each client added its share of the noise; if clients leave it "
                 "out, the noise on the sum is smaller than charged."
@@ -420,27 +414,12 @@ class PrivateRounds:
         if wrapper._remembered is not None and state["remembered"] is not None:
             wrapper._remembered.restore(state["remembered"], ledger is not None)
         if ledger is not None:
-            wrapper._history.open_ledger(ledger, wrapper._header(), known)
+            wrapper._history.open_ledger(ledger, repr(wrapper), known)
         return wrapper
 
     def close(self) -> None:
         """Closes the ledger, so that another process may go on with it."""
         self._history.close()
-
-    def _header(self) -> dict[str, Any]:
-        """Returns what a new ledger says of the run."""
-        return {
-            "name": type(self).__name__,
-            "guarantee": self.mechanism.guarantee,
-            "description": repr(self),
-        }
-
-    def _delta(self, delta: float | None) -> float:
-        if delta is not None:
-            return delta
-        if self._history.budget is None:
-            raise ValueError("delta must be given, as no target_delta was, got None.")
-        return self._history.budget.delta
 
     @property
     def _deployment(self) -> mechanisms.Deployment:
@@ -487,30 +466,20 @@ class PrivateRounds:
         plan = self._planned(server_round)
         if self._remembered is not None:
             self._remembered.memory_for(sent)  # Or raises, before anybody is asked.
-        this = mechanisms.Round(
-            self.clip_norm,
-            self.mechanism.noise_multiplier_at(self._round_index),
-            float(self.clients_per_round),
-        )
-        try:
-            if not self._history.affords(plan):
-                raise ledger_lib.BudgetExceededError()
-            if self.mechanism.guarantee == "local":
-                # What a client sends has left it, whatever comes of the round.
-                with _RELEASING:
-                    self._history.add(plan)
-        except ledger_lib.BudgetExceededError:
+        if not self._history.affords(plan):
             self._stop_before(server_round)
             return None
         self._configured = sums.ConfiguredRound(
-            server_round=server_round,
             sent=[np.array(array) for array in sent],
             asked={name: connected[name] for name in cohort},
             plan=plan,
             mechanism=self.mechanism,
             deployment=self._deployment,
-            this=this,
-            clients_clip=self._clients_clip,
+            this=mechanisms.Round(
+                self.clip_norm,
+                self.mechanism.noise_multiplier_at(self._round_index),
+                float(self.clients_per_round),
+            ),
             template=template,
             names=names,
         )
@@ -555,21 +524,15 @@ class PrivateRounds:
 
     def _planned(self, server_round: int) -> history.ReleasedRound:
         """Returns the round as it is charged if everybody replies."""
-        mechanism = self.mechanism
         place: dict[str, Any] = {}
-        if self._remembered is not None:
-            # Another server may have gone on from the same state meanwhile.
-            self._remembered.go_on(self._history)
-            place["segment"] = self._remembered.segment
-            place["position"] = self._remembered.position
-        if mechanism.guarantee == "local":
-            place["mu_squared"] = mechanism.mu_squared(self._deployment)
-        event = mechanism.round_event(self._round_index, self._deployment)
-        multiplier = 0.0
-        if isinstance(event, dp_accounting.NoOpDpEvent):
-            multiplier = math.inf
-        elif not isinstance(event, dp_accounting.NonPrivateDpEvent):
-            multiplier = float(event.noise_multiplier)
+        if (kept := self._remembered) is not None:
+            if self._history.is_taken(kept.segment, kept.position):
+                # Another server has gone on from the same state.
+                kept.begin_segment()
+            place = {"segment": kept.segment, "position": kept.position}
+        event = self.mechanism.round_event(self._round_index, self._deployment)
+        # Anything but Gaussians was refused when this was made.
+        multiplier = cast(float, charge_lib.noise_multiplier_of(event))
         return history.ReleasedRound(
             server_round=server_round,
             clip_norm=self.clip_norm,
@@ -589,59 +552,10 @@ class PrivateRounds:
             *(server_round, budget.epsilon, budget.delta),
         )
 
-    def _finish(
-        self,
-        configured: sums.ConfiguredRound,
-        results: Iterable[tuple[Hashable, Any]],
-        read: Callable[[Any], replies.Reply],
-    ) -> list[np.ndarray] | None:
-        """Releases a round: returns its model; None if there is none to release."""
-        server_round = configured.server_round
-        answers = replies.collect(server_round, results, configured.asked.keys(), read)
-        self.rejected_replies += answers.rejected
-        if not self._releasable(answers):
-            self._abandon(
-                server_round,
-                f"{len(answers.replies)} of {self.clients_per_round} clients sent a "
-                f"reply that can be used, {answers.rejected} replies cannot",
-            )
-            return None
-        usable, remembered = list(answers.replies.values()), self._remembered
-        with _RELEASING:
-            plan = configured.plan
-            if remembered is not None:
-                plan = dataclasses.replace(
-                    self._planned(server_round), clip_norm=plan.clip_norm
-                )
-                outcome = sums.of_unclipped(
-                    configured, usable, remembered.memory_for(configured.sent)
-                )
-            elif configured.clients_clip:
-                outcome = sums.of_clipped(configured, usable)
-            else:
-                outcome = sums.of_unclipped(configured, usable, None)
-            if configured.mechanism.guarantee != "local":
-                plan = dataclasses.replace(plan, num_replies=len(usable))
-                try:
-                    # On the disk before anything of the round can be seen; if
-                    # this raises, nothing has moved.
-                    self._history.add(plan)
-                except ledger_lib.BudgetExceededError:
-                    self._stop_before(server_round)
-                    return None
-            if remembered is not None:
-                remembered.released(
-                    outcome.memory, [configured.asked[name] for name in answers.replies]
-                )
-        self.discarded_updates += outcome.discarded
-        self.clip_norm = outcome.next_clip_norm
-        self._abandoned_in_a_row = 0
-        return outcome.model
-
-    def _taken(self, server_round: int) -> sums.ConfiguredRound | None:
+    def _configured_round(self, server_round: int) -> sums.ConfiguredRound | None:
         """Returns the round that results belong to, once; None if it had no clients."""
         configured = self._configured
-        if configured is not None and configured.server_round == server_round:
+        if configured is not None and configured.plan.server_round == server_round:
             self._configured = None
             return configured
         if server_round in (self._idle_round, self.stopped_before_round):
@@ -651,8 +565,49 @@ class PrivateRounds:
             "these results, or they were here before. Nothing is released or charged."
         )
 
-    def _releasable(self, answers: replies.Answers) -> bool:
-        m, usable = self.clients_per_round, len(answers.replies)
+    def _finish(
+        self,
+        configured: sums.ConfiguredRound,
+        results: Iterable[tuple[Hashable, Any]],
+        read: Callable[[Any], replies.Reply],
+    ) -> list[np.ndarray] | None:
+        """Releases a round: returns its model; None if there is none to release."""
+        server_round = configured.plan.server_round
+        usable, num_replied, rejected = replies.collect(
+            server_round, results, configured.asked.keys(), read
+        )
+        self.rejected_replies += rejected
+        if not self._releasable(len(usable), num_replied):
+            self._abandon(
+                server_round,
+                f"{len(usable)} of {self.clients_per_round} clients sent a "
+                f"reply that can be used, {rejected} replies cannot",
+            )
+            return None
+        plan, memory, kept = configured.plan, None, self._remembered
+        with _RELEASING:
+            if kept is not None:
+                clip_norm = plan.clip_norm
+                plan = self._planned(server_round)
+                plan = dataclasses.replace(plan, clip_norm=clip_norm)
+                memory = kept.memory_for(configured.sent)
+            outcome = sums.release(configured, list(usable.values()), memory)
+            try:
+                # On the disk before anything of the round can be seen; if
+                # this raises, nothing has moved.
+                self._history.add(dataclasses.replace(plan, num_replies=len(usable)))
+            except ledger_lib.BudgetExceededError:
+                self._stop_before(server_round)
+                return None
+            if kept is not None:
+                kept.released(outcome.memory, map(configured.asked.get, usable))
+        self.discarded_updates += outcome.discarded
+        self.clip_norm = outcome.next_clip_norm
+        self._abandoned_in_a_row = 0
+        return outcome.model
+
+    def _releasable(self, usable: int, num_replied: int) -> bool:
+        m = self.clients_per_round
         if usable in (0, m):
             return usable > 0
         # Before anything is charged that the strategy would throw away.
@@ -662,7 +617,7 @@ class PrivateRounds:
             return True
         # A client may end no run by what it sends: if that is of no use, the
         # server adds the client's share of the noise.
-        return self.mechanism.needs_exact_cohort and answers.num_replied == m
+        return self.mechanism.needs_exact_cohort and num_replied == m
 
     def _abandon(self, server_round: int, reason: str) -> None:
         _logger.warning("Round %s is abandoned: %s.", server_round, reason)
@@ -674,8 +629,3 @@ class PrivateRounds:
                 f"(max_abandoned_rounds={limit}), the last of them round "
                 f"{server_round}: {reason}."
             )
-
-
-def _or_none(check: Callable[..., Any], **checked: Any) -> Any:
-    ((_, value),) = checked.items()
-    return None if value is None else check(**checked)

@@ -39,14 +39,11 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     metrics, no errors. Whatever it makes of it costs nothing more.
 
     The clients clip, and the server once more what it noises itself, for
-    `FixedClipping`, `AdaptiveClipping` and `LocalDP`. The server needs numpy and
+    `FixedClipping` and `AdaptiveClipping`. The server needs numpy and
     dp-accounting then, and no TensorFlow. All other central mechanisms
     (`MedianClipping`, your own) clip at the server, by the mechanism's own
-    TensorFlow functions.
-
-    With `LocalDP` each client noises its own update, and the mean is that of
-    the clients that answered. A round is charged when its clients are asked, to every
-    client: what a client sends has left it.
+    TensorFlow functions. `LocalDP` needs no server of ours: a plain strategy
+    tells the clients' `private_mod` clip and noise.
 
     With `CorrelatedNoise` clients come as they like: only nodes are drawn that
     are not too soon or too often in a round again. Which nodes were in each
@@ -56,9 +53,9 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     goes on with the noise only if a `ledger` shows that nothing was released
     since; else a new segment begins, charged anew.
 
-    The guarantee is about the model (and with `LocalDP` about each update). It
-    does not cover what clients report beside it: metrics of an evaluation, that
-    they failed, the initial arrays if the server asks a client for them.
+    The guarantee is about the model. It does not cover what clients report beside
+    it: metrics of an evaluation, that they failed, the initial arrays if the server
+    asks a client for them.
 
     Source: McMahan et al. (2018), Algorithm 1, and each mechanism's own.
     """
@@ -157,7 +154,7 @@ class PrivateStrategy(private_rounds.PrivateRounds):
           LedgerWriteError: if the round could not be written down. Nothing is
             released then.
         """
-        configured = self._taken(server_round)
+        configured = self._configured_round(server_round)
         if configured is None:
             return None, None
         results = []

@@ -34,7 +34,6 @@ _HEADER = re.compile(
     rb"'shape': \(([0-9, ]*)\), \} *\n?"
 )
 _LONGEST_HEADER = 4096
-_REAL_KINDS = "fiub"
 _NUMPY = "numpy.ndarray"
 
 
@@ -78,28 +77,12 @@ class Reply:
     norm_bit: bool | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Answers:
-    """What came back in a round.
-
-    Attributes:
-      replies: by client, those that can be used.
-      num_replied: how many of the clients asked replied, be it with something
-        that cannot be used.
-      rejected: how many replies cannot be used.
-    """
-
-    replies: dict[Hashable, Reply]
-    num_replied: int
-    rejected: int
-
-
 def collect(
     server_round: int,
     results: Iterable[tuple[Hashable, Any]],
     asked: AbstractSet[Hashable],
     read: Callable[[Any], Reply],
-) -> Answers:
+) -> tuple[dict[Hashable, Reply], int, int]:
     """Reads a round's results; those that cannot be used are logged and dropped.
 
     Args:
@@ -107,6 +90,10 @@ def collect(
       results: the names of clients and what they replied, in any number.
       asked: the names of the clients that were asked.
       read: reads one result, or raises `ReplyError`.
+
+    Returns:
+      By client, what can be used; how many of the clients asked replied, be it
+      with something that cannot be used; how many replies cannot be used.
     """
     replies: dict[Hashable, Reply] = {}
     replied: set[Hashable] = set()
@@ -127,7 +114,7 @@ def collect(
                 client,
                 error,
             )
-    return Answers(replies, len(replied), rejected)
+    return replies, len(replied), rejected
 
 
 def read_result(fit_res: Any, wanted: Wanted) -> Reply:
@@ -141,10 +128,9 @@ def read_result(fit_res: Any, wanted: Wanted) -> Reply:
       ReplyError: if the reply is not what a wrapped client sends.
     """
     with _readable():
-        metrics = fit_res.metrics
-        if not isinstance(metrics, Mapping):
-            raise ReplyError(f"metrics must be a mapping, got {type(metrics).__name__}")
-        bit = _norm_bit(metrics, wanted)
+        if not isinstance(fit_res.metrics, Mapping):
+            raise ReplyError("metrics must be a mapping")
+        bit = _norm_bit(fit_res.metrics, wanted)
         return Reply(_arrays(fit_res.parameters, wanted.shapes), bit)
 
 
@@ -205,22 +191,19 @@ def _readable() -> Iterator[None]:
 
 def _norm_bit(metrics: Mapping[str, Any], wanted: Wanted) -> bool | None:
     """Returns the bit among a client's metrics, and checks what it applied."""
+    bare = "is the client wrapped in DPFedAvgNumPyClient, or private_mod a mod?"
     if wanted.applied is not None:
         names = (client_lib.APPLIED_CLIP_NORM, client_lib.APPLIED_NOISE_STDDEV)
         applied = tuple(metrics.get(name) for name in names)
         if applied != wanted.applied:
             raise ReplyError(
                 f"it must say that it applied (clip norm, noise) {wanted.applied}, "
-                f"got {applied!r:.80} (is the client wrapped in "
-                "DPFedAvgNumPyClient, or private_mod among its mods?)"
+                f"got {applied!r:.80} ({bare})"
             )
     if not wanted.norm_bit:
         return None
     if client_lib.NORM_BIT not in metrics:
-        raise ReplyError(
-            f"it has no {client_lib.NORM_BIT} (is the client wrapped in "
-            "DPFedAvgNumPyClient, or private_mod among its mods?)"
-        )
+        raise ReplyError(f"it has no {client_lib.NORM_BIT} ({bare})")
     value = metrics[client_lib.NORM_BIT]
     if isinstance(value, numbers.Real | np.bool_) and not math.isnan(value):
         # One client moves the count by one at most, whatever number it sends.
@@ -231,14 +214,12 @@ def _norm_bit(metrics: Mapping[str, Any], wanted: Wanted) -> bool | None:
 
 
 def _arrays(parameters: Any, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    tensors = getattr(parameters, "tensors", None)
-    serialised = tensors is not None
-    items = tensors if serialised else parameters
-    if not isinstance(items, list | tuple):
-        raise ReplyError(f"parameters must hold a list, got {type(items).__name__}")
-    if len(items) != len(shapes):
-        raise ReplyError(f"it must hold {len(shapes)} arrays, got {len(items)}")
-    take = npy_array if serialised else _plain_array
+    items: Any = parameters
+    take: Callable[..., np.ndarray] = _plain_array
+    if getattr(parameters, "tensors", None) is not None:
+        items, take = parameters.tensors, npy_array
+    if not isinstance(items, list | tuple) or len(items) != len(shapes):
+        raise ReplyError(f"it must hold a list of {len(shapes)} arrays")
     return [take(item, shape) for item, shape in zip(items, shapes, strict=True)]
 
 
@@ -279,12 +260,11 @@ def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
     )
     if stated != tuple(shape):
         raise ReplyError(f"a tensor must have the shape {tuple(shape)}, got {stated}")
-    try:
-        dtype = np.dtype(header[1].decode())
-    except TypeError:
-        dtype = None
+    name, dtype = header[1].decode(), None
+    with contextlib.suppress(TypeError):
+        dtype = np.dtype(name)
     if dtype is None or dtype.itemsize > 8:
-        raise ReplyError(f"a tensor of dtype {header[1].decode()} is refused")
+        raise ReplyError(f"a tensor of dtype {name} is refused")
     size = math.prod(stated)
     if len(data) - start - length != size * dtype.itemsize:
         raise ReplyError(
@@ -295,12 +275,11 @@ def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
     return flat.reshape(stated, order="F" if header[2] == b"True" else "C")
 
 
-def _plain_array(item: Any, shape: tuple[int, ...]) -> np.ndarray:
-    array = np.asarray(item)
-    if array.dtype.kind not in _REAL_KINDS:
-        raise ReplyError(f"an array of dtype {array.dtype} is refused")
-    if array.shape != tuple(shape):
+def _plain_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
+    array = np.asarray(data)
+    if array.dtype.kind not in "fiub" or array.shape != tuple(shape):
         raise ReplyError(
-            f"an array must have the shape {tuple(shape)}, got {array.shape}"
+            f"an array must hold real numbers in the shape {tuple(shape)}, got one "
+            f"of dtype {array.dtype} and shape {array.shape}"
         )
     return array

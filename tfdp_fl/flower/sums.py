@@ -17,8 +17,10 @@ import numpy as np
 
 from tfdp_fl import mechanisms
 from tfdp_fl._on_use import tf
+from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.flower import client as client_lib
-from tfdp_fl.flower import correlated, history, replies, updates
+from tfdp_fl.flower import history, replies, updates
+from tfdp_fl.mechanisms import noise
 
 # What clients are told to clip to, where the server does it for them.
 NO_CLIP = 1e30
@@ -27,11 +29,7 @@ _ROUNDING = 1e-6
 
 # What these ask of a client is a clip to an S that it is told, a bit, and noise.
 # A subclass may ask for more, and is clipped by the server.
-_CLIPPED_BY_CLIENTS = (
-    mechanisms.FixedClipping,
-    mechanisms.AdaptiveClipping,
-    mechanisms.LocalDP,
-)
+_CLIPPED_BY_CLIENTS = (mechanisms.FixedClipping, mechanisms.AdaptiveClipping)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,34 +37,29 @@ class ConfiguredRound:
     """What was fixed when the clients were asked; nothing set since counts.
 
     Attributes:
-      server_round: its number.
       sent: w, the model's arrays.
       asked: the clients that were asked, by name.
       plan: the round as it is charged if nobody fails.
       mechanism: what is released.
       deployment: where.
       this: S, z and m, as floats.
-      clients_clip: whether the clients clip, and the server only once more.
       template: the model as Flower sent it; its form is that of the result.
       names: message API: the names of the arrays.
     """
 
-    server_round: int
     sent: list[np.ndarray]
     asked: dict[Hashable, Any]
     plan: history.ReleasedRound
     mechanism: mechanisms.Mechanism
     deployment: mechanisms.Deployment
     this: mechanisms.Round
-    clients_clip: bool
     template: Any
     names: Sequence[str] = ()
 
     @property
-    def stddevs(self) -> dict[str, float]:
-        """The noise on the sum of updates ("update"), and on others by name."""
-        stddevs = self.mechanism.noise_stddevs(self.this, self.deployment)
-        return {name: float(value) for name, value in stddevs.items()}
+    def clients_clip(self) -> bool:
+        """Whether the clients clip, and the server only once more."""
+        return type(self.mechanism) in _CLIPPED_BY_CLIENTS
 
     @property
     def client_noise_stddev(self) -> float:
@@ -77,7 +70,8 @@ class ConfiguredRound:
         """
         if self.mechanism.noise_site == "server":
             return 0.0
-        return self.stddevs["update"] / self.plan.clients_per_round**0.5
+        stddevs = self.mechanism.noise_stddevs(self.this, self.deployment)
+        return float(stddevs["update"]) / self.plan.clients_per_round**0.5
 
     @property
     def instruction(self) -> dict[str, Any]:
@@ -93,11 +87,11 @@ class ConfiguredRound:
 
     def wanted(self, answers_to: dict[int, str] | None = None) -> replies.Wanted:
         """Returns what a reply has to hold."""
-        noise = self.client_noise_stddev
+        noise_stddev = self.client_noise_stddev
         return replies.Wanted(
             [array.shape for array in self.sent],
             self.clients_clip and bool(self.mechanism.released_sums),
-            (self.this.clip_norm, noise) if noise else None,
+            (self.this.clip_norm, noise_stddev) if noise_stddev else None,
             self.names,
             answers_to or {},
         )
@@ -120,90 +114,42 @@ class Outcome:
     memory: Any = None
 
 
-def clients_clip(
-    mechanism: mechanisms.Mechanism, deployment: mechanisms.Deployment
-) -> bool:
-    """Returns whether the clients clip, or raises if nobody can.
-
-    Raises:
-      ValueError: if a mechanism releases what neither way can make.
-    """
+def check(mechanism: mechanisms.Mechanism, deployment: mechanisms.Deployment) -> None:
+    """Raises ValueError if a mechanism releases what neither way can make."""
     mechanism.check(deployment)
-    if type(mechanism) in _CLIPPED_BY_CLIENTS and mechanism.max_participations is None:
-        if isinstance(mechanism, mechanisms.LocalDP) and not (
-            mechanism.noise_over_sensitivity(deployment) > 0
-        ):
-            raise ValueError(f"mechanism must have noise, got {mechanism!r}.")
-        return True
-    central = mechanism.guarantee == "central" and mechanism.noise_site == "server"
+    if type(mechanism) in _CLIPPED_BY_CLIENTS:
+        return
+    one_gaussian = charge_lib.noise_multiplier_of(mechanism.round_event(0, deployment))
     new_each_round = (
         mechanism.event_period is None and mechanism.first_memory(deployment) == ()
     )
-    if (
-        central
+    if not (
+        mechanism.guarantee == "central"
+        and mechanism.noise_site == "server"
         and mechanism.scales_updates
+        and one_gaussian is not None
         and (new_each_round or isinstance(mechanism, mechanisms.CorrelatedNoise))
     ):
-        return False
-    raise ValueError(
-        "mechanism must be a central one that scales updates and is noised by the "
-        "server (FixedClipping and AdaptiveClipping also by the clients), or LocalDP "
-        f"without max_participations, got {mechanism!r}."
-    )
+        raise ValueError(
+            "mechanism must be a central one that scales updates, is noised by the "
+            "server (FixedClipping and AdaptiveClipping also by the clients) and "
+            f"costs a Gaussian a round, got {mechanism!r}."
+        )
 
 
-def of_clipped(
-    configured: ConfiguredRound, answers: Sequence[replies.Reply]
+def release(
+    configured: ConfiguredRound, answers: Sequence[replies.Reply], memory: Any = None
 ) -> Outcome:
-    """Returns w + (sum_k clip(Delta_k) + N(0, (z S)^2)) / m, and the next S.
+    """Returns w + (sum_k c_k Delta_k + noise) / m, and the next S.
 
     Computed in float64 and rounded once, after the noise: what rounding adds
     to single updates (much, in float16) is not in the sum. A missing client
-    only lowers it: noise and m are those of the plan. Where each client is
-    private by itself ("local"), the mean is that of the clients that answered.
+    only lowers it: noise and m are those of the plan.
 
-    The server clips once more what it is about to noise. Where clients noise,
-    it scales down what no honest client sends. Their norm bits are counted
-    from the middle (b - 1/2), so that a client that is missing pulls S neither
-    way (Andrew et al. 2021, Algorithm 1).
-    """
-    mechanism, this = configured.mechanism, configured.this
-    m = configured.plan.clients_per_round
-    stddevs, bound = configured.stddevs, this.clip_norm
-    by_server = mechanism.noise_site == "server"
-    if not by_server:
-        size = sum(array.size for array in configured.sent)
-        bound = updates.largest_honest_norm(
-            this.clip_norm, configured.client_noise_stddev, size
-        )
-    total = [np.zeros(array.shape) for array in configured.sent]
-    discarded = 0
-    for reply in answers:
-        update = updates.clipped(
-            updates.difference(reply.arrays, configured.sent), bound
-        )
-        discarded += update.discarded
-        for array, change in zip(total, update.arrays, strict=True):
-            array += change
-    # One share of the noise for each client whose noise is not there: all m of
-    # them, or those whose reply was of no use, or discarded.
-    shares = m if by_server else m - len(answers) + discarded
-    divisor = m
-    if mechanism.guarantee == "local":
-        shares, divisor = 0, len(answers)
-    if shares:
-        total = updates.noised(total, stddevs["update"] * (shares / m) ** 0.5)
-    sums = {
-        name: sum(bool(reply.norm_bit) - 0.5 for reply in answers)
-        for name in mechanism.released_sums
-    }
-    return _outcome(configured, this, stddevs, total, divisor, sums, discarded)
-
-
-def of_unclipped(
-    configured: ConfiguredRound, answers: Sequence[replies.Reply], memory: Any
-) -> Outcome:
-    """Returns w + (sum_k c_k Delta_k + noise) / m, as the mechanism says.
+    Where clients clip, the server clips once more what it is about to noise, and
+    where they noise, it scales down what no honest client sends. Their norm bits
+    are counted from the middle (b - 1/2), so that a client that is missing pulls
+    S neither way (Andrew et al. 2021, Algorithm 1). Else the mechanism says c_k.
 
     Args:
       configured: the round.
@@ -211,62 +157,100 @@ def of_unclipped(
       memory: of correlated noise; None for noise that is new in each round.
     """
     mechanism, this = configured.mechanism, configured.this
-    changes = [
-        updates.clipped(updates.difference(reply.arrays, configured.sent), math.inf)
-        for reply in answers
-    ]
-    discarded = np.array([change.discarded for change in changes], bool)
-    norms = tf.constant([updates.norm(c.arrays) for c in changes], tf.float32)
-    if mechanism.clip_to_cohort is not None:
-        clip = mechanism.clip_to_cohort(norms, _as_tensors(this))
-        this = this._replace(clip_norm=float(clip))
-    contribution = mechanism.contribution_of_norm(
-        norms, tf.constant(~discarded), _as_tensors(this)
-    )
-    total = [np.zeros(array.shape) for array in configured.sent]
-    for factor, change in zip(
-        contribution.update.numpy().astype(np.float64), changes, strict=True
-    ):
-        for array, part in zip(total, change.arrays, strict=True):
-            array += factor * (1 - _ROUNDING) * part
-    stddevs = mechanism.noise_stddevs(this, configured.deployment)
-    if memory is None:
-        total = updates.noised(total, float(stddevs["update"]))
+    m = configured.plan.clients_per_round
+    by_server, bound = mechanism.noise_site == "server", math.inf
+    if configured.clients_clip:
+        bound = this.clip_norm
+        if not by_server:
+            size = sum(array.size for array in configured.sent)
+            bound = updates.largest_honest_norm(
+                bound, configured.client_noise_stddev, size
+            )
+
+    def change(reply: replies.Reply) -> updates.ClippedUpdate:
+        return updates.clipped(updates.difference(reply.arrays, configured.sent), bound)
+
+    factors: Sequence[float] = [1.0] * len(answers)
+    if configured.clients_clip:
+        sums = {
+            name: sum(bool(reply.norm_bit) - 0.5 for reply in answers)
+            for name in mechanism.released_sums
+        }
     else:
-        total, memory = correlated.noised(
-            mechanism, total, float(stddevs["update"]), memory
+        this, factors, sums = _mechanisms_clip(
+            mechanism, this, [change(reply) for reply in answers]
         )
-    sums = {
-        name: float(np.sum(value.numpy(), dtype=np.float64))
-        for name, value in contribution.sums.items()
+    total = [np.zeros(array.shape) for array in configured.sent]
+    discarded = 0
+    for factor, update in zip(factors, map(change, answers), strict=True):
+        discarded += update.discarded
+        for array, part in zip(total, update.arrays, strict=True):
+            array += factor * part
+    stddevs = {
+        name: float(value)
+        for name, value in mechanism.noise_stddevs(this, configured.deployment).items()
     }
-    m = this.clients_per_round
-    lost = int(discarded.sum())
-    return _outcome(configured, this, stddevs, total, m, sums, lost, memory)
-
-
-def _outcome(
-    configured: ConfiguredRound,
-    this: mechanisms.Round,
-    stddevs: dict[str, Any],
-    total: list[np.ndarray],
-    divisor: float,
-    sums: dict[str, float],
-    discarded: int,
-    memory: Any = None,
-) -> Outcome:
-    """Divides a noised total, and moves S by the noised sums."""
+    # One share of the noise for each client whose noise is not there: all m of
+    # them, or those whose reply was of no use, or discarded.
+    shares = m if by_server else m - len(answers) + discarded
+    if memory is not None:
+        total, memory = _correlated(mechanism, total, stddevs["update"], memory)
+    elif shares:
+        total = updates.noised(total, stddevs["update"] * (shares / m) ** 0.5)
     noised = {
-        name: float(np.random.default_rng().normal(value, float(stddevs[name])))
+        name: float(np.random.default_rng().normal(value, stddevs[name]))
         for name, value in sums.items()
     }
+    mean = [array / m for array in total]
     return Outcome(
-        updates.applied(configured.sent, [array / divisor for array in total]),
-        float(configured.mechanism.next_clip_norm(noised, this)),
+        updates.applied(configured.sent, mean),
+        float(mechanism.next_clip_norm(noised, this)),
         discarded,
         memory,
     )
 
 
-def _as_tensors(this: mechanisms.Round) -> mechanisms.Round:
-    return mechanisms.Round(*(tf.constant(v, tf.float32) for v in this))
+def _mechanisms_clip(
+    mechanism: mechanisms.Mechanism,
+    this: mechanisms.Round,
+    changes: Sequence[updates.ClippedUpdate],
+) -> tuple[mechanisms.Round, Sequence[float], dict[str, float]]:
+    """Returns the round with its clip, each update's factor, and the released sums."""
+
+    def tensors() -> mechanisms.Round:
+        return mechanisms.Round(*(tf.constant(v, tf.float32) for v in this))
+
+    norms = tf.constant([updates.norm(c.arrays) for c in changes], tf.float32)
+    if mechanism.clip_to_cohort is not None:
+        clip = mechanism.clip_to_cohort(norms, tensors())
+        this = this._replace(clip_norm=float(clip))
+    usable = tf.constant([not change.discarded for change in changes])
+    contribution = mechanism.contribution_of_norm(norms, usable, tensors())
+    factors = contribution.update.numpy().astype(np.float64) * (1 - _ROUNDING)
+    sums = {
+        name: float(np.sum(value.numpy(), dtype=np.float64))
+        for name, value in contribution.sums.items()
+    }
+    return this, factors, sums
+
+
+def _correlated(
+    mechanism: mechanisms.Mechanism,
+    total: Sequence[np.ndarray],
+    stddev: float,
+    memory: Any,
+) -> tuple[list[np.ndarray], Any]:
+    """Returns a sum with the mechanism's noise, and the memory after it.
+
+    Every call takes its randomness anew from the operating system.
+    """
+    zeros = [tf.zeros(array.shape) for array in total]
+    with noise.seeded(tf.constant(noise.fresh_seed())):
+        made, memory = mechanism.add_noise(
+            zeros, tf.constant(stddev, tf.float32), memory
+        )
+    added = [
+        array + draw.numpy().astype(np.float64)
+        for array, draw in zip(total, made, strict=True)
+    ]
+    return added, memory

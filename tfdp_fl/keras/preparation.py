@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from tfdp_fl import engine, sampling
 from tfdp_fl.accounting import spending as spending_lib
@@ -271,7 +270,6 @@ def _engine(
             num_replicas=setup.num_replicas,
             jit_compile=compiled.jit_compile,
             batch_size=plan.batch_size,
-            seed_dtype=tf.uint64 if plan.seed is None else tf.int64,
         )
     if fed.run is not None:
         made.state = fed.run.mechanism_state

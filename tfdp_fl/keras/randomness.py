@@ -65,8 +65,7 @@ def round_seed(seed: int | None, attempt: Attempt) -> np.ndarray:
     """Returns the seed of a round's noise and dropout.
 
     Without a user's seed it is fresh entropy from the operating system. With one it
-    depends on that seed and the attempt alone. Its dtype tells what draws from it
-    (see `mechanisms.noise`): int64 [2] is a user's.
+    depends on that seed and the attempt alone.
 
     Args:
       seed: The user's seed, or None.
@@ -75,7 +74,7 @@ def round_seed(seed: int | None, attempt: Attempt) -> np.ndarray:
     if seed is None:
         return noise.fresh_seed()
     sequence = sampling.seed_sequence(seed, NOISE_STREAM, attempt)
-    return sequence.generate_state(2, np.uint64).view(np.int64)
+    return sequence.generate_state(2, np.uint64)
 
 
 def shuffle_generator(seed: int | None, attempt: Attempt) -> np.random.Generator:

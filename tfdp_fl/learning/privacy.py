@@ -19,7 +19,6 @@ from tfdp_fl.accounting.charge import SEPARATED
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 from tfdp_fl.aggregators import round_plan
 from tfdp_fl.aggregators import state as state_lib
-from tfdp_fl.correlated_noise import ParticipationRecord
 from tfdp_fl.mechanisms import CorrelatedNoise, contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
@@ -127,7 +126,6 @@ def epsilon(
     accountant: str = "rdp",
     rounds: int | None = None,
     max_participations: int | None = None,
-    participations: ParticipationRecord | None = None,
 ) -> Epsilon:
     """Returns the epsilon of the mechanism's own guarantee after a state.
 
@@ -156,24 +154,20 @@ def epsilon(
         schedules or budget go by them, as the process was built with.
       max_participations: The most rounds that any one client took part in;
         None: it may have been in all of them.
-      participations: With "separated": the record that every released round
-        was added to (`CorrelatedNoise.participation_record`), so that the
-        statement says "checked"; None: it says "declared, and not checked".
 
     Raises:
       TypeError: `mechanism` is none.
       ValueError: The state tells of another mechanism, sampling, N or m, or
-        it may hold releases that are not the mechanism's, or the record is
-        not that of its rounds.
+        it may hold releases that are not the mechanism's.
     """
     _validate.instance_of(mechanism_lib.Mechanism, mechanism=mechanism)
-    checked = _check_participations(state, mechanism, sampling, participations)
     declared: dict[str, Any] = {
         "sampling": sampling,
         "num_clients": num_clients,
         "clients_per_round": clients_per_round,
     }
-    times, noise_multipliers = None, set()
+    times = None
+    noise_multipliers: set[Any] = set()
     if mechanism.guarantee in ("local", "record"):
         found = state_lib.accountable_state(state)
         history = _history(found, mechanism, contribution.Deployment(**declared))
@@ -202,6 +196,12 @@ def epsilon(
         }
         sizes = [float(charge.clients_per_round) for charge in charges]
         noise_multipliers = {charge.noise_multiplier for charge in charges}
+    parameters = mechanism.parameters()
+    if len(noise_multipliers) > 1 and None not in noise_multipliers:
+        parameters["noise_multiplier"] = (
+            f"{min(noise_multipliers):g} to {max(noise_multipliers):g} (by round, all "
+            "releases of one)"
+        )
     result = Epsilon(value)
     result.delta = delta
     per_record = mechanism.guarantee == "record"
@@ -209,7 +209,7 @@ def epsilon(
         guarantee=mechanism.guarantee,
         mechanism=mechanism.name,
         mechanism_description=mechanism.describe(),
-        mechanism_parameters=_parameters(mechanism, noise_multipliers),
+        mechanism_parameters=parameters,
         unit="record" if per_record else "client",
         sampling=sampling,
         num_clients=num_clients,
@@ -219,53 +219,10 @@ def epsilon(
         max_participations=times,
         implied_epsilon=mechanism.epsilon if per_record else None,
         implied_delta=mechanism.implied_delta,
-        caveats=(*_caveats(mechanism), *checked),
+        caveats=_caveats(mechanism, sampling),
         **how,
     )
     return result
-
-
-def _check_participations(
-    state: Any,
-    mechanism: mechanism_lib.Mechanism,
-    sampling: str,
-    record: ParticipationRecord | None,
-) -> tuple[str, ...]:
-    """Returns what is to be said of who took part when."""
-    separated = sampling == SEPARATED
-    if record is None:
-        declared = separated and isinstance(mechanism, CorrelatedNoise)
-        return ("participations_declared",) if declared else ()
-    if not separated or not isinstance(mechanism, CorrelatedNoise):
-        raise ValueError(
-            "participations must be left out unless the mechanism is "
-            f"CorrelatedNoise and sampling='separated', got {record!r} with "
-            f"{mechanism.name} and {sampling!r}."
-        )
-    made_for = mechanism.participation
-    if record.participation != made_for:
-        raise ValueError(
-            f"participations must be those of the mechanism, {made_for}, got "
-            f"a record of {record.participation}."
-        )
-    found = state_lib.accountable_state(state)
-    done = int(found.rounds)
-    if record.released != done:
-        raise ValueError(
-            f"participations must be those of the state's {done} rounds, got "
-            f"a record of {record.released}."
-        )
-    memory: Any = getattr(found.query_state, "memory", ())
-    if memory != ():
-        # Who was in how many rounds of a segment is checked from its beginning.
-        position = int(memory.position)
-        if (record.position - position) % made_for.rounds:
-            raise ValueError(
-                "participations must begin a segment where the noise does, "
-                f"which has {position % made_for.rounds} rounds of this one, "
-                f"got a record of {record.position}."
-            )
-    return ("participations_checked",)
 
 
 def privacy_statement(
@@ -314,20 +271,18 @@ def _history(
         state_lib.history_kind(mechanism, event, sampling)
         for sampling in (None, deployment.sampling)
     ]
-    other = np.flatnonzero(~np.isin(history.kinds, known))
-    if len(other):
+    for index in np.flatnonzero(~np.isin(history.kinds, known))[:1]:
         raise ValueError(
             "state must come from processes of this mechanism and sampling, "
             f"{mechanism.name} and {deployment.sampling!r}, got one whose "
-            f"round {other[0] + 1} of {done} was run by a process of another "
+            f"round {index + 1} of {done} was run by a process of another "
             "kind, whose guarantee cannot be told from here."
         )
     populations: list[Any] = [0, deployment.num_clients]
-    other = np.flatnonzero(~np.isin(history.populations, populations))
-    if len(other):
+    for index in np.flatnonzero(~np.isin(history.populations, populations))[:1]:
         raise ValueError(
-            f"num_clients must be the {history.populations[other[0]]} that "
-            f"round {other[0] + 1} of the state was run with, got "
+            f"num_clients must be the {history.populations[index]} that "
+            f"round {index + 1} of the state was run with, got "
             f"{deployment.num_clients!r}."
         )
     if mechanism.guarantee == "central":
@@ -405,31 +360,15 @@ def _check_last(
         )
 
 
-def _parameters(
-    mechanism: mechanism_lib.Mechanism, noise_multipliers: Any
-) -> dict[str, Any]:
-    parameters = {}
-    for name, value in mechanism.parameters().items():
-        if value is None:
-            continue
-        if not isinstance(value, (bool, int, float, str)):
-            value = type(value).__name__ if name == "query" else repr(value)
-        parameters[name] = value
-    if len(noise_multipliers) > 1 and None not in noise_multipliers:
-        least, most = min(noise_multipliers), max(noise_multipliers)
-        parameters["noise_multiplier"] = (
-            f"{least:g} to {most:g} (by round, all releases of one)"
-        )
-    return parameters
-
-
-def _caveats(mechanism: mechanism_lib.Mechanism) -> tuple[str, ...]:
+def _caveats(mechanism: mechanism_lib.Mechanism, sampling: str) -> tuple[str, ...]:
     if mechanism.guarantee == "none":
         return mechanism.caveats()
     at_clients = mechanism.noise_site == "client"
+    apart = sampling == SEPARATED and isinstance(mechanism, CorrelatedNoise)
     return (
         *mechanism.caveats(),
         *(("client_noise_needs_honest_clients",) if at_clients else ()),
+        *(("participations_declared",) if apart else ()),
         "tff_cohorts_declared",
         "tff_other_releases",
         "unnoised_metrics",

@@ -27,30 +27,22 @@ COUNT_NOISE_FRACTION = 1 / 20
 _CLOSEST = 1 - 1e-4
 
 
-def check_count_noise(
-    noise_multiplier: Any,
-    count_noise_stddev: Any,
-    name: str = "count_noise_stddev",
-    clients: str = "clients_per_round",
-) -> None:
+def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
     """Raises ValueError where a count alone costs (nearly) all of z, or more.
 
     Args:
       noise_multiplier: z, what a round's two releases together cost; where it
         is 0 there is nothing to keep to.
       count_noise_stddev: sigma_b, in clients.
-      name: What the user calls sigma_b.
-      clients: And m.
     """
     largest = 2 * count_noise_stddev * _CLOSEST
     if noise_multiplier > 0 and not noise_multiplier <= largest:
         raise ValueError(
-            f"noise_multiplier must be less than 2 * {name} (by a "
+            "noise_multiplier must be less than 2 * count_noise_stddev (by a "
             "ten-thousandth of it at least), or the count alone would cost "
             "all that the round may, got "
-            f"noise_multiplier={noise_multiplier!r} and "
-            f"{name}={count_noise_stddev!r} (which is {clients} / 20 unless "
-            "given)."
+            f"noise_multiplier={noise_multiplier!r} and count_noise_stddev="
+            f"{count_noise_stddev!r} (which is clients_per_round / 20 unless given)."
         )
 
 

@@ -28,17 +28,6 @@ def _momentum(**checked: Any) -> float:
     return momentum
 
 
-def _server_only(**checked: Any) -> str:
-    ((name, value),) = checked.items()
-    if value != "server":
-        raise ValueError(
-            f"{name} must be 'server' with correlated noise, because nobody "
-            "but the server knows the noise of earlier rounds, got "
-            f"{value!r}."
-        )
-    return "server"
-
-
 def _charged(made: generators.Generator, rounds: int) -> float:
     """Returns how far one client moves C x in so many rounds, in clips."""
     squares = made.charges**2
@@ -148,7 +137,9 @@ class CorrelatedNoise(mechanism.Mechanism):
         default=None,
     )
     noise_site: str = parameters.parameter(
-        _server_only, "who adds the noise: the server.", default="server"
+        parameters.OneOf("server"),
+        "who adds the noise: the server, which alone knows that of earlier rounds.",
+        default="server",
     )
 
     def check_parameters(self) -> None:

@@ -6,14 +6,9 @@ once and run many times, on every client. A runtime that has to repeat itself
 bit for bit (or that brings the entropy) wraps the calls in `seeded` with a
 seed tensor that is new for every client of every round.
 
-A seed is of one of two kinds, told apart by its dtype, which `fold_in` and the
-draws keep to:
-
-    int64  [2]  A user's. Philox4x32-10, derived and drawn (by TensorFlow) as
-                it always was, so that what was run with a seed runs again bit
-                for bit: each `fold_in` hands on 64 bits.
-    uint64 [2]  128 bits of entropy. Philox4x32-10, of whose bits `_by_radius`
-                makes numbers; `fold_in` hands on all.
+A seed is uint64 [2], 128 bits, of the operating system or of a user's number. Noise
+is made by `_by_radius` of the bits of Philox4x32-10, and so are other seeds
+(`fold_in`).
 """
 
 from __future__ import annotations
@@ -64,7 +59,7 @@ def seeded(seed: tf.Tensor) -> Iterator[None]:
     so one traced function uses it for every later run.
 
     Args:
-      seed: A seed of any kind; a value may be used only once.
+      seed: Uint64 [2] (or int64, of the same bits); a value may be used only once.
     """
     outer = getattr(_active, "source", None)
     _active.source = _Source(seed)
@@ -80,10 +75,7 @@ def fresh_seed() -> np.ndarray:
 
 
 def next_seed() -> tf.Tensor:
-    """Returns a seed that no other draw uses.
-
-    It is of the kind of the seed that is in force, and uint64 [2] without.
-    """
+    """Returns a seed that no other draw uses."""
     source = getattr(_active, "source", None)
     if source is None:
         return tf.bitcast(tf.reshape(entropy.words(4), [2, 2]), tf.uint64)
@@ -95,39 +87,33 @@ def fold_in(seed: tf.Tensor, data: tf.Tensor | int) -> tf.Tensor:
     """Returns a new seed from a seed and an integer.
 
     Args:
-      seed: Of any kind.
+      seed: Uint64 or int64 [2].
       data: An integer of 64 bits, with a sign.
-
-    Returns:
-      A seed of the same kind.
     """
+    # TensorFlow's own fold_in puts the data beside 64 fresh bits. Philox is
+    # one-to-one for each key, so other data are another block.
     data = tf.cast(data, tf.int64)
-    if seed.dtype == tf.uint64:
-        # TensorFlow's own fold_in puts the data beside 64 fresh bits. Philox
-        # is one-to-one for each key, so other data are another block.
-        words = tf.bitwise.bitwise_xor(
-            tf.bitcast(seed, tf.int64),
-            tf.stack([tf.constant(_CHILD, tf.int64), data]),
-        )
-        mixed = tf.random.stateless_uniform(
-            [2], words, minval=None, maxval=None, dtype=tf.int64, alg=_PHILOX
-        )
-        return tf.bitcast(mixed, tf.uint64)
-    return tf.random.experimental.stateless_fold_in(seed, data, alg=_PHILOX)
+    words = tf.bitwise.bitwise_xor(
+        as_integers(seed), tf.stack([tf.constant(_CHILD, tf.int64), data])
+    )
+    mixed = tf.random.stateless_uniform(
+        [2], words, minval=None, maxval=None, dtype=tf.int64, alg=_PHILOX
+    )
+    return tf.bitcast(mixed, tf.uint64)
 
 
 def for_clients(seed: tf.Tensor) -> tf.Tensor:
     """Returns what clients, and workers, may know of a round's seed.
 
-    A user's seed stays as it is. From another one a way might lead back, as Philox
-    is no cryptographic generator.
+    From the seed itself a way might lead back, as Philox is no cryptographic
+    generator.
     """
-    return seed if seed.dtype == tf.int64 else fold_in(seed, _CLIENTS)
+    return fold_in(seed, _CLIENTS)
 
 
 def as_integers(seed: tf.Tensor) -> tf.Tensor:
-    """Returns a seed of any kind as int64 [2], for draws of one's own."""
-    return seed if seed.dtype == tf.int64 else tf.bitcast(seed, tf.int64)
+    """Returns a seed as int64 [2], for draws of one's own."""
+    return tf.bitcast(seed, tf.int64)
 
 
 def integer(seed: tf.Tensor, data: int) -> tf.Tensor:
@@ -135,21 +121,7 @@ def integer(seed: tf.Tensor, data: int) -> tf.Tensor:
 
     For random numbers that are no noise, such as those of a dropout.
     """
-    child = fold_in(seed, data)
-    if child.dtype == tf.int64:
-        # A fold_in mixes its data in with the next one only.
-        return fold_in(child, 0)[0]
-    return as_integers(child)[0]
-
-
-def _of_philox(seed: tf.Tensor) -> tf.Tensor:
-    """Returns what TensorFlow's Philox draws noise with: int64 [2]."""
-    if seed.dtype == tf.int64:
-        return seed
-    # Not what `fold_in` makes other seeds of.
-    return tf.bitwise.bitwise_xor(
-        tf.bitcast(seed, tf.int64), tf.constant([_DRAW, 0], tf.int64)
-    )
+    return as_integers(fold_in(seed, data))[0]
 
 
 def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
@@ -162,20 +134,16 @@ def normal(shape: tf.Tensor | list[int], stddev: tf.Tensor) -> tf.Tensor:
 
 
 def _draws(lengths: list[int | tf.Tensor], seed: tf.Tensor) -> list[tf.Tensor]:
-    """Draws vectors of N(0, 1) of some lengths, from a seed of any kind."""
-    drawn = _by_tensorflow if seed.dtype == tf.int64 else _by_radius
-    seeds = [_of_philox(seed)]
+    """Draws vectors of N(0, 1) of some lengths, from a seed."""
+    # Not what `fold_in` makes other seeds of.
+    own = tf.bitwise.bitwise_xor(as_integers(seed), tf.constant([_DRAW, 0], tf.int64))
+    seeds = [own]
     if len(lengths) > 1:
-        split = tf.random.experimental.stateless_split(
-            seeds[0], len(lengths), alg=_PHILOX
-        )
+        split = tf.random.experimental.stateless_split(own, len(lengths), alg=_PHILOX)
         seeds = tf.unstack(split)
-    return [drawn(length, seed) for length, seed in zip(lengths, seeds, strict=True)]
-
-
-def _by_tensorflow(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Draws float32 N(0, 1) [length]; none of them is beyond 5.7."""
-    return tf.random.stateless_normal([length], seed, alg=_PHILOX)
+    return [
+        _by_radius(length, seed) for length, seed in zip(lengths, seeds, strict=True)
+    ]
 
 
 def _by_radius(length: int | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
@@ -219,7 +187,7 @@ def standard_normals(tensors: list[tf.Tensor], seed: tf.Tensor) -> list[tf.Tenso
 
     Args:
       tensors: Of any dtype.
-      seed: Of any kind; no other draw uses it.
+      seed: No other draw uses it.
     """
     static = [tensor.shape.num_elements() for tensor in tensors]
     sizes = [

@@ -149,24 +149,18 @@ def _check_event(
     if declared == reported:
         return
     name = type(query).__name__
-    reported_cost, declared_cost = _epsilons(reported), _epsilons(declared)
-    if reported_cost is None:
+    least, spent = _epsilons(reported), _epsilons(declared)
+    if least is None:
         raise ValueError(
             "query must report an event that can be accounted for, got "
             f"{name} with {reported!r}; {_USE_INSTEAD}."
         )
-    if declared_cost is None:
-        raise ValueError(
-            f"dp_event must be what the query reports, {reported!r}, or "
-            f"one that can be compared with it, got {declared!r}."
-        )
-    if any(
-        one < other * (1 - _ROUNDING)
-        for one, other in zip(declared_cost, reported_cost, strict=True)
+    if spent is None or any(
+        one < other * (1 - _ROUNDING) for one, other in zip(spent, least, strict=True)
     ):
         raise ValueError(
             f"dp_event must not cost less than what {name} reports of a round, "
-            f"{reported!r}, got {declared!r}."
+            f"{reported!r}, and be comparable with it, got {declared!r}."
         )
 
 
