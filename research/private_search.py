@@ -248,8 +248,9 @@ def geyer(k: int, trials: float, seeds: int):
     candidates = [dict(zip(names, values, strict=True)) for values in _GEYER]
     for seed in range(seeds):
         keras.utils.set_random_seed(seed)
-        fit = {"batch_size": settings.batch_size, "shuffle": settings.shuffle}
-        model, best = searched(data, build, candidates, "geometric", trials, 8.0, **fit)
+        model, best = searched(
+            data, build, candidates, "geometric", trials, 8.0, settings.shuffle
+        )
         found = {"k": k, "trials": trials, "seed": seed, "settings": best}
         yield {**found, "accuracy": accuracy(model, data.unseen)}
 
