@@ -249,7 +249,7 @@ def geyer(k: int, trials: float, seeds: int):
     for seed in range(seeds):
         keras.utils.set_random_seed(seed)
         model, best = searched(
-            data, build, candidates, "geometric", trials, 8.0, settings.shuffle
+            data, build, candidates, "logarithmic", trials, 8.0, settings.shuffle
         )
         found = {"k": k, "trials": trials, "seed": seed, "settings": best}
         yield {**found, "accuracy": accuracy(model, data.unseen)}
