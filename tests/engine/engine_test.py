@@ -27,6 +27,7 @@ def _mechanism(name):
     return {
         "none": tfdp_fl.NoPrivacy(),
         "fixed": _fixed(0.1),
+        "tight": _fixed(0.01),
         "adaptive": tfdp_fl.AdaptiveClipping(
             noise_multiplier=0.1, count_noise_stddev=1.0
         ),
@@ -462,8 +463,9 @@ class ClientTest(tf.test.TestCase):
             arrays = cohorts.client_arrays((5, 5, 5))
             arrays[0] = arrays[0][0] * np.float32(factor), arrays[0][1]
             dataset = FederatedDataset.from_client_arrays(arrays)
-            ends.append(_round(dataset, clients_per_round=4.0)[0].astype(float))
-        self.assertLessEqual(np.linalg.norm(ends[1] - ends[0]), 2 * 0.1 / 4 * 1.001)
+            moved, _ = _round(dataset, engine=_engine("tight"), clients_per_round=4.0)
+            ends.append(moved.astype(float))
+        self.assertLessEqual(np.linalg.norm(ends[1] - ends[0]), 2 * 0.01 / 4 * 1.001)
 
     def test_collect_leaves_model_and_state_alone(self):
         model, engine = _engine("adaptive")

@@ -57,7 +57,8 @@ class ClientTableTest(absltest.TestCase):
         self.assertEqual(
             table.steps.tolist(), [-(-n // batch_size) * epochs for n in lengths]
         )
-        self.assertEqual(table.has_short_batches, any(n % batch_size for n in lengths))
+        full = any(lengths) and not any(n % batch_size for n in lengths)
+        self.assertEqual(table.has_full_batches_only, full)
 
     def test_epochs_are_shuffled_differently_and_repeat_with_the_generator(self):
         def rows_of(seed):
@@ -143,7 +144,7 @@ class LayOutTest(parameterized.TestCase):
                 self.assertLessEqual(len(last), 1)
                 self.assertLessEqual(len(part.members), 3)
             if part.strategy.full_batches:
-                self.assertFalse(part.table.has_short_batches)
+                self.assertTrue(part.table.has_full_batches_only)
             for place, member in enumerate(part.members.tolist()):
                 seen.append(member)
                 end = ends[member // 3]
@@ -186,9 +187,10 @@ class LayOutTest(parameterized.TestCase):
 
     def test_xla_compiles_full_batches_only_and_of_few_sizes(self):
         made = dataclasses.replace(_PLAIN, xla=True)
-        ((full,), (short,)) = _lay_out(made, [8, 7], 2)
-        self.assertTrue(full.strategy.xla)
-        self.assertFalse(short.strategy.xla)
+        for lengths in ([8, 7], [8, 0]):  # Nor where there is nothing to slice.
+            ((full,), (other,)) = _lay_out(made, lengths, 2)
+            self.assertTrue(full.strategy.xla)
+            self.assertFalse(other.strategy.xla)
         ((full,),) = _lay_out(made, [8, 8, 8], 1)
         self.assertTrue(full.strategy.xla)
         self.assertEqual(full.table.num_clients, 3)

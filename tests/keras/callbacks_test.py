@@ -167,6 +167,17 @@ class LedgerTest(parameterized.TestCase):
             self.assertEqual(opened.rounds, 1)
         fed.fit(toy.clients(), 1, callbacks=[ledger], verbose=0)
 
+    def test_an_error_of_another_callback_leaves_none_locked(self):
+        class Fails(tfdp_fl.callbacks.FederatedCallback):
+            def on_fit_end(self):
+                raise OSError("disk full")
+
+        fed, ledger = toy.federated(), tfdp_fl.callbacks.Ledger(self.path)
+        with self.assertRaisesRegex(OSError, "disk full"):
+            fed.fit(toy.clients(), 1, verbose=0, callbacks=[Fails(), ledger])
+        with accounting.PrivacyLedger(self.path, "append") as opened:
+            self.assertEqual(opened.rounds, 1)
+
     def test_holds_every_round_of_several_fits(self):
         fed = toy.federated()
         ledger = tfdp_fl.callbacks.Ledger(self.path)

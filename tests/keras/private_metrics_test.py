@@ -250,7 +250,7 @@ class LedgerTest(absltest.TestCase):
             fed.fit(toy.clients(), 1, callbacks=callbacks, verbose=0)
             self.assertEqual(fed.spending.evaluations, released)
             for each in callbacks:
-                told = self._told(getattr(each, "ledger", each).path)
+                told = self._told(each.path)
                 self.assertAlmostEqual(told, fed.epsilon(_DELTA), places=9)
             _evaluated(fed)
 

@@ -64,9 +64,10 @@ class ClientTable(NamedTuple):
         return -(-self.num_examples // len(self.batch)) * self.epochs
 
     @property
-    def has_short_batches(self) -> bool:
-        """Returns True if some step has fewer than B rows."""
-        return bool((self.num_examples % len(self.batch)).any())
+    def has_full_batches_only(self) -> bool:
+        """Returns True if there are steps, each of exactly B rows."""
+        short = (self.num_examples % len(self.batch)).any()
+        return bool(self.num_examples.any() and not short)
 
     def by_client(self, change: Any) -> ClientTable:
         """Returns a table with a function called on the arrays that have K rows."""
@@ -304,7 +305,7 @@ class Layout:
         at_once = dense_models.clients_at_once(kernels, examples)
         num_steps = int(clients.steps.max())
         even = bool((clients.steps == num_steps).all())
-        full = even and not clients.has_short_batches
+        full = even and clients.has_full_batches_only
         strategy = Strategy(SIDE_BY_SIDE, full_batches=full, num_steps=num_steps)
         return [
             [Part(strategy, part) for part in group]
@@ -338,13 +339,13 @@ class Layout:
                     # batch where that has as many rows as there are filters.
                     parts.append(self.one_by_one(some))
                     continue
-                full = bool(some.num_examples.any()) and not some.has_short_batches
-                parts.append(Part(Strategy(BATCHED, self.xla and full), some))
+                xla = self.xla and some.has_full_batches_only
+                parts.append(Part(Strategy(BATCHED, xla), some))
         return parts
 
     def one_by_one(self, clients: ClientTable, for_workers: bool = False) -> Part:
         """Returns the part in which clients train one by one."""
-        xla = self.xla and not for_workers and not clients.has_short_batches
+        xla = self.xla and not for_workers and clients.has_full_batches_only
         return Part(Strategy(ONE_BY_ONE, xla), _padded(clients) if xla else clients)
 
 

@@ -123,6 +123,9 @@ class RoundLoop:
                     logs = self._round_with_callbacks(run.rounds)
                 except _BudgetSpentError:
                     break
+                if self.verbose and run.executor != self.collector.executor:
+                    print(f"Trained {self.collector.executor}.", flush=True)
+                run.executor = self.collector.executor
                 show(run.rounds, logs, time.perf_counter() - started)
             if run.rounds > plan.first_round:
                 # Keras's own place for it: the last validation came before.
@@ -131,11 +134,12 @@ class RoundLoop:
                 self.audit.end()
             self.keras_callbacks.on_train_end(logs)
         finally:
-            # Else a ledger stays open, and locked, as long as the process.
-            with _interrupts.after_the_block():
+            # Else a ledger stays open, and locked, as long as the process: all are
+            # told of the end, also where one of them raises.
+            with _interrupts.after_the_block(), contextlib.ExitStack() as ending:
+                for callback in reversed(self.federated):
+                    ending.callback(callback.on_fit_end)
                 self.engine.read_chunks.close()
-                for callback in self.federated:
-                    callback.on_fit_end()
         return self._history
 
     def _is_allowed(self, round_index: int) -> bool:

@@ -115,6 +115,7 @@ class Run:
       ledgers_ahead: Those which may hold rounds that came after the checkpoint
         from which this run was resumed.
       attempts: Numbers the draws of all rounds; no checkpoint keeps it.
+      executor: How clients were trained, for people to read; nor this.
     """
 
     plan: FitPlan
@@ -140,6 +141,7 @@ class Run:
     attempts: randomness.Attempts = dataclasses.field(
         default_factory=randomness.Attempts
     )
+    executor: str | None = None
 
     def begin_fit(
         self, seed: int | None, generator: str, validation: Validation

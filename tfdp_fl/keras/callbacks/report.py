@@ -80,6 +80,7 @@ class Report(FederatedCallback):
         fed = self.federated_model
         facts = fed.privacy_statement(self.delta, "dict")
         settings = resuming.settings(fed, fed.run.population, fed.run.plan)
+        settings["trained"] = fed.run.executor
         template = pathlib.Path(__file__).with_name("report.html").read_text("utf-8")
         environment = jinja2.Environment(
             autoescape=True,

@@ -16,7 +16,7 @@ from tfdp_fl.keras.callbacks.federated_callback import FederatedCallback
 from tfdp_fl.keras.callbacks.ledger import Ledger
 
 
-class RoundCheckpoint(FederatedCallback):
+class RoundCheckpoint(Ledger):
     """Saves the training after rounds, so that it survives a crash.
 
     `fit(..., resume_from=directory)` goes on exactly where the last checkpoint
@@ -33,7 +33,7 @@ class RoundCheckpoint(FederatedCallback):
       keep: How many checkpoints stay.
       delta: At which the statement is made; None: what the model knows (see
         `DPFederatedModel.privacy_statement`).
-      ledger: What keeps the directory's ledger.
+      path: The directory's ledger.
     """
 
     order = 1
@@ -45,43 +45,36 @@ class RoundCheckpoint(FederatedCallback):
         keep: int = 3,
         delta: float | None = None,
     ):
-        super().__init__()
+        super().__init__(resuming.ledger_path(directory))
         self.directory = pathlib.Path(directory)
         self.every = _validate.positive_integer(every=every)
         self.keep = _validate.positive_integer(keep=keep)
         if delta is not None:
             delta = _validate.inside_unit_interval(delta=delta)
         self.delta = delta
-        self.ledger = Ledger(resuming.ledger_path(self.directory))
         self._files = checkpoint.CheckpointDirectory(self.directory)
         self._begun = False
         self._charged_round = -1
-
-    def set_federated_model(self, federated_model: Any) -> None:
-        """See base class."""
-        super().set_federated_model(federated_model)
-        self.ledger.set_federated_model(federated_model)
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Takes the directory, and saves the state before the first round."""
         self._files.acquire()
         run = self.federated_model.run
-        path = self.ledger.path
         rounds = self._files.rounds()
-        if rounds and resuming.ledger_key(path) not in run.known_ledgers:
+        if rounds and resuming.ledger_key(self.path) not in run.known_ledgers:
             raise ValueError(
                 "directory must not hold the checkpoints of another run, and "
                 f"{self.directory} holds one of round {rounds[0]}: go on with that run "
                 "by fit(resume_from=directory), or choose another directory."
             )
-        is_new = not path.exists()
+        is_new = not self.path.exists()
         if not is_new:
-            self.ledger.on_rounds_planned(first_round, last_round)
+            super().on_rounds_planned(first_round, last_round)
         self._files.set_aside_after(run.rounds)
         # Before the first line: whatever was charged can be resumed from.
         self._save()
         if is_new:
-            self.ledger.on_rounds_planned(first_round, last_round)
+            super().on_rounds_planned(first_round, last_round)
         self._begun = True
         self._charged_round = -1
 
@@ -90,7 +83,7 @@ class RoundCheckpoint(FederatedCallback):
     ) -> None:
         """Writes the round into the ledger."""
         self._charged_round = round_index
-        self.ledger.on_round_charged(round_index, charge, details)
+        super().on_round_charged(round_index, charge, details)
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
         """Saves, if it is time to."""
@@ -118,12 +111,8 @@ class RoundCheckpoint(FederatedCallback):
                 raise  # Else that error is the one to report.
         finally:
             self._begun = False
-            self.ledger.on_fit_end()
+            super().on_fit_end()
             self._files.release()
-
-    def on_release_charged(self, name: str, charge: RoundCharge) -> None:
-        """Writes what is released beside the rounds into the ledger."""
-        self.ledger.on_release_charged(name, charge)
 
     def on_release_counted(self) -> None:
         """Saves again what was charged since; of the same round."""
@@ -142,9 +131,9 @@ class RoundCheckpoint(FederatedCallback):
         return self._charged_round < run.rounds and not run.releasing
 
     def _save(self) -> None:
-        fed, head = self.federated_model, self.ledger.head
+        fed, head = self.federated_model, self.head
         if head is None:  # After `fit`, where a private evaluation is saved.
-            key = resuming.ledger_key(self.ledger.path)
+            key = resuming.ledger_key(self.path)
             head = fed.run.known_ledgers.get(key) or None
         self._files.write(resuming.capture(fed, head), self.keep)
 
@@ -163,10 +152,5 @@ def ledger_of_resumed(
     Whatever a resumed run releases has to be in the ledger of its directory.
     """
     path = resuming.ledger_path(directory)
-    for callback in callbacks:
-        ledger = getattr(callback, "ledger", callback)
-        if isinstance(ledger, Ledger) and (
-            resuming.ledger_key(ledger.path) == resuming.ledger_key(path)
-        ):
-            return []
-    return [Ledger(path)]
+    kept = [resuming.ledger_key(c.path) for c in callbacks if isinstance(c, Ledger)]
+    return [] if resuming.ledger_key(path) in kept else [Ledger(path)]
