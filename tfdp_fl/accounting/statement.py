@@ -208,18 +208,17 @@ def _implied_caveats(
     """Returns the caveats that follow from what is stated."""
     if not math.isfinite(best):
         return []
-    found = ["start_and_callbacks_trusted"]
-    if facts.guarantee == "local":
-        found.append("local_not_central")
-    elif facts.guarantee == "record":
-        found.append("per_record")
-    else:
-        found += _CAVEATS_OF_SAMPLING[facts.sampling]
+    of_guarantee = {"local": ("local_not_central",), "record": ("per_record",)}
+    found = [
+        "start_and_callbacks_trusted",
+        *of_guarantee.get(facts.guarantee, _CAVEATS_OF_SAMPLING[facts.sampling]),
+    ]
+    protected, usual = max(populations), "delta_not_below_one_over_n"
     if facts.guarantee == "record":
-        if facts.num_records and delta * facts.num_records >= 1:
-            found.append("delta_not_below_one_over_records")
-    elif delta * max(populations) >= 1:
-        found.append("delta_not_below_one_over_n")
+        protected = facts.num_records or 0
+        usual = "delta_not_below_one_over_records"
+    if delta * protected >= 1:
+        found.append(usual)
     if best > 10:
         found.append("epsilon_large")
     return found

@@ -35,16 +35,15 @@ class Epsilon(float):
     facts: accounting.StatementFacts | None = None
     delta: float | None = None
 
+    def in_words(self, format: str = "text") -> Any:
+        """Returns the privacy statement, in a format of `privacy_statement`."""
+        facts = cast(accounting.StatementFacts, self.facts)
+        return accounting.privacy_statement(facts, cast(float, self.delta), format)
+
     @property
     def statement(self) -> str:
         """The privacy statement: what holds, for whom, and what is not in."""
-        return cast(str, statement_of(self, cast(float, self.delta), "text"))
-
-
-def statement_of(spent: Epsilon, delta: float, format: str) -> str | dict[str, Any]:
-    """Returns the statement of what `epsilon` returned, in some format."""
-    facts = cast(accounting.StatementFacts, spent.facts)
-    return accounting.privacy_statement(facts, delta, format)
+        return self.in_words()
 
 
 def privacy_charges(
@@ -246,8 +245,7 @@ def privacy_statement(
     Raises:
       ValueError: See `epsilon`.
     """
-    spent = epsilon(state, mechanism, delta=delta, **declared)
-    return statement_of(spent, delta, format)
+    return epsilon(state, mechanism, delta=delta, **declared).in_words(format)
 
 
 def _history(

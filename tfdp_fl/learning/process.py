@@ -95,5 +95,4 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
           format: "text" or "dict".
           **declared: The other arguments of `epsilon`.
         """
-        spent = self.epsilon(state, delta=delta, **declared)
-        return privacy.statement_of(spent, delta, format)
+        return self.epsilon(state, delta=delta, **declared).in_words(format)
