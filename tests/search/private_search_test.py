@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import pathlib
 import tempfile
 import warnings
@@ -19,6 +20,7 @@ from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.search import private_search, trial
+from tfdp_fl.search.directory import SearchDirectory
 
 _DELTA = 1e-3
 _CANDIDATES = [{"rate": 0.5}, {"rate": 0.1}, {"rate": 0.0}]
@@ -379,7 +381,7 @@ class SecrecyTest(parameterized.TestCase):
             _trials(number),
         ):
             warnings.simplefilter("always")
-            model = _fit(_search(), ledger=pathlib.Path(folder, "ledger.jsonl"))
+            model = _fit(_search(), directory=folder)
             files = {
                 path.name: path.stat().st_size
                 for path in pathlib.Path(folder).iterdir()
@@ -481,7 +483,7 @@ class LedgerTest(parameterized.TestCase):
     def test_one_line_before_the_first_trial(self):
         lines, search = [], _search()
         with _trained(lambda trial: lines.append(self._lines())), _trials(3):
-            _fit(search, ledger=self.ledger)
+            _fit(search, directory=self.folder)
         self.assertEqual([len(each) for each in lines], [1, 1, 1])
         self.assertEqual(self._lines(), lines[0])
         self.assertEqual(
@@ -498,7 +500,7 @@ class LedgerTest(parameterized.TestCase):
             _trained(self.fail),
             self.assertRaises(accounting.LedgerWriteError),
         ):
-            _fit(search, ledger=self.ledger)
+            _fit(search, directory=self.folder)
         self.assertEqual(search.epsilon(_DELTA), 0.0)
 
     def test_runs_before_and_after_count_together(self):
@@ -506,7 +508,7 @@ class LedgerTest(parameterized.TestCase):
         _build(0.1).fit(toy.clients(100), rounds=2, verbose=0, callbacks=[ledger])
         search = _search()
         with _trained():
-            _fit(search, ledger=self.ledger)
+            _fit(search, directory=self.folder)
         self.assertGreater(search.epsilon(_DELTA), 4.01)
         self.assertEqual(
             accounting.epsilon_from_ledger(self.ledger, _DELTA), search.epsilon(_DELTA)
@@ -516,37 +518,128 @@ class LedgerTest(parameterized.TestCase):
         self.assertGreater(fed.epsilon(_DELTA), search.epsilon(_DELTA))
 
 
-class InterruptedTest(absltest.TestCase):
-    def test_a_search_that_was_broken_off_is_paid_for_and_never_gone_on_with(self):
-        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "ledger")
+class ResumingTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = self.enter_context(tempfile.TemporaryDirectory())
+        self.ledger = pathlib.Path(self.folder, "ledger.jsonl")
+        self.trained = []
+
+    def _broken(self, search, number, **options):
+        """Runs a search until its training breaks; returns whether it did."""
 
         def train(trial):
+            self.trained.append(trial.model.get_weights())
             raise KeyboardInterrupt
 
+        with _trained(train), _trials(number):
+            try:
+                _fit(search, **options)
+            except KeyboardInterrupt:
+                return True
+        return False
+
+    def test_a_search_that_is_resumed_until_it_likes_the_result(self):
         search = _search()
-        with _trained(train), _trials(3), self.assertRaises(KeyboardInterrupt):
-            _fit(search, ledger=path)
+        self.assertTrue(self._broken(search, 3, directory=self.folder))
+        for _ in range(2):  # Another process, with another number in mind.
+            again = _search()
+            self.assertTrue(self._broken(again, 50, resume_from=self.folder))
+        last = _search()
+        self.assertFalse(self._broken(last, 50, resume_from=self.folder))
+        self.assertLen(self.trained, 3)  # Each was run once, and never again.
+        self.assertIsNone(last.best)
+        self.assertEqual(last.epsilon(_DELTA), search.epsilon(_DELTA))
+        with self.assertRaisesRegex(ValueError, "interrupted search"):
+            _fit(_search(), resume_from=self.folder)
+        self.assertLen(self.ledger.read_text("utf-8").splitlines(), 2)
+        self.assertEqual(os.listdir(self.folder), ["ledger.jsonl"])
+
+    def test_the_best_so_far_and_the_beginning_stay(self):
+        def train(trial):
+            self.trained.append(trial.model.get_weights())
+            if len(self.trained) == 2:
+                raise KeyboardInterrupt
+            kernel = np.eye(8, 3, dtype=np.float32) * (6 - len(self.trained))
+            trial.model.set_weights([kernel, np.zeros(3, np.float32)])
+
+        def build(rate):  # Begins elsewhere in every process.
+            fed = _build(rate)
+            normal = np.random.default_rng().normal
+            fed.set_weights([normal(size=w.shape) for w in fed.get_weights()])
+            return fed
+
+        with _trained(train), _trials(3):
+            with self.assertRaises(KeyboardInterrupt):
+                _fit(_search(build, [{"rate": 0.1}]), directory=self.folder)
+            mode = os.stat(os.path.join(self.folder, "search.npz")).st_mode
+            self.assertEqual(mode & 0o777, 0o600)
+            model = _fit(_search(build, [{"rate": 0.1}]), resume_from=self.folder)
+        self.assertLen(self.trained, 3)
+        for weights in self.trained:
+            toy.assert_same(weights, self.trained[0])
+        self.assertEqual(_first(model), 5.0)
+
+    def test_what_is_changed_on_resume_is_refused(self):
+        self.assertTrue(self._broken(_search(), 3, directory=self.folder))
+        for made, given, name in (
+            ({"candidates": _CANDIDATES[::-1]}, {}, "candidates"),
+            ({"expected_trials": 30}, {}, "expected_trials"),
+            ({"distribution": "poisson"}, {}, "distribution"),
+            ({"target_epsilon": 8.0}, {}, "target_epsilon"),
+            ({"score": _public("loss")}, {}, "score"),
+            ({}, {"clients": toy.clients(90)}, "clients"),
+            ({}, {"shuffle": True}, "shuffle"),
+            ({"build": lambda rate: _wrapped(toy.dense())}, {}, "build"),
+        ):
+            search = _search(**made)
+            with self.assertRaisesRegex(ValueError, f"{name} must be as in the inter"):
+                _fit(search, resume_from=self.folder, **given)
+            self.assertEqual(search.epsilon(_DELTA), 0.0)
+        # Nor does a new search take its place.
+        with self.assertRaisesRegex(ValueError, "resume_from"):
+            _fit(_search(), directory=self.folder)
+
+    @parameterized.parameters("deleted", "cut")
+    def test_a_ledger_without_the_search_is_found_out(self, how):
+        self.assertTrue(self._broken(_search(), 3, directory=self.folder))
+        lines = self.ledger.read_text("utf-8").splitlines(keepends=True)
+        self.ledger.unlink()
+        if how == "cut":
+            self.ledger.write_text(lines[0])
+        with self.assertRaises(accounting.LedgerTamperedError):
+            _fit(_search(), resume_from=self.folder)
+
+    def test_a_crash_before_the_charge_is_charged_on_resume(self):
+        interrupted = mock.patch.object(
+            SearchDirectory, "record", side_effect=KeyboardInterrupt
+        )
+        with interrupted, self.assertRaises(KeyboardInterrupt):
+            _fit(_search(), directory=self.folder)
+        search = _search()
+        with _trained():
+            _fit(search, resume_from=self.folder)
+        self.assertEqual(
+            accounting.epsilon_from_ledger(self.ledger, _DELTA), search.epsilon(_DELTA)
+        )
+        self.assertGreater(search.epsilon(_DELTA), 3.9)
+
+    def test_two_processes_at_once(self):
+        self.assertTrue(self._broken(_search(), 3, directory=self.folder))
+        with (
+            accounting.PrivacyLedger(self.ledger, mode="append"),
+            self.assertRaises(accounting.LedgerInUseError),
+        ):
+            _fit(_search(), resume_from=self.folder)
+
+    def test_without_a_directory_an_interrupted_search_is_paid_for(self):
+        search = _search()
+        self.assertTrue(self._broken(search, 3))
         once = search.epsilon(_DELTA)
         self.assertGreater(once, 3.9)
         with _trained():
             _fit(search)
         self.assertGreater(search.epsilon(_DELTA), 1.2 * once)
-        # Another process knows of it by the ledger.
-        other = _search()
-        with _trained():
-            _fit(other, ledger=path)
-        self.assertGreater(other.epsilon(_DELTA), 1.2 * once)
-        self.assertEqual(
-            accounting.epsilon_from_ledger(path, _DELTA), other.epsilon(_DELTA)
-        )
-
-    def test_two_processes_at_once(self):
-        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "ledger")
-        with (
-            accounting.PrivacyLedger(path, mode="append"),
-            self.assertRaises(accounting.LedgerInUseError),
-        ):
-            _fit(_search(), ledger=path)
 
     def test_a_fit_within_a_fit(self):
         search, caught = _search(), []

@@ -8,22 +8,20 @@ trial gets so much noise that the whole search keeps the target.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp_fl import _interrupts, _validate, accounting, datasets
-from tfdp_fl.accounting import ledger as ledger_lib
+from tfdp_fl import _json, _validate, accounting, datasets
 from tfdp_fl.accounting.search import TrialCount
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.keras import DPFederatedModel, model_history
+from tfdp_fl.search.directory import SearchDirectory, SearchState
 from tfdp_fl.search.scores import PrivateScore, PublicScore, Split
 from tfdp_fl.search.trial import Candidate, Trial, calibrated, charge_of
 
@@ -110,7 +108,8 @@ class PrivateSearch:
         *,
         shuffle: bool = False,
         class_weight: Mapping[int, float] | None = None,
-        ledger: str | os.PathLike[str] | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        resume_from: str | os.PathLike[str] | None = None,
     ) -> tf.keras.Model:
         """Runs a search, and returns the Keras model of its best trial.
 
@@ -124,8 +123,12 @@ class PrivateSearch:
           local_epochs: Likewise.
           shuffle: Likewise.
           class_weight: Likewise.
-          ledger: The file of a `PrivacyLedger`, in which the search is one line; what
-            other runs in it spent counts as well. None: nothing is kept.
+          directory: Where `ledger.jsonl` is kept, which holds the search as one line;
+            other runs that it tells of count as well. Until the search has ended the
+            directory also holds its state, which is secret. None: nothing is kept.
+          resume_from: The `directory` of a search that was interrupted. It goes on
+            with as many trials as were left; one that was broken off counts as
+            failed. All other arguments are as they were.
 
         Returns:
           The model; it is trained no further, as its cost is counted here. Untrained
@@ -146,19 +149,36 @@ class PrivateSearch:
                 "shuffle": bool(shuffle),
                 "class_weight": class_weight,
             }
-            split = self._score.split(datasets.as_federated(clients))
+            if None not in (directory, resume_from):
+                raise ValueError(
+                    "directory must be None with resume_from, which names it."
+                )
+            dataset = datasets.as_federated(clients)
+            split = self._score.split(dataset)
             trials = self._built(split.training)
             event = calibrated(trials, split, rounds, self._trials, self._target)
-            with self._charged(charge_of(split, event), ledger):
+            charge = charge_of(split, event)
+            plan = {
+                **self._plan(dataset, rounds, options),
+                "build": charge.to_json(),
+            }
+            files = SearchDirectory(directory if resume_from is None else resume_from)
+            state = self._begin(files, resume_from is not None, plan, trials)
+            with files.opened(
+                state.run_id, state.ledger_head, self._target
+            ) as contents:
+                self._pay(files, state, charge, contents)
                 self._last = split, trials
-                best, weights = self._run_trials(
-                    self._trials.draw(np.random.default_rng()),
+                self._run_trials(
+                    files,
+                    state,
                     trials,
                     lambda trial: trial.run(split, rounds, options, self._score),
                 )
+            best = state.best
             self.best = None if best is None else dict(self.candidates[best])
             winner = trials[best or 0]
-            winner.assign(weights)
+            winner.assign(state.weights)
             return winner.model
         finally:
             self._fitting.release()
@@ -220,6 +240,24 @@ class PrivateSearch:
         )
         return accounting.privacy_statement(facts, delta or self._target[1], format)
 
+    def _plan(
+        self, clients: FederatedDataset, rounds: int, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Returns what a resumed search must have as it was, as JSON values."""
+        return _json.plain(
+            {
+                "candidates": self.candidates,
+                "expected_trials": self._trials.mean,
+                "distribution": str(self._trials.shape),
+                "target_epsilon": self._target[0],
+                "target_delta": self._target[1],
+                "score": self._score.digest(),
+                "clients": clients.clients_digest,
+                "rounds": rounds,
+                **options,
+            }
+        )
+
     def _built(self, clients: FederatedDataset) -> list[Trial]:
         """Calls `build` for all candidates, and checks what it made."""
         trials: list[Trial] = []
@@ -238,62 +276,87 @@ class PrivateSearch:
             trials.append(trial)
         return trials
 
-    @contextlib.contextmanager
-    def _charged(
-        self, charge: accounting.RoundCharge, path: str | os.PathLike[str] | None
-    ) -> Iterator[None]:
-        """Charges the search, on the disk and in memory, before the block."""
-        spent, counted = self._spent.copy(), set(self._counted)
-        with contextlib.ExitStack() as stack:
-            ledger = None
-            if path is not None:
-                run = ledger_lib.new_run()
-                ledger = stack.enter_context(
-                    accounting.PrivacyLedger(
-                        path,
-                        mode="append",
-                        target_epsilon=self._target[0],
-                        target_delta=self._target[1],
-                        mechanism={"name": "PrivateSearch", "guarantee": "central"},
-                        run=run,
+    def _begin(
+        self,
+        directory: SearchDirectory,
+        resumes: bool,
+        plan: dict[str, Any],
+        trials: list[Trial],
+    ) -> SearchState:
+        """Returns the state of a new search, or of the one that goes on."""
+        if resumes:
+            state = directory.read()
+            for name, value in plan.items():
+                if state.plan.get(name) != value:
+                    raise ValueError(
+                        f"{name} must be as in the interrupted search, got something "
+                        "else."
                     )
-                )
-                runs = ledger.contents().by_run()
-                for other in runs.keys() - counted:
-                    for entry in runs[other]:
-                        if entry.charge is None:
-                            raise ValueError(
-                                "ledger must be of central guarantees alone, got one "
-                                f"with a round of run {other} that has none."
-                            )
-                        spent.add(entry.charge)
-                counted |= {*runs, run}
-            spent.add(charge)
-            with _interrupts.after_the_block():
-                if ledger is not None:
-                    words = self._trials.describe()
-                    ledger.record(0, charge, charge.num_clients, search=words)
-                self._spent, self._counted = spent, counted
-                self._searches += 1
-            yield
+            for trial, initial in zip(trials, state.initial, strict=True):
+                trial.initial = initial
+                trial.reset()
+            return state
+        directory.check_empty()
+        return SearchState(
+            plan=plan,
+            trials=self._trials.draw(np.random.default_rng()),
+            initial=[trial.initial for trial in trials],
+            weights=trials[0].initial,
+        )
 
     def _run_trials(
         self,
-        number: int,
+        directory: SearchDirectory,
+        state: SearchState,
         trials: list[Trial],
         run: Callable[[Trial], float],
-    ) -> tuple[int | None, list[np.ndarray]]:
-        """Returns the place of the best candidate, if any, and its weights."""
-        best, highest, weights = None, -math.inf, trials[0].initial
+    ) -> None:
+        """Runs the trials that are left; the state has the best of all."""
         try:
-            for _ in range(number):
+            while state.begun < state.trials:
+                # Noted first: one that is broken off is not run again.
+                state.begun += 1
+                directory.write(state)
                 place = secrets.randbelow(len(trials))
                 score = run(trials[place])
-                if score > highest:
-                    best, highest, weights = place, score, trials[place].values()
+                if score > state.score:
+                    state.best, state.score = place, score
+                    state.weights = trials[place].values()
                 trials[place].reset()
+            directory.forget()
         finally:
             for trial in trials:
                 trial.reset()
                 model_history.claim(self, trial.variables)
-        return best, weights
+
+    def _pay(
+        self,
+        directory: SearchDirectory,
+        state: SearchState,
+        charge: accounting.RoundCharge,
+        contents: accounting.LedgerContents | None,
+    ) -> None:
+        """Charges the search, on the disk and in memory, before any trial."""
+        spent, counted = self._spent.copy(), set(self._counted)
+        recorded = False
+        for run_id, entries in () if contents is None else contents.by_run().items():
+            recorded |= run_id == state.run_id
+            if run_id in counted or run_id == state.run_id:
+                continue
+            counted.add(run_id)
+            for entry in entries:
+                if entry.charge is None:
+                    raise ValueError(
+                        "directory must have a ledger of central guarantees alone, "
+                        f"got one with a round of run {run_id} that has none."
+                    )
+                spent.add(entry.charge)
+        if state.run_id not in counted:
+            spent.add(charge)
+        state.ledger_head = directory.head
+        directory.write(state)  # Whatever is charged can be resumed.
+        if not recorded:
+            directory.record(charge, self._trials.describe())
+            state.ledger_head = directory.head
+        self._searches += state.run_id not in counted
+        self._spent, self._counted = spent, counted | {state.run_id}

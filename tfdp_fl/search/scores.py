@@ -113,6 +113,13 @@ class PublicScore:
         )
         return _signed(_named(values, self.metric), self.mode)
 
+    def digest(self) -> str:
+        """Returns what tells this score from others."""
+        made = hashlib.sha256()
+        for each in sorted(_example_hashes(self._x, self._y)):
+            made.update(each)
+        return f"PublicScore {self.metric} {self.mode} {made.hexdigest()}"
+
 
 class PrivateScore:
     """The noisy mean of a metric over clients that take no part in training.
@@ -197,6 +204,11 @@ class PrivateScore:
         generator = np.random.Generator(np.random.Philox())
         released = self._release.released(values, generator)
         return _signed(released[self.metric]["mean"], self.mode)
+
+    def digest(self) -> str:
+        """Returns what tells this score from others."""
+        whom = self._clients and self._clients.clients_digest
+        return f"PrivateScore {self._release!r} {self._share} {whom} {self.mode}"
 
 
 def _checked(metric: str, mode: str) -> tuple[str, str]:
