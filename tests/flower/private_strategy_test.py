@@ -517,7 +517,8 @@ _LIGHT = """
     sys.modules["flwr"] = None  # Flower 1.12 itself imports TensorFlow.
     import numpy as np
     import tfdp_fl
-    from tests.flower import flower_messages as fm
+    sys.path.insert(0, "tests/flower")
+    import flower_messages as fm
     from tfdp_fl import flower
     for mechanism in (
         tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0),
