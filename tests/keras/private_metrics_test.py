@@ -239,7 +239,7 @@ class LedgerTest(absltest.TestCase):
         self.assertEqual(fed.spending.evaluations, 1)
 
     def test_a_ledger_that_is_begun_later_tells_of_it(self):
-        fed = _trained()
+        fed = _trained("shuffled")
         _evaluated(fed)
         second = tfdp_fl.callbacks.Ledger(self.path / "b.jsonl")
         checkpoint = tfdp_fl.callbacks.RoundCheckpoint(self.path / "run")
