@@ -98,16 +98,17 @@ class Reader:
             None: they are yielded without `groups`.
         """
         inputs = pending.inputs
+        pool = self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1)
         reading, self._following = self._following, None
         if reading is None or not reading.is_of(dataset, inputs):
             if reading is not None:
                 reading.stopped = True
-            reading = self._begin(dataset, inputs, lay_out)
+            reading = _Reading(self, pool, dataset, inputs, lay_out)
         self._current = reading
         draw, self._draw = self._draw, None
         if draw is not None:
             reading.at_end = functools.partial(
-                self._begin_following, dataset, draw, lay_out
+                self._begin_following, pool, dataset, draw, lay_out
             )
         try:
             while True:
@@ -151,26 +152,19 @@ class Reader:
             pool.shutdown(wait=True, cancel_futures=True)
         self._current = self._following = None
 
-    def _begin(
-        self,
-        dataset: FederatedDataset,
-        inputs: cohort.RoundInputs,
-        lay_out: LayOut | None,
-    ) -> _Reading:
-        """Begins to read a cohort, once what is being read is there."""
-        if self._pool is None:
-            self._pool = concurrent.futures.ThreadPoolExecutor(1)
-        reading = _Reading(self, self._pool, dataset, inputs, lay_out)
-        reading.read_next()
-        return reading
-
     def _begin_following(
-        self, dataset: FederatedDataset, draw: Draw, lay_out: LayOut | None
+        self,
+        pool: concurrent.futures.Executor,
+        dataset: FederatedDataset,
+        draw: Draw,
+        lay_out: LayOut | None,
     ) -> None:
-        # It was closed just now; or what is wrong with the coming round is
+        # The pool was closed just now; or what is wrong with the coming round is
         # raised again where it begins, and does this one no harm.
         with contextlib.suppress(Exception):
-            self._following = self._begin(dataset, draw(), lay_out)
+            reading = _Reading(self, pool, dataset, draw(), lay_out)
+            reading.read_next()
+            self._following = reading
 
 
 def indexed(dataset: FederatedDataset, positions: np.ndarray) -> CohortChunk:
