@@ -108,6 +108,7 @@ class SetupTest(absltest.TestCase):
                 "base.in",
                 "full.in",
                 "test.in",
+                "test-current.in",
                 "extras.in",
                 *(f"rival-{name}.in" for name in ("fedjax", "flower", "pfl")),
             )

@@ -456,5 +456,16 @@ class ServerOptimizerTest(parameterized.TestCase):
         self.assertGreater(fed.epsilon(_DELTA), 2.99)
 
 
+class BudgetTest(parameterized.TestCase):
+    def test_a_budget_ends_before_the_round_that_would_pass_it(self):
+        mechanism = _mechanism("blt:2")
+        squares = np.cumsum((mechanism.generator.charges / 2.0) ** 2)
+        limit = (_epsilon(squares[4]) + _epsilon(squares[5])) / 2
+        fed = _federated(mechanism, accountant="pld")
+        budget = callbacks.PrivacyBudget(epsilon=limit, delta=_DELTA)
+        _fit(fed, _T, callbacks=[budget])
+        self.assertEqual(fed.rounds, 5)
+
+
 if __name__ == "__main__":
     absltest.main()

@@ -53,7 +53,7 @@ class ExactNoiseTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "'exact' needs FixedClipping"):
             toy.federated(mechanism, sampling="cyclic", noise_generator="exact")
 
-    @parameterized.parameters(1e-7, lambda t: 1e6**t)
+    @parameterized.parameters(1e6, 1e-7, ((1.0, 2.0**19),), lambda t: 1e6**t)
     def test_noise_that_the_grid_has_no_room_for(self, noise_multiplier):
         mechanism = tfdp_fl.FixedClipping(
             clip_norm=1.0, noise_multiplier=noise_multiplier
@@ -93,6 +93,13 @@ class WhereItIsSaidTest(parameterized.TestCase):
         self.assertIn("rounded to that grid", caveats["exact_noise"])
         self.assertNotIn("floating_point_noise", caveats)
         self.assertNotIn("pseudorandom_noise", caveats)
+        fed, details = self._trained()
+        caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
+        self.assertNotIn("exact_noise", caveats)
+        self.assertIn("pseudorandom_noise", caveats)
+        self.assertNotIn("noise_generator", details)
+
+    def test_that_it_was_not(self):
         fed, details = self._trained()
         caveats = fed.privacy_statement(_DELTA, "dict")["caveats"]
         self.assertNotIn("exact_noise", caveats)

@@ -21,6 +21,26 @@ def _trained(mechanism=None, rounds=2, fit=None, **options):
 
 
 class StatementTest(parameterized.TestCase):
+    def test_no_privacy_says_so(self):
+        fed = _trained(tfdp_fl.NoPrivacy(), rounds=1)
+        text = fed.privacy_statement(_DELTA)
+        self.assertIn("no differential-privacy guarantee", text)
+        facts = fed.privacy_statement(_DELTA, "dict")
+        self.assertFalse(facts["has_guarantee"])
+        self.assertIsNone(facts["epsilon"])
+        self.assertEmpty(facts["caveats"])
+
+    def test_exact_median(self):
+        fed = _trained(
+            tfdp_fl.MedianClipping(noise_multiplier=lambda t: 1.0 + t),
+        )
+        facts = fed.privacy_statement(_DELTA, "dict")
+        self.assertIn("exact_median", facts["caveats"])
+        self.assertEqual(
+            facts["mechanism_parameters"]["noise_multiplier"],
+            "1 to 2 (scheduled)",
+        )
+
     def test_central_guarantee(self):
         fed = _trained(
             sampling="poisson",
@@ -127,6 +147,10 @@ class StatementTest(parameterized.TestCase):
         self.assertAlmostEqual(facts["implied_delta"], 0.0139, places=4)
         self.assertIn("per_record", facts["caveats"])
 
+    @parameterized.parameters(
+        ("client", "secure_aggregation_group_noise"),
+        ("server", "secure_aggregation_unnoised_groups"),
+    )
     @parameterized.parameters(
         ("client", "secure_aggregation_group_noise"),
         ("server", "secure_aggregation_unnoised_groups"),
