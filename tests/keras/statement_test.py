@@ -151,10 +151,6 @@ class StatementTest(parameterized.TestCase):
         ("client", "secure_aggregation_group_noise"),
         ("server", "secure_aggregation_unnoised_groups"),
     )
-    @parameterized.parameters(
-        ("client", "secure_aggregation_group_noise"),
-        ("server", "secure_aggregation_unnoised_groups"),
-    )
     def test_secure_aggregation_says_what_groups_see(self, site, caveat):
         fed = _trained(
             tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0, noise_site=site),
