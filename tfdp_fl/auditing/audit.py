@@ -47,7 +47,7 @@ class CanaryAudit:
     """
 
     def __init__(self, num_canaries: int = 1000, iterates: str = FINAL):
-        """Checks the arguments; nothing is drawn yet.
+        """Declares an audit; `fit` draws its canaries.
 
         Args:
           num_canaries: K, at least 2; a thousand tell epsilon to about a

@@ -15,7 +15,7 @@ class JointClip:
     """Clips a cohort's updates, once all their norms are known."""
 
     def __init__(self, query: cohort_query.CohortQuery, update_spec: cohort.UpdateSpec):
-        """Prepares the functions; nothing is traced yet.
+        """Makes the functions, which the first round traces.
 
         Args:
           query: The mechanism's query; it has two phases.

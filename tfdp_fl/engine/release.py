@@ -109,7 +109,7 @@ class Release:
         server: ServerUpdate,
         metric_results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]],
     ):
-        """Prepares the function; nothing is traced yet.
+        """Makes the function, which the first round traces.
 
         Args:
           query: The mechanism's query.

@@ -98,7 +98,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Nothing is read or made yet."""
+        """Names a directory, which the first write makes."""
         self.path = pathlib.Path(path)
         self._lock: int | None = None
 

@@ -82,7 +82,7 @@ class DPFederatedModel:
         target: PrivacyTarget | None = None,
         client_weighting: ClientWeighting | None = None,
     ):
-        """Wraps a model; nothing is copied or traced yet.
+        """Wraps a Keras model, which `fit` trains in place.
 
         Args:
           model: A built Keras model (Sequential, functional or subclassed).

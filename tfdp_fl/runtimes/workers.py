@@ -108,7 +108,7 @@ class ShardedCohorts:
         clients: FederatedDataset,
         workers: Workers,
     ):
-        """Prepares nothing; functions are traced when a round needs them.
+        """Makes a runtime, which traces functions when a round needs them.
 
         Args:
           cohort_engine: The engine.

@@ -55,7 +55,7 @@ class PrivateSearch:
         score: PublicScore | PrivateScore,
         distribution: str | float = "poisson",
     ):
-        """Builds and trains nothing yet.
+        """Declares a search; `fit` runs it.
 
         Args:
           build: Called with a candidate's settings, returns a new, compiled

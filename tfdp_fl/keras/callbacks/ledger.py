@@ -31,7 +31,7 @@ class Ledger(FederatedCallback):
     order = 0
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False):
-        """Nothing is opened before training starts.
+        """Makes a callback that opens the file when training starts.
 
         Args:
           path: The file; its folder must exist.

@@ -38,7 +38,7 @@ class Report(FederatedCallback):
     """
 
     def __init__(self, path: str | os.PathLike[str], delta: float | None = None):
-        """Makes a callback that has not written anything.
+        """Makes a callback that writes the page when `fit` ends.
 
         Args:
           path: The file.
