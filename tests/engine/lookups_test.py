@@ -45,6 +45,15 @@ class _Tied(_layers.Layer):
         return inputs + tf.reduce_mean(tf.convert_to_tensor(self.table.embeddings))
 
 
+class _Constant(_layers.Layer):
+    def build(self, shape):
+        del shape
+        self.constant = tf.constant(2.0)
+
+    def call(self, inputs):
+        return inputs * self.constant
+
+
 class _Shifted(_layers.Layer):
     def call(self, inputs):
         return tf.math.floormod(inputs + 1, _ITEMS)
@@ -59,6 +68,11 @@ def _model(kind="plain"):
         "facts": tf.keras.Input((3,), name="facts"),
     }
     regularizer = "l2" if kind == "regularized" else None
+    facts = inputs["facts"]
+    if kind == "beside other variables":
+        facts = _layers.BatchNormalization()(facts)
+        facts = _layers.Dense(3, trainable=False)(facts)
+        facts = _Constant()(facts)
     table = _layers.Embedding(
         _ITEMS, 4, mask_zero=kind == "masked", embeddings_regularizer=regularizer
     )
@@ -67,8 +81,13 @@ def _model(kind="plain"):
         _layers.Flatten()(table(item)),
         _layers.Flatten()(_layers.Embedding(_ITEMS, 1)(item)),
         _layers.GlobalAveragePooling1D()(_layers.Embedding(_ITEMS, 3)(inputs["tags"])),
-        inputs["facts"],
+        facts,
     ]
+    if kind == "beside other variables":
+        # Too short to be found: the feature is used twice.
+        days = tf.keras.ops.floor_divide(inputs["item"], 10)
+        parts.append(_layers.Flatten()(_layers.Embedding(7, 2)(days)))
+        parts.append(_layers.Flatten()(_layers.Embedding(7, 2)(days)))
     if kind == "feature used twice":
         parts.append(tf.keras.ops.cast(inputs["item"], "float32"))
     out = _layers.Dense(1)(_layers.Concatenate()(parts))
@@ -123,6 +142,18 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
         for label in (1e20, np.nan):
             moved = num_clients * np.linalg.norm(weights[label] - weights[None])
             self.assertBetween(moved, 0.001, 0.0201)
+
+    def test_other_variables_and_embeddings_are_as_they_were(self):
+        # Whose negative places count from the end, as in Keras.
+        dataset, found = _dataset(), []
+        for least in (1, 10**9):
+            model = _model("beside other variables")
+            engine = _engine(dataset, model, least)
+            self.assertLen(engine.programs.trainer.lookups, 1 if least == 1 else 0)
+            logs = cohorts.run_round(engine, dataset)
+            self.assertGreater(logs["mean_update_norm"], 0)
+            found.append(model.get_weights())
+        self.assertAllClose(*found, rtol=1e-6, atol=1e-7)
 
     @parameterized.parameters(
         "masked", "regularized", "tied", "computed", "feature used twice"

@@ -182,6 +182,16 @@ class BudgetTest(LedgerTestCase):
 
 
 class LedgerTest(LedgerTestCase):
+    def test_a_line_of_others_without_a_charge_has_no_epsilon(self):
+        with ledger_lib.PrivacyLedger(
+            self.path, mode="append", mechanism={"guarantee": "central", "name": "mine"}
+        ) as ledger:
+            strategy = _private(ledger=ledger)
+            _run(strategy, 1)
+            ledger.record(1, None, 3, local={"mu_squared": 4.0, "max_mu_squared": 4.0})
+            with self.assertRaisesRegex(ValueError, "with a central charge only"):
+                strategy.privacy_epsilon(_DELTA)
+
     def test_each_round_is_on_the_disk_before_it_is_released(self):
         seen = []
         strategy = _private(_ADAPTIVE, ledger=self.path)

@@ -379,6 +379,24 @@ class RoundCheckpointTest(parameterized.TestCase):
     def _files(self):
         return sorted(each.name for each in self.path.iterdir())
 
+    def test_an_error_at_the_end_is_raised_in_a_handler_too(self):
+        fed, write = toy.federated(), checkpoint.CheckpointDirectory.write
+
+        def fails(files, made, keep):
+            if made.round_index == 2:
+                raise checkpoint.CheckpointWriteError("disk full")
+            return write(files, made, keep)
+
+        saved = tfdp_fl.callbacks.RoundCheckpoint(self.path, every=100)
+        with (
+            mock.patch.object(checkpoint.CheckpointDirectory, "write", fails),
+            self.assertRaisesRegex(checkpoint.CheckpointWriteError, "disk full"),
+        ):
+            try:
+                raise RuntimeError("the first try")
+            except RuntimeError:
+                fed.fit(toy.clients(), 2, verbose=0, callbacks=[saved])
+
     def test_what_a_directory_holds(self):
         fed = toy.federated(sampling="shuffled", delta=_DELTA)
         keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, every=2, keep=2)

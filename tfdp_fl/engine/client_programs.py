@@ -134,7 +134,7 @@ class CohortPrograms:
                     size = tf.minimum(size, left)
                 batch = _gather((x, y), tf.slice(table.rows, [start], [size]))
                 batch = lookups.rename(tables, taken, batch[0]), batch[1]
-                with lookups.plain_gathers(self.trainer.model, bool(tables)):
+                with lookups.plain_gathers(self.trainer.model, looked_up):
                     after = self._step(state, counted, batch, size, own)
                 return start + size, *after
 
@@ -169,6 +169,7 @@ class CohortPrograms:
             return k + 1, total, kept
 
         tables = () if full_batches else self._lookups()
+        looked_up = [self.trainer.aggregated[lookup.weight] for lookup in tables]
         total, kept = self._nobody(received.weights, table)
         _, total, kept = tf.while_loop(
             lambda k, *_: k < table.num_clients,

@@ -14,6 +14,7 @@ trusted with that.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -37,25 +38,38 @@ class Lookup(NamedTuple):
       weight: The place of the weight, [V, d], among the trainable ones.
       feature: The place of the feature among the leaves of x.
       size: V.
+      dtype: As what the feature's numbers are looked up.
     """
 
     weight: int
     feature: int
     size: int
+    dtype: tf.DType
+
+
+def _embeddings(model: tf.keras.Model) -> list[Any]:
+    """Returns Keras's own embeddings, whose `call` nobody has replaced."""
+    return [
+        layer
+        for layer in keras_versions.layers_of(model)
+        if type(layer) is tf.keras.layers.Embedding and "call" not in vars(layer)
+    ]
 
 
 @contextlib.contextmanager
-def plain_gathers(model: tf.keras.Model, wanted: bool = True) -> Iterator[None]:
-    """Has Keras's embeddings look up rows by a gather, and nothing else, in the block.
+def plain_gathers(model: tf.keras.Model, tables: list[Any]) -> Iterator[None]:
+    """Has embeddings look up rows by a gather, and nothing else, in the block.
 
     Keras's own also counts a negative place from the table's end; `narrow` does that.
+
+    Args:
+      model: What is traced in the block.
+      tables: The embeddings' weights.
     """
     plain = [
         layer
-        for layer in keras_versions.layers_of(model)
-        if wanted
-        and type(layer) is tf.keras.layers.Embedding
-        and "call" not in vars(layer)
+        for layer in _embeddings(model)
+        if any(layer.embeddings is table for table in tables)
     ]
     for layer in plain:
         vars(layer)["call"] = _gather_of(layer)
@@ -76,53 +90,69 @@ def _gather_of(layer: Any) -> Any:
     return call
 
 
-def find(forward: Any, specs: Any, weights: list[Any]) -> tuple[Lookup, ...]:
+def find(
+    model: tf.keras.Model, forward: Any, specs: Any, weights: list[Any]
+) -> tuple[Lookup, ...]:
     """Returns the lookups of which it is certain, of tables that are large.
 
     Args:
+      model: The embeddings are its.
       forward: Takes features, labels, and the values of the weights, and computes
         what a step does before the gradients.
       specs: Specs of a batch, (features, labels).
       weights: The trainable weights.
     """
-    shapes = [tf.TensorShape(weight.shape) for weight in weights]
-    if all(shape.num_elements() < _LEAST_ELEMENTS for shape in shapes):
+    embeddings = _embeddings(model)
+    tables = {
+        number: weight.shape[0]
+        for number, weight in enumerate(weights)
+        if any(layer.embeddings is weight for layer in embeddings)
+    }
+    large = {n for n in tables if math.prod(weights[n].shape) >= _LEAST_ELEMENTS}
+    if not large:
         return ()
-    dtypes = [weight.dtype for weight in weights]
-    found = _traced(forward, specs, dtypes, shapes, shapes)
-    # The same of tables of any length: of these the program is made.
-    narrow_shapes = list(shapes)
-    for weight, *_ in found:
-        narrow_shapes[weight] = tf.TensorShape([None, *shapes[weight][1:]])
-    again = _traced(forward, specs, dtypes, narrow_shapes, shapes) if found else ()
+
+    def found_with(narrow: set[int]) -> tuple[Lookup, ...]:
+        values = [
+            tf.TensorSpec(
+                [None, *weight.shape[1:]] if number in narrow else weight.shape,
+                weight.dtype,
+            )
+            for number, weight in enumerate(weights)
+        ]
+        found: list[Lookup] = []
+
+        def step(x: Any, y: Any, values: list[tf.Tensor]) -> None:
+            with plain_gathers(model, [weights[number] for number in tables]):
+                forward(x, y, values)
+            found.extend(_of_features(x, values, tables, large))
+
+        tf.function(step, autograph=False).get_concrete_function(*specs, values)
+        return tuple(found)
+
+    try:
+        found = found_with(set())
+        # The same of tables of any length: of these the program is made.
+        again = found_with({lookup.weight for lookup in found}) if found else ()
+    except Exception:  # The program itself, traced next, says what is wrong.
+        return ()
     return found if again == found else ()
 
 
-def _traced(
-    forward: Any, specs: Any, dtypes: list[Any], shapes: list[Any], whole: list[Any]
-) -> tuple[Lookup, ...]:
-    with tf.Graph().as_default():
-        x, y = tf.nest.map_structure(
-            lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape), specs
-        )
-        values = [
-            tf.compat.v1.placeholder(dtype, shape)
-            for dtype, shape in zip(dtypes, shapes, strict=True)
-        ]
-        forward(x, y, values)
-        found = []
-        for place, feature in enumerate(tf.nest.flatten(x)):
-            gathers = _gathers(feature) if feature.dtype in _INTEGERS else None
-            tables = [_table_of(gather, values) for gather in gathers or ()]
-            if not tables or min(tables) < 0:
-                continue
-            # Of two tables that share a feature, its places are the same rows.
-            sizes = [whole[table] for table in tables]
-            if len({size[0] for size in sizes}) == 1 and any(
-                size.num_elements() >= _LEAST_ELEMENTS for size in sizes
-            ):
-                found += [Lookup(table, place, sizes[0][0]) for table in tables]
-    return tuple(found)
+def _of_features(
+    x: Any, values: list[tf.Tensor], tables: dict[int, int], large: set[int]
+) -> Iterator[Lookup]:
+    for place, feature in enumerate(tf.nest.flatten(x)):
+        gathers = _gathers(feature) if feature.dtype in _INTEGERS else None
+        read = [_table_of(gather, values) for gather in gathers or ()]
+        if not read or not all(number in tables for number in read):
+            continue
+        # Of two tables that share a feature, its places are the same rows.
+        (dtype, *others) = {gather.inputs[1].dtype for gather in gathers or ()}
+        (size, *sizes) = {tables[number] for number in read}
+        if large.intersection(read) and not (others or sizes):
+            for number in read:
+                yield Lookup(number, place, size, dtype)
 
 
 def _table_of(gather: tf.Operation, values: list[tf.Tensor]) -> int:
@@ -147,7 +177,10 @@ def _gathers(tensor: tf.Tensor) -> list[tf.Operation] | None:
             ):
                 return None
             further = _gathers(use.outputs[0])
-            if further is None:
+            # Numbers that wrap in a cast are looked up as what they wrap to.
+            if further is None or any(
+                gather.inputs[1].dtype != use.outputs[0].dtype for gather in further
+            ):
                 return None
             found += further
     return found
@@ -174,9 +207,9 @@ def narrow(
     """
     weights, taken = list(received.weights), []
     leaves = tf.nest.flatten(x)
-    for weight, feature, size in lookups:
+    for weight, feature, size, dtype in lookups:
         named = tf.gather(leaves[feature], rows)
-        places = tf.sort(tf.unique(_places(named, size))[0])
+        places = tf.sort(tf.unique(_places(named, size, dtype))[0])
         weights[weight] = tf.gather(weights[weight], places)
         taken.append(places)
     return received._replace(weights=weights), taken
@@ -193,20 +226,21 @@ def rename(lookups: tuple[Lookup, ...], taken: list[tf.Tensor], x: Any) -> Any:
     leaves = tf.nest.flatten(x)
     # Tables that share a feature have the same places in it.
     by_feature = {
-        feature: (size, places)
-        for (_, feature, size), places in zip(lookups, taken, strict=True)
+        lookup.feature: (lookup, places)
+        for lookup, places in zip(lookups, taken, strict=True)
     }
-    for feature, (size, places) in by_feature.items():
+    for feature, (lookup, places) in by_feature.items():
         leaf = leaves[feature]
-        found = tf.searchsorted(places, _places(leaf, size))
+        named = _places(leaf, lookup.size, lookup.dtype)
+        found = tf.searchsorted(places, named)
         found = tf.cast(tf.reshape(found, tf.shape(leaf)), leaf.dtype)
         leaves[feature] = tf.ensure_shape(found, leaf.shape)
     return tf.nest.pack_sequence_as(x, leaves)
 
 
-def _places(named: tf.Tensor, size: int) -> tf.Tensor:
+def _places(named: tf.Tensor, size: int, dtype: tf.DType) -> tf.Tensor:
     """Returns flat places in a table; in Keras a negative one counts from the end."""
-    flat = tf.cast(tf.reshape(named, [-1]), tf.int64)
+    flat = tf.cast(tf.cast(tf.reshape(named, [-1]), dtype), tf.int64)
     return tf.where(flat < 0, flat + size, flat)
 
 

@@ -151,7 +151,10 @@ class Trainer:
         # Another optimizer may move a row whose gradient is zero, and a hook all rows.
         if self._optimizer.is_plain and training.upload_hook is None:
             self.lookups = lookups.find(
-                self._until_gradients, batch_specs(element_spec), self._trainable
+                model,
+                self._until_gradients,
+                batch_specs(element_spec),
+                self._trainable,
             )
 
     def _until_gradients(self, x: Any, y: Any, weights: list[tf.Tensor]) -> None:
@@ -165,8 +168,7 @@ class Trainer:
         )
         y, weight = self.labels_and_weights(y)
         state = self.start(received, received.seed)
-        with lookups.plain_gathers(self.model):
-            _, predicted, _ = self._forward(state, x, y, weight)
+        _, predicted, _ = self._forward(state, x, y, weight)
         self.with_batch(self.no_metrics(), y, predicted, weight)
 
     def no_metrics(self) -> list[tf.Tensor]:

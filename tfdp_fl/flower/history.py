@@ -117,14 +117,7 @@ class RoundHistory:
                 )
             ):
                 raise _not_the_ledger(ledger.path, known)
-            for entry in entries:
-                if entry.charge is None or entry.charge.sampling != self._sampling:
-                    raise ValueError(
-                        f"ledger must hold rounds of {self._sampling} sampling and "
-                        f"with a central charge only, got {ledger.path} with one of "
-                        f"{entry.charge!r}: its neighbouring relation is another, and "
-                        "no one epsilon covers both."
-                    )
+            self._charges_of(ledger)
             self._ledger = ledger
             if known is None:
                 for released in self.released:
@@ -165,11 +158,31 @@ class RoundHistory:
         """Returns what all charged rounds cost."""
         charges = [released.charge() for released in self.released]
         if self._ledger is not None:
-            charges = [entry.charge for entry in self._ledger.entries if entry.charge]
+            charges = self._charges_of(self._ledger)
         composed = accountant_lib.PrivacyAccountant()
         for charge, count in collections.Counter(charges).items():
             composed.add(charge, count)
         return composed
+
+    def _charges_of(
+        self, ledger: ledger_lib.PrivacyLedger
+    ) -> list[charge_lib.RoundCharge]:
+        """Returns what the ledger's rounds cost, whoever wrote them.
+
+        Raises:
+          ValueError: One has no central charge, or another sampling.
+        """
+        charges = []
+        for entry in ledger.entries:
+            if entry.charge is None or entry.charge.sampling != self._sampling:
+                raise ValueError(
+                    f"ledger must hold rounds of {self._sampling} sampling and "
+                    f"with a central charge only, got {ledger.path} with one of "
+                    f"{entry.charge!r}: its neighbouring relation is another, and "
+                    "no one epsilon covers both."
+                )
+            charges.append(entry.charge)
+        return charges
 
     def affords(self, planned: ReleasedRound) -> bool:
         """Whether a round may be run without passing the budget."""

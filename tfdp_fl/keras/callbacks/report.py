@@ -56,9 +56,11 @@ class Report(FederatedCallback):
             )
         self.delta = delta
         self._rounds: dict[int, dict[str, float]] = {}
+        self._handled: BaseException | None = None
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Makes the folder: better an error now than after the training."""
+        self._handled = sys.exc_info()[1]
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
@@ -67,7 +69,8 @@ class Report(FederatedCallback):
 
     def on_fit_end(self) -> None:
         """Writes the page."""
-        ended_by_error = sys.exc_info()[0] is not None
+        # Not the error in whose handler `fit` was called.
+        ended_by_error = sys.exc_info()[1] is not self._handled
         try:
             _files.write_text(self.path, self._page(ended_by_error))
         except Exception:

@@ -55,9 +55,11 @@ class RoundCheckpoint(Ledger):
         self._files = checkpoint.CheckpointDirectory(self.directory)
         self._begun = False
         self._charged_round = -1
+        self._handled: BaseException | None = None
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Takes the directory, and saves the state before the first round."""
+        self._handled = sys.exc_info()[1]
         self._files.acquire()
         run = self.federated_model.run
         rounds = self._files.rounds()
@@ -98,7 +100,8 @@ class RoundCheckpoint(Ledger):
         its best weights. After an interrupt between a round's charge and its release
         nothing is saved: that round has to be run, and charged, again.
         """
-        ended_by_error = sys.exc_info()[0] is not None
+        # Not the error in whose handler `fit` was called.
+        ended_by_error = sys.exc_info()[1] is not self._handled
         try:
             # An interrupt while TensorFlow traces can leave it in the graph.
             with tf.init_scope():
