@@ -335,7 +335,7 @@ class SecureAggregationTest(parameterized.TestCase):
     def test_a_local_release_too_large_to_share_is_left_out_of_the_mean(self):
         fed = self._federated(tfdp_fl.LocalDP(clip_norm=1e4, noise_multiplier=1.0))
         before = fed.get_weights()
-        with self.assertWarnsRegex(UserWarning, "7 of 7.*hand in zeros"):
+        with self.assertWarnsRegex(UserWarning, "7 of 7.*upload zeros"):
             history = _fit(fed, 1).history
         self.assertEqual(history["discarded_clients"], [7.0])
         toy.assert_same(before, fed)

@@ -109,6 +109,12 @@ class Generator(abc.ABC):
         """How far one client moves C x, in clip norms."""
         return float(np.sqrt(np.sum(self.charges**2)))
 
+    def squared_errors(self, momentum: float = 0.0) -> np.ndarray:
+        """Returns each model's noise variance for z of variance 1, [T]."""
+        return toeplitz.squared_errors(
+            self.coefficients, self.participation.rounds, momentum
+        )
+
 
 def _as_float32(values: Numbers) -> np.ndarray:
     """Returns float64 numbers that float32 can hold."""
