@@ -124,7 +124,8 @@ class CohortPrograms:
             seed = noise.fold_in(received.seed, table.members[k])
             first, num_examples = table.first_row[k], table.num_examples[k]
             end = first + num_examples * table.epochs
-            own, taken = received, []
+            own = received
+            taken: list[tf.Tensor] = []
             if tables:  # XLA would compile a slice of any length for each length.
                 rows = table.rows[first:end]
                 own, taken = lookups.narrow(tables, received, x, rows)
