@@ -48,12 +48,14 @@ def build(rate):
     return fed
 
 
-score = tfdp_fl.PublicScore(*test, "accuracy")
-rates, budget = [{"rate": 0.1}, {"rate": 0.3}], (8.0, 1e-2)
 search = tfdp_fl.PrivateSearch(
-    build, rates, expected_trials=2, score=score,
-    target_epsilon=budget[0], target_delta=budget[1],
-)  # fmt: skip
+    build,
+    [{"rate": 0.1}, {"rate": 0.3}],
+    expected_trials=2,
+    target_epsilon=8.0,
+    target_delta=1e-2,
+    score=tfdp_fl.PublicScore(*test, "accuracy"),
+)
 best = search.fit(clients, rounds=2, batch_size=10)
 
 # %% mechanisms
@@ -192,16 +194,6 @@ coordinator = secure_aggregation.Coordinator(protocol, group_size=3)
 ann = secure_aggregation.Member(
     protocol, "ann", np.ones(3), members=names, session="round 1"
 )
-
-# %% writing_mechanisms
-class Halved(tfdp_fl.FixedClipping):
-    """Clips, and takes half of what is left: the noise could be half as large."""
-
-    def scale(self, norm, round):
-        return 0.5 * super().scale(norm, round)
-
-
-fed = tfdp_fl.DPFederatedModel(model, Halved(clip_norm=0.3, noise_multiplier=1.0), 10)
 
 # %% writing_mechanisms_parts
 import tensorflow as tf

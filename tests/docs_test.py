@@ -107,7 +107,7 @@ class DocsTest(parameterized.TestCase):
     )
     def test_examples_of_the_reference_run(self, name):
         examples = docs_site.examples()
-        self.assertLessEqual(len(examples[name].strip().split("\n")), 14)
+        self.assertLessEqual(len(examples[name].strip().split("\n")), 15)
         _run(name, (examples["before"], examples[name]))
 
     @parameterized.named_parameters((page, page) for page in _PAGES)

@@ -206,8 +206,9 @@ def _example(page: str) -> list[str]:
             before = f"```python\n{known['before'].strip()}\n```"
             hidden = before.replace("\n", "\n    ")
             return [block, "", '??? note "It begins with"', "", f"    {hidden}"]
-    where = "[Flower](../flower.md)" if "flower" in page else "[TFF](../tff.md)"
-    return [f"An example is on the page of {where}."]
+    guides = {"flower": "flower", "learning": "tff", "writing": "architecture"}
+    (guide,) = (guides[word] for word in guides if page.startswith(word))
+    return [f"An example is in the guide: [{guide}](../{guide}.md)."]
 
 
 def imports() -> dict[str, set[str]]:

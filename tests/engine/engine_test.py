@@ -201,6 +201,23 @@ class SameResultTest(tf.test.TestCase, parameterized.TestCase):
         for result in results[1:]:
             self._assert_same(result, results[0])
 
+    def test_what_xla_compiles_serves_clients_of_any_length(self):
+        # A slice of a length that is not constant would be compiled for each one.
+        dataset = FederatedDataset.from_client_arrays(cohorts.client_arrays((5, 10)))
+        _, engine = _engine(optimizer=_ADAM, jit_compile=True)
+        cohorts.run_round(engine, dataset)
+        (program,) = (
+            program
+            for strategy, program in engine.programs.traced.items()
+            if strategy.xla
+        )
+        for function in program.definition.library.function:
+            constants = {n.name for n in function.node_def if n.op == "Const"}
+            for node in function.node_def:
+                if node.op == "StridedSlice" and not node.attr["shrink_axis_mask"].i:
+                    bounds = {name.split(":")[0] for name in node.input[1:3]}
+                    self.assertContainsSubset(bounds, constants, node.name)
+
     def test_shuffled_examples_repeat_with_the_generator(self):
         first, again, other = (
             _round(_dataset(), shuffle=np.random.default_rng(seed))[0]

@@ -12,6 +12,7 @@ from tests.engine import cohorts
 from tfdp_fl import mechanisms
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import lookups
+from tfdp_fl.mechanisms import ClientWeighting
 
 _layers = tf.keras.layers
 _ITEMS, _SIZES = 50, (7, 0, 3, 12)
@@ -105,6 +106,12 @@ def _engine(dataset, model, least=1, optimizer=None, **options):
 class LookupsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.named_parameters(
         ("without a clip", mechanisms.NoPrivacy(), {}),
+        (
+            "weighted",
+            mechanisms.FixedClipping(clip_norm=0.01, noise_multiplier=0.0),
+            {},
+            ClientWeighting.num_examples(cap=9),
+        ),
         ("fixed", mechanisms.FixedClipping(clip_norm=0.01, noise_multiplier=0.0), {}),
         (
             "adaptive",
@@ -112,12 +119,19 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
             {"proximal_weight": 0.5, "grad_clip": 0.3},
         ),
     )
-    def test_a_cohort_adds_up_to_what_whole_tables_do(self, mechanism, training):
+    def test_a_cohort_adds_up_to_what_whole_tables_do(
+        self, mechanism, training, weighting=None
+    ):
         dataset, found = _dataset(), []
         for least in (1, 10**9):
             model = _model()
             engine = _engine(
-                dataset, model, least, mechanism=mechanism, training=training
+                dataset,
+                model,
+                least,
+                mechanism=mechanism,
+                training=training,
+                client_weighting=weighting,
             )
             tables = engine.programs.trainer.lookups
             self.assertLen(tables, 3 if least == 1 else 0)

@@ -273,7 +273,7 @@ def assert_clip_holds(test, runtime, policy):
     if runtime is not None:
         made = federated.engine.programs.traced
         test.assertNotEmpty(made)
-        test.assertTrue(all((strategy.kind == "side by side") for strategy, _ in made))
+        test.assertTrue(all((strategy.kind == "side by side") for strategy in made))
     # Up to how a weight of 0.1 is rounded.
     norm = np.sqrt(sum(np.sum(part**2) for part in moved))
     test.assertBetween(norm, 0.01 * clip, clip * 1.001)

@@ -92,7 +92,7 @@ class ProductsTest(_RayTestCase):
             self.change(_float32_products=said)
             federated = cohorts._federated(case)
             cohorts._fit(federated, case, case.clients(), runtime=self.shared)
-            for strategy, _ in federated.engine.programs.traced:
+            for strategy in federated.engine.programs.traced:
                 self.assertEqual((strategy.kind == "side by side"), said is True)
         with self.assertRaisesRegex(TypeError, "float32_products"):
             runtimes.RayWorkers(float32_products="yes")
@@ -128,7 +128,7 @@ class SameResultTest(_RayTestCase):
         if there.run.windows is not None:
             np.testing.assert_allclose(here.run.windows, there.run.windows, atol=1e-5)
             self.assertTrue(np.isfinite(there.run.windows).any())
-        for strategy, _ in there.engine.programs.traced:
+        for strategy in there.engine.programs.traced:
             self.assertEqual((strategy.kind == "side by side"), case.side_by_side)
         return there
 

@@ -89,9 +89,9 @@ floating_point_noise: The noise was drawn in floating point, so the guarantee is
     the ideal Gaussian; attacks on the low bits of floating-point noise are out of its
     scope.
 pseudorandom_noise: The noise came from the pseudo-random generator Philox4x32-10, whose
-    secret is no longer than 128 bits (nor than a seed that was given) and which is not
-    made for cryptography; the guarantee is towards those who cannot guess that secret
-    or tell the generator's output from true randomness.
+    secret has at most 128 bits (and no more than a seed that was given) and which is
+    not made for cryptography; the guarantee is towards those who cannot guess that
+    secret or tell the generator's output from true randomness.
 exact_noise: Updates were rounded to a grid after the clip, in steps of 2^-20 of it, and
     added as whole numbers; the noise was the ideal Gaussian rounded to that grid, drawn
     from the operating system's random bits without a rounding error, so that floating

@@ -33,8 +33,8 @@ class CohortPrograms:
       element_spec: `(features, labels)` specs of one example.
       output: What is wanted of a cohort (see `cohort.SUM`).
       moments: Whether Geyer's `Moments` are wanted as well.
-      traced: The programs so far, by `layout.Strategy` and the dtype of the
-        rounds' seeds. Each is traced once, for any cohort and batch size.
+      traced: The programs so far. Each is traced once, for any cohort and batch
+        size.
     """
 
     trainer: trainer_lib.Trainer
@@ -42,8 +42,8 @@ class CohortPrograms:
     element_spec: tuple[Any, Any]
     output: str
     moments: bool
-    traced: dict[tuple[layout.Strategy, tf.DType], program_lib.Program] = (
-        dataclasses.field(default_factory=dict)
+    traced: dict[layout.Strategy, program_lib.Program] = dataclasses.field(
+        default_factory=dict
     )
 
     def program(self, fixed: tuple[Any, ...], part: layout.Part) -> program_lib.Program:
@@ -54,10 +54,9 @@ class CohortPrograms:
             The features, the labels and the part's table follow.
           part: The clients.
         """
-        key = (part.strategy, fixed[2].dtype)
-        if key not in self.traced:
-            self.traced[key] = self._trace(fixed, part)
-        return self.traced[key]
+        if part.strategy not in self.traced:
+            self.traced[part.strategy] = self._trace(fixed, part)
+        return self.traced[part.strategy]
 
     def _trace(self, fixed: tuple[Any, ...], part: layout.Part) -> program_lib.Program:
         kind, full_batches, num_steps = part.strategy

@@ -179,7 +179,7 @@ class RoundInputs:
             [self.noise_multiplier, self.clients_per_round, self.learning_rate],
             np.float32,
         )
-        return tf.constant(numbers), tf.constant(self.seed)
+        return tf.constant(numbers), tf.constant(self.seed.astype(np.uint64))
 
 
 @dataclasses.dataclass

@@ -232,7 +232,7 @@ class CohortEngine:
 
     @property
     def _kinds(self) -> set[str]:
-        return {strategy.kind for strategy, _ in self.programs.traced}
+        return {strategy.kind for strategy in self.programs.traced}
 
     @property
     def executor(self) -> str:

@@ -254,19 +254,18 @@ def accumulate(
     """Returns a sum of contributions with a client's added, whose tables are narrow."""
     if not lookups:
         return query.accumulate_preprocessed_record(total, one)
-    update = list(total.update)
-    for (weight, *_), places in zip(lookups, taken, strict=True):
-        update[weight] = tf.tensor_scatter_nd_add(
-            update[weight], places[:, None], one.update[weight]
-        )
-    narrow = {lookup.weight for lookup in lookups}
-    others = [number for number in range(len(update)) if number not in narrow]
-    rest = query.accumulate_preprocessed_record(
-        *(
-            each._replace(update=[each.update[number] for number in others])
-            for each in (total, one)
-        )
-    )
-    for number, part in zip(others, rest.update, strict=True):
-        update[number] = part
-    return rest._replace(update=update)
+    places = {lookup.weight: rows for lookup, rows in zip(lookups, taken, strict=True)}
+
+    def others(record: contribution.Contribution) -> contribution.Contribution:
+        parts = [part for n, part in enumerate(record.update) if n not in places]
+        return record._replace(update=parts)
+
+    added = query.accumulate_preprocessed_record(others(total), others(one))
+    rest = iter(added.update)
+    update = [
+        tf.tensor_scatter_nd_add(whole, places[n][:, None], one.update[n])
+        if n in places
+        else next(rest)
+        for n, whole in enumerate(total.update)
+    ]
+    return added._replace(update=update)
