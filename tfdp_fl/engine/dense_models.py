@@ -169,7 +169,7 @@ _SMALL = 5e7
 
 # What the factors of the clients of one call may take, and how many times they
 # are held at the peak (as they are, and joined for a product).
-_FACTOR_BYTES, _FACTOR_COPIES = 32 * 2**20, 3
+_FACTOR_BYTES, _FACTOR_COPIES = 48 * 2**20, 3
 
 # Clients with fewer steps than others idle; this much of the work at most.
 _MOST_IDLE = 1.25
@@ -268,7 +268,7 @@ def clients_at_once(kernels: Kernels, examples: int) -> int:
     """Returns how many clients' factors one call should hold.
 
     Their memory is bounded whatever the cohort: by a copy of the model, or by
-    32 MB where the model is much smaller than that.
+    48 MB where the model is much smaller than that.
 
     Args:
       kernels: Those of a model that is supported.

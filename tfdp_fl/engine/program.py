@@ -60,7 +60,7 @@ class Program:
         captures = list(getattr(graph, "captures", ()))
         _check_variables(graph, captures, names)
         allowed_operations.check(definition, names)
-        _without_temporary_sums(definition)
+        _with_sums_of_two(definition)
         _with_names_of_their_own(definition)
         self.name = uuid.uuid4().hex
         self.definition = definition
@@ -167,54 +167,31 @@ def _bodies(definition: tf.compat.v1.GraphDef) -> Iterator[Any]:
         yield function.node_def
 
 
-def _without_temporary_sums(definition: tf.compat.v1.GraphDef) -> None:
-    """Replaces `AddN` of numbers by additions of two.
+def _with_sums_of_two(definition: tf.compat.v1.GraphDef) -> None:
+    """Splits every `AddN` of numbers into such of two terms.
 
-    TensorFlow's memory optimizer makes a large `AddN` in a temporary variable,
-    which is found by the operation's name, in one place for all that runs:
+    TensorFlow's memory optimizer makes a large `AddN` of more in a temporary
+    variable, which is found by the operation's name, in one place for all that runs:
     threads that run one function at the same time would add to each other's sums.
     """
     for nodes in _bodies(definition):
-        renamed: set[str] = set()
+        port = "" if nodes is definition.node else ":sum:0"
         for node in list(nodes):
             if node.op != "AddN" or node.attr["T"].type == tf.variant.as_datatype_enum:
                 continue
             terms = [name for name in node.input if not name.startswith("^")]
             controls = [name for name in node.input if name.startswith("^")]
-            in_function = nodes is not definition.node
+            if len(terms) < 3:
+                continue
             total = terms[0]
             for number, term in enumerate(terms[1:-1]):
-                added = nodes.add(op="AddV2", name=f"{node.name}/sum_{number}")
+                added = nodes.add(op="AddN", name=f"{node.name}/sum_{number}")
                 added.input.extend([total, term])
                 added.attr["T"].CopyFrom(node.attr["T"])
-                total = f"{added.name}:z:0" if in_function else added.name
-            del node.input[:]
-            if len(terms) == 1:
-                node.op = "Identity"
-                node.input.extend([total, *controls])
-            else:
-                node.op = "AddV2"
-                node.input.extend([total, terms[-1], *controls])
-            del node.attr["N"]
-            if in_function:
-                renamed.add(node.name)
-        if not renamed:
-            continue
-        (function,) = [
-            each for each in definition.library.function if each.node_def is nodes
-        ]
-        kinds = {node.name: node.op for node in nodes}
-
-        def now(name: str, renamed=renamed, kinds=kinds) -> str:
-            node, _, output = name.partition(":")
-            if node not in renamed or not output:
-                return name
-            return f"{node}:{'z' if kinds[node] == 'AddV2' else 'output'}:0"
-
-        for node in nodes:
-            node.input[:] = [now(name) for name in node.input]
-        for key, value in list(function.ret.items()):
-            function.ret[key] = now(value)
+                added.attr["N"].i = 2
+                total = added.name + port
+            node.input[:] = [total, terms[-1], *controls]
+            node.attr["N"].i = 2
 
 
 def _with_names_of_their_own(definition: tf.compat.v1.GraphDef) -> None:
