@@ -61,10 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         help="What was measured.",
     )
     parser.add_argument(
-        "--current_python",
-        default=str(_ROOT / ".venv-current" / "bin" / "python"),
-        help="The Python of the current stack, for the rows that compare it "
-        "with this one (make STACK=current install makes it).",
+        "--tff_python",
+        default=str(_ROOT / ".venv" / "bin" / "python"),
+        help="The Python of TFF's environment (make STACK=tff install makes it).",
     )
     return parser
 
@@ -78,10 +77,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"benchmark.py: {error}")
     context = rows_lib.Context(
-        quick=arguments.quick, current_python=arguments.current_python, say=_say
+        quick=arguments.quick, tff_python=arguments.tff_python, say=_say
     )
     failed = _measure(selected, store, context, arguments.resume)
     print(report.tables(store))
+    if store.result("mlp") is not None:
+        report.draw(store, arguments.json.with_suffix(".png"))
     if failed:
         sys.exit(f"benchmark.py: failed: {', '.join(failed)}")
 

@@ -1,7 +1,8 @@
-"""The tables of what was measured, in Markdown."""
+"""The tables of what was measured, in Markdown, and their picture."""
 
 from __future__ import annotations
 
+import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +26,31 @@ def tables(results: Results) -> str:
     """Returns a table for each kind of row that was measured."""
     makers = (_tff, _rivals, _ratios)
     return "\n\n".join(filter(None, (make(results) for make in makers)))
+
+
+def draw(results: Results, path: pathlib.Path) -> None:
+    """Draws the rounds and the memory beside TFF's."""
+    from matplotlib import figure
+
+    measured = [
+        (work.name.replace("_", " "), result)
+        for work in reversed(workloads.WORKLOADS.values())
+        if (result := results.result(work.name)) is not None
+    ]
+    drawn = figure.Figure(figsize=(7.2, 2.6), layout="constrained")
+    time, memory = drawn.subplots(1, 2, sharey=True)
+    for side, label, offset in (("tff", "TFF 0.87", 0.2), ("engine", "tfdp_fl", -0.2)):
+        places = [place + offset for place in range(len(measured))]
+        color = {"tff": "#9aa5b1", "engine": "#2563eb"}[side]
+        times = [1e3 * result[side]["median"] for _, result in measured]
+        peaks = [result[f"{side}_peak_bytes"] / 1e6 for _, result in measured]
+        time.barh(places, times, 0.38, color=color, label=label)
+        memory.barh(places, peaks, 0.38, color=color)
+    time.set(xscale="log", xlim=(1, None), xlabel="a round, ms (logarithmic)")
+    memory.set(xlabel="memory at the peak, MB")
+    time.set_yticks(range(len(measured)), [name for name, _ in measured])
+    time.legend(fontsize=8)
+    drawn.savefig(path, dpi=150)
 
 
 def _spread(ratios: Sequence[float]) -> str:

@@ -29,12 +29,12 @@ class Context:
 
     Attributes:
       quick: Few repetitions and short curves: to see that all of it works.
-      current_python: The interpreter of the current stack.
+      tff_python: The interpreter of TFF's environment.
       say: Prints a line of progress.
     """
 
     quick: bool = False
-    current_python: str = sys.executable
+    tff_python: str = sys.executable
     say: Callable[[str], None] = lambda line: None
 
     @property
@@ -161,7 +161,7 @@ def _run_against_tff(
 ) -> Result:
     """Starts both sides anew, and times them in turns."""
     with (
-        Side("tff", {"workload": workload.name}) as tff,
+        Side("tff", {"workload": workload.name}, python=context.tff_python) as tff,
         Side("engine") as ours,
     ):
         first = tff.call("use", **setting)["first_seconds"]
@@ -185,7 +185,7 @@ def _run_against_tff(
 
 def compare_with_tff(workload: workloads.Workload, context: Context) -> Result:
     """Times a workload here and in TFF, at the settings that suit TFF best."""
-    with Side("tff", {"workload": workload.name}) as tff:
+    with Side("tff", {"workload": workload.name}, python=context.tff_python) as tff:
         tried = _tff_settings(tff, context)
     chosen = min(tried, key=lambda each: each["seconds"])
     setting = {k: v for k, v in chosen.items() if k != "seconds"}
@@ -233,12 +233,7 @@ def sharded(context: Context) -> Result:
 
 def _sharded(name: str, workers: int, context: Context) -> Result:
     """Compares a workload's rounds on workers with those here, in one run."""
-    # On the current stack, as Ray is there for it.
-    python = context.current_python
-    with (
-        Side("engine", python=python) as here,
-        Side("engine", python=python) as there,
-    ):
+    with Side("engine") as here, Side("engine") as there:
         there.call("add", run="run", workload=name, workers=workers)
         here.call("add", run="run", workload=name)
         seconds = context.seconds(1.5)
