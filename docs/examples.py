@@ -38,7 +38,8 @@ fed.fit(clients, rounds=2, batch_size=10, verbose=0)
 print(fed.epsilon(delta=1e-2), fed.rounds, fed.evaluate(*test, verbose=0))
 means = tfdp_fl.PrivateMetrics(bounds={"accuracy": (0, 1)}, noise_multiplier=5.0)
 print(fed.evaluate_clients(clients, private=means, verbose=0)["accuracy"])
-print(fed.privacy_statement(delta=1e-2))
+print(fed.privacy_statement(delta=1e-2), fed.central_epsilon(delta=1e-2))
+print(fed.predict(test[0], verbose=0).shape, fed.mechanism, fed.setup.sampling)
 fed.save("digits.keras")
 
 # %% search
@@ -54,8 +55,8 @@ search = tfdp_fl.PrivateSearch(
     expected_trials=2,
     target_epsilon=8.0,
     target_delta=1e-2,
-    score=tfdp_fl.PublicScore(*test, "accuracy"),
-)
+    score=tfdp_fl.PublicScore(*test, "accuracy"),  # Or, by clients that are held out,
+)  # tfdp_fl.PrivateScore("accuracy", noise_multiplier=5.0).
 best = search.fit(clients, rounds=2, batch_size=10)
 
 # %% mechanisms
@@ -65,6 +66,7 @@ tfdp_fl.MedianClipping(noise_multiplier=1.0)
 tfdp_fl.LocalDP(clip_norm=1.0, epsilon=8.0, delta=1e-5)
 tfdp_fl.AdaptiveLocalDP(epsilon=8.0, delta=1e-5)
 tfdp_fl.NbAFL(epsilon=8.0, constant=3.0, weight_clip=1.0)
+tfdp_fl.NoPrivacy()
 weighting = tfdp_fl.ClientWeighting.num_examples(cap=20)
 tfdp_fl.DPFederatedModel(model, fixed, 10, client_weighting=weighting)
 
@@ -72,19 +74,25 @@ tfdp_fl.DPFederatedModel(model, fixed, 10, client_weighting=weighting)
 correlated = tfdp_fl.CorrelatedNoise(
     clip_norm=0.3,
     noise_multiplier=1.0,
-    strategy=tfdp_fl.BandedToeplitz(bands=2),
+    strategy=tfdp_fl.BandedToeplitz(bands=2),  # Or tfdp_fl.BLT(num_buffers=3).
     rounds=4,
     min_separation=2,
 )
 fed = tfdp_fl.DPFederatedModel(model, correlated, 10, sampling="cyclic")
 
 # %% callbacks
+class Print(tfdp_fl.callbacks.FederatedCallback):
+    def on_round_released(self, round_index, logs):
+        print(round_index, logs["accuracy"])
+
+
 fed = tfdp_fl.DPFederatedModel(model, fixed, clients_per_round=10)
 fed.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
 listeners = [
     tfdp_fl.callbacks.PrivacyBudget(epsilon=8.0, delta=1e-2),
     tfdp_fl.callbacks.RoundCheckpoint("run", delta=1e-2),
     tfdp_fl.callbacks.Report("report.html"),
+    Print(),
 ]
 fed.fit(clients, rounds=2, batch_size=10, callbacks=listeners, verbose=0)
 
@@ -100,6 +108,8 @@ print(clients.num_clients, clients.element_spec, clients.num_examples)
 x, y = clients.client(clients.client_ids[0])
 training, held_out = clients.split_by_id(0.2)
 halves = clients.map(lambda x, y: (x / 2, y))
+some = clients.take([0, 1]).in_memory()
+print(some.client_sizes(), some.create_tf_dataset_for_client(some.client_ids[0]))
 
 # %% datasets
 labels = np.arange(400) % 10
@@ -113,12 +123,14 @@ from tfdp_fl import accounting
 print(accounting.epsilon(1.0, "poisson", 1000, 100, 100, 1e-5))
 print(accounting.calibrate_noise_multiplier(8.0, "poisson", 1000, 100, 100, 1e-5))
 print(accounting.max_rounds(1.0, "poisson", 1000, 100, 8.0, 1e-5))
+print(accounting.delta(1.0, "poisson", 1000, 100, 100, 8.0))
 
 # %% gaussians
 from tfdp_fl import accounting
 
 z = accounting.analytic_noise_multiplier(epsilon=1.0, delta=1e-5)
-print(z, accounting.gaussian_epsilon(z, delta=1e-5))
+print(z, accounting.gaussian_epsilon(z, 1e-5), accounting.gaussian_delta(z, 1.0))
+print(accounting.epsilon_of_mu_squared(100 / z**2, delta=1e-5))  # 100 releases.
 
 # %% charges
 import dp_accounting
@@ -132,7 +144,7 @@ charge = accounting.RoundCharge(
 )
 accountant = accounting.PrivacyAccountant()
 accountant.add(charge)
-print(accountant.epsilon(1e-5))
+print(accountant.epsilon(1e-5), accounting.tightest([charge]))
 
 # %% ledger
 from tfdp_fl import accounting
@@ -142,6 +154,8 @@ fed.compile(keras.optimizers.SGD(0.1), loss)
 ledger = tfdp_fl.callbacks.Ledger("ledger.jsonl")
 fed.fit(clients, rounds=2, batch_size=10, callbacks=[ledger], verbose=0)
 print(accounting.epsilon_from_ledger("ledger.jsonl", delta=1e-2))
+contents = accounting.PrivacyLedger.read("ledger.jsonl")
+print(contents.head, len(contents.entries), contents.epsilon(delta=1e-2))
 
 # %% statement
 from tfdp_fl import accounting
@@ -164,7 +178,9 @@ gradients = tfdp_fl.features.OrientedGradients()  # A layer for images.
 # %% sampling
 sampler = tfdp_fl.sampling.PoissonSampler(num_clients=1000, clients_per_round=100)
 print(sampler.cohort(0))
-cyclic = tfdp_fl.sampling.make_sampler("cyclic", 1000, 100, num_groups=8)
+for name in ("fixed_size", "shuffled", "cyclic"):
+    sampler = tfdp_fl.sampling.make_sampler(name, 1000, 100)
+    print(type(sampler).__name__, len(sampler.cohort(0)))
 
 # %% runtimes
 import ray
