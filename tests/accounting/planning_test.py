@@ -53,14 +53,6 @@ def test_equal_rounds_are_the_constant(sampling, accountant):
     assert delta == pytest.approx(1e-5, abs=1e-7)
 
 
-def test_rounds_that_differ_are_composed():
-    mixed = accounting.epsilon([1.0, 3.0], "poisson", 100, [10, 40], 2, 1e-5)
-    for z, m in ((1.0, 10), (3.0, 40)):
-        assert mixed > accounting.epsilon(z, "poisson", 100, m, 1, 1e-5)
-    swapped = accounting.epsilon([3.0, 1.0], "poisson", 100, [40, 10], 2, 1e-5)
-    assert mixed == pytest.approx(swapped, abs=1e-12)
-
-
 def test_passes_over_shuffled_clients():
     # 100 clients by 30: cohorts of 30, 30, 30, 10 are one pass.
     one, four, five = (
@@ -199,12 +191,3 @@ def test_every_pass_covers_every_position_once(n, sizes):
         whole = list(range(n))
         last = index == max(covered)
         assert positions == (whole[: len(positions)] if last else whole)
-
-
-def test_sizes_of_passes_are_checked():
-    with pytest.raises(ValueError, match="clients_per_round"):
-        charge_lib.PassCohorts(10, 11).cohort(0)
-    with pytest.raises(ValueError, match="whole number"):
-        charge_lib.PassCohorts(10, 2.5).cohort(0)
-    with pytest.raises(ValueError, match="clients_per_round"):
-        charge_lib.PassCohorts(10, lambda t: 10 + t).cohort(20)

@@ -36,9 +36,9 @@ import threading
 from typing import Any
 
 from tfdp_fl import _json, _validate, version
-from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting.accountant import PrivacyAccountant
 
 FORMAT = "tfdp_fl privacy ledger 3"
 _GENESIS = "0" * 64
@@ -142,6 +142,12 @@ class LedgerContents:
     truncated: bool
     head: str
 
+    def followed_by(self, entry: LedgerEntry) -> LedgerContents:
+        """Returns the contents with one more round at their end."""
+        return dataclasses.replace(
+            self, entries=(*self.entries, entry), head=entry.line_hash
+        )
+
     def by_run(self) -> dict[str, tuple[LedgerEntry, ...]]:
         """Returns the rounds of each run, by the run's id."""
         runs: dict[str, list[LedgerEntry]] = {}
@@ -163,13 +169,10 @@ class LedgerContents:
                 return count
         return 0
 
-    def accountant(self) -> accountant_lib.PrivacyAccountant:
+    def accountant(self) -> PrivacyAccountant:
         """Returns an accountant to which all rounds were added."""
-        history = accountant_lib.PrivacyAccountant()
         charges = (entry.charge for entry in self.entries if entry.charge is not None)
-        for charge, count in collections.Counter(charges).items():
-            history.add(charge, count)
-        return history
+        return PrivacyAccountant(collections.Counter(charges).items())
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns the epsilon of all rounds at delta.
@@ -284,9 +287,6 @@ class PrivacyLedger:
         # A fork inherits the file, its lock and the place of the next line.
         self._process = os.getpid()
         self._run = new_run() if run is None else _checked_run(run)
-        self._head = _GENESIS
-        self._entries: list[LedgerEntry] = []
-        self._header: dict[str, Any] = {}
         # Flower's strategies share an open ledger: one of them records at a time.
         self._recording = threading.Lock()
         self._broken = False
@@ -310,10 +310,9 @@ class PrivacyLedger:
             ) from error
         try:
             self._lock()
-            self._recover(expected_head)
-            if not self._header:
-                self._header = {
-                    "kind": "header",
+            self._contents = self._recover(expected_head)
+            if not self._contents.header:
+                header = {
                     "format": FORMAT,
                     "version": version.__version__,
                     "dp_accounting": charge_lib.dp_accounting_version(),
@@ -323,7 +322,10 @@ class PrivacyLedger:
                     "target_delta": target_delta,
                     "mechanism": mechanism or {},
                 }
-                self._append(self._header)
+                head = self._append({"kind": "header", **header})
+                self._contents = dataclasses.replace(
+                    self._contents, header=header, head=head
+                )
                 self._sync_folder()
         except BaseException as error:
             if mode == "create" and not isinstance(error, LedgerInUseError):
@@ -339,17 +341,17 @@ class PrivacyLedger:
     @property
     def head(self) -> str:
         """The hash of the last line: keep it elsewhere to detect a cut."""
-        return self._head
+        return self._contents.head
 
     @property
     def rounds(self) -> int:
         """How many rounds the ledger holds."""
-        return len(self._entries)
+        return len(self.entries)
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
         """The rounds that the ledger holds."""
-        return tuple(self._entries)
+        return self._contents.entries
 
     @property
     def run(self) -> str:
@@ -422,29 +424,27 @@ class PrivacyLedger:
             self._check_file()
             if budget is not None:
                 self._ask(budget, entry)
-            self._append(body)
-            self._entries.append(dataclasses.replace(entry, line_hash=self._head))
+            head = self._append(body)
+            entry = dataclasses.replace(entry, line_hash=head)
+            self._contents = self._contents.followed_by(entry)
 
     def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""
-        entries = (*self._entries, entry)
-        after = LedgerContents(
-            header=self._header, entries=entries, truncated=False, head=""
-        )
+        after = self._contents.followed_by(entry)
         epsilon = after.epsilon(budget.delta, budget.accountant)
         if entry.local is not None:  # Also where the header names no guarantee.
             epsilon = max(epsilon, after.local_epsilon(budget.delta))
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
                 f"Round {entry.round_index} would bring epsilon to {epsilon:.6g} at "
-                f"delta={budget.delta:g} by all {len(entries)} rounds of the ledger "
-                f"{self._path}, and the budget is {budget.epsilon:g}. Nothing was "
-                "written; the round must not be released."
+                f"delta={budget.delta:g} by all {len(after.entries)} rounds "
+                f"of the ledger {self._path}, and the budget is {budget.epsilon:g}. "
+                "Nothing was written; the round must not be released."
             )
 
     def contents(self) -> LedgerContents:
         """Returns what the ledger holds now."""
-        return PrivacyLedger.read(self._place)
+        return self._contents
 
     def close(self) -> None:
         """Releases the file and its lock."""
@@ -498,7 +498,7 @@ class PrivacyLedger:
                 "give this one a ledger (or an output directory) of its own."
             ) from None
 
-    def _recover(self, expected_head: str | None) -> None:
+    def _recover(self, expected_head: str | None) -> LedgerContents:
         """Verifies what is there and removes a line that was cut short."""
         size = os.fstat(self._file).st_size
         data = os.pread(self._file, size, 0)
@@ -511,15 +511,15 @@ class PrivacyLedger:
         self._end = whole
         if whole and not data[:whole].endswith(b"\n"):
             self._write(b"\n")
-        self._header, self._head = contents.header, contents.head
-        self._entries = list(contents.entries)
+        return dataclasses.replace(contents, truncated=False)
 
-    def _append(self, body: dict[str, Any]) -> None:
-        body["previous"] = self._head
+    def _append(self, body: dict[str, Any]) -> str:
+        """Writes a line; returns its hash."""
+        body = {**body, "previous": self.head}
         digest = digest_of(body)
         line = _json.canonical({**body, "hash": digest}) + "\n"
         self._write(line.encode())
-        self._head = digest
+        return digest
 
     def _write(self, data: bytes) -> None:
         if self._broken:
