@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import attrs
 import dp_accounting
 from dp_accounting import rdp
 
 from tfdp_fl._on_use import tf
+from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import tf_privacy as tfp
 
 _ALLOWED = (
@@ -75,7 +75,7 @@ def check_query(
                 f"from round to round, got {type(query).__name__}; "
                 f"{_USE_INSTEAD}."
             )
-        _check_event(query, dp_event, _with_numbers(event))
+        _check_event(query, dp_event, charge.normalised(event))
         if not free and not all(map(_has_noise, tf.nest.flatten(result))):
             raise ValueError(
                 f"dp_event must not be {dp_event!r} for a query that adds no "
@@ -94,7 +94,7 @@ def _check_classes(query: Any) -> None:
     abstract = (tfp.SumAggregationDPQuery, tfp.DPQuery)
     if base not in (*abstract, *(getattr(tfp, name) for name in _ALLOWED)):
         why = ""
-        if "Tree" in base.__name__ or "Restart" in base.__name__:
+        if "Tree" in base.__name__:
             why = (
                 ", whose noise is correlated over the rounds (it is seeded by the "
                 "clock, its state changes shape, and it reports no event that can "
@@ -175,16 +175,3 @@ def _epsilons(event: dp_accounting.DpEvent) -> list[float] | None:
             return None
         epsilons += [accountant.get_epsilon(delta) for delta in _DELTAS]
     return epsilons
-
-
-def _with_numbers(value: Any) -> Any:
-    """Returns an event with numbers for tensors."""
-    if isinstance(value, dp_accounting.DpEvent):
-        names = [field.name for field in attrs.fields(type(value))]
-        return attrs.evolve(
-            value,
-            **{name: _with_numbers(getattr(value, name)) for name in names},
-        )
-    if isinstance(value, (list, tuple)):
-        return [_with_numbers(each) for each in value]
-    return value.numpy().item() if tf.is_tensor(value) else value
