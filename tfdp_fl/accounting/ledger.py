@@ -238,6 +238,10 @@ class PrivacyLedger:
     """Writes a ledger; one process at a time, and its threads one by one.
 
     Use as a context manager, or `close`.
+
+    Attributes:
+      path: The file.
+      run: The id of the run whose rounds are recorded.
     """
 
     def __init__(
@@ -281,12 +285,12 @@ class PrivacyLedger:
             _validate.instance_of(str, expected_head=expected_head)
         if mechanism is not None:
             _validate.instance_of(dict, mechanism=mechanism)
-        self._path = pathlib.Path(path)
+        self.path = pathlib.Path(path)
         # Where it is, wherever the process goes.
-        self._place = os.path.abspath(self._path)
+        self._place = os.path.abspath(self.path)
         # A fork inherits the file, its lock and the place of the next line.
         self._process = os.getpid()
-        self._run = new_run() if run is None else _checked_run(run)
+        self.run = new_run() if run is None else _checked_run(run)
         # Flower's strategies share an open ledger: one of them records at a time.
         self._recording = threading.Lock()
         self._broken = False
@@ -301,11 +305,11 @@ class PrivacyLedger:
                 errno.EEXIST,
                 "The ledger exists already; open it with mode='append' to go "
                 "on with it",
-                str(self._path),
+                str(self.path),
             ) from None
         except OSError as error:
             raise LedgerWriteError(
-                f"The ledger {self._path} cannot be opened for writing: "
+                f"The ledger {self.path} cannot be opened for writing: "
                 f"{error.strerror}."
             ) from error
         try:
@@ -334,11 +338,6 @@ class PrivacyLedger:
             raise
 
     @property
-    def path(self) -> pathlib.Path:
-        """The file."""
-        return self._path
-
-    @property
     def head(self) -> str:
         """The hash of the last line: keep it elsewhere to detect a cut."""
         return self._contents.head
@@ -352,11 +351,6 @@ class PrivacyLedger:
     def entries(self) -> tuple[LedgerEntry, ...]:
         """The rounds that the ledger holds."""
         return self._contents.entries
-
-    @property
-    def run(self) -> str:
-        """The id of the run whose rounds are recorded."""
-        return self._run
 
     def record(
         self,
@@ -411,7 +405,7 @@ class PrivacyLedger:
             _validate.instance_of(Budget, budget=budget)
         body: dict[str, Any] = {
             "kind": "round",
-            "run": self._run if run is None else _checked_run(run),
+            "run": self.run if run is None else _checked_run(run),
             "round": _validate.non_negative_integer(round_index=round_index),
             "cohort_size": _validate.non_negative_integer(cohort_size=cohort_size),
             "charge": charge and json.loads(charge.to_json()),
@@ -438,7 +432,7 @@ class PrivacyLedger:
             raise BudgetExceededError(
                 f"Round {entry.round_index} would bring epsilon to {epsilon:.6g} at "
                 f"delta={budget.delta:g} by all {len(after.entries)} rounds "
-                f"of the ledger {self._path}, and the budget is {budget.epsilon:g}. "
+                f"of the ledger {self.path}, and the budget is {budget.epsilon:g}. "
                 "Nothing was written; the round must not be released."
             )
 
@@ -486,7 +480,7 @@ class PrivacyLedger:
     def _file(self) -> int:
         """The descriptor of the open file."""
         if self._descriptor is None:
-            raise LedgerError(f"The ledger {self._path} is closed.")
+            raise LedgerError(f"The ledger {self.path} is closed.")
         return self._descriptor
 
     def _lock(self) -> None:
@@ -494,7 +488,7 @@ class PrivacyLedger:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LedgerInUseError(
-                f"The ledger {self._path} is being written by another run; "
+                f"The ledger {self.path} is being written by another run; "
                 "give this one a ledger (or an output directory) of its own."
             ) from None
 
@@ -504,7 +498,7 @@ class PrivacyLedger:
         data = os.pread(self._file, size, 0)
         self._end = size
         self._check_file()
-        contents, whole = _parse(data, str(self._path), expected_head)
+        contents, whole = _parse(data, str(self.path), expected_head)
         if whole < size:
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
@@ -524,7 +518,7 @@ class PrivacyLedger:
     def _write(self, data: bytes) -> None:
         if self._broken:
             raise LedgerWriteError(
-                f"The ledger {self._path} could not be repaired after a failed "
+                f"The ledger {self.path} could not be repaired after a failed "
                 "write; close it and open it with mode='append'."
             )
         self._check_file()
@@ -538,7 +532,7 @@ class PrivacyLedger:
             if not isinstance(error, OSError):
                 raise
             raise LedgerWriteError(
-                f"The ledger {self._path} cannot be written: "
+                f"The ledger {self.path} cannot be written: "
                 f"{error.strerror}. Its earlier lines are unchanged; the round "
                 "must not be released."
             ) from error
@@ -551,7 +545,7 @@ class PrivacyLedger:
         """
         if os.getpid() != self._process:
             raise LedgerForkedError(
-                f"The ledger {self._path} was opened by process "
+                f"The ledger {self.path} was opened by process "
                 f"{self._process} and cannot be written by its fork "
                 f"{os.getpid()}: both would write in the same place. Open one "
                 "in each process, or release rounds in one process only."
@@ -563,13 +557,13 @@ class PrivacyLedger:
             there = False
         if not there:
             raise LedgerMovedError(
-                f"The ledger {self._path} was deleted, moved or replaced while "
+                f"The ledger {self.path} was deleted, moved or replaced while "
                 "it was open: what is written now would not be found there. "
                 "Put it back; the round must not be released."
             )
         if own.st_size != self._end:
             raise LedgerTamperedError(
-                f"The ledger {self._path} has {own.st_size} bytes where "
+                f"The ledger {self.path} has {own.st_size} bytes where "
                 f"{self._end} were written: something else changed it while "
                 "it was open. The round must not be released."
             )
