@@ -9,7 +9,7 @@ import pytest
 import tfdp_fl
 from tests.mechanisms import references
 from tfdp_fl.accounting import gaussian
-from tfdp_fl.mechanisms import Deployment
+from tfdp_fl.mechanisms import Deployment, Round
 
 _DEPLOYMENT = Deployment(
     clients_per_round=4, num_clients=20, sampling="fixed_size", rounds=10
@@ -75,6 +75,9 @@ def test_classic_is_warned_of_from_one_on():
 def test_one_round_costs_a_client_its_sensitivity_over_sigma(z):
     mechanism = tfdp_fl.LocalDP(clip_norm=7.0, noise_multiplier=z)
     assert mechanism.mu_squared(_DEPLOYMENT) == pytest.approx((2 / z) ** 2)
+    # On the sum of m = 4: sqrt(m) times what one client adds.
+    stddevs = mechanism.noise_stddevs(Round(7.0, 0.0, 4.0), _DEPLOYMENT)
+    assert stddevs == {"update": pytest.approx(2 * z * 7.0)}
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=0.0)
     assert mechanism.mu_squared(_DEPLOYMENT) == math.inf
 

@@ -142,7 +142,7 @@ class LedgerContents:
     truncated: bool
     head: str
 
-    def followed_by(self, entry: LedgerEntry) -> LedgerContents:
+    def with_entry(self, entry: LedgerEntry) -> LedgerContents:
         """Returns the contents with one more round at their end."""
         return dataclasses.replace(
             self, entries=(*self.entries, entry), head=entry.line_hash
@@ -420,11 +420,11 @@ class PrivacyLedger:
                 self._ask(budget, entry)
             head = self._append(body)
             entry = dataclasses.replace(entry, line_hash=head)
-            self._contents = self._contents.followed_by(entry)
+            self._contents = self._contents.with_entry(entry)
 
     def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""
-        after = self._contents.followed_by(entry)
+        after = self._contents.with_entry(entry)
         epsilon = after.epsilon(budget.delta, budget.accountant)
         if entry.local is not None:  # Also where the header names no guarantee.
             epsilon = max(epsilon, after.local_epsilon(budget.delta))
