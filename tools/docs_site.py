@@ -76,7 +76,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "gaussians": (
         "Gaussians",
         "tfdp_fl.accounting: gaussian_epsilon gaussian_delta "
-        "analytic_noise_multiplier classic_noise_multiplier epsilon_of_mu_squared",
+        "analytic_noise_multiplier epsilon_of_mu_squared",
     ),
     "charges": (
         "Charges and accountants",
@@ -116,7 +116,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "learning_epsilon": (
         "TFF: epsilon",
-        "tfdp_fl.learning: epsilon Epsilon privacy_charges privacy_statement",
+        "tfdp_fl.learning: epsilon Epsilon privacy_charges",
     ),
     "flower": (
         "Flower: message API",

@@ -102,14 +102,6 @@ def test_what_is_written_is_read(path):
     assert entry.details == {"clip_norm": 0.5, "radii": [1.0, 2.0]}
 
 
-def test_epsilon_without_the_model(path):
-    _write(path, 5)
-    noise = [1.0 + t / 7 for t in range(5)]
-    expected = accounting.epsilon(noise, "poisson", 1000, 100, 5, 1e-5)
-    found = accounting.epsilon_from_ledger(path, 1e-5)
-    assert found == pytest.approx(expected, abs=1e-12)
-
-
 def test_a_line_is_on_the_disk_before_record_returns(path, open_ledger):
     synced, fsync = [], os.fsync
 
@@ -120,15 +112,6 @@ def test_a_line_is_on_the_disk_before_record_returns(path, open_ledger):
     with mock.patch.object(os, "fsync", spy):
         open_ledger.record(1, _charge(), 1)
         assert synced == [3]
-
-
-def test_append_goes_on_where_it_was(path):
-    _write(path, 2)
-    with _append(path) as ledger:
-        assert ledger.rounds == 2
-        ledger.record(2, _charge(), 3)
-        assert len(ledger.contents().entries) == 3
-    assert len(read(path).entries) == 3
 
 
 def test_create_leaves_an_existing_file_alone(path):

@@ -147,14 +147,6 @@ class CostTest(parameterized.TestCase):
             for several in ((cheap, dear), (dear, cheap)):
                 self.assertGreaterEqual(_epsilon(_charge(*several, shape=shape)), alone)
 
-    def test_kinds_that_are_dear_at_different_orders_cost_more_than_any(self):
-        sampled = dp_accounting.SelfComposedDpEvent(
-            dp_accounting.PoissonSampledDpEvent(0.01, _G(0.6)), 20
-        )
-        both = _epsilon(_charge(sampled, _G(4.0), shape=1.0))
-        for one in (sampled, _G(4.0)):
-            self.assertGreaterEqual(both, _epsilon(_charge(one, shape=1.0)))
-
     def test_a_trial_without_noise_is_no_guarantee(self):
         for event in (_G(0.0), dp_accounting.NonPrivateDpEvent()):
             for shape in (math.inf, 1.0):

@@ -54,7 +54,7 @@ def test_a_local_one_is_that_of_the_most_seen_client(guarantee):
     # What a crash may have lost counts against everybody.
     spending.lost_mu_squared = 0.25
     assert spending.epsilon(_DELTA) == exact(1.25, _DELTA)
-    assert spending.central_epsilon(_DELTA) == _central(2)
+    assert spending.central.epsilon(_DELTA) == _central(2)
 
 
 def _ledger(*lines):
@@ -114,7 +114,7 @@ def test_the_state_survives_a_checkpoint():
     charges = json.loads(json.dumps(state["charges"]))
     again = spending_lib.Spending.from_state({**state, "charges": charges})
     assert again.epsilon(_DELTA) == spending.epsilon(_DELTA)
-    assert again.central_epsilon(_DELTA) == spending.central_epsilon(_DELTA)
+    assert again.central.epsilon(_DELTA) == spending.central.epsilon(_DELTA)
     assert again.rounds == 2
     again.charge(_charge(), np.array([2]), math.inf)
     assert again.epsilon(_DELTA) == math.inf > spending.epsilon(_DELTA)

@@ -118,12 +118,3 @@ def test_what_is_no_sum_is_refused(inner):
 def test_what_else_may_be_released_is_refused(parts):
     with pytest.raises(ValueError, match="build_dp_fed_avg"):
         state_lib.accountable_state(learning_state(**parts))
-
-
-def test_kinds_of_rounds():
-    fixed = ours().mechanism
-    kind = state_lib.history_kind(fixed, None, "poisson")
-    assert kind == np.int64(kind)
-    # It is in checkpoints: the same on every machine.
-    assert kind == state_lib.history_kind(ours().mechanism, None, "poisson")
-    assert kind != state_lib.history_kind(fixed, None, None)

@@ -3,7 +3,6 @@ import pytest
 import tensorflow as tf
 
 from tests.correlated_noise import references
-from tests.mechanisms import statistics
 from tfdp_fl.correlated_noise import BLT, BandedToeplitz, Participation
 
 SHAPES = ([3], [2, 2], [])
@@ -79,17 +78,6 @@ def test_mixed_precision_of_products_does_not_touch_it(name, request):
     np.testing.assert_allclose(noise, expected, atol=3e-6)
 
 
-def test_draws_in_turn_are_told_apart():
-    # z = 1, 2, ..., 8, as the design gives it.
-    generator = BandedToeplitz(coefficients=(1, 0.5, 0.25)).generator(promised(8, 1))
-    noise, _ = stream(generator, np.arange(1.0, 9)[:, None], ([1],))
-    expected = [1.0]
-    for t in range(1, 8):
-        before = expected[t - 2] if t > 1 else 0.0
-        expected.append(t + 1 - 0.5 * expected[-1] - 0.25 * before)
-    np.testing.assert_allclose(noise[:, 0], expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("strategy", [BandedToeplitz(32), BLT(3)])
 def test_float32_is_exact_enough_over_two_thousand_rounds(strategy):
     generator = strategy.generator(promised(2048, 256))
@@ -107,29 +95,3 @@ def test_charges_go_by_the_coefficients_that_are_used(name):
     assert generator.sensitivity**2 >= first * (1 - 1e-12)
     assert np.sum(generator.charges**2) == pytest.approx(generator.sensitivity**2)
     assert generator.sensitivity**2 == pytest.approx(first)
-
-
-@pytest.mark.parametrize("strategy", [BandedToeplitz(4), BLT(2)])
-def test_covariance_is_that_of_the_strategy(strategy):
-    # 40 000 short runs side by side. An entry of the covariance has a standard
-    # error of at most sqrt(2 v_s v_t / runs); a false alarm of 6.2 of them in
-    # one of 36 entries is rarer than 36 * 6e-10 = 2e-8 (4 tests: below 1e-7).
-    rounds, runs = 8, 40_000
-    generator = strategy.generator(promised(rounds, 4))
-    seed = tf.constant([3, 5], tf.int64)
-    memory = generator.first_memory([[runs]])
-    noise = []
-    for t in range(rounds):
-        inner = tf.random.experimental.stateless_fold_in(seed, 1000 * t)
-        fresh = [tf.random.stateless_normal([runs], inner)]
-        n, memory = generator.next_noise(memory, fresh)
-        noise.append(n[0].numpy())
-    found = np.cov(np.array(noise), bias=True)
-    rows = np.linalg.inv(references.dense(generator.coefficients, rounds))
-    expected = rows @ rows.T
-    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
-    assert np.all(np.abs(found - expected) <= 6.2 * np.sqrt(2 / runs) * scale)
-    statistics.assert_gaussian(noise[0], np.sqrt(expected[0, 0]))
-    # A tenth more noise is found out.
-    wrong = np.abs(1.1**2 * np.diag(found) - np.diag(expected))
-    assert np.all(wrong > 6.2 * np.sqrt(2 / runs) * np.diag(expected))

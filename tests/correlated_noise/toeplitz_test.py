@@ -66,17 +66,6 @@ def test_what_the_formula_does_not_cover_is_refused(coefficients, named):
     assert named in str(caught.value)
 
 
-def test_the_refused_example_would_have_been_undercharged():
-    c = np.array([1, 0, 0.9])
-    promised = participation.Participation(
-        rounds=8, min_separation=1, max_participations=2
-    )
-    formula = np.sum(toeplitz.charges(c, promised) ** 2)
-    truth = references.worst_by_count(references.dense(c, 8), 1)[2]
-    assert formula == pytest.approx(3.62)
-    assert truth == pytest.approx(5.42)
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_the_workload_is_what_the_models_hold(beta):
     # Row t is the model after round t, of a server that runs SGD with momentum.

@@ -7,7 +7,7 @@ import pytest
 
 from tfdp_fl import accounting, learning, mechanisms
 from tfdp_fl.aggregators import AggregatorState, RoundHistory
-from tfdp_fl.aggregators.state import history_kind
+from tfdp_fl.aggregators.state import history_line
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
 
 DELTA = 1e-5
@@ -24,25 +24,10 @@ def state_after(mechanism, rounds, clients_per_round=100, **facts):
     deployment = mechanism_lib.Deployment(
         clients_per_round=clients_per_round, **{"rounds": 10, **facts}
     )
-    if mechanism.guarantee in ("local", "record"):
-        costs = [mechanism.mu_squared(deployment)] * rounds
-    else:
-        events = [mechanism.round_event(k, deployment) for k in range(rounds)]
-        costs = [getattr(event, "noise_multiplier", 0.0) for event in events]
-    sizes = np.array([deployment.cohort_size(k) for k in range(rounds)], np.float64)
-    kind = history_kind(mechanism, None, deployment.sampling)
-    return AggregatorState(
-        query_state=(),
-        rounds=rounds,
-        sum_state=(),
-        history=RoundHistory(
-            kinds=np.full(rounds, kind),
-            costs=np.array(costs, np.float64),
-            cohort_sizes=sizes,
-            populations=np.full(rounds, deployment.num_clients or 0),
-            answered=sizes,
-        ),
-    )
+    sizes = np.array([deployment.cohort_size(k) for k in range(rounds)])
+    lines = [history_line(mechanism, deployment, k).encode() for k in range(rounds)]
+    history = RoundHistory(lines=np.array(lines, object), answered=sizes)
+    return AggregatorState((), rounds, (), history)
 
 
 def one_after_the_other(*states):
@@ -184,7 +169,7 @@ def test_the_statement_says_what_the_number_is():
     assert json.loads(json.dumps(value)) == float(value)
     for words in ("epsilon = 7.9", "was declared by the caller", "the server's state"):
         assert words in value.statement
-    facts = learning.privacy_statement(state, fixed(1.0), format="dict", **DECLARED)
+    facts = value.in_words("dict")
     assert facts["epsilon"] == value
     assert {"tff_cohorts_declared", "tff_other_releases"} <= set(facts["caveats"])
 

@@ -60,31 +60,6 @@ def test_a_norm_equal_to_the_clip_is_not_clipped():
     np.testing.assert_allclose(done.next_state.clip_norm, math.exp(-0.5), rtol=1e-6)
 
 
-@pytest.mark.parametrize("start, quantile", [(0.1, 0.8), (10.0, 0.3)])
-def test_finds_the_quantile_from_far_away(start, quantile):
-    norms = np.random.default_rng(3).lognormal(sigma=0.5, size=20)
-    wanted = np.quantile(norms, quantile)
-    query, state = _query(initial_clip_norm=start * wanted, target_quantile=quantile)
-
-    @tf.function
-    def step(state, seed):
-        state = query.begin_round(state, 0.5, 20.0)
-        total = query.initial_sample_state([tf.zeros([1])])
-        # Twenty at once: what they add beside their updates is a sum.
-        bits = query.mechanism.sums_of(tf.constant(norms, tf.float32), state)
-        bits = {name: tf.reduce_sum(bit) for name, bit in bits.items()}
-        with noise.seeded(seed):
-            _, state, _ = query.get_noised_result(total._replace(sums=bits), state)
-        return state
-
-    clips = []
-    for t in range(150):
-        state = step(state, tf.constant([5, t], tf.int64))
-        clips.append(float(state.clip_norm))
-    share = [(norms <= clip).mean() for clip in clips[100:]]
-    np.testing.assert_allclose(np.mean(share), quantile, atol=0.06)
-
-
 @pytest.mark.parametrize("noise_site", ["server", "client"])
 def test_updates_are_noised_with_z_delta_and_this_rounds_clip(noise_site):
     z, m = 1.4, 16
@@ -133,16 +108,6 @@ def test_the_count_is_noised_with_sigma_b_in_all(noise_site, sigma_b):
         np.multiply(expected[noise_site], sigma_b or m / 20),
         atol=1e-5,
     )
-
-
-def test_without_noise_on_the_updates_the_count_is_exact_too():
-    query, state = _query(noise_multiplier=0.0)
-    updates = rounds.updates_with_norms([1.0] * 4)
-    clips = {
-        float(rounds.run_round(query, state, updates).next_state.clip_norm)
-        for _ in range(5)
-    }
-    assert len(clips) == 1
 
 
 @pytest.mark.parametrize("m, z", [(10, 0.5), (40, 1.5)])

@@ -82,19 +82,6 @@ def test_noise_undone_is_fresh(strategy):
             statistics.assert_uncorrelated(fresh[t], fresh[t - 1])
 
 
-def test_a_clip_that_moves_scales_what_is_made_of_unit_noise():
-    mechanism, zeros = _mechanism(), [tf.zeros([50])]
-    deployment = Deployment(clients_per_round=4, shapes=((50,),))
-    moved = plain = mechanism.first_memory(deployment)
-    for t, stddev in enumerate((1.0, 0.25, 3.0, 0.5)):
-        seed = tf.constant([t, 7], tf.int64)
-        with noise.seeded(seed):
-            one, moved = mechanism.add_noise(zeros, stddev, moved)
-        with noise.seeded(seed):
-            unit, plain = mechanism.add_noise(zeros, 1.0, plain)
-        np.testing.assert_allclose(one[0], stddev * unit[0], rtol=1e-6)
-
-
 def test_after_the_last_round_the_memory_is_empty():
     mechanism = _mechanism(rounds=3, min_separation=1)
     memory = _query(mechanism)[1].memory
@@ -121,16 +108,6 @@ def test_a_new_segment_forgets_all_but_the_clip():
     bound = fixed.bind(Deployment(clients_per_round=4))
     plain = bound.initial_global_state()
     assert bound.new_segment(plain) == plain
-
-
-@pytest.mark.parametrize("strategy", ["blt:2", "blt:3", "banded", "banded:6"])
-@pytest.mark.parametrize("most", [1, 2, None])
-def test_rounds_add_up_to_one_gaussian(strategy, most):
-    mechanism = _mechanism(strategy, noise_multiplier=3.0, max_participations=most)
-    charges = _history(mechanism, 12).charges
-    mu_squared = sum(count * one.noise_multiplier**-2 for one, count in charges)
-    whole = (mechanism.generator.sensitivity / 3.0) ** 2
-    np.testing.assert_allclose(mu_squared, whole, rtol=1e-12)
 
 
 def test_the_accountant_composes_them_to_one_gaussian():

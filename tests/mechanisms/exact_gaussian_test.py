@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import decimal
+import fractions
 import functools
 import os
 import pickle
@@ -77,16 +77,15 @@ class RoundedTest(parameterized.TestCase):
         quantiles = -special.ndtri(p)
         for probability, quantile in zip(p, quantiles, strict=True):
             # _tail(k, s) is that of (k - 1/2) / s.
-            tail = grid._tail(1, 0.5 / quantile, 60)
-            off = float(tail - decimal.Decimal(float(probability)))
+            tail = fractions.Fraction(grid._tail(1, 0.5 / quantile, 200), 2**200)
+            off = float(tail - fractions.Fraction(probability))
             off /= stats.norm.pdf(quantile)
             self.assertLess(abs(off), 2.0**-10 * 2.0**-40 * (1 + quantile))
 
     @parameterized.parameters((0, 1), (2**64 - 1, 0))
     def test_what_64_bits_leave_open_more_bits_decide(self, more, place):
         # The step in which lies the tail probability of 3 - 1/2.
-        tail = grid._tail(3, 2.0, 60)
-        step = int(tail * 2**64)
+        step = grid._tail(3, 2.0, 64)
         bits = _Bytes(2 * step, more)
         (value,) = grid.rounded(2.0, 1, bits)
         self.assertEqual(bits.asked, 16)

@@ -25,15 +25,6 @@ def _query(median_noise_multiplier=None, noise_site="server"):
     return query, query.initial_global_state()
 
 
-def test_norms_half_one_two_eight():
-    query, state = _query()
-    updates = rounds.updates_with_norms([0.5, 1, 2, 8])
-    done = rounds.run_round(query, state, updates)
-    norms = [references.l2_norm(record.update) for record in done.records]
-    np.testing.assert_allclose(norms, [0.5, 1, 1.5, 1.5], rtol=1e-5)
-    np.testing.assert_allclose(done.state.clip_norm, 1.5, rtol=1e-6)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_without_noise_is_algorithm_1(count):
     query, state = _query()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from unittest import mock
 
 import dp_accounting
 import numpy as np
@@ -159,21 +158,17 @@ def test_a_query_for_several_variables_is_tried_when_it_is_bound():
         nested(1.0).bind(deployment)
 
 
-def _tree(kind):
-    return getattr(tfp, kind).build_l2_gaussian_query(1.0, 1.0, [tf.TensorSpec([4])])
+def _tree():
+    return tfp.TreeResidualSumQuery.build_l2_gaussian_query(
+        1.0, 1.0, [tf.TensorSpec([4])]
+    )
 
 
 @pytest.mark.parametrize(
     "query",
     [
-        lambda: _tree("TreeResidualSumQuery"),
-        lambda: _tree("TreeCumulativeSumQuery"),
-        lambda: tfp.NormalizedQuery(_tree("TreeResidualSumQuery"), 8.0),
-        lambda: tfp.QAdaClipTreeResSumQuery(
-            1.0, 1.0, [tf.TensorSpec([4])], 0.5, 0.2, 1.0, 8.0
-        ),
-        lambda: tfp.TreeRangeSumQuery.build_central_gaussian_query(1.0, 1.0),
-        lambda: tfp.RestartQuery(_tree("TreeResidualSumQuery"), mock.Mock()),
+        _tree,
+        lambda: tfp.NormalizedQuery(_tree(), 8.0),
         lambda: tfp.DiscreteGaussianSumQuery(1.0, 1.0),
         lambda: tfp.NoPrivacyAverageQuery(),
     ],

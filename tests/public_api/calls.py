@@ -156,7 +156,6 @@ def _accounting() -> Calls:
     yield _usual(a.max_rounds, **no_rounds, **target)
     yield _usual(a.calibrate, make_charges=lambda z: [(_charge(z), 2)], **target)
     yield _usual(a.analytic_noise_multiplier, epsilon=1.0, **at)
-    yield _usual(a.classic_noise_multiplier, epsilon=0.5, **at)
     yield _usual(a.gaussian_delta, noise_multiplier=1.0, epsilon=1.0)
     yield _usual(a.gaussian_epsilon, noise_multiplier=1.0, **at)
     yield _usual(a.epsilon_of_mu_squared, mu_squared=1.0, **at)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import unittest
+from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
@@ -57,7 +58,7 @@ def _nbafl(rounds: int, downlink: bool = True) -> float:
     return math.hypot(up / _M**0.5, down * downlink)
 
 
-def _mechanisms() -> dict[str, tuple[tfdp_fl.mechanisms.Mechanism, object]]:
+def mechanisms() -> dict[str, tuple[tfdp_fl.Mechanism, Callable]]:
     """Returns mechanisms, and the stddev on their mean given the clip."""
     z = (_Z**-2 - (2 * 2.0) ** -2) ** -0.5
     adaptive = {"initial_clip_norm": _S, "count_noise_stddev": 2.0}
@@ -91,7 +92,7 @@ def _mechanisms() -> dict[str, tuple[tfdp_fl.mechanisms.Mechanism, object]]:
     }
 
 
-def _correlated() -> tfdp_fl.CorrelatedNoise:
+def correlated() -> tfdp_fl.CorrelatedNoise:
     return tfdp_fl.CorrelatedNoise(
         clip_norm=_S,
         noise_multiplier=_Z,
@@ -101,7 +102,7 @@ def _correlated() -> tfdp_fl.CorrelatedNoise:
     )
 
 
-def _undone(mechanism, rounds):
+def undone(mechanism, rounds):
     """Returns C times the noise of the rounds: what was drawn for each."""
     c = mechanism.generator.coefficients
     return [
@@ -179,11 +180,11 @@ class FactoriesTest(parameterized.TestCase):
             clips.append(float(output.measurements["clip_norm"]))
         return rounds[:keep], clips[:keep]
 
-    @parameterized.parameters(*_mechanisms())
+    @parameterized.parameters(*mechanisms())
     def test_mechanism(self, name):
         from tfdp_fl import aggregators
 
-        mechanism, stddev = _mechanisms()[name]
+        mechanism, stddev = mechanisms()[name]
         options = {"rounds": _ROUNDS} if name.endswith("local") else {}
         rounds, clips = self._rounds(
             aggregators.from_mechanism(mechanism, _M, **options), _ROUNDS
@@ -193,11 +194,11 @@ class FactoriesTest(parameterized.TestCase):
     def test_correlated(self):
         from tfdp_fl import aggregators
 
-        mechanism, count = _correlated(), _CORRELATED_ROUNDS
+        mechanism, count = correlated(), _CORRELATED_ROUNDS
         rounds, _ = self._rounds(
             aggregators.from_mechanism(mechanism, _M), count, keep=count
         )
-        noise_test.assert_is_noise(_undone(mechanism, rounds), [_FIXED] * count)
+        noise_test.assert_is_noise(undone(mechanism, rounds), [_FIXED] * count)
 
     @parameterized.parameters(_ROUNDS, 10)
     def test_nbafl(self, planned):
@@ -220,7 +221,7 @@ class FactoriesTest(parameterized.TestCase):
 
         add = noise.add_normal
         for name in ("fixed", "local"):
-            mechanism, stddev = _mechanisms()[name]
+            mechanism, stddev = mechanisms()[name]
             with mock.patch.object(noise, "add_normal", lambda t, s: add(t, s * 1.02)):
                 rounds, clips = self._rounds(
                     aggregators.from_mechanism(mechanism, _M), _ROUNDS

@@ -6,7 +6,6 @@ that is within 1 %, and sees a factor 1.02 (planted below).
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import multiprocessing
 import os
@@ -22,66 +21,20 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 from scipy import stats
 
-import tfdp_fl
 from tests.keras import hostile, noise_test
 from tests.mechanisms import statistics
+from tests.stress import channel_noise_stress
 from tfdp_fl import sampling, secure_aggregation
 from tfdp_fl.keras import randomness
 from tfdp_fl.mechanisms import noise
 
-_TFF = importlib.util.find_spec("tensorflow_federated")
 _RAY = importlib.util.find_spec("ray")
 _WIDTH = 200_000
-_M, _S, _Z = noise_test.CLIENTS, noise_test.CLIP, noise_test.Z
-_FIXED = _Z * _S / _M
+_FIXED = noise_test.Z * noise_test.CLIP / noise_test.CLIENTS
 
 
-@dataclasses.dataclass(frozen=True)
-class _Case:
-    """A mechanism, and the stddev on the mean by the formula.
-
-    Attributes:
-      make: Makes it.
-      stddev: In each round; a function of the clip that `History` tells.
-      sampling: How cohorts are drawn.
-    """
-
-    make: object
-    stddev: object
-    sampling: str = "fixed_size"
-
-
-def _adaptive(site):
-    # Andrew et al. (2021): z_Delta = (z^-2 - (2 sigma_b)^-2)^-1/2.
-    delta = (_Z**-2 - (2 * 2.0) ** -2) ** -0.5
-    return _Case(
-        lambda: tfdp_fl.AdaptiveClipping(
-            noise_multiplier=_Z,
-            initial_clip_norm=_S,
-            count_noise_stddev=2.0,
-            noise_site=site,
-        ),
-        lambda clip: delta * clip / _M,
-    )
-
-
-_CASES = {
-    "fixed": _Case(lambda: noise_test.fixed(), lambda clip: _FIXED),
-    "fixed_client": _Case(lambda: noise_test.fixed("client"), lambda c: _FIXED),
-    "adaptive": _adaptive("server"),
-    "adaptive_client": _adaptive("client"),
-    # Updates of zero have the smallest median that it can tell, 1e-4.
-    "median": _Case(
-        lambda: tfdp_fl.MedianClipping(
-            noise_multiplier=_Z * 1e3, median_noise_multiplier=0.01
-        ),
-        lambda clip: _Z * 1e3 * clip / _M,
-    ),
-    "local": _Case(
-        lambda: tfdp_fl.LocalDP(clip_norm=_S, noise_multiplier=_Z),
-        lambda clip: _Z * _S / _M**0.5,
-    ),
-}
+_CASES = channel_noise_stress.mechanisms()
+del _CASES["adaptive_local"]  # It is there.
 _WAYS = {
     "one_replica": {},
     "two_replicas": {"options": {"num_replicas": 2}},
@@ -111,15 +64,11 @@ def _one_process(seeds: int) -> tuple[np.ndarray, tuple[int, ...]]:
 class NoiseTest(parameterized.TestCase):
     def _check(self, name, extra):
         extra = {k: dict(v) if k == "options" else v for k, v in extra.items()}
-        case = _CASES[name]
+        mechanism, stddev = _CASES[name]
         rounds, history = noise_test.train(
-            case.make(),
-            2,
-            noise_test.model(_WIDTH),
-            case.sampling,
-            **extra,
+            mechanism, 2, noise_test.model(_WIDTH), **extra
         )
-        stddevs = [case.stddev(clip) for clip in history["clip_norm"]]
+        stddevs = [stddev(clip) for clip in history["clip_norm"]]
         noise_test.assert_is_noise(rounds, stddevs)
 
     @parameterized.product(way=list(_WAYS), name=list(_CASES))
@@ -150,32 +99,22 @@ class NoiseTest(parameterized.TestCase):
         ):
             self._check("fixed", {})
 
-    @parameterized.parameters(False, True)
-    def test_far_draws_are_as_frequent_as_a_gaussians(self, of_tensorflow):
-        # None of TensorFlow's is beyond 5.678, where 57 of a Gaussian's are
-        # (which is below 8, and passes, once in 1e14).
+    def test_far_draws_are_as_frequent_as_a_gaussians(self):
+        # TensorFlow's own end at 5.678, where 57 are expected beyond.
         bounds = [5.0, 5.4, 5.678]
-        drawn = noise._by_tensorflow if of_tensorflow else noise._by_radius
 
         @tf.function(autograph=False)
         def beyond(seed):
-            draws = tf.abs(drawn(2**22, seed))
+            draws = tf.abs(noise._by_radius(2**22, seed))
             return [tf.math.count_nonzero(draws > each) for each in bounds]
 
         seeds = np.random.default_rng().integers(2**62, size=(1000, 2))
         seen = np.sum([beyond(tf.constant(each)) for each in seeds], axis=0)
-        tries = len(seeds) * 2**22
-        expected = 2 * stats.norm.sf(bounds) * tries
+        expected = 2 * stats.norm.sf(bounds) * len(seeds) * 2**22
         # Each wrongly refused once in 1e9.
-        chances = [
-            min(stats.poisson.cdf(k, m), stats.poisson.sf(k - 1, m))
-            for k, m in zip(seen, expected, strict=True)
-        ]
-        if of_tensorflow:
-            self.assertEqual(seen[-1], 0)
-            self.assertLess(chances[-1], 1e-9)
-            return
-        self.assertGreater(min(chances), 5e-10, (seen, expected))
+        for k, m in zip(seen, expected, strict=True):
+            chance = min(stats.poisson.cdf(k, m), stats.poisson.sf(k - 1, m))
+            self.assertGreater(chance, 5e-10, (seen, expected))
 
     def test_of_ten_million_parameters(self):
         rounds, _ = noise_test.train(
@@ -190,20 +129,13 @@ class NoiseTest(parameterized.TestCase):
         self.assertGreater(np.abs(values).max() / _FIXED, 4.5)
 
     def test_of_correlated_noise(self):
-        mechanism = tfdp_fl.CorrelatedNoise(
-            clip_norm=_S,
-            noise_multiplier=_Z,
-            strategy="blt:2",
-            rounds=6,
-            min_separation=1,
+        mechanism = channel_noise_stress.correlated()
+        count = mechanism.rounds
+        rounds, _ = noise_test.train(
+            mechanism, count, noise_test.model(_WIDTH), "cyclic"
         )
-        rounds, _ = noise_test.train(mechanism, 6, noise_test.model(_WIDTH), "cyclic")
-        c = mechanism.generator.coefficients[:6]
-        fresh = [
-            [sum(c[j] * rounds[t - j][v] for j in range(t + 1)) for v in range(6)]
-            for t in range(6)
-        ]
-        noise_test.assert_is_noise(fresh, [_FIXED] * 6)
+        undone = channel_noise_stress.undone(mechanism, rounds)
+        noise_test.assert_is_noise(undone, [_FIXED] * count)
 
 
 class ProcessesTest(absltest.TestCase):

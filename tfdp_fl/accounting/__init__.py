@@ -5,7 +5,6 @@ from tfdp_fl.accounting.caveats import CAVEATS
 from tfdp_fl.accounting.charge import RoundCharge
 from tfdp_fl.accounting.gaussian import (
     analytic_noise_multiplier,
-    classic_noise_multiplier,
     epsilon_of_mu_squared,
     gaussian_delta,
     gaussian_epsilon,
@@ -56,7 +55,6 @@ __all__ = [
     "analytic_noise_multiplier",
     "calibrate",
     "calibrate_noise_multiplier",
-    "classic_noise_multiplier",
     "delta",
     "epsilon",
     "epsilon_from_ledger",

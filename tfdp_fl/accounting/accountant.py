@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attr
 import dp_accounting
@@ -30,6 +30,10 @@ _PLD_COARSE_INTERVAL = 1e-3
 # PLD takes a second or two for each further kind of round.
 _MOST_KINDS_FOR_PLD = 3
 
+# Rounds, each as a charge or as (charge, count).
+Charges: TypeAlias = (
+    "Iterable[charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]]"
+)
 _Cohorts: TypeAlias = tuple[tuple[int, int, float], ...]
 
 
@@ -50,11 +54,16 @@ class PrivacyAccountant:
     demand, equal charges by self-composition.
     """
 
-    def __init__(self) -> None:
-        """Makes an accountant with an empty history."""
+    def __init__(self, charges: Charges = ()):
+        """Makes an accountant of a history.
+
+        Args:
+          charges: Rounds, each as a charge or as (charge, count).
+
+        Raises:
+          ValueError: They have two neighbouring relations.
+        """
         self._counts: dict[charge_lib.RoundCharge, int] = {}
-        self._rounds = 0
-        self._relation: dp_accounting.NeighboringRelation | None = None
         # What was spent, by kind.
         self._amplified: dict[charge_lib.RoundCharge, int] = {}
         self._mu_squared = 0.0  # Of all Gaussians without amplification.
@@ -63,11 +72,13 @@ class PrivacyAccountant:
         # Of each pass its cost, and where cohorts lie in its order, with their weight.
         self._passes: dict[Hashable, tuple[float, _Cohorts]] = {}
         self._pld: privacy_loss_distribution.PrivacyLossDistribution | None = None
+        for item in charges:
+            self.add(*(item if isinstance(item, tuple) else (item,)))
 
     @property
     def rounds(self) -> int:
         """How many rounds were added."""
-        return self._rounds
+        return sum(self._counts.values())
 
     @property
     def charges(self) -> tuple[tuple[charge_lib.RoundCharge, int], ...]:
@@ -77,7 +88,7 @@ class PrivacyAccountant:
     @property
     def relation(self) -> dp_accounting.NeighboringRelation | None:
         """The neighbouring relation; None before the first round."""
-        return self._relation
+        return next((charge.relation for charge in self._counts), None)
 
     def copy(self) -> PrivacyAccountant:
         """Returns an independent copy."""
@@ -103,15 +114,14 @@ class PrivacyAccountant:
         """
         _validate.instance_of(charge_lib.RoundCharge, charge=charge)
         count = _validate.positive_integer(count=count)
-        if self._relation not in (None, charge.relation):
+        relation = self.relation
+        if relation not in (None, charge.relation):
             raise ValueError(
                 f"charge has the neighbouring relation {charge.relation.name} "
                 f"({charge.sampling} sampling), the history has "
-                f"{self._relation.name}; one guarantee cannot cover both."
+                f"{relation.name}; one guarantee cannot cover both."
             )
-        self._relation = charge.relation
         self._counts[charge] = self._counts.get(charge, 0) + count
-        self._rounds += count
         self._pld = None
         z = charge.noise_multiplier
         if z == 0:
@@ -145,12 +155,16 @@ class PrivacyAccountant:
         start, weight = charge.pass_offset, count * weight
         stop = start + int(charge.clients_per_round)
         before, cohorts = self._passes.get(key, (0.0, ()))
-        in_order = start >= max((end for _, end, _ in cohorts), default=0)
-        if cohorts and cohorts[-1][1:] == (start, weight):
-            cohorts = (*cohorts[:-1], (cohorts[-1][0], stop, weight))
-        else:
-            cohorts = (*cohorts, (start, stop, weight))
-        cost = max(before, weight) if in_order else _largest_sum(cohorts)
+        if cohorts and cohorts[-1][1:] == (start, weight):  # One longer cohort.
+            cohorts, start = cohorts[:-1], cohorts[-1][0]
+        cohorts = (*cohorts, (start, stop, weight))
+        # Where sums have risen, they are largest where a cohort begins.
+        begins = [low for low, _, _ in cohorts if start <= low < stop]
+        sums = [
+            math.fsum(more for low, high, more in cohorts if low <= begin < high)
+            for begin in begins
+        ]
+        cost = max(before, *sums)
         self._passes[key] = (cost, cohorts)
         return cost - before
 
@@ -189,13 +203,16 @@ class PrivacyAccountant:
           delta: Between 0 and 1.
           accountant: "rdp" or "pld"; None for the tighter one.
         """
-        known = PrivacyAccountant()
-        for charge, count in self._counts.items():
-            event = _unsampled(charge.event)
+
+        def unsampled(charge: charge_lib.RoundCharge) -> charge_lib.RoundCharge:
+            changed: dict[str, Any] = {"event": _unsampled(charge.event)}
             if charge.is_amplified:
-                everybody = float(charge.num_clients)
-                charge = dataclasses.replace(charge, clients_per_round=everybody)
-            known.add(dataclasses.replace(charge, event=event), count)
+                changed["clients_per_round"] = charge.num_clients
+            return dataclasses.replace(charge, **changed)
+
+        known = PrivacyAccountant(
+            (unsampled(charge), count) for charge, count in self._counts.items()
+        )
         tighter = "pld" if known.is_one_gaussian else "rdp"
         return known.epsilon(delta, accountant or tighter)
 
@@ -246,7 +263,7 @@ class PrivacyAccountant:
         curve = rdp.PARTS[part] * (self._mu_squared / 2)
         events = [(c.dp_event("rdp"), count) for c, count in self._amplified.items()]
         for event, count in (*events, *self._other.items()):
-            curve = curve + count * rdp.curve(event, self._relation, part)
+            curve = curve + count * rdp.curve(event, self.relation, part)
         return curve
 
     @property
@@ -267,7 +284,7 @@ class PrivacyAccountant:
             # mu is in units of the noise, the event in units of the clip norm,
             # which the accountant doubles itself under replace-one.
             z = self._mu_squared**-0.5
-            if self._relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
+            if self.relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
                 z *= 2
             counts[dp_accounting.GaussianDpEvent(z)] = 1
         interval = _PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL
@@ -275,7 +292,7 @@ class PrivacyAccountant:
             interval = max(interval, self.epsilon(1e-9) / _PLD_MAX_CELLS)
         composed = None
         for event, count in counts.items():
-            one = _event_pld(event, self._relation, interval)
+            one = _event_pld(event, self.relation, interval)
             if count > 1:
                 one = one.self_compose(count)
             composed = one if composed is None else composed.compose(one)
@@ -302,14 +319,6 @@ def _unsampled(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
     if "events" in fields:
         return attr.evolve(event, events=tuple(map(_unsampled, event.events)))
     return event
-
-
-def _largest_sum(cohorts: _Cohorts) -> float:
-    """Returns the largest sum of the weights of cohorts that share a position."""
-    return max(
-        math.fsum(weight for start, stop, weight in cohorts if start <= first < stop)
-        for first, _, _ in cohorts
-    )
 
 
 def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:

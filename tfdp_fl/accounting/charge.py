@@ -68,31 +68,21 @@ class RoundCharge:
         n = _validate.positive_integer(num_clients=self.num_clients)
         m = _validate.positive(clients_per_round=self.clients_per_round)
         if self.sampling != "poisson":
-            if not m.is_integer():
-                raise ValueError(
-                    "clients_per_round must be a whole number under "
-                    f"{self.sampling} sampling, got {m!r}."
-                )
-            m = int(m)
-            if m > n:
-                raise ValueError(
-                    f"clients_per_round must be at most num_clients={n} under "
-                    f"{self.sampling} sampling, got {m}."
-                )
-        place = (self.pass_index, self.pass_offset, self.partition)
-        if self.sampling != "shuffled" and place != (None, None, None):
+            m = checked_size(m, n)
+        place = (self.pass_index, self.pass_offset)
+        if self.sampling != "shuffled" and (*place, self.partition) != (None,) * 3:
             raise ValueError(
                 "pass_index, pass_offset and partition belong to shuffled "
-                f"sampling, got {place!r} under {self.sampling} sampling."
+                f"sampling, got {(*place, self.partition)!r} under "
+                f"{self.sampling} sampling."
             )
-        if (self.pass_index is None) != (self.pass_offset is None):
-            raise ValueError(
-                "pass_index and pass_offset must be given together, got "
-                f"{self.pass_index!r} and {self.pass_offset!r}."
-            )
-        for name in ("pass_index", "pass_offset"):
-            value = getattr(self, name)
-            if value is not None:
+        if place != (None, None):
+            if None in place:
+                raise ValueError(
+                    "pass_index and pass_offset must be given together, got "
+                    f"{self.pass_index!r} and {self.pass_offset!r}."
+                )
+            for name, value in zip(("pass_index", "pass_offset"), place, strict=True):
                 value = _validate.non_negative_integer(**{name: value})
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "num_clients", n)
@@ -183,16 +173,13 @@ class RoundCharge:
 
     @functools.cached_property
     def _json(self) -> str:
-        fields: dict[str, Any] = {
-            "sampling": self.sampling,
-            "num_clients": self.num_clients,
-            "clients_per_round": self.clients_per_round,
-            "event": event_to_json(self.event),
+        fields = {
+            field.name: event_to_json(getattr(self, field.name))
+            for field in dataclasses.fields(self)
         }
-        for name in ("pass_index", "pass_offset", "partition"):
-            if getattr(self, name) is not None:
-                fields[name] = getattr(self, name)
-        return _json.canonical(fields)
+        return _json.canonical(
+            {name: value for name, value in fields.items() if value is not None}
+        )
 
     def to_json(self) -> str:
         """Returns the charge as one line of JSON, exact to the last bit."""
@@ -329,42 +316,13 @@ def normalised(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
 
     NumPy scalars and lists would make two equal events differ, could not be
     hashed, and would not survive a JSON round trip.
-
-    A Gaussian's noise multiplier that no accountant can compute with is taken
-    for less than it is: below 1e-3 for none, and above 1e6 for that.
     """
     if not isinstance(event, dp_accounting.DpEvent):
         raise TypeError(
             "event must be a dp_accounting.DpEvent, got "
             f"{event!r} of type {type(event).__name__}."
         )
-    fields = {
-        field.name: _plain(getattr(event, field.name))
-        for field in attr.fields(type(event))
-    }
-    if isinstance(event, dp_accounting.GaussianDpEvent):
-        z = fields["noise_multiplier"]
-        if 0 < z < gaussian.LEAST_NOISE:
-            fields["noise_multiplier"] = 0.0
-        elif gaussian.MOST_NOISE < z < math.inf:
-            fields["noise_multiplier"] = gaussian.MOST_NOISE
-    return type(event)(**fields)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dp_accounting.DpEvent):
-        return normalised(value)
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        if math.isnan(value):
-            raise ValueError("event must not hold NaN.")
-        return float(value)
-    if isinstance(value, Sequence) or hasattr(value, "tolist"):
-        return tuple(_plain(item) for item in value)
-    raise TypeError(f"event holds {value!r}, which no ledger can keep.")
+    return event_from_json(event_to_json(event))
 
 
 def _event_class(name: Any) -> Any:
@@ -373,20 +331,40 @@ def _event_class(name: Any) -> Any:
     return getattr(dp_accounting.dp_event, str(name), None)
 
 
-def event_to_json(event: Any) -> Any:
-    """Returns an event, or a value of one, as JSON can hold it exactly."""
-    if isinstance(event, tuple):
-        return [event_to_json(item) for item in event]
-    if not isinstance(event, dp_accounting.DpEvent):
-        return event
-    kind = type(event)
-    if _event_class(kind.__name__) is not kind:
-        raise TypeError(
-            f"event must be one of dp_accounting's own events, got {event!r}."
-        )
-    names = [field.name for field in attr.fields(kind)]
-    values = {name: event_to_json(getattr(event, name)) for name in names}
-    return {"type": kind.__name__, **values}
+def event_to_json(value: Any) -> Any:
+    """Returns an event, or a value of one, as JSON can hold it exactly.
+
+    A Gaussian's noise multiplier that no accountant can compute with is taken
+    for less than it is: below 1e-3 for none, and above 1e6 for that.
+    """
+    if isinstance(value, dp_accounting.DpEvent):
+        kind = type(value)
+        if _event_class(kind.__name__) is not kind:
+            raise TypeError(
+                f"event must be one of dp_accounting's own events, got {value!r}."
+            )
+        names = [field.name for field in attr.fields(kind)]
+        fields = {name: event_to_json(getattr(value, name)) for name in names}
+        if kind is dp_accounting.GaussianDpEvent:
+            z = fields["noise_multiplier"]
+            if 0 < z < gaussian.LEAST_NOISE:
+                fields["noise_multiplier"] = 0.0
+            elif gaussian.MOST_NOISE < z < math.inf:
+                fields["noise_multiplier"] = gaussian.MOST_NOISE
+        return {"type": kind.__name__, **fields}
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        if math.isnan(value):
+            raise ValueError("event must not hold NaN.")
+        return float(value)
+    if hasattr(value, "numpy"):  # A tensor.
+        return event_to_json(value.numpy())
+    if isinstance(value, Sequence) or hasattr(value, "tolist"):
+        return [event_to_json(item) for item in value]
+    raise TypeError(f"event holds {value!r}, which no ledger can keep.")
 
 
 def event_from_json(value: Any) -> Any:

@@ -133,37 +133,6 @@ def analytic_noise_multiplier(epsilon: float, delta: float) -> float:
     return z
 
 
-def classic_noise_multiplier(
-    epsilon: float, delta: float, allow_epsilon_above_one: bool = False
-) -> float:
-    """Returns sqrt(2 ln(1.25/delta)) / epsilon, the textbook calibration.
-
-    Dwork & Roth 2014, theorem A.1. Its proof holds for epsilon < 1 only; from
-    1 on the formula can give too little noise, so it has to be asked for.
-
-    Args:
-      epsilon: Above 0; below 1 unless `allow_epsilon_above_one`.
-      delta: Between 0 and 1.
-      allow_epsilon_above_one: Compute it all the same, as published systems
-        do. The result may then not be (epsilon, delta)-private.
-
-    Returns:
-      z = sigma / sensitivity.
-
-    Raises:
-      ValueError: If epsilon is 1 or more and that was not allowed.
-    """
-    epsilon = _validate.positive(epsilon=epsilon)
-    delta = _validate.inside_unit_interval(delta=delta)
-    if epsilon >= 1 and not allow_epsilon_above_one:
-        raise ValueError(
-            "epsilon must be below 1 for the classic Gaussian formula, got "
-            f"{epsilon!r}; use the analytic one, or ask for the classic one "
-            "by allow_epsilon_above_one=True."
-        )
-    return math.sqrt(2 * math.log(1.25 / delta)) / epsilon
-
-
 def _noise(noise_multiplier: float) -> float:
     if noise_multiplier == math.inf:
         return math.inf

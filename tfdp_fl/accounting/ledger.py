@@ -36,9 +36,9 @@ import threading
 from typing import Any
 
 from tfdp_fl import _json, _validate, version
-from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting.accountant import PrivacyAccountant
 
 FORMAT = "tfdp_fl privacy ledger 3"
 _GENESIS = "0" * 64
@@ -142,6 +142,12 @@ class LedgerContents:
     truncated: bool
     head: str
 
+    def with_entry(self, entry: LedgerEntry) -> LedgerContents:
+        """Returns the contents with one more round at their end."""
+        return dataclasses.replace(
+            self, entries=(*self.entries, entry), head=entry.line_hash
+        )
+
     def by_run(self) -> dict[str, tuple[LedgerEntry, ...]]:
         """Returns the rounds of each run, by the run's id."""
         runs: dict[str, list[LedgerEntry]] = {}
@@ -163,13 +169,10 @@ class LedgerContents:
                 return count
         return 0
 
-    def accountant(self) -> accountant_lib.PrivacyAccountant:
+    def accountant(self) -> PrivacyAccountant:
         """Returns an accountant to which all rounds were added."""
-        history = accountant_lib.PrivacyAccountant()
         charges = (entry.charge for entry in self.entries if entry.charge is not None)
-        for charge, count in collections.Counter(charges).items():
-            history.add(charge, count)
-        return history
+        return PrivacyAccountant(collections.Counter(charges).items())
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns the epsilon of all rounds at delta.
@@ -235,6 +238,10 @@ class PrivacyLedger:
     """Writes a ledger; one process at a time, and its threads one by one.
 
     Use as a context manager, or `close`.
+
+    Attributes:
+      path: The file.
+      run: The id of the run whose rounds are recorded.
     """
 
     def __init__(
@@ -278,15 +285,12 @@ class PrivacyLedger:
             _validate.instance_of(str, expected_head=expected_head)
         if mechanism is not None:
             _validate.instance_of(dict, mechanism=mechanism)
-        self._path = pathlib.Path(path)
+        self.path = pathlib.Path(path)
         # Where it is, wherever the process goes.
-        self._place = os.path.abspath(self._path)
+        self._place = os.path.abspath(self.path)
         # A fork inherits the file, its lock and the place of the next line.
         self._process = os.getpid()
-        self._run = new_run() if run is None else _checked_run(run)
-        self._head = _GENESIS
-        self._entries: list[LedgerEntry] = []
-        self._header: dict[str, Any] = {}
+        self.run = new_run() if run is None else _checked_run(run)
         # Flower's strategies share an open ledger: one of them records at a time.
         self._recording = threading.Lock()
         self._broken = False
@@ -301,19 +305,18 @@ class PrivacyLedger:
                 errno.EEXIST,
                 "The ledger exists already; open it with mode='append' to go "
                 "on with it",
-                str(self._path),
+                str(self.path),
             ) from None
         except OSError as error:
             raise LedgerWriteError(
-                f"The ledger {self._path} cannot be opened for writing: "
+                f"The ledger {self.path} cannot be opened for writing: "
                 f"{error.strerror}."
             ) from error
         try:
             self._lock()
-            self._recover(expected_head)
-            if not self._header:
-                self._header = {
-                    "kind": "header",
+            self._contents = self._recover(expected_head)
+            if not self._contents.header:
+                header = {
                     "format": FORMAT,
                     "version": version.__version__,
                     "dp_accounting": charge_lib.dp_accounting_version(),
@@ -323,7 +326,10 @@ class PrivacyLedger:
                     "target_delta": target_delta,
                     "mechanism": mechanism or {},
                 }
-                self._append(self._header)
+                head = self._append({"kind": "header", **header})
+                self._contents = dataclasses.replace(
+                    self._contents, header=header, head=head
+                )
                 self._sync_folder()
         except BaseException as error:
             if mode == "create" and not isinstance(error, LedgerInUseError):
@@ -332,29 +338,19 @@ class PrivacyLedger:
             raise
 
     @property
-    def path(self) -> pathlib.Path:
-        """The file."""
-        return self._path
-
-    @property
     def head(self) -> str:
         """The hash of the last line: keep it elsewhere to detect a cut."""
-        return self._head
+        return self._contents.head
 
     @property
     def rounds(self) -> int:
         """How many rounds the ledger holds."""
-        return len(self._entries)
+        return len(self.entries)
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
         """The rounds that the ledger holds."""
-        return tuple(self._entries)
-
-    @property
-    def run(self) -> str:
-        """The id of the run whose rounds are recorded."""
-        return self._run
+        return self._contents.entries
 
     def record(
         self,
@@ -409,7 +405,7 @@ class PrivacyLedger:
             _validate.instance_of(Budget, budget=budget)
         body: dict[str, Any] = {
             "kind": "round",
-            "run": self._run if run is None else _checked_run(run),
+            "run": self.run if run is None else _checked_run(run),
             "round": _validate.non_negative_integer(round_index=round_index),
             "cohort_size": _validate.non_negative_integer(cohort_size=cohort_size),
             "charge": charge and json.loads(charge.to_json()),
@@ -422,29 +418,27 @@ class PrivacyLedger:
             self._check_file()
             if budget is not None:
                 self._ask(budget, entry)
-            self._append(body)
-            self._entries.append(dataclasses.replace(entry, line_hash=self._head))
+            head = self._append(body)
+            entry = dataclasses.replace(entry, line_hash=head)
+            self._contents = self._contents.with_entry(entry)
 
     def _ask(self, budget: Budget, entry: LedgerEntry) -> None:
         """Raises BudgetExceededError if one more round would pass the budget."""
-        entries = (*self._entries, entry)
-        after = LedgerContents(
-            header=self._header, entries=entries, truncated=False, head=""
-        )
+        after = self._contents.with_entry(entry)
         epsilon = after.epsilon(budget.delta, budget.accountant)
         if entry.local is not None:  # Also where the header names no guarantee.
             epsilon = max(epsilon, after.local_epsilon(budget.delta))
         if not epsilon <= budget.epsilon:
             raise BudgetExceededError(
                 f"Round {entry.round_index} would bring epsilon to {epsilon:.6g} at "
-                f"delta={budget.delta:g} by all {len(entries)} rounds of the ledger "
-                f"{self._path}, and the budget is {budget.epsilon:g}. Nothing was "
-                "written; the round must not be released."
+                f"delta={budget.delta:g} by all {len(after.entries)} rounds "
+                f"of the ledger {self.path}, and the budget is {budget.epsilon:g}. "
+                "Nothing was written; the round must not be released."
             )
 
     def contents(self) -> LedgerContents:
         """Returns what the ledger holds now."""
-        return PrivacyLedger.read(self._place)
+        return self._contents
 
     def close(self) -> None:
         """Releases the file and its lock."""
@@ -486,7 +480,7 @@ class PrivacyLedger:
     def _file(self) -> int:
         """The descriptor of the open file."""
         if self._descriptor is None:
-            raise LedgerError(f"The ledger {self._path} is closed.")
+            raise LedgerError(f"The ledger {self.path} is closed.")
         return self._descriptor
 
     def _lock(self) -> None:
@@ -494,37 +488,37 @@ class PrivacyLedger:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LedgerInUseError(
-                f"The ledger {self._path} is being written by another run; "
+                f"The ledger {self.path} is being written by another run; "
                 "give this one a ledger (or an output directory) of its own."
             ) from None
 
-    def _recover(self, expected_head: str | None) -> None:
+    def _recover(self, expected_head: str | None) -> LedgerContents:
         """Verifies what is there and removes a line that was cut short."""
         size = os.fstat(self._file).st_size
         data = os.pread(self._file, size, 0)
         self._end = size
         self._check_file()
-        contents, whole = _parse(data, str(self._path), expected_head)
+        contents, whole = _parse(data, str(self.path), expected_head)
         if whole < size:
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
         self._end = whole
         if whole and not data[:whole].endswith(b"\n"):
             self._write(b"\n")
-        self._header, self._head = contents.header, contents.head
-        self._entries = list(contents.entries)
+        return dataclasses.replace(contents, truncated=False)
 
-    def _append(self, body: dict[str, Any]) -> None:
-        body["previous"] = self._head
+    def _append(self, body: dict[str, Any]) -> str:
+        """Writes a line; returns its hash."""
+        body = {**body, "previous": self.head}
         digest = digest_of(body)
         line = _json.canonical({**body, "hash": digest}) + "\n"
         self._write(line.encode())
-        self._head = digest
+        return digest
 
     def _write(self, data: bytes) -> None:
         if self._broken:
             raise LedgerWriteError(
-                f"The ledger {self._path} could not be repaired after a failed "
+                f"The ledger {self.path} could not be repaired after a failed "
                 "write; close it and open it with mode='append'."
             )
         self._check_file()
@@ -538,7 +532,7 @@ class PrivacyLedger:
             if not isinstance(error, OSError):
                 raise
             raise LedgerWriteError(
-                f"The ledger {self._path} cannot be written: "
+                f"The ledger {self.path} cannot be written: "
                 f"{error.strerror}. Its earlier lines are unchanged; the round "
                 "must not be released."
             ) from error
@@ -551,7 +545,7 @@ class PrivacyLedger:
         """
         if os.getpid() != self._process:
             raise LedgerForkedError(
-                f"The ledger {self._path} was opened by process "
+                f"The ledger {self.path} was opened by process "
                 f"{self._process} and cannot be written by its fork "
                 f"{os.getpid()}: both would write in the same place. Open one "
                 "in each process, or release rounds in one process only."
@@ -563,13 +557,13 @@ class PrivacyLedger:
             there = False
         if not there:
             raise LedgerMovedError(
-                f"The ledger {self._path} was deleted, moved or replaced while "
+                f"The ledger {self.path} was deleted, moved or replaced while "
                 "it was open: what is written now would not be found there. "
                 "Put it back; the round must not be released."
             )
         if own.st_size != self._end:
             raise LedgerTamperedError(
-                f"The ledger {self._path} has {own.st_size} bytes where "
+                f"The ledger {self.path} has {own.st_size} bytes where "
                 f"{self._end} were written: something else changed it while "
                 "it was open. The round must not be released."
             )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dp_accounting
+from scipy import optimize
 
 from tfdp_fl import _validate, schedules
-from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
+from tfdp_fl.accounting.accountant import Charges, PrivacyAccountant
 
 # Nobody trains longer; without it a free mechanism would never stop.
 _MOST_ROUNDS = 1 << 40
@@ -20,8 +22,6 @@ _MOST_SCHEDULED_ROUNDS = 1_000_000
 _TOLERANCE = 8e-4
 _SMALLEST, _LARGEST = 1e-6, 1e9
 
-Charges = Iterable["charge_lib.RoundCharge | tuple[charge_lib.RoundCharge, int]"]
-
 
 def _planned(
     noise_multiplier: schedules.Schedule,
@@ -29,22 +29,18 @@ def _planned(
     num_clients: int,
     clients_per_round: schedules.Schedule,
     rounds: int,
-) -> accountant_lib.PrivacyAccountant:
-    """Returns an accountant of rounds that are planned; see `epsilon`."""
+) -> Iterator[tuple[charge_lib.RoundCharge, int]]:
+    """Yields charges of rounds that are planned, and how often; see `epsilon`."""
     _validate.one_of(charge_lib.SAMPLINGS, sampling=sampling)
     n = _validate.positive_integer(num_clients=num_clients)
     rounds = _validate.non_negative_integer(rounds=rounds)
-    passes = None
-    if sampling == "shuffled":
-        passes = charge_lib.PassCohorts(n, clients_per_round)
-    given = (noise_multiplier, clients_per_round)
-    constant = all(map(schedules.is_constant, given))
-    history = accountant_lib.PrivacyAccountant()
+    cohorts = charge_lib.PassCohorts(n, clients_per_round)
+    constant = all(map(schedules.is_constant, (noise_multiplier, clients_per_round)))
     for t in range(min(rounds, 1) if constant else rounds):
         z = schedules.value_at(noise_multiplier, t, "noise_multiplier")
         place: dict[str, Any] = {}
-        if passes is not None and not constant:
-            place = passes.place(t)
+        if sampling == "shuffled" and not constant:
+            place = cohorts.place(t)
         else:
             size = schedules.value_at(clients_per_round, t, "clients_per_round")
             fractional = sampling == "poisson"
@@ -59,11 +55,10 @@ def _planned(
             **place,
         )
         count = rounds if constant else 1
-        if passes is not None and constant:
+        if sampling == "shuffled" and constant:
             # The first round of a pass costs as much as all of it.
             count = -(-rounds // -(-n // int(one.clients_per_round)))
-        history.add(one, count)
-    return history
+        yield one, count
 
 
 def epsilon(
@@ -88,8 +83,8 @@ def epsilon(
       delta: Between 0 and 1.
       accountant: "rdp" or "pld".
     """
-    return _planned(
-        noise_multiplier, sampling, num_clients, clients_per_round, rounds
+    return PrivacyAccountant(
+        _planned(noise_multiplier, sampling, num_clients, clients_per_round, rounds)
     ).epsilon(delta, accountant)
 
 
@@ -103,8 +98,8 @@ def delta(
     accountant: str = "rdp",
 ) -> float:
     """Returns delta at an epsilon; the arguments are those of `epsilon`."""
-    return _planned(
-        noise_multiplier, sampling, num_clients, clients_per_round, rounds
+    return PrivacyAccountant(
+        _planned(noise_multiplier, sampling, num_clients, clients_per_round, rounds)
     ).delta(epsilon, accountant)
 
 
@@ -143,7 +138,7 @@ def max_rounds(
 
     def most(by: str, guess: int) -> int:
         def is_within(rounds: int) -> bool:
-            history = _planned(z, sampling, num_clients, m, rounds)
+            history = PrivacyAccountant(_planned(z, sampling, num_clients, m, rounds))
             return history.epsilon(delta, by) <= target
 
         return last_true(is_within, limit, guess)
@@ -161,17 +156,13 @@ def last_true(predicate: Callable[[int], bool], limit: int, guess: int = 1) -> i
       limit: Where to stop looking.
       guess: Where to begin.
     """
-    low, high, n, stride = 0, limit + 1, min(max(guess, 1), limit), max(1, guess // 8)
-    while high - low > 1:
-        if predicate(n):
-            low = n
-        else:
-            high = n
-        n = (low + high) // 2
-        if not low or high > limit:  # One side is still open: ever longer strides.
-            n = min(max(1, low + stride if low else high - stride), limit)
-            stride *= 4
-    return low
+    low, high = 0, min(max(guess, 1), limit)
+    while predicate(high):
+        if high == limit:
+            return limit
+        low, high = high, min(2 * high, limit)
+    between = range(low + 1, high)
+    return low + bisect.bisect_left(between, True, key=lambda n: not predicate(n))
 
 
 def calibrate_noise_multiplier(
@@ -211,7 +202,7 @@ def calibrate_noise_multiplier(
         )
     rounds = _validate.positive_integer(rounds=rounds)
     return calibrate(
-        lambda z: _planned(z, sampling, num_clients, clients_per_round, rounds).charges,
+        lambda z: _planned(z, sampling, num_clients, clients_per_round, rounds),
         target_epsilon,
         given[0],
         accountant,
@@ -250,10 +241,7 @@ def calibrate(
     limit = _LARGEST if upper is None else _validate.positive(upper=upper)
 
     def epsilon(z: float, by: str, coarse: bool = False) -> float:
-        history = accountant_lib.PrivacyAccountant()
-        for item in make_charges(z):
-            history.add(*(item if isinstance(item, tuple) else (item, 1)))
-        return history.epsilon(delta, by, coarse)
+        return PrivacyAccountant(make_charges(z)).epsilon(delta, by, coarse)
 
     def solve(start: float, by: str, coarse: bool = False) -> float:
         return _solve(lambda z: epsilon(z, by, coarse), target, start, limit, delta)
@@ -275,8 +263,8 @@ def _solve(
     limit: float,
     delta: float,
 ) -> float:
-    """Brackets the target, and lets dp-accounting close in."""
-    epsilon = functools.lru_cache(epsilon)
+    """Brackets the target, and lets SciPy close in."""
+    epsilon = functools.cache(epsilon)
     low = high = start
     factor = 1.1
     while epsilon(high) > target:
@@ -291,31 +279,10 @@ def _solve(
         if low < _SMALLEST:
             return low  # The noise makes no difference.
         low, high, factor = low / factor, low, factor * factor
-    return float(
-        dp_accounting.calibrate_dp_mechanism(
-            lambda: _Epsilon(epsilon),
-            lambda z: z,
-            # Sums of other orders may differ in their last digits.
-            target * (1 - 1e-9),
-            delta,
-            dp_accounting.ExplicitBracketInterval(low, high),
-            tol=low * 1e-5,
-        )
+    z = optimize.brentq(
+        lambda z: min(epsilon(z), 1e12) - target, low, high, xtol=low * 1e-5
     )
-
-
-class _Epsilon:
-    """Epsilon of a noise multiplier, as `calibrate_dp_mechanism` asks for it."""
-
-    ledger = dp_accounting.NoOpDpEvent()
-
-    def __init__(self, epsilon: Callable[[float], float]):
-        self._epsilon = epsilon
-
-    def compose(self, noise_multiplier: float) -> _Epsilon:
-        self._noise_multiplier = noise_multiplier
-        return self
-
-    def get_epsilon(self, delta: float) -> float:
-        del delta
-        return min(self._epsilon(self._noise_multiplier), 1e12)
+    # Sums of other orders may differ in their last digits.
+    while epsilon(z) > target * (1 - 1e-9):
+        z += low * 1e-5
+    return float(min(z, high))

@@ -123,15 +123,7 @@ def best_of_trials_rdp(
         largest of them at each order.
       mean: See `BestOfTrialsDpEvent`.
       shape: See there.
-
-    Raises:
-      ValueError: This version of dp-accounting knows no such event.
     """
-    if not hasattr(dp_accounting.dp_event, "RepeatAndSelectDpEvent"):
-        raise ValueError(
-            "PrivateSearch needs a dp-accounting that has RepeatAndSelectDpEvent: "
-            "0.6.0 or later."
-        )
     worst = np.max(np.stack(trial), axis=0)
     return np.asarray(
         rdp_privacy_accountant._compute_rdp_repeat_and_select(

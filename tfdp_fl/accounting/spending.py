@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from tfdp_fl import _validate
-from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger
+from tfdp_fl.accounting.accountant import PrivacyAccountant
 from tfdp_fl.accounting.gaussian import epsilon_of_mu_squared
 
 CENTRAL, LOCAL, RECORD, NONE = "central", "local", "record", "none"
@@ -105,12 +105,17 @@ class LocalAccount:
         np.add.at(self._mu_squared, positions, added)
         np.add.at(self._participations, positions, 1)
 
+    def copy(self) -> LocalAccount:
+        """Returns an independent copy."""
+        other = LocalAccount(self.num_clients)
+        other.set_state(self.get_state())
+        return other
+
     def max_mu_squared_after(
         self, positions: np.ndarray, mu_squared: float | np.ndarray
     ) -> float:
         """Returns what `max_mu_squared` would be after `add`."""
-        after = LocalAccount(self.num_clients)
-        after.set_state(self.get_state())
+        after = self.copy()
         after.add(positions, mu_squared)
         return after.max_mu_squared
 
@@ -163,42 +168,43 @@ class Spending:
 
     Attributes:
       guarantee: "central", "local", "record" or "none".
+      own: This run's rounds, and how often each.
+      others: What runs of other models spent on the same clients, by run
+        and ledger file, as the files tell it.
       central: The `PrivacyAccountant` of all rounds, those of other runs
         included.
       clients: The `LocalAccount` of the clients' own releases.
       lost_mu_squared: What any one client may have spent on top in rounds that
         a crash cut off between their charge and their checkpoint: nobody can
         tell any more which clients those were.
-      others: What runs of other models spent on the same clients, by run
-        and ledger file, as the files tell it.
     """
 
     def __init__(self, guarantee: str, num_clients: int):
         self.guarantee = guarantee
-        self.central = accountant_lib.PrivacyAccountant()
-        self._own: collections.Counter[charge_lib.RoundCharge] = collections.Counter()
+        self.own: collections.Counter[charge_lib.RoundCharge] = collections.Counter()
+        self.others: dict[str, OtherRun] = {}
+        self.central = PrivacyAccountant()
         self.clients = LocalAccount(num_clients)
         self.lost_mu_squared = 0.0
-        self.others: dict[str, OtherRun] = {}
 
     @property
     def rounds(self) -> int:
-        """Returns how many rounds were charged to this run."""
-        return self._own.total()
+        """How many rounds were charged to this run."""
+        return self.own.total()
 
     @property
     def rounds_of_others(self) -> int:
-        """Returns how many rounds of other runs are counted as well."""
+        """How many rounds of other runs are counted as well."""
         return sum(each.charges.total() for each in self.others.values())
 
     @property
     def evaluations(self) -> int:
-        """Returns how many releases beside the rounds are among `others`."""
+        """How many releases beside the rounds are among `others`."""
         return len(self.charges_of_evaluations)
 
     @property
     def charges_of_evaluations(self) -> dict[str, charge_lib.RoundCharge]:
-        """Returns what each release beside the rounds cost, by its id."""
+        """What each release beside the rounds cost, by its id."""
         return {
             name: charge
             for name, other in self.others.items()
@@ -208,28 +214,27 @@ class Spending:
 
     @property
     def charges(self) -> tuple[tuple[charge_lib.RoundCharge, int], ...]:
-        """Returns this run's rounds as (charge, count)."""
-        return tuple(self._own.items())
+        """This run's rounds as (charge, count)."""
+        return tuple(self.own.items())
 
     @property
     def by_client(self) -> bool:
-        """Returns True if the guarantee is composed client by client."""
+        """Whether the guarantee is composed client by client."""
         return self.guarantee in (LOCAL, RECORD)
 
     @property
     def max_mu_squared(self) -> float:
-        """Returns the most that one client can have spent, in all runs."""
+        """The most that one client can have spent, in all runs."""
         return self.clients.max_mu_squared + self.mu_squared_elsewhere
 
     @property
     def mu_squared_elsewhere(self) -> float:
-        """Returns what counts against every client on top of its own account.
+        """What counts against every client on top of its own account.
 
         Rounds that were lost, and other runs.
         """
-        return self.lost_mu_squared + sum(
-            each.mu_squared for each in self.others.values()
-        )
+        others = sum(each.mu_squared for each in self.others.values())
+        return self.lost_mu_squared + others
 
     def expect(self, num_clients: int) -> None:
         """Makes room for so many clients; others than before start anew.
@@ -254,7 +259,7 @@ class Spending:
             only if the guarantee is composed client by client.
         """
         self.central.add(charge)
-        self._own[charge] += 1
+        self.own[charge] += 1
         self.clients.add(positions, mu_squared if self.by_client else 0.0)
 
     def absorb(self, contents: ledger.LedgerContents, run: str, source: str) -> None:
@@ -275,7 +280,7 @@ class Spending:
           ValueError: A round of the ledger has a guarantee of another kind;
             nothing is counted then.
         """
-        own = collections.Counter(self._own)
+        own = self.own.copy()
         others: dict[str, OtherRun] = {}
         for other, entries in contents.by_run().items():
             charges = collections.Counter(
@@ -304,7 +309,7 @@ class Spending:
 
     def keep_others(self, others: dict[str, OtherRun]) -> None:
         """Counts what is known of other runs and not counted yet."""
-        self._count(self._own, others)
+        self._count(self.own, others)
 
     def _count(
         self,
@@ -319,9 +324,11 @@ class Spending:
                 charges=other.charges | known.charges,
                 mu_squared=max(other.mu_squared, known.mu_squared),
             )
-        if (own, counted) != (self._own, self.others):
-            self.central = _composed(own, counted)
-            self._own, self.others = own, counted
+        runs = (*(each.charges for each in counted.values()), own)
+        self.central = PrivacyAccountant(
+            item for charges in runs for item in charges.items()
+        )
+        self.own, self.others = own, counted
 
     def epsilon(
         self, delta: float, accountant: str = "rdp", coarse: bool = False
@@ -334,13 +341,6 @@ class Spending:
         if self.by_client:
             return epsilon_of_mu_squared(self.max_mu_squared, delta)
         return self.central.epsilon(delta, accountant, coarse)
-
-    def central_epsilon(self, delta: float, accountant: str = "rdp") -> float:
-        """Returns what the same noise gives against who sees the model only.
-
-        Infinite where no central guarantee is claimed.
-        """
-        return self.central.epsilon(delta, accountant)
 
     def epsilon_after(
         self,
@@ -363,7 +363,7 @@ class Spending:
         return {
             **self.clients.get_state(),
             "guarantee": self.guarantee,
-            "charges": _as_json(self._own),
+            "charges": _as_json(self.own),
             "others": {
                 name: [_as_json(other.charges), other.mu_squared]
                 for name, other in self.others.items()
@@ -375,26 +375,14 @@ class Spending:
     def from_state(cls, state: dict[str, Any]) -> Spending:
         """Returns the spending that `state` was taken of."""
         spending = cls(state["guarantee"], len(state["mu_squared"]))
-        spending._own = _from_json(state["charges"])
-        spending.others = {
+        others = {
             name: OtherRun(charges=_from_json(charges), mu_squared=float(mu_squared))
             for name, (charges, mu_squared) in state["others"].items()
         }
-        spending.central = _composed(spending._own, spending.others)
+        spending._count(_from_json(state["charges"]), others)
         spending.clients.set_state(state)
         spending.lost_mu_squared = float(state["lost_mu_squared"])
         return spending
-
-
-def _composed(
-    own: collections.Counter[charge_lib.RoundCharge],
-    others: dict[str, OtherRun],
-) -> accountant_lib.PrivacyAccountant:
-    history = accountant_lib.PrivacyAccountant()
-    for charges in (*(each.charges for each in others.values()), own):
-        for charge, count in charges.items():
-            history.add(charge, count)
-    return history
 
 
 def _as_json(charges: collections.Counter[charge_lib.RoundCharge]) -> list:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import pathlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dp_accounting
 
 from tfdp_fl import _json, _validate
-from tfdp_fl.accounting import charge, statement_text
+from tfdp_fl.accounting import charge
 from tfdp_fl.accounting.caveats import CAVEATS
+
+if TYPE_CHECKING:
+    import jinja2
 
 GUARANTEES = ("central", "local", "record", "none")
 FORMATS = ("text", "dict")
@@ -25,6 +30,9 @@ _CAVEATS_OF_SAMPLING = {
     "cyclic": ("cyclic_zero_out", "cyclic_no_amplification"),
     "separated": ("separated_zero_out",),
 }
+
+# Those that make epsilon smaller for a draw that nobody knows.
+_SECRET = ("poisson", "fixed_size")
 
 # Facts that a statement's dictionary holds as they were given.
 _AS_THEY_ARE = (
@@ -113,7 +121,7 @@ class StatementFacts:
 
     def __post_init__(self):
         _validate.one_of(GUARANTEES, guarantee=self.guarantee)
-        _validate.one_of(statement_text.SAMPLING, sampling=self.sampling)
+        _validate.one_of(_CAVEATS_OF_SAMPLING, sampling=self.sampling)
         _validate.positive_integer(num_clients=self.num_clients)
         _validate.non_negative_integer(rounds=self.rounds)
         _validate.non_negative_integer(rounds_of_others=self.rounds_of_others)
@@ -161,7 +169,7 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
         best = math.inf
     central = facts.guarantee == "central" and math.isfinite(best)
     known = values["epsilon_if_participation_is_known"] if central else None
-    if central and facts.sampling not in statement_text.SECRET:
+    if central and facts.sampling not in _SECRET:
         known = best
     elif known is not None:
         known = max(known, best)
@@ -193,10 +201,21 @@ def _content(facts: StatementFacts, delta: float) -> dict[str, Any]:
             key: CAVEATS[key] for key in dict.fromkeys([*facts.caveats, *implied])
         },
     }
-    content["summary"] = statement_text.summary(facts, values, best, relation, delta)
-    content["meaning"] = statement_text.meaning(facts, best, delta)
-    content["secrecy"] = statement_text.secrecy(facts, known, delta) if central else ""
-    content["how"] = statement_text.how(facts, content)
+    given = {
+        **content,
+        "facts": facts,
+        "secret": facts.sampling in _SECRET,
+        "at_delta": f"delta = {delta:g}",
+        "best": best,
+        "known": known,
+        "central_epsilon": values["central_epsilon"],
+        "factor": f"{math.exp(best):.3g}" if best < 700 else f"exp({_up(best)})",
+    }
+    template = _template()
+    for name, block in template.blocks.items():
+        content[name] = " ".join("".join(block(template.new_context(given))).split())
+    if not central:
+        content["secrecy"] = ""
     if facts.audit is not None:
         content["caveats"]["audited"] = facts.audit(delta)
     return content
@@ -245,3 +264,43 @@ def _range(sizes: float | Sequence[float]) -> dict[str, Any]:
             "mean": statistics.fmean(values),
         }
     return {"count": len(values), **figures}
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    """Returns how a statement is worded, a block for each paragraph."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters.update(
+        up=_up, counted=_counted, is_finite=math.isfinite, number=_number, short=_short
+    )
+    text = pathlib.Path(__file__).with_name("statement.txt").read_text("utf-8")
+    return environment.from_string(text)
+
+
+def _up(value: float) -> str:
+    """Writes an epsilon with four significant digits, rounded up."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
+    # A hair of tolerance, or 2.5 would become 2.501.
+    rounded = math.ceil(value / unit - 1e-9) * unit
+    return f"{rounded:.4g}" if rounded < 1e4 else f"{rounded:.0f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if value < 1e6 else f"{value:.0f}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -65,11 +65,10 @@ def create_cohort_process(
     @tff.tensorflow.computation
     def no_history():
         # Of a length that the graph does not know: it grows.
+        empty = tf.compat.v1.placeholder_with_default
         return state.RoundHistory(
-            *(
-                tf.compat.v1.placeholder_with_default(np.zeros([0], dtype), [None])
-                for dtype in (np.int64, np.float64, np.float64, np.int64, np.float64)
-            )
+            lines=empty(tf.constant([], tf.string), [None]),
+            answered=empty(tf.constant([], tf.float64), [None]),
         )
 
     @tff.tensorflow.computation(query_state_type, np.int32)
@@ -80,10 +79,6 @@ def create_cohort_process(
     def derive_sample_params(query_state):
         return query.derive_sample_params(query_state)
 
-    @tff.tensorflow.computation(np.int32, no_history.type_signature.result, np.float32)
-    def finish_round(round_index, history, answered):
-        return round_index + 1, plan.written_down(history, round_index, answered)
-
     if query.two_phase:
         clip_to_cohort = _create_clip_to_cohort(query, query_state_type, value_type)
     preprocess_record = _create_preprocess_record(
@@ -93,15 +88,16 @@ def create_cohort_process(
     sum_process = values.create_record_sum(record_type, inner_factory, scalars_factory)
     get_noised_result = _create_noised_result(
         query,
+        plan,
         size_check,
         sum_process.next.type_signature.result.result.member,
-        query_state_type,
+        (query_state_type, np.int32, no_history.type_signature.result),
         value_type,
         packed=record_type.update.is_equivalent_to(value_type),
     )
 
     @tff.tensorflow.computation(
-        get_noised_result.type_signature.result[2],
+        get_noised_result.type_signature.result[1],
         sum_process.next.type_signature.result.measurements.member,
     )
     def add_inner(measurements, inner):
@@ -129,11 +125,9 @@ def create_cohort_process(
         )
         record = tff.federated_map(preprocess_record, (params, value, *weight))
         total = sum_process.next(server_state.sum_state, record)
-        mean, new_query_state, measurements, answered = tff.federated_map(
-            get_noised_result, (total.result, query_state)
-        )
-        rounds, history = tff.federated_map(
-            finish_round, (server_state.rounds, server_state.history, answered)
+        mean, measurements, new_query_state, rounds, history = tff.federated_map(
+            get_noised_result,
+            (total.result, query_state, server_state.rounds, server_state.history),
         )
         if inner_factory is not None:
             measurements = tff.federated_map(
@@ -190,19 +184,20 @@ def _create_preprocess_record(
 
 def _create_noised_result(
     query: cohort_query.CohortQuery,
+    plan: round_plan.RoundPlan,
     size_check: round_plan.CohortSizeCheck,
     total_type: tff.types.Type,
-    query_state_type: tff.types.Type,
+    state_types: tuple[Any, Any, Any],
     value_type: tff.types.Type,
     packed: bool,
 ) -> tff.Computation:
-    """Returns what the server makes of the sum.
+    """Returns what the server makes of the sum, and of the state's three parts.
 
-    That is the mean, the new state, the measurements, and the cohort's size.
+    That is the mean, the measurements, and the new parts.
     """
 
-    @tff.tensorflow.computation(total_type, query_state_type)
-    def get_noised_result(total, query_state):
+    @tff.tensorflow.computation(total_type, *state_types)
+    def get_noised_result(total, query_state, round_index, history):
         scalars = collections.OrderedDict(total["scalars"])
         size = size_check.checked(
             # A secure sum is off by its quantization.
@@ -226,9 +221,10 @@ def _create_noised_result(
         )
         return (
             values.from_list(list(mean), value_type),
-            new_state,
             measurements,
-            size,
+            new_state,
+            round_index + 1,
+            plan.written_down(history, round_index, size),
         )
 
     return get_noised_result

@@ -105,17 +105,8 @@ class BoundFactory:
         mechanism.bind(self.deployment)
         whole = mechanism.needs_exact_cohort or self._has_whole_cohorts
         for size in round_plan.distinct(clients):
-            limit = self.deployment.num_clients
-            if limit is not None and size > limit:
-                raise ValueError(
-                    f"clients_per_round must be at most num_clients={limit}, "
-                    f"got {size:g}."
-                )
-            if whole and not size.is_integer():
-                raise ValueError(
-                    "clients_per_round must be a whole number where the "
-                    f"cohort size is fixed, got {size!r}."
-                )
+            most = self.deployment.num_clients or 2**63
+            charge_lib.checked_size(size, most, fractional=not whole)
         self._factories = {
             "inner_factory": inner_factory,
             "scalars_factory": scalars_factory,
@@ -166,14 +157,12 @@ class BoundFactory:
         self,
         value_type: tff.types.Type,
         weight_type: tff.types.Type | None = None,
-        mechanism: mechanism_lib.Mechanism | None = None,
     ) -> tff.templates.AggregationProcess:
         """Returns the aggregation process.
 
         Args:
           value_type: A structure of float tensors.
           weight_type: Type of the second value of each client, if any.
-          mechanism: What runs in the place of the mechanism that is charged.
         """
         num_variables = values.check_value_type(value_type)
         shapes = values.shapes(value_type)
@@ -191,15 +180,18 @@ class BoundFactory:
             at_most = round_plan.largest_poisson_cohort(
                 at_most, max(round_plan.distinct(self._clients))
             )
-        event, cost = self._costs(deployment)
+        # Where there is a schedule, its length is known.
+        count = cast(int, deployment.rounds) if self._is_scheduled else 1
+        lines = tuple(
+            state.history_line(self.mechanism, deployment, index)
+            for index in range(count)
+        )
         return cohort_process.create_cohort_process(
-            (mechanism or self.mechanism).bind(deployment),
+            self.mechanism.bind(deployment),
             round_plan.RoundPlan(
                 noise_multiplier=self._noise,
                 clients_per_round=self._clients,
-                kind=state.history_kind(self.mechanism, event, deployment.sampling),
-                cost=cost,
-                population=deployment.num_clients or 0,
+                lines=lines if self._is_scheduled else lines[0],
             ),
             round_plan.CohortSizeCheck(
                 exact=self.mechanism.needs_exact_cohort,
@@ -237,25 +229,6 @@ class BoundFactory:
                     f"the {limit:g} that a client may add is allowed."
                 )
         return rounding
-
-    def _costs(
-        self, deployment: contribution.Deployment
-    ) -> tuple[dp_accounting.DpEvent | None, round_plan.Table]:
-        """Returns an event, if it is no Gaussian, and `RoundHistory.costs`."""
-        if self.mechanism.guarantee in ("local", "record"):
-            return None, float(self.mechanism.mu_squared(deployment))
-        if self.mechanism.guarantee != "central":
-            return None, 0.0
-        # Where there is a schedule, its length is known.
-        count = cast(int, deployment.rounds) if self._is_scheduled else 1
-        multipliers = []
-        for index in range(count):
-            event = self.mechanism.round_event(index, deployment)
-            noise_multiplier = charge_lib.noise_multiplier_of(event)
-            if noise_multiplier is None or not isinstance(event, state.OF_NOISE):
-                return event, 0.0
-            multipliers.append(noise_multiplier)
-        return None, tuple(multipliers) if self._is_scheduled else multipliers[0]
 
 
 def _keeps_each_share(factory: Any) -> bool:
@@ -356,7 +329,6 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
         mechanism: nbafl.NbAFL | None = None,
         *,
         clients_per_round: schedules.Schedule,
-        downlink_noise: bool = True,
         **options: Any,
     ):
         """Checks the arguments.
@@ -365,8 +337,6 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
           mechanism: The mechanism, instead of `epsilon`, `constant` and
             `weight_clip` (`mu` plays no part in the aggregation).
           clients_per_round: L, the expected cohort size.
-          downlink_noise: Whether the noise before broadcast is added here, to
-            the result. `tfdp_fl.learning` adds it in the distribution.
           **options: Those of `NbAFL`, and of `MechanismFactory`: `num_clients`, the
             population N, and `rounds`, the number of rounds T that are planned;
             `min_examples`, the smallest n of any client, where T > sqrt(N) L.
@@ -376,12 +346,6 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
         super().__init__(
             mechanism or nbafl.NbAFL(**given), clients_per_round, **options
         )
-        self._downlink_noise = downlink_noise
-
-    @property
-    def downlink_noise_stddev(self) -> float:
-        """Sigma_D, the stddev of the noise before broadcast."""
-        return self.mechanism.downlink_stddev(self.deployment)
 
     def create(
         self, value_type: tff.types.Type, weight_type: tff.types.Type
@@ -392,18 +356,7 @@ class NbAFLFactory(BoundFactory, tff.aggregators.WeightedAggregationFactory):
           value_type: A structure of float tensors, the weights.
           weight_type: A scalar, the number of examples.
         """
-        mechanism = self.mechanism
-        if not self._downlink_noise:
-            mechanism = _WithoutDownlinkNoise(**mechanism.parameters())
-        return self._create(value_type, weight_type, mechanism)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _WithoutDownlinkNoise(nbafl.NbAFL):
-    """NbAFL whose noise before broadcast somebody else adds."""
-
-    def downlink_stddev(self, deployment: contribution.Deployment) -> float:
-        return 0.0
+        return self._create(value_type, weight_type)
 
 
 def factory_of(

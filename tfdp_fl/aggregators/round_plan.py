@@ -61,7 +61,7 @@ def distinct(table: Table) -> set[float]:
 
 
 def _at(
-    table: Table, round_index: tf.Tensor, dtype: tf.DType = tf.float32
+    table: Table | str | tuple[str, ...], round_index: tf.Tensor, dtype: tf.DType
 ) -> tf.Tensor:
     """Returns the scalar of a round; past the end the round fails."""
     if not isinstance(table, tuple):
@@ -85,41 +85,29 @@ class RoundPlan:
     Attributes:
       noise_multiplier: The mechanism's z.
       clients_per_round: m.
-      kind: See `state.history_kind`.
-      cost: See `RoundHistory.costs`.
-      population: N, or 0 if it is not known.
+      lines: See `RoundHistory`: one for all rounds, or one for each.
     """
 
     noise_multiplier: Table
     clients_per_round: Table
-    kind: int
-    cost: Table
-    population: int
+    lines: str | tuple[str, ...]
 
     def values(self, round_index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns z and m of a round, float32 scalars."""
-        tables = (self.noise_multiplier, self.clients_per_round)
-        return cast(
-            tuple[tf.Tensor, tf.Tensor],
-            tuple(_at(table, round_index) for table in tables),
+        return (
+            _at(self.noise_multiplier, round_index, tf.float32),
+            _at(self.clients_per_round, round_index, tf.float32),
         )
 
     def written_down(
         self, history: state.RoundHistory, round_index: tf.Tensor, answered: tf.Tensor
     ) -> state.RoundHistory:
         """Returns a history with one more round, and how many were in its sum."""
-        row = state.RoundHistory(
-            kinds=tf.constant(self.kind, tf.int64),
-            costs=_at(self.cost, round_index, tf.float64),
-            cohort_sizes=_at(self.clients_per_round, round_index, tf.float64),
-            populations=tf.constant(self.population, tf.int64),
-            answered=tf.cast(answered, tf.float64),
-        )
+        line = _at(self.lines, round_index, tf.string)
+        answered = tf.cast(answered, tf.float64)
         return state.RoundHistory(
-            *(
-                tf.concat([past, [now]], axis=0)
-                for past, now in zip(history, row, strict=True)
-            )
+            lines=tf.concat([history.lines, [line]], axis=0),
+            answered=tf.concat([history.answered, [answered]], axis=0),
         )
 
 

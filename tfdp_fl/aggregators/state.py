@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import attrs
-import dp_accounting
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from tfdp_fl import _json
+from tfdp_fl.accounting import charge
+from tfdp_fl.mechanisms import contribution
 from tfdp_fl.mechanisms import mechanism as mechanism_lib
-
-# Events that a noise multiplier says all of: a Gaussian, no privacy, nothing.
-OF_NOISE = (
-    dp_accounting.GaussianDpEvent,
-    dp_accounting.NonPrivateDpEvent,
-    dp_accounting.NoOpDpEvent,
-)
 
 
 class RoundHistory(NamedTuple):
@@ -29,50 +23,51 @@ class RoundHistory(NamedTuple):
     still what it cost. T is the number of rounds so far.
 
     Attributes:
-      kinds: Int64 [T], a digest of which kind of mechanism a round was of (see
-        `history_kind`).
-      costs: Float64 [T]: of a central Gaussian mechanism the noise multiplier
-        of all that the round released, 0 without noise; of a local one mu^2,
-        (sensitivity / sigma)^2 of one client's part; of any other event 0.
-      cohort_sizes: Float64 [T], the expected m.
-      populations: Int64 [T], N, or 0 if the process was not told.
+      lines: String [T], see `history_line`.
       answered: Float64 [T], how many clients were in the sum.
     """
 
-    kinds: Any
-    costs: Any
-    cohort_sizes: Any
-    populations: Any
+    lines: Any
     answered: Any
 
 
-def history_kind(
-    mechanism: mechanism_lib.Mechanism,
-    event: dp_accounting.DpEvent | None,
-    sampling: str | None,
-) -> int:
-    """Returns an int64 that stands for what a round's cost is a number of.
+def history_kind(mechanism: mechanism_lib.Mechanism) -> dict[str, Any]:
+    """Returns what rounds must have in common for one epsilon, as JSON values.
 
-    Args:
-      mechanism: The mechanism; its class, caveats and noise site count, and
-        what it says must not change.
-      event: What a round releases. A Gaussian, or no privacy, is not part of
-        the kind (nor is None, which stands for them): the noise multiplier is
-        written down with each round.
-      sampling: How the process was told that cohorts are drawn, or None.
+    That is not the noise: each round's line says what it cost.
     """
-    same = mechanism.must_not_change()
-    kind = (
-        mechanism.name,
-        mechanism.guarantee,
-        mechanism.caveats(),
-        mechanism.noise_site,
-        None if isinstance(event, OF_NOISE) else event,
-        sampling,
-        *((same,) if same else ()),
-    )
-    digest = hashlib.sha256(repr(kind).encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
+    return {
+        "mechanism": mechanism.name,
+        "guarantee": mechanism.guarantee,
+        "caveats": list(mechanism.caveats()),
+        "noise_site": mechanism.noise_site,
+        "must_not_change": mechanism.memory_key(),
+    }
+
+
+def history_line(
+    mechanism: mechanism_lib.Mechanism,
+    deployment: contribution.Deployment,
+    round_index: int,
+) -> str:
+    """Returns what a round is and costs, as JSON.
+
+    Beside `history_kind`: `sampling`, `num_clients` (null where the process was
+    not told) and `clients_per_round`; of a local guarantee `mu_squared`,
+    (sensitivity / sigma)^2 of one client's part, and of others the `event`.
+    """
+    line = {
+        **history_kind(mechanism),
+        "sampling": deployment.sampling,
+        "num_clients": deployment.num_clients,
+        "clients_per_round": deployment.cohort_size(round_index),
+    }
+    if mechanism.guarantee in ("local", "record"):
+        line["mu_squared"] = float(mechanism.mu_squared(deployment))
+    else:
+        event = charge.normalised(mechanism.round_event(round_index, deployment))
+        line["event"] = charge.event_to_json(event)
+    return _json.canonical(line)
 
 
 class AggregatorState(NamedTuple):

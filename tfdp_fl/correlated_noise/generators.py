@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from scipy import signal
 
 from tfdp_fl._on_use import tf
 from tfdp_fl.correlated_noise import toeplitz
@@ -110,10 +111,12 @@ class Generator(abc.ABC):
         return float(np.sqrt(np.sum(self.charges**2)))
 
     def squared_errors(self, momentum: float = 0.0) -> np.ndarray:
-        """Returns each model's noise variance for z of variance 1, [T]."""
-        return toeplitz.squared_errors(
-            self.coefficients, self.participation.rounds, momentum
-        )
+        """Returns each model's noise variance for z of variance 1, [T].
+
+        After round t it is the sum over s of B_ts^2.
+        """
+        model = toeplitz.workload(self.participation.rounds, momentum)
+        return np.cumsum(signal.lfilter([1.0], self.coefficients, model) ** 2)
 
 
 def _as_float32(values: Numbers) -> np.ndarray:

@@ -143,7 +143,10 @@ class BLT(Strategy):
                     "theta and theta_hat must hold equally many numbers, got "
                     f"{self.theta!r} and {self.theta_hat!r}."
                 )
-            _poles_and_zeros_make_sense(self.theta, self.theta_hat)
+            # Raises where c would rise or be negative within a few rounds.
+            generators.BLTGenerator(
+                self.theta, self.theta_hat, Participation(rounds=64)
+            )
         object.__setattr__(self, "num_buffers", buffers)
 
     def make(
@@ -158,13 +161,6 @@ class BLT(Strategy):
     def describe(self) -> str:
         """See base class."""
         return f"a buffered linear Toeplitz strategy ({self.num_buffers} buffers)"
-
-
-def _poles_and_zeros_make_sense(
-    theta: tuple[float, ...], theta_hat: tuple[float, ...]
-) -> None:
-    """Raises where c would rise or be negative within a few rounds."""
-    generators.BLTGenerator(theta, theta_hat, Participation(rounds=64))
 
 
 def without_pairs(

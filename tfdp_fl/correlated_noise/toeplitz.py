@@ -82,20 +82,3 @@ def charges(coefficients: np.ndarray, participation: Participation) -> np.ndarra
         part = coefficients[: participation.rounds - start]
         total[start : start + len(part)] += part
     return total
-
-
-def squared_errors(
-    coefficients: np.ndarray, rounds: int, momentum: float = 0.0
-) -> np.ndarray:
-    """Returns the variance of each model's noise for z of variance 1.
-
-    Args:
-      coefficients: c; what is missing is zero.
-      rounds: T.
-      momentum: See `workload`.
-
-    Returns:
-      Float64 [T]: sum over s of B_ts^2.
-    """
-    column = signal.lfilter([1.0], coefficients, workload(rounds, momentum))
-    return np.cumsum(column**2)

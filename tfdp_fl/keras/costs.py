@@ -93,8 +93,7 @@ class RoundCosts:
                     ahead, mu_squared, most
                 )
             return
-        trial = accounting.LocalAccount(clients.num_clients)
-        trial.set_state(clients.get_state())
+        trial = clients.copy()
         for ahead in range(rounds):
             trial.add(self.draw(run.rounds + ahead, trial), mu_squared)
             yield elsewhere + trial.max_mu_squared

@@ -617,7 +617,7 @@ class DPFederatedModel:
         model_history.check_owner(self)
         if self.spending is None:
             return 0.0
-        return self.spending.central_epsilon(delta, accountant or self.setup.accountant)
+        return self.spending.central.epsilon(delta, accountant or self.setup.accountant)
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"

@@ -43,7 +43,7 @@ def facts(
             "max_participations": spending.clients.max_participations,
         }
     if spending.guarantee == spending_lib.LOCAL:
-        composed["central_epsilon"] = spending.central_epsilon
+        composed["central_epsilon"] = spending.central.epsilon
     if spending.guarantee == spending_lib.RECORD:
         composed["implied_epsilon"] = mechanism.epsilon
     return accounting.StatementFacts(

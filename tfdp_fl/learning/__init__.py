@@ -1,12 +1,7 @@
 """Learning processes of `tff.learning` with a mechanism inside."""
 
 from tfdp_fl.learning.fed_avg import build_dp_fed_avg
-from tfdp_fl.learning.privacy import (
-    Epsilon,
-    epsilon,
-    privacy_charges,
-    privacy_statement,
-)
+from tfdp_fl.learning.privacy import Epsilon, epsilon, privacy_charges
 from tfdp_fl.learning.process import DPLearningProcess
 
 __all__ = [
@@ -15,5 +10,4 @@ __all__ = [
     "build_dp_fed_avg",
     "epsilon",
     "privacy_charges",
-    "privacy_statement",
 ]

@@ -79,30 +79,34 @@ def _repeated(
     return _with_next(work, next_fn)
 
 
-def hand_in_weights(
-    work: tff.learning.templates.ClientWorkProcess,
+def mark_failures(
+    work: tff.learning.templates.ClientWorkProcess, as_weights: bool = False
 ) -> tff.learning.templates.ClientWorkProcess:
-    """Returns client work whose result is the weights after training.
+    """Returns client work in which a failed training hands in NaN.
 
-    TFF's own result is w_received - w, or zero with weight zero where training
-    ended in a NaN or an Inf; here such a client hands in NaN, for the mechanism
-    to discard.
+    TFF replaces an update that holds a NaN or an Inf by zero, and says so only with
+    a weight of zero. As NaN it is discarded, counted and reported by the mechanism,
+    like any other.
+
+    Args:
+      work: TFF's local training, whose result is w_received - w.
+      as_weights: Whether w, the weights after training, is handed in instead.
     """
     state_type, weights_type, data_type = work.next.type_signature.parameter
     result_type = work.next.type_signature.result.result.member
 
     @tff.tensorflow.computation(weights_type.member, result_type)
-    def trained(received, result):
+    def mark(received, result):
+        value = result.update
+        if as_weights:
+            start = tf.nest.flatten(received.trainable)
+            value = tf.nest.map_structure(
+                tf.subtract, tf.nest.pack_sequence_as(value, start), value
+            )
         usable = result.update_weight > 0
         return tff.learning.templates.ClientResult(
             update=tf.nest.map_structure(
-                lambda start, change: tf.where(
-                    usable, start - change, np.nan * tf.ones_like(start)
-                ),
-                tf.nest.pack_sequence_as(
-                    result.update, tf.nest.flatten(received.trainable)
-                ),
-                result.update,
+                lambda part: tf.where(usable, part, np.nan * tf.ones_like(part)), value
             ),
             update_weight=result.update_weight,
         )
@@ -112,7 +116,7 @@ def hand_in_weights(
         output = work.next(state, weights, client_data)
         return tff.templates.MeasuredProcessOutput(
             state=output.state,
-            result=tff.federated_map(trained, (weights, output.result)),
+            result=tff.federated_map(mark, (weights, output.result)),
             measurements=output.measurements,
         )
 
@@ -128,39 +132,3 @@ def _with_next(
         get_hparams_fn=work.get_hparams,
         set_hparams_fn=work.set_hparams,
     )
-
-
-class FailedTrainingAsNaN(tff.aggregators.WeightedAggregationFactory):
-    """Ignores the weights, except that a weight of zero is a failed client.
-
-    `tff.learning`'s client work replaces an update that holds a NaN or an Inf
-    by zero and says so only with a weight of zero. As NaN it is discarded,
-    counted and reported by the mechanism, like any other.
-    """
-
-    def __init__(self, factory: tff.aggregators.UnweightedAggregationFactory):
-        """Wraps an unweighted factory."""
-        self._factory = factory
-
-    def create(
-        self, value_type: tff.types.Type, weight_type: tff.types.Type
-    ) -> tff.templates.AggregationProcess:
-        """Implements `WeightedAggregationFactory.create`."""
-        process = self._factory.create(value_type)
-
-        @tff.tensorflow.computation(value_type, weight_type)
-        def mark(value, weight):
-            return tf.nest.map_structure(
-                lambda part: tf.where(weight > 0, part, np.nan * tf.ones_like(part)),
-                value,
-            )
-
-        @tff.federated_computation(
-            process.initialize.type_signature.result,
-            tff.FederatedType(value_type, tff.CLIENTS),
-            tff.FederatedType(weight_type, tff.CLIENTS),
-        )
-        def next_fn(state, value, weight):
-            return process.next(state, tff.federated_map(mark, (value, weight)))
-
-        return tff.templates.AggregationProcess(process.initialize, next_fn)

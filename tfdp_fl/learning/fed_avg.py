@@ -43,11 +43,10 @@ def build_dp_fed_avg(
     build_unweighted_fed_avg`.
 
     For `NbAFL` the weights are what clients hand in: the proximal term is in
-    the local training, the noise before broadcast in the distribution, and
-    there is no server optimizer. Read the model with `get_model_weights`,
-    which has that noise; `global_model_weights` in the state is without it.
-    A data set must hold each of its examples once: use `local_epochs` and not
-    `repeat`, because the noise goes by the number of examples.
+    the local training, the noise before broadcast in the aggregation, and
+    there is no server optimizer. A data set must hold each of its examples once:
+    use `local_epochs` and not `repeat`, because the noise goes by the number of
+    examples.
 
     The training metrics are sums over the cohort without noise, which the
     guarantee does not cover; nor does it cover the measurements of the
@@ -107,101 +106,52 @@ def build_dp_fed_avg(
     }
     initial_weights = _initial_weights(model_fn)
     weights_type = initial_weights.type_signature.result
-    training = {
-        "metrics_aggregator": metrics_aggregator,
-        "loop_implementation": loop_implementation,
-        "local_epochs": local_epochs,
-    }
+    by_weights = mechanism.releases_weights
     if isinstance(mechanism, NbAFL):
-        for name, value in (
-            ("server_optimizer_fn", server_optimizer_fn),
-            ("model_distributor", model_distributor),
-        ):
-            if value is not None:
-                raise ValueError(
-                    f"{name} must be None with NbAFL, which replaces the "
-                    f"model and distributes it with its own noise, got "
-                    f"{value!r}."
-                )
-        return _nbafl_process(
-            mechanism,
-            aggregators.NbAFLFactory(
-                mechanism,
-                clients_per_round=clients_per_round,
-                downlink_noise=False,
-                **facts,
-            ),
-            initial_weights,
-            model_fn,
-            client_optimizer_fn,
-            training,
+        if server_optimizer_fn is not None:
+            raise ValueError(
+                "server_optimizer_fn must be None with NbAFL, which replaces the "
+                f"model, got {server_optimizer_fn!r}."
+            )
+        factory = aggregators.NbAFLFactory(
+            mechanism, clients_per_round=clients_per_round, **facts
         )
-    factory = aggregators.from_mechanism(mechanism, clients_per_round, **facts)
-    if server_optimizer_fn is None:
-        server_optimizer_fn = tff.learning.optimizers.build_sgdm(1.0)
+        weighted = factory
+        finalizer = nbafl.build_replace_finalizer(weights_type)
+        if mechanism.proximal_weight > 0:
+            client_optimizer_fn = nbafl.ProximalOptimizer(
+                client_optimizer_fn, mechanism.proximal_weight
+            )
+    else:
+        factory = aggregators.from_mechanism(mechanism, clients_per_round, **facts)
+        weighted = tff.aggregators.as_weighted_aggregator(factory)
+        finalizer = tff.learning.templates.build_apply_optimizer_finalizer(
+            server_optimizer_fn or tff.learning.optimizers.build_sgdm(1.0),
+            weights_type,
+        )
     if model_distributor is None:
         model_distributor = tff.learning.templates.build_broadcast_process(weights_type)
-    work = client_work.build_local_training(
-        model_fn,
-        client_optimizer_fn,
-        tff.learning.ClientWeighting.UNIFORM,
-        **training,
+    weighting = tff.learning.ClientWeighting
+    work = client_work.mark_failures(
+        client_work.build_local_training(
+            model_fn,
+            client_optimizer_fn,
+            weighting.NUM_EXAMPLES if by_weights else weighting.UNIFORM,
+            metrics_aggregator=metrics_aggregator,
+            loop_implementation=loop_implementation,
+            local_epochs=local_epochs,
+        ),
+        as_weights=by_weights,
     )
+    result_type = work.next.type_signature.result.result.member
     composed = tff.learning.templates.compose_learning_process(
         initial_weights,
         model_distributor,
         work,
-        _aggregator(client_work.FailedTrainingAsNaN(factory), work),
-        tff.learning.templates.build_apply_optimizer_finalizer(
-            server_optimizer_fn, weights_type
-        ),
+        weighted.create(result_type.update, result_type.update_weight),
+        finalizer,
     )
     return process.DPLearningProcess(composed, mechanism, factory.deployment)
-
-
-def _nbafl_process(
-    mechanism: NbAFL,
-    factory: aggregators.NbAFLFactory,
-    initial_weights: tff.Computation,
-    model_fn: Any,
-    client_optimizer_fn: tff.learning.optimizers.Optimizer,
-    training: dict[str, Any],
-) -> process.DPLearningProcess:
-    """Returns the process whose clients hand in weights, and not updates."""
-    weights_type = initial_weights.type_signature.result
-    if mechanism.mu > 0:
-        client_optimizer_fn = nbafl.ProximalOptimizer(client_optimizer_fn, mechanism.mu)
-    work = client_work.hand_in_weights(
-        client_work.build_local_training(
-            model_fn,
-            client_optimizer_fn,
-            tff.learning.ClientWeighting.NUM_EXAMPLES,
-            **training,
-        )
-    )
-    composed = tff.learning.templates.compose_learning_process(
-        initial_weights,
-        nbafl.build_noised_broadcast(weights_type, factory.downlink_noise_stddev),
-        work,
-        _aggregator(factory, work),
-        nbafl.build_replace_finalizer(weights_type),
-    )
-    get_weights, set_weights = nbafl.build_model_access(composed)
-    return process.DPLearningProcess(
-        composed,
-        mechanism,
-        factory.deployment,
-        get_model_weights=get_weights,
-        set_model_weights=set_weights,
-    )
-
-
-def _aggregator(
-    factory: tff.aggregators.WeightedAggregationFactory,
-    work: tff.learning.templates.ClientWorkProcess,
-) -> tff.templates.AggregationProcess:
-    result_type = work.next.type_signature.result.result.member
-    return factory.create(result_type.update, result_type.update_weight)
 
 
 def _initial_weights(model_fn: Any) -> tff.Computation:

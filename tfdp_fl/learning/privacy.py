@@ -6,10 +6,10 @@ What each round cost is written down in the state by the process that ran it.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, cast
 
-import dp_accounting
 import numpy as np
 import tensorflow as tf
 
@@ -94,23 +94,25 @@ def privacy_charges(
     )
     if mechanism.event_period is not None:
         mechanism.check(deployment)
-    history = _history(found, mechanism, deployment)
-    events = [
-        _event(mechanism, index, float(cost), deployment)
-        for index, cost in enumerate(history.costs)
-    ]
-    sizes = tuple(float(size) for size in history.cohort_sizes)
-    if events:
-        _check_last(sizes[-1], mechanism, events, deployment)
+    lines = _lines(found, mechanism, deployment)
+    if lines:
+        _check_last(lines, mechanism, deployment)
+    sizes = tuple(line["clients_per_round"] for line in lines)
     places: list[dict[str, Any]] = [{"clients_per_round": size} for size in sizes]
     if sampling == "shuffled" and sizes:
         passes = charge_lib.PassCohorts(num_clients, sizes)
         places = [passes.place(index) for index in range(len(sizes))]
     return [
         accounting.RoundCharge(
-            sampling=sampling, num_clients=num_clients, event=event, **place
+            sampling=sampling,
+            num_clients=num_clients,
+            # What local noise is worth centrally depends on the sampling.
+            event=charge_lib.event_from_json(line["event"])
+            if "event" in line
+            else mechanism.round_event(index, deployment),
+            **place,
         )
-        for event, place in zip(events, places, strict=True)
+        for index, (line, place) in enumerate(zip(lines, places, strict=True))
     ]
 
 
@@ -169,14 +171,13 @@ def epsilon(
     noise_multipliers: set[Any] = set()
     if mechanism.guarantee in ("local", "record"):
         found = state_lib.accountable_state(state)
-        history = _history(found, mechanism, contribution.Deployment(**declared))
-        sizes = history.cohort_sizes.tolist()
-        times = min(len(sizes), max_participations or len(sizes))
-        most = np.sort(history.costs)[len(sizes) - times :]
-        value = epsilon_of_mu_squared(math.fsum(most), delta)
+        lines = _lines(found, mechanism, contribution.Deployment(**declared))
+        sizes = [line["clients_per_round"] for line in lines]
+        times = min(len(lines), max_participations or len(lines))
+        spent = sorted((line["mu_squared"] for line in lines), reverse=True)
+        value = epsilon_of_mu_squared(math.fsum(spent[:times]), delta)
         how: dict[str, Any] = {"epsilon_local": value}
     else:
-        record = accounting.PrivacyAccountant()
         charges = privacy_charges(
             state,
             mechanism,
@@ -184,8 +185,7 @@ def epsilon(
             max_participations=max_participations,
             **declared,
         )
-        for charge in charges:
-            record.add(charge)
+        record = accounting.PrivacyAccountant(charges)
         value = record.epsilon(delta, accountant)
         known = record.epsilon_if_participation_is_known(delta)
         how = {
@@ -224,137 +224,86 @@ def epsilon(
     return result
 
 
-def privacy_statement(
-    state: Any,
-    mechanism: mechanism_lib.Mechanism,
-    *,
-    delta: float,
-    format: str = "text",
-    **declared: Any,
-) -> str | dict[str, Any]:
-    """Returns the privacy statement after a state.
-
-    Args:
-      state: See `epsilon`.
-      mechanism: See `epsilon`.
-      delta: In (0, 1).
-      format: "text" or "dict" (see `tfdp_fl.accounting.
-        privacy_statement`).
-      **declared: The other arguments of `epsilon`.
-
-    Raises:
-      ValueError: See `epsilon`.
-    """
-    return epsilon(state, mechanism, delta=delta, **declared).in_words(format)
-
-
-def _history(
+def _lines(
     found: state_lib.AggregatorState,
     mechanism: mechanism_lib.Mechanism,
     deployment: contribution.Deployment,
-) -> state_lib.RoundHistory:
+) -> list[dict[str, Any]]:
     """Returns what is written down, if it can be told what it means."""
-    history = state_lib.RoundHistory(*map(np.asarray, found.history))
+    written, answered = map(np.asarray, found.history)
     done = int(found.rounds)
-    if any(len(column) != done for column in history):
+    if not len(written) == len(answered) == done:
         raise ValueError(
             f"state must have a history of each of its {done} rounds, got one "
-            f"of {len(history.costs)}."
+            f"of {len(written)}."
         )
-    # A process that was not told how cohorts are drawn says nothing about it.
-    event = None
-    if done and mechanism.guarantee == "central":
-        event = mechanism.round_event(done - 1, deployment)
-    known: list[Any] = [
-        state_lib.history_kind(mechanism, event, sampling)
-        for sampling in (None, deployment.sampling)
-    ]
-    for index in np.flatnonzero(~np.isin(history.kinds, known))[:1]:
-        raise ValueError(
-            "state must come from processes of this mechanism and sampling, "
-            f"{mechanism.name} and {deployment.sampling!r}, got one whose "
-            f"round {index + 1} of {done} was run by a process of another "
-            "kind, whose guarantee cannot be told from here."
-        )
-    populations: list[Any] = [0, deployment.num_clients]
-    for index in np.flatnonzero(~np.isin(history.populations, populations))[:1]:
-        raise ValueError(
-            f"num_clients must be the {history.populations[index]} that "
-            f"round {index + 1} of the state was run with, got "
-            f"{deployment.num_clients!r}."
-        )
-    if mechanism.guarantee == "central":
-        _check_answered(history, deployment)
-    return history
+    lines = [json.loads(line) for line in written]
+    kind = state_lib.history_kind(mechanism)
+    for index, line in enumerate(lines):
+        # A process that was not told how cohorts are drawn says nothing about it.
+        if line["sampling"] not in (None, deployment.sampling) or any(
+            line[name] != value for name, value in kind.items()
+        ):
+            raise ValueError(
+                "state must come from processes of this mechanism and sampling, "
+                f"{mechanism.name} and {deployment.sampling!r}, got one whose "
+                f"round {index + 1} of {done} was run by a process of another "
+                "kind, whose guarantee cannot be told from here."
+            )
+        if line["num_clients"] not in (None, deployment.num_clients):
+            raise ValueError(
+                f"num_clients must be the {line['num_clients']} that "
+                f"round {index + 1} of the state was run with, got "
+                f"{deployment.num_clients!r}."
+            )
+        if mechanism.guarantee == "central":
+            _check_answered(index, answered[index], line, deployment)
+    return lines
 
 
 def _check_answered(
-    history: state_lib.RoundHistory, deployment: contribution.Deployment
+    index: int,
+    answered: float,
+    line: dict[str, Any],
+    deployment: contribution.Deployment,
 ) -> None:
     """Raises ValueError if more clients answered than the sampling draws."""
     population = cast(int, deployment.num_clients)
-    for index, (answered, planned) in enumerate(
-        zip(history.answered, history.cohort_sizes, strict=True)
-    ):
-        most = planned
-        if deployment.sampling == "poisson":
-            most = round_plan.largest_poisson_cohort(
-                population, min(planned, population)
-            )
-        if answered > most:
-            raise ValueError(
-                f"sampling={deployment.sampling!r} gives cohorts of at most {most:g} "
-                f"of {population} clients where {planned:g} are expected, got a state "
-                f"in which {answered:g} answered in round {index + 1}."
-            )
-
-
-def _event(
-    mechanism: mechanism_lib.Mechanism,
-    index: int,
-    cost: float,
-    deployment: contribution.Deployment,
-) -> dp_accounting.DpEvent:
-    """Returns what a round released, from what is written down of it."""
-    if mechanism.guarantee == "central":
-        if math.isinf(cost):
-            return dp_accounting.NoOpDpEvent()
-        if cost > 0:
-            return dp_accounting.GaussianDpEvent(cost)
-    event = mechanism.round_event(index, deployment)
-    if mechanism.guarantee == "central" and isinstance(
-        event, dp_accounting.GaussianDpEvent
-    ):
-        return dp_accounting.NonPrivateDpEvent()
-    return event  # Of the kind that is written down.
+    most = planned = line["clients_per_round"]
+    if deployment.sampling == "poisson":
+        most = round_plan.largest_poisson_cohort(population, min(planned, population))
+    if answered > most:
+        raise ValueError(
+            f"sampling={deployment.sampling!r} gives cohorts of at most {most:g} "
+            f"of {population} clients where {planned:g} are expected, got a state "
+            f"in which {answered:g} answered in round {index + 1}."
+        )
 
 
 def _check_last(
-    size: float,
+    lines: list[dict[str, Any]],
     mechanism: mechanism_lib.Mechanism,
-    events: list[dp_accounting.DpEvent],
     deployment: contribution.Deployment,
 ) -> None:
     """Raises ValueError if the last round cannot be what is declared."""
-    last = len(events) - 1
+    last, size = len(lines) - 1, lines[-1]["clients_per_round"]
     given = deployment.cohort_size(last)
     if not math.isclose(given, size, rel_tol=1e-5):
         raise ValueError(
             f"clients_per_round must be what the state was made with, {size} "
             f"in its last round, got {given}."
         )
-    written = charge_lib.noise_multiplier_of(events[last])
-    declared = charge_lib.noise_multiplier_of(mechanism.round_event(last, deployment))
-    # None, an event that is no Gaussian, is of the kind that is written down.
-    same = written is declared or (
-        None not in (written, declared)
-        and math.isclose(cast(float, written), cast(float, declared), rel_tol=1e-5)
-    )
-    if not same:
+    if "event" not in lines[-1]:
+        return
+    written = charge_lib.event_from_json(lines[-1]["event"])
+    declared = charge_lib.normalised(mechanism.round_event(last, deployment))
+    z, declared_z = map(charge_lib.noise_multiplier_of, (written, declared))
+    if written != declared and (
+        z is None or declared_z is None or not math.isclose(z, declared_z, rel_tol=1e-5)
+    ):
         raise ValueError(
             "mechanism must be what the state was made with, whose last round "
-            f"had a noise multiplier of {written}, got {mechanism!r} with "
-            f"{declared}."
+            f"had a noise multiplier of {z}, got {mechanism!r} with {declared_z}."
         )
 
 

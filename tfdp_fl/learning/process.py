@@ -24,9 +24,6 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
         process: tff.learning.templates.LearningProcess,
         mechanism: mechanism_lib.Mechanism,
         deployment: contribution.Deployment,
-        *,
-        get_model_weights: tff.Computation | None = None,
-        set_model_weights: tff.Computation | None = None,
     ):
         """Takes over the computations of a process.
 
@@ -34,14 +31,12 @@ class DPLearningProcess(tff.learning.templates.LearningProcess):
           process: The process.
           mechanism: The mechanism that aggregates in it.
           deployment: Where the mechanism is used.
-          get_model_weights: In place of the process's own.
-          set_model_weights: In place of the process's own.
         """
         super().__init__(
             process.initialize,
             process.next,
-            get_model_weights or process.get_model_weights,
-            set_model_weights or process.set_model_weights,
+            process.get_model_weights,
+            process.set_model_weights,
             get_hparams_fn=process.get_hparams,
             set_hparams_fn=process.set_hparams,
         )

@@ -46,64 +46,6 @@ def check_count_noise(noise_multiplier: Any, count_noise_stddev: Any) -> None:
         )
 
 
-def update_noise_multiplier(noise_multiplier: Any, count_noise_stddev: Any) -> Any:
-    """Returns z_delta, the noise multiplier left for the updates themselves.
-
-    A round releases two noised sums: the updates and the count of unclipped
-    ones. A bit centred at +-1/2 has sensitivity 1/2, so its multiplier is
-    2 sigma_b, and the two cost together what one Gaussian of multiplier z costs
-    when
-
-        z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)
-
-    (Andrew et al. 2021, Theorem 1), here as z (1 - (z / (2 sigma_b))^2)^(-1/2),
-    which is the same for z > 0 and is 0 at z = 0.
-
-    Args:
-      noise_multiplier: z >= 0, what the two releases together cost.
-      count_noise_stddev: sigma_b, in clients; above z / 2.
-
-    Raises:
-      ValueError: Plain numbers are given and z >= 2 sigma_b > 0. (Of tensors
-        that is not checked, and gives NaN or infinity.)
-    """
-    z, sigma_b = noise_multiplier, count_noise_stddev
-    if isinstance(z, numbers.Real) and isinstance(sigma_b, numbers.Real):
-        check_count_noise(z, sigma_b)
-    sigma_b = _choose(z > 0, sigma_b, 1.0)
-    return z * (1.0 - (z / (2.0 * sigma_b)) ** 2) ** -0.5
-
-
-def next_clip_norm(
-    clip_norm: Any, noised_fraction: Any, target_quantile: Any, learning_rate: Any
-) -> Any:
-    """Returns the next round's clip norm: S exp(-eta (b - gamma)).
-
-    Source: Andrew et al. (2021), Algorithm 1 and Section 2.2 (the geometric
-    update).
-
-    Args:
-      clip_norm: S, the norm with which the clients of this round clipped.
-      noised_fraction: b, the noised count of updates with norm <= S, divided
-        by m. It may lie outside [0, 1].
-      target_quantile: gamma.
-      learning_rate: eta.
-
-    Returns:
-      The next S. It stays between `SMALLEST_CLIP_NORM` and `LARGEST_CLIP_NORM`:
-      where noise alone had brought it down by hundreds of decades, it could rise
-      by a tenth a round at most. Both depend on nobody's data.
-    """
-    power = -learning_rate * (noised_fraction - target_quantile)
-    if isinstance(power, numbers.Real):
-        moved = clip_norm * math.exp(min(float(power), 700.0))
-    else:
-        moved = clip_norm * tf.exp(power)
-    smallest, largest = parameters.SMALLEST_CLIP_NORM, parameters.LARGEST_CLIP_NORM
-    moved = _choose(moved > smallest, moved, smallest)
-    return _choose(moved < largest, moved, largest)
-
-
 def _choose(condition: Any, one: Any, other: Any) -> Any:
     """Returns `one` if a condition holds, else `other`; numbers or tensors."""
     if isinstance(condition, bool | np.bool_):
@@ -123,8 +65,9 @@ class AdaptiveClipping(mechanism.Mechanism):
     whose norm was at most S.
 
     Two sums are released: the updates, and the bits b_k - 1/2 that say whether
-    a norm was at most S. Centred bits have sensitivity 1/2, so the two
-    together cost z (Andrew et al. 2021, Theorem 1).
+    a norm was at most S. Centred bits have sensitivity 1/2, so the noise
+    multiplier of their count is 2 sigma_b, and the two together cost z (Andrew et
+    al. 2021, Theorem 1).
 
     Attributes:
       noise_multiplier: z >= 0, what both releases of a round cost together; a
@@ -225,15 +168,24 @@ class AdaptiveClipping(mechanism.Mechanism):
     def noise_stddevs(self, round: Round, deployment: Deployment) -> dict[str, Any]:
         """Implements `Mechanism.noise_stddevs`: z_Delta S, and sigma_b.
 
-        Unless it is given, the count has no noise where the updates have none.
+        z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), here written so that it is 0 at
+        z = 0. Unless it is given, the count has no noise where the updates have
+        none.
+
+        Raises:
+          ValueError: Plain numbers are given and z >= 2 sigma_b > 0. (Of tensors
+            that is not checked, and gives NaN or infinity.)
         """
         del deployment
         z = round.noise_multiplier
         count = self.count_noise_stddev_of(round.clients_per_round)
-        update = update_noise_multiplier(z, count) * round.clip_norm
+        if isinstance(z, numbers.Real) and isinstance(count, numbers.Real):
+            check_count_noise(z, count)
+        sigma_b = _choose(z > 0, count, 1.0)
+        z_delta = z * (1.0 - (z / (2.0 * sigma_b)) ** 2) ** -0.5
         if self.count_noise_stddev is None:
             count = _choose(z > 0, count, 0.0)
-        return {"update": update, BELOW: count}
+        return {"update": z_delta * round.clip_norm, BELOW: count}
 
     def sums_of(self, norm: tf.Tensor, round: Round) -> dict[str, tf.Tensor]:
         """Implements `Mechanism.sums_of`: b_k - 1/2, whether norms are at most S.
@@ -243,13 +195,22 @@ class AdaptiveClipping(mechanism.Mechanism):
         return {BELOW: tf.cast(norm <= round.clip_norm, tf.float32) - 0.5}
 
     def next_clip_norm(self, sums: Mapping[str, Any], round: Round) -> Any:
-        """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma))."""
-        return next_clip_norm(
-            round.clip_norm,
-            sums[BELOW] / round.clients_per_round + 0.5,
-            self.target_quantile,
-            self.clip_learning_rate,
-        )
+        """Implements `Mechanism.next_clip_norm`: S exp(-eta (b - gamma)).
+
+        b is the noised count divided by m; it may lie outside [0, 1]. S stays
+        between `SMALLEST_CLIP_NORM` and `LARGEST_CLIP_NORM`: where noise alone had
+        brought it down by hundreds of decades, it could rise by a tenth a round at
+        most. Both depend on nobody's data.
+        """
+        fraction = sums[BELOW] / round.clients_per_round + 0.5
+        power = -self.clip_learning_rate * (fraction - self.target_quantile)
+        if isinstance(power, numbers.Real):
+            moved = round.clip_norm * math.exp(min(float(power), 700.0))
+        else:
+            moved = round.clip_norm * tf.exp(power)
+        smallest, largest = parameters.SMALLEST_CLIP_NORM, parameters.LARGEST_CLIP_NORM
+        moved = _choose(moved > smallest, moved, smallest)
+        return _choose(moved < largest, moved, largest)
 
     def round_event(
         self, round_index: int, deployment: Deployment

@@ -205,6 +205,12 @@ class CohortQuery:
         """Adds one client's record, or a sum of records, to a sum of records."""
         return tf.nest.map_structure(tf.add, sample_state, preprocessed_record)
 
+    def add_noise(
+        self, update: Tensors, stddev: Any, state: State
+    ) -> tuple[Tensors, Any]:
+        """Adds the server's noise to a sum; returns it and the next memory."""
+        return self.mechanism.add_noise(update, stddev, state.memory)
+
     def get_noised_result(
         self, sample_state: Contribution, global_state: State
     ) -> tuple[Tensors, State, dp_accounting.DpEvent]:
@@ -217,7 +223,7 @@ class CohortQuery:
         memory = state.memory
         if mechanism.noise_site == "server":
             stddevs = mechanism.noise_stddevs(state, self.deployment)
-            update, memory = mechanism.add_noise(update, stddevs["update"], memory)
+            update, memory = self.add_noise(update, stddevs["update"], state)
             sums = _noised(sums, stddevs)
         mean = mechanism.mean(update, sample_state.weight, state, self.deployment)
         clip_norm = mechanism.next_clip_norm(sums, state)

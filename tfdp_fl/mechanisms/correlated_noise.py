@@ -70,7 +70,6 @@ class CorrelatedNoise(mechanism.Mechanism):
       server_momentum: That of the server optimizer, by which C is chosen; it
         has no part in the guarantee. None: that of the optimizer that
         `DPFederatedModel.compile` is given, or 0.
-      noise_site: "server".
     """
 
     # The last two are for where clients come as they like.
@@ -135,11 +134,6 @@ class CorrelatedNoise(mechanism.Mechanism):
         "of the server optimizer, by which the noise is chosen; that of the "
         "one that is compiled unless given.",
         default=None,
-    )
-    noise_site: str = parameters.parameter(
-        parameters.OneOf("server"),
-        "who adds the noise: the server, which alone knows that of earlier rounds.",
-        default="server",
     )
 
     def check_parameters(self) -> None:

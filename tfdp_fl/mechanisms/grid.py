@@ -18,14 +18,12 @@ million parameters.
 
 from __future__ import annotations
 
-import decimal
-import functools
 import math
 import os
 from collections.abc import Callable
 from typing import Any
 
-import dp_accounting
+import mpmath
 import numpy as np
 from scipy import special
 
@@ -105,22 +103,21 @@ class GridQuery(cohort_query.CohortQuery):
             update=[tf.where(within, each, tf.zeros_like(each)) for each in steps]
         )
 
-    def get_noised_result(
-        self, sample_state: Contribution, global_state: Any
-    ) -> tuple[Tensors, Any, dp_accounting.DpEvent]:
-        """Implements `CohortQuery.get_noised_result`; not for a worker."""
-        mechanism, state = self.mechanism, global_state
-        sizes = [steps.shape.num_elements() for steps in sample_state.update]
+    def add_noise(
+        self, update: Tensors, stddev: Any, state: Any
+    ) -> tuple[Tensors, Any]:
+        """Implements `CohortQuery.add_noise`, from steps on; not for a worker."""
+        del stddev  # In steps it follows from z alone.
+        sizes = [steps.shape.num_elements() for steps in update]
         z = tf.cast(state.noise_multiplier, tf.float64) * (1 + _Z_ERROR)
         drawn = tf.numpy_function(_noise, [z * STEPS, sum(sizes)], tf.float64)
         parts = tf.split(tf.ensure_shape(drawn, [sum(sizes)]), sizes)
         step = tf.cast(state.clip_norm, tf.float64) / STEPS
         noised = [
             (steps + tf.reshape(part, steps.shape)) * step
-            for steps, part in zip(sample_state.update, parts, strict=True)
+            for steps, part in zip(update, parts, strict=True)
         ]
-        mean = mechanism.mean(noised, sample_state.weight, state, self.deployment)
-        return mean, state, mechanism.query_event(state)
+        return noised, state.memory
 
 
 def _noise(stddev: float, size: int) -> np.ndarray:
@@ -197,75 +194,30 @@ def _magnitude(
     stddev: float, step: int, guess: int, random_bytes: Callable[[int], bytes]
 ) -> int:
     """Returns round(|g|), given the first 64 bits of its tail probability."""
-    probability = _LazyProbability(step, random_bytes)
-    nearest = guess
-    # |g| >= b exactly if its tail probability is at most that of b.
-    while probability.is_at_most_tail(nearest + 1, stddev):
+    bits, nearest = _WORD, guess
+
+    def is_at_least(value: int) -> bool:
+        """Whether |g| >= value - 1/2: its tail probability is at most that."""
+        nonlocal step, bits
+        while abs(step - (tail := _tail(value, stddev, bits))) <= 1:
+            # It is not clear yet: more bits are drawn.
+            more = int.from_bytes(random_bytes(_WORD // 8), "little")
+            step, bits = (step << _WORD) + more, bits + _WORD
+        return step < tail
+
+    while is_at_least(nearest + 1):
         nearest += 1
-    while nearest > 0 and not probability.is_at_most_tail(nearest, stddev):
+    while nearest > 0 and not is_at_least(nearest):
         nearest -= 1
     return nearest
 
 
-class _LazyProbability:
-    """A uniform number in (0, 1/2] of which more bits are drawn when needed."""
+def _tail(nearest: int, stddev: float, bits: int) -> int:
+    """Returns P(g >= nearest - 1/2), g ~ N(0, stddev^2), in steps of 2^-bits.
 
-    def __init__(self, step: int, random_bytes: Callable[[int], bytes]):
-        self._step, self._bits = step, _WORD
-        self._random_bytes = random_bytes
-
-    def is_at_most_tail(self, nearest: int, stddev: float) -> bool:
-        """Whether it is at most P(g >= nearest - 1/2), g ~ N(0, stddev^2)."""
-        while True:
-            digits = math.ceil(self._bits * math.log10(2)) + 20
-            tail = _tail(nearest, stddev, digits)
-            with decimal.localcontext(decimal.Context(prec=digits + 20)):
-                # In steps; wrong by less than 2^bits 10^(10 - digits) < 1e-9.
-                scaled = tail * 2**self._bits
-                if self._step + 1 <= scaled - 1:
-                    return True
-                if self._step >= scaled + 1:
-                    return False
-            more = int.from_bytes(self._random_bytes(_WORD // 8), "little")
-            self._step = (self._step << _WORD) + more
-            self._bits += _WORD
-
-
-def _tail(nearest: int, stddev: float, digits: int) -> decimal.Decimal:
-    """Returns P(g >= nearest - 1/2), wrong by less than 10^(10 - digits).
-
-    Phi(x) = 1/2 + phi(x) (x + x^3 / 3 + x^5 / (3 5) + ...), in which no term is
-    negative (Marsaglia 2004, "Evaluating the Normal Distribution"); every
-    operation is rounded by 10^-digits of its result, of which the largest is
-    1/2, and there are fewer than 10^5 of them.
+    Rounded down, from 64 bits more than that: it is wrong by less than a step.
     """
-    with decimal.localcontext(decimal.Context(prec=digits + 10)):
-        x = (decimal.Decimal(nearest) - decimal.Decimal("0.5")) / (
-            decimal.Decimal(stddev)
-        )
-        square = x * x
-        term, total, odd = x, x, 1
-        smallest = decimal.Decimal(10) ** -(digits + 5)
-        while term > smallest or odd < 2 * square:
-            odd += 2
-            term = term * square / odd
-            total += term
-        density = (-square / 2).exp() / (2 * _pi(digits + 10)).sqrt()
-        return decimal.Decimal("0.5") - density * total
-
-
-@functools.lru_cache
-def _pi(digits: int) -> decimal.Decimal:
-    """Returns pi, by Machin's formula (1706)."""
-    with decimal.localcontext(decimal.Context(prec=digits + 10)):
-
-        def arctan_of_inverse(n: int) -> decimal.Decimal:
-            power = total = decimal.Decimal(1) / n
-            k = 1
-            while abs(power) > decimal.Decimal(10) ** -(digits + 8):
-                power /= -(n * n)
-                k += 2
-                total += power / k
-            return total
-
-        return 16 * arctan_of_inverse(5) - 4 * arctan_of_inverse(239)
+    context = mpmath.mp.clone()  # Threads share the other one's precision.
+    context.prec = bits + _WORD
+    x = (nearest - context.mpf(0.5)) / context.mpf(stddev)
+    return int(context.ldexp(context.ncdf(-x), bits))

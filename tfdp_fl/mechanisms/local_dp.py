@@ -66,9 +66,7 @@ def noise_over_sensitivity(
     if calibration == "analytic":
         single = gaussian.analytic_noise_multiplier(epsilon, delta)
     else:
-        single = gaussian.classic_noise_multiplier(
-            epsilon, delta, allow_epsilon_above_one=True
-        )
+        single = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
     return single * math.sqrt(releases)
 
 

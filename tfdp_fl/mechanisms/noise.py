@@ -14,6 +14,7 @@ is made by `_by_radius` of the bits of Philox4x32-10, and so are other seeds
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import threading
@@ -40,14 +41,7 @@ _SMALLEST_CHUNK = 2**16
 _MOST_CHUNKS = 32
 
 
-class _Source:
-    """A seed, and how many draws were taken from it."""
-
-    def __init__(self, seed: tf.Tensor):
-        self.seed = seed
-        self.draws = 0
-
-
+# Of each thread: a seed, and the numbers of the draws that are taken from it.
 _active = threading.local()
 
 
@@ -62,7 +56,7 @@ def seeded(seed: tf.Tensor) -> Iterator[None]:
       seed: Uint64 [2] (or int64, of the same bits); a value may be used only once.
     """
     outer = getattr(_active, "source", None)
-    _active.source = _Source(seed)
+    _active.source = (seed, itertools.count(1))
     try:
         yield
     finally:
@@ -79,8 +73,8 @@ def next_seed() -> tf.Tensor:
     source = getattr(_active, "source", None)
     if source is None:
         return tf.bitcast(tf.reshape(entropy.words(4), [2, 2]), tf.uint64)
-    source.draws += 1
-    return fold_in(source.seed, source.draws)
+    seed, numbers = source
+    return fold_in(seed, next(numbers))
 
 
 def fold_in(seed: tf.Tensor, data: tf.Tensor | int) -> tf.Tensor:

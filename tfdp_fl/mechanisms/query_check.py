@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import attrs
 import dp_accounting
 from dp_accounting import rdp
 
 from tfdp_fl._on_use import tf
+from tfdp_fl.accounting import charge
 from tfdp_fl.mechanisms import tf_privacy as tfp
 
 _ALLOWED = (
@@ -54,6 +54,7 @@ def check_query(
         can be accounted for, or it costs more than is declared.
     """
     _check_classes(query)
+    name, declared = type(query).__name__, charge.normalised(dp_event)
     with tf.init_scope():
         try:
             if not tf.executing_eagerly():
@@ -65,21 +66,37 @@ def check_query(
             raise ValueError(
                 "query must take tensors of zeros of the model's shapes, so that the "
                 "event that it reports can be compared with dp_event, got "
-                f"{type(query).__name__}, which fails: {error}"
+                f"{name}, which fails: {error}"
             ) from error
-    free = _epsilons(dp_event) == _epsilons(dp_accounting.NonPrivateDpEvent())
+    spent = _epsilons(declared)
+    has_price = spent != _epsilons(dp_accounting.NonPrivateDpEvent())
     for state, result, new_state, event in rounds:
         if _layout(state) != _layout(new_state):
             raise ValueError(
                 "query must have a state that keeps its structure and shapes "
-                f"from round to round, got {type(query).__name__}; "
-                f"{_USE_INSTEAD}."
+                f"from round to round, got {name}; {_USE_INSTEAD}."
             )
-        _check_event(query, dp_event, _with_numbers(event))
-        if not free and not all(map(_has_noise, tf.nest.flatten(result))):
+        reported = charge.normalised(event)
+        if reported != declared:
+            least = _epsilons(reported)
+            if least is None:
+                raise ValueError(
+                    "query must report an event that can be accounted for, got "
+                    f"{name} with {reported!r}; {_USE_INSTEAD}."
+                )
+            if spent is None or any(
+                one < other * (1 - _ROUNDING)
+                for one, other in zip(spent, least, strict=True)
+            ):
+                raise ValueError(
+                    f"dp_event must not cost less than what {name} reports of a "
+                    f"round, {reported!r}, and be comparable with it, got "
+                    f"{declared!r}."
+                )
+        if has_price and not all(map(_has_noise, tf.nest.flatten(result))):
             raise ValueError(
-                f"dp_event must not be {dp_event!r} for a query that adds no "
-                f"noise, got {type(query).__name__}, whose result on zeros is "
+                f"dp_event must not be {declared!r} for a query that adds no "
+                f"noise, got {name}, whose result on zeros is "
                 "zero; dp_accounting.NonPrivateDpEvent() is what it costs."
             )
 
@@ -94,7 +111,7 @@ def _check_classes(query: Any) -> None:
     abstract = (tfp.SumAggregationDPQuery, tfp.DPQuery)
     if base not in (*abstract, *(getattr(tfp, name) for name in _ALLOWED)):
         why = ""
-        if "Tree" in base.__name__ or "Restart" in base.__name__:
+        if "Tree" in base.__name__:
             why = (
                 ", whose noise is correlated over the rounds (it is seeded by the "
                 "clock, its state changes shape, and it reports no event that can "
@@ -142,28 +159,6 @@ def _layout(state: Any) -> list[tuple[Any, Any]]:
     return [(leaf.shape.as_list(), leaf.dtype) for leaf in leaves]
 
 
-def _check_event(
-    query: Any, declared: dp_accounting.DpEvent, reported: dp_accounting.DpEvent
-) -> None:
-    """Raises ValueError where an event costs less than what a query reports."""
-    if declared == reported:
-        return
-    name = type(query).__name__
-    least, spent = _epsilons(reported), _epsilons(declared)
-    if least is None:
-        raise ValueError(
-            "query must report an event that can be accounted for, got "
-            f"{name} with {reported!r}; {_USE_INSTEAD}."
-        )
-    if spent is None or any(
-        one < other * (1 - _ROUNDING) for one, other in zip(spent, least, strict=True)
-    ):
-        raise ValueError(
-            f"dp_event must not cost less than what {name} reports of a round, "
-            f"{reported!r}, and be comparable with it, got {declared!r}."
-        )
-
-
 def _epsilons(event: dp_accounting.DpEvent) -> list[float] | None:
     """Returns what an event costs in some respects; None if not known."""
     epsilons = []
@@ -175,16 +170,3 @@ def _epsilons(event: dp_accounting.DpEvent) -> list[float] | None:
             return None
         epsilons += [accountant.get_epsilon(delta) for delta in _DELTAS]
     return epsilons
-
-
-def _with_numbers(value: Any) -> Any:
-    """Returns an event with numbers for tensors."""
-    if isinstance(value, dp_accounting.DpEvent):
-        names = [field.name for field in attrs.fields(type(value))]
-        return attrs.evolve(
-            value,
-            **{name: _with_numbers(getattr(value, name)) for name in names},
-        )
-    if isinstance(value, (list, tuple)):
-        return [_with_numbers(each) for each in value]
-    return value.numpy().item() if tf.is_tensor(value) else value

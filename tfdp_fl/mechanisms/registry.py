@@ -79,11 +79,6 @@ def names() -> tuple[str, ...]:
     return tuple(_by_name)
 
 
-def unregister(name: str) -> None:
-    """Forgets a name, so that another mechanism may have it."""
-    _by_name.pop(name, None)
-
-
 def by_name(name: str) -> type[mechanism.Mechanism]:
     """Returns the mechanism of a name.
 

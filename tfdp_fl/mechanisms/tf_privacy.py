@@ -23,11 +23,7 @@ _QUERIES = {
     "NoPrivacyAverageQuery": "no_privacy_query",
     "NoPrivacySumQuery": "no_privacy_query",
     "NormalizedQuery": "normalized_query",
-    "QAdaClipTreeResSumQuery": "quantile_adaptive_clip_tree_query",
     "QuantileAdaptiveClipSumQuery": "quantile_adaptive_clip_sum_query",
-    "RestartQuery": "restart_query",
-    "TreeCumulativeSumQuery": "tree_aggregation_query",
-    "TreeRangeSumQuery": "tree_range_query",
     "TreeResidualSumQuery": "tree_aggregation_query",
 }
 
