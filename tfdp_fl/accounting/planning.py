@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import dp_accounting
-from scipy import optimize
 
 from tfdp_fl import _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
@@ -263,7 +262,7 @@ def _solve(
     limit: float,
     delta: float,
 ) -> float:
-    """Brackets the target, and lets SciPy close in."""
+    """Brackets the target, and lets dp-accounting close in."""
     epsilon = functools.cache(epsilon)
     low = high = start
     factor = 1.1
@@ -279,10 +278,31 @@ def _solve(
         if low < _SMALLEST:
             return low  # The noise makes no difference.
         low, high, factor = low / factor, low, factor * factor
-    z = optimize.brentq(
-        lambda z: min(epsilon(z), 1e12) - target, low, high, xtol=low * 1e-5
+    return float(
+        dp_accounting.calibrate_dp_mechanism(
+            lambda: _Epsilon(epsilon),
+            lambda z: z,
+            # Sums of other orders may differ in their last digits.
+            target * (1 - 1e-9),
+            delta,
+            dp_accounting.ExplicitBracketInterval(low, high),
+            tol=low * 1e-5,
+        )
     )
-    # Sums of other orders may differ in their last digits.
-    while epsilon(z) > target * (1 - 1e-9):
-        z += low * 1e-5
-    return float(min(z, high))
+
+
+class _Epsilon:
+    """Epsilon of a noise multiplier, as `calibrate_dp_mechanism` asks for it."""
+
+    ledger = dp_accounting.NoOpDpEvent()
+
+    def __init__(self, epsilon: Callable[[float], float]):
+        self._epsilon = epsilon
+
+    def compose(self, noise_multiplier: float) -> _Epsilon:
+        self._noise_multiplier = noise_multiplier
+        return self
+
+    def get_epsilon(self, delta: float) -> float:
+        del delta
+        return min(self._epsilon(self._noise_multiplier), 1e12)
