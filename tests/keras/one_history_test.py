@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
@@ -334,17 +334,7 @@ class PromisedTwiceTest(parameterized.TestCase):
             _fit(fed, 2, [budget, inside])
 
     def test_a_target_is_asked_in_the_act_of_charging(self):
-        fed = tfdp_fl.make_private(
-            toy.dense(),
-            target_epsilon=60.0,
-            target_delta=_DELTA,
-            num_clients=toy.NUM_CLIENTS,
-            clients_per_round=20,
-            rounds=4,
-            accountant="rdp",
-            num_replicas=1,
-        )
-        fed.compile("sgd", toy.loss())
+        fed = toy.private(60.0, 4)
         _fit(fed, 4, callbacks=[self._evaluate_in(fed, "on_epoch_begin")])
         self.assertLessEqual(fed.epsilon(_DELTA), 60.0 * (1 + 1e-6))
         self.assertLess(fed.rounds, 4)
@@ -356,7 +346,3 @@ class PromisedTwiceTest(parameterized.TestCase):
         budget.epsilon = fed.epsilon(_DELTA) * 1.01
         with self.assertRaisesRegex(ValueError, "of the PrivacyBudget"):
             fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -9,7 +9,8 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
-from tests.keras import files, killed_run, toy
+from tests.keras import files, toy
+from tests.stress import killed_run
 from tfdp_fl import accounting
 from tfdp_fl.keras import callbacks, resuming
 
@@ -29,7 +30,7 @@ def _federated():
 
 
 def _fit(fed, rounds=_ROUNDS, **options):
-    return fed.fit(toy.clients(), rounds, verbose=0, **options)
+    return toy.fit(fed, rounds, **options)
 
 
 class GoesOnTest(parameterized.TestCase):
@@ -104,9 +105,9 @@ class BeginsTest(absltest.TestCase):
     def test_two_runs_in_one_directory(self):
         path = files.directory(self)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.keras.killed_run"])
+        context.set_forkserver_preload(["tests.stress.killed_run"])
         processes = [
-            context.Process(target=killed_run.run, args=(str(path), "adaptive"))
+            context.Process(target=killed_run.run, args=(str(path), "checkpoint"))
             for _ in range(2)
         ]
         for process in processes:
@@ -114,10 +115,7 @@ class BeginsTest(absltest.TestCase):
         for process in processes:
             process.join(300)
         self.assertEqual(sorted(each.exitcode for each in processes), [0, 1])
-        contents = accounting.PrivacyLedger.read(path / "ledger.jsonl")
+        (ledger,) = killed_run.ledgers(path, "checkpoint")
+        contents = accounting.PrivacyLedger.read(ledger)
         self.assertLen(contents.by_run(), 1)
         self.assertLen(contents.entries, killed_run.ROUNDS)
-
-
-if __name__ == "__main__":
-    absltest.main()

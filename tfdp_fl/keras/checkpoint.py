@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdp_fl import _files, _json
 
-FORMAT = "tfdp_fl checkpoint 3"
+FORMAT = "tfdp_fl checkpoint 4"
 _NAME = re.compile(r"round-(\d{8})\.npz")
+_MEMBER = "array/"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -50,7 +50,8 @@ class Checkpoint:
     Attributes:
       round_index: The next round, counted from 0.
       metadata: JSON values.
-      arrays: Arrays of any NumPy dtype but object, by name.
+      arrays: Arrays of any NumPy dtype but object, by name; of short floats, such
+        as bfloat16, the values come back as float32.
     """
 
     round_index: int
@@ -59,16 +60,14 @@ class Checkpoint:
 
     def to_bytes(self) -> bytes:
         """Returns the bytes of a file."""
-        arrays = {name: np.asarray(array) for name, array in self.arrays.items()}
-        body = {
-            "format": FORMAT,
-            "metadata": self.metadata,
-            # NumPy's files do not name the dtypes of others, such as bfloat16.
-            "dtypes": {name: array.dtype.name for name, array in arrays.items()},
-        }
+        body = _json.canonical({"format": FORMAT, "metadata": self.metadata})
         stream = io.BytesIO()
-        members: dict[str, Any] = {f"array/{name}": arrays[name] for name in arrays}
-        np.savez(stream, json=np.array(_json.canonical(body)), **members)
+        members: dict[str, Any] = {}
+        for name, array in self.arrays.items():
+            # NumPy's files do not name the dtypes of others, such as bfloat16.
+            is_known = np.asarray(array).dtype.kind != "V"
+            members[_MEMBER + name] = array if is_known else array.astype(np.float32)
+        np.savez(stream, json=np.array(body), **members)
         data = stream.getvalue()
         return data + hashlib.sha256(data).digest()
 
@@ -82,11 +81,11 @@ class Checkpoint:
             body = json.loads(str(file["json"]))
             if body["format"] != FORMAT:
                 raise ValueError(f"it has the format {body['format']!r}")
-            arrays = {name: file[f"array/{name}"] for name in body["dtypes"]}
-        for name, array in arrays.items():
-            if array.dtype.kind == "V":
-                dtype = tf.as_dtype(body["dtypes"][name]).as_numpy_dtype
-                arrays[name] = array.view(dtype)
+            arrays = {
+                name.removeprefix(_MEMBER): file[name]
+                for name in file.files
+                if name.startswith(_MEMBER)
+            }
         return cls(round_index=round_index, metadata=body["metadata"], arrays=arrays)
 
 

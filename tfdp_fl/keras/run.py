@@ -28,7 +28,7 @@ _SPENDING_ARRAYS = ("mu_squared", "participations")
 # What a checkpoint keeps as it is.
 _PLAIN = (
     *("run_id", "rounds", "populations", "calibration", "known_ledgers", "log_names"),
-    "cohort_sizes",
+    *("cohort_sizes", "held_out"),
 )
 
 
@@ -54,35 +54,6 @@ class FitPlan:
     seed: int | None
 
 
-@dataclasses.dataclass
-class Facts:
-    """What the statement has to tell beside what was spent.
-
-    Attributes:
-      seed_given: Whether any `fit` was given a seed.
-      philox: Whether Philox drew noise.
-      exact: Whether noise was drawn exactly, on a grid.
-      validated: Whether any was given validation data.
-      metrics_shown: Whether clients' metrics were shown without noise.
-      held_out: The digest of the clients that each `fit` so far held out for
-        validation; empty if one held out none, or others.
-      rounds_abandoned: Rounds of which nothing was released.
-      clients_excluded: Clients that failed, where the round went on without them.
-      rounds_charged_twice: Rounds that a crash cut off from their checkpoint,
-        and that were run and charged again.
-    """
-
-    seed_given: bool = False
-    philox: bool = False
-    exact: bool = False
-    validated: bool = False
-    metrics_shown: bool = False
-    rounds_abandoned: int = 0
-    clients_excluded: int = 0
-    rounds_charged_twice: int = 0
-    held_out: str | None = None
-
-
 @dataclasses.dataclass(kw_only=True)
 class Run:
     """What a training is between two rounds, from its first `fit` on.
@@ -105,7 +76,9 @@ class Run:
         mechanism keeps none.
       cohort_sizes: How many clients each released round had.
       log_names: The values that a round reports.
-      facts: What else the statement tells.
+      caveats: Keys of `accounting.CAVEATS` of which the rounds are the reason.
+      held_out: The digest of the clients that each `fit` so far held out for
+        validation; empty if one held out none, or others.
       budget_delta: The delta of the last `PrivacyBudget`.
       audit: The last `CanaryAudit`; no checkpoint keeps it.
       releasing: Whether a release has begun and not ended: if it was broken off, the
@@ -132,7 +105,8 @@ class Run:
     windows: np.ndarray | None = None
     cohort_sizes: list[int] = dataclasses.field(default_factory=list)
     log_names: list[str] = dataclasses.field(default_factory=lambda: ["loss"])
-    facts: Facts = dataclasses.field(default_factory=Facts)
+    caveats: set[str] = dataclasses.field(default_factory=set)
+    held_out: str | None = None
     budget_delta: float | None = None
     audit: CanaryAudit | None = None
     releasing: bool = False
@@ -148,13 +122,16 @@ class Run:
     ) -> None:
         """Makes room for the clients of a `fit`, and notes what it was given."""
         self.spending.expect(self.population[0])
-        facts = self.facts
-        facts.seed_given |= seed is not None
-        facts.philox |= generator == noise.PHILOX
-        facts.exact |= generator == noise.EXACT
-        facts.validated |= validation.data is not None
-        is_new = not self.rounds or facts.held_out == validation.held_out
-        facts.held_out = validation.held_out if is_new else ""
+        if seed is not None:
+            self.caveats.add("seed_given")
+        if generator == noise.PHILOX:
+            self.caveats |= {"floating_point_noise", "pseudorandom_noise"}
+        if generator == noise.EXACT:
+            self.caveats.add("exact_noise")
+        if validation.data is not None:
+            self.caveats.add("validation_data_not_covered")
+        is_new = not self.rounds or self.held_out == validation.held_out
+        self.held_out = validation.held_out if is_new else ""
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Moves clients' windows on by one round.
@@ -185,7 +162,7 @@ class Run:
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "plan": dataclasses.asdict(self.plan),
-            "facts": dataclasses.asdict(self.facts),
+            "caveats": sorted(self.caveats),
             "sampler": self.sampler.state(),
             "spending": spending,
         }, arrays
@@ -228,7 +205,7 @@ class Run:
             prepared,
             **plain,
             plan=FitPlan(**metadata["plan"]),
-            facts=Facts(**metadata["facts"]),
+            caveats=set(metadata["caveats"]),
             spending=spending_lib.Spending.from_state({**metadata["spending"], **kept}),
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
             windows=arrays["windows"].copy() if "windows" in arrays else None,
