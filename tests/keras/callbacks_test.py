@@ -397,5 +397,5 @@ class RoundCheckpointTest(absltest.TestCase):
         self.assertEqual(fed.rounds, 2)
         saved = checkpoint.CheckpointDirectory(self.path).newest()
         for index, weight in enumerate(fed.get_weights()):
-            np.testing.assert_array_equal(saved.arrays[f"weights/{index}"], weight)
+            np.testing.assert_array_equal(saved.state["weights"][index], weight)
             np.testing.assert_array_equal(stop.best_weights[index], weight)

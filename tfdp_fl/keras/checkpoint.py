@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl import _files, _json
+from tfdp_fl import _files
 
 FORMAT = "tfdp_fl checkpoint 4"
 _NAME = re.compile(r"round-(\d{8})\.npz")
-_MEMBER = "array/"
+_PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -49,25 +49,26 @@ class Checkpoint:
 
     Attributes:
       round_index: The next round, counted from 0.
-      metadata: JSON values.
-      arrays: Arrays of any NumPy dtype but object, by name; of short floats, such
-        as bfloat16, the values come back as float32.
+      state: JSON values, and in their midst arrays of any NumPy dtype but object; of
+        short floats, such as bfloat16, the values come back as float32.
     """
 
     round_index: int
-    metadata: dict[str, Any]
-    arrays: dict[str, np.ndarray]
+    state: dict[str, Any]
 
     def to_bytes(self) -> bytes:
         """Returns the bytes of a file."""
-        body = _json.canonical({"format": FORMAT, "metadata": self.metadata})
+        arrays: list[np.ndarray] = []
+
+        def place_of(value: Any) -> dict[str, int]:
+            array = np.asarray(value)
+            # NumPy's files do not name short floats.
+            arrays.append(array if array.dtype.kind != "V" else array.astype("f4"))
+            return {_PLACE: len(arrays)}
+
+        text = json.dumps({"format": FORMAT, "state": self.state}, default=place_of)
         stream = io.BytesIO()
-        members: dict[str, Any] = {}
-        for name, array in self.arrays.items():
-            # NumPy's files do not name the dtypes of others, such as bfloat16.
-            is_known = np.asarray(array).dtype.kind != "V"
-            members[_MEMBER + name] = array if is_known else array.astype(np.float32)
-        np.savez(stream, json=np.array(body), **members)
+        np.savez(stream, np.array(text), *arrays)
         data = stream.getvalue()
         return data + hashlib.sha256(data).digest()
 
@@ -78,15 +79,14 @@ class Checkpoint:
         if hashlib.sha256(data).digest() != digest:
             raise ValueError("its checksum is wrong, or an earlier version wrote it")
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            body = json.loads(str(file["json"]))
-            if body["format"] != FORMAT:
-                raise ValueError(f"it has the format {body['format']!r}")
-            arrays = {
-                name.removeprefix(_MEMBER): file[name]
-                for name in file.files
-                if name.startswith(_MEMBER)
-            }
-        return cls(round_index=round_index, metadata=body["metadata"], arrays=arrays)
+
+            def array_of(value: dict[str, Any]) -> Any:
+                return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value
+
+            body = json.loads(str(file["arr_0"]), object_hook=array_of)
+        if body["format"] != FORMAT:
+            raise ValueError(f"it has the format {body['format']!r}")
+        return cls(round_index=round_index, state=body["state"])
 
 
 class CheckpointDirectory:

@@ -498,7 +498,7 @@ class DPFederatedModel:
         if resume_from is not None:
             interrupted = resuming.InterruptedRun.read(resume_from, self, clients, plan)
             plan = interrupted.plan
-            calibration = interrupted.checkpoint.metadata["calibration"]
+            calibration = interrupted.checkpoint.state["calibration"]
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
         run, self._prepared = prepare(
             self,

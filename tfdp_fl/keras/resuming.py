@@ -49,22 +49,16 @@ def capture(
 ) -> checkpoint_lib.Checkpoint:
     """Returns the state of a training between two rounds."""
     run, cohort_engine = fed.require_trained("checkpoint")
-    metadata, arrays = run.state()
-    for index, variable in enumerate(fed.model.weights):
-        arrays[f"weights/{index}"] = variable.numpy()
-    for index, variable in enumerate(cohort_engine.server.state):
-        arrays[f"server_optimizer/{index}"] = variable.numpy()
-    return checkpoint_lib.Checkpoint(
-        round_index=run.rounds,
-        metadata=metadata
-        | {
-            "settings": settings(fed, run.population, run.plan),
-            "learning_rate": fed.require_compiled("checkpoint").learning_rate,
-            "ledger_head": ledger_head,
-            "memory_of": fed.mechanism.memory_key(),
-        },
-        arrays=arrays,
-    )
+    state = {
+        **run.state(),
+        "weights": [v.numpy() for v in fed.model.weights],
+        "server_optimizer": [v.numpy() for v in cohort_engine.server.state],
+        "settings": settings(fed, run.population, run.plan),
+        "learning_rate": fed.require_compiled("checkpoint").learning_rate,
+        "ledger_head": ledger_head,
+        "memory_of": fed.mechanism.memory_key(),
+    }
+    return checkpoint_lib.Checkpoint(round_index=run.rounds, state=state)
 
 
 def settings(
@@ -144,7 +138,7 @@ class InterruptedRun:
           LedgerError: The ledger lacks rounds that the checkpoint knows of.
         """
         checkpoint = checkpoint_lib.CheckpointDirectory(directory).newest()
-        plan = FitPlan(**checkpoint.metadata["plan"])
+        plan = FitPlan(**checkpoint.state["plan"])
         rounds, asked_rounds = (
             one.last_round - one.first_round for one in (plan, asked)
         )
@@ -157,7 +151,7 @@ class InterruptedRun:
             asked, first_round=plan.first_round, last_round=plan.last_round
         )
         population = clients.num_clients, clients.clients_digest
-        saved = checkpoint.metadata["settings"]
+        saved = checkpoint.state["settings"]
         now = settings(fed, population, asked)
         for name in sorted(saved.keys() | now.keys()):
             if saved.get(name) != now.get(name):
@@ -166,7 +160,7 @@ class InterruptedRun:
                     f"run, to resume it from {directory}, got {short(now.get(name))}."
                 )
         path = ledger_path(directory)
-        head = checkpoint.metadata["ledger_head"]
+        head = checkpoint.state["ledger_head"]
         ledger = None
         if path.exists():
             ledger = accounting.PrivacyLedger.read(path, expected_head=head)
@@ -181,7 +175,7 @@ class InterruptedRun:
             ledger=ledger,
             plan=plan,
         )
-        interrupted._check_shapes("model", "weights", fed.model.weights)
+        interrupted._check_shapes("weights", fed.model.weights)
         run, covered = fed.run, 0
         known = None if run is None else run.known_ledgers.get(ledger_key(path))
         if run is not None and ledger is not None and known is not None:
@@ -195,19 +189,14 @@ class InterruptedRun:
             )
         return interrupted
 
-    def _check_shapes(self, argument: str, group: str, variables: Any) -> None:
-        saved = [list(value.shape) for value in self._group(group)]
+    def _check_shapes(self, group: str, variables: Any) -> None:
+        saved = [list(value.shape) for value in self.checkpoint.state[group]]
         own = [list(variable.shape) for variable in variables]
         if saved != own:
             raise ValueError(
-                f"{argument} must have the {group} of the interrupted run to resume it "
+                f"model must have the {group} of the interrupted run to resume it "
                 f"from {self.directory}: shapes {short(saved)}, got {short(own)}."
             )
-
-    def _group(self, group: str) -> list[np.ndarray]:
-        arrays = self.checkpoint.arrays
-        count = sum(name.startswith(f"{group}/") for name in arrays)
-        return [arrays[f"{group}/{index}"] for index in range(count)]
 
     def restore(
         self, fed: DPFederatedModel, cohort_engine: engine.CohortEngine, prepared: Run
@@ -221,9 +210,9 @@ class InterruptedRun:
           The interrupted run, to be gone on with.
         """
         server = cohort_engine.server.state
-        self._check_shapes("server_optimizer", "server_optimizer", server)
-        metadata = self.checkpoint.metadata
-        run = Run.from_state(metadata, self.checkpoint.arrays, prepared)
+        self._check_shapes("server_optimizer", server)
+        state = self.checkpoint.state
+        run = Run.from_state(state, prepared)
         # Nobody knows what was drawn after the checkpoint, here or from a copy.
         run.attempts.renew()
         query, spending = cohort_engine.query, run.spending
@@ -238,7 +227,7 @@ class InterruptedRun:
             )
         if lost:
             run.caveats.add("rounds_charged_twice")
-        if lost or metadata["memory_of"] != query.mechanism.memory_key():
+        if lost or state["memory_of"] != query.mechanism.memory_key():
             # What lost rounds released, the memory knows nothing of; nor does
             # it go with coefficients that this machine chose otherwise.
             run.mechanism_state = query.new_segment(run.mechanism_state)
@@ -248,10 +237,10 @@ class InterruptedRun:
         run.ledgers_ahead.discard(key)
         for variable, value in zip(
             [*fed.model.weights, *server],
-            [*self._group("weights"), *self._group("server_optimizer")],
+            [*state["weights"], *state["server_optimizer"]],
             strict=True,
         ):
             variable.assign(tf.cast(value, variable.dtype))
         cohort_engine.state = run.mechanism_state
-        fed.require_compiled("fit").set_learning_rate(metadata["learning_rate"])
+        fed.require_compiled("fit").set_learning_rate(state["learning_rate"])
         return run

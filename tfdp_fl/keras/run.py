@@ -24,11 +24,10 @@ from tfdp_fl.mechanisms import Deployment, noise
 # How many clients there are, and a digest of their ids, in order.
 Population = tuple[int, str]
 
-_SPENDING_ARRAYS = ("mu_squared", "participations")
 # What a checkpoint keeps as it is.
 _PLAIN = (
     *("run_id", "rounds", "populations", "calibration", "known_ledgers", "log_names"),
-    *("cohort_sizes", "held_out"),
+    *("cohort_sizes", "held_out", "windows"),
 )
 
 
@@ -148,37 +147,24 @@ class Run:
             [self.windows[positions, 1:], norms[:, None]], axis=1
         )
 
-    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Returns what a checkpoint keeps: JSON values, and arrays by name."""
-        arrays = {
-            f"query/{index}": tf.convert_to_tensor(value).numpy()
-            for index, value in enumerate(tf.nest.flatten(self.mechanism_state))
-        }
-        if self.windows is not None:
-            arrays["windows"] = self.windows
-        spending = self.spending.state()
-        for name in _SPENDING_ARRAYS:
-            arrays[f"spending/{name}"] = spending.pop(name)
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: JSON values and arrays."""
+        memory = tf.nest.flatten(self.mechanism_state)
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "plan": dataclasses.asdict(self.plan),
             "caveats": sorted(self.caveats),
             "sampler": self.sampler.state(),
-            "spending": spending,
-        }, arrays
+            "spending": self.spending.state(),
+            "mechanism_state": [tf.convert_to_tensor(v).numpy() for v in memory],
+        }
 
     @classmethod
-    def from_state(
-        cls,
-        metadata: Mapping[str, Any],
-        arrays: Mapping[str, np.ndarray],
-        prepared: Run,
-    ) -> Run:
+    def from_state(cls, state: Mapping[str, Any], prepared: Run) -> Run:
         """Returns the run that a state was taken of.
 
         Args:
-          metadata: The JSON values of `state`.
-          arrays: The arrays.
+          state: The state.
           prepared: A run that is about to begin with the same arguments. Its
             sampler is put where the state was; the mechanism's state has to
             have the structure of its.
@@ -186,28 +172,21 @@ class Run:
         Raises:
           ValueError: The sampler or the mechanism's state is another.
         """
-        values: list[tf.Tensor] = []
-        while f"query/{len(values)}" in arrays:
-            values.append(tf.constant(arrays[f"query/{len(values)}"]))
+        values = [tf.constant(value) for value in state["mechanism_state"]]
         if len(values) != len(tf.nest.flatten(prepared.mechanism_state)):
             raise ValueError("mechanism must have the state of the interrupted run.")
-        prepared.sampler.restore(metadata["sampler"])
-        kept = {name: arrays[f"spending/{name}"] for name in _SPENDING_ARRAYS}
-        plain = {name: metadata[name] for name in _PLAIN}
-        plain["populations"] = [(n, ids) for n, ids in metadata["populations"]]
+        prepared.sampler.restore(state["sampler"])
+        plain = {name: state[name] for name in _PLAIN}
+        plain["populations"] = [(n, ids) for n, ids in state["populations"]]
         # Others may hold rounds that were charged after the checkpoint.
-        ahead = prepared.ledgers_ahead | set(metadata["known_ledgers"])
-        plain["known_ledgers"] = {
-            **prepared.known_ledgers,
-            **metadata["known_ledgers"],
-        }
+        ahead = prepared.ledgers_ahead | set(state["known_ledgers"])
+        plain["known_ledgers"] = {**prepared.known_ledgers, **state["known_ledgers"]}
         return dataclasses.replace(
             prepared,
             **plain,
-            plan=FitPlan(**metadata["plan"]),
-            caveats=set(metadata["caveats"]),
-            spending=spending_lib.Spending.from_state({**metadata["spending"], **kept}),
+            plan=FitPlan(**state["plan"]),
+            caveats=set(state["caveats"]),
+            spending=spending_lib.Spending.from_state(state["spending"]),
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
-            windows=arrays["windows"].copy() if "windows" in arrays else None,
             ledgers_ahead=ahead,
         )
