@@ -448,6 +448,14 @@ class ArgumentTest(parameterized.TestCase):
             "mechanism must be a central",
         ),
         ({"client_of": str}, "client_of"),
+        (
+            {
+                "mechanism": tfdp_fl.CorrelatedNoise(
+                    clip_norm=1.0, noise_multiplier=1.0, rounds=8, min_separation=6
+                )
+            },
+            "min_separation",
+        ),
         # m / 20 on the count is too little.
         ({"mechanism": _adaptive(0.1, noise_multiplier=1.0)}, "noise_multiplier"),
         ({"strategy": object()}, "configure_train"),

@@ -18,7 +18,7 @@ from tfdp_fl import _files, accounting
 from tfdp_fl.engine import engine as engine_lib
 from tfdp_fl.keras import callbacks, checkpoint, round_loop
 
-_ROUNDS, _EVERY, _COHORT = 8, 2, 10
+ROUNDS, _EVERY, _COHORT = 8, 2, 10
 _CLIP, _NOISE = 0.5, 2.0
 _LONGEST_SECONDS = 600
 # Where a process dies, in the order in which a round passes it: the point, the round
@@ -38,7 +38,7 @@ def _mechanism() -> tfdp_fl.CorrelatedNoise:
         clip_norm=_CLIP,
         noise_multiplier=_NOISE,
         strategy="blt:2",
-        rounds=_ROUNDS,
+        rounds=ROUNDS,
         min_separation=4,
     )
 
@@ -116,7 +116,7 @@ def run(directory: str, process: str, point: str | None, round_index: int) -> No
     )
     fed.fit(
         toy.clients(),
-        rounds=_ROUNDS,
+        rounds=ROUNDS,
         seed=3,
         verbose=0,
         callbacks=[
@@ -188,7 +188,7 @@ class CorrelatedKillTest(parameterized.TestCase):
 
         self.assertEqual(self._run(path, "second"), 0)
         second = self._noise(path, "second")
-        self.assertEqual(sorted(second), list(range(saved, _ROUNDS)))
+        self.assertEqual(sorted(second), list(range(saved, ROUNDS)))
         generator = _mechanism().generator
         squares = (generator.charges / _NOISE) ** 2
         end = np.load(path / "end.npz")
@@ -197,8 +197,8 @@ class CorrelatedKillTest(parameterized.TestCase):
             spent = squares.sum()
         else:
             segment = []
-            spent = squares[:charged].sum() + squares[: _ROUNDS - saved].sum()
-        segment += [second[t] for t in range(saved, _ROUNDS)]
+            spent = squares[:charged].sum() + squares[: ROUNDS - saved].sum()
+        segment += [second[t] for t in range(saved, ROUNDS)]
         self.assertAlmostEqual(float(end["spent"]), spent)
         ledger = accounting.PrivacyLedger.read(path / "ledger.jsonl")
         self.assertAlmostEqual(

@@ -188,3 +188,20 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch.object(chunks.Reader, "expect") as expect:
             toy.fit(fed, 3)
         expect.assert_not_called()
+
+    def test_an_error_of_drawing_is_the_rounds_own(self):
+        draw = sampling.FixedSizeSampler.cohort
+
+        def cohort(sampler, round_index):
+            if round_index == 2:
+                raise RuntimeError("the sampler is damaged")
+            return draw(sampler, round_index)
+
+        fed = toy.federated(clients_per_round=5)
+        with (
+            mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+            self.assertRaisesRegex(RuntimeError, "is damaged"),
+        ):
+            fed.fit(_streamed(toy.clients()), rounds=4, verbose=0)
+        # What was released is there, and paid for.
+        self.assertEqual(fed.run.rounds, 2)

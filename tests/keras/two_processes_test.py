@@ -9,8 +9,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
-from tests.keras import files, toy
-from tests.stress import killed_run
+from tests.keras import correlated_kill_test, files, toy
 from tfdp_fl import accounting
 from tfdp_fl.keras import callbacks, resuming
 
@@ -105,17 +104,17 @@ class BeginsTest(absltest.TestCase):
     def test_two_runs_in_one_directory(self):
         path = files.directory(self)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.stress.killed_run"])
+        context.set_forkserver_preload(["tests.keras.correlated_kill_test"])
+        run = correlated_kill_test.run
         processes = [
-            context.Process(target=killed_run.run, args=(str(path), "checkpoint"))
-            for _ in range(2)
+            context.Process(target=run, args=(str(path), name, None, 0))
+            for name in ("one", "other")
         ]
         for process in processes:
             process.start()
         for process in processes:
             process.join(300)
         self.assertEqual(sorted(each.exitcode for each in processes), [0, 1])
-        (ledger,) = killed_run.ledgers(path, "checkpoint")
-        contents = accounting.PrivacyLedger.read(ledger)
+        contents = accounting.PrivacyLedger.read(path / "ledger.jsonl")
         self.assertLen(contents.by_run(), 1)
-        self.assertLen(contents.entries, killed_run.ROUNDS)
+        self.assertLen(contents.entries, correlated_kill_test.ROUNDS)

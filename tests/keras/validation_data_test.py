@@ -30,6 +30,8 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         for client in range(10):
             times = 1 if client in held.client_ids else 4
             self.assertEqual(read.count(client), times)
+        self.assertIn(_HELD_OUT, fed.privacy_statement(1e-2))
+        self.assertEqual(fed.run.spending.clients.num_clients, 10 - held.num_clients)
 
     def test_one_client_more_moves_no_other(self):
         fraction = 0.25
@@ -113,6 +115,11 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(error, message):
             toy.fit(fed, **options)
         self.assertEqual(fed.rounds, 0)
+
+    def test_one_client_cannot_be_held_out(self):
+        fed = toy.federated(clients_per_round=1)
+        with self.assertRaisesRegex(ValueError, "single client"):
+            fed.fit([toy.arrays(3)], validation_split=0.5, verbose=0)
 
 
 class ClientsTest(tf.test.TestCase):
