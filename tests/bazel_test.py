@@ -82,5 +82,7 @@ class BazelTest(absltest.TestCase):
 
     def test_every_test_is_a_target(self):
         declared = self.folders["tests/BUILD"].targets
-        tests = [f"tests/{declared[name][0]}" for name in declared if name != "helpers"]
-        self.assertCountEqual(tests, _tracked("tests/*_test.py"))
+        tests = [files[0] for name, files in declared.items() if name != "helpers"]
+        self.assertCountEqual(
+            [f"tests/{test}" for test in tests], _tracked("tests/*_test.py")
+        )
