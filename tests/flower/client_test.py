@@ -104,13 +104,7 @@ class ClippingTest(parameterized.TestCase):
         received = [np.full(10_000, 8.0, dtype)]
         each = in_spacings * float(np.spacing(dtype(8.0)))
         clip_norm = 100 * each
-        client = _Client(None)
-        client.fit = lambda parameters, config: (
-            [parameters[0].astype(np.float64) + 1.5 * each],
-            1,
-            {},
-        )
-        ((sent,), *_) = _fit(client, received, clip_norm)
+        sent = _sent(received[0], 1.5 * each, clip_norm, 0.0)
         self.assertEqual(sent.dtype, dtype)
         moved = sent.astype(np.float64) - received[0].astype(np.float64)
         self.assertLessEqual(np.linalg.norm(moved), clip_norm * (1 + 1e-12))
