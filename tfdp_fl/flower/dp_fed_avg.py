@@ -84,11 +84,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
             not of real numbers.
           RoundsAbandonedError: see `aggregate_fit`.
         """
-        if self._is_over(server_round):
-            return []
-        made = self.strategy.configure_fit(server_round, parameters, client_manager)
+        made = self._asked_by_strategy(server_round, parameters, client_manager)
         if not made:
-            self._idle_round = server_round
             return []
         _, told = made[0]
         sent = _to_arrays(told.parameters)

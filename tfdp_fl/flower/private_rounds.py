@@ -365,16 +365,20 @@ class PrivateRounds:
 
     # A round.
 
-    def _is_over(self, server_round: int) -> bool:
-        """Forgets the last round; returns whether T rounds were charged."""
-        self._configured = self._idle_round = None
-        if self.rounds is None or self._history.num_rounds < self.rounds:
-            return False
-        _logger.warning(
-            "Round %s is not begun: rounds=%d are charged.", server_round, self.rounds
-        )
-        self._idle_round = server_round
-        return True
+    def _asked_by_strategy(self, server_round: int, *arguments: Any) -> list[Any]:
+        """Forgets the last round; returns what the wrapped strategy would send.
+
+        Nothing, if T rounds were charged.
+        """
+        self._configured, self._idle_round = None, server_round
+        if self.rounds is not None and self._history.num_rounds >= self.rounds:
+            _logger.warning(
+                "Round %s is not begun: rounds=%d are charged.",
+                *(server_round, self.rounds),
+            )
+            return []
+        configure = getattr(self.strategy, self._configure)
+        return list(configure(server_round, *arguments))
 
     def _begin(
         self,
@@ -393,7 +397,6 @@ class PrivateRounds:
                 )
         cohort = self._cohort(server_round, connected)
         if not cohort:
-            self._idle_round = server_round
             return None
         # Abandoned rounds are not counted. Read once: others may write to the ledger.
         index = self._history.num_rounds
@@ -414,6 +417,7 @@ class PrivateRounds:
         if not self._history.affords(plan):
             self._stop_before(server_round)
             return None
+        self._idle_round = None
         self._configured = sums.ConfiguredRound(
             sent=[np.array(array) for array in sent],
             asked={name: connected[name] for name in cohort},
@@ -474,7 +478,7 @@ class PrivateRounds:
         if configured is not None and configured.plan.server_round == server_round:
             self._configured = None
             return configured
-        if server_round in (self._idle_round, self.stopped_before_round):
+        if server_round == self._idle_round:
             return None
         raise RoundNotConfiguredError(
             f"Round {server_round} has no {self._configure} that belongs to "

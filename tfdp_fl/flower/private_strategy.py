@@ -92,11 +92,8 @@ class PrivateStrategy(private_rounds.PrivateRounds):
           RoundsAbandonedError: see `aggregate_train`.
         """
         self._sent: list[Any] = []
-        if self._is_over(server_round):
-            return []
-        made = list(self.strategy.configure_train(server_round, arrays, config, grid))
+        made = self._asked_by_strategy(server_round, arrays, config, grid)
         if not made:
-            self._idle_round = server_round
             return []
         content = made[0].content
         models = dict(content.array_records)
