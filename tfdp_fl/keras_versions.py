@@ -162,15 +162,7 @@ def loss_options(loss: Any) -> dict[str, Any]:
 def outputs_with_losses(
     model: tf.keras.Model, loss: Any, compiled_loss: Any, y: Any, predicted: Any
 ) -> list[tuple[Any, Any, Any]]:
-    """Returns the label, the output and the loss of each output.
-
-    Args:
-      model: The model.
-      loss: What Keras's `compile` took.
-      compiled_loss: What it made of it.
-      y: Nest of labels.
-      predicted: Nest of outputs.
-    """
+    """Returns the label, the output and the loss of each output."""
     names = compiled_loss.output_names
     outputs = tf.nest.flatten(predicted)
     flat = _labels(loss, y, predicted, names)
@@ -271,10 +263,6 @@ def stateless_optimizer(optimizer: Any, variables: list[Any]) -> Any:
 
     Keras refuses that on TensorFlow, where its optimizers assign by TensorFlow's
     own functions. The copy takes back what these replaced.
-
-    Args:
-      optimizer: It is not changed.
-      variables: Those it trains.
     """
     (replaced,) = [
         kind for kind in type(optimizer).__mro__ if kind.__name__ == "TFOptimizer"

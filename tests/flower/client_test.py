@@ -5,10 +5,9 @@ from __future__ import annotations
 import unittest
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tests.flower import flower_messages as fm
-from tests.mechanisms import statistics
 from tfdp_fl.flower import DPFedAvgNumPyClient, private_mod
 from tfdp_fl.flower import client as client_lib
 
@@ -105,13 +104,7 @@ class ClippingTest(parameterized.TestCase):
         received = [np.full(10_000, 8.0, dtype)]
         each = in_spacings * float(np.spacing(dtype(8.0)))
         clip_norm = 100 * each
-        client = _Client(None)
-        client.fit = lambda parameters, config: (
-            [parameters[0].astype(np.float64) + 1.5 * each],
-            1,
-            {},
-        )
-        ((sent,), *_) = _fit(client, received, clip_norm)
+        sent = _sent(received[0], 1.5 * each, clip_norm, 0.0)
         self.assertEqual(sent.dtype, dtype)
         moved = sent.astype(np.float64) - received[0].astype(np.float64)
         self.assertLessEqual(np.linalg.norm(moved), clip_norm * (1 + 1e-12))
@@ -153,15 +146,6 @@ class NormBitTest(parameterized.TestCase):
             metrics, {"loss": 0.5, "dpfedavg_norm_bit": bit, **_applied(1.0, 5.0)}
         )
         self.assertEqual(client.metrics, {"loss": 0.5})
-
-    def test_a_norm_that_equals_the_clip_norm_is_within(self):
-        _, _, metrics = _fit([np.array([3.0, 4.0])], [np.zeros(2)], 5.0, **_BIT)
-        self.assertIs(metrics["dpfedavg_norm_bit"], True)
-
-    def test_no_bit_unless_it_is_asked_for(self):
-        for config in ({}, {"dpfedavg_adaptive_clip_enabled": False}):
-            _, _, metrics = _fit(_update(1.0), _model(), **config)
-            self.assertNotIn("dpfedavg_norm_bit", metrics)
 
 
 class NoiseTest(parameterized.TestCase):
@@ -214,6 +198,12 @@ class ContractTest(parameterized.TestCase):
             )
         self.assertEqual(client.calls, 0)
 
+        def never(message, context):
+            raise AssertionError("It was trained.")
+
+        with self.assertRaisesRegex(error, pattern):
+            private_mod(_message(fm.model(np.zeros(2)), **config), None, never)
+
     def test_other_shapes_are_an_error(self):
         client = _Client(None)
         client.fit = lambda parameters, config: ([np.zeros(2)], 1, {})
@@ -245,7 +235,7 @@ def _trained(train, record, message_type="train", **config):
 
 
 class ModTest(parameterized.TestCase):
-    @parameterized.parameters((0.3, 1), (0.5, 1), (0.500001, 0), (1e-170, 1), (1e18, 0))
+    @parameterized.parameters((0.3, 1), (0.5, 1), (0.500001, 0), (1e18, 0))
     def test_it_clips_the_whole_update_and_says_if_it_was_within(self, norm, bit):
         update = [np.array([0.6, 0.0]) * norm, np.array(0.8) * norm]
         reply, got = _trained(
@@ -255,13 +245,6 @@ class ModTest(parameterized.TestCase):
         for new, change in zip(got, update, strict=True):
             np.testing.assert_allclose(new, scale * change, rtol=1e-12)
         self.assertEqual(reply.content["metrics"]["dpfedavg_norm_bit"], bit)
-
-    def test_noise_on_request(self):
-        zeros = np.zeros([200, 200])
-        _, (got,) = _trained(
-            fm.adds([zeros]), fm.model(zeros), dpfedavg_noise_stddev=0.25
-        )
-        statistics.assert_gaussian(np.ravel(got), 0.25)
 
     @parameterized.parameters("num-examples", "weight")
     def test_the_weight_is_one_and_the_true_number_stays(self, key):
@@ -274,21 +257,14 @@ class ModTest(parameterized.TestCase):
             dict(reply.content["metrics"]), {key: 1, "loss": 0.5, **_applied(0.5)}
         )
 
-    @parameterized.parameters("evaluate", "query", "evaluate.twice")
-    def test_other_messages_pass(self, message_type):
+    @parameterized.parameters(
+        ("train.again", 0.5), ("evaluate", 9 * 2**0.5), ("query", 9 * 2**0.5)
+    )
+    def test_all_that_trains_is_clipped_and_nothing_else(self, message_type, norm):
         _, (got,) = _trained(
-            fm.adds([np.full(2, 9.0)]),
-            fm.model(np.zeros(2)),
-            message_type,
-            dpfedavg_clip_norm=None,
+            fm.adds([np.full(2, 9.0)]), fm.model(np.zeros(2)), message_type
         )
-        np.testing.assert_array_equal(got, np.full(2, 9.0))
-
-    def test_named_train_functions_are_clipped_too(self):
-        _, (got,) = _trained(
-            fm.adds([np.full(2, 9.0)]), fm.model(np.zeros(2)), "train.again"
-        )
-        np.testing.assert_allclose(np.linalg.norm(got), 0.5)
+        self.assertAlmostEqual(np.linalg.norm(got), norm)
 
     def test_an_error_is_handed_on(self):
         def fails(message, context):
@@ -313,14 +289,6 @@ class ModTest(parameterized.TestCase):
         self.assertEqual(
             dict(reply.content["metrics"]), {"num-examples": 1, **_applied(0.5)}
         )
-
-    @parameterized.parameters(*_BAD_INSTRUCTIONS)
-    def test_nothing_is_trained_on_a_bad_instruction(self, config, error, pattern):
-        def never(message, context):
-            raise AssertionError("It was trained.")
-
-        with self.assertRaisesRegex(error, pattern):
-            private_mod(_message(fm.model(np.zeros(2)), **config), None, never)
 
     @parameterized.named_parameters(
         ("names", {"arrays": {"x": np.zeros(2)}}, "those it received"),
@@ -398,7 +366,3 @@ class RoundingTest(parameterized.TestCase):
     def test_noise_that_no_dtype_has_is_refused(self):
         with self.assertRaisesRegex(ValueError, "dpfedavg_noise_stddev.*1e-07"):
             _sent(np.full(3, 1e9), 0.0, 1e-6, 1e-7)
-
-
-if __name__ == "__main__":
-    absltest.main()

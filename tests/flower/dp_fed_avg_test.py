@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.flower import older_api
@@ -17,26 +17,16 @@ from tfdp_fl.flower import (
 )
 
 _MODEL = [np.linspace(-1, 1, 50), np.array(0.25)]
+_SENT = older_api.parameters(*_MODEL)
 
 
-def _updates(m, size=50, scale=1.0):
+def _updates(m):
     rng = np.random.default_rng(5)
-    return [[rng.normal(scale=scale, size=size), rng.normal(size=())] for _ in range(m)]
+    return [[rng.normal(size=50), rng.normal(size=())] for _ in range(m)]
 
 
 def _flat(parameters):
     return np.concatenate([np.ravel(part) for part in parameters])
-
-
-def _clipped_mean(changes, clip_norm, model, m=None):
-    """The reference: McMahan et al. (2018), without noise."""
-    deltas = [_flat(change) for change in changes]
-    deltas = [d * min(1, clip_norm / np.linalg.norm(d)) for d in deltas]
-    return _flat(model) + np.sum(deltas, axis=0) / (m or len(changes))
-
-
-def _manager(changes):
-    return older_api.Manager(older_api.Trainer(change) for change in changes)
 
 
 class ConfigureTest(parameterized.TestCase):
@@ -44,10 +34,10 @@ class ConfigureTest(parameterized.TestCase):
     def test_the_noise_stddev_is_sent_only_if_clients_are_to_add_noise(self, by_server):
         inner = older_api.Strategy({"lr": 0.1})
         strategy = DPFedAvgFixed(inner, 4, 0.5, 2.0, by_server)
-        told = strategy.configure_fit(3, _MODEL, older_api.Manager("abcd"))
+        told = strategy.configure_fit(3, _SENT, older_api.Manager("abcd"))
         self.assertEqual(sorted(client for client, _ in told), list("abcd"))
         for _, ins in told:
-            self.assertIs(ins.parameters, _MODEL)
+            self.assertIs(ins.parameters, _SENT)
             wanted = {"lr": 0.1, "dpfedavg_clip_norm": 0.5}
             if not by_server:  # z S / sqrt(m)
                 wanted["dpfedavg_noise_stddev"] = 0.5
@@ -60,9 +50,7 @@ class ConfigureTest(parameterized.TestCase):
         strategy = DPFedAvgAdaptive(
             older_api.Strategy(), 50, 0.2, 1.0, by_server, clip_count_stddev=1.0
         )
-        ((_, ins), *_) = strategy.configure_fit(
-            1, [np.zeros(2)], older_api.Manager(range(50))
-        )
+        ((_, ins), *_) = strategy.configure_fit(1, _SENT, older_api.Manager(range(50)))
         stddev = ins.config.pop("dpfedavg_noise_stddev", None)
         self.assertEqual(
             ins.config,
@@ -76,21 +64,21 @@ class ConfigureTest(parameterized.TestCase):
     def test_m_of_those_connected_are_asked_whatever_the_strategy_asks(self):
         strategy = DPFedAvgFixed(older_api.Strategy(), 3, 0.5, num_clients=8)
         with self.assertRaisesRegex(ValueError, "num_clients .* 7, got 8"):
-            strategy.configure_fit(1, _MODEL, older_api.Manager("abcdefg"))
-        told = strategy.configure_fit(1, _MODEL, older_api.Manager("abcdefghij"))
+            strategy.configure_fit(1, _SENT, older_api.Manager("abcdefg"))
+        told = strategy.configure_fit(1, _SENT, older_api.Manager("abcdefghij"))
         self.assertLen({client for client, _ in told}, 3)
 
     def test_different_models_are_an_error(self):
         class Personal(older_api.Strategy):
             def configure_fit(self, server_round, parameters, client_manager):
                 return [
-                    (client, older_api.FitIns([np.full(2, float(i))], {}))
+                    (client, older_api.FitIns(older_api.parameters(float(i)), {}))
                     for i, client in enumerate(client_manager.all().values())
                 ]
 
         with self.assertRaisesRegex(ValueError, "different models"):
             DPFedAvgFixed(Personal(), 3, 0.5).configure_fit(
-                1, _MODEL, older_api.Manager("abc")
+                1, _SENT, older_api.Manager("abc")
             )
 
 
@@ -100,9 +88,10 @@ class AggregateTest(parameterized.TestCase):
         inner, changes = older_api.Strategy(), _updates(5)
         strategy = DPFedAvgFixed(inner, 5, 1.5, 0.0, by_server)
         got = older_api.a_round(strategy, _MODEL, changes)
-        np.testing.assert_allclose(
-            _flat(got), _clipped_mean(changes, 1.5, _MODEL), rtol=1e-12
-        )
+        # McMahan et al. (2018).
+        deltas = [_flat(change) for change in changes]
+        mean = sum(d * min(1, 1.5 / np.linalg.norm(d)) for d in deltas) / 5
+        np.testing.assert_allclose(_flat(got), _flat(_MODEL) + mean, rtol=1e-12)
         # The strategy is handed nothing else.
         (((_, handed),),) = inner.handed
         self.assertEqual((handed.num_examples, handed.metrics), (1, {}))
@@ -112,52 +101,30 @@ class AggregateTest(parameterized.TestCase):
 
 
 class FailureTest(parameterized.TestCase):
-    def _round(self, strategy, changes, change, number=1, model=_MODEL):
-        told = strategy.configure_fit(number, model, _manager(changes))
+    def _round(self, strategy, change, number=1):
+        manager = older_api.Manager(older_api.Trainer(each) for each in _updates(3))
+        told = strategy.configure_fit(number, _SENT, manager)
         results = older_api.fit(told)
         return strategy.aggregate_fit(number, change(results) or results, [])[0]
 
     @parameterized.named_parameters(
         ("silent", lambda results: results[:2]),
-        ("shapes", lambda r: setattr(r[1][1], "parameters", [np.zeros(3)])),
+        ("shapes", lambda r: setattr(r[1][1], "parameters", older_api.parameters(0))),
         ("none", lambda results: [("nobody", None)]),
     )
     def test_abort_is_the_users_choice(self, change):
         inner = older_api.Strategy()
         strategy = DPFedAvgFixed(inner, 3, 0.5, on_client_failure="abort")
         with self.assertLogs("tfdp_fl.flower", "WARNING") as logs:
-            self.assertIsNone(self._round(strategy, _updates(3), change))
+            self.assertIsNone(self._round(strategy, change))
         self.assertIn("Round 1 is abandoned", logs.output[-1])
         self.assertEqual(inner.handed, [])
         self.assertEqual(strategy.privacy_epsilon(1e-5), 0.0)
-        self.assertIsNotNone(self._round(strategy, _updates(3), list, 2))
+        self.assertIsNotNone(self._round(strategy, list, 2))
         self.assertEqual([r.server_round for r in strategy.released_rounds], [2])
-
-    @parameterized.parameters((0.9, 3, 0), (0.75, 3, 1), (0.9, 4, 1), (None, 3, 0))
-    def test_a_strategy_that_refuses_a_round_gets_and_costs_none(
-        self, rate, replied, released
-    ):
-        inner = older_api.Strategy()
-        if rate is None:
-            inner.accept_failures = False
-        else:
-            inner.completion_rate_fit = rate
-        strategy = DPFedAvgFixed(inner, 4, 0.5)
-        got = self._round(strategy, _updates(4), lambda results: results[:replied])
-        self.assertEqual(got is not None, bool(released))
-        self.assertLen(strategy.released_rounds, released)
 
 
 class AdaptiveTest(parameterized.TestCase):
-    def _run(self, strategy, norms, rounds=1, size=4):
-        """Runs rounds with clients with updates of these norms."""
-        clips = []
-        for number in range(1, rounds + 1):
-            changes = [[np.eye(1, size)[0] * norm] for norm in norms]
-            self.model = older_api.a_round(strategy, [np.zeros(size)], changes, number)
-            clips.append(strategy.clip_norm)
-        return clips
-
     def test_the_count_is_noised(self):
         # b = 1/2 = gamma: every move of log S is eta sigma_b / m noise. Of
         # 2000 draws the sample stddev varies by 1.6 %; 9 % is 5.7 of these.
@@ -170,8 +137,11 @@ class AdaptiveTest(parameterized.TestCase):
             clip_count_stddev=0.4,
         )
         np.random.seed(0)
-        clips = self._run(strategy, [1e-9, 1e-9, 1e9, 1e9], rounds=2000)
-        moves = np.diff(np.log([1.0, *clips]))
+        clips, updates = [1.0], [[norm] for norm in (1e-9, 1e-9, 1e9, 1e9)]
+        for number in range(2000):
+            older_api.a_round(strategy, [0.0], updates, number)
+            clips.append(strategy.clip_norm)
+        moves = np.diff(np.log(clips))
         np.testing.assert_allclose(np.std(moves), 0.001, rtol=0.09)
         self.assertLess(abs(np.mean(moves)), 8 * 0.001 / math.sqrt(2000))
 
@@ -226,18 +196,12 @@ class TranslationTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ({"num_sampled_clients": 0}, ValueError),
-        ({"num_sampled_clients": 2.5}, TypeError),
         ({"num_clients": 2}, ValueError),
         ({"clip_norm": 0.0}, ValueError),
-        ({"clip_norm": float("nan")}, ValueError),
         ({"noise_multiplier": -1.0}, ValueError),
         ({"server_side_noising": 1}, TypeError),
         ({"strategy": object()}, TypeError),
         ({"on_client_failure": "ignore"}, ValueError),
-        ({"server_side_noising": False, "on_client_failure": "exclude"}, ValueError),
-        ({"averages": 1}, TypeError),
-        ({"target_delta": 1e-5}, ValueError),
-        ({"accountant": "moments"}, ValueError),
     )
     def test_bad_arguments_are_named(self, changes, error):
         arguments = {
@@ -260,7 +224,3 @@ class TranslationTest(parameterized.TestCase):
         arguments = {"num_sampled_clients": 50, **changes}
         with self.assertRaisesRegex(ValueError, pattern):
             DPFedAvgAdaptive(older_api.Strategy(), **arguments)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,6 +30,19 @@ class FitRes:
     metrics: dict
 
 
+def parameters(*arrays: Any) -> Any:
+    """As `flwr.common.ndarrays_to_parameters`."""
+    files = [io.BytesIO() for _ in arrays]
+    for file, array in zip(files, arrays, strict=True):
+        np.save(file, array)
+    return types.SimpleNamespace(tensors=[file.getvalue() for file in files])
+
+
+def arrays(message: Any) -> list[np.ndarray]:
+    """As `flwr.common.parameters_to_ndarrays`."""
+    return [np.load(io.BytesIO(tensor)) for tensor in message.tensors]
+
+
 class Manager:
     """A client manager with these clients connected."""
 
@@ -39,7 +54,7 @@ class Manager:
 
 
 class Strategy:
-    """Asks everybody, averages; remembers what it is handed."""
+    """Asks everybody, takes the one result for the model; remembers it."""
 
     def __init__(self, config: dict | None = None):
         self.config = config or {}
@@ -51,18 +66,8 @@ class Strategy:
 
     def aggregate_fit(self, server_round, results, failures):
         self.handed.append(results)
-        total = sum(result.num_examples for _, result in results)
-        first = results[0][1].parameters
-        if not isinstance(first, list):
-            return first, {}
-        mean = [
-            sum(
-                result.num_examples / total * np.asarray(result.parameters[i])
-                for _, result in results
-            )
-            for i in range(len(first))
-        ]
-        return mean, {"seen": len(results)}
+        ((_, result),) = results
+        return result.parameters, {}
 
     def evaluate(self, server_round, parameters):
         return 0.5, {"round": server_round}
@@ -71,27 +76,27 @@ class Strategy:
 class Trainer:
     """A client that adds the same update to whatever it is sent."""
 
-    def __init__(self, update: Sequence[Any], num_examples: int = 7):
+    def __init__(self, update: Sequence[Any]):
         self.update = update
-        self.num_examples = num_examples
 
     def fit(self, parameters, config):
         new = [p + u for p, u in zip(parameters, self.update, strict=True)]
-        return new, self.num_examples, {"loss": 1.0}
+        return new, 7, {"loss": 1.0}
 
 
 def fit(instructions: Sequence[tuple[Any, FitIns]]) -> list[tuple[Any, FitRes]]:
     """Lets every client that was asked train, through the client wrapper."""
-    return [
-        (client, FitRes(*DPFedAvgNumPyClient(client).fit(ins.parameters, ins.config)))
-        for client, ins in instructions
-    ]
+    results = []
+    for client, ins in instructions:
+        new, *rest = DPFedAvgNumPyClient(client).fit(arrays(ins.parameters), ins.config)
+        results.append((client, FitRes(parameters(*new), *rest)))
+    return results
 
 
 def a_round(
     wrapper: Any, model: Any, updates: Sequence[Any], server_round: int = 1
-) -> Any:
+) -> list[np.ndarray]:
     """Runs one round of clients with these updates; returns the new model."""
     manager = Manager(Trainer(update) for update in updates)
-    told = wrapper.configure_fit(server_round, model, manager)
-    return wrapper.aggregate_fit(server_round, fit(told), [])[0]
+    told = wrapper.configure_fit(server_round, parameters(*model), manager)
+    return arrays(wrapper.aggregate_fit(server_round, fit(told), [])[0])

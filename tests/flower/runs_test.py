@@ -116,7 +116,3 @@ class RunsTest(absltest.TestCase):
         # S / m twice, whatever the other client sends, and noise of 0.025.
         self.assertBetween(report["norm"], 0.5, 1.05)
         self.assertFalse(report["tensorflow"])
-
-
-if __name__ == "__main__":
-    absltest.main()

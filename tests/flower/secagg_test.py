@@ -5,7 +5,7 @@ from __future__ import annotations
 import unittest
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tests.flower import flower_messages, real_flower
 from tfdp_fl.flower import DPFedAvgAdaptive, DPFedAvgFixed, private_mod
@@ -140,7 +140,3 @@ class SecAggTest(parameterized.TestCase):
             real_flower.client([np.array([norm, 0.0])]) for norm in (1.0, 3.0, 4)
         ]
         self._assert_bits(clients)
-
-
-if __name__ == "__main__":
-    absltest.main()

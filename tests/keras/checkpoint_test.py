@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tests.keras import files
 from tfdp_fl.keras import checkpoint
@@ -17,12 +17,14 @@ def _checkpoint(round_index: int) -> checkpoint.Checkpoint:
     rng = np.random.default_rng(round_index)
     return checkpoint.Checkpoint(
         round_index=round_index,
-        metadata={"plan": {"seed": round_index, "rate": 0.1}, "none": None},
-        arrays={
-            "weights/0": rng.normal(size=(4, 3)).astype(np.float32),
-            "weights/1": np.float32(round_index),
-            "windows": np.full((2, 0), np.nan, np.float32),
-            "half": tf.constant([1.5, -2.0], tf.bfloat16).numpy(),
+        state={
+            "plan": {"seed": round_index, "rate": 0.1},
+            "none": None,
+            "weights": [
+                rng.normal(size=(4, 3)).astype(np.float32),
+                np.float32(round_index),
+            ],
+            "inside": {"windows": np.full((2, 0), np.nan, np.float32)},
             "counts": np.arange(5),
         },
     )
@@ -43,11 +45,18 @@ class CheckpointDirectoryTest(parameterized.TestCase):
     def _assert_is(self, found: checkpoint.Checkpoint, round_index: int):
         expected = _checkpoint(round_index)
         self.assertEqual(found.round_index, round_index)
-        self.assertEqual(found.metadata, expected.metadata)
-        self.assertEqual(found.arrays.keys(), expected.arrays.keys())
-        for name, array in expected.arrays.items():
-            self.assertEqual(found.arrays[name].dtype, array.dtype, name)
-            np.testing.assert_array_equal(found.arrays[name], array, name)
+        self.assertEqual(found.state["plan"], expected.state["plan"])
+        tf.nest.map_structure(self._assert_same, found.state, expected.state)
+
+    def _assert_same(self, found, expected):
+        np.testing.assert_array_equal(found, expected)
+        self.assertEqual(np.asarray(found).dtype, np.asarray(expected).dtype)
+
+    def test_short_floats_come_back_as_float32(self):
+        half = tf.constant([1.5, -2.0], tf.bfloat16).numpy()
+        made = checkpoint.Checkpoint(round_index=1, state={"half": half})
+        found = checkpoint.Checkpoint.from_bytes(1, made.to_bytes())
+        self._assert_same(found.state["half"], np.float32([1.5, -2.0]))
 
     def test_what_is_read_is_what_was_written(self):
         self._write(7)
@@ -146,7 +155,3 @@ class CheckpointDirectoryTest(parameterized.TestCase):
             ):
                 inside.acquire()
         self.assertEqual(self.directory.rounds(), [1])
-
-
-if __name__ == "__main__":
-    absltest.main()

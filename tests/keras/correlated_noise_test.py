@@ -13,7 +13,8 @@ import tfdp_fl
 from tests.correlated_noise import references
 from tests.keras import files, toy
 from tfdp_fl import accounting, auditing
-from tfdp_fl.engine import engine as engine_lib
+from tfdp_fl.datasets import FederatedDataset
+from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import callbacks, checkpoint, randomness
 
 _DELTA = 1e-3
@@ -21,31 +22,23 @@ _T, _B = 8, 4
 
 
 def _mechanism(strategy="banded", **options):
+    usual = {"clip_norm": 0.5, "noise_multiplier": 2.0, "rounds": _T}
     return tfdp_fl.CorrelatedNoise(
-        **{
-            "clip_norm": 0.5,
-            "noise_multiplier": 2.0,
-            "strategy": strategy,
-            "rounds": _T,
-            "min_separation": _B,
-            **options,
-        }
+        **{**usual, "strategy": strategy, "min_separation": _B, **options}
     )
 
 
-def _federated(mechanism=None, sampling="cyclic", m=10, **options):
+def _federated(mechanism=None, **options):
     return toy.federated(
         _mechanism() if mechanism is None else mechanism,
-        clients_per_round=m,
-        sampling=sampling,
+        clients_per_round=10,
+        sampling="cyclic",
         **options,
     )
 
 
-def _fit(fed, rounds, **options):
-    return fed.fit(
-        **{"clients": toy.clients(), "verbose": 0, "rounds": rounds, **options}
-    )
+def _learns_nothing():
+    return {"optimizer": tf.keras.optimizers.SGD(0.0)}
 
 
 def _position(fed):
@@ -56,8 +49,9 @@ def _buffers(fed):
     return [b.numpy() for b in fed.run.mechanism_state.memory.buffers]
 
 
-def _is_zero(buffers):
-    return not any(np.any(b) for b in buffers)
+def _squares(fed):
+    """Returns the mu^2 of each round of a segment."""
+    return (fed.mechanism.generator.charges / fed.mechanism.noise_multiplier) ** 2
 
 
 def _spent(fed):
@@ -78,26 +72,25 @@ class _Killed(callbacks.RoundCheckpoint):
 
 
 class _Crash(tf.keras.callbacks.Callback):
-    """Ends a run as if it was killed after a round was released."""
-
-    def __init__(self, after: int):
-        super().__init__()
-        self._after = after
-        self._seen = 0
+    """Ends a run as if it was killed after its fourth round was released."""
 
     def on_train_batch_end(self, batch, logs=None):
-        self._seen += 1
-        if self._seen == self._after:
+        self._seen = getattr(self, "_seen", 0) + 1
+        if self._seen == 4:
             raise KeyboardInterrupt
+
+
+def _breaks(owner, name):
+    """Has a method raise what Ctrl-C raises."""
+    return mock.patch.object(owner, name, side_effect=KeyboardInterrupt)
 
 
 class TrainingTest(parameterized.TestCase):
     @parameterized.parameters("banded", "blt:2")
     def test_a_run_costs_one_gaussian(self, strategy):
-        mechanism = _mechanism(strategy)
-        fed = _federated(mechanism, accountant="pld")
-        history = _fit(fed, _T)
-        whole = (mechanism.generator.sensitivity / 2.0) ** 2
+        fed = _federated(_mechanism(strategy), accountant="pld")
+        history = toy.fit(fed, _T)
+        whole = (fed.mechanism.generator.sensitivity / 2.0) ** 2
         self.assertAlmostEqual(_spent(fed), whole)
         self.assertAlmostEqual(fed.epsilon(_DELTA), _epsilon(whole), places=6)
         self.assertEqual(_position(fed), _T)
@@ -107,40 +100,17 @@ class TrainingTest(parameterized.TestCase):
         text = fed.privacy_statement(_DELTA)
         for words in ("at least the min separation apart", "as secret as the data"):
             self.assertIn(words, text)
-
-    def test_later_rounds_are_a_segment_of_their_own(self):
-        fed = _federated()
-        _fit(fed, _T)
-        once = _spent(fed)
-        _fit(fed, 3)
-        self.assertEqual(_position(fed), 3)
-        squares = (_mechanism().generator.charges / 2.0) ** 2
-        self.assertAlmostEqual(_spent(fed), once + squares[:3].sum())
-
-    def test_two_fits_are_one_run(self):
-        fed = _federated()
-        _fit(fed, 3)
-        before = _buffers(fed)
-        self.assertFalse(_is_zero(before))
-        with (
-            mock.patch.object(
-                engine_lib.CohortEngine,
-                "collect",
-                side_effect=KeyboardInterrupt,
-            ),
-            self.assertRaises(KeyboardInterrupt),
-        ):
-            _fit(fed, 1)
-        toy.assert_same(before, _buffers(fed))
-        _fit(fed, 2)
-        self.assertEqual(_position(fed), 5)
+        with self.subTest("later rounds are a segment of their own"):
+            toy.fit(fed, 3)
+            self.assertEqual(_position(fed), 3)
+            self.assertAlmostEqual(_spent(fed), whole + _squares(fed)[:3].sum())
 
     def test_models_of_a_seed_are_the_noise_of_the_dense_matrices(self):
         # Without updates and with a server that adds, the model is the noise.
-        fed = _federated(compile_options={"optimizer": tf.keras.optimizers.SGD(0.0)})
+        fed = _federated(compile_options=_learns_nothing())
         weights = [np.ravel(fed.get_weights()[0])]
         for _ in range(_T):
-            _fit(fed, 1)
+            toy.fit(fed)
             weights.append(np.ravel(fed.get_weights()[0]))
         noise = np.diff(weights, axis=0) * 10 / (2.0 * 0.5)
         dense = references.dense(fed.mechanism.generator.coefficients, _T)
@@ -151,11 +121,18 @@ class TrainingTest(parameterized.TestCase):
 
     def test_a_client_sits_out_after_its_last_round(self):
         fed = _federated(_mechanism(max_participations=1))
-        _fit(fed, 6)
+        toy.fit(fed, 6)
         self.assertEqual(fed.run.cohort_sizes, [10, 10, 10, 10, 0, 0])
         self.assertAlmostEqual(
             _spent(fed), (fed.mechanism.generator.sensitivity / 2.0) ** 2
         )
+
+    def test_a_budget_ends_before_the_round_that_would_pass_it(self):
+        fed = _federated(_mechanism("blt:2"), accountant="pld")
+        squares = np.cumsum(_squares(fed))
+        limit = (_epsilon(squares[4]) + _epsilon(squares[5])) / 2
+        toy.fit(fed, _T, [callbacks.PrivacyBudget(epsilon=limit, delta=_DELTA)])
+        self.assertEqual(fed.rounds, 5)
 
 
 class SegmentTest(parameterized.TestCase):
@@ -163,10 +140,10 @@ class SegmentTest(parameterized.TestCase):
 
     def test_an_abandoned_round_moves_nothing(self):
         fed = _federated(on_client_failure="abort")
-        _fit(fed, 2)
+        toy.fit(fed, 2)
         before, group = _buffers(fed), fed.run.sampler.cohort(0)
         spent = _spent(fed)
-        clients = toy.clients()
+        self.assertTrue(any(np.any(b) for b in before))
         failure = mock.Mock(position=3, error=OSError("lost"))
         collect = fed.engine.collect
 
@@ -176,27 +153,26 @@ class SegmentTest(parameterized.TestCase):
             return pending
 
         with mock.patch.object(fed.engine, "collect", failing):
-            history = _fit(fed, 2, clients=clients)
+            history = toy.fit(fed, 2)
         self.assertEqual(history.history["abandoned_rounds"], [1.0, 1.0])
+        # Nor does one that is broken off.
+        with _breaks(CohortEngine, "collect"), self.assertRaises(KeyboardInterrupt):
+            toy.fit(fed)
         self.assertEqual((_position(fed), fed.rounds), (2, 4))
         self.assertEqual(_spent(fed), spent)
         toy.assert_same(before, _buffers(fed))
         np.testing.assert_array_equal(fed.run.sampler.cohort(4), group)
-        _fit(fed, 2)
-        squares = (fed.mechanism.generator.charges / 2.0) ** 2
-        self.assertAlmostEqual(_spent(fed), squares[:4].sum())
+        toy.fit(fed, 2)
+        self.assertAlmostEqual(_spent(fed), _squares(fed)[:4].sum())
 
     def test_a_broken_release_ends_the_segment(self):
         fed = _federated()
-        _fit(fed, 3)
-        with (
-            mock.patch.object(fed.engine, "release", side_effect=KeyboardInterrupt),
-            self.assertRaises(KeyboardInterrupt),
-        ):
-            _fit(fed, 1)
-        _fit(fed, 1)
+        toy.fit(fed, 3)
+        with _breaks(fed.engine, "release"), self.assertRaises(KeyboardInterrupt):
+            toy.fit(fed)
+        toy.fit(fed)
         self.assertEqual(_position(fed), 1)
-        squares = (fed.mechanism.generator.charges / 2.0) ** 2
+        squares = _squares(fed)
         self.assertAlmostEqual(_spent(fed), squares[:4].sum() + squares[0])
 
     @parameterized.parameters("correlated", "fixed")
@@ -205,13 +181,14 @@ class SegmentTest(parameterized.TestCase):
         # again with other noise: also by who resumes, and if what broke it
         # off was the audit, which looks at the model last.
         def quiet():
-            options = {"optimizer": tf.keras.optimizers.SGD(0.0)}
             if kind == "correlated":
-                return _federated(compile_options=options)
-            return toy.federated(clients_per_round=10, compile_options=options)
+                return _federated(compile_options=_learns_nothing())
+            return toy.federated(
+                clients_per_round=10, compile_options=_learns_nothing()
+            )
 
         released = []
-        release = engine_lib.CohortEngine.release
+        release = CohortEngine.release
 
         def recorded(engine, pending):
             before = engine.server.variables[0].numpy()
@@ -223,29 +200,21 @@ class SegmentTest(parameterized.TestCase):
 
         path = files.directory(self) / "run"
         fed = quiet()
-        with mock.patch.object(engine_lib.CohortEngine, "release", recorded):
+        with mock.patch.object(CohortEngine, "release", recorded):
             with self.assertRaises(KeyboardInterrupt):
-                _fit(fed, 2, seed=3)
-            with (
-                mock.patch.object(
-                    engine_lib.CohortEngine,
-                    "collect",
-                    side_effect=KeyboardInterrupt,
-                ),
-                self.assertRaises(KeyboardInterrupt),
-            ):
-                checkpoints = _Killed(path, delta=_DELTA)
-                _fit(fed, 1, seed=3, callbacks=[checkpoints])
+                toy.fit(fed, 2, seed=3)
+            with _breaks(CohortEngine, "collect"), self.assertRaises(KeyboardInterrupt):
+                toy.fit(fed, 1, [_Killed(path, delta=_DELTA)], seed=3)
             fed = quiet()
-            _fit(fed, 1, seed=3, resume_from=path)
+            toy.fit(fed, 1, seed=3, resume_from=path)
             audit = auditing.CanaryAudit(2)
             with (
                 mock.patch.object(audit, "join"),
-                mock.patch.object(audit, "released", side_effect=KeyboardInterrupt),
+                _breaks(audit, "released"),
                 self.assertRaises(KeyboardInterrupt),
             ):
-                _fit(fed, 1, seed=3, audit=audit)
-            _fit(fed, 1, seed=3)
+                toy.fit(fed, 1, seed=3, audit=audit)
+            toy.fit(fed, 1, seed=3)
         self.assertEqual(fed.spending.rounds, 5)
         self.assertLen(released, 5)
         flat = np.reshape(released, [5, -1])
@@ -260,7 +229,7 @@ class SegmentTest(parameterized.TestCase):
         # Two draws are charged; the same clients twice would be one draw with
         # less noise, which costs more.
         drawn = []
-        release = engine_lib.CohortEngine.release
+        release = CohortEngine.release
 
         def recorded(engine, pending):
             drawn.append(pending.inputs.positions.tolist())
@@ -270,31 +239,22 @@ class SegmentTest(parameterized.TestCase):
             return values
 
         fed = toy.federated(clients_per_round=20, sampling="poisson")
-        with mock.patch.object(engine_lib.CohortEngine, "release", recorded):
+        with mock.patch.object(CohortEngine, "release", recorded):
             with self.assertRaises(KeyboardInterrupt):
-                _fit(fed, 2, seed=3)
-            _fit(fed, 1, seed=3)
+                toy.fit(fed, 2, seed=3)
+            toy.fit(fed, 1, seed=3)
         self.assertLen(drawn, 3)
         self.assertNotEqual(drawn[1], drawn[2])
 
-    def test_other_groups_end_the_segment(self):
+    def test_other_groups_or_clients_end_the_segment(self):
         fed = _federated()
-        _fit(fed, 3)
-        _fit(fed, 1, seed=5)  # A sampler of its own.
+        toy.fit(fed, 3)
+        toy.fit(fed, 1, seed=5)  # A sampler of its own.
         self.assertEqual(_position(fed), 1)
-
-    def test_other_clients_end_the_segment(self):
-        fed = _federated()
-        _fit(fed, 3)
-        x, y = toy.arrays(400)
-        rows = np.arange(400).reshape(40, 10)
-        others = tfdp_fl.datasets.FederatedDataset.from_client_arrays(
-            {f"other-{i:02}": (x[r], y[r]) for i, r in enumerate(rows)}
-        )
-        _fit(fed, 1, clients=others)
-        self.assertEqual(_position(fed), 1)
-        _fit(fed, 1, clients=others)
-        self.assertEqual(_position(fed), 2)
+        others = toy.clients().with_ids([f"other-{i:02}" for i in range(40)])
+        for position in (1, 2):
+            toy.fit(fed, 1, data=others, seed=5)
+            self.assertEqual(_position(fed), position)
 
     def test_nameless_clients_in_another_order_end_the_segment(self):
         x, y = toy.arrays(toy.NUM_CLIENTS * 10)
@@ -302,11 +262,7 @@ class SegmentTest(parameterized.TestCase):
         fed = _federated()
         for fit in range(4):
             order = rows if fit % 2 == 0 else rows[::-1]
-            _fit(
-                fed,
-                1,
-                clients=tfdp_fl.datasets.FederatedDataset.from_indices(x, y, order),
-            )
+            toy.fit(fed, 1, data=FederatedDataset.from_indices(x, y, order))
             self.assertEqual(_position(fed), 1)
         # A client may have been in every one of the four.
         self.assertGreaterEqual(_spent(fed), 4 * 2.0**-2 * (1 - 1e-6))
@@ -317,102 +273,73 @@ class ResumeTest(parameterized.TestCase):
         super().setUp()
         self.path = files.directory(self) / "run"
 
-    def _checkpoint(self, every=1):
-        return _Killed(self.path, every=every, delta=_DELTA)
-
-    def _as_of_ledger_round(self, rounds):
-        """Copies the run with a ledger of so many rounds."""
-        copy = self.path.with_name("clean")
-        shutil.copytree(self.path, copy)
-        ledger = copy / "ledger.jsonl"
-        lines = ledger.read_text().splitlines(keepends=True)
-        ledger.write_text("".join(lines[: 1 + rounds]))
-        return copy
-
     @toy.same_draws_when_resumed()
     def test_seeded_runs_are_resumed_bit_for_bit(self):
-        whole = _federated(_mechanism("blt:2"))
-        _fit(whole, 6, seed=1)
-        half = _federated(_mechanism("blt:2"))
+        whole, half, other = (_federated(_mechanism("blt:2")) for _ in range(3))
+        toy.fit(whole, 6, seed=1)
         with self.assertRaises(KeyboardInterrupt):
-            _fit(half, 6, seed=1, callbacks=[_Crash(4), self._checkpoint()])
-        kept = self._as_of_ledger_round(3)
-        other = _federated(_mechanism("blt:2"))
-        _fit(other, 6, seed=1, resume_from=kept)
+            toy.fit(half, 6, [_Crash(), _Killed(self.path, delta=_DELTA)], seed=1)
+        # With a ledger of three rounds, as many as the checkpoint knows of.
+        ledger = shutil.copytree(self.path, self.path.with_name("clean")) / (
+            "ledger.jsonl"
+        )
+        lines = ledger.read_text().splitlines(keepends=True)
+        ledger.write_text("".join(lines[: 1 + 3]))
+        toy.fit(other, 6, seed=1, resume_from=ledger.parent)
         toy.assert_same(whole, other)
         toy.assert_same(_buffers(whole), _buffers(other))
-        squares = (other.mechanism.generator.charges / 2.0) ** 2
-        self.assertAlmostEqual(_spent(other), squares[:6].sum())
+        self.assertAlmostEqual(_spent(other), _squares(other)[:6].sum())
 
     @parameterized.parameters(None, 1)
     def test_rounds_that_were_lost_end_the_segment(self, seed):
-        fed = _federated()
+        fed, other = _federated(), _federated()
+        keepers = [_Killed(self.path, every=2, delta=_DELTA) for _ in range(2)]
         with self.assertRaises(KeyboardInterrupt):
-            _fit(
-                fed,
-                _T,
-                seed=seed,
-                callbacks=[_Crash(4), self._checkpoint(every=2)],
-            )
+            toy.fit(fed, _T, [_Crash(), keepers[0]], seed=seed)
         # Rounds 1 to 4 are in the ledger, the checkpoint is after round 2.
         newest = checkpoint.CheckpointDirectory(self.path).newest()
         self.assertEqual(newest.round_index, 2)
-        other = _federated()
+        collect = CohortEngine.collect
         with mock.patch.object(
-            engine_lib.CohortEngine,
-            "collect",
-            autospec=True,
-            side_effect=engine_lib.CohortEngine.collect,
-        ) as collect:
-            _fit(
-                other,
-                _T,
-                seed=seed,
-                resume_from=self.path,
-                callbacks=[self._checkpoint(every=2)],
-            )
+            CohortEngine, "collect", autospec=True, side_effect=collect
+        ) as collected:
+            toy.fit(other, _T, keepers[1:], seed=seed, resume_from=self.path)
         self.assertEqual(_position(other), 6)
-        squares = (other.mechanism.generator.charges / 2.0) ** 2
+        squares = _squares(other)
         self.assertAlmostEqual(_spent(other), squares[:4].sum() + squares[:6].sum())
         # No round has noise that a lost one had.
-        drawn = {tuple(call.args[2].seed) for call in collect.mock_calls}
+        drawn = {tuple(call.args[2].seed) for call in collected.mock_calls}
         if seed is not None:
             before = {tuple(randomness.round_seed(seed, (t,))) for t in range(4)}
             self.assertEmpty(drawn & before)
 
     def test_coefficients_that_were_chosen_otherwise_end_the_segment(self):
-        _fit(_federated(_mechanism("blt:2")), 3, callbacks=[self._checkpoint()])
-        other = _federated(_mechanism("blt:2"))
-        generator = type(other.mechanism.generator)
-        numbers = tuple(n + 1e-7 for n in other.mechanism.generator.numbers)
-        with mock.patch.object(generator, "numbers", numbers):
-            _fit(other, 3, resume_from=self.path)
-        self.assertEqual(_position(other), 0)
-        again = _federated(_mechanism("blt:2"))
-        _fit(again, 3, resume_from=self.path)
-        self.assertEqual(_position(again), 3)
+        made = [_federated(_mechanism("blt:2")) for _ in range(3)]
+        toy.fit(made[0], 3, [_Killed(self.path, delta=_DELTA)])
+        generator = made[1].mechanism.generator
+        numbers = tuple(n + 1e-7 for n in generator.numbers)
+        with mock.patch.object(type(generator), "numbers", numbers):
+            toy.fit(made[1], 3, resume_from=self.path)
+        self.assertEqual(_position(made[1]), 0)
+        toy.fit(made[2], 3, resume_from=self.path)
+        self.assertEqual(_position(made[2]), 3)
 
     @parameterized.parameters(
         {"strategy": "blt:2"}, {"noise_multiplier": 3.0}, {"max_participations": 2}
     )
     def test_other_noise_is_refused(self, **changed):
-        _fit(_federated(), 2, callbacks=[self._checkpoint()])
+        toy.fit(_federated(), 2, [_Killed(self.path, delta=_DELTA)])
         other = _federated(_mechanism(**changed))
         with self.assertRaisesRegex(ValueError, next(iter(changed))):
-            _fit(other, 2, resume_from=self.path)
+            toy.fit(other, 2, resume_from=self.path)
 
 
-class ServerOptimizerTest(parameterized.TestCase):
+class ServerOptimizerTest(absltest.TestCase):
     """Coefficients by the optimizer that runs."""
 
-    def _optimizer(self, momentum=0.9, rate=0.5):
-        if rate is None:
-            rate = tf.keras.optimizers.schedules.PolynomialDecay(0.5, _T, 0.0)
-        return tf.keras.optimizers.SGD(rate, momentum)
-
     def test_what_was_told_stays_and_a_run_is_not_changed(self):
+        options = {"server_optimizer": tf.keras.optimizers.SGD(0.5, 0.9)}
         told = _mechanism("blt:2", server_momentum=0.3)
-        options = {"server_optimizer": self._optimizer()}
         fed = _federated(told, compile_options=options)
         self.assertEqual(fed.mechanism, told)
         plain = _mechanism("blt:2")
@@ -420,52 +347,29 @@ class ServerOptimizerTest(parameterized.TestCase):
         self.assertEqual(fed.mechanism, plain)
         fed.compile("sgd", toy.loss(), jit_compile=False, **options)
         self.assertEqual(fed.mechanism.server_momentum, 0.9)
-        _fit(fed, 2)
+        toy.fit(fed, 2)
         before = fed.mechanism
         fed.compile("sgd", toy.loss(), jit_compile=False)
         self.assertEqual(fed.mechanism, before)
-        _fit(fed, 1)
+        toy.fit(fed)
         self.assertEqual(_position(fed), 3)
 
     def test_make_private_keeps_the_target_with_any_optimizer(self):
-        fed = tfdp_fl.make_private(
-            toy.dense(),
-            target_epsilon=3.0,
-            target_delta=_DELTA,
-            num_clients=40,
+        fed = toy.private(
+            *(3.0, _T),
             clients_per_round=10,
-            rounds=_T,
             mechanism="correlated",
             strategy="blt:2",
             sampling="cyclic",
             accountant="pld",
             clip_norm=0.5,
-            num_replicas=1,
         )
         before = fed.mechanism.noise_multiplier
-        fed.compile(
-            "sgd",
-            toy.loss(),
-            server_optimizer=self._optimizer(rate=None),
-            jit_compile=False,
-        )
+        rate = tf.keras.optimizers.schedules.PolynomialDecay(0.5, _T, 0.0)
+        server = tf.keras.optimizers.SGD(rate, 0.9)
+        fed.compile("sgd", toy.loss(), server_optimizer=server, jit_compile=False)
         self.assertNotEqual(fed.mechanism.noise_multiplier, before)
-        _fit(fed, _T)
+        toy.fit(fed, _T)
         self.assertEqual(fed.rounds, _T)
         self.assertLessEqual(fed.epsilon(_DELTA), 3.0)
         self.assertGreater(fed.epsilon(_DELTA), 2.99)
-
-
-class BudgetTest(parameterized.TestCase):
-    def test_a_budget_ends_before_the_round_that_would_pass_it(self):
-        mechanism = _mechanism("blt:2")
-        squares = np.cumsum((mechanism.generator.charges / 2.0) ** 2)
-        limit = (_epsilon(squares[4]) + _epsilon(squares[5])) / 2
-        fed = _federated(mechanism, accountant="pld")
-        budget = callbacks.PrivacyBudget(epsilon=limit, delta=_DELTA)
-        _fit(fed, _T, callbacks=[budget])
-        self.assertEqual(fed.rounds, 5)
-
-
-if __name__ == "__main__":
-    absltest.main()

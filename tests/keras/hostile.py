@@ -47,16 +47,17 @@ _UNIT = 2.0**-24
 Client = tuple[np.ndarray, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """A mechanism, and what one client can do to it.
 
     Attributes:
       make: Makes the mechanism.
-      reach: c, the most that one client changes in the sum.
+      reach: c, the most that one client changes in the sum; NaN: the clip norm of
+        the round, which is measured.
       sampling: How cohorts of all clients are drawn.
       noise: What a client that drops out takes along: the stddev of the noise
-        that it would have added, for each element of the sum.
+        that it would have added, for each element of the sum; NaN: as measured.
       averages: Whether weights are averaged, so that a client without
         examples is none.
     """
@@ -68,72 +69,48 @@ class Case:
     averages: bool = False
 
 
+_CLIPPED = {"clip_norm": CLIP, "noise_multiplier": 0.5}
+_ADAPTIVE = {
+    "noise_multiplier": 0.5,
+    "initial_clip_norm": CLIP,
+    "count_noise_stddev": 1.0,
+}
+_CORRELATED = {**_CLIPPED, "strategy": "blt:2", "rounds": 4, "min_separation": 1}
+# Of the private median.
+_MEDIAN = {"noise_multiplier": 0.5, "median_noise_multiplier": 0.01}
+_DISCO = {"epsilon": 100.0, "delta": 1e-3, "clipping_radius": CLIP}
+_AT_CLIENTS = {"noise_site": "client"}
+
 CASES = {
-    "fixed": Case(
-        make=lambda: tfdp_fl.FixedClipping(clip_norm=CLIP, noise_multiplier=0.5)
-    ),
-    "fixed_client": Case(
-        make=lambda: tfdp_fl.FixedClipping(
-            clip_norm=CLIP, noise_multiplier=0.5, noise_site="client"
-        )
-    ),
-    "adaptive": Case(
-        make=lambda: tfdp_fl.AdaptiveClipping(
-            noise_multiplier=0.5, initial_clip_norm=CLIP, count_noise_stddev=1.0
-        )
-    ),
+    "fixed": Case(lambda: tfdp_fl.FixedClipping(**_CLIPPED)),
+    "fixed_client": Case(lambda: tfdp_fl.FixedClipping(**_CLIPPED, **_AT_CLIENTS)),
+    "adaptive": Case(lambda: tfdp_fl.AdaptiveClipping(**_ADAPTIVE)),
     "adaptive_client": Case(
-        make=lambda: tfdp_fl.AdaptiveClipping(
-            noise_multiplier=0.5,
-            initial_clip_norm=CLIP,
-            count_noise_stddev=1.0,
-            noise_site="client",
-        )
+        lambda: tfdp_fl.AdaptiveClipping(**_ADAPTIVE, **_AT_CLIENTS)
     ),
-    # The others are alike, so that the median is theirs with one more or less;
-    # `reach` is that norm, which is measured.
-    "median": Case(
-        make=lambda: tfdp_fl.MedianClipping(
-            noise_multiplier=0.5, median_noise_multiplier=0.01
-        ),
-        reach=math.nan,
-    ),
+    # The others are alike, so that the median is theirs with one more or less.
+    "median": Case(lambda: tfdp_fl.MedianClipping(**_MEDIAN), math.nan),
     "exact_median": Case(
-        make=lambda: tfdp_fl.MedianClipping(noise_multiplier=0.5),
-        reach=math.nan,
+        lambda: tfdp_fl.MedianClipping(noise_multiplier=0.5), math.nan
     ),
     "correlated": Case(
-        make=lambda: tfdp_fl.CorrelatedNoise(
-            clip_norm=CLIP,
-            noise_multiplier=0.5,
-            strategy="blt:2",
-            rounds=4,
-            min_separation=1,
-        ),
-        sampling="cyclic",
+        lambda: tfdp_fl.CorrelatedNoise(**_CORRELATED), sampling="cyclic"
     ),
-    "local": Case(
-        make=lambda: tfdp_fl.LocalDP(clip_norm=CLIP, noise_multiplier=0.5),
-        noise=0.5 * CLIP,
-    ),
+    "local": Case(lambda: tfdp_fl.LocalDP(**_CLIPPED), noise=0.5 * CLIP),
     # A radius for each of four variables.
     "adaptive_local": Case(
-        make=lambda: tfdp_fl.AdaptiveLocalDP(
-            epsilon=100.0, delta=1e-3, clipping_radius=CLIP
-        ),
-        reach=2 * CLIP,
-        noise=math.nan,
+        lambda: tfdp_fl.AdaptiveLocalDP(**_DISCO), reach=2 * CLIP, noise=math.nan
     ),
     # Weights, which may turn right round, and are weighted by the examples:
     # 1/4 of the mean is 2 C.
     "nbafl": Case(
-        make=lambda: tfdp_fl.NbAFL(epsilon=500.0, constant=3.0, weight_clip=3.0),
+        lambda: tfdp_fl.NbAFL(epsilon=500.0, constant=3.0, weight_clip=3.0),
         reach=6.0,
         averages=True,
         noise=math.nan,
     ),
     "somebodys_own": Case(
-        make=lambda: smooth_clipping()(start_norm=CLIP, noise_multiplier=0.5)
+        lambda: smooth_clipping()(start_norm=CLIP, noise_multiplier=0.5)
     ),
 }
 
@@ -329,11 +306,6 @@ class Trainer:
         """The model's run; None where nothing was begun."""
         return self._fed.run
 
-    @property
-    def size(self) -> int:
-        """How many elements an update has."""
-        return sum(each.size for each in self._start)
-
     def start(self) -> np.ndarray:
         """Returns the weights that every round starts from."""
         return _flat(self._start)
@@ -400,10 +372,10 @@ class Trainer:
         noise = case.noise
         if math.isnan(noise):
             noise = without.history["noise_stddev"] / CLIENTS**0.5
-        weights = np.linalg.norm(self.start())
+        weights, size = np.linalg.norm(self.start()), self.start().size
         # |N(0, I)| of d elements is above sqrt(d) + 6.5 with less than 1e-9
         # (Laurent and Massart 2000, Lemma 1).
-        length = self.size**0.5 + 6.5
+        length = size**0.5 + 6.5
         rounding = (
             (CLIENTS + 6)
             * _UNIT
@@ -413,7 +385,7 @@ class Trainer:
             # Each of K values is off by half a step of the protocol's grid.
             protocol = self._fed.setup.secure_aggregation
             step = 1e-9 if protocol.mode == "float" else protocol.resolution
-            rounding += CLIENTS * step * self.size**0.5
+            rounding += CLIENTS * step * size**0.5
         if dropped_out:
             # A mean over those who answered divides their noises by K - 1
             # too: sqrt((K - 1) (1/(K - 1) - 1/K)^2 + 1/K^2) of one in all.

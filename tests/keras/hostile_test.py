@@ -9,7 +9,7 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tests.keras import hostile
 from tfdp_fl.mechanisms import clipping
@@ -99,7 +99,3 @@ class ArraysTest(parameterized.TestCase):
         with self.assertRaises((ValueError, TypeError)):
             trainer.round(hostile.FAILURES[name])
         self.assertIsNone(trainer.run)
-
-
-if __name__ == "__main__":
-    absltest.main()

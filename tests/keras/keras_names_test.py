@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import math
 import warnings
 
 import numpy as np
@@ -14,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 import tfdp_fl
 from tests.keras import files, toy
-from tfdp_fl.keras import keras_names, round_loop
+from tfdp_fl.keras import keras_names
 
 
 class NamesTest(parameterized.TestCase):
@@ -40,7 +39,7 @@ class NamesTest(parameterized.TestCase):
 
     def test_the_usual_calls(self):
         fed = toy.federated()
-        fed.fit(toy.clients(), verbose=0)
+        toy.fit(fed)
         self.assertIs(fed.get_layer(index=0), fed.model.layers[0])
         self.assertEqual(fed.count_params(), 27)
         x, y = toy.arrays(4)
@@ -61,7 +60,7 @@ class NamesTest(parameterized.TestCase):
             def on_epoch_end(self, epoch, logs=None):
                 fed.stop_training = epoch == 1
 
-        fed.fit(toy.clients(), 5, callbacks=[Stop()], verbose=0)
+        toy.fit(fed, 5, [Stop()])
         self.assertEqual(fed.rounds, 2)
 
 
@@ -73,7 +72,7 @@ class ArgumentsTest(parameterized.TestCase):
             ({"spam": 3}, "fit takes no spam"),
         ):
             with self.assertRaisesRegex(TypeError, message):
-                fed.fit(toy.clients(), verbose=0, **options)
+                toy.fit(fed, **options)
         own = inspect.signature(tfdp_fl.DPFederatedModel.fit).parameters
         for name in inspect.signature(tf.keras.Model.fit).parameters.keys() - own:
             with self.assertRaisesRegex(TypeError, f"no {name}; give "):
@@ -91,32 +90,8 @@ class ArgumentsTest(parameterized.TestCase):
         with self.assertRaisesRegex(error, message):
             toy.federated(compile_options=given)
 
-    def test_a_train_step_of_its_own(self):
-        class Model(tf.keras.Sequential):
-            def train_step(self, data):
-                return super().train_step(data)
-
-        model = Model([tf.keras.layers.Input((8,)), tf.keras.layers.Dense(3)])
-        with self.assertRaisesRegex(ValueError, "train_step.*add_loss"):
-            tfdp_fl.DPFederatedModel(model, tfdp_fl.NoPrivacy(), 5)
-        self.assertRegex(tfdp_fl.validate(model)[0], "train_step")
-
 
 class OutputTest(absltest.TestCase):
-    def test_a_line_shows_what_matters(self):
-        def line(**logs):
-            usual = {"loss": 0.5, "discarded_clients": 0.0, "clipped_fraction": 0.3}
-            show = round_loop._progress(2, 0, 1000)
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                show(1000, {**usual, **logs}, 0.1)
-            return out.getvalue()
-
-        self.assertEqual(line(), "Round 1000/1000 - 0.10s - loss: 0.5\n")
-        self.assertIn("discarded_clients: 2", line(discarded_clients=2.0))
-        abandoned = line(loss=math.nan, abandoned_rounds=1.0)
-        self.assertIn("abandoned_rounds: 1", abandoned)
-        self.assertNotIn("loss", abandoned)
-
     def test_a_bar_and_a_validation_split_warn_of_nothing(self):
         with (
             warnings.catch_warnings(),
@@ -125,7 +100,3 @@ class OutputTest(absltest.TestCase):
             warnings.simplefilter("error", UserWarning)
             toy.federated().fit(toy.clients(), 2, verbose=1, validation_split=0.3)
         self.assertIn("val_loss", out.getvalue())
-
-
-if __name__ == "__main__":
-    absltest.main()

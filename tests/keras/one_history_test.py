@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 import os
-import pathlib
 import pickle
 import signal
-import tempfile
 import threading
 from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
-from tests.keras import toy
+from tests.keras import files, toy
 from tfdp_fl.accounting import PrivacyLedger
 from tfdp_fl.engine import CohortEngine
 from tfdp_fl.keras import costs, resuming
@@ -38,12 +36,6 @@ class _Do(tf.keras.callbacks.Callback):
             self._function()
 
 
-def _fit(fed, rounds=2, callbacks=(), **options):
-    return fed.fit(
-        toy.clients(), rounds, batch_size=10, verbose=0, callbacks=callbacks, **options
-    )
-
-
 def _interrupt():
     raise KeyboardInterrupt
 
@@ -53,17 +45,14 @@ class LostRoundsTest(parameterized.TestCase):
 
     def test_backup_and_restore_is_refused_before_anything_starts(self):
         fed = toy.federated()
-        with tempfile.TemporaryDirectory() as folder:
-            backup = tf.keras.callbacks.BackupAndRestore(folder)
-            with self.assertRaisesRegex(
-                ValueError, "BackupAndRestore.*RoundCheckpoint"
-            ):
-                _fit(fed, callbacks=[backup])
+        backup = tf.keras.callbacks.BackupAndRestore(files.directory(self))
+        with self.assertRaisesRegex(ValueError, "BackupAndRestore.*RoundCheckpoint"):
+            toy.fit(fed, 2, [backup])
         self.assertIsNone(fed.run)
 
     def test_weights_that_a_callback_brings_when_it_is_told_of_the_model(self):
         trained, fed = toy.federated(), toy.federated()
-        _fit(trained)
+        toy.fit(trained, 2)
         weights = trained.get_weights()
 
         class BringsBack(tf.keras.callbacks.Callback):
@@ -72,7 +61,7 @@ class LostRoundsTest(parameterized.TestCase):
                 model.set_weights(weights)
 
         with self.assertRaisesRegex(ValueError, "must not change the model's weights"):
-            _fit(fed, callbacks=[BringsBack()])
+            toy.fit(fed, 2, callbacks=[BringsBack()])
         self.assertEqual(fed.epsilon(_DELTA), 0.0)
 
     @parameterized.parameters(
@@ -80,7 +69,7 @@ class LostRoundsTest(parameterized.TestCase):
     )
     def test_weights_that_a_callback_brings_are_refused(self, when):
         trained = toy.federated()
-        _fit(trained)
+        toy.fit(trained, 2)
         weights = trained.get_weights()
         fed = toy.federated()
         before = [np.zeros(0)]
@@ -90,28 +79,26 @@ class LostRoundsTest(parameterized.TestCase):
             fed.set_weights(weights)
 
         with self.assertRaisesRegex(ValueError, "must not change the model's weights"):
-            _fit(fed, callbacks=[_Do(bring_back, when)])
+            toy.fit(fed, 2, callbacks=[_Do(bring_back, when)])
         self.assertEqual(fed.epsilon(_DELTA), 0.0)
 
     def test_an_interrupt_while_a_run_is_resumed(self):
-        with tempfile.TemporaryDirectory() as folder:
-            fed = toy.federated()
-            keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
-            stop = _Do(_interrupt, round_index=1)
-            with self.assertRaises(KeyboardInterrupt):
-                _fit(fed, 3, callbacks=[keep, stop])
-            restore, resumed = resuming.InterruptedRun.restore, toy.federated()
+        folder, fed, resumed = files.directory(self), toy.federated(), toy.federated()
+        keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
+        with self.assertRaises(KeyboardInterrupt):
+            toy.fit(fed, 3, [keep, _Do(_interrupt, round_index=1)])
+        restore = resuming.InterruptedRun.restore
 
-            def restored(*arguments):
-                run = restore(*arguments)
-                os.kill(os.getpid(), signal.SIGINT)
-                return run
+        def restored(*arguments):
+            run = restore(*arguments)
+            os.kill(os.getpid(), signal.SIGINT)
+            return run
 
-            with (
-                mock.patch.object(resuming.InterruptedRun, "restore", restored),
-                self.assertRaises(KeyboardInterrupt),
-            ):
-                _fit(resumed, 3, resume_from=folder)
+        with (
+            mock.patch.object(resuming.InterruptedRun, "restore", restored),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            toy.fit(resumed, 3, resume_from=folder)
         toy.assert_same(fed, resumed)
         self.assertEqual(resumed.epsilon(_DELTA), fed.epsilon(_DELTA))
 
@@ -120,20 +107,20 @@ class LostRoundsTest(parameterized.TestCase):
         kept = []
         keep = _Do(lambda: kept.extend(fed.get_weights()))
         restore = _Do(lambda: fed.set_weights(kept), "on_epoch_begin", round_index=2)
-        _fit(fed, 3, callbacks=[keep, restore])
+        toy.fit(fed, 3, callbacks=[keep, restore])
         self.assertEqual(fed.rounds, 3)
 
 
 class OneHistoryTest(parameterized.TestCase):
     def test_fits_at_once(self):
         fed = toy.federated()
-        _fit(fed, 1)
+        toy.fit(fed, 1)
         errors, start = [], threading.Barrier(4)
 
         def train():
             start.wait()
             try:
-                _fit(fed, 20)
+                toy.fit(fed, 20)
             except RuntimeError as error:
                 errors.append(str(error))
 
@@ -154,28 +141,28 @@ class OneHistoryTest(parameterized.TestCase):
         with self.assertRaisesRegex(
             RuntimeError, "while a fit of the same Keras model"
         ):
-            _fit(fed, callbacks=[_Do(lambda: _fit(inner))])
+            toy.fit(fed, 2, callbacks=[_Do(lambda: toy.fit(inner, 2))])
         self.assertEqual(fed.spending.rounds, 1)
-        _fit(fed)  # The failed one has let go.
+        toy.fit(fed, 2)  # The failed one has let go.
 
     def test_compile_inside_a_fit(self):
         fed = toy.federated()
         with self.assertRaisesRegex(RuntimeError, "compile was called while"):
-            _fit(fed, callbacks=[_Do(lambda: fed.compile("sgd", toy.loss()))])
+            toy.fit(fed, 2, callbacks=[_Do(lambda: fed.compile("sgd", toy.loss()))])
 
     @parameterized.parameters(
         copy.copy, copy.deepcopy, lambda fed: pickle.loads(pickle.dumps(fed))
     )
     def test_copies(self, make_copy):
         fed = toy.federated()
-        _fit(fed, 1, seed=5)
+        toy.fit(fed, 1, seed=5)
         with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
             make_copy(fed)
 
     @parameterized.parameters("run", "setup", "model")
     def test_what_epsilon_is_computed_from_cannot_be_set(self, name):
         fed = toy.federated()
-        _fit(fed)
+        toy.fit(fed, 2)
         spent = fed.epsilon(_DELTA)
         other = toy.federated(
             tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=100.0)
@@ -189,22 +176,22 @@ class OneHistoryTest(parameterized.TestCase):
 
     def test_a_second_wrapper_of_a_trained_model(self):
         fed = toy.federated()
-        _fit(fed)
+        toy.fit(fed, 2)
         second = toy.federated(model=fed.model)
-        for use in (lambda: _fit(second), lambda: second.epsilon(_DELTA)):
+        for use in (lambda: toy.fit(second, 2), lambda: second.epsilon(_DELTA)):
             with self.assertRaisesRegex(ValueError, "already trained on clients"):
                 use()
         del fed
         with self.assertRaisesRegex(ValueError, "already trained on clients"):
-            _fit(second)
+            toy.fit(second, 2)
 
     def test_another_model_with_a_trained_layer(self):
         model = toy.two_layers()
         fed = toy.federated(model=model)
         sharing = tf.keras.Sequential([tf.keras.layers.Input((8,)), *model.layers])
         second = toy.federated(model=sharing)
-        _fit(fed)
-        for use in (lambda: _fit(second), lambda: second.epsilon(_DELTA)):
+        toy.fit(fed, 2)
+        for use in (lambda: toy.fit(second, 2), lambda: second.epsilon(_DELTA)):
             with self.assertRaisesRegex(ValueError, "a layer that it shares"):
                 use()
 
@@ -218,14 +205,14 @@ class OneHistoryTest(parameterized.TestCase):
         def collected(*arguments):
             pending = collect(*arguments)
             if waiting:  # As another thread might, while this one's cohort trains.
-                _fit(waiting.pop())
+                toy.fit(waiting.pop(), 2)
             return pending
 
         with (
             mock.patch.object(CohortEngine, "collect", collected),
             self.assertRaisesRegex(ValueError, "a layer that it shares"),
         ):
-            _fit(fed)
+            toy.fit(fed, 2)
         self.assertEqual((fed.spending.rounds, second.spending.rounds), (0, 2))
 
     def test_layers_that_were_not_trained_may_be_shared(self):
@@ -238,23 +225,22 @@ class OneHistoryTest(parameterized.TestCase):
 
         for _ in range(2):
             fed = toy.federated(model=model())
-            _fit(fed)
+            toy.fit(fed, 2)
             self.assertEqual(fed.spending.rounds, 2)
 
     def test_a_wrapper_that_resumes_brings_the_cost_along(self):
-        with tempfile.TemporaryDirectory() as folder:
-            fed = toy.federated()
-            keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
-            with self.assertRaises(KeyboardInterrupt):
-                _fit(fed, 3, callbacks=[keep, _Do(_interrupt, round_index=1)])
-            second = toy.federated(model=fed.model)
-            _fit(second, 3, resume_from=folder)
+        folder, fed = files.directory(self), toy.federated()
+        keep = tfdp_fl.callbacks.RoundCheckpoint(folder)
+        with self.assertRaises(KeyboardInterrupt):
+            toy.fit(fed, 3, [keep, _Do(_interrupt, round_index=1)])
+        second = toy.federated(model=fed.model)
+        toy.fit(second, 3, resume_from=folder)
         self.assertEqual(second.spending.rounds, 3)
         private = tfdp_fl.PrivateMetrics(
             bounds={"loss": (0.0, 5.0)}, noise_multiplier=1.0
         )
         for use in (
-            lambda: _fit(fed),
+            lambda: toy.fit(fed, 2),
             lambda: fed.epsilon(_DELTA),
             lambda: fed.central_epsilon(_DELTA),
             lambda: fed.privacy_statement(_DELTA),
@@ -282,15 +268,14 @@ class PromisedTwiceTest(parameterized.TestCase):
     @parameterized.parameters("on_epoch_begin", "on_epoch_end")
     def test_a_budget_is_asked_in_the_act_of_charging(self, when):
         plain = toy.federated()
-        _fit(plain, 4)
+        toy.fit(plain, 4)
         most = plain.epsilon(_DELTA)  # Four rounds, and nothing beside them.
         fed = toy.federated()
         budget = tfdp_fl.callbacks.PrivacyBudget(most * 1.001, _DELTA)
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder) / "ledger"
-            ledger = tfdp_fl.callbacks.Ledger(path)
-            _fit(fed, 4, callbacks=[budget, ledger, self._evaluate_in(fed, when)])
-            contents = PrivacyLedger.read(path)
+        path = files.directory(self) / "ledger"
+        ledger = tfdp_fl.callbacks.Ledger(path)
+        toy.fit(fed, 4, [budget, ledger, self._evaluate_in(fed, when)])
+        contents = PrivacyLedger.read(path)
         self.assertEqual(fed.spending.evaluations, 1)
         self.assertLess(fed.rounds, 4)
         self.assertLessEqual(fed.epsilon(_DELTA), most * 1.001)
@@ -300,10 +285,10 @@ class PromisedTwiceTest(parameterized.TestCase):
 
     def test_a_budget_counts_what_is_charged_while_it_plans(self):
         plain = toy.federated()
-        _fit(plain, 4)
+        toy.fit(plain, 4)
         most = plain.epsilon(_DELTA) * 1.001
         fed = toy.federated()
-        _fit(fed, 1)
+        toy.fit(fed, 1)
         affordable_rounds = costs.RoundCosts.affordable_rounds
 
         def planned(*arguments):
@@ -313,15 +298,15 @@ class PromisedTwiceTest(parameterized.TestCase):
             return found
 
         with mock.patch.object(costs.RoundCosts, "affordable_rounds", planned):
-            _fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
+            toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
         self.assertLessEqual(fed.epsilon(_DELTA), most)
 
     def test_an_evaluation_asks_no_budget_about_another_model(self):
         fed, other = toy.federated(), toy.federated()
-        _fit(fed, 3)
+        toy.fit(fed, 3)
         budget = tfdp_fl.callbacks.PrivacyBudget(fed.epsilon(_DELTA) * 1.001, _DELTA)
-        _fit(fed, 1, [budget])  # Allows none.
-        _fit(other, 1, [budget])
+        toy.fit(fed, 1, [budget])  # Allows none.
+        toy.fit(other, 1, [budget])
         with self.assertRaisesRegex(ValueError, "went on to another model"):
             fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
         self.assertEqual(fed.spending.evaluations, 0)
@@ -329,34 +314,20 @@ class PromisedTwiceTest(parameterized.TestCase):
     def test_a_budget_serves_one_fit_at_a_time(self):
         fed, other = toy.federated(), toy.federated()
         budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
-        inside = _Do(lambda: _fit(other, 1, [budget]))
+        inside = _Do(lambda: toy.fit(other, 1, [budget]))
         with self.assertRaisesRegex(RuntimeError, "the PrivacyBudget of a fit that"):
-            _fit(fed, 2, [budget, inside])
+            toy.fit(fed, 2, [budget, inside])
 
     def test_a_target_is_asked_in_the_act_of_charging(self):
-        fed = tfdp_fl.make_private(
-            toy.dense(),
-            target_epsilon=60.0,
-            target_delta=_DELTA,
-            num_clients=toy.NUM_CLIENTS,
-            clients_per_round=20,
-            rounds=4,
-            accountant="rdp",
-            num_replicas=1,
-        )
-        fed.compile("sgd", toy.loss())
-        _fit(fed, 4, callbacks=[self._evaluate_in(fed, "on_epoch_begin")])
+        fed = toy.private(60.0, 4)
+        toy.fit(fed, 4, callbacks=[self._evaluate_in(fed, "on_epoch_begin")])
         self.assertLessEqual(fed.epsilon(_DELTA), 60.0 * (1 + 1e-6))
         self.assertLess(fed.rounds, 4)
 
     def test_an_evaluation_asks_the_budget_of_the_fit(self):
         fed = toy.federated()
         budget = tfdp_fl.callbacks.PrivacyBudget(100.0, _DELTA)
-        _fit(fed, 2, callbacks=[budget])
+        toy.fit(fed, 2, callbacks=[budget])
         budget.epsilon = fed.epsilon(_DELTA) * 1.01
         with self.assertRaisesRegex(ValueError, "of the PrivacyBudget"):
             fed.evaluate_clients(toy.clients(), verbose=0, private=self.private)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
@@ -122,7 +122,3 @@ class QuotesNothingTest(parameterized.TestCase):
             said = _said(lambda make=make: make(data))
             self.assertRegex(said, "Error")
             self.assertNotIn(str(_SECRET), said)
-
-
-if __name__ == "__main__":
-    absltest.main()

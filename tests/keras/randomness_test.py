@@ -64,9 +64,7 @@ class AttemptsTest(absltest.TestCase):
         with mock.patch.object(engine.CohortEngine, "collect", seen):
             for _ in range(2):
                 ledger = tfdp_fl.callbacks.Ledger(path, append=True)
-                toy.federated(clients_per_round=5).fit(
-                    toy.clients(), 2, seed=1, verbose=0, callbacks=[ledger]
-                )
+                toy.fit(toy.federated(clients_per_round=5), 2, [ledger], seed=1)
         self.assertLen(set(seeds), 4)
 
 
@@ -98,12 +96,8 @@ class BrokenOffTest(parameterized.TestCase):
                 mock.patch.object(round_loop.RoundLoop, "_release", broken_off),
                 self.assertRaises(KeyboardInterrupt),
             ):
-                fed.fit(clients, verbose=0, seed=1)
+                toy.fit(fed, data=clients, seed=1)
             # Broken off within, it is charged, as it may have been seen.
             self.assertEqual(fed.spending.rounds, done)
             self.assertEqual(fed.rounds, done if when == "after" else 0)
         self.assertLen(set(seeds), 2)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -1,6 +1,6 @@
 """The page of a run has everything, and loads nothing."""
 
-import html.parser
+import html
 import pathlib
 import re
 import tempfile
@@ -12,30 +12,6 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import callbacks
 from tfdp_fl.keras.callbacks import report
-
-
-class _Reader(html.parser.HTMLParser):
-    """Checks that tags nest, and keeps texts and what is loaded."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.texts, self.loaded = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "br", "hr", "img", "link"):
-            self.open.append(tag)
-        self.loaded += [
-            value
-            for name, value in attrs
-            if name in ("src", "href", "xlink:href")
-            and not (value or "").startswith("#")
-        ]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag, tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
 
 
 class ReportTest(absltest.TestCase):
@@ -53,10 +29,8 @@ class ReportTest(absltest.TestCase):
     def test_one_file_with_everything(self):
         fed = toy.federated(delta=1e-2, compile_options={"metrics": ["accuracy"]})
         page = self._written(fed, rounds=3, validation_data=toy.arrays(20))
-        reader = _Reader()
-        reader.feed(page)
-        self.assertEqual((reader.open, reader.loaded), ([], []))
-        text = " ".join(" ".join(reader.texts).split())
+        self.assertNotRegex(page, r"(src|href)=.(?!#)")
+        text = " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
         facts = fed.privacy_statement(1e-2, "dict")
         parts = [facts[name] for name in ("summary", "meaning", "secrecy", "how")]
         for part in (*parts, *facts["caveats"].values()):
@@ -92,7 +66,3 @@ class ReportTest(absltest.TestCase):
     def test_where_it_is_to_be(self):
         with self.assertRaisesRegex(ValueError, "path must name a file"):
             callbacks.Report(self.path.parent.parent)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,6 @@ But for the draws of seeded rounds, which a resumed run makes anew; see
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shutil
 import tempfile
@@ -14,16 +13,21 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import files, toy
-from tfdp_fl import engine
-from tfdp_fl.keras import callbacks, resuming
+from tfdp_fl import accounting, engine
+from tfdp_fl.keras import resuming
+from tfdp_fl.keras.callbacks import Ledger, PrivacyBudget, RoundCheckpoint
 
 _DELTA = 1e-3
 _ROUNDS = 6
-_FIT = {"rounds": _ROUNDS, "batch_size": 4, "shuffle": True, "verbose": 0}
+_SGD = tf.keras.optimizers.SGD
+
+
+def _fit(fed, rounds=_ROUNDS, callbacks=(), **options):
+    return toy.fit(fed, rounds, callbacks, batch_size=4, shuffle=True, **options)
 
 
 def _dropout():
@@ -31,13 +35,8 @@ def _dropout():
 
 
 def _normalized():
-    model = tf.keras.Sequential(
-        [
-            tf.keras.layers.Input((8,)),
-            tf.keras.layers.BatchNormalization(),
-            tf.keras.layers.Dense(toy.NUM_CLASSES),
-        ]
-    )
+    layers = [tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(3)]
+    model = tf.keras.Sequential([tf.keras.layers.Input((8,)), *layers])
     model.set_weights([np.full(w.shape, 0.3) for w in model.weights])
     return model
 
@@ -49,9 +48,7 @@ def _adaptive():
         clients_per_round=15,
         sampling="shuffled",
         num_replicas=2,
-        compile_options={
-            "server_optimizer": tf.keras.optimizers.SGD(1.0, momentum=0.9)
-        },
+        compile_options={"server_optimizer": _SGD(1.0, momentum=0.9)},
     )
 
 
@@ -76,34 +73,22 @@ def _median():
 
 
 def _averaged():
-    return toy.federated(
-        compile_options={
-            "server_optimizer": tf.keras.optimizers.SGD(
-                1.0, use_ema=True, ema_momentum=0.6
-            )
-        },
-    )
+    averaging = _SGD(1.0, use_ema=True, ema_momentum=0.6)
+    return toy.federated(compile_options={"server_optimizer": averaging})
 
 
-class _Crash(tf.keras.callbacks.Callback):
-    """Raises in a round; or once it is charged and before it is saved."""
+def _interrupts(round_index: int):
+    """Returns a callback that raises once a round is released."""
 
-    def __init__(self, round_index: int):
-        super().__init__()
-        self._round = round_index
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.federated.rounds == self._round + 1:
+    def interrupt(epoch, _):
+        if epoch == round_index:
             raise KeyboardInterrupt
+
+    return tf.keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
 
 
 def _decay(rate: float):
     return tf.keras.optimizers.schedules.ExponentialDecay(rate, 100, 0.9)
-
-
-def _halving(epoch: int, rate: float) -> float:
-    del epoch
-    return rate * 0.9
 
 
 class ResumeTest(parameterized.TestCase):
@@ -128,34 +113,20 @@ class ResumeTest(parameterized.TestCase):
     )
     @toy.same_draws_when_resumed()
     def test_resumed_ends_in_the_same_weights(self, make):
-        clients = toy.clients()
         whole = make()
-        whole.fit(
-            clients,
-            seed=5,
-            callbacks=[
-                tfdp_fl.callbacks.RoundCheckpoint(self.path, keep=99, delta=_DELTA),
-                tf.keras.callbacks.LearningRateScheduler(_halving),
-            ],
-            **_FIT,
-        )
+        keeper = RoundCheckpoint(self.path, keep=99, delta=_DELTA)
+        halving = tf.keras.callbacks.LearningRateScheduler(lambda _, rate: rate * 0.9)
+        _fit(whole, callbacks=[keeper, halving], seed=5)
         copy = self._copy_as_of(self.path, 3)
         weights, spent = whole.get_weights(), whole.epsilon(_DELTA)
         toy.give_back(whole)
         resumed = make()
-        history = resumed.fit(
-            clients,
-            seed=5,
-            callbacks=[tf.keras.callbacks.LearningRateScheduler(_halving)],
-            resume_from=copy,
-            **_FIT,
-        )
+        history = _fit(resumed, callbacks=[halving], seed=5, resume_from=copy)
         self.assertEqual(history.epoch, [3, 4, 5])
         self.assertEqual(resumed.rounds, _ROUNDS)
-        self.assertTrue(resumed.run.facts.seed_given)
         toy.assert_same(weights, resumed)
         # Rounds 3 to 5 may have been seen before the crash: charged twice.
-        contents = tfdp_fl.accounting.PrivacyLedger.read(copy / "ledger.jsonl")
+        contents = accounting.PrivacyLedger.read(copy / "ledger.jsonl")
         self.assertEqual(
             [entry.round_index for entry in contents.entries],
             [0, 1, 2, 3, 4, 5, 3, 4, 5],
@@ -164,10 +135,8 @@ class ResumeTest(parameterized.TestCase):
         self.assertAlmostEqual(
             resumed.epsilon(_DELTA) / contents.epsilon(_DELTA), 1, places=9
         )
-        self.assertIn(
-            "rounds_charged_twice",
-            resumed.privacy_statement(_DELTA, format="dict")["caveats"],
-        )
+        caveats = resumed.privacy_statement(_DELTA, format="dict")["caveats"]
+        self.assertContainsSubset({"rounds_charged_twice", "seed_given"}, caveats)
 
     @parameterized.named_parameters(
         ("nothing", lambda: 0.1, lambda: 0.1),
@@ -178,10 +147,9 @@ class ResumeTest(parameterized.TestCase):
         drawn = []
 
         def trained(rate, path=None, callbacks=()):
-            optimizer = tf.keras.optimizers.SGD(rate)
             # (Poisson: the statement of fixed sizes takes seconds.)
             fed = toy.federated(
-                sampling="poisson", compile_options={"optimizer": optimizer}
+                sampling="poisson", compile_options={"optimizer": _SGD(rate)}
             )
             collect = engine.CohortEngine.collect
 
@@ -190,17 +158,10 @@ class ResumeTest(parameterized.TestCase):
                 return collect(own, clients, inputs)
 
             with mock.patch.object(engine.CohortEngine, "collect", seen):
-                fed.fit(
-                    toy.clients(),
-                    seed=5,
-                    callbacks=[*callbacks],
-                    resume_from=path,
-                    **_FIT,
-                )
+                _fit(fed, callbacks=callbacks, seed=5, resume_from=path)
             toy.give_back(fed)
 
-        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, keep=99)
-        trained(before(), callbacks=[keeper])
+        trained(before(), callbacks=[RoundCheckpoint(self.path, keep=99)])
         killed = self._copy_as_of(self.path, 3)
         # A copy of which the ledger was put back knows of no lost rounds.
         put_back = killed.with_name("put back")
@@ -213,59 +174,43 @@ class ResumeTest(parameterized.TestCase):
         for each in zip(*drawn, strict=True):
             self.assertLen(set(each), len(drawn))
 
+    @parameterized.parameters(
+        lambda: toy.federated(sampling="shuffled"),
+        # The noise stays what the first fit set.
+        _local,
+    )
     @toy.same_draws_when_resumed()
-    def test_a_second_fit_is_resumed_as_such(self):
-        clients, fit = toy.clients(), {"verbose": 0, "seed": 2}
-        whole = toy.federated(sampling="shuffled")
-        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, keep=99)
+    def test_a_second_fit_is_resumed_as_such(self, make):
+        whole = make()
+        keeper = RoundCheckpoint(self.path, keep=99)
         for rounds in (2, 3):
-            whole.fit(clients, rounds, callbacks=[keeper], **fit)
+            _fit(whole, rounds, [keeper], seed=2)
         copy, weights = self._copy_as_of(self.path, 3), whole.get_weights()
         toy.give_back(whole)
-        resumed = toy.federated(sampling="shuffled")
-        history = resumed.fit(clients, 3, resume_from=copy, **fit)
+        resumed = make()
+        history = _fit(resumed, 3, seed=2, resume_from=copy)
         self.assertEqual(history.epoch, [3, 4])
         toy.assert_same(weights, resumed)
 
-    def test_a_second_fit_of_a_local_budget_keeps_its_noise(self):
-        clients = toy.clients()
-        whole = _local()
-        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, keep=99)
-        for rounds in (2, 3):
-            whole.fit(clients, rounds, callbacks=[keeper], verbose=0)
-        copy = self._copy_as_of(self.path, 3)
-        resumed = _local()
-        resumed.fit(clients, 3, resume_from=copy, verbose=0)
-        self.assertEqual(resumed.run.calibration["rounds"], 2)
-        self.assertEqual(resumed.costs.mu_squared, whole.costs.mu_squared)
-
     def test_without_a_seed_it_goes_on_too(self):
-        clients = toy.clients()
         options = {"clients_per_round": 10, "sampling": "shuffled"}
-        first = toy.federated(**options)
-        crash = _Crash(3)
-        crash.federated = first
-        keeper = tfdp_fl.callbacks.RoundCheckpoint(self.path, every=2)
+        first, resumed = toy.federated(**options), toy.federated(**options)
+        keeper = RoundCheckpoint(self.path, every=2)
         with self.assertRaises(KeyboardInterrupt):
-            first.fit(clients, callbacks=[keeper, crash], **_FIT)
+            _fit(first, callbacks=[keeper, _interrupts(3)])
         self.assertEqual(first.rounds, 4)
         cohorts = [first.run.sampler.cohort(t) for t in range(_ROUNDS)]
-        resumed = toy.federated(**options)
-        resumed.fit(
-            clients,
-            callbacks=[tfdp_fl.callbacks.RoundCheckpoint(self.path, every=2)],
-            resume_from=self.path,
-            **_FIT,
-        )
+        keeper = RoundCheckpoint(self.path, every=2)
+        _fit(resumed, callbacks=[keeper], resume_from=self.path)
         self.assertEqual(resumed.rounds, _ROUNDS)
         for t, cohort in enumerate(cohorts):  # The pass goes on in its order.
             np.testing.assert_array_equal(cohort, resumed.run.sampler.cohort(t))
         with self.subTest("the same model object resumes as well"):
-            first.fit(clients, resume_from=self.path, **_FIT)
+            _fit(first, resume_from=self.path)
             self.assertEqual(first.rounds, _ROUNDS)
             self.assertEqual(first.epsilon(_DELTA), resumed.epsilon(_DELTA))
         with self.subTest("a finished run has nothing left to do"):
-            history = resumed.fit(clients, resume_from=self.path, **_FIT)
+            history = _fit(resumed, resume_from=self.path)
             self.assertEmpty(history.epoch)
 
 
@@ -276,27 +221,26 @@ class RefusalTest(parameterized.TestCase):
         temporary = tempfile.TemporaryDirectory()
         cls.addClassCleanup(temporary.cleanup)
         cls.path = pathlib.Path(temporary.name) / "run"
-        cls.clients = toy.clients()
         cls.trained = toy.federated(model=toy.dense())  # Not lent to one test.
-        cls.trained.fit(
-            cls.clients,
-            rounds=2,
-            batch_size=5,
-            seed=1,
-            verbose=0,
-            callbacks=[tfdp_fl.callbacks.RoundCheckpoint(cls.path)],
-        )
+        keeper = RoundCheckpoint(cls.path)
+        cls._resume(cls.trained, resume_from=None, callbacks=[keeper])
 
-    def _refused(self, model, message, error=ValueError, clients=None, **fit):
+    @classmethod
+    def _resume(cls, fed, **fit):
+        usual = {"batch_size": 5, "seed": 1, "resume_from": cls.path}
+        return toy.fit(fed, **{"rounds": 2, **usual, **fit})
+
+    def _refused(self, model, message, error=ValueError, **fit):
         before = model.get_weights()
-        fit = {"rounds": 2, "batch_size": 5, "seed": 1, "verbose": 0, **fit}
         with self.assertRaisesRegex(error, message):
-            model.fit(
-                clients or self.clients,
-                **{"resume_from": self.path, **fit},
-            )
+            self._resume(model, **fit)
         toy.assert_same(before, model)
         self.assertEqual(model.epsilon(_DELTA), 0.0)
+
+    def _copy(self):
+        copy = files.directory(self) / "run"
+        shutil.copytree(self.path, copy)
+        return copy
 
     @parameterized.named_parameters(
         ("rounds", {"rounds": 3}, "rounds must be 2"),
@@ -335,129 +279,63 @@ class RefusalTest(parameterized.TestCase):
         self._refused(toy.federated(**options), message)
 
     def test_other_clients_and_another_model_are_refused(self):
-        self._refused(toy.federated(), "clients .* must be 40", clients=toy.clients(39))
-        larger = tf.keras.Sequential(
-            [
-                tf.keras.layers.Dense(4, input_shape=(8,)),
-                tf.keras.layers.Dense(toy.NUM_CLASSES),
-            ]
-        )
-        self._refused(toy.federated(model=larger), "model must have the weig")
-
-    def test_the_same_clients_in_another_order_are_refused(self):
-        other = self.clients.take(np.arange(toy.NUM_CLIENTS)[::-1])
-        self._refused(toy.federated(), "clients' ids .* must be", clients=other)
+        fewer, turned = toy.clients(39), toy.clients().take(np.arange(40)[::-1])
+        self._refused(toy.federated(), "clients .* must be 40", data=fewer)
+        self._refused(toy.federated(), "clients' ids .* must be", data=turned)
+        larger = toy.federated(model=toy.two_layers())
+        self._refused(larger, "model must have the weig")
 
     def test_missing_checkpoints_and_ledger_are_named(self):
-        empty = files.directory(self)
-        self._refused(
-            toy.federated(),
-            "no checkpoint in",
-            FileNotFoundError,
-            resume_from=empty,
-        )
-        copy = empty / "run"
-        shutil.copytree(self.path, copy)
+        fed, empty = toy.federated(), files.directory(self)
+        self._refused(fed, "no checkpoint in", FileNotFoundError, resume_from=empty)
+        copy = self._copy()
         ledger = copy / "ledger.jsonl"
         lines = ledger.read_bytes().splitlines(keepends=True)
         ledger.write_bytes(b"".join(lines[:-1]))
         self._refused(
-            toy.federated(),
-            "lines at its end were removed",
-            tfdp_fl.accounting.LedgerTamperedError,
+            *(fed, "lines at its end were removed", accounting.LedgerTamperedError),
             resume_from=copy,
         )
         ledger.unlink()
-        self._refused(
-            toy.federated(),
-            "ledger .* is missing",
-            tfdp_fl.accounting.LedgerError,
-            resume_from=copy,
-        )
+        missing = "ledger .* is missing"
+        self._refused(fed, missing, accounting.LedgerError, resume_from=copy)
 
     def test_a_model_with_other_rounds_behind_it_is_refused(self):
         other = toy.federated()
-        other.fit(self.clients, rounds=1, verbose=0)
+        toy.fit(other, 1)
         with self.assertRaisesRegex(ValueError, "was not trained yet, or"):
-            other.fit(
-                self.clients,
-                rounds=2,
-                batch_size=5,
-                seed=1,
-                verbose=0,
-                resume_from=self.path,
-            )
+            self._resume(other)
 
     def test_a_budget_counts_what_was_charged_and_lost(self):
-        copy = files.directory(self) / "run"
-        shutil.copytree(self.path, copy)
+        copy, resumed = self._copy(), toy.federated()
         (copy / "round-00000002.npz").unlink()
-        resumed = toy.federated()
         spent = self.trained.epsilon(_DELTA)
-        budget = tfdp_fl.callbacks.PrivacyBudget(1.01 * spent, _DELTA)
-        history = resumed.fit(
-            self.clients,
-            rounds=2,
-            batch_size=5,
-            seed=1,
-            verbose=0,
-            resume_from=copy,
-            callbacks=[budget],
-        )
+        budget = PrivacyBudget(1.01 * spent, _DELTA)
+        history = self._resume(resumed, resume_from=copy, callbacks=[budget])
         self.assertEmpty(history.epoch)
         self.assertEqual(budget.stopped_before_round, 1)
         self.assertAlmostEqual(resumed.epsilon(_DELTA), spent, places=9)
 
     @toy.same_draws_when_resumed()
     def test_newest_damaged_goes_on_from_the_one_before(self):
-        copy = files.directory(self) / "run"
-        shutil.copytree(self.path, copy)
+        copy, resumed = self._copy(), toy.federated()
         newest = copy / "round-00000002.npz"
         newest.write_bytes(newest.read_bytes()[:1000])
-        resumed = toy.federated()
+        keeper = RoundCheckpoint(copy)
         with self.assertWarnsRegex(RuntimeWarning, "00000002.npz is damaged"):
-            history = resumed.fit(
-                self.clients,
-                rounds=2,
-                batch_size=5,
-                seed=1,
-                verbose=0,
-                resume_from=copy,
-                callbacks=[tfdp_fl.callbacks.RoundCheckpoint(copy)],
-            )
+            history = self._resume(resumed, resume_from=copy, callbacks=[keeper])
         self.assertEqual(history.epoch, [1])
         toy.assert_same(self.trained, resumed)
         self.assertTrue((copy / "round-00000002.damaged").exists())
         self.assertTrue(newest.exists())
 
-
-class TwoPlacesTest(absltest.TestCase):
     def test_a_run_that_went_on_elsewhere_is_not_gone_back_to(self):
-        with tempfile.TemporaryDirectory() as folder:
-            directory = os.path.join(folder, "run")
-
-            class Stop(callbacks.FederatedCallback):
-                def on_round_released(self, round_index, logs):
-                    if round_index == 1:
-                        raise KeyboardInterrupt
-
-            fed = toy.federated()
-            with self.assertRaises(KeyboardInterrupt):
-                fed.fit(
-                    toy.clients(),
-                    rounds=4,
-                    verbose=0,
-                    callbacks=[callbacks.RoundCheckpoint(directory), Stop()],
-                )
-            elsewhere = callbacks.Ledger(os.path.join(folder, "other.jsonl"))
-            fed.fit(toy.clients(), rounds=2, verbose=0, callbacks=[elsewhere])
-            # Meanwhile another process resumes, and its ledger is as long.
-            toy.federated().fit(
-                toy.clients(), rounds=4, verbose=0, resume_from=directory
-            )
-            with self.assertRaisesRegex(ValueError, "would be forgotten"):
-                fed.fit(toy.clients(), rounds=4, verbose=0, resume_from=directory)
-
-
-if __name__ == "__main__":
-    absltest.main()
+        folder = files.directory(self)
+        path, fed = folder / "run", toy.federated()
+        with self.assertRaises(KeyboardInterrupt):
+            toy.fit(fed, 4, [RoundCheckpoint(path), _interrupts(1)])
+        toy.fit(fed, 2, [Ledger(folder / "other.jsonl")])
+        # Meanwhile another process resumes, and its ledger is as long.
+        toy.fit(toy.federated(), 4, resume_from=path)
+        with self.assertRaisesRegex(ValueError, "would be forgotten"):
+            toy.fit(fed, 4, resume_from=path)

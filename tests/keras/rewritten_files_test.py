@@ -11,7 +11,7 @@ import io
 import numpy as np
 import pandas as pd
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import files, hostile, noise_test
@@ -164,7 +164,3 @@ class RewrittenFilesTest(parameterized.TestCase):
             weights.append(fed.get_weights())
         for one, other in zip(*weights, strict=True):
             np.testing.assert_array_equal(one, other)
-
-
-if __name__ == "__main__":
-    absltest.main()

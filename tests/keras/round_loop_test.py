@@ -16,8 +16,6 @@ from tfdp_fl import sampling
 from tfdp_fl.engine import chunks
 from tfdp_fl.engine import engine as engine_lib
 
-_WEIGHTING = tfdp_fl.ClientWeighting(measure="num_examples", cap=12)
-
 
 @contextlib.contextmanager
 def _in_turn():
@@ -86,38 +84,21 @@ def _streamed(clients):
     )
 
 
-_MECHANISMS = {
-    "fixed": tfdp_fl.FixedClipping(clip_norm=0.3, noise_multiplier=1.0),
-    "median": tfdp_fl.MedianClipping(noise_multiplier=1.0),
-    "adaptive_local": tfdp_fl.AdaptiveLocalDP(
-        epsilon=100.0, delta=1e-3, clipping_radius=0.3
-    ),
-}
-
-
 class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        ("fixed", "poisson", False, {}),
-        ("fixed", "poisson", True, {"client_weighting": _WEIGHTING}),
-        ("median", "fixed_size", False, {"num_replicas": 2}),
-        ("adaptive_local", "fixed_size", True, {}),
+        (tfdp_fl.MedianClipping(noise_multiplier=1.0), False),
+        (
+            tfdp_fl.AdaptiveLocalDP(epsilon=100.0, delta=1e-3, clipping_radius=0.3),
+            True,
+        ),
     )
-    def test_a_seeded_run_is_the_same_bit_by_bit(
-        self, mechanism, sampling, streamed, options
-    ):
+    def test_a_seeded_run_is_the_same_bit_by_bit(self, mechanism, streamed):
         clients = _streamed(_uneven()) if streamed else _uneven()
 
         def trained():
-            fed = toy.federated(_MECHANISMS[mechanism], None, 7, sampling, **options)
-            history = fed.fit(
-                clients,
-                rounds=7,
-                batch_size=4,
-                local_epochs=2,
-                seed=5,
-                shuffle=True,
-                verbose=0,
-            )
+            fed = toy.federated(mechanism, clients_per_round=7)
+            fit = {"batch_size": 4, "local_epochs": 2, "seed": 5, "shuffle": True}
+            history = toy.fit(fed, 7, data=clients, **fit)
             values = [*fed.get_weights(), *history.history.values()]
             toy.give_back(fed)
             return values
@@ -134,7 +115,7 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
         if streamed:
             clients = _streamed(clients)
         with _Cohorts() as cohorts:
-            fed.fit(clients, rounds=6, verbose=0)
+            toy.fit(fed, 6, data=clients)
         self.assertEqual([t for t, _ in cohorts.drawn], list(range(6)))
         self.assertEqual([each for _, each in cohorts.drawn], cohorts.trained)
         self.assertLen(set(cohorts.seeds), 6)
@@ -149,7 +130,7 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
             quiet = tfdp_fl.FixedClipping(clip_norm=9.0, noise_multiplier=0.0)
             fed = toy.federated(quiet)
             scheduler = tf.keras.callbacks.LearningRateScheduler(rate_of)
-            fed.fit(toy.clients(), rounds=3, seed=1, verbose=0, callbacks=[scheduler])
+            toy.fit(fed, 3, [scheduler], seed=1)
             trained = fed.get_weights()
             toy.give_back(fed)
             return trained
@@ -166,44 +147,12 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
             model.stop_training = epoch == 1
 
         with _Cohorts() as cohorts:
-            fed.fit(toy.clients(), rounds=9, verbose=0, callbacks=[_Watch(stop)])
+            toy.fit(fed, 9, [_Watch(stop)])
             drawn_for_nothing = cohorts.drawn[-1]
-            fed.fit(toy.clients(), rounds=1, verbose=0)
+            toy.fit(fed, 1)
         self.assertEqual([t for t, _ in cohorts.drawn], [0, 1, 2, 2])
         self.assertNotIn(drawn_for_nothing[1], cohorts.trained)
         self.assertLen(cohorts.trained, 3)
-
-    def test_a_release_that_was_broken_off_is_not_run_again_as_it_was(self):
-        def seeds(break_off):
-            found = []
-            release = engine_lib.CohortEngine.release
-
-            def noted(engine, pending):
-                inputs = pending.inputs
-                found.append(
-                    (
-                        inputs.round_index,
-                        tuple(inputs.seed.tolist()),
-                        tuple(inputs.positions.tolist()),
-                    )
-                )
-                if break_off and len(found) == 3:
-                    raise KeyboardInterrupt
-                return release(engine, pending)
-
-            fed = toy.federated(clients_per_round=5)
-            with mock.patch.object(engine_lib.CohortEngine, "release", noted):
-                try:
-                    fed.fit(toy.clients(), rounds=4, seed=3, verbose=0)
-                except KeyboardInterrupt:
-                    fed.fit(toy.clients(), rounds=2, seed=3, verbose=0)
-            return found
-
-        plain, broken = seeds(False), seeds(True)
-        self.assertEqual(plain[:3], broken[:3])
-        self.assertEqual([t for t, _, _ in broken], [0, 1, 2, 2, 3])
-        self.assertNotEqual(broken[3][1:], broken[2][1:])
-        self.assertNotEqual(broken[4][1:], plain[3][1:])
 
     def test_nor_with_what_was_drawn_before_it_was_known(self):
         def seeds(repeated):
@@ -219,19 +168,26 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
                     fed.run.attempts.take()
 
             with mock.patch.object(engine_lib.CohortEngine, "release", noted):
-                fed.fit(
-                    toy.clients(),
-                    rounds=4,
-                    seed=3,
-                    verbose=0,
-                    callbacks=[_Watch(tell)],
-                )
+                toy.fit(fed, 4, [_Watch(tell)], seed=3)
             return found
 
         plain, repeated = seeds(False), seeds(True)
         self.assertEqual(plain[:2], repeated[:2])
         self.assertNotEqual(plain[2], repeated[2])
         self.assertNotEqual(plain[3], repeated[3])
+
+    def test_one_that_goes_by_releases_is_not(self):
+        correlated = tfdp_fl.CorrelatedNoise(
+            clip_norm=0.5,
+            noise_multiplier=1.0,
+            strategy=tfdp_fl.BandedToeplitz(bands=2),
+            rounds=4,
+            min_separation=3,
+        )
+        fed = toy.federated(correlated, None, 4, "cyclic")
+        with mock.patch.object(chunks.Reader, "expect") as expect:
+            toy.fit(fed, 3)
+        expect.assert_not_called()
 
     def test_an_error_of_drawing_is_the_rounds_own(self):
         draw = sampling.FixedSizeSampler.cohort
@@ -249,20 +205,3 @@ class DrawnAheadTest(tf.test.TestCase, parameterized.TestCase):
             fed.fit(_streamed(toy.clients()), rounds=4, verbose=0)
         # What was released is there, and paid for.
         self.assertEqual(fed.run.rounds, 2)
-
-    def test_one_that_goes_by_releases_is_not(self):
-        correlated = tfdp_fl.CorrelatedNoise(
-            clip_norm=0.5,
-            noise_multiplier=1.0,
-            strategy=tfdp_fl.BandedToeplitz(bands=2),
-            rounds=4,
-            min_separation=3,
-        )
-        fed = toy.federated(correlated, None, 4, "cyclic")
-        with mock.patch.object(chunks.Reader, "expect") as expect:
-            fed.fit(toy.clients(), rounds=3, verbose=0)
-        expect.assert_not_called()
-
-
-if __name__ == "__main__":
-    tf.test.main()

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tfdp_fl
-from tests.keras import files, killed_run, toy
+from tests.keras import correlated_kill_test, files, toy
 from tfdp_fl import accounting
 from tfdp_fl.keras import callbacks, resuming
 
@@ -29,7 +29,7 @@ def _federated():
 
 
 def _fit(fed, rounds=_ROUNDS, **options):
-    return fed.fit(toy.clients(), rounds, verbose=0, **options)
+    return toy.fit(fed, rounds, **options)
 
 
 class GoesOnTest(parameterized.TestCase):
@@ -104,10 +104,11 @@ class BeginsTest(absltest.TestCase):
     def test_two_runs_in_one_directory(self):
         path = files.directory(self)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.keras.killed_run"])
+        context.set_forkserver_preload(["tests.keras.correlated_kill_test"])
+        run = correlated_kill_test.run
         processes = [
-            context.Process(target=killed_run.run, args=(str(path), "adaptive"))
-            for _ in range(2)
+            context.Process(target=run, args=(str(path), name, None, 0))
+            for name in ("one", "other")
         ]
         for process in processes:
             process.start()
@@ -116,8 +117,4 @@ class BeginsTest(absltest.TestCase):
         self.assertEqual(sorted(each.exitcode for each in processes), [0, 1])
         contents = accounting.PrivacyLedger.read(path / "ledger.jsonl")
         self.assertLen(contents.by_run(), 1)
-        self.assertLen(contents.entries, killed_run.ROUNDS)
-
-
-if __name__ == "__main__":
-    absltest.main()
+        self.assertLen(contents.entries, correlated_kill_test.ROUNDS)

@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
@@ -18,18 +18,6 @@ def _named(count: int = toy.NUM_CLIENTS) -> FederatedDataset:
 
 
 class SplitTest(tf.test.TestCase, parameterized.TestCase):
-    def test_who_is_held_out_is_never_trained_on(self):
-        fraction = 0.25
-        clients = _named()
-        fed = toy.federated(clients_per_round=2)
-        for _ in range(2):
-            fed.fit(clients, 3, validation_split=fraction, validation_freq=9, verbose=0)
-        held = clients.split_by_id(fraction)[1].num_clients
-        self.assertEqual(fed.run.spending.clients.num_clients, toy.NUM_CLIENTS - held)
-        self.assertIn(_HELD_OUT, fed.privacy_statement(1e-2))
-        # The very clients, for each `fit` alike.
-        self.assertLen(fed.run.populations, 1)
-
     def test_by_what_is_read(self):
         read, own = [], toy.clients(10)
         watched = FederatedDataset.from_client_fn(
@@ -37,11 +25,13 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         )
         _, held = watched.split_by_id(0.3)
         fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=7)
-        fed.fit(watched, 4, validation_split=0.3, validation_freq=10, verbose=0)
+        toy.fit(fed, 4, data=watched, validation_split=0.3, validation_freq=10)
         # All others in each of four rounds; those once, when it is over.
         for client in range(10):
             times = 1 if client in held.client_ids else 4
             self.assertEqual(read.count(client), times)
+        self.assertIn(_HELD_OUT, fed.privacy_statement(1e-2))
+        self.assertEqual(fed.run.spending.clients.num_clients, 10 - held.num_clients)
 
     def test_one_client_more_moves_no_other(self):
         fraction = 0.25
@@ -82,13 +72,8 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
                 clients_per_round=5,
                 compile_options={"metrics": ["accuracy"]},
             )
-            history = fed.fit(
-                each,
-                2,
-                validation_split=0.25,
-                validation_batch_size=7,
-                verbose=0,
-            ).history
+            split = {"validation_split": 0.25, "validation_batch_size": 7}
+            history = toy.fit(fed, 2, data=each, **split).history
             x, y = (
                 np.concatenate(parts)
                 for parts in zip(
@@ -105,7 +90,7 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
         def stated(*splits):
             fed = toy.federated(tfdp_fl.NoPrivacy(), clients_per_round=5)
             for split in splits:
-                fed.fit(clients, validation_split=split, verbose=0)
+                toy.fit(fed, data=clients, validation_split=split)
             return _HELD_OUT in fed.privacy_statement(1e-2)
 
         # They were trained on before, or afterwards.
@@ -128,7 +113,7 @@ class SplitTest(tf.test.TestCase, parameterized.TestCase):
     def test_what_is_refused(self, options, error, message):
         fed = toy.federated()
         with self.assertRaisesRegex(error, message):
-            fed.fit(toy.clients(), verbose=0, **options)
+            toy.fit(fed, **options)
         self.assertEqual(fed.rounds, 0)
 
     def test_one_client_cannot_be_held_out(self):
@@ -148,13 +133,9 @@ class ClientsTest(tf.test.TestCase):
         fed = toy.federated()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            history = fed.fit(toy.clients(), validation_data=others, verbose=0).history
+            history = toy.fit(fed, validation_data=others).history
         told = [str(w.message) for w in seen if "held out" in str(w.message)]
         self.assertRegex("".join(told), "1 of 2 .*'broken': OSError")
         self.assertNotIn("secret", "".join(told))
         wanted = fed.evaluate(*toy.arrays(6), verbose=0)
         self.assertAllClose(history["val_loss"], [wanted], rtol=1e-5)
-
-
-if __name__ == "__main__":
-    absltest.main()

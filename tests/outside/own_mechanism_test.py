@@ -166,7 +166,3 @@ class OwnMechanismTest(absltest.TestCase):
         self.assertEqual(result["mechanism"], "SmoothClipping")
         self.assertEqual(result["mechanism_parameters"]["start_norm"], 0.25)
         self.assertLessEqual(result["epsilon"], 8.0)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -103,16 +103,8 @@ class FilesTest(absltest.TestCase):
     def test_checkpoint(self):
         rng = random.Random(2)
         directory = checkpoint.CheckpointDirectory(files.directory(self))
-        arrays = {
-            "weights/0": np.arange(12.0).reshape(3, 4),
-            "query/0": np.float32(0.5),
-        }
-        directory.write(
-            checkpoint.Checkpoint(
-                round_index=3, metadata={"seed": 7, "x": [1]}, arrays=arrays
-            ),
-            1,
-        )
+        state = {"seed": 7, "weights": [np.arange(12.0).reshape(3, 4), np.float32(0.5)]}
+        directory.write(checkpoint.Checkpoint(round_index=3, state=state), 1)
         data = directory.file(3).read_bytes()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -122,10 +114,8 @@ class FilesTest(absltest.TestCase):
                     found = directory.newest()
                 except checkpoint.CheckpointError:
                     continue
-                self.assertEqual(found.metadata, {"seed": 7, "x": [1]})
-                self.assertEqual(found.arrays.keys(), arrays.keys())
-                for name, array in arrays.items():
-                    np.testing.assert_array_equal(found.arrays[name], array)
+                self.assertEqual(found.state.keys(), state.keys())
+                tf.nest.map_structure(np.testing.assert_array_equal, found.state, state)
 
 
 class MessagesTest(absltest.TestCase):

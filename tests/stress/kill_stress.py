@@ -13,9 +13,10 @@ import random
 import signal
 import time
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
-from tests.keras import files
+from tests.keras import files, toy
 from tests.stress import killed_run
 from tfdp_fl import accounting
 from tfdp_fl.experiments import run_directory
@@ -23,6 +24,12 @@ from tfdp_fl.keras import checkpoint
 
 _RAY = importlib.util.find_spec("ray")
 _KILLS = int(os.environ.get("TFDP_FL_KILLS", "50"))
+
+
+def _weights(directory: pathlib.Path) -> list[np.ndarray]:
+    fed = toy.federated()
+    fed.load_weights(directory / killed_run.FINAL)
+    return fed.get_weights()
 
 
 class KillTest(parameterized.TestCase):
@@ -44,11 +51,13 @@ class KillTest(parameterized.TestCase):
             return directory.parent / name
         return directory / killed_run.WITNESS
 
-    def _seen(self, directory: pathlib.Path, mode: str) -> list[int]:
+    def _seen(self, directory: pathlib.Path, mode: str) -> dict[int, float]:
+        """Returns what an outsider has seen: rounds, and epsilon by then."""
         path = self._witness(directory, mode)
         if not path.exists():
-            return []
-        return [int(each) for each in path.read_text().split()]
+            return {}
+        lines = path.read_text().splitlines()
+        return {int(r): float(e) for r, e in map(str.split, lines)}
 
     def _start(self, directory: pathlib.Path, mode: str):
         directory.mkdir(exist_ok=True)
@@ -93,9 +102,12 @@ class KillTest(parameterized.TestCase):
             charged = len(contents.entries)
             # No released round is uncharged, and at most one a kill was
             # charged and not seen.
-            self.assertBetween(charged - len(seen), 0, kills)
+            lines = len(self._witness(directory, mode).read_text().splitlines())
+            self.assertBetween(charged - lines, 0, kills)
             uncharged = set(seen) - {e.round_index for e in contents.entries}
             self.assertEmpty(uncharged)
+            told = contents.epsilon(killed_run.DELTA) * (1 + 1e-9)
+            self.assertGreaterEqual(told, max(seen.values(), default=0.0))
         saved = directory / killed_run.CHECKPOINTS
         if mode == "plain":
             saved = directory / run_directory.CHECKPOINT
@@ -109,7 +121,10 @@ class KillTest(parameterized.TestCase):
     def test_every_released_round_is_charged(self, mode):
         if mode == "workers" and _RAY is None:
             self.skipTest("Ray is not installed.")
-        killed, runs, charged, seen = 0, 0, 0, 0
+        killed, runs, charged, seen, whole = 0, 0, 0, 0, None
+        if mode in killed_run.SAME:
+            whole = self.root / "whole"
+            killed_run.join(self._start(whole, mode))
         while killed < _KILLS:
             directory = self.root / f"run-{runs}"
             runs += 1
@@ -127,6 +142,9 @@ class KillTest(parameterized.TestCase):
                     set(self._seen(directory, mode)),
                     set(range(killed_run.ROUNDS)),
                 )
+            if whole is not None:
+                for one, other in zip(*map(_weights, (whole, directory)), strict=True):
+                    np.testing.assert_array_equal(one, other)
             charged += self._check(directory, mode, own)
             seen += len(self._seen(directory, mode))
         self.assertGreater(seen, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pathlib
@@ -20,9 +21,12 @@ ROUNDS = 40
 LONGEST_CORE_SECONDS, LONGEST_SECONDS = 300, 3600
 DELTA = 1e-3
 WITNESS, LEDGER, CHECKPOINTS = "witness.txt", "own.jsonl", "saved"
-# What runs: train.py's own way, a ledger, checkpoints, both, checkpoints of a
-# run on workers, and of one whose noise is correlated.
-MODES = ("plain", "ledger", "checkpoint", "both", "workers", "correlated")
+FINAL = "final.weights.h5"
+# What runs: train.py's own way, a ledger, checkpoints, both, checkpoints of local
+# noise, of a run on workers, and of one whose noise is correlated.
+MODES = ("plain", "ledger", "checkpoint", "both", "local", "workers", "correlated")
+# Those that end in the same weights, however often they were killed.
+SAME = ("checkpoint", "local")
 
 
 def processor_seconds(pid: int) -> float:
@@ -63,7 +67,8 @@ class _Witness(callbacks.FederatedCallback):
 
     def on_round_released(self, round_index, logs):
         del logs
-        os.write(self._file, f"{round_index}\n".encode())
+        epsilon = self.federated_model.epsilon(DELTA)
+        os.write(self._file, f"{round_index} {epsilon!r}\n".encode())
 
 
 def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
@@ -92,6 +97,8 @@ def run(directory: str, mode: str) -> None:
         _train_as_the_script(path)
         return
     saved = path / CHECKPOINTS
+    # The witness first: a kill between the two must not leave a round that is
+    # saved, and so not run again, and that nobody has written down.
     listeners: list[Any] = [_Witness(path / WITNESS)]
     if mode in ("ledger", "both"):
         listeners.append(callbacks.Ledger(path / LEDGER))
@@ -99,6 +106,8 @@ def run(directory: str, mode: str) -> None:
         listeners.append(callbacks.RoundCheckpoint(saved, every=3, delta=DELTA))
     mechanism: Any = tfdp_fl.AdaptiveClipping(noise_multiplier=0.8)
     sampling, m = "shuffled", 20
+    if mode == "local":
+        mechanism = tfdp_fl.LocalDP(clip_norm=0.5, epsilon=8.0, delta=DELTA)
     if mode == "correlated":
         sampling, m = "cyclic", 10
         mechanism = tfdp_fl.CorrelatedNoise(
@@ -114,16 +123,19 @@ def run(directory: str, mode: str) -> None:
         from tfdp_fl import runtimes
 
         runtime = runtimes.RayWorkers(num_workers=2)
-    fed.fit(
-        toy.clients(),
-        rounds=ROUNDS,
-        batch_size=10,
-        seed=3,
-        verbose=0,
-        callbacks=listeners,
-        resume_from=saved if any(saved.glob("round-*.npz")) else None,
-        runtime=runtime,
-    )
+    same = toy.same_draws_when_resumed() if mode in SAME else contextlib.nullcontext()
+    with same:
+        fed.fit(
+            toy.clients(),
+            rounds=ROUNDS,
+            batch_size=10,
+            seed=3,
+            verbose=0,
+            callbacks=listeners,
+            resume_from=saved if any(saved.glob("round-*.npz")) else None,
+            runtime=runtime,
+        )
+    fed.save_weights(path / FINAL)
 
 
 def _train_as_the_script(path: pathlib.Path) -> None:

@@ -46,8 +46,6 @@ class Estimate:
       high: The upper end.
       delta: At which.
       num_canaries: How many took part.
-      mean: The mean score of those, in standard deviations of one that did not.
-      spread: Their standard deviation, in the same unit.
     """
 
     epsilon: float
@@ -55,8 +53,6 @@ class Estimate:
     high: float
     delta: float
     num_canaries: int
-    mean: float
-    spread: float
 
 
 def estimate(scores: Scores, delta: float) -> Estimate:
@@ -124,8 +120,6 @@ def estimate(scores: Scores, delta: float) -> Estimate:
         high=max(bound, epsilon(abs(mean) + math.hypot(error, above))),
         delta=delta,
         num_canaries=count,
-        mean=mean,
-        spread=spread,
     )
 
 

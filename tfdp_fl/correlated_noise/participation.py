@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar, cast
 
 from tfdp_fl import _validate
 
@@ -172,27 +172,3 @@ class ParticipationRecord:
         """
         self._position = 0
         self._times = {}
-
-    def state(self) -> dict[str, Any]:
-        """Returns what a restarted server has to know, as JSON values."""
-        where = self.participation
-        return {
-            "rounds": where.rounds,
-            "min_separation": where.min_separation,
-            "max_participations": where.most,
-            "released": self.released,
-            "position": self._position,
-            "last": [[name, last] for name, last in self._last.items()],
-            "times": [[name, times] for name, times in self._times.items()],
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> ParticipationRecord:
-        """Returns the record that `state` was taken of."""
-        names = ("rounds", "min_separation", "max_participations")
-        record = cls(Participation(**{name: state[name] for name in names}))
-        record.released = int(state["released"])
-        record._position = int(state["position"])
-        record._last = {name: int(last) for name, last in state["last"]}
-        record._times = {name: int(times) for name, times in state["times"]}
-        return record

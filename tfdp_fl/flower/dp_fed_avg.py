@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tfdp_fl import _validate, mechanisms
-from tfdp_fl.flower import averaging, private_rounds, replies
+from tfdp_fl.flower import private_rounds, replies
 
 # A client of the last round (a proxy) and what it was sent or returned.
 _Messages = list[tuple[Any, Any]]
@@ -29,7 +29,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
     with each update then, and SecAgg+ has nothing to add up.
     """
 
-    _api = averaging.LEGACY
+    _configure, _aggregate = "configure_fit", "aggregate_fit"
+    _metrics_function = "fit_metrics_aggregation_fn"
 
     def __init__(
         self,
@@ -83,11 +84,8 @@ class DPFedAvg(private_rounds.PrivateRounds):
             not of real numbers.
           RoundsAbandonedError: see `aggregate_fit`.
         """
-        if self._is_over(server_round):
-            return []
-        made = self.strategy.configure_fit(server_round, parameters, client_manager)
+        made = self._asked_by_strategy(server_round, parameters, client_manager)
         if not made:
-            self._idle_round = server_round
             return []
         _, told = made[0]
         sent = _to_arrays(told.parameters)
@@ -123,7 +121,7 @@ class DPFedAvg(private_rounds.PrivateRounds):
 
         Returns:
           What the wrapped strategy makes of it; `(None, {})` if the round is
-          abandoned, as it is if the strategy is known to refuse it.
+          abandoned.
 
         Raises:
           RoundNotConfiguredError: if the round's `configure_fit` was not
@@ -265,27 +263,15 @@ def _name_of(client: Any) -> Hashable:
 
 
 def _to_arrays(parameters: Any) -> list[np.ndarray]:
-    """Returns the arrays that the server's own parameters hold.
-
-    Two forms are understood: a list of numpy arrays, and an object with a list
-    `tensors` of arrays in numpy's own file format (`flwr.common.Parameters`).
-    """
-    tensors = getattr(parameters, "tensors", None)
-    if tensors is not None:
-        # Pickled objects could execute code: they are never allowed.
-        return [np.load(io.BytesIO(tensor), allow_pickle=False) for tensor in tensors]
-    if isinstance(parameters, list | tuple):
-        return [np.asarray(array) for array in parameters]
-    raise TypeError(
-        "parameters must be a list of numpy arrays or have a list `tensors` "
-        f"of serialised ones, got {type(parameters).__name__}."
-    )
+    """Returns the arrays that the server's own `flwr.common.Parameters` hold."""
+    # Pickled objects could execute code: they are never allowed.
+    return [
+        np.load(io.BytesIO(tensor), allow_pickle=False) for tensor in parameters.tensors
+    ]
 
 
 def _like(parameters: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """Returns parameters of the same form that hold other arrays."""
-    if getattr(parameters, "tensors", None) is None:
-        return list(arrays)
+    """Returns parameters that hold other arrays."""
     files = [io.BytesIO() for _ in arrays]
     for file, array in zip(files, arrays, strict=True):
         np.save(file, array, allow_pickle=False)

@@ -1,4 +1,8 @@
-"""The rounds that were charged, what they cost, and what the budget allows."""
+"""The rounds that were charged, what they cost, and what the budget allows.
+
+Of correlated noise also what later rounds depend on: its memory, and which clients
+took part in which round.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,25 @@ import dataclasses
 import logging
 import math
 import os
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import dp_accounting
+import numpy as np
 
+from tfdp_fl import mechanisms
 from tfdp_fl.accounting import accountant as accountant_lib
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
 
 _logger = logging.getLogger(__name__)
+
+# Strategies may share an open ledger.
+_WRITING = threading.Lock()
+
+# The name of a client that is a node.
+ClientOf = Callable[[int], str | int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +47,6 @@ class ReleasedRound:
       num_replies: how many of them were in the sum.
       num_clients: N, from which the m were drawn uniformly.
       sampling: "fixed_size" or "separated".
-      segment: of correlated noise, its random name; None for other noise.
-      position: the round's place in the segment.
     """
 
     server_round: int
@@ -44,8 +56,6 @@ class ReleasedRound:
     num_replies: int
     num_clients: int
     sampling: str = "fixed_size"
-    segment: str | None = None
-    position: int | None = None
 
     def charge(self) -> charge_lib.RoundCharge:
         """Returns the round's cost to somebody who sees the models."""
@@ -71,57 +81,38 @@ class RoundHistory:
       budget: the most that may be spent; None for no limit.
     """
 
-    def __init__(self, sampling: str, budget: ledger_lib.Budget | None):
+    def __init__(
+        self,
+        sampling: str,
+        budget: ledger_lib.Budget | None,
+        ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None,
+        description: str,
+    ):
+        """Opens the ledger, if there is one.
+
+        Raises:
+          ValueError: if it holds rounds of another neighbouring relation.
+          LedgerError: if it cannot be continued.
+        """
         self.released: list[ReleasedRound] = []
         self.budget = budget
         self._sampling = sampling
         self._ledger: ledger_lib.PrivacyLedger | None = None
-
-    def open_ledger(
-        self,
-        ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger,
-        description: str,
-        known: dict[str, Any] | None = None,
-    ) -> None:
-        """Keeps a ledger from now on.
-
-        Args:
-          ledger: a ledger, or the file of one, which is continued if it exists.
-          description: of the run, for the header of a new file.
-          known: what `ledger_state` said of the ledger; None if there was none:
-            rounds that were released without one are written now.
-
-        Raises:
-          ValueError: if it is not the ledger of the state, or holds rounds of
-            another neighbouring relation.
-          LedgerError: if it cannot be continued.
-        """
+        if ledger is None:
+            return
         with contextlib.ExitStack() as unless_kept:
             if not isinstance(ledger, ledger_lib.PrivacyLedger):
-                if known is not None and not os.path.exists(ledger):
-                    raise _not_the_ledger(ledger, known)
                 ledger = unless_kept.enter_context(
                     ledger_lib.PrivacyLedger(
                         ledger,
                         mode="append",
-                        target_epsilon=self.budget.epsilon if self.budget else None,
-                        target_delta=self.budget.delta if self.budget else None,
+                        target_epsilon=budget.epsilon if budget else None,
+                        target_delta=budget.delta if budget else None,
                         mechanism={"guarantee": "central", "name": description},
                     )
                 )
-            entries = ledger.entries
-            if known and (
-                len(entries) < known["rounds"]
-                or (
-                    known["rounds"] and entries[known["rounds"] - 1].run != known["run"]
-                )
-            ):
-                raise _not_the_ledger(ledger.path, known)
             self._charges_of(ledger)
             self._ledger = ledger
-            if known is None:
-                for released in self.released:
-                    self._record(released, written_later=True)
             unless_kept.pop_all()
         if self.num_from_ledger:
             _logger.warning(
@@ -145,14 +136,6 @@ class RoundHistory:
     def num_from_ledger(self) -> int:
         """How many of them others released: they stand in the ledger only."""
         return self.num_rounds - len(self.released)
-
-    def is_taken(self, segment: str, position: int) -> bool:
-        """Whether a round at this place of a segment, or after it, was charged."""
-        return self._ledger is not None and any(
-            entry.details.get("segment") == segment
-            and entry.details["position"] >= position
-            for entry in self._ledger.entries
-        )
 
     def accountant(self) -> accountant_lib.PrivacyAccountant:
         """Returns what all charged rounds cost."""
@@ -201,29 +184,68 @@ class RoundHistory:
           LedgerWriteError: if its line could not be written.
           In both cases nothing is charged, and it must not be released.
         """
-        self._record(released, budget=self.budget)
-        self.released.append(released)
+        with _WRITING:
+            if self._ledger is not None:
+                self._ledger.record(
+                    self._ledger.rounds,
+                    released.charge(),
+                    released.clients_per_round,
+                    budget=self.budget,
+                    **dataclasses.asdict(released),
+                )
+            self.released.append(released)
 
-    def _record(self, released: ReleasedRound, **details: Any) -> None:
-        if self._ledger is not None:
-            self._ledger.record(
-                self._ledger.rounds,
-                released.charge(),
-                released.clients_per_round,
-                **details,
-                **dataclasses.asdict(released),
+
+class Correlation:
+    """What correlated noise keeps from round to round, beside the model. Secret.
+
+    Attributes:
+      client_of: names a node's client; None where every node is a client.
+      memory: of the noise; None before the first round.
+    """
+
+    def __init__(
+        self, mechanism: mechanisms.CorrelatedNoise, client_of: ClientOf | None
+    ):
+        self.client_of = client_of
+        self.memory: Any = None
+        self._mechanism = mechanism
+        self._name: ClientOf = client_of or int
+        self._record = mechanism.participation_record()
+
+    def eligible(self, nodes: Iterable[Any]) -> tuple[list[Hashable], int]:
+        """Returns a node of each client that may take part, and how many there are."""
+        by_client: dict[Any, Hashable] = {}
+        for node in nodes:
+            by_client.setdefault(self._name(node), node)
+        may = [by_client[name] for name in self._record.eligible(by_client)]
+        return may, len(by_client)
+
+    @property
+    def position(self) -> int:
+        """The coming round's place in the noise."""
+        return 0 if self.memory is None else int(self.memory.position)
+
+    def begin(self, sent: Sequence[np.ndarray]) -> None:
+        """Makes the memory for a model, at first one of zeros.
+
+        Raises:
+          ValueError: the model is none of the rounds before.
+        """
+        shapes = tuple(array.shape for array in sent)
+        if self.memory is None:
+            self.memory = self._mechanism.first_memory(
+                mechanisms.Deployment(clients_per_round=1, shapes=shapes)
+            )
+        known = tuple(tuple(b.shape[1:]) for b in self.memory.buffers)
+        if shapes != known:
+            raise ValueError(
+                "The wrapped strategy must send a model of the same shapes in "
+                f"every round, {known}, because the noise is correlated over "
+                f"the rounds, got {shapes}."
             )
 
-    def ledger_state(self) -> dict[str, Any] | None:
-        """Returns what a restarted server has to know of the ledger."""
-        if self._ledger is None:
-            return None
-        entries = self._ledger.entries
-        return {"rounds": len(entries), "run": entries[-1].run if entries else None}
-
-
-def _not_the_ledger(path: Any, known: Any) -> ValueError:
-    return ValueError(
-        f"ledger must be the one that held {known['rounds']} rounds when the "
-        f"state was taken, got {path}."
-    )
+    def released(self, memory: Any, nodes: Iterable[Any]) -> None:
+        """Takes over the memory after a round, and which nodes were in its sum."""
+        self._record.add([self._name(node) for node in nodes])
+        self.memory = memory

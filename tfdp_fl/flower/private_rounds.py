@@ -11,9 +11,8 @@ import logging
 import math
 import os
 import secrets
-import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,25 +20,16 @@ from tfdp_fl import _validate, mechanisms, schedules
 from tfdp_fl.accounting import caveats
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import ledger as ledger_lib
-from tfdp_fl.flower import averaging, correlated, history, replies, sums
-from tfdp_fl.mechanisms import registry
+from tfdp_fl.flower import history, replies, sums
 
-_Wrapper = TypeVar("_Wrapper", bound="PrivateRounds")
-_STATE_FORMAT = "tfdp_fl flower state 4"
-# Of a state: what a wrapper was made with, and what moves from round to round.
-_ARGUMENTS = (
-    *("num_clients", "clients_per_round", "rounds", "on_client_failure"),
-    *("max_abandoned_rounds", "averages", "accountant"),
-)
-_MOVES = (
-    *("clip_norm", "discarded_updates", "rejected_replies"),
-    "_abandoned_in_a_row",
+# Flower's strategies (read in flwr 1.12 and 1.42) that average with the weights they
+# are given, and do no more to the clients' replies.
+_AVERAGING = (
+    *("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedProx", "FedYogi"),
+    "FaultTolerantFedAvg",
 )
 
 _logger = logging.getLogger(__name__)
-
-# Strategies may share an open ledger, and one memory of noise (`from_state`).
-_RELEASING = threading.Lock()
 
 
 class RoundError(RuntimeError):
@@ -71,14 +61,17 @@ class PrivateRounds:
       clip_norm: S, of the next round.
       on_client_failure: "exclude" or "abort".
       max_abandoned_rounds: after so many abandoned in a row the run ends.
-      averages: whether the user vouched for the strategy.
       discarded_updates: how many updates arrived not finite, and became zero.
       rejected_replies: how many replies could not be used.
       stopped_before_round: the server's number of the last round that the
         budget did not allow; None if there was none.
     """
 
-    _api: averaging.Api
+    # Flower's method that makes the clients' messages, the one that averages, and
+    # the attribute of the function that aggregates clients' metrics.
+    _configure: str
+    _aggregate: str
+    _metrics_function: str
     _configured: sums.ConfiguredRound | None = None
     # The last round for which no clients were asked.
     _idle_round: int | None = None
@@ -93,17 +86,17 @@ class PrivateRounds:
         rounds: int | None = None,
         on_client_failure: str | None = None,
         max_abandoned_rounds: int | None = 10,
-        averages: bool = False,
         ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None = None,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
         accountant: str = "rdp",
-        client_of: correlated.ClientOf | None = None,
+        client_of: history.ClientOf | None = None,
     ):
         """Wraps a strategy.
 
         Args:
-          strategy: what is to be wrapped (see `averages`).
+          strategy: one of Flower's that averages, a subclass of one, or one of
+            your own. It is handed one reply in each round, the noised mean.
           mechanism: what is released.
           num_clients: N. In each round at least so many must be connected.
           clients_per_round: m, how many of them are asked in each round, drawn
@@ -116,9 +109,6 @@ class PrivateRounds:
             the update is zero, and the server adds the noise in its place.
           max_abandoned_rounds: how many rounds in a row may be abandoned before
             `RoundsAbandonedError` is raised; None for any number.
-          averages: the user's word that a subclass of one of Flower's averaging
-            strategies, with an aggregation of its own, makes what it should of
-            one averaged reply.
           ledger: a `PrivacyLedger`, or the file of one, made or continued. A
             round's line is on the disk before its result is returned.
           target_epsilon: the budget: a round that would bring epsilon above it
@@ -133,8 +123,7 @@ class PrivateRounds:
           TypeError, ValueError: if an argument is not what it should be.
           LedgerError: if the ledger cannot be continued.
         """
-        self.averages = _validate.instance_of(bool, averages=averages)
-        averaging.require_averaging(strategy, self.averages, self._api)
+        self._check_strategy(strategy)
         self.strategy = strategy
         _validate.instance_of(mechanisms.Mechanism, mechanism=mechanism)
         if callable(mechanism.noise_multiplier):
@@ -156,9 +145,9 @@ class PrivateRounds:
                 f"got {clients_per_round!r}."
             )
         sums.check(mechanism, self._deployment)
-        self._remembered: correlated.Remembered | None = None
+        self._correlation: history.Correlation | None = None
         if isinstance(mechanism, mechanisms.CorrelatedNoise):
-            self._remembered = correlated.Remembered(mechanism, client_of)
+            self._correlation = history.Correlation(mechanism, client_of)
         elif client_of is not None:
             raise ValueError(
                 f"client_of must be None but for CorrelatedNoise, got {client_of!r}."
@@ -190,13 +179,38 @@ class PrivateRounds:
                 accountant,
             )
         sampling = cast(str, self._deployment.sampling)
-        self._history = history.RoundHistory(sampling, budget)
+        self._history = history.RoundHistory(sampling, budget, ledger, repr(self))
         self.discarded_updates = 0
         self.rejected_replies = 0
         self.stopped_before_round: int | None = None
         self._abandoned_in_a_row = 0
-        if ledger is not None:
-            self._history.open_ledger(ledger, repr(self))
+
+    def _check_strategy(self, strategy: Any) -> None:
+        """Raises unless a strategy can do with one averaged reply.
+
+        The guarantee does not depend on it: all that is handed on is post-processed.
+        """
+        for method in (self._configure, self._aggregate):
+            if not callable(getattr(strategy, method, None)):
+                raise TypeError(
+                    f"strategy must have a method {method}, got {strategy!r}."
+                )
+        function = getattr(strategy, self._metrics_function, None)
+        if function is not None and not _is_of_flower(function):
+            raise ValueError(
+                f"strategy must have no {self._metrics_function}, got {function!r}: it "
+                "is handed the noised mean alone. Compute metrics in an evaluation."
+            )
+        for cls in type(strategy).__mro__:
+            if _is_of_flower(cls) and self._aggregate in vars(cls):
+                if cls.__name__ not in (*_AVERAGING, "Strategy"):
+                    raise ValueError(
+                        f"strategy must be one that averages ({', '.join(_AVERAGING)}, "
+                        f"or one of your own), got {strategy!r} with the "
+                        f"{self._aggregate} of {cls.__name__}: it is handed one reply, "
+                        "the noised mean."
+                    )
+                return
 
     def __getattr__(self, name: str) -> Any:
         if name == "strategy" or name.startswith("__"):
@@ -206,7 +220,7 @@ class PrivateRounds:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"A {type(self).__name__} cannot be copied or pickled: two of them would "
-            "say what one has spent. Use state() and from_state(), with a ledger."
+            "say what one has spent. Make another one with the same ledger."
         )
 
     def __repr__(self) -> str:
@@ -267,8 +281,8 @@ class PrivateRounds:
           (towards somebody who knows which clients were in which round), delta,
           accountant, guarantee ("central"), relation, rounds,
           rounds_from_ledger, clients_per_round, num_clients, noise_added_by,
-          on_client_failure, strategy, averages, and caveats: sentences that have
-          to be read with epsilon.
+          on_client_failure, strategy, and caveats: sentences that have to be read
+          with epsilon.
         """
         epsilon = self.privacy_epsilon(delta, accountant)
         if delta is None:
@@ -276,7 +290,7 @@ class PrivateRounds:
         known = self._history.accountant().epsilon_if_participation_is_known(
             delta, accountant
         )
-        replaced = "nothing, in its place" if self._remembered else "another"
+        replaced = "nothing, in its place" if self._correlation else "another"
         kind = type(self.strategy)
         by_server = self.mechanism.noise_site == "server"
         return {
@@ -293,17 +307,16 @@ class PrivateRounds:
             "noise_added_by": "server" if by_server else "clients",
             "on_client_failure": self.on_client_failure,
             "strategy": f"{kind.__module__}.{kind.__qualname__}",
-            "averages": self.averages,
             "caveats": self._caveats(epsilon, known),
         }
 
     def _caveats(self, epsilon: float, known: float) -> list[str]:
         """Returns the sentences that hold; each stands by itself."""
         said = [caveats.CAVEATS[key] for key in self.mechanism.caveats()]
-        if self._remembered is not None:
+        if self._correlation is not None:
             checked = self.mechanism.own_caveats["participations_checked"]
             names = "names that the server gave to nodes"
-            if self._remembered.client_of is None:
+            if self._correlation.client_of is None:
                 names = "ids of nodes"
             said.append(
                 f"{checked} Here they went by the {names}. No amplification by "
@@ -336,87 +349,6 @@ class PrivateRounds:
         )
         return said
 
-    def state(self) -> dict[str, Any]:
-        """Returns what a restarted server has to know, as JSON values.
-
-        To be saved together with the model, after each round. A round that
-        clients are at work for is not in it. With `CorrelatedNoise` it is as
-        secret as the data.
-        """
-        budget = self._history.budget
-        return {
-            "format": _STATE_FORMAT,
-            "wrapper": type(self).__name__,
-            "mechanism": {
-                "name": self.mechanism.registered_name,
-                "parameters": self.mechanism.parameters(),
-            },
-            "arguments": {
-                "target_epsilon": budget and budget.epsilon,
-                "target_delta": budget and budget.delta,
-                **{name: getattr(self, name) for name in _ARGUMENTS},
-            },
-            "moves": {name: getattr(self, name) for name in _MOVES},
-            "released": [dataclasses.asdict(r) for r in self._history.released],
-            "ledger": self._history.ledger_state(),
-            "remembered": self._remembered and self._remembered.state(),
-        }
-
-    @classmethod
-    def from_state(
-        cls: type[_Wrapper],
-        state: Mapping[str, Any],
-        strategy: Any,
-        *,
-        ledger: str | os.PathLike[str] | ledger_lib.PrivacyLedger | None = None,
-        **changes: Any,
-    ) -> _Wrapper:
-        """Returns a wrapper that goes on where another stopped.
-
-        Args:
-          state: what `state` returned.
-          strategy: the strategy to be wrapped.
-          ledger: the ledger that the other kept, if it did. Rounds that stand
-            in it and not in the state were released all the same, and are
-            charged.
-          **changes: arguments of `PrivateStrategy` other than those the state was
-            taken with.
-
-        Raises:
-          ValueError: if the state is not of this class, or the ledger is not
-            the one that the state knows.
-        """
-        found = (state.get("format"), state.get("wrapper"))
-        if found != (_STATE_FORMAT, cls.__name__):
-            raise ValueError(
-                f"state must be one of {cls.__name__} (format "
-                f"{_STATE_FORMAT!r}), got {found!r}."
-            )
-        known = state["ledger"]
-        if known is not None and ledger is None:
-            raise ValueError(
-                "ledger must be given, as the state knows one, which may hold more "
-                "rounds than it, got None."
-            )
-        saved = state["mechanism"]
-        mechanism = registry.by_name(saved["name"])(**saved["parameters"])
-        wrapper = cls.__new__(cls)
-        PrivateRounds.__init__(
-            wrapper,
-            strategy,
-            **{"mechanism": mechanism, **state["arguments"], **changes},
-        )
-        for name in _MOVES:
-            setattr(wrapper, name, state["moves"][name])
-        wrapper._history.released = [
-            history.ReleasedRound(**fields) for fields in state["released"]
-        ]
-        if wrapper._remembered is not None and state["remembered"] is not None:
-            wrapper._remembered.restore(state["remembered"], ledger is not None)
-        if ledger is not None:
-            wrapper._history.open_ledger(ledger, repr(wrapper), known)
-        return wrapper
-
     def close(self) -> None:
         """Closes the ledger, so that another process may go on with it."""
         self._history.close()
@@ -433,16 +365,20 @@ class PrivateRounds:
 
     # A round.
 
-    def _is_over(self, server_round: int) -> bool:
-        """Forgets the last round; returns whether T rounds were charged."""
-        self._configured = self._idle_round = None
-        if self.rounds is None or self._history.num_rounds < self.rounds:
-            return False
-        _logger.warning(
-            "Round %s is not begun: rounds=%d are charged.", server_round, self.rounds
-        )
-        self._idle_round = server_round
-        return True
+    def _asked_by_strategy(self, server_round: int, *arguments: Any) -> list[Any]:
+        """Forgets the last round; returns what the wrapped strategy would send.
+
+        Nothing, if T rounds were charged.
+        """
+        self._configured, self._idle_round = None, server_round
+        if self.rounds is not None and self._history.num_rounds >= self.rounds:
+            _logger.warning(
+                "Round %s is not begun: rounds=%d are charged.",
+                *(server_round, self.rounds),
+            )
+            return []
+        configure = getattr(self.strategy, self._configure)
+        return list(configure(server_round, *arguments))
 
     def _begin(
         self,
@@ -461,14 +397,27 @@ class PrivateRounds:
                 )
         cohort = self._cohort(server_round, connected)
         if not cohort:
-            self._idle_round = server_round
             return None
-        plan = self._planned(server_round)
-        if self._remembered is not None:
-            self._remembered.memory_for(sent)  # Or raises, before anybody is asked.
+        # Abandoned rounds are not counted. Read once: others may write to the ledger.
+        index = self._history.num_rounds
+        if self._correlation is not None:
+            self._correlation.begin(sent)  # Or raises, before anybody is asked.
+            index = self._correlation.position
+        event = self.mechanism.round_event(index, self._deployment)
+        plan = history.ReleasedRound(
+            server_round=server_round,
+            clip_norm=self.clip_norm,
+            # Anything but Gaussians was refused when this was made.
+            noise_multiplier=cast(float, charge_lib.noise_multiplier_of(event)),
+            clients_per_round=self.clients_per_round,
+            num_replies=self.clients_per_round,
+            num_clients=self.num_clients,
+            sampling=cast(str, self._deployment.sampling),
+        )
         if not self._history.affords(plan):
             self._stop_before(server_round)
             return None
+        self._idle_round = None
         self._configured = sums.ConfiguredRound(
             sent=[np.array(array) for array in sent],
             asked={name: connected[name] for name in cohort},
@@ -477,7 +426,7 @@ class PrivateRounds:
             deployment=self._deployment,
             this=mechanisms.Round(
                 self.clip_norm,
-                self.mechanism.noise_multiplier_at(self._round_index),
+                self.mechanism.noise_multiplier_at(index),
                 float(self.clients_per_round),
             ),
             template=template,
@@ -490,8 +439,8 @@ class PrivateRounds:
     ) -> list[Hashable]:
         """Returns m clients, drawn uniformly and unforeseeably; [] if too few."""
         eligible, num_connected = list(connected), len(connected)
-        if self._remembered is not None:
-            eligible, num_connected = self._remembered.eligible(connected)
+        if self._correlation is not None:
+            eligible, num_connected = self._correlation.eligible(connected)
         if num_connected < self.num_clients:
             text = (
                 "num_clients must be at most the number of connected clients, "
@@ -515,35 +464,6 @@ class PrivateRounds:
         # Flower draws by Python's `random`, which can be foretold.
         return secrets.SystemRandom().sample(eligible, self.clients_per_round)
 
-    @property
-    def _round_index(self) -> int:
-        """The mechanism's count of rounds, which those abandoned are not in."""
-        if self._remembered is not None:
-            return self._remembered.position
-        return len(self._history.released)
-
-    def _planned(self, server_round: int) -> history.ReleasedRound:
-        """Returns the round as it is charged if everybody replies."""
-        place: dict[str, Any] = {}
-        if (kept := self._remembered) is not None:
-            if self._history.is_taken(kept.segment, kept.position):
-                # Another server has gone on from the same state.
-                kept.begin_segment()
-            place = {"segment": kept.segment, "position": kept.position}
-        event = self.mechanism.round_event(self._round_index, self._deployment)
-        # Anything but Gaussians was refused when this was made.
-        multiplier = cast(float, charge_lib.noise_multiplier_of(event))
-        return history.ReleasedRound(
-            server_round=server_round,
-            clip_norm=self.clip_norm,
-            noise_multiplier=multiplier,
-            clients_per_round=self.clients_per_round,
-            num_replies=self.clients_per_round,
-            num_clients=self.num_clients,
-            sampling=cast(str, self._deployment.sampling),
-            **place,
-        )
-
     def _stop_before(self, server_round: int) -> None:
         self.stopped_before_round = server_round
         budget = cast(ledger_lib.Budget, self._history.budget)
@@ -558,10 +478,10 @@ class PrivateRounds:
         if configured is not None and configured.plan.server_round == server_round:
             self._configured = None
             return configured
-        if server_round in (self._idle_round, self.stopped_before_round):
+        if server_round == self._idle_round:
             return None
         raise RoundNotConfiguredError(
-            f"Round {server_round} has no {self._api.configure} that belongs to "
+            f"Round {server_round} has no {self._configure} that belongs to "
             "these results, or they were here before. Nothing is released or charged."
         )
 
@@ -584,23 +504,19 @@ class PrivateRounds:
                 f"reply that can be used, {rejected} replies cannot",
             )
             return None
-        plan, memory, kept = configured.plan, None, self._remembered
-        with _RELEASING:
-            if kept is not None:
-                clip_norm = plan.clip_norm
-                plan = self._planned(server_round)
-                plan = dataclasses.replace(plan, clip_norm=clip_norm)
-                memory = kept.memory_for(configured.sent)
-            outcome = sums.release(configured, list(usable.values()), memory)
-            try:
-                # On the disk before anything of the round can be seen; if
-                # this raises, nothing has moved.
-                self._history.add(dataclasses.replace(plan, num_replies=len(usable)))
-            except ledger_lib.BudgetExceededError:
-                self._stop_before(server_round)
-                return None
-            if kept is not None:
-                kept.released(outcome.memory, map(configured.asked.get, usable))
+        kept = self._correlation
+        memory = None if kept is None else kept.memory
+        outcome = sums.release(configured, list(usable.values()), memory)
+        charged = dataclasses.replace(configured.plan, num_replies=len(usable))
+        try:
+            # On the disk before anything of the round can be seen; if this raises,
+            # nothing has moved.
+            self._history.add(charged)
+        except ledger_lib.BudgetExceededError:
+            self._stop_before(server_round)
+            return None
+        if kept is not None:
+            kept.released(outcome.memory, map(configured.asked.get, usable))
         self.discarded_updates += outcome.discarded
         self.clip_norm = outcome.next_clip_norm
         self._abandoned_in_a_row = 0
@@ -610,9 +526,6 @@ class PrivateRounds:
         m = self.clients_per_round
         if usable in (0, m):
             return usable > 0
-        # Before anything is charged that the strategy would throw away.
-        if averaging.refuses(self.strategy, usable, m - usable):
-            return False
         if self.on_client_failure == "exclude":
             return True
         # A client may end no run by what it sends: if that is of no use, the
@@ -629,3 +542,8 @@ class PrivateRounds:
                 f"(max_abandoned_rounds={limit}), the last of them round "
                 f"{server_round}: {reason}."
             )
+
+
+def _is_of_flower(thing: Any) -> bool:
+    """Whether Flower itself defines a class or function."""
+    return (getattr(thing, "__module__", None) or "").partition(".")[0] == "flwr"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdp_fl.flower import averaging, private_rounds
 from tfdp_fl.flower import client as client_lib
+from tfdp_fl.flower import private_rounds
 from tfdp_fl.flower import replies as replies_lib
 
 _logger = logging.getLogger(__name__)
@@ -48,10 +48,9 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     With `CorrelatedNoise` clients come as they like: only nodes are drawn that
     are not too soon or too often in a round again. Which nodes were in each
     released round is kept, by the node's id or by the name that `client_of`
-    gives. Neither `state` nor the memory of this process may be seen by anybody:
-    with the models they tell the sums without noise. After a crash `from_state`
-    goes on with the noise only if a `ledger` shows that nothing was released
-    since; else a new segment begins, charged anew.
+    gives. The memory of this process may not be seen by anybody: with the models
+    it tells the sums without noise. A server that restarts begins other noise,
+    charged anew.
 
     The guarantee is about the model. It does not cover what clients report beside
     it: metrics of an evaluation, that they failed, the initial arrays if the server
@@ -60,7 +59,8 @@ class PrivateStrategy(private_rounds.PrivateRounds):
     Source: McMahan et al. (2018), Algorithm 1, and each mechanism's own.
     """
 
-    _api = averaging.MESSAGES
+    _configure, _aggregate = "configure_train", "aggregate_train"
+    _metrics_function = "train_metrics_aggr_fn"
 
     def start(self, grid: Any, initial_arrays: Any, *args, **kwargs) -> Any:
         """Runs the wrapped strategy's rounds; arguments and result are its own.
@@ -92,11 +92,8 @@ class PrivateStrategy(private_rounds.PrivateRounds):
           RoundsAbandonedError: see `aggregate_train`.
         """
         self._sent: list[Any] = []
-        if self._is_over(server_round):
-            return []
-        made = list(self.strategy.configure_train(server_round, arrays, config, grid))
+        made = self._asked_by_strategy(server_round, arrays, config, grid)
         if not made:
-            self._idle_round = server_round
             return []
         content = made[0].content
         models = dict(content.array_records)

@@ -85,12 +85,6 @@ def collect(
 ) -> tuple[dict[Hashable, Reply], int, int]:
     """Reads a round's results; those that cannot be used are logged and dropped.
 
-    Args:
-      server_round: the round's number, for the log.
-      results: the names of clients and what they replied, in any number.
-      asked: the names of the clients that were asked.
-      read: reads one result, or raises `ReplyError`.
-
     Returns:
       By client, what can be used; how many of the clients asked replied, be it
       with something that cannot be used; how many replies cannot be used.
@@ -120,10 +114,6 @@ def collect(
 def read_result(fit_res: Any, wanted: Wanted) -> Reply:
     """Returns what a client of the older API replied, or raises.
 
-    Args:
-      fit_res: the result as Flower hands it over; trusted in nothing.
-      wanted: what it has to hold.
-
     Raises:
       ReplyError: if the reply is not what a wrapped client sends.
     """
@@ -131,15 +121,15 @@ def read_result(fit_res: Any, wanted: Wanted) -> Reply:
         if not isinstance(fit_res.metrics, Mapping):
             raise ReplyError("metrics must be a mapping")
         bit = _norm_bit(fit_res.metrics, wanted)
-        return Reply(_arrays(fit_res.parameters, wanted.shapes), bit)
+        tensors, shapes = fit_res.parameters.tensors, wanted.shapes
+        if not isinstance(tensors, list | tuple) or len(tensors) != len(shapes):
+            raise ReplyError(f"it must hold a list of {len(shapes)} tensors")
+        arrays = [npy_array(t, shape) for t, shape in zip(tensors, shapes, strict=True)]
+        return Reply(arrays, bit)
 
 
 def read_message(message: Any, wanted: Wanted) -> Reply:
     """Returns what a client of the message API replied, or raises.
-
-    Args:
-      message: the reply as Flower hands it over; trusted in nothing.
-      wanted: what it has to hold.
 
     Raises:
       ReplyError: if the reply is not what `private_mod` sends.
@@ -213,16 +203,6 @@ def _norm_bit(metrics: Mapping[str, Any], wanted: Wanted) -> bool | None:
     )
 
 
-def _arrays(parameters: Any, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    items: Any = parameters
-    take: Callable[..., np.ndarray] = _plain_array
-    if getattr(parameters, "tensors", None) is not None:
-        items, take = parameters.tensors, npy_array
-    if not isinstance(items, list | tuple) or len(items) != len(shapes):
-        raise ReplyError(f"it must hold a list of {len(shapes)} arrays")
-    return [take(item, shape) for item, shape in zip(items, shapes, strict=True)]
-
-
 def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the array in numpy's file format, without a copy.
 
@@ -273,13 +253,3 @@ def npy_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
         )
     flat = np.frombuffer(data, dtype, size, start + length)
     return flat.reshape(stated, order="F" if header[2] == b"True" else "C")
-
-
-def _plain_array(data: Any, shape: tuple[int, ...]) -> np.ndarray:
-    array = np.asarray(data)
-    if array.dtype.kind not in "fiub" or array.shape != tuple(shape):
-        raise ReplyError(
-            f"an array must hold real numbers in the shape {tuple(shape)}, got one "
-            f"of dtype {array.dtype} and shape {array.shape}"
-        )
-    return array

@@ -150,11 +150,6 @@ def release(
     where they noise, it scales down what no honest client sends. Their norm bits
     are counted from the middle (b - 1/2), so that a client that is missing pulls
     S neither way (Andrew et al. 2021, Algorithm 1). Else the mechanism says c_k.
-
-    Args:
-      configured: the round.
-      answers: what can be used of the replies.
-      memory: of correlated noise; None for noise that is new in each round.
     """
     mechanism, this = configured.mechanism, configured.this
     m = configured.plan.clients_per_round

@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from tfdp_fl import _files, _json
+from tfdp_fl import _files
 
-FORMAT = "tfdp_fl checkpoint 3"
+FORMAT = "tfdp_fl checkpoint 4"
 _NAME = re.compile(r"round-(\d{8})\.npz")
+_PLACE = "place of an array"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -49,26 +49,26 @@ class Checkpoint:
 
     Attributes:
       round_index: The next round, counted from 0.
-      metadata: JSON values.
-      arrays: Arrays of any NumPy dtype but object, by name.
+      state: JSON values, and in their midst arrays of any NumPy dtype but object; of
+        short floats, such as bfloat16, the values come back as float32.
     """
 
     round_index: int
-    metadata: dict[str, Any]
-    arrays: dict[str, np.ndarray]
+    state: dict[str, Any]
 
     def to_bytes(self) -> bytes:
         """Returns the bytes of a file."""
-        arrays = {name: np.asarray(array) for name, array in self.arrays.items()}
-        body = {
-            "format": FORMAT,
-            "metadata": self.metadata,
-            # NumPy's files do not name the dtypes of others, such as bfloat16.
-            "dtypes": {name: array.dtype.name for name, array in arrays.items()},
-        }
+        arrays: list[np.ndarray] = []
+
+        def place_of(value: Any) -> dict[str, int]:
+            array = np.asarray(value)
+            # NumPy's files do not name short floats.
+            arrays.append(array if array.dtype.kind != "V" else array.astype("f4"))
+            return {_PLACE: len(arrays)}
+
+        text = json.dumps({"format": FORMAT, "state": self.state}, default=place_of)
         stream = io.BytesIO()
-        members: dict[str, Any] = {f"array/{name}": arrays[name] for name in arrays}
-        np.savez(stream, json=np.array(_json.canonical(body)), **members)
+        np.savez(stream, np.array(text), *arrays)
         data = stream.getvalue()
         return data + hashlib.sha256(data).digest()
 
@@ -79,15 +79,14 @@ class Checkpoint:
         if hashlib.sha256(data).digest() != digest:
             raise ValueError("its checksum is wrong, or an earlier version wrote it")
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            body = json.loads(str(file["json"]))
-            if body["format"] != FORMAT:
-                raise ValueError(f"it has the format {body['format']!r}")
-            arrays = {name: file[f"array/{name}"] for name in body["dtypes"]}
-        for name, array in arrays.items():
-            if array.dtype.kind == "V":
-                dtype = tf.as_dtype(body["dtypes"][name]).as_numpy_dtype
-                arrays[name] = array.view(dtype)
-        return cls(round_index=round_index, metadata=body["metadata"], arrays=arrays)
+
+            def array_of(value: dict[str, Any]) -> Any:
+                return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value
+
+            body = json.loads(str(file["arr_0"]), object_hook=array_of)
+        if body["format"] != FORMAT:
+            raise ValueError(f"it has the format {body['format']!r}")
+        return cls(round_index=round_index, state=body["state"])
 
 
 class CheckpointDirectory:

@@ -38,10 +38,6 @@ class RoundCosts:
         """Returns the positions (int64 [K]) of a round's clients.
 
         Clients that took part as often as they may sit out.
-
-        Args:
-          round_index: The round, counted from 0.
-          account: How often they did; None: as it was up to now.
         """
         positions = self.run.sampler.cohort(round_index)
         limit = self.setup.mechanism.max_participations
@@ -53,12 +49,7 @@ class RoundCosts:
     def charge(
         self, round_index: int, answered: int | None = None
     ) -> accounting.RoundCharge:
-        """Returns what a round costs.
-
-        Args:
-          round_index: The round, counted from 0.
-          answered: How many clients answered; None: as many as expected.
-        """
+        """Returns what a round costs."""
         mechanism, run = self.setup.mechanism, self.run
         first = mechanism.event_index(run.rounds, run.mechanism_state.memory)
         event = mechanism.round_event(first + round_index - run.rounds, run.deployment)

@@ -16,14 +16,9 @@ from tfdp_fl import sampling as sampling_lib
 from tfdp_fl.keras import model as model_lib
 from tfdp_fl.keras import training_setup
 
-_MODEL_OPTIONS = (
-    "on_client_failure",
-    "non_trainable_state",
-    "secure_aggregation",
-    "num_replicas",
-    "client_weighting",
-    "noise_generator",
-)
+_MODEL_OPTIONS = {
+    field.name for field in dataclasses.fields(training_setup.TrainingSetup)
+} - {"mechanism", "clients_per_round", "sampling", "delta", "accountant", "target"}
 # What `make_private` chooses of a mechanism's parameters.
 _CHOSEN = {"noise_multiplier", "epsilon", "delta"}
 # Noise multipliers that no run has, to ask a mechanism what it allows.
@@ -156,14 +151,7 @@ def known_facts(
     num_clients: int,
     clients_per_round: float,
 ) -> dict[str, int]:
-    """Returns those parameters of a mechanism that follow from the run.
-
-    Args:
-      kind: The mechanism's class.
-      rounds: T.
-      num_clients: N.
-      clients_per_round: m.
-    """
+    """Returns those parameters of a mechanism that follow from the run."""
     known = {
         "rounds": rounds,
         # As many groups as there are with m clients in each.

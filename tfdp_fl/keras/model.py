@@ -42,7 +42,7 @@ from tfdp_fl.keras.preparation import PreparedEngine, prepare
 from tfdp_fl.keras.run import FitPlan, Run
 from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
 from tfdp_fl.keras.validation import Validation
-from tfdp_fl.mechanisms import ClientWeighting, Mechanism
+from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
 from tfdp_fl.secure_aggregation import AdditiveSecretSharing
 
 
@@ -126,22 +126,11 @@ class DPFederatedModel:
           ValueError: An argument is not allowed; the message names it.
           TypeError: An argument has the wrong type.
         """
+        arguments = {**locals()}
+        del arguments["self"], arguments["model"]
         training_setup.check_model(model)
         self._model = model
-        self._setup = TrainingSetup(
-            mechanism=mechanism,
-            clients_per_round=clients_per_round,
-            sampling=sampling,
-            delta=delta,
-            accountant=accountant,
-            on_client_failure=on_client_failure,
-            non_trainable_state=non_trainable_state,
-            secure_aggregation=secure_aggregation,
-            num_replicas=num_replicas,
-            noise_generator=noise_generator,
-            target=target,
-            client_weighting=client_weighting,
-        )
+        self._setup = TrainingSetup(**arguments)
         self._given_mechanism = self.setup.mechanism
         self._run: Run | None = None
         # Whether clients' metrics were shown without noise.
@@ -347,7 +336,7 @@ class DPFederatedModel:
             return private_metrics.release(self, private, dataset, batch_size, bar)
         self._showed_metrics = True
         if self.run is not None:
-            self.run.facts.metrics_shown = True
+            self.run.caveats.add("client_metrics_shown")
         return client_metrics.evaluate(self.model, training, dataset, batch_size, bar)
 
     def predict(self, *args: Any, **kwargs: Any) -> np.ndarray:
@@ -477,8 +466,23 @@ class DPFederatedModel:
         _validate.positive_integer(local_epochs=local_epochs)
         if seed is not None:
             _validate.non_negative_integer(seed=seed)
-            self.setup.check_seed(seed)
-        _check_runtime_and_audit(runtime, audit, resume_from)
+            if self.setup.noise_generator != noise.PHILOX:
+                raise ValueError(
+                    f"seed must be None with {self.setup.noise_generator!r} noise, "
+                    f"whose keys are the operating system's, got {seed!r}."
+                )
+        if runtime is not None and not hasattr(runtime, "collector"):
+            raise TypeError(
+                "runtime must be None or a tfdp_fl.runtimes.RayWorkers, got "
+                f"{runtime!r}."
+            )
+        if audit is not None:
+            _validate.instance_of(auditing.CanaryAudit, audit=audit)
+            if resume_from is not None:
+                raise ValueError(
+                    "audit must be None with resume_from: the rounds before had no "
+                    "canaries, or others, which no checkpoint keeps."
+                )
         self._verbose = _checked_verbose(verbose)
         callbacks = callbacks_lib.checked(callbacks)
         validation.check_features(self.model)
@@ -490,17 +494,18 @@ class DPFederatedModel:
             shuffle=shuffle,
             seed=seed,
         )
-        interrupted = None
+        interrupted = calibration = None
         if resume_from is not None:
             interrupted = resuming.InterruptedRun.read(resume_from, self, clients, plan)
             plan = interrupted.plan
+            calibration = interrupted.checkpoint.state["calibration"]
             callbacks += callbacks_lib.ledger_of_resumed(resume_from, callbacks)
         run, self._prepared = prepare(
             self,
             clients,
             plan,
             before=self._prepared,
-            calibration=None if interrupted is None else interrupted.calibration,
+            calibration=calibration,
             class_weight=class_weight,
             moments=between_client_variance,
         )
@@ -515,7 +520,8 @@ class DPFederatedModel:
                 audit.begin(engine)
                 run.audit = audit
             run.begin_fit(seed, self.setup.noise_generator, validation)
-            run.facts.metrics_shown |= self._showed_metrics
+            if self._showed_metrics:
+                run.caveats.add("client_metrics_shown")
             self._run = run
         collector = engine if runtime is None else runtime.collector(engine, clients)
         return round_loop.RoundLoop(
@@ -644,21 +650,6 @@ class DPFederatedModel:
             delta = min(0.5, units**-1.1)
         return accounting.privacy_statement(
             statement.facts(self.setup, run, cohort_engine), delta, format
-        )
-
-
-def _check_runtime_and_audit(runtime: Any, audit: Any, resume_from: Any) -> None:
-    if runtime is not None and not hasattr(runtime, "collector"):
-        raise TypeError(
-            f"runtime must be None or a tfdp_fl.runtimes.RayWorkers, got {runtime!r}."
-        )
-    if audit is None:
-        return
-    _validate.instance_of(auditing.CanaryAudit, audit=audit)
-    if resume_from is not None:
-        raise ValueError(
-            "audit must be None with resume_from: the rounds before had no "
-            "canaries, or others, which no checkpoint keeps."
         )
 
 

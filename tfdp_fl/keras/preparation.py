@@ -44,15 +44,6 @@ def prepare(
 
     Nothing of the model changes by it.
 
-    Args:
-      fed: The model.
-      clients: The clients.
-      plan: The call of `fit`.
-      before: The engine of the call before; it serves again if it can.
-      calibration: That of the interrupted run, if one is resumed.
-      **training: `class_weight` (what each class counts in the loss, or None), and
-        `moments` (whether V_c and U_s are asked for).
-
     Returns:
       The run as it will be, and the engine.
 

@@ -66,10 +66,6 @@ def round_seed(seed: int | None, attempt: Attempt) -> np.ndarray:
 
     Without a user's seed it is fresh entropy from the operating system. With one it
     depends on that seed and the attempt alone.
-
-    Args:
-      seed: The user's seed, or None.
-      attempt: Of `Attempts.take`.
     """
     if seed is None:
         return noise.fresh_seed()

@@ -47,30 +47,18 @@ def ledger_key(path: str | os.PathLike[str]) -> str:
 def capture(
     fed: DPFederatedModel, ledger_head: str | None
 ) -> checkpoint_lib.Checkpoint:
-    """Returns the state of a training between two rounds.
-
-    Args:
-      fed: The model.
-      ledger_head: The hash of the last line of the ledger beside the
-        checkpoint; None if there is no ledger yet.
-    """
+    """Returns the state of a training between two rounds."""
     run, cohort_engine = fed.require_trained("checkpoint")
-    metadata, arrays = run.state()
-    for index, variable in enumerate(fed.model.weights):
-        arrays[f"weights/{index}"] = variable.numpy()
-    for index, variable in enumerate(cohort_engine.server.state):
-        arrays[f"server_optimizer/{index}"] = variable.numpy()
-    return checkpoint_lib.Checkpoint(
-        round_index=run.rounds,
-        metadata=metadata
-        | {
-            "settings": settings(fed, run.population, run.plan),
-            "learning_rate": fed.require_compiled("checkpoint").learning_rate,
-            "ledger_head": ledger_head,
-            "memory_of": fed.mechanism.memory_key(),
-        },
-        arrays=arrays,
-    )
+    state = {
+        **run.state(),
+        "weights": [v.numpy() for v in fed.model.weights],
+        "server_optimizer": [v.numpy() for v in cohort_engine.server.state],
+        "settings": settings(fed, run.population, run.plan),
+        "learning_rate": fed.require_compiled("checkpoint").learning_rate,
+        "ledger_head": ledger_head,
+        "memory_of": fed.mechanism.memory_key(),
+    }
+    return checkpoint_lib.Checkpoint(round_index=run.rounds, state=state)
 
 
 def settings(
@@ -78,30 +66,21 @@ def settings(
 ) -> dict[str, Any]:
     """Returns, by argument, what must be the same when a run is resumed."""
     setup, compiled = fed.setup, fed.require_compiled("fit")
-    rounds = range(plan.first_round, plan.last_round)
 
-    def described(name: str, value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
+    def described(value: Any) -> Any:
         if isinstance(value, (dp_accounting.DpEvent, ClientWeighting)):
             return repr(value)
         if callable(value):  # A schedule: what it says of these rounds.
-            return [schedules.value_at(value, t, name) for t in rounds]
-        if isinstance(value, (list, tuple)):
-            return [described(name, part) for part in value]
+            rounds = range(plan.first_round, plan.last_round)
+            return [schedules.value_at(value, t, "a schedule") for t in rounds]
         return type(value).__name__
 
-    named = {
+    of_mechanism = setup.mechanism.parameters().items()
+    values = {
         **{name: getattr(plan, name) for name in _OF_PLAN},
         **{name: getattr(setup, name) for name in _OF_SETUP},
         "mechanism": setup.mechanism.name,
-        **{
-            f"mechanism's {name}": value
-            for name, value in setup.mechanism.parameters().items()
-        },
-    }
-    values = {
-        **{name: described(name, value) for name, value in named.items()},
+        **{f"mechanism's {name}": value for name, value in of_mechanism},
         "clients (their number)": population[0],
         "clients' ids (their digest, in order)": population[1],
         "optimizer": _config(compiled.training.optimizer),
@@ -109,7 +88,7 @@ def settings(
         "grad_clip": compiled.training.grad_clip,
         "keras": keras_versions.name(),
     }
-    return _json.plain(values)
+    return _json.plain(values, described)
 
 
 def _config(optimizer: Any) -> Any:
@@ -153,19 +132,13 @@ class InterruptedRun:
 
         Nothing of the model changes.
 
-        Args:
-          directory: What `fit` was given as `resume_from`.
-          fed: The model.
-          clients: What `fit` was given.
-          asked: What `fit` was asked for, as if it were a new training.
-
         Raises:
           FileNotFoundError: There is no checkpoint.
           ValueError: An argument is not what the interrupted run had.
           LedgerError: The ledger lacks rounds that the checkpoint knows of.
         """
         checkpoint = checkpoint_lib.CheckpointDirectory(directory).newest()
-        plan = FitPlan(**checkpoint.metadata["plan"])
+        plan = FitPlan(**checkpoint.state["plan"])
         rounds, asked_rounds = (
             one.last_round - one.first_round for one in (plan, asked)
         )
@@ -178,7 +151,7 @@ class InterruptedRun:
             asked, first_round=plan.first_round, last_round=plan.last_round
         )
         population = clients.num_clients, clients.clients_digest
-        saved = checkpoint.metadata["settings"]
+        saved = checkpoint.state["settings"]
         now = settings(fed, population, asked)
         for name in sorted(saved.keys() | now.keys()):
             if saved.get(name) != now.get(name):
@@ -187,7 +160,7 @@ class InterruptedRun:
                     f"run, to resume it from {directory}, got {short(now.get(name))}."
                 )
         path = ledger_path(directory)
-        head = checkpoint.metadata["ledger_head"]
+        head = checkpoint.state["ledger_head"]
         ledger = None
         if path.exists():
             ledger = accounting.PrivacyLedger.read(path, expected_head=head)
@@ -202,11 +175,12 @@ class InterruptedRun:
             ledger=ledger,
             plan=plan,
         )
-        interrupted._check_shapes("model", "weights", fed.model.weights)
-        run, key, covered = fed.run, interrupted._ledger_key, 0
-        if run is not None and ledger is not None and key in run.known_ledgers:
+        interrupted._check_shapes("weights", fed.model.weights)
+        run, covered = fed.run, 0
+        known = None if run is None else run.known_ledgers.get(ledger_key(path))
+        if run is not None and ledger is not None and known is not None:
             # The same run may have gone on from here in another place, too.
-            covered = ledger.rounds_known(run.run_id, run.known_ledgers[key])
+            covered = ledger.rounds_known(run.run_id, known)
         if run is not None and run.spending.rounds > covered:
             raise ValueError(
                 "resume_from must be given to a model that was not trained yet, or was "
@@ -215,28 +189,14 @@ class InterruptedRun:
             )
         return interrupted
 
-    @property
-    def _ledger_key(self) -> str:
-        return ledger_key(ledger_path(self.directory))
-
-    def _check_shapes(self, argument: str, group: str, variables: Any) -> None:
-        saved = [list(value.shape) for value in self._group(group)]
+    def _check_shapes(self, group: str, variables: Any) -> None:
+        saved = [list(value.shape) for value in self.checkpoint.state[group]]
         own = [list(variable.shape) for variable in variables]
         if saved != own:
             raise ValueError(
-                f"{argument} must have the {group} of the interrupted run to resume it "
+                f"model must have the {group} of the interrupted run to resume it "
                 f"from {self.directory}: shapes {short(saved)}, got {short(own)}."
             )
-
-    def _group(self, group: str) -> list[np.ndarray]:
-        arrays = self.checkpoint.arrays
-        count = sum(name.startswith(f"{group}/") for name in arrays)
-        return [arrays[f"{group}/{index}"] for index in range(count)]
-
-    @property
-    def calibration(self) -> dict[str, int] | None:
-        """What the clients' noise was calibrated for."""
-        return self.checkpoint.metadata["calibration"]
 
     def restore(
         self, fed: DPFederatedModel, cohort_engine: engine.CohortEngine, prepared: Run
@@ -246,52 +206,41 @@ class InterruptedRun:
         What was spent is what the ledger says: it also has the rounds that
         were charged after the checkpoint, whose result may have been seen.
 
-        Args:
-          fed: The model.
-          cohort_engine: The engine that goes on.
-          prepared: The run, as if it were to begin.
-
         Returns:
           The interrupted run, to be gone on with.
         """
         server = cohort_engine.server.state
-        self._check_shapes("server_optimizer", "server_optimizer", server)
-        metadata = self.checkpoint.metadata
-        run = Run.from_state(metadata, self.checkpoint.arrays, prepared)
+        self._check_shapes("server_optimizer", server)
+        state = self.checkpoint.state
+        run = Run.from_state(state, prepared)
         # Nobody knows what was drawn after the checkpoint, here or from a copy.
         run.attempts.renew()
-        query = cohort_engine.query
-        lost = self._count_ledger(run)
-        if lost or metadata["memory_of"] != query.mechanism.memory_key():
+        query, spending = cohort_engine.query, run.spending
+        key, lost = ledger_key(ledger_path(self.directory)), 0
+        if self.ledger is not None and self.ledger.entries:
+            lost = -spending.rounds
+            spending.absorb(self.ledger, run.run_id, key)
+            lost += spending.rounds
+            spending.lost_mu_squared = max(
+                spending.lost_mu_squared,
+                self.ledger.lost_mu_squared(run.rounds, run.run_id),
+            )
+        if lost:
+            run.caveats.add("rounds_charged_twice")
+        if lost or state["memory_of"] != query.mechanism.memory_key():
             # What lost rounds released, the memory knows nothing of; nor does
             # it go with coefficients that this machine chose otherwise.
             run.mechanism_state = query.new_segment(run.mechanism_state)
-        run.spending.keep_others(prepared.spending.others)
-        run.known_ledgers[self._ledger_key] = (
-            "" if self.ledger is None else self.ledger.head
-        )
+        spending.keep_others(prepared.spending.others)
+        run.known_ledgers[key] = "" if self.ledger is None else self.ledger.head
         # All its lines are counted. If more come, another process goes on as well.
-        run.ledgers_ahead.discard(self._ledger_key)
+        run.ledgers_ahead.discard(key)
         for variable, value in zip(
             [*fed.model.weights, *server],
-            [*self._group("weights"), *self._group("server_optimizer")],
+            [*state["weights"], *state["server_optimizer"]],
             strict=True,
         ):
             variable.assign(tf.cast(value, variable.dtype))
         cohort_engine.state = run.mechanism_state
-        fed.require_compiled("fit").set_learning_rate(metadata["learning_rate"])
+        fed.require_compiled("fit").set_learning_rate(state["learning_rate"])
         return run
-
-    def _count_ledger(self, run: Run) -> int:
-        """Counts the rounds that were charged after the checkpoint."""
-        if self.ledger is None or not self.ledger.entries:
-            return 0
-        spending = run.spending
-        saved = spending.rounds
-        spending.absorb(self.ledger, run.run_id, self._ledger_key)
-        run.facts.rounds_charged_twice += spending.rounds - saved
-        spending.lost_mu_squared = max(
-            spending.lost_mu_squared,
-            self.ledger.lost_mu_squared(run.rounds, run.run_id),
-        )
-        return spending.rounds - saved

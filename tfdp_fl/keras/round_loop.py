@@ -53,17 +53,7 @@ class RoundLoop:
         audit: auditing.CanaryAudit | None,
         verbose: int,
     ):
-        """Makes the callbacks the model's.
-
-        Args:
-          fed: The model; its run was prepared.
-          clients: The clients.
-          callbacks: Those of `fit`.
-          validation: What is validated, and when.
-          collector: Collects; the model's engine, or a runtime's.
-          audit: Joins canary clients to each round, or None.
-          verbose: 1 shows a bar, 2 a line a round, 0 nothing.
-        """
+        """Makes the callbacks the model's."""
         self.fed, self.clients, self.validation = fed, clients, validation
         self.collector, self.audit, self.verbose = collector, audit, verbose
         self.run, self.engine = fed.require_trained("fit")
@@ -196,7 +186,11 @@ class RoundLoop:
                 # which has received what the others sent.
                 whole.enter_context(_interrupts.after_the_block())
                 self._charge(inputs)
-            self.run.facts.rounds_abandoned += 1
+            self.run.caveats.add(
+                "rounds_abandoned_charged"
+                if self.run.spending.by_client
+                else "rounds_abandoned"
+            )
             self.run.rounds += 1
             report["abandoned_rounds"] = 1.0
             return {**dict.fromkeys(self.run.log_names, math.nan), **logs, **report}
@@ -207,7 +201,8 @@ class RoundLoop:
         whole.enter_context(_interrupts.after_the_block())
         self._charge(inputs, failed + pending.without_noise)
         released = self._release(pending)
-        self.run.facts.clients_excluded += failed
+        if failed:
+            self.run.caveats.add("clients_excluded")
         # The metrics first, as Keras orders them.
         return {**released, **logs, **report}
 

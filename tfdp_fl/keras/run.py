@@ -24,11 +24,10 @@ from tfdp_fl.mechanisms import Deployment, noise
 # How many clients there are, and a digest of their ids, in order.
 Population = tuple[int, str]
 
-_SPENDING_ARRAYS = ("mu_squared", "participations")
 # What a checkpoint keeps as it is.
 _PLAIN = (
     *("run_id", "rounds", "populations", "calibration", "known_ledgers", "log_names"),
-    "cohort_sizes",
+    *("cohort_sizes", "held_out", "windows"),
 )
 
 
@@ -54,35 +53,6 @@ class FitPlan:
     seed: int | None
 
 
-@dataclasses.dataclass
-class Facts:
-    """What the statement has to tell beside what was spent.
-
-    Attributes:
-      seed_given: Whether any `fit` was given a seed.
-      philox: Whether Philox drew noise.
-      exact: Whether noise was drawn exactly, on a grid.
-      validated: Whether any was given validation data.
-      metrics_shown: Whether clients' metrics were shown without noise.
-      held_out: The digest of the clients that each `fit` so far held out for
-        validation; empty if one held out none, or others.
-      rounds_abandoned: Rounds of which nothing was released.
-      clients_excluded: Clients that failed, where the round went on without them.
-      rounds_charged_twice: Rounds that a crash cut off from their checkpoint,
-        and that were run and charged again.
-    """
-
-    seed_given: bool = False
-    philox: bool = False
-    exact: bool = False
-    validated: bool = False
-    metrics_shown: bool = False
-    rounds_abandoned: int = 0
-    clients_excluded: int = 0
-    rounds_charged_twice: int = 0
-    held_out: str | None = None
-
-
 @dataclasses.dataclass(kw_only=True)
 class Run:
     """What a training is between two rounds, from its first `fit` on.
@@ -105,7 +75,9 @@ class Run:
         mechanism keeps none.
       cohort_sizes: How many clients each released round had.
       log_names: The values that a round reports.
-      facts: What else the statement tells.
+      caveats: Keys of `accounting.CAVEATS` of which the rounds are the reason.
+      held_out: The digest of the clients that each `fit` so far held out for
+        validation; empty if one held out none, or others.
       budget_delta: The delta of the last `PrivacyBudget`.
       audit: The last `CanaryAudit`; no checkpoint keeps it.
       releasing: Whether a release has begun and not ended: if it was broken off, the
@@ -132,7 +104,8 @@ class Run:
     windows: np.ndarray | None = None
     cohort_sizes: list[int] = dataclasses.field(default_factory=list)
     log_names: list[str] = dataclasses.field(default_factory=lambda: ["loss"])
-    facts: Facts = dataclasses.field(default_factory=Facts)
+    caveats: set[str] = dataclasses.field(default_factory=set)
+    held_out: str | None = None
     budget_delta: float | None = None
     audit: CanaryAudit | None = None
     releasing: bool = False
@@ -148,13 +121,16 @@ class Run:
     ) -> None:
         """Makes room for the clients of a `fit`, and notes what it was given."""
         self.spending.expect(self.population[0])
-        facts = self.facts
-        facts.seed_given |= seed is not None
-        facts.philox |= generator == noise.PHILOX
-        facts.exact |= generator == noise.EXACT
-        facts.validated |= validation.data is not None
-        is_new = not self.rounds or facts.held_out == validation.held_out
-        facts.held_out = validation.held_out if is_new else ""
+        if seed is not None:
+            self.caveats.add("seed_given")
+        if generator == noise.PHILOX:
+            self.caveats |= {"floating_point_noise", "pseudorandom_noise"}
+        if generator == noise.EXACT:
+            self.caveats.add("exact_noise")
+        if validation.data is not None:
+            self.caveats.add("validation_data_not_covered")
+        is_new = not self.rounds or self.held_out == validation.held_out
+        self.held_out = validation.held_out if is_new else ""
 
     def remember_norms(self, positions: np.ndarray, norms: np.ndarray | None) -> None:
         """Moves clients' windows on by one round.
@@ -171,37 +147,24 @@ class Run:
             [self.windows[positions, 1:], norms[:, None]], axis=1
         )
 
-    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Returns what a checkpoint keeps: JSON values, and arrays by name."""
-        arrays = {
-            f"query/{index}": tf.convert_to_tensor(value).numpy()
-            for index, value in enumerate(tf.nest.flatten(self.mechanism_state))
-        }
-        if self.windows is not None:
-            arrays["windows"] = self.windows
-        spending = self.spending.state()
-        for name in _SPENDING_ARRAYS:
-            arrays[f"spending/{name}"] = spending.pop(name)
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: JSON values and arrays."""
+        memory = tf.nest.flatten(self.mechanism_state)
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "plan": dataclasses.asdict(self.plan),
-            "facts": dataclasses.asdict(self.facts),
+            "caveats": sorted(self.caveats),
             "sampler": self.sampler.state(),
-            "spending": spending,
-        }, arrays
+            "spending": self.spending.state(),
+            "mechanism_state": [tf.convert_to_tensor(v).numpy() for v in memory],
+        }
 
     @classmethod
-    def from_state(
-        cls,
-        metadata: Mapping[str, Any],
-        arrays: Mapping[str, np.ndarray],
-        prepared: Run,
-    ) -> Run:
+    def from_state(cls, state: Mapping[str, Any], prepared: Run) -> Run:
         """Returns the run that a state was taken of.
 
         Args:
-          metadata: The JSON values of `state`.
-          arrays: The arrays.
+          state: The state.
           prepared: A run that is about to begin with the same arguments. Its
             sampler is put where the state was; the mechanism's state has to
             have the structure of its.
@@ -209,28 +172,21 @@ class Run:
         Raises:
           ValueError: The sampler or the mechanism's state is another.
         """
-        values: list[tf.Tensor] = []
-        while f"query/{len(values)}" in arrays:
-            values.append(tf.constant(arrays[f"query/{len(values)}"]))
+        values = [tf.constant(value) for value in state["mechanism_state"]]
         if len(values) != len(tf.nest.flatten(prepared.mechanism_state)):
             raise ValueError("mechanism must have the state of the interrupted run.")
-        prepared.sampler.restore(metadata["sampler"])
-        kept = {name: arrays[f"spending/{name}"] for name in _SPENDING_ARRAYS}
-        plain = {name: metadata[name] for name in _PLAIN}
-        plain["populations"] = [(n, ids) for n, ids in metadata["populations"]]
+        prepared.sampler.restore(state["sampler"])
+        plain = {name: state[name] for name in _PLAIN}
+        plain["populations"] = [(n, ids) for n, ids in state["populations"]]
         # Others may hold rounds that were charged after the checkpoint.
-        ahead = prepared.ledgers_ahead | set(metadata["known_ledgers"])
-        plain["known_ledgers"] = {
-            **prepared.known_ledgers,
-            **metadata["known_ledgers"],
-        }
+        ahead = prepared.ledgers_ahead | set(state["known_ledgers"])
+        plain["known_ledgers"] = {**prepared.known_ledgers, **state["known_ledgers"]}
         return dataclasses.replace(
             prepared,
             **plain,
-            plan=FitPlan(**metadata["plan"]),
-            facts=Facts(**metadata["facts"]),
-            spending=spending_lib.Spending.from_state({**metadata["spending"], **kept}),
+            plan=FitPlan(**state["plan"]),
+            caveats=set(state["caveats"]),
+            spending=spending_lib.Spending.from_state(state["spending"]),
             mechanism_state=tf.nest.pack_sequence_as(prepared.mechanism_state, values),
-            windows=arrays["windows"].copy() if "windows" in arrays else None,
             ledgers_ahead=ahead,
         )

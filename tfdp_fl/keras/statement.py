@@ -17,13 +17,7 @@ _MOST_KINDS_FOR_PLD = 5
 def facts(
     setup: TrainingSetup, run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> accounting.StatementFacts:
-    """Returns what ran.
-
-    Args:
-      setup: What the `DPFederatedModel` was made with.
-      run: The run; `fit` was called.
-      cohort_engine: What ran it.
-    """
+    """Returns what ran."""
     spending, mechanism = run.spending, setup.mechanism
     sizes = [
         charge.clients_per_round
@@ -91,21 +85,14 @@ def _description(setup: TrainingSetup) -> str:
 
 def _parameters(setup: TrainingSetup, rounds: int) -> dict[str, Any]:
     """Returns the mechanism's parameters; of a schedule, its range."""
-    mechanism = setup.mechanism
-    charged = range(max(1, rounds))
-    parameters = {}
-    for name, value in mechanism.parameters().items():
-        if value is None:
-            continue
-        if name == "noise_multiplier" and (callable(value) or isinstance(value, tuple)):
-            values = [mechanism.noise_multiplier_at(t) for t in charged]
-            value = f"{min(values):g} to {max(values):g} (scheduled)"
-        elif not isinstance(value, (bool, int, float, str)):
-            value = type(value).__name__ if name == "query" else repr(value)
-        parameters[name] = value
-    if setup.client_weighting is not None:
-        parameters["client_weighting"] = repr(setup.client_weighting)
-    return parameters
+    parameters = setup.mechanism.parameters()
+    noise = parameters.get("noise_multiplier")
+    if callable(noise) or isinstance(noise, tuple):
+        charged = range(max(1, rounds))
+        values = [setup.mechanism.noise_multiplier_at(t) for t in charged]
+        noise = f"{min(values):g} to {max(values):g} (scheduled)"
+        parameters["noise_multiplier"] = noise
+    return {**parameters, "client_weighting": setup.client_weighting}
 
 
 def _epsilon(
@@ -129,14 +116,19 @@ def _epsilon(
     return epsilon
 
 
+# Of a run's caveats, those that hold whether there is a guarantee or not.
+_OF_ANY_RUN = {
+    *("clients_excluded", "rounds_abandoned", "rounds_abandoned_charged"),
+    "rounds_charged_twice",
+}
+
+
 def _caveats(
     setup: TrainingSetup, run: run_lib.Run, cohort_engine: engine.CohortEngine
 ) -> tuple[str, ...]:
-    mechanism, spending, seen = setup.mechanism, run.spending, run.facts
-    caveats = dict.fromkeys(mechanism.caveats())
+    mechanism, spending = setup.mechanism, run.spending
     private = spending.guarantee != spending_lib.NONE
     at_clients = mechanism.noise_site == "client"
-    local = spending.guarantee in (spending_lib.LOCAL, spending_lib.RECORD)
     securely = setup.secure_aggregation is not None
     other_runs = len(spending.others) > spending.evaluations
     holds = {
@@ -146,26 +138,17 @@ def _caveats(
         "secure_aggregation_group_noise": securely and at_clients,
         "secure_aggregation_unnoised_groups": securely
         and not at_clients
-        and not local
+        and not spending.by_client
         and private,
         "secure_aggregation_norms_seen": securely and cohort_engine.query.two_phase,
         "non_trainable_released": private and cohort_engine.server.has_non_trainable,
         "non_trainable_kept": cohort_engine.keeps_non_trainable,
         "client_weighting_given": private and setup.client_weighting is not None,
-        "clients_excluded": seen.clients_excluded > 0,
-        "rounds_abandoned": seen.rounds_abandoned > 0 and not local,
-        "rounds_abandoned_charged": seen.rounds_abandoned > 0 and local,
-        "rounds_charged_twice": seen.rounds_charged_twice > 0,
-        "validation_data_not_covered": private and seen.validated,
-        "validation_clients_held_out": bool(seen.held_out),
-        "client_metrics_shown": private and seen.metrics_shown,
+        "validation_clients_held_out": bool(run.held_out),
         "hyperparameter_search_not_counted": private and not other_runs,
         "only_runs_in_ledgers_counted": private and other_runs,
         "evaluations_counted": private and spending.evaluations > 0,
-        "floating_point_noise": private and seen.philox,
-        "exact_noise": private and seen.exact,
-        "pseudorandom_noise": private and seen.philox,
-        "seed_given": private and seen.seed_given,
     }
-    caveats.update(dict.fromkeys(key for key, true in holds.items() if true))
-    return tuple(caveats)
+    seen = run.caveats if private else run.caveats & _OF_ANY_RUN
+    true = [key for key in accounting.CAVEATS if holds.get(key) or key in seen]
+    return tuple(dict.fromkeys([*mechanism.caveats(), *true]))

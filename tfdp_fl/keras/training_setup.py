@@ -122,12 +122,6 @@ class TrainingSetup:
                 "secure_aggregation must be None with noise_generator='exact', whose "
                 f"grid is its own, got {self.secure_aggregation!r}."
             )
-        if generator != noise.PHILOX and mechanism.draws_noise_itself:
-            raise ValueError(
-                f"noise_generator must be {noise.PHILOX!r} with {mechanism.name}, "
-                "whose query draws the noise from TensorFlow's own random numbers, "
-                f"got {generator!r}."
-            )
 
     def _check_protocol(self) -> None:
         protocol = self.secure_aggregation
@@ -159,12 +153,7 @@ class TrainingSetup:
         return rule
 
     def for_server(self, mechanism: Mechanism, optimizer: Any) -> TrainingSetup:
-        """Returns the setup with a mechanism that suits the server's optimizer.
-
-        Args:
-          mechanism: The one that was given.
-          optimizer: A Keras optimizer; None where the mean is added.
-        """
+        """Returns the setup with a mechanism that suits the server's optimizer."""
         momentum = 0.0
         if optimizer is not None:
             momentum = keras_versions.momentum(optimizer)
@@ -172,14 +161,6 @@ class TrainingSetup:
         return dataclasses.replace(
             self, mechanism=mechanism.for_server(momentum, charged)
         )
-
-    def check_seed(self, seed: int) -> None:
-        """Raises ValueError if no seed may be given."""
-        if self.noise_generator != noise.PHILOX:
-            raise ValueError(
-                f"seed must be None with noise_generator={self.noise_generator!r}, "
-                f"whose keys are the operating system's, got {seed!r}."
-            )
 
     @property
     def aborts_on_failure(self) -> bool:

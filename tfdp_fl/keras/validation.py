@@ -70,14 +70,7 @@ def validate(
 def check_features(
     model: tf.keras.Model, spec: Any, argument: str, whose: str = ""
 ) -> None:
-    """Raises ValueError if a model cannot take features.
-
-    Args:
-      model: A built Keras model.
-      spec: Nest of `tf.TensorSpec`, the features of one example.
-      argument: What they were given as.
-      whose: Of which client they are, in words.
-    """
+    """Raises ValueError if a model cannot take features."""
     try:
         model(trainer.zeros_like_batch(spec), training=False)
     except Exception as error:  # Whatever a layer's own code can raise.

@@ -129,31 +129,13 @@ class SearchDirectory:
                 f"{self._path} holds none."
             )
         data = (self._path / _STATE).read_bytes()
-        kept = checkpoint.Checkpoint.from_bytes(0, data)
-        fields = kept.metadata
-        models = [
-            [kept.arrays[f"{place}/{index}"] for index in range(size)]
-            for place, size in enumerate(fields.pop("sizes"))
-        ]
-        return SearchState(**fields, weights=models[-1], initial=models[:-1])
+        return SearchState(**checkpoint.Checkpoint.from_bytes(0, data).state)
 
     def write(self, state: SearchState) -> None:
         """Replaces the state on the disk."""
         if self._path is None:
             return
-        fields = {
-            field.name: getattr(state, field.name)
-            for field in dataclasses.fields(state)
-            if field.name not in ("initial", "weights")
-        }
-        models = [*state.initial, state.weights]
-        arrays = {
-            f"{place}/{index}": weight
-            for place, weights in enumerate(models)
-            for index, weight in enumerate(weights)
-        }
-        fields["sizes"] = [len(weights) for weights in models]
-        kept = checkpoint.Checkpoint(round_index=0, metadata=fields, arrays=arrays)
+        kept = checkpoint.Checkpoint(round_index=0, state=vars(state))
         checkpoint.write_atomically(self._path / _STATE, kept.to_bytes())
 
     def forget(self) -> None:

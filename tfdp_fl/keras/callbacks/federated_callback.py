@@ -7,6 +7,7 @@ trained Keras model. A `FederatedCallback` also gets to know the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,10 +27,18 @@ class FederatedCallback(tf.keras.callbacks.Callback):
 
     federated_model: Any = None
     order = 2
+    # The error in whose handler `fit` was called.
+    _handled: BaseException | None = None
 
     def set_federated_model(self, federated_model: Any) -> None:
         """Called once, before training begins."""
         self.federated_model = federated_model
+        self._handled = sys.exc_info()[1]
+
+    @property
+    def _is_ended_by_error(self) -> bool:
+        """Whether an error ends the training, which is then the one to report."""
+        return sys.exc_info()[1] is not self._handled
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Called before training with the rounds `fit` was asked for.

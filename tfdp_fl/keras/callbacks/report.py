@@ -6,7 +6,6 @@ import io
 import math
 import os
 import pathlib
-import sys
 from typing import Any
 
 from tfdp_fl import _files
@@ -56,11 +55,9 @@ class Report(FederatedCallback):
             )
         self.delta = delta
         self._rounds: dict[int, dict[str, float]] = {}
-        self._handled: BaseException | None = None
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Makes the folder: better an error now than after the training."""
-        self._handled = sys.exc_info()[1]
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_round_released(self, round_index: int, logs: dict[str, float]) -> None:
@@ -69,13 +66,12 @@ class Report(FederatedCallback):
 
     def on_fit_end(self) -> None:
         """Writes the page."""
-        # Not the error in whose handler `fit` was called.
-        ended_by_error = sys.exc_info()[1] is not self._handled
+        ended_by_error = self._is_ended_by_error
         try:
             _files.write_text(self.path, self._page(ended_by_error))
         except Exception:
             if not ended_by_error:
-                raise  # Else that error is the one to report.
+                raise
 
     def _page(self, ended_early: bool) -> str:
         import jinja2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import sys
 from typing import Any
 
 import tensorflow as tf
@@ -55,11 +54,9 @@ class RoundCheckpoint(Ledger):
         self._files = checkpoint.CheckpointDirectory(self.directory)
         self._begun = False
         self._charged_round = -1
-        self._handled: BaseException | None = None
 
     def on_rounds_planned(self, first_round: int, last_round: int) -> None:
         """Takes the directory, and saves the state before the first round."""
-        self._handled = sys.exc_info()[1]
         self._files.acquire()
         run = self.federated_model.run
         rounds = self._files.rounds()
@@ -100,8 +97,7 @@ class RoundCheckpoint(Ledger):
         its best weights. After an interrupt between a round's charge and its release
         nothing is saved: that round has to be run, and charged, again.
         """
-        # Not the error in whose handler `fit` was called.
-        ended_by_error = sys.exc_info()[1] is not self._handled
+        ended_by_error = self._is_ended_by_error
         try:
             # An interrupt while TensorFlow traces can leave it in the graph.
             with tf.init_scope():
@@ -111,7 +107,7 @@ class RoundCheckpoint(Ledger):
                     self._write_statement()
         except Exception:
             if not ended_by_error:
-                raise  # Else that error is the one to report.
+                raise
         finally:
             self._begun = False
             super().on_fit_end()
