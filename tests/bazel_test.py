@@ -82,13 +82,7 @@ class BazelTest(absltest.TestCase):
 
     def test_every_test_is_a_target(self):
         declared = self.folders["tests/BUILD"].targets
-        tests = [
-            file for name in declared if name != "helpers" for file in declared[name]
-        ]
+        tests = [files[0] for name, files in declared.items() if name != "helpers"]
         self.assertCountEqual(
             [f"tests/{test}" for test in tests], _tracked("tests/*_test.py")
         )
-
-
-if __name__ == "__main__":
-    absltest.main()

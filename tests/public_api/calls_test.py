@@ -10,7 +10,7 @@ import os
 import warnings
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tests.keras import files
 from tests.public_api import calls
@@ -35,7 +35,3 @@ class CallsTest(parameterized.TestCase):
                 for wrong in _WRONG:
                     with self.subTest(f"{call.function}: {argument}={wrong!r}"):
                         call(**{argument: wrong})
-
-
-if __name__ == "__main__":
-    absltest.main()

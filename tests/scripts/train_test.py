@@ -209,7 +209,3 @@ class TrainTest(absltest.TestCase):
                 if "FATAL" not in outcome.err:  # That is absl's own way.
                     self.assertLen(outcome.err.splitlines(), 1)
         self.assertFalse((self.folder / "refused").exists())
-
-
-if __name__ == "__main__":
-    absltest.main()
