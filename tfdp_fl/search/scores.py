@@ -111,7 +111,7 @@ class PublicScore:
             verbose=0,
             return_dict=True,
         )
-        return _signed(_named(values, self.metric), self.mode)
+        return _signed(values[self.metric], self.mode)
 
     def digest(self) -> str:
         """Returns what tells this score from others."""
@@ -213,15 +213,6 @@ def _checked(metric: str, mode: str) -> tuple[str, str]:
 
 def _signed(value: float, mode: str) -> float:
     return -float(value) if mode == "min" else float(value)
-
-
-def _named(values: dict[str, Any], metric: str) -> Any:
-    if metric not in values:
-        raise ValueError(
-            "score must have a metric that every candidate compiles "
-            f"({', '.join(map(repr, values))}), got {metric!r}."
-        )
-    return values[metric]
 
 
 def _example_hashes(x: Any, y: Any) -> set[bytes]:
