@@ -162,12 +162,13 @@ $(DOCS_VENV)/.installed: requirements-docs.txt | $(UV_STAMP)
 install: $(STAMP)
 
 # A virtual environment of a suitable Python is brought up to date, any other is
-# made anew.
+# made anew. Without compiled modules, and where PYTHONDONTWRITEBYTECODE is set, each
+# process would compile TensorFlow anew, for 8 seconds; the tests start dozens.
 $(STAMP): $(PINNED) setup.py | $(UV_STAMP)
 	$(require_python)
 	@$(BIN)/python -c '$(call suitable,$(STACK))' 2>/dev/null || "$(FOUND)" -m venv --clear $(VENV)
 	@echo "Installing $(PINNED) into $(VENV) (2 to 3 GB, a minute or two) ..."
-	@$(INSTALL) $(VENV) --require-hashes -r $(PINNED)
+	@$(INSTALL) $(VENV) --compile-bytecode --require-hashes -r $(PINNED)
 	@$(INSTALL) $(VENV) --no-build-isolation --editable .
 	@touch $@
 

@@ -206,10 +206,16 @@ from tfdp_fl import secure_aggregation
 
 protocol = secure_aggregation.AdditiveSecretSharing()
 names = ("ann", "bob", "cat")
-coordinator = secure_aggregation.Coordinator(protocol, group_size=3)
-ann = secure_aggregation.Member(
-    protocol, "ann", np.ones(3), members=names, session="round 1"
-)
+members = {
+    name: secure_aggregation.Member(
+        protocol, name, np.ones(3), members=names, session="round 1"
+    )
+    for name in names
+}
+sent = [message for one in members.values() for message in one.begin(now=0.0)]
+for message in sent:  # Each answers with further messages.
+    sent += members[message.recipient].receive(message, now=0.0)
+print(members["ann"].outcome.value)
 
 # %% writing_mechanisms_parts
 import tensorflow as tf

@@ -25,7 +25,3 @@ class ArchitectureTest(absltest.TestCase):
         for name, others in imports.items():
             for other in others:
                 self.assertLess(layer[name], layer[other], f"{name} imports {other}")
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -19,6 +19,19 @@ _ROOT = pathlib.Path(__file__).resolve().parent
 # What only the TFF stack can run: whole folders, and files.
 _OF_TFF = ("aggregators", "learning", "engine/tff_")
 _TFF, _FLOWER = "tensorflow_federated", "flwr"
+# Under xdist a file is one piece of work, but for the notebooks, each of which has a
+# kernel of its own, and for those that share Ray.
+_APART = "tests/colab/notebooks_test.py"
+_WITH_RAY = (
+    "tests/conformance/conformance_test.py",
+    "tests/runtimes/ray_workers_test.py",
+)
+# What takes longest begins first, so that no core waits for it in the end.
+_FIRST = (
+    *_WITH_RAY,
+    *("tests/colab", "tests/scripts", "tests/outside", "tests/search"),
+    *("tests/keras", "tests/engine", "tests/setup_test.py", "tests/docs_test.py"),
+)
 
 
 def _is_there(module: str) -> bool:
@@ -50,6 +63,32 @@ def pytest_pycollect_makemodule(module_path, parent):
     if not name.startswith(_OF_TFF):
         return None
     return _SkippedModule.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(items):
+    """Begins with what takes longest."""
+
+    def place(item):
+        begins = (n for n, name in enumerate(_FIRST) if item.nodeid.startswith(name))
+        return next(begins, len(_FIRST))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Runs the tests of a file in one process."""
+    from xdist import scheduler
+
+    class ByFile(scheduler.LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            if file == _APART:
+                return nodeid
+            return "Ray" if file in _WITH_RAY else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def pytest_configure(config):

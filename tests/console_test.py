@@ -56,7 +56,3 @@ class RunTest(absltest.TestCase):
     def test_the_installed_program_says_its_own_name(self):
         self.assertStartsWith(self._help("tfdp-fl-train", "-h"), "tfdp-fl-train\n")
         self.assertStartsWith(self._help("train.py", "-h"), "python scripts/train.py")
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -20,7 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tfdp_fl.experiments import Settings
 from tools import docs_site
@@ -133,7 +133,3 @@ class DocsTest(parameterized.TestCase):
         pages = "".join(docs_site.reference_page(page) for page in docs_site.PAGES)
         for name, where in docs_site.public_names("tfdp_fl"):
             self.assertRegex(pages, rf"::: {where}[.\n]", name)
-
-
-if __name__ == "__main__":
-    absltest.main()

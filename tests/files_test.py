@@ -5,7 +5,7 @@ import pathlib
 import stat
 import tempfile
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tfdp_fl import _files
 
@@ -49,7 +49,3 @@ class ReplacingTest(parameterized.TestCase):
         finally:
             os.umask(before)
         self.assertEqual(stat.S_IMODE(self.path.stat().st_mode), made)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -7,7 +7,7 @@ import signal
 from unittest import mock
 
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
@@ -129,7 +129,3 @@ class InterruptsTest(parameterized.TestCase):
 
         with self.assertRaises(KeyboardInterrupt):
             fed.fit(toy.clients(), rounds=2, verbose=0, callbacks=[Interrupted()])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
@@ -72,7 +72,3 @@ class BalancedSoftmaxCrossentropyTest(parameterized.TestCase):
     def test_smoothing_must_be_positive(self, smoothing):
         with self.assertRaisesRegex((ValueError, TypeError), "smoothing"):
             tfdp_fl.losses.BalancedSoftmaxCrossentropy(smoothing)
-
-
-if __name__ == "__main__":
-    absltest.main()

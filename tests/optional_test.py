@@ -50,7 +50,3 @@ class NeededTest(absltest.TestCase):
         self.assertNotIn("accuracy.png", names)
         messages = [str(each.message) for each in caught]
         self.assertLen([m for m in messages if "pip install matpl" in m], 1)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -381,7 +381,3 @@ class FixedScheduleTest(absltest.TestCase):
             [True, False, False, True],
         )
         self.assertTrue(sampling.make_sampler("poisson", 10, 4).begins_pass(1))
-
-
-if __name__ == "__main__":
-    absltest.main()

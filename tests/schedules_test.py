@@ -66,7 +66,3 @@ class FixedTest(absltest.TestCase):
         self.assertEqual(asked, [0, 4])
         self.assertIs(schedules.fixed(schedule), schedule)
         self.assertEqual(schedules.value_at(schedule, 4, "m"), 2.0)
-
-
-if __name__ == "__main__":
-    absltest.main()

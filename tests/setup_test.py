@@ -234,9 +234,23 @@ class PinnedRequirementsTest(parameterized.TestCase):
 
 
 class ImportTest(absltest.TestCase):
-    """In processes of their own, because this one has imported everything."""
-
-    def _run(self, source: str) -> str:
+    def test_the_keras_side_needs_and_loads_nothing_else(self):
+        # In a process of its own, because this one has imported everything.
+        # TensorFlow brings jax where it is installed; what counts is what
+        # tfdp_fl adds.
+        source = """
+import json, sys, tensorflow
+for name in ("tensorflow_federated", "tensorflow_privacy", "flwr", "nbformat",
+             "cryptography", "matplotlib", "hypothesis", "pytest"):
+    sys.modules[name] = None
+before = set(sys.modules)
+import tfdp_fl
+tfdp_fl.DPFederatedModel
+added = sorted(set(sys.modules) - before)
+tfdp_fl.datasets.load_digits(num_clients=10)
+tfdp_fl.accounting.epsilon
+print(json.dumps(added))
+"""
         result = subprocess.run(
             [sys.executable, "-c", source],
             cwd=_ROOT,
@@ -246,50 +260,7 @@ class ImportTest(absltest.TestCase):
             check=False,
         )
         self.assertEqual(result.returncode, 0, msg=result.stderr)
-        return result.stdout.splitlines()[-1]
-
-    def test_import_brings_nothing_that_is_used_later(self):
-        # TensorFlow brings jax where it is installed; what counts is what
-        # tfdp_fl adds.
-        added = json.loads(
-            self._run(
-                "import json, sys, tensorflow\n"
-                "before = set(sys.modules)\n"
-                "import tfdp_fl\n"
-                "print(json.dumps(sorted(set(sys.modules) - before)))"
-            )
-        )
+        added = json.loads(result.stdout.splitlines()[-1])
         self.assertIn("tfdp_fl", added)
-        late = {
-            "IPython",
-            "cryptography",
-            "flwr",
-            "grpc",
-            "jax",
-            "matplotlib",
-            "nbclient",
-            "nbformat",
-            "pandas",
-            "sklearn",
-            "tensorflow_federated",
-            "tensorflow_privacy",
-        }
-        self.assertNoCommonElements({m.split(".")[0] for m in added}, late)
-
-    def test_keras_side_works_where_nothing_else_is_installed(self):
-        name = self._run(
-            "import sys\n"
-            "for name in ('tensorflow_federated', 'tensorflow_privacy',\n"
-            "             'flwr', 'nbformat', 'cryptography', 'matplotlib',\n"
-            "             'hypothesis', 'pytest'):\n"
-            "    sys.modules[name] = None\n"
-            "import tfdp_fl\n"
-            "tfdp_fl.datasets.load_digits(num_clients=10)\n"
-            "tfdp_fl.accounting.epsilon\n"
-            "print(tfdp_fl.DPFederatedModel.__name__)"
-        )
-        self.assertEqual(name, "DPFederatedModel")
-
-
-if __name__ == "__main__":
-    absltest.main()
+        late = {"IPython", "grpc", "jax", "nbclient", "pandas", "sklearn"}
+        self.assertNoCommonElements({name.split(".")[0] for name in added}, late)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tfdp_fl import _validate
 
@@ -49,7 +49,3 @@ class NumbersTest(parameterized.TestCase):
     def test_a_number_of_things_fits_into_64_bits(self):
         with self.assertRaisesRegex(ValueError, r"^rounds must be below 2\*\*63"):
             _validate.positive_integer(rounds=2**63)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -48,19 +48,11 @@ def make_sampler(
         the min separation of a client's rounds; None: as many as there are
         with m clients in each.
     """
-    samplers: tuple[type[CohortSampler], ...] = (
-        PoissonSampler,
-        FixedSizeSampler,
-        ShuffledSampler,
-        CyclicSampler,
-    )
-    by_name = {cls.sampling: cls for cls in samplers}
+    kinds = (PoissonSampler, FixedSizeSampler, ShuffledSampler, CyclicSampler)
+    by_name: dict[str, Any] = {kind.sampling: kind for kind in kinds}
     _validate.one_of(by_name, sampling=sampling)
-    kind = by_name[sampling]
-    if issubclass(kind, CyclicSampler):
-        size = cast(float, clients_per_round)  # Anything else is refused.
-        return kind(num_clients, size, num_groups, seed)
-    return kind(num_clients, clients_per_round, seed)
+    options = {"num_groups": num_groups} if sampling == "cyclic" else {}
+    return by_name[sampling](num_clients, clients_per_round, seed=seed, **options)
 
 
 def seed_sequence(

@@ -134,7 +134,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "secure_aggregation_protocol": (
         "Secure aggregation: messages",
-        "tfdp_fl.secure_aggregation: Member Coordinator Message AggregationOutcome "
+        "tfdp_fl.secure_aggregation: Member Message AggregationOutcome "
         "RejectedMessageError",
     ),
 }

@@ -10,7 +10,7 @@ from unittest import mock
 
 import nbclient
 import nbformat
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _NOTEBOOKS = sorted((_ROOT / "colab").glob("*.ipynb"))
@@ -84,7 +84,3 @@ class NotebooksTest(parameterized.TestCase):
         self.assertNotRegex(
             path.read_text(encoding="utf-8"), r"/(home|root|tmp|work|Users)/"
         )
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -45,13 +45,6 @@ def _updates(norms=(0.1, 0.4, 2.0, 30.0)) -> np.ndarray:
     return rows.astype(np.float32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _end_of_ray():
-    """Ends Ray's workers, if there are any: other tests start their own."""
-    yield
-    runtimes.end_ray()
-
-
 @pytest.fixture(scope="module")
 def quiet():
     """Returns the rounds of a cell without noise, run once for all tests.

@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -127,18 +129,14 @@ def _spec(size):
 
 
 @functools.cache
-def _ray():
-    """Returns two workers, which serve every cell."""
+def ray_workers():
+    """Returns the two workers of all tests in this process."""
     from tfdp_fl import runtimes
 
-    return runtimes.RayWorkers(num_workers=2).open()
-
-
-def end_ray() -> None:
-    """Ends the workers, if they were started."""
-    if _ray.cache_info().currsize:
-        _ray().close()
-        _ray.cache_clear()
+    root = pathlib.Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        return runtimes.RayWorkers(num_workers=2).open()
 
 
 def _tff(mechanism, rounds, clients_per_round):
@@ -200,7 +198,7 @@ RUNTIMES: dict[str, Run] = {
     "side by side": _keras("side by side"),
     "XLA": _keras("XLA"),
     "batched": _keras("batched"),
-    "Ray": _keras("one by one", _ray),
+    "Ray": _keras("one by one", ray_workers),
     "TFF": _tff,
     "Flower": _flower,
 }

@@ -2,7 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tfdp_fl.datasets import FederatedDataset, as_federated
 
@@ -67,7 +67,3 @@ class AsFederatedTest(parameterized.TestCase):
     def test_nobody(self, clients):
         with self.assertRaisesRegex(ValueError, "at least one client"):
             as_federated(clients)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pandas as pd
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tfdp_fl.datasets import FederatedDataset
 
@@ -98,7 +98,3 @@ class FromDataframeTest(parameterized.TestCase):
         frame = pd.concat([_frame(), _frame()[["age"]]], axis=1)
         with self.assertRaisesRegex(ValueError, "distinct"):
             FederatedDataset.from_dataframe(frame, client="who")
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tfdp_fl import datasets
 from tfdp_fl.datasets import images
@@ -192,7 +192,3 @@ class LoadEmnistTest(parameterized.TestCase):
             self.assertRaisesRegex(ImportError, "load_emnist must have tensor"),
         ):
             datasets.load_emnist()
-
-
-if __name__ == "__main__":
-    absltest.main()

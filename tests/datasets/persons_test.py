@@ -7,7 +7,7 @@ import tempfile
 
 import numpy as np
 import pandas as pd
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
@@ -198,7 +198,3 @@ class ParquetTest(parameterized.TestCase):
                 dataset.client(client_id), expected.client(client_id), strict=True
             ):
                 np.testing.assert_array_equal(one, other)
-
-
-if __name__ == "__main__":
-    absltest.main()

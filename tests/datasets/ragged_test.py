@@ -111,7 +111,3 @@ class TrainTest(absltest.TestCase):
         for one, other in zip(*trained, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
         self.assertGreater(np.abs(trained[0][0] - model().get_weights()[0]).max(), 1e-4)
-
-
-if __name__ == "__main__":
-    absltest.main()

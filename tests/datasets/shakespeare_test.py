@@ -6,7 +6,7 @@ import tempfile
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tfdp_fl import datasets
 
@@ -115,7 +115,3 @@ class LoadShakespeareTest(parameterized.TestCase):
         other.write_text(text, encoding="utf-8")
         with self.assertRaisesRegex(ValueError, message):
             datasets.load_shakespeare(other)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -91,7 +91,3 @@ class ReadTest(_InFolder):
     def test_no_run(self):
         with self.assertRaisesRegex(ValueError, "holds no run"):
             Run.read(self.folder)
-
-
-if __name__ == "__main__":
-    absltest.main()

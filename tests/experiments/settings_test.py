@@ -6,7 +6,7 @@ import json
 import pathlib
 import tempfile
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tfdp_fl.experiments import settings as settings_lib
 from tfdp_fl.experiments.settings import Settings
@@ -134,7 +134,3 @@ class SettingsTest(parameterized.TestCase):
             self.assertEqual(Settings.read(path), settings)
         with self.assertRaisesRegex(ValueError, "setting must be one of"):
             Settings.from_dict({"learning_rate": 1})
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -44,7 +44,3 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(one, other)
         unlike = model.evaluate(x, np.array([[4, 5, 9, 0, 0]]), verbose=0)
         self.assertNotAllClose(one, unlike)
-
-
-if __name__ == "__main__":
-    tf.test.main()

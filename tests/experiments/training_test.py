@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tests.keras import files, toy
 from tfdp_fl import accounting, engine, features, losses
@@ -26,21 +26,17 @@ _SMALL = {
 
 
 class TrainingTest(tf.test.TestCase, parameterized.TestCase):
-    def test_server_schedules_end_at_zero(self):
-        for schedule, halfway in (("linear", 1.0), ("cosine", 1.0)):
-            prepared = training.prepare(
-                Settings(
-                    **_SMALL,
-                    server_optimizer="sgd",
-                    server_learning_rate=2,
-                    server_schedule=schedule,
-                )
+    def test_the_servers_rate_ends_at_zero(self):
+        prepared = training.prepare(
+            Settings(
+                **_SMALL,
+                server_optimizer="sgd",
+                server_learning_rate=2,
+                server_schedule="linear",
             )
-            optimizer = prepared.federated_model._compiled.server_optimizer
-            rate = optimizer._learning_rate
-            self.assertAlmostEqual(float(rate(0)), 2.0)
-            self.assertAlmostEqual(float(rate(2)), halfway, places=6)
-            self.assertAlmostEqual(float(rate(4)), 0.0, places=6)
+        )
+        rate = prepared.federated_model._compiled.server_optimizer._learning_rate
+        self.assertAllClose([rate(0), rate(2), rate(4)], [2.0, 1.0, 0.0])
 
     def test_a_run_with_balanced_clients_and_geyers_figures(self):
         prepared = training.prepare(
@@ -201,7 +197,3 @@ class InterruptedTest(parameterized.TestCase):
         )
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -6,7 +6,7 @@ import tempfile
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 
@@ -122,7 +122,3 @@ class OrientedGradientsTest(parameterized.TestCase):
     def test_arguments(self, arguments, shape, message):
         with self.assertRaisesRegex(ValueError, message):
             tfdp_fl.features.OrientedGradients(**arguments)(np.zeros(shape, np.float32))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
@@ -262,7 +262,3 @@ class MistakesTest(parameterized.TestCase):
 
     def test_there_are_many(self):
         self.assertGreaterEqual(len(MISTAKES), 30)
-
-
-if __name__ == "__main__":
-    absltest.main()

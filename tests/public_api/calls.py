@@ -282,7 +282,6 @@ def _flower() -> Calls:
 def _secure() -> Calls:
     protocol, update = secure.AdditiveSecretSharing(), np.ones([3])
     yield _usual(secure.AdditiveSecretSharing)
-    yield _usual(secure.Coordinator, protocol=protocol, group_size=3)
     yield _usual(
         secure.Member,
         protocol=protocol,

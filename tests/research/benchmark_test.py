@@ -74,7 +74,3 @@ class BenchmarkScriptTest(absltest.TestCase):
             benchmark.main(["--rows="])
         for text in ("MLP 64-128-10", "FedJAX", "sharded_ray: mlp"):
             self.assertIn(text, output.getvalue())
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -23,7 +23,3 @@ class ClaimsTest(absltest.TestCase):
                 self.assertEqual(shown[0], value)
                 program = claim["command"].split()[1]
                 self.assertTrue((_ROOT / program).is_file())
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tfdp_fl.experiments import sweeps
 
@@ -26,7 +26,3 @@ class ConfigsTest(parameterized.TestCase):
         if config["base"]["dataset"] != "digits":
             config["base"]["data_path"] = __file__  # It is not read.
         self.assertNotEmpty(sweeps.expand(config))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -108,7 +108,3 @@ class GeyerTest(absltest.TestCase):
             if name.endswith("public_features"):
                 seeds = 3 if k == 10000 else 5
             self.assertLen(config["seeds"], seeds)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -9,7 +9,7 @@ import tempfile
 
 import dp_accounting
 from absl import flags
-from absl.testing import absltest, flagsaver, parameterized
+from absl.testing import flagsaver, parameterized
 
 from scripts import accountant
 from tfdp_fl import accounting
@@ -112,7 +112,3 @@ class AccountantTest(parameterized.TestCase):
     def test_bad_combinations_are_refused_before_anything(self, values, words):
         with self.assertRaisesRegex(SystemExit, words):
             _run(**values)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -94,7 +94,3 @@ class SweepTest(absltest.TestCase):
                 outcome = self.outcomes[config.stem]
                 self.assertEqual(outcome.code, 0, msg=outcome.err)
                 self.assertNotEmpty(outcome.out.splitlines())
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -13,7 +13,7 @@ from unittest import mock
 
 import keras
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
@@ -652,7 +652,3 @@ class ResumingTest(parameterized.TestCase):
         with _trained(train), _trials(1):
             _fit(search)
         self.assertEqual(caught, [])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from scipy import stats
 
-from tests.secure_aggregation.network import (
-    InMemoryNetwork,
-    aggregate_in_memory,
-)
+from tests.secure_aggregation.network import Network
 from tfdp_fl.secure_aggregation import (
     AdditiveSecretSharing,
     split_into_groups,
@@ -149,10 +146,8 @@ class WhatEachPartySeesTest(parameterized.TestCase):
 
     def _view(self, updates, keep):
         """The messages that reached member 0, by sender and kind."""
-        network = InMemoryNetwork(keep_messages=True)
-        outcomes = aggregate_in_memory(
-            updates, AdditiveSecretSharing(), network=network
-        )
+        network = Network()
+        outcomes = network.run(updates, AdditiveSecretSharing())
         view = {
             (message.kind, message.sender): message.tensors[0]
             for message in network.delivered
@@ -193,7 +188,3 @@ class WhatEachPartySeesTest(parameterized.TestCase):
                 statistic = np.sum((counts - expected) ** 2) / expected
                 # One false alarm in 1e8 for each of the eight.
                 self.assertLess(statistic, stats.chi2.isf(1e-8, 511))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.secure_aggregation.network import Fault, Network
 from tfdp_fl.secure_aggregation import (
-    COORDINATOR,
     AdditiveSecretSharing,
     Member,
     Message,
@@ -34,13 +34,13 @@ def _members(protocol, updates) -> dict[str, Member]:
     }
 
 
-def _alone(update=(0.0, 0.0), **protocol) -> Member:
-    return Member(AdditiveSecretSharing(**protocol), "ann", np.array(update))
-
-
-def _peers(members=_NAMES) -> Message:
-    return Message(
-        kind="peers", session="s", sender=COORDINATOR, recipient="ann", members=members
+def _alone(update=(0.0, 0.0), members=_NAMES, **protocol) -> Member:
+    return Member(
+        AdditiveSecretSharing(**protocol),
+        "ann",
+        np.array(update),
+        members=members,
+        session="s",
     )
 
 
@@ -76,36 +76,6 @@ def test_each_of_two_messages_goes_to_each_other_member():
         assert sorted((m.sender, m.recipient) for m in sent) == _PAIRS
 
 
-def test_shares_and_partial_sums_before_the_list_are_kept():
-    updates = _updates()
-    members = _members(AdditiveSecretSharing(), updates)
-    members["ann"] = Member(AdditiveSecretSharing(), "ann", updates["ann"])
-    members["ann"].begin(0.0)
-    sent = [m for name in ("bob", "cat") for m in members[name].begin(0.0)]
-    to_ann = [message for message in sent if message.recipient == "ann"]
-    stranger = dataclasses.replace(to_ann[0], sender="eve")
-    for message in [*to_ann, stranger]:
-        assert members["ann"].receive(message, 0.0) == []
-    answer = members["ann"].receive(_peers(), 1.0)
-    kinds = [message.kind for message in answer]
-    assert kinds == ["share", "share", "partial_sum", "partial_sum"]
-    waiting = answer + [message for message in sent if message not in to_ann]
-    while waiting:
-        message = waiting.pop(0)
-        waiting += members[message.recipient].receive(message, 1.0)
-    assert members["ann"].outcome.succeeded
-
-
-def test_early_messages_are_bounded():
-    member = _alone(max_participants=3)
-    member.begin(0.0)
-    junk = Message(kind="share", session="x", sender="eve", recipient="ann")
-    for _ in range(6):
-        member.receive(junk, 0.0)
-    with pytest.raises(RejectedMessageError, match="Too many"):
-        member.receive(junk, 0.0)
-
-
 def _share_for_ann() -> tuple[dict[str, Member], Message]:
     members = _members(AdditiveSecretSharing(), _updates())
     members["ann"].begin(0.0)
@@ -127,8 +97,6 @@ _SCALAR = np.zeros((), "<u8")
         ({"tensors": (np.zeros((2, 3), "<u8"), _SCALAR)}, "expected"),
         ({"tensors": (np.zeros((3, 2), "<u4"), _SCALAR)}, "expected"),
         ({"kind": "ready"}, "'ready'"),
-        ({"kind": "peers", "sender": COORDINATOR}, "are known"),
-        ({"kind": "peers"}, "Only the coordinator"),
     ],
 )
 def test_rejected_and_nothing_changes(changes, pattern):
@@ -152,8 +120,7 @@ def test_duplicates_are_rejected(kind):
 
 
 def test_float_tensors_must_be_finite():
-    protocol = AdditiveSecretSharing(mode="float")
-    member = Member(protocol, "ann", np.zeros(2), members=_NAMES, session="s")
+    member = _alone(mode="float")
     member.begin(0.0)
     message = Message(
         kind="share",
@@ -175,53 +142,106 @@ def test_float_tensors_must_be_finite():
     ],
 )
 def test_bad_lists_are_rejected(names, pattern):
-    member = _alone()
-    member.begin(0.0)
-    with pytest.raises(RejectedMessageError, match=pattern):
-        member.receive(_peers(names), 0.0)
-    known = {"members": names, "session": "s"}
     with pytest.raises(ValueError, match=pattern):
-        Member(AdditiveSecretSharing(), "ann", np.zeros(2), **known)
+        _alone(members=names)
 
 
 def test_after_the_deadline_the_own_update_is_the_outcome():
     update = np.array([1.0, 2.0], np.float32)
-    member = Member(AdditiveSecretSharing(deadline_seconds=5.0), "ann", update)
-    member.begin(100.0)
+    member = _alone(update, deadline_seconds=5.0)
+    (to_bob, _) = member.begin(100.0)
     assert member.deadline == 105.0
     member.check_deadline(105.0)
     assert member.outcome is None
     with pytest.raises(RejectedMessageError, match="over"):
-        member.receive(_peers(), 105.1)
+        member.receive(dataclasses.replace(to_bob, sender="bob"), 105.1)
     assert not member.outcome.succeeded
-    assert member.outcome.value is update
+    np.testing.assert_array_equal(member.outcome.value, update)
     assert member.outcome.members == ("ann",)
-    assert "list of members" in member.outcome.reason
+    assert "shares from 'bob', 'cat'" in member.outcome.reason
 
 
 def test_a_member_takes_part_once_and_not_before_it_begins():
-    member = _alone()
-    with pytest.raises(RejectedMessageError, match="not begun"):
-        member.receive(_peers(), 0.0)
-    member.begin(0.0)
+    members, share = _share_for_ann()
     with pytest.raises(ValueError, match="once"):
-        member.begin(0.0)
+        members["ann"].begin(0.0)
+    with pytest.raises(RejectedMessageError, match="not begun"):
+        _alone().receive(share, 0.0)
 
 
 @pytest.mark.parametrize(
-    "name, update, options, pattern",
+    "update, pattern",
     [
         (
-            "ann",
             [np.zeros(2), np.array([0.0, 200.0])],
-            {},
             r"tensor 1 of member 'ann' holds 200.0 at index \(1,\)",
         ),
-        (COORDINATOR, np.zeros(2), {}, "coordinator"),
-        ("ann", np.zeros(2), {"members": _NAMES}, "go together"),
-        ("ann", [], {}, "at least one tensor"),
+        ([], "at least one tensor"),
     ],
 )
-def test_errors_at_construction(name, update, options, pattern):
+def test_errors_at_construction(update, pattern):
     with pytest.raises(ValueError, match=pattern):
-        Member(AdditiveSecretSharing(), name, update, **options)
+        Member(AdditiveSecretSharing(), "ann", update, members=_NAMES, session="s")
+
+
+# Faults and deadlines: every miss gives back the own update, and says so.
+
+_PROTOCOL = AdditiveSecretSharing(deadline_seconds=10.0)
+_GROUP = ("ann", "bob", "cat", "dan")
+_FOUR = {
+    name: np.random.default_rng(i).normal(size=5).astype(np.float32)
+    for i, name in enumerate(_GROUP)
+}
+_TOTAL = sum(update.astype(np.float64) for update in _FOUR.values())
+_SHARES, _SUMS = "shares from", "sums from"
+
+
+@pytest.mark.parametrize(
+    "fault, reasons",
+    [
+        # A member that crashes fails the others at that step.
+        (Fault("crash", "share", "bob"), (f"{_SHARES} 'bob'", None, _SHARES, _SHARES)),
+        (Fault("crash", "partial_sum", "bob"), (f"{_SUMS} 'bob'", None, _SUMS, _SUMS)),
+        (Fault("delay", "share", "ann", seconds=10.1), (_SUMS, *[_SHARES] * 3)),
+        # bob lacks ann's share; without it he has no partial sum for the rest.
+        (
+            Fault("drop", "share", "ann", "bob"),
+            (f"{_SUMS} 'bob'", f"{_SHARES} 'ann'", *[f"{_SUMS} 'bob'"] * 2),
+        ),
+        # Only the one who misses a sum fails: nobody can tell the others.
+        (Fault("drop", "partial_sum", "ann", "bob"), ("", f"{_SUMS} 'ann'", "", "")),
+        (
+            Fault("delay", "partial_sum", "ann", "bob", 10.1),
+            ("", f"{_SUMS} 'ann'", "", ""),
+        ),
+        # A delay within the deadline does no harm.
+        (Fault("delay", "share", "ann", "bob", 9.9), ("",) * 4),
+        (Fault("delay", "partial_sum", "ann", "bob", 9.9), ("",) * 4),
+    ],
+)
+def test_a_fault_fails_those_who_miss_something(fault, reasons):
+    outcomes = Network([fault]).run(_FOUR, _PROTOCOL)
+    for (name, outcome), reason in zip(outcomes.items(), reasons, strict=True):
+        if reason is None:
+            continue
+        assert reason in outcome.reason
+        assert outcome.succeeded == (not reason) == (not outcome.reason)
+        if outcome.succeeded:
+            np.testing.assert_allclose(outcome.value, _TOTAL, rtol=0, atol=1e-11)
+            assert outcome.members == _GROUP
+        else:
+            assert outcome.value is _FOUR[name]
+            assert outcome.members == (name,)
+
+
+@pytest.mark.parametrize("kind", ["share", "partial_sum"])
+def test_duplicates_on_the_way_do_no_harm(kind):
+    network = Network([Fault("duplicate", kind, sender) for sender in _GROUP])
+    for outcome in network.run(_FOUR, _PROTOCOL).values():
+        np.testing.assert_allclose(outcome.value, _TOTAL, rtol=0, atol=1e-11)
+    assert network.rejected
+
+
+def test_members_with_other_shapes_fail():
+    outcomes = Network().run({**_FOUR, "eve": np.zeros(6)}, _PROTOCOL)
+    assert not any(one.succeeded for one in outcomes.values())

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-_AT_ONCE = 4096
-
 
 def place_of(client_id: Any) -> float:
     """Returns a number in [0, 1) that is an id's own."""
@@ -25,49 +23,8 @@ def _text(client_id: Any) -> str:
     return f"{type(client_id).__qualname__} {client_id!r}"
 
 
-class TakenIds(Sequence):
-    """Some of a sequence's items; nothing is looked up before it is used.
-
-    Attributes:
-      of: The sequence.
-    """
-
-    def __init__(self, of: Sequence[Any], positions: np.ndarray):
-        self.of = of
-        self._positions = positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return TakenIds(self.of, self._positions[place])
-        return self.of[int(self._positions[place])]
-
-    def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # Like a list's.
-
-    def __repr__(self) -> str:
-        return repr(list(self))
-
-
-def are_names(client_ids: Sequence[Any]) -> bool:
-    """Returns False for ids that are places: 0 is the first client."""
-    if isinstance(client_ids, TakenIds):
-        client_ids = client_ids.of
-    return not isinstance(client_ids, range)
-
-
-class DistinctIds(list):
-    """Ids of which none is repeated."""
-
-
 def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
-    """Returns ids as a dataset keeps them.
+    """Returns ids as a dataset keeps them: a list, or a range of places.
 
     A client under two ids takes part twice, and its sum is bounded once. Ids that
     a person would read as one are therefore warned of.
@@ -75,9 +32,9 @@ def distinct(client_ids: Sequence[Any]) -> Sequence[Any]:
     Raises:
       ValueError: One is repeated, or does not equal itself.
     """
-    if isinstance(client_ids, range | TakenIds | DistinctIds):
+    if isinstance(client_ids, range):
         return client_ids
-    kept = DistinctIds(client_ids)
+    kept = list(client_ids)
     if any(client_id != client_id for client_id in kept):
         raise ValueError("client_ids must name each client, got a missing value (NaN).")
     if len(set(kept)) < len(kept):
@@ -107,9 +64,8 @@ def _as_read(client_id: Any) -> str:
 def digest(client_ids: Sequence[Any]) -> str:
     """Returns the SHA-256 of ids in their order, hexadecimal."""
     made = hashlib.sha256()
-    for start in range(0, len(client_ids), _AT_ONCE):
-        texts = map(_text, client_ids[start : start + _AT_ONCE])
+    for client_id in client_ids:
+        text = _text(client_id)
         # With its length before it, no id can pass for two.
-        joined = "".join(f"{len(text)}:{text}" for text in texts)
-        made.update(joined.encode(errors="surrogatepass"))
+        made.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
     return made.hexdigest()

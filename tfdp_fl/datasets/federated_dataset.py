@@ -7,6 +7,7 @@ rests on is in `sources` (examples), `client_ids` and `tf_datasets`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,9 @@ class FederatedDataset:
     the second.
 
     A dataset does not change after it was made.
+
+    Attributes:
+      has_names: Whether the ids are more than places (0 is the first client).
     """
 
     def __init__(
@@ -58,10 +62,7 @@ class FederatedDataset:
           source: Where the examples come from.
           client_ids: N distinct ids; None: 0 to N - 1.
         """
-        if not source.num_clients:
-            raise ValueError(
-                "A FederatedDataset must have at least one client, got none."
-            )
+        self.has_names = client_ids is not None and not isinstance(client_ids, range)
         if client_ids is None:
             client_ids = range(source.num_clients)
         if len(client_ids) != source.num_clients:
@@ -71,9 +72,16 @@ class FederatedDataset:
             )
         self._source = source
         self._client_ids = ids_lib.distinct(client_ids)
-        self._position_of: dict[Any, int] | None = None
-        self._ids_digest: str | None = None
-        self._digest: str | None = None
+
+    def _with(
+        self,
+        source: sources.IndexedSource | sources.StreamedSource,
+        client_ids: Sequence[Any],
+    ) -> FederatedDataset:
+        """Returns a dataset of clients whose ids were found to be distinct."""
+        made = FederatedDataset(source, range(len(client_ids)))
+        made._client_ids, made.has_names = client_ids, self.has_names
+        return made
 
     # Construction.
 
@@ -304,11 +312,11 @@ class FederatedDataset:
                 f"of tf.TensorSpec, got {element_spec!r}."
             )
         if element_spec is not None:
-            element_spec = tf_datasets.with_float_weights(nests.pair(element_spec))
+            element_spec = tf_datasets.as_held(nests.pair(element_spec))
         sources.at_least_one_client(client_ids=client_ids)
-        distinct = ids_lib.distinct(client_ids)
-        source = sources.StreamedSource(distinct, fn, element_spec)
-        return cls(source, distinct)
+        return cls(
+            sources.StreamedSource(tuple(client_ids), fn, element_spec), client_ids
+        )
 
     # What there is.
 
@@ -335,7 +343,7 @@ class FederatedDataset:
         """Whether every example is in memory, in the tensors of `flat()`."""
         return isinstance(self._source, sources.IndexedSource)
 
-    @property
+    @functools.cached_property
     def client_ids_digest(self) -> str:
         """The SHA-256 of the clients' ids in the order of their positions.
 
@@ -343,27 +351,20 @@ class FederatedDataset:
         types and are written alike, in the same order; NumPy numbers count as
         Python's. It is computed once, in about a second for a million clients.
         """
-        if self._ids_digest is None:
-            self._ids_digest = ids_lib.digest(self._client_ids)
-        return self._ids_digest
+        return ids_lib.digest(self._client_ids)
 
-    @property
+    @functools.cached_property
     def clients_digest(self) -> str:
         """Tells these clients, in this order, from others; hexadecimal.
 
         Where clients have names it is `client_ids_digest`. Where they are known
         by their places alone (0 is the first client), what they hold goes
-        in as well, if it is in memory: of more than 1 GiB, what a sample of
-        them does.
+        in as well, if it is in memory.
         """
-        named = ids_lib.are_names(self._client_ids)
-        if named or not isinstance(self._source, sources.IndexedSource):
+        if self.has_names or not isinstance(self._source, sources.IndexedSource):
             return self.client_ids_digest
-        if self._digest is None:
-            self._digest = hashlib.sha256(
-                self.client_ids_digest.encode() + self._source.content_digest().encode()
-            ).hexdigest()
-        return self._digest
+        both = self.client_ids_digest + self._source.content_digest()
+        return hashlib.sha256(both.encode()).hexdigest()
 
     def client_sizes(self, positions: Any = None) -> np.ndarray:
         """Returns the number of examples of clients, int64[k].
@@ -387,15 +388,11 @@ class FederatedDataset:
         Raises:
           KeyError: If there is no such client.
         """
-        if isinstance(self._client_ids, range):
-            if client_id not in self._client_ids:
-                raise KeyError(client_id)
-            return self._client_ids.index(client_id)
-        if self._position_of is None:
-            self._position_of = {
-                client: place for place, client in enumerate(self._client_ids)
-            }
-        return self._position_of[client_id]
+        return self._positions[client_id]
+
+    @functools.cached_property
+    def _positions(self) -> dict[Any, int]:
+        return {client: place for place, client in enumerate(self._client_ids)}
 
     def client(self, client_id: Any) -> tuple[Nest, ...]:
         """Returns a client's `(x, y)`, as NumPy nests.
@@ -431,10 +428,8 @@ class FederatedDataset:
             raise ValueError("positions must be distinct, got some repeatedly.")
         if not len(positions):
             raise ValueError("positions must name at least one, got none.")
-        return FederatedDataset(
-            self._source.take(positions),
-            ids_lib.TakenIds(self._client_ids, positions),
-        )
+        taken = [self._client_ids[position] for position in positions.tolist()]
+        return self._with(self._source.take(positions), taken)
 
     def split_by_id(self, fraction: float) -> tuple[FederatedDataset, FederatedDataset]:
         """Splits the clients by their ids alone, each for itself.
@@ -484,11 +479,11 @@ class FederatedDataset:
         """
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
-        return FederatedDataset(self._source.map(fn), self._client_ids)
+        return self._with(self._source.map(fn), self._client_ids)
 
     def with_ids(self, client_ids: Sequence[Any]) -> FederatedDataset:
         """Returns the same clients under other ids."""
-        return FederatedDataset(self._source, ids_lib.distinct(client_ids))
+        return FederatedDataset(self._source, client_ids)
 
     def in_memory(self) -> FederatedDataset:
         """Returns this dataset as an indexed one; reads every client if not.
@@ -502,13 +497,8 @@ class FederatedDataset:
             (client_id, self._source.read(position))
             for position, client_id in enumerate(self._client_ids)
         ]
-        return FederatedDataset(
-            sources.pack(
-                clients,
-                any(map(nests.is_open, tf.nest.flatten(self.element_spec))),
-            ),
-            self._client_ids,
-        )
+        is_open = any(map(nests.is_open, tf.nest.flatten(self.element_spec)))
+        return self._with(sources.pack(clients, is_open), self._client_ids)
 
     # How the engine reads it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,15 +63,12 @@ def load_digits(
     x = (digits.data / 16).astype(np.float32)
     y = digits.target.astype(np.int32)
     train, test = stratified_split(y, math.ceil(test_fraction * len(y)))
-    held_out = check_held_out(len(train), validation_examples=validation_examples)
-    if held_out:
-        kept, validation = stratified_split(y[train], held_out)
-        train, test = train[kept], train[validation]
-    indices = partition(
-        y[train], num_clients, examples_per_client, shards_per_client, iid, seed
+    return _dealt(
+        (x[train], y[train]),
+        (x[test], y[test]),
+        validation_examples,
+        (num_clients, examples_per_client, shards_per_client, iid, seed),
     )
-    clients = FederatedDataset.from_indices(x[train], y[train], indices)
-    return clients, (x[test], y[test])
 
 
 def load_mnist(
@@ -119,26 +117,51 @@ def load_mnist(
     _validate.instance_of(bool, flatten=flatten)
     path = None if path is None else os.fspath(path)
     x_train, y_train, x_test, y_test = _read_mnist(path)
-    held_out = check_held_out(len(y_train), validation_examples=validation_examples)
+
+    def converted(pixels: np.ndarray, labels: np.ndarray) -> Any:
+        shape = (784,) if flatten else (28, 28, 1)
+        x = pixels.reshape(-1, *shape).astype(np.float32)
+        x /= 255
+        return x, labels.astype(np.int32)
+
+    return _dealt(
+        (x_train, y_train),
+        (x_test, y_test),
+        validation_examples,
+        (num_clients, examples_per_client, shards_per_client, iid, seed),
+        converted,
+    )
+
+
+def _dealt(
+    train: tuple[np.ndarray, np.ndarray],
+    test: tuple[np.ndarray, np.ndarray],
+    validation_examples: int,
+    dealing: tuple[Any, ...],
+    converted: Callable[[np.ndarray, np.ndarray], Any] = lambda x, y: (x, y),
+) -> Any:
+    """Deals examples to clients, but for those held out in the test set's place.
+
+    Args:
+      train: All training examples (x, y).
+      test: The test set.
+      validation_examples: How many training examples to hold out.
+      dealing: Arguments of `partition` after the labels.
+      converted: Returns examples as clients hold them.
+    """
+    x, y = train
+    held_out = _validate.non_negative_integer(validation_examples=validation_examples)
+    if held_out >= len(y):
+        raise ValueError(
+            f"validation_examples must be less than the {len(y)} training examples, "
+            f"got {held_out}."
+        )
     if held_out:
-        train, validation = stratified_split(y_train, held_out)
-        x_test, y_test = x_train[validation], y_train[validation]
-        x_train, y_train = x_train[train], y_train[train]
-    indices = partition(
-        y_train, num_clients, examples_per_client, shards_per_client, iid, seed
-    )
-    clients = FederatedDataset.from_indices(
-        _images(x_train, flatten), y_train.astype(np.int32), indices
-    )
-    test = _images(x_test, flatten), y_test.astype(np.int32)
-    return clients, test
-
-
-def _images(pixels: np.ndarray, flatten: bool) -> np.ndarray:
-    shape = (784,) if flatten else (28, 28, 1)
-    images = pixels.reshape(-1, *shape).astype(np.float32)
-    images /= 255
-    return images
+        kept, validation = stratified_split(y, held_out)
+        x, y, test = x[kept], y[kept], (x[validation], y[validation])
+    indices = partition(y, *dealing)
+    x, y = converted(x, y)
+    return FederatedDataset.from_indices(x, y, indices), converted(*test)
 
 
 def _read_mnist(path: str | os.PathLike[str] | None) -> list[np.ndarray]:
@@ -343,14 +366,3 @@ def stratified_split(
     places = (np.arange(held_out) + 0.5) * len(labels) / max(held_out, 1)
     chosen = places.astype(np.int64)
     return np.sort(np.delete(order, chosen)), np.sort(order[chosen])
-
-
-def check_held_out(available: int, **checked: int) -> int:
-    """Returns a number of examples to hold out, or raises ValueError."""
-    ((name, value),) = checked.items()
-    value = _validate.non_negative_integer(**checked)
-    if value >= available:
-        raise ValueError(
-            f"{name} must be less than the {available} training examples, got {value}."
-        )
-    return value

@@ -279,25 +279,22 @@ def common_length(x: Nest, y: Nest) -> int:
     Raises:
       ValueError: If they differ, or if there is no array.
     """
-    lengths = [int(leaf.shape[0]) for leaf in tf.nest.flatten((x, y))]
-    if not lengths:
+    parts = {"x": x, "y": labels_of(y), "sample_weight": weights_of(y)}
+    lengths = {
+        name: sorted({int(leaf.shape[0]) for leaf in tf.nest.flatten(part)})
+        for name, part in parts.items()
+        if part is not None
+    }
+    found = {length for one in lengths.values() for length in one}
+    if not found:
         raise ExamplesValueError("x and y must hold at least one array, got none.")
-    if len(set(lengths)) > 1:
-        x_lengths = sorted({int(leaf.shape[0]) for leaf in tf.nest.flatten(x)})
-        y_lengths = sorted({int(leaf.shape[0]) for leaf in tf.nest.flatten(y)})
-        what, where = "x and y", "y"
-        if isinstance(y, Weighted):
-            what, where = "x, y and sample_weight", "y and sample_weight"
+    if len(found) > 1:
+        got = [f"{n} in {name}" for name, one in lengths.items() for n in one]
         raise ExamplesValueError(
-            f"{what} must have the same number of examples in every array, "
-            f"got {_listed(x_lengths)} in x and {_listed(y_lengths)} in "
-            f"{where}."
+            f"{', '.join(lengths)} must have the same number of examples in every "
+            f"array, got {' and '.join(got)}."
         )
-    return lengths[0]
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return " and ".join(str(number) for number in numbers) or "nothing"
+    return found.pop()
 
 
 def spec_of(nest: Nest) -> Nest:
@@ -313,32 +310,24 @@ def _dtype(leaf: Any) -> tf.DType:
     return tf.as_dtype(leaf.dtype)
 
 
-def check_matches(x: Nest, y: Nest, element_spec: Nest) -> None:
-    """Raises ValueError unless examples `(x, y)` are of the given spec."""
-    for name, nest, expected in zip(("x", "y"), (x, y), element_spec, strict=True):
+def check_same_spec(spec: Nest, expected: Nest) -> None:
+    """Raises ValueError unless examples (x, y) of one spec are of another."""
+    if isinstance(spec[1], Weighted) != isinstance(expected[1], Weighted):
+        raise ExamplesValueError(
+            "sample_weight must be given for every client or for none, got it for some."
+        )
+    for name, own, other in zip(("x", "y"), spec, expected, strict=True):
         try:
-            tf.nest.assert_same_structure(nest, expected)
-        except (TypeError, ValueError) as error:
-            if isinstance(nest, Weighted) != isinstance(expected, Weighted):
-                raise ExamplesValueError(
-                    "sample_weight must be given for every client or for none, "
-                    "got it for some."
-                ) from error
+            same = tf.nest.map_structure(
+                lambda a, b: a.dtype == b.dtype and b.is_compatible_with(a), own, other
+            )
+        except (TypeError, ValueError):
+            same = False
+        if not all(tf.nest.flatten(same)):
             raise ExamplesValueError(
-                f"{name} must be the same nest for every client, "
-                f"{structure(expected)}, got {structure(nest)}."
-            ) from error
-        for spec, leaf in zip(
-            tf.nest.flatten(expected), tf.nest.flatten(nest), strict=True
-        ):
-            if spec.dtype != _dtype(leaf) or not spec.shape.is_compatible_with(
-                leaf.shape[1:]
-            ):
-                raise ExamplesValueError(
-                    f"{name} must have the same dtype and example shape for "
-                    f"every client, {_short(spec)}, got "
-                    f"{_short(spec_of(leaf))}."
-                )
+                f"{name} must be of the same names, dtypes and example shapes for "
+                f"every client, {describe_spec(other)}, got {describe_spec(own)}."
+            )
 
 
 def no_examples(spec: Nest) -> Nest:
@@ -349,12 +338,6 @@ def no_examples(spec: Nest) -> Nest:
         ),
         spec,
     )
-
-
-def structure(nest: Nest) -> str:
-    """Returns a nest's structure in words, such as `{'a': ., 'b': (., .)}`."""
-    dots = tf.nest.map_structure(lambda _: ".", nest)
-    return str(dots).replace("'.'", ".")
 
 
 def describe_spec(spec: Nest) -> str:

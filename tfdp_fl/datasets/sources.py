@@ -218,7 +218,7 @@ class StreamedSource:
         x, y, length, _ = _client_arrays(examples)
         if not length:
             return nests.no_examples(self.element_spec)
-        nests.check_matches(x, y, self.element_spec)
+        nests.check_same_spec(nests.spec_of((x, y)), self.element_spec)
         return x, y
 
     def sizes(self, positions: np.ndarray) -> np.ndarray:
@@ -256,7 +256,7 @@ def _client_arrays(
     if not (isinstance(examples, tuple) and len(examples) in (2, 3)):
         raise nests.ExamplesTypeError(
             "A client's examples must be (x, y) or (x, y, sample_weight), got "
-            f"{_outline(examples)}."
+            f"{outline(examples)}."
         )
     x, y = (nests.with_array_leaves(nest) for nest in nests.pair(examples))
     ragged = [nests.is_ragged(leaf) for leaf in tf.nest.flatten((x, y))]
@@ -303,12 +303,13 @@ def _mapped(fn: Callable[..., Any], x: nests.Nest, y: nests.Nest) -> Any:
     mapped = fn(x, nests.labels_of(y))
     if not (isinstance(mapped, tuple) and len(mapped) in (2, 3)):
         raise nests.ExamplesTypeError(
-            f"fn must return (x, y) or (x, y, sample_weight), got {_outline(mapped)}."
+            f"fn must return (x, y) or (x, y, sample_weight), got {outline(mapped)}."
         )
     return nests.pair((*mapped, nests.weights_of(y))[:3])
 
 
-def _outline(value: Any) -> str:
+def outline(value: Any) -> str:
+    """Returns what kind of thing something is, and nothing of its contents."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"a {type(value).__name__}"
@@ -348,8 +349,9 @@ def pack(
         filled = _equally_wide(filled)
     for client_id, (x, y) in zip(owners, filled, strict=True):
         with _naming(client_id):
-            spec = spec or nests.spec_of((x, y))
-            nests.check_matches(x, y, spec)
+            own = nests.spec_of((x, y))
+            spec = spec or own
+            nests.check_same_spec(own, spec)
     # If every client is empty, the first one's arrays say what of.
     x, y = nests.concatenate(filled or empty[:1])
     counts = np.array(lengths, np.int64)

@@ -22,7 +22,7 @@ def source(clients: Mapping[Any, tf.data.Dataset]) -> sources.StreamedSource:
             _validate.instance_of(tf.data.Dataset, dataset=dataset)
             client_spec = _example_spec(dataset)
             spec = spec or client_spec
-            _check_same_spec(client_spec, spec)
+            nests.check_same_spec(client_spec, spec)
         except (TypeError, ValueError) as error:
             raise type(error)(f"Client {client_id!r}: {error}") from error
     datasets = dict(clients)
@@ -68,17 +68,9 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError("A client's dataset must end, got one that repeats for ever.")
     spec = _element_pair(dataset.element_spec)
-    spec = tf.nest.map_structure(
-        lambda leaf: (  # What a sequence is when it was filled up.
-            tf.TensorSpec(leaf.shape, leaf.dtype)
-            if isinstance(leaf, tf.RaggedTensorSpec)
-            else leaf
-        ),
-        spec,
-    )
     leaves = tf.nest.flatten(spec)
     for leaf in leaves:
-        if not isinstance(leaf, tf.TensorSpec):
+        if not isinstance(leaf, tf.TensorSpec | tf.RaggedTensorSpec):
             raise TypeError(f"A client's examples must be dense tensors, got {leaf!r}.")
     if all(leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
         raise ValueError(
@@ -86,39 +78,26 @@ def _example_spec(dataset: tf.data.Dataset) -> tuple[Nest, Nest]:
             f"what looks like batches, {nests.describe_spec(spec)}; "
             ".unbatch() makes single examples of them."
         )
-    return with_float_weights(
-        tf.nest.map_structure(
-            lambda leaf: tf.TensorSpec(
-                leaf.shape, tf.float32 if leaf.dtype == tf.float64 else leaf.dtype
-            ),
-            spec,
+    return as_held(spec)
+
+
+def as_held(spec: tuple[Nest, Nest]) -> tuple[Nest, Nest]:
+    """Returns the spec (x, y) that examples have in a dataset, of what is given.
+
+    Sequences are filled up, float64 becomes float32, and so does a weight.
+    """
+
+    def held(leaf: Any, dtype: Any = None) -> tf.TensorSpec:
+        dtype = dtype or (tf.float32 if leaf.dtype == tf.float64 else leaf.dtype)
+        return tf.TensorSpec(leaf.shape, dtype)
+
+    x, y = tf.nest.map_structure(held, spec)
+    if isinstance(y, nests.Weighted):
+        weight = tf.nest.map_structure(
+            lambda leaf: held(leaf, tf.float32), y.sample_weight
         )
-    )
-
-
-def with_float_weights(spec: tuple[Nest, Nest]) -> tuple[Nest, Nest]:
-    """Returns the spec (x, y) of examples whose weights are float32."""
-    x, y = spec
-    if not isinstance(y, nests.Weighted):
-        return spec
-    weight = tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec(leaf.shape, tf.float32), y.sample_weight
-    )
-    return x, nests.Weighted(y.y, weight)
-
-
-def _check_same_spec(spec: Nest, expected: Nest) -> None:
-    try:
-        same = tf.nest.map_structure(
-            lambda leaf, other: leaf.is_compatible_with(other), spec, expected
-        )
-    except (TypeError, ValueError):
-        same = False
-    if not all(tf.nest.flatten(same)):
-        raise ValueError(
-            "Examples must be the same for every client, "
-            f"{nests.describe_spec(expected)}, got {nests.describe_spec(spec)}."
-        )
+        y = nests.Weighted(y.y, weight)
+    return x, y
 
 
 def read(dataset: tf.data.Dataset) -> Nest:
@@ -157,6 +136,6 @@ def _element_pair(element: Any) -> tuple[Any, Any]:
         return nests.pair(element)
     raise nests.ExamplesTypeError(
         "The elements of a client's dataset must be single examples (x, y) or "
-        f"(x, y, sample_weight), got {nests.structure(element)}; preprocess_fn "
+        f"(x, y, sample_weight), got {sources.outline(element)}; preprocess_fn "
         "can make them so."
     )

@@ -64,7 +64,7 @@ _IMAGES = ("dataset", "digits", "mnist")
 _ROLES = ("dataset", "shakespeare")
 _FILES = ("dataset", "mnist", "shakespeare")
 _DENSE = ("model", "linear", "mlp")
-_STEPS = ("server_optimizer", "sgd", "adam")
+_STEPS = ("server_optimizer", "sgd")
 
 _OWN = {
     # The data.
@@ -157,15 +157,13 @@ _OWN = {
         ("client_loss", "balanced"),
     ),
     "server_optimizer": Option(
-        None, ("none", "sgd", "adam"), "What the server does with the mean update."
+        None, ("none", "sgd"), "What the server does with the mean update."
     ),
-    "server_learning_rate": Option(None, float, "1; adam: 0.01.", _STEPS),
-    "server_momentum": Option(
-        0.0, float, "The server's momentum.", ("server_optimizer", "sgd")
-    ),
+    "server_learning_rate": Option(None, float, "1 unless given.", _STEPS),
+    "server_momentum": Option(0.0, float, "The server's momentum.", _STEPS),
     "server_schedule": Option(
         "constant",
-        ("constant", "linear", "cosine"),
+        ("constant", "linear"),
         "Whether the server's rate ends at 0.",
         _STEPS,
     ),

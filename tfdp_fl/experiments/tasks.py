@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from scipy import ndimage
 
 from tfdp_fl import datasets, features
 from tfdp_fl.experiments.settings import Settings
@@ -70,44 +71,38 @@ def _load(chosen: str) -> Task:
         task = Task(*datasets.load_mnist(path=path, **options), num_classes=10)
     else:
         task = Task(*datasets.load_digits(**options), num_classes=10)
-    if not has_features and not pixels:
-        return task
-    return _prepared(task, has_features, pixels)
-
-
-def _prepared(task: Task, has_features: bool, pixels: int) -> Task:
-    """Returns the same task, of examples that are computed here, once."""
-    layer = None
-    if has_features:
-        shape = task.clients.element_spec[0].shape
-        layer = tf.keras.Sequential(
-            [
-                tf.keras.Input(shape),
-                *([_as_image(shape, "input_features")] if len(shape) == 1 else []),
-                features.OrientedGradients(),
-            ]
-        )
+    clients, (test_x, test_y) = task.clients, task.test
+    if pixels:
+        clients = _with_shifts(clients, pixels)
+    if not has_features:
+        return dataclasses.replace(task, clients=clients)
+    shape = clients.element_spec[0].shape
+    to_image = [_as_image(shape, "input_features")] if len(shape) == 1 else []
+    layer = tf.keras.Sequential(
+        [tf.keras.Input(shape), *to_image, features.OrientedGradients()]
+    )
 
     def computed(x: Any) -> np.ndarray:
-        if layer is None:
-            return np.asarray(x)
         return layer.predict(x, batch_size=1000, verbose=0)
 
-    x, y = map(np.asarray, task.clients.flat())
-    rows, lengths = task.clients.client_rows(np.arange(task.clients.num_clients))
-    versions = [x]
-    if pixels:
-        versions = shifted(x, pixels)
-        drawn = np.random.default_rng([0, pixels])
-        rows = rows + len(x) * drawn.integers(len(versions), size=len(rows))
-    by_client = np.split(rows, np.cumsum(lengths)[:-1])
-    clients = datasets.FederatedDataset.from_indices(
-        np.concatenate([computed(version) for version in versions]),
-        np.tile(y, len(versions)),
-        dict(zip(task.clients.client_ids, by_client, strict=True)),
-    )
-    test_x, test_y = task.test
+    clients = clients.map(lambda x, y: (computed(x), y))
     return Task(clients, (computed(test_x), test_y), task.num_classes, layer)
+
+
+def _with_shifts(
+    clients: datasets.FederatedDataset, pixels: int
+) -> datasets.FederatedDataset:
+    """Returns clients that moved each of their images once, at random."""
+    x, y = map(np.asarray, clients.flat())
+    rows, lengths = clients.client_rows(np.arange(clients.num_clients))
+    versions = shifted(x, pixels)
+    drawn = np.random.default_rng([0, pixels]).integers(len(versions), size=len(rows))
+    return datasets.FederatedDataset.from_indices(
+        np.concatenate(versions),
+        np.tile(y, len(versions)),
+        np.split(rows + len(x) * drawn, np.cumsum(lengths)[:-1]),
+        clients.client_ids,
+    )
 
 
 def shifted(images: np.ndarray, pixels: int) -> list[np.ndarray]:
@@ -127,15 +122,12 @@ def shifted(images: np.ndarray, pixels: int) -> list[np.ndarray]:
             "input_shifts must be less than the images' sides, got "
             f"{pixels} for {list(images.shape[1:])}."
         )
-    found = [images]
-    for axis in (1, 2):
-        before, after = [slice(None)] * 3, [slice(None)] * 3
-        before[axis], after[axis] = slice(None, -pixels), slice(pixels, None)
-        for source, target in ((before, after), (after, before)):
-            moved = np.zeros_like(grid)
-            moved[tuple(target)] = grid[tuple(source)]
-            found.append(moved.reshape(images.shape))
-    return found
+    steps = [(0, 0), (pixels, 0), (-pixels, 0), (0, pixels), (0, -pixels)]
+    rest = (0,) * (grid.ndim - 3)
+    return [
+        ndimage.shift(grid, (0, *step, *rest), order=0).reshape(images.shape)
+        for step in steps
+    ]
 
 
 def build_model(settings: Settings, task: Task) -> tf.keras.Model:

@@ -21,8 +21,6 @@ from tfdp_fl.experiments.settings import Settings
 from tfdp_fl.keras import DPFederatedModel, callbacks, make_private
 from tfdp_fl.keras.make_private import known_facts
 
-_SERVER_ADAM_RATE = 0.01
-
 
 def use_one_thread_per_operation() -> bool:
     """Gives TensorFlow's operations a thread each, and all cores clients.
@@ -149,19 +147,13 @@ def _loss(settings: Settings) -> tf.keras.losses.Loss:
 def _server_optimizer(settings: Settings) -> Any:
     if settings.server_optimizer == "none":
         return None
-    is_adam = settings.server_optimizer == "adam"
-    rate: Any = settings.server_learning_rate or (_SERVER_ADAM_RATE if is_adam else 1.0)
+    rate: Any = float(settings.server_learning_rate or 1.0)
     if settings.server_schedule == "linear":
         decay = tf.keras.optimizers.schedules.PolynomialDecay
-        rate = decay(float(rate), settings.rounds, 0.0)
-    elif settings.server_schedule == "cosine":
-        decay = tf.keras.optimizers.schedules.CosineDecay
-        rate = decay(float(rate), settings.rounds)
+        rate = decay(rate, settings.rounds, 0.0)
     average: dict[str, Any] = {}
     if settings.server_ema:
         average = {"use_ema": True, "ema_momentum": settings.server_ema}
-    if is_adam:
-        return tf.keras.optimizers.Adam(rate, **average)
     return tf.keras.optimizers.SGD(rate, settings.server_momentum, **average)
 
 

@@ -111,7 +111,7 @@ class PublicScore:
             verbose=0,
             return_dict=True,
         )
-        return _signed(_named(values, self.metric), self.mode)
+        return _signed(values[self.metric], self.mode)
 
     def digest(self) -> str:
         """Returns what tells this score from others."""
@@ -168,30 +168,22 @@ class PrivateScore:
     def split(self, clients: FederatedDataset) -> Split:
         """Returns the clients that train, those that score, and what a score costs."""
         event = dp_accounting.GaussianDpEvent(self._release.noise_multiplier)
-        names = client_ids.are_names(clients.client_ids)
         if self._clients is None:
             training, held_out = clients.split_by_id(self._share)
-            places = map(client_ids.place_of, held_out.client_ids)
             # With a few clients, one may be moved to the side that has none.
-            by_id = (
-                max(places)
+            are_apart = (
+                max(map(client_ids.place_of, held_out.client_ids))
                 < self._share
                 <= min(map(client_ids.place_of, training.client_ids))
             )
-            return Split(
-                training=training,
-                held_out=held_out,
-                event=event,
-                is_disjoint=names and by_id,
-            )
-        both = set(clients.client_ids) & set(self._clients.client_ids)
+        else:
+            training, held_out = clients, self._clients
+            are_apart = not set(clients.client_ids) & set(held_out.client_ids)
         return Split(
-            training=clients,
-            held_out=self._clients,
+            training=training,
+            held_out=held_out,
             event=event,
-            is_disjoint=names
-            and client_ids.are_names(self._clients.client_ids)
-            and not both,
+            is_disjoint=are_apart and clients.has_names and held_out.has_names,
         )
 
     def __call__(
@@ -221,15 +213,6 @@ def _checked(metric: str, mode: str) -> tuple[str, str]:
 
 def _signed(value: float, mode: str) -> float:
     return -float(value) if mode == "min" else float(value)
-
-
-def _named(values: dict[str, Any], metric: str) -> Any:
-    if metric not in values:
-        raise ValueError(
-            "score must have a metric that every candidate compiles "
-            f"({', '.join(map(repr, values))}), got {metric!r}."
-        )
-    return values[metric]
 
 
 def _example_hashes(x: Any, y: Any) -> set[bytes]:

@@ -1,24 +1,17 @@
 """Secure aggregation: the sum of a group's updates, and nobody sees one."""
 
 from tfdp_fl.secure_aggregation.additive_sharing import AdditiveSecretSharing
-from tfdp_fl.secure_aggregation.coordinator import Coordinator
 from tfdp_fl.secure_aggregation.grouped_sum import (
     GroupedSum,
     split_into_groups,
     sum_in_groups,
 )
 from tfdp_fl.secure_aggregation.member import AggregationOutcome, Member
-from tfdp_fl.secure_aggregation.messages import (
-    COORDINATOR,
-    Message,
-    RejectedMessageError,
-)
+from tfdp_fl.secure_aggregation.messages import Message, RejectedMessageError
 
 __all__ = [
-    "COORDINATOR",
     "AdditiveSecretSharing",
     "AggregationOutcome",
-    "Coordinator",
     "GroupedSum",
     "Member",
     "Message",

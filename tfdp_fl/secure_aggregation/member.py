@@ -2,9 +2,9 @@
 
 The order of calls:
 
-    member = Member(protocol, "ann", update)
-    send(member.begin(now))            # Step 1: "ready", then wait for a list.
-    while member.outcome is None:      # Steps 2 and 3 follow by themselves.
+    member = Member(protocol, "ann", update, members=names, session="round 7")
+    send(member.begin(now))
+    while member.outcome is None:
         message = wait_for_a_message(until=member.deadline)
         if message is None:
             member.check_deadline(now)
@@ -12,18 +12,15 @@ The order of calls:
             send(member.receive(message, now))
     use(member.outcome)
 
-Members that know each other already leave out step 1 and the coordinator:
-`Member(..., members=[...], session=...)`, where all agree on a session name
-that has never been used before.
+All members agree on their names and on the name of a session that has never been
+used before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -78,8 +75,8 @@ class Member:
         member_id: messages.MemberId,
         update: np.ndarray | Sequence[np.ndarray],
         *,
-        members: Sequence[messages.MemberId] | None = None,
-        session: str | None = None,
+        members: Sequence[messages.MemberId],
+        session: str,
         _random_bytes: Callable[[int], bytes] = os.urandom,
     ):
         """Encodes the update.
@@ -88,9 +85,8 @@ class Member:
           protocol: the configuration that all members share.
           member_id: this member's name.
           update: an array, or a sequence of arrays (one secret per tensor).
-          members: the group, if it is known beforehand; None to be told by
-            the coordinator.
-          session: the name of this aggregation, if `members` are given.
+          members: the names of the group, this member's among them.
+          session: the name of this aggregation.
 
         Raises:
           TypeError: if the update holds anything but real numbers.
@@ -98,14 +94,11 @@ class Member:
             tensor and the value are named), or the group is not allowed.
         """
         _validate.instance_of(additive_sharing.AdditiveSecretSharing, protocol=protocol)
-        if member_id == messages.COORDINATOR:
+        protocol.check_group_size(len(members))
+        if len(set(members)) != len(members) or member_id not in members:
             raise ValueError(
-                f"member_id must not be {member_id!r}: it is the coordinator's name."
-            )
-        if (members is None) != (session is None):
-            raise ValueError(
-                "members and session go together: give both or neither, got "
-                f"members={members!r} and session={session!r}."
+                "members must name everybody once, this member "
+                f"({member_id!r}) included, got {list(members)!r}."
             )
         self.outcome: AggregationOutcome | None = None
         self.deadline: float | None = None
@@ -120,29 +113,32 @@ class Member:
         if not self._encoded:
             raise ValueError("update must hold at least one tensor, got none.")
         self._random_bytes = _random_bytes
-        self._members: tuple[messages.MemberId, ...] = ()
-        self._session = ""
-        if members is not None:
-            self._check_members(members)
-            self._members = tuple(members)
-            self._session = session or ""
+        self._members = tuple(members)
+        self._session = _validate.instance_of(str, session=session)
         self._shares_from: set[messages.MemberId] = set()
         self._sum_of_shares: list[np.ndarray] = []
         self._partial_sums: dict[messages.MemberId, tuple[np.ndarray, ...]] = {}
-        self._early: list[messages.Message] = []
 
     def begin(self, now: float) -> list[messages.Message]:
-        """Starts step 1, or step 2 if the members are known beforehand."""
+        """Shares the update: returns a share of each tensor for each other member."""
         if self.deadline is not None or self.outcome is not None:
             raise ValueError(
                 "A member takes part once: make a new one for every round."
             )
         self._start_step(now)
-        if self._members:
-            return self._send_shares()
-        ready: dict[str, Any] = {"kind": messages.READY, "session": ""}
-        ready.update(sender=self._id, recipient=messages.COORDINATOR)
-        return [messages.Message(**ready)]
+        own_index = self._members.index(self._id)
+        shares = [
+            self._protocol.split(
+                encoded,
+                len(self._members),
+                remainder=own_index,
+                _random_bytes=self._random_bytes,
+            )
+            for encoded in self._encoded
+        ]
+        self._sum_of_shares = [split[own_index] for split in shares]
+        self._shares_from.add(self._id)
+        return self._to_others(messages.SHARE, zip(*shares, strict=True))
 
     def receive(self, message: messages.Message, now: float) -> list[messages.Message]:
         """Takes one message in; returns what is to be sent next.
@@ -160,30 +156,27 @@ class Member:
             message.recipient != self._id,
             f"A message for {message.recipient!r} reached {self._id!r}.",
         )
-        if message.kind == messages.PEERS:
-            return self._receive_peers(message, now)
         reject_if(
-            message.kind not in (messages.SHARE, messages.PARTIAL_SUM),
+            message.kind not in messages.KINDS,
             f"A member does not take {message.kind!r} messages.",
         )
-        if self._members:
-            return self._receive_tensors(message, now)
-        # The others may have had the list sooner. What they send is kept, in
-        # bounds, and looked at when the list is here.
-        reject_if(
-            len(self._early) >= 2 * self._protocol.max_participants,
-            "Too many messages came before the list of members.",
-        )
-        self._early.append(message)
-        return []
+        self._check_belongs(message)
+        sender, is_share = message.sender, message.kind == messages.SHARE
+        known = self._shares_from if is_share else self._partial_sums
+        reject_if(sender in known, f"A second {message.kind} from {sender!r}.")
+        if not is_share:
+            self._partial_sums[sender] = message.tensors
+            return self._reconstruct_if_complete()
+        for total, share in zip(self._sum_of_shares, message.tensors, strict=True):
+            total += share
+        self._shares_from.add(sender)
+        return self._send_partial_sum(now) if self._all_shares_are_here else []
 
     def check_deadline(self, now: float) -> None:
         """Fails, with the own update as the outcome, if a step is overdue."""
         if self.deadline is None or now <= self.deadline:
             return
-        if not self._members:
-            missing = "the list of members"
-        elif not self._all_shares_are_here:
+        if not self._all_shares_are_here:
             missing = f"shares from {self._absent(self._shares_from)}"
         else:
             missing = f"partial sums from {self._absent(self._partial_sums)}"
@@ -210,75 +203,12 @@ class Member:
 
     def _end(self, outcome: AggregationOutcome) -> None:
         self.outcome, self.deadline = outcome, None
-        for kept in (self._encoded, self._sum_of_shares, self._early):
+        for kept in (self._encoded, self._sum_of_shares):
             kept.clear()
         self._partial_sums.clear()
 
-    def _check_members(self, members: Sequence[messages.MemberId]) -> None:
-        self._protocol.check_group_size(len(members))
-        if len(set(members)) != len(members) or self._id not in members:
-            raise ValueError(
-                "members must name everybody once, this member "
-                f"({self._id!r}) included, got {list(members)!r}."
-            )
-
-    def _receive_peers(
-        self, message: messages.Message, now: float
-    ) -> list[messages.Message]:
-        reject_if(
-            message.sender != messages.COORDINATOR,
-            f"Only the coordinator names the members, not {message.sender!r}.",
-        )
-        reject_if(bool(self._members), "The members are known.")
-        try:
-            self._check_members(message.members)
-        except ValueError as error:
-            raise messages.RejectedMessageError(str(error)) from error
-        self._members = message.members
-        self._session = message.session
-        self._start_step(now)
-        to_send = self._send_shares()
-        early, self._early = self._early, []
-        for waiting in early:
-            # As if it had come, or been rejected, now.
-            with contextlib.suppress(messages.RejectedMessageError):
-                to_send += self._receive_tensors(waiting, now)
-        return to_send
-
-    def _send_shares(self) -> list[messages.Message]:
-        """Step 2: one share of every tensor for each, one kept."""
-        own_index = self._members.index(self._id)
-        shares = [
-            self._protocol.split(
-                encoded,
-                len(self._members),
-                remainder=own_index,
-                _random_bytes=self._random_bytes,
-            )
-            for encoded in self._encoded
-        ]
-        self._sum_of_shares = [split[own_index] for split in shares]
-        self._shares_from.add(self._id)
-        # One share of each tensor for each member.
-        return self._to_others(messages.SHARE, zip(*shares, strict=True))
-
-    def _receive_tensors(
-        self, message: messages.Message, now: float
-    ) -> list[messages.Message]:
-        self._check_belongs(message)
-        sender, is_share = message.sender, message.kind == messages.SHARE
-        known = self._shares_from if is_share else self._partial_sums
-        reject_if(sender in known, f"A second {message.kind} from {sender!r}.")
-        if not is_share:
-            self._partial_sums[sender] = message.tensors
-            return self._reconstruct_if_complete()
-        for total, share in zip(self._sum_of_shares, message.tensors, strict=True):
-            total += share
-        self._shares_from.add(sender)
-        return self._send_partial_sum(now) if self._all_shares_are_here else []
-
     def _send_partial_sum(self, now: float) -> list[messages.Message]:
-        """Step 3: the sum of the received shares, the same to everybody."""
+        """Returns the sum of the received shares, the same to everybody."""
         self._start_step(now)
         partial_sum = tuple(self._sum_of_shares)
         for tensor in partial_sum:
@@ -290,7 +220,7 @@ class Member:
         return to_send + self._reconstruct_if_complete()
 
     def _reconstruct_if_complete(self) -> list[messages.Message]:
-        """Step 4: the partial sums add up to the sum of the updates."""
+        """The partial sums add up to the sum of the updates."""
         if not self._all_shares_are_here or self._absent(self._partial_sums):
             return []
         # In the order of the list, so that floating-point sums agree too.

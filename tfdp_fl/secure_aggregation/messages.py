@@ -1,4 +1,4 @@
-"""What travels between members and coordinator, and how it becomes bytes."""
+"""What travels between members, and how it becomes bytes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,10 @@ import numpy as np
 MemberId = int | str
 """A member is known by a string or an integer."""
 
-COORDINATOR = "coordinator"
-"""The name under which the coordinator sends and receives."""
+SHARE, PARTIAL_SUM = KINDS = ("share", "partial_sum")
 
-READY = "ready"
-PEERS = "peers"
-SHARE = "share"
-PARTIAL_SUM = "partial_sum"
-
-STEP_OF_KIND = {READY: 1, PEERS: 1, SHARE: 2, PARTIAL_SUM: 3}
-"""The step of the protocol to which each kind of message belongs."""
-
-_MAGIC = b"tfdpfl-secagg-1\n"
-_FIELDS = ("kind", "session", "sender", "recipient", "members")
+_MAGIC = b"tfdpfl-secagg-2\n"
+_FIELDS = ("kind", "session", "sender", "recipient")
 _DTYPES = ("<u4", "<u8", "<f8")
 _MOST_DIMENSIONS = 32  # What numpy allows.
 _MOST_BYTES = 2**62  # No array is larger; beyond it numpy's own sizes overflow.
@@ -44,25 +35,21 @@ def reject_if(wrong: bool, why: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Message:
-    """One message from one member (or the coordinator) to one other.
+    """One message from one member to one other.
 
     Attributes:
-      kind: "ready" (member to coordinator), "peers" (coordinator to member:
-        the list of members), "share" or "partial_sum" (member to member).
-      session: the aggregation that it belongs to; "" in a "ready" message,
-        which comes before there is one.
+      kind: "share" or "partial_sum".
+      session: the aggregation that it belongs to.
       sender: who sends it. The transport must vouch for it.
       recipient: for whom it is. The transport must keep it from all others:
         who reads all shares of a member reads the member's value.
-      members: the list of members ("peers" only).
-      tensors: one array per tensor of the update ("share", "partial_sum").
+      tensors: one array per tensor of the update.
     """
 
     kind: str
     session: str
     sender: MemberId
     recipient: MemberId
-    members: tuple[MemberId, ...] = ()
     tensors: tuple[np.ndarray, ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -99,13 +86,12 @@ class Message:
                 (np.dtype(_one_of(_DTYPES, dtype)), _shape(shape))
                 for dtype, shape in header["tensors"]
             ]
-            _one_of(STEP_OF_KIND, header["kind"])
+            _one_of(KINDS, header["kind"])
             fields: dict[str, Any] = {name: header[name] for name in _FIELDS}
-            fields["members"] = members = tuple(fields["members"])
             # Not of a subclass: JSON's true is an int.
             if type(header["session"]) is not str or not all(
                 type(name) in (int, str)
-                for name in (header["sender"], header["recipient"], *members)
+                for name in (header["sender"], header["recipient"])
             ):
                 raise TypeError("A name must be a string or an integer.")
         except (KeyError, TypeError, ValueError, RecursionError) as error:

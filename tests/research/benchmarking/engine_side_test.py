@@ -84,7 +84,3 @@ class EngineSideTest(tf.test.TestCase, parameterized.TestCase):
             ours.federated_model.get_weights(), moved, strict=True
         ):
             self.assertAllClose(actual, expected, atol=1e-6)
-
-
-if __name__ == "__main__":
-    tf.test.main()
