@@ -93,7 +93,7 @@ class TrainTest(absltest.TestCase):
         lines["not empty"] = [again]
         lines["resumed with others"] = ["--resume", "--rounds=9", again]
         lines["resumed"] = ["--resume", again]
-        others = ["--mechanism=none", "--rounds=1"]
+        others = ["--mechanism=none", "--rounds=1", "--clients_per_round=5"]
         lines["overwritten"] = [*small, *others, "--overwrite", again]
         for number, (line, _) in enumerate(_REFUSED):
             lines[number] = [*line, f"--output_dir={cls.folder / 'refused'}"]
