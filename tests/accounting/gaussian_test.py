@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
@@ -94,7 +94,3 @@ def _mp_delta(z, epsilon):
             phi(mu / 2 - epsilon / mu)
             - mpmath.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
         )
-
-
-if __name__ == "__main__":
-    absltest.main()

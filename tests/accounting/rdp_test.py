@@ -7,7 +7,7 @@ import math
 
 import dp_accounting
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from scipy import integrate, stats
 
 from tfdp_fl.accounting import rdp
@@ -85,7 +85,3 @@ def _renyi_of_mixtures(q, z, alpha):
     top = terms.max()
     total = np.exp(terms - top).sum() * (x[1] - x[0])
     return (math.log(total) + top) / (alpha - 1)
-
-
-if __name__ == "__main__":
-    absltest.main()

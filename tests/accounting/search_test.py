@@ -6,7 +6,7 @@ import math
 
 import dp_accounting
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from scipy import signal, stats
 
 from tfdp_fl import accounting
@@ -205,7 +205,3 @@ class TrialCountTest(parameterized.TestCase):
     def test_what_is_refused(self, mean, name, argument):
         with self.assertRaisesRegex(ValueError, argument):
             search.TrialCount.named(mean, name)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.mechanisms import statistics
@@ -159,7 +159,3 @@ class CorrelatedNoiseTest(parameterized.TestCase):
         self.assertLen(tf.nest.flatten(told), 3)
         self.assertGreater(len(tf.nest.flatten(state)), 3)
         self.assertFalse(math.isnan(float(told.clip_norm)))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -195,7 +195,3 @@ class BatchedTest(tf.test.TestCase, parameterized.TestCase):
             large = devices.clients_at_once("/device:GPU:0", model, 10**9, 5)
         self.assertGreater(small, 50)
         self.assertEqual(large, 1)
-
-
-if __name__ == "__main__":
-    tf.test.main()

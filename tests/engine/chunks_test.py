@@ -202,7 +202,3 @@ class FitTest(tf.test.TestCase):
         other = toy.federated(clients_per_round=4)
         whole = other.fit(files.dataset(), rounds=3, verbose=0, seed=1)
         self.assertAllClose(one.history["loss"], whole.history["loss"][1:], rtol=1e-5)
-
-
-if __name__ == "__main__":
-    tf.test.main()

@@ -385,7 +385,3 @@ class ClipAttackTest(tf.test.TestCase, parameterized.TestCase):
             sums.append([v.numpy() for v in total.contribution.update])
         moved = [a.astype(np.float64) - b for a, b in zip(*sums, strict=True)]
         self.assertLessEqual(references.l2_norm(moved), _ALLOWED)
-
-
-if __name__ == "__main__":
-    tf.test.main()

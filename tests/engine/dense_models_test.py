@@ -234,7 +234,3 @@ class SeparableTest(tf.test.TestCase, parameterized.TestCase):
             first = updates({0: (x, labels)})
             for b, f, wanted in zip(both, first, alone, strict=True):
                 self.assertAllClose(b - f, wanted, atol=1e-5)
-
-
-if __name__ == "__main__":
-    tf.test.main()

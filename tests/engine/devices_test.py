@@ -105,7 +105,3 @@ class DevicesTest(tf.test.TestCase):
         self.assertTrue(devices.prefers_xla(small, 8))
         with absltest.mock.patch.object(devices, "home_of", return_value=gpu):
             self.assertFalse(devices.prefers_xla(small, 8))
-
-
-if __name__ == "__main__":
-    absltest.main()

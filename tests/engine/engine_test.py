@@ -559,7 +559,3 @@ class WindowTest(tf.test.TestCase):
         zeta = references.analytic_sigma(1.0, 8.0, 1e-5) * 3**0.5
         for update, radius in zip(collected.updates.numpy(), (0.5, 0.1), strict=True):
             statistics.assert_gaussian(update, 2 * radius * zeta)
-
-
-if __name__ == "__main__":
-    tf.test.main()

@@ -369,7 +369,3 @@ class StateTest(tf.test.TestCase, parameterized.TestCase):
             )
             with self.assertRaisesRegex(ValueError, "would pass from one"):
                 _moved(cohorts.client_arrays((3, 3)), model)
-
-
-if __name__ == "__main__":
-    tf.test.main()

@@ -202,7 +202,3 @@ class LstmTest(tf.test.TestCase, parameterized.TestCase):
             [fast.layers[0](x, initial_state=state)],
             [keras.layers[0](x, initial_state=state)],
         )
-
-
-if __name__ == "__main__":
-    tf.test.main()

@@ -212,7 +212,3 @@ class LayOutTest(parameterized.TestCase):
                 np.testing.assert_array_equal(
                     part.table.windows[: len(members)], windows[members]
                 )
-
-
-if __name__ == "__main__":
-    absltest.main()

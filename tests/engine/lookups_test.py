@@ -191,7 +191,3 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
         engine = _engine(dataset, model, mechanism=local)
         cohorts.run_round(engine, dataset)
         self.assertTrue((model.get_weights()[0] != before).all())
-
-
-if __name__ == "__main__":
-    tf.test.main()

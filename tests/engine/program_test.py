@@ -206,7 +206,3 @@ class IndependenceTest(tf.test.TestCase, parameterized.TestCase):
         clients[first] = (np.full_like(clients[first][0], 1e30), clients[first][1])
         changed = _rows(_engine(make_model=model), clients)
         self.assertAllEqual(both[1][0], changed[1][0])
-
-
-if __name__ == "__main__":
-    tf.test.main()

@@ -60,7 +60,3 @@ class StateTest(tf.test.TestCase):
         update.replace([change, change])
         self.assertAllClose(variance, [0.0, 1.0])
         self.assertAllClose(weight, [-3.0, 1.0])
-
-
-if __name__ == "__main__":
-    tf.test.main()

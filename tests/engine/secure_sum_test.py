@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.engine import cohorts
@@ -108,7 +108,3 @@ class SumSecurelyTest(parameterized.TestCase):
                 secure_aggregation.AdditiveSecretSharing(bits=32),
                 1.0,
             )
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -108,7 +108,3 @@ class TFFEqualityTest(tf.test.TestCase):
                 )
             state = process.next(state, clients).state
         return list(process.get_model_weights(state).trainable)
-
-
-if __name__ == "__main__":
-    tf.test.main()

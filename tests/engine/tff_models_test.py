@@ -125,7 +125,3 @@ class FunctionalTrainerTest(tf.test.TestCase, parameterized.TestCase):
             options = {"optimizer": options["optimizer"]()}
         with self.assertRaisesRegex(ValueError, pattern):
             _fit(_model(*(hidden() if hidden else [])), _clients(), **options)
-
-
-if __name__ == "__main__":
-    tf.test.main()

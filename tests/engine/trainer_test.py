@@ -440,7 +440,3 @@ class CheckLabelsTest(parameterized.TestCase):
     )
     def test_labels_that_can(self, loss, shape, units):
         self._check(loss, np.zeros(shape, np.float32), units)
-
-
-if __name__ == "__main__":
-    tf.test.main()

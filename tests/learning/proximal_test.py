@@ -21,7 +21,3 @@ class ProximalOptimizerTest(absltest.TestCase):
             pull = mu * (expected - received)
             expected = expected - rate * (np.array(gradient) + pull)
         np.testing.assert_allclose(weights[0], expected, rtol=1e-6)
-
-
-if __name__ == "__main__":
-    absltest.main()

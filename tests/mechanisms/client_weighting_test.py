@@ -78,7 +78,3 @@ class ClientWeightingTest(tf.test.TestCase, parameterized.TestCase):
         )
         with self.assertRaisesRegex(ValueError, "client_weighting must be"):
             mechanism.bind(deployment)
-
-
-if __name__ == "__main__":
-    tf.test.main()

@@ -99,7 +99,3 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
         bad = [tf.cast([3.0, float("nan")], dtype)]
         result = _clipped(bad)
         self.assertAllEqual(tf.cast(result.update[0], "float32"), [0, 0])
-
-
-if __name__ == "__main__":
-    tf.test.main()

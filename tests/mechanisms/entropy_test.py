@@ -59,7 +59,3 @@ class ElsewhereTest(absltest.TestCase):
         with mock.patch.object(entropy, "_UUIDS", "/nowhere/uuid"):
             self.assertEqual(entropy.words(3).shape, (3,))
             self.assertEqual(noise.next_seed().dtype, tf.uint64)
-
-
-if __name__ == "__main__":
-    absltest.main()

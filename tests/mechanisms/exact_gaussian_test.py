@@ -7,7 +7,7 @@ import pickle
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from scipy import special, stats
 
 from tests.mechanisms import statistics
@@ -126,7 +126,3 @@ class RoundedTest(parameterized.TestCase):
             self.assertLen(one, 5000)
             for other in draws[:place]:
                 statistics.assert_uncorrelated(one, other)
-
-
-if __name__ == "__main__":
-    absltest.main()

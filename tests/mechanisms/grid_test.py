@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 import tfdp_fl
 from tests.mechanisms import rounds, statistics
@@ -132,7 +132,3 @@ class NoiseTest(parameterized.TestCase):
         zeros = query.initial_sample_state([tf.zeros(s) for s in _LARGE])
         traced = tf.function(lambda: query.get_noised_result(zeros, state)[0][0])
         statistics.assert_uncorrelated(traced(), traced())
-
-
-if __name__ == "__main__":
-    absltest.main()
