@@ -93,6 +93,15 @@ CASES = {
         bound=math.inf,  # One client moves the clip of all others.
         not_in={"side by side": _WHOLE_COHORT},
     ),
+    "MedianClipping, noise at clients": Case(
+        lambda z: tfdp_fl.MedianClipping(noise_multiplier=z, noise_site="client"),
+        mean=_median_mean,
+        bound=math.inf,
+        not_in={
+            "side by side": _WHOLE_COHORT,
+            "Flower": "its clients add noise before the clip of the round is known",
+        },
+    ),
     "LocalDP": Case(
         lambda z: tfdp_fl.LocalDP(clip_norm=S, noise_multiplier=max(z, 1e-7)),
         stddev=Z * S / math.sqrt(M),

@@ -466,6 +466,12 @@ class ClientTest(tf.test.TestCase):
             self.assertEqual(
                 sum(float(total.contribution.weight) for total in pending.sums), 2
             )
+        # The median is of those that answered: half of all norms are not 0.
+        _, engine = _engine("median")
+        answered = engine.collect(dataset, cohorts.inputs(dataset)).state.clip_norm
+        others = dataset.take([0, 2])
+        alone = engine.collect(others, cohorts.inputs(others)).state.clip_norm
+        self.assertAllClose(answered, alone)
 
     def test_one_client_moves_the_model_by_at_most_s_over_m(self):
         ends = []
