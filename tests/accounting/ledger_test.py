@@ -426,6 +426,13 @@ def test_a_fork_that_lives_on_does_not_hold_the_lock(path, open_ledger):
         os.waitpid(child, 0)
 
 
+def test_one_that_is_closed_is_read_anew(path, open_ledger):
+    open_ledger.close()
+    with _append(path) as other:
+        other.record(0, _charge(), 5)
+    assert open_ledger.contents().entries == other.entries
+
+
 def test_the_process_may_change_its_folder(path, monkeypatch):
     monkeypatch.chdir(path.parent)
     with PrivacyLedger("relative.jsonl") as ledger:

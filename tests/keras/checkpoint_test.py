@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import stat
 import warnings
 
@@ -57,6 +59,30 @@ class CheckpointDirectoryTest(parameterized.TestCase):
         made = checkpoint.Checkpoint(round_index=1, state={"half": half})
         found = checkpoint.Checkpoint.from_bytes(1, made.to_bytes())
         self._assert_same(found.state["half"], np.float32([1.5, -2.0]))
+
+    @parameterized.parameters(
+        ({"a": {1, 2}}, TypeError, "got one of type set"),
+        ({"a": np.array([None])}, TypeError, "got one of type ndarray"),
+        ({"a": [{"place of an array": 1}, np.ones(1)]}, ValueError, "no key 'place"),
+    )
+    def test_what_could_not_be_read_is_not_written(self, state, error, pattern):
+        with self.assertRaisesRegex(error, pattern):
+            checkpoint.Checkpoint(round_index=1, state=state).to_bytes()
+
+    def test_a_text_may_say_anything(self):
+        state = {"a": 'the "place of an array": 1', "b": np.ones(1)}
+        made = checkpoint.Checkpoint(round_index=1, state=state)
+        found = checkpoint.Checkpoint.from_bytes(1, made.to_bytes())
+        self.assertEqual(found.state["a"], state["a"])
+
+    def test_one_of_an_earlier_version_is_passed_over(self):
+        self._write(1)
+        stream = io.BytesIO()
+        np.savez(stream, json=np.array('{"format": "tfdp_fl checkpoint 3"}'))
+        data = stream.getvalue()
+        self.directory.file(2).write_bytes(data + hashlib.sha256(data).digest())
+        with self.assertWarnsRegex(RuntimeWarning, "an earlier version wrote it"):
+            self._assert_is(self.directory.newest(), 1)
 
     def test_what_is_read_is_what_was_written(self):
         self._write(7)

@@ -192,6 +192,15 @@ class ResumeTest(parameterized.TestCase):
         self.assertEqual(history.epoch, [3, 4])
         toy.assert_same(weights, resumed)
 
+    def test_numpys_numbers_are_as_good(self):
+        given = {"seed": np.int64(5), "rounds": 3, "batch_size": np.int64(4)}
+        first, resumed = (toy.federated(sampling="poisson") for _ in range(2))
+        with self.assertRaises(KeyboardInterrupt):
+            stop = [RoundCheckpoint(self.path), _interrupts(0)]
+            toy.fit(first, callbacks=stop, **given)
+        toy.fit(resumed, **given, resume_from=self.path)
+        self.assertEqual(resumed.rounds, 3)
+
     def test_without_a_seed_it_goes_on_too(self):
         options = {"clients_per_round": 10, "sampling": "shuffled"}
         first, resumed = toy.federated(**options), toy.federated(**options)

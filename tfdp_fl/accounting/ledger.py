@@ -437,7 +437,9 @@ class PrivacyLedger:
             )
 
     def contents(self) -> LedgerContents:
-        """Returns what the ledger holds now."""
+        """Returns what the ledger holds now; others may write to one that is closed."""
+        if self._descriptor is None:
+            return PrivacyLedger.read(self._place)
         return self._contents
 
     def close(self) -> None:

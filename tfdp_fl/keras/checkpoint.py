@@ -62,11 +62,18 @@ class Checkpoint:
 
         def place_of(value: Any) -> dict[str, int]:
             array = np.asarray(value)
+            if array.dtype.hasobject:  # A file that nobody could read.
+                raise TypeError(
+                    "state must hold JSON values and arrays, got one of type "
+                    f"{type(value).__name__}."
+                )
             # NumPy's files do not name short floats.
             arrays.append(array if array.dtype.kind != "V" else array.astype("f4"))
             return {_PLACE: len(arrays)}
 
         text = json.dumps({"format": FORMAT, "state": self.state}, default=place_of)
+        if text.count(f'"{_PLACE}": ') != len(arrays):
+            raise ValueError(f"state must have no key {_PLACE!r}, got one.")
         stream = io.BytesIO()
         np.savez(stream, np.array(text), *arrays)
         data = stream.getvalue()
@@ -79,6 +86,8 @@ class Checkpoint:
         if hashlib.sha256(data).digest() != digest:
             raise ValueError("its checksum is wrong, or an earlier version wrote it")
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            if "arr_0" not in file:
+                raise ValueError("an earlier version wrote it")
 
             def array_of(value: dict[str, Any]) -> Any:
                 return file[f"arr_{value[_PLACE]}"] if _PLACE in value else value

@@ -461,11 +461,12 @@ class DPFederatedModel:
             every=validation_freq,
             batch_size=validation_batch_size,
         ).without_held_out(clients, validation_split)
-        _validate.positive_integer(rounds=rounds)
-        _validate.positive_integer(batch_size=batch_size)
-        _validate.positive_integer(local_epochs=local_epochs)
+        # A checkpoint keeps them: Python's own numbers, whatever was given.
+        rounds = _validate.positive_integer(rounds=rounds)
+        batch_size = _validate.positive_integer(batch_size=batch_size)
+        local_epochs = _validate.positive_integer(local_epochs=local_epochs)
         if seed is not None:
-            _validate.non_negative_integer(seed=seed)
+            seed = _validate.non_negative_integer(seed=seed)
             if self.setup.noise_generator != noise.PHILOX:
                 raise ValueError(
                     f"seed must be None with {self.setup.noise_generator!r} noise, "
