@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import tensorflow as tf
 from absl.testing import parameterized
 
 import tfdp_fl
@@ -75,6 +76,23 @@ class SumSecurelyTest(parameterized.TestCase):
             norm = np.linalg.norm(vector[:-scalars])
             self.assertBetween(norm, 0.5 * _CLIP, _CLIP)
             self.assertEqual(vector[-1], 1.0)
+
+    def test_a_discarded_client_is_not_in_the_mean_of_those_that_answered(self):
+        mechanism = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=1e-3)
+        engine, pending = _collected(mechanism, 1e-3, sizes=(7, 3, 5, 4))
+        ((members, rows),) = pending.collected
+        updates = rows.updates.numpy()
+        updates[1] = 1e30
+        pending.collected = [(members, rows._replace(updates=tf.constant(updates)))]
+        protocol = secure_aggregation.AdditiveSecretSharing()
+        with self.assertWarnsRegex(UserWarning, "were discarded"):
+            self.assertEqual(secure_sum.sum_securely(engine, pending, protocol), ())
+        (total,) = pending.sums
+        self.assertAlmostEqual(float(total.contribution.weight), 3.0, places=5)
+        self.assertEqual(pending.without_noise, 1)
+        others = np.delete(updates, 1, axis=0).sum(axis=0)
+        got = np.concatenate([np.ravel(part) for part in total.contribution.update])
+        np.testing.assert_allclose(got, others, atol=1e-5)
 
     def test_a_cohort_that_cannot_be_split_has_failed(self):
         # As when one of six drops out and groups have three members.
