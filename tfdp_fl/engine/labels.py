@@ -43,7 +43,7 @@ class LabelRange(NamedTuple):
         return ~inside.all(axis=tuple(range(1, inside.ndim)))
 
     def problem(self) -> str:
-        """Returns what to tell whoever has such a label."""
+        """Returns the message about such a label."""
         other = "" if self.ignored is None else f" (or {self.ignored})"
         return (
             f"labels must be integers from 0 to {self.num_classes - 1}{other}, "

@@ -175,7 +175,7 @@ _OWN = {
         False, bool, "history.csv has V_c and U_s, of unclipped updates; to study."
     ),
     "seed": Option(
-        None, int, "Repeats everything; whoever knows it can undo the noise."
+        None, int, "Repeats everything; anyone who knows it can undo the noise."
     ),
     "validation_freq": Option([1, 5, 10], int, "Evaluate every so many rounds."),
     "checkpoint_every": Option(0, int, "Save every so many rounds, for --resume."),

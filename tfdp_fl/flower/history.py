@@ -150,7 +150,7 @@ class RoundHistory:
     def _charges_of(
         self, ledger: ledger_lib.PrivacyLedger
     ) -> list[charge_lib.RoundCharge]:
-        """Returns what the ledger's rounds cost, whoever wrote them.
+        """Returns what the ledger's rounds cost, those of other runs too.
 
         Raises:
           ValueError: One has no central charge, or another sampling.

@@ -179,7 +179,7 @@ def _check(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
     if spending.by_client:
         raise ValueError(
             "private must be None with a mechanism whose guarantee is "
-            f"{spending.guarantee}: whoever adds this noise sees the clients' "
+            f"{spending.guarantee}: the party that adds this noise sees the clients' "
             "metrics first, so it has a central guarantee."
         )
     spending.central.would_be(charge)  # Of the same neighbouring relation.

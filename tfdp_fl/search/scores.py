@@ -199,8 +199,8 @@ class PrivateScore:
 
     def digest(self) -> str:
         """Returns what tells this score from others."""
-        whom = self._clients and self._clients.clients_digest
-        return f"PrivateScore {self._release!r} {self._share} {whom} {self.mode}"
+        clients = self._clients and self._clients.clients_digest
+        return f"PrivateScore {self._release!r} {self._share} {clients} {self.mode}"
 
 
 def _checked(metric: str, mode: str) -> tuple[str, str]:
