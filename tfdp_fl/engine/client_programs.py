@@ -138,7 +138,7 @@ class CohortPrograms:
                 batch = _gather((x, y), tf.slice(table.rows, [start], [size]))
                 batch = lookups.rename(tables, taken, batch[0]), batch[1]
                 with lookups.plain_gathers(self.trainer.model, looked_up):
-                    after = self._step(state, counted, batch, size, own)
+                    after = take_step(state, counted, batch, size, own)
                 return start + size, *after
 
             _, state, counted = tf.while_loop(
@@ -171,6 +171,7 @@ class CohortPrograms:
             total = counted._replace(contribution=contributions, moments=moments)
             return k + 1, total, kept
 
+        take_step = program_lib.in_own_graph(self._step)
         tables = () if full_batches else self._lookups()
         looked_up = [self.trainer.aggregated[lookup.weight] for lookup in tables]
         total, kept = self._nobody(received.weights, table)
