@@ -53,7 +53,7 @@ def _of_search(plan: tuple, epsilon: float, rounds: int, delta: float, law: str)
         best = search.BestOfTrialsDpEvent((trial,), count.mean, count.shape)
         return [charge(best, ("poisson", plan[1], plan[1]))]
 
-    return accounting.calibrate(charges, epsilon, delta)
+    return accounting.calibrate(charges, epsilon, delta, "pld")
 
 
 def costs() -> list[dict]:
@@ -65,7 +65,7 @@ def costs() -> list[dict]:
             row = {"n": n, "m": m, "rounds": rounds, "epsilon": epsilon}
             for name, times in (("one", 1), ("grid", 24)):
                 row[name] = accounting.calibrate_noise_multiplier(
-                    epsilon, *plan, rounds * times, delta
+                    epsilon, *plan, rounds * times, delta, "pld"
                 )
             for law in ("poisson", "geometric", "logarithmic"):
                 row[law] = _of_search(plan, epsilon, rounds, delta, law)
@@ -168,7 +168,7 @@ def accuracies(data: Data, seeds: int = 3):
         row = {"seed": seed, "epsilon": epsilon}
         for name, times in (("uncounted", 1), ("grid", len(_CANDIDATES))):
             z = accounting.calibrate_noise_multiplier(
-                epsilon, *data.plan, data.rounds * times, data.delta
+                epsilon, *data.plan, data.rounds * times, data.delta, "pld"
             )
             _, row[name], row[f"{name}_settings"] = best_of_all(z)
         for law, trials in (("logarithmic", 10), ("poisson", 10)):

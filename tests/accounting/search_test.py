@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import dp_accounting
@@ -26,11 +27,8 @@ def _charge(*of_trials, mean=4.0, shape=math.inf):
     )
 
 
-def _epsilon(*charges, delta=1e-5):
-    history = accounting.PrivacyAccountant()
-    for charge in charges:
-        history.add(charge)
-    return history.epsilon(delta)
+def _epsilon(*charges, delta=1e-5, accountant="rdp"):
+    return accounting.PrivacyAccountant(charges).epsilon(delta, accountant)
 
 
 def _generating(mean, shape):
@@ -94,33 +92,34 @@ def _training(z, q, rounds, step=2e-3):
 
 
 class CostTest(parameterized.TestCase):
-    @parameterized.product(shape=_SHAPES, mean=(1.5, 24.0), z=(0.8, 6.0))
-    def test_a_score_that_is_the_presence_of_a_client(self, shape, mean, z):
+    @parameterized.product(
+        accountant=("rdp", "pld"), shape=_SHAPES, mean=(1.5, 24.0), z=(0.8, 6.0)
+    )
+    def test_a_score_that_is_the_presence_of_a_client(self, accountant, shape, mean, z):
         edges = np.linspace(-10 * z, 1 + 10 * z, 20_001)
         p, q = (np.diff(stats.norm.cdf(edges, shift, z)) for shift in (0, 1))
         true = _worst_of_scores(p, q, mean, shape, 1e-5)
-        said = _epsilon(_charge(_G(z), mean=mean, shape=shape))
+        charge = _charge(_G(z), mean=mean, shape=shape)
+        said = _epsilon(charge, accountant=accountant)
         self.assertGreaterEqual(said, true)
-        alone = _epsilon(_charge(_G(z), mean=1.0, shape=1.0))
+        at_true = accounting.PrivacyAccountant([charge]).delta(true, accountant)
+        self.assertGreater(at_true, 0.9e-5)
+        alone = _epsilon(_charge(_G(z), mean=1.0, shape=1.0), accountant=accountant)
         self.assertGreater(true, 0.9 * accounting.gaussian_epsilon(z, 1e-5) - 1e-3)
         self.assertGreater(said, alone)
 
-    @parameterized.product(
-        shape=_SHAPES,
-        mean=(4.0,),
-        z_q_rounds=((1.0, 0.1, 20), (0.7, 0.02, 100)),
-    )
-    def test_trainings_that_are_scored_by_what_tells_most(
-        self, shape, mean, z_q_rounds
-    ):
-        z, q, rounds = z_q_rounds
+    @parameterized.product(shape=_SHAPES, z_q_rounds=((1.0, 0.1, 20), (0.7, 0.02, 100)))
+    def test_trainings_that_are_scored_by_what_tells_most(self, shape, z_q_rounds):
+        (z, q, rounds), mean = z_q_rounds, 4.0
         p, other = _training(z, q, rounds)
         true = _worst_of_scores(p, other, mean, shape, 1e-5)
         training = dp_accounting.SelfComposedDpEvent(
             dp_accounting.PoissonSampledDpEvent(q, _G(z)), rounds
         )
-        said = _epsilon(_charge(training, mean=mean, shape=shape))
-        self.assertGreaterEqual(said, true)
+        charge = _charge(training, mean=mean, shape=shape)
+        by_pld = _epsilon(charge, accountant="pld")
+        self.assertGreaterEqual(by_pld, true)
+        self.assertGreaterEqual(_epsilon(charge), by_pld)
 
     def test_one_trial_for_certain_costs_what_a_trial_costs(self):
         alone = accounting.PrivacyAccountant()
@@ -136,22 +135,27 @@ class CostTest(parameterized.TestCase):
         trial = dp_accounting.SelfComposedDpEvent(
             dp_accounting.PoissonSampledDpEvent(0.1, _G(1.0)), 50
         )
-        said = _epsilon(_charge(trial, mean=1.0, shape=1.0))
-        self.assertGreaterEqual(said, alone.epsilon(1e-5))
-        self.assertLess(said, 1.005 * alone.epsilon(1e-5))
+        for accountant in ("rdp", "pld"):
+            charge = _charge(trial, mean=1.0, shape=1.0)
+            said = _epsilon(charge, accountant=accountant)
+            expected = alone.epsilon(1e-5, accountant)
+            self.assertGreaterEqual(said, expected * (1 - 1e-6))
+            self.assertLess(said, 1.005 * expected)
 
     def test_the_dearest_kind_of_trial_counts_wherever_it_stands(self):
         cheap, dear = _G(5.0), _G(0.7)
-        for shape in (math.inf, 1.0):
-            alone = _epsilon(_charge(dear, shape=shape))
+        for shape, by in itertools.product((math.inf, 1.0), ("rdp", "pld")):
+            alone = _epsilon(_charge(dear, shape=shape), accountant=by)
             for several in ((cheap, dear), (dear, cheap)):
-                self.assertGreaterEqual(_epsilon(_charge(*several, shape=shape)), alone)
+                said = _epsilon(_charge(*several, shape=shape), accountant=by)
+                self.assertGreaterEqual(said, alone)
 
     def test_a_trial_without_noise_is_no_guarantee(self):
         for event in (_G(0.0), dp_accounting.NonPrivateDpEvent()):
             for shape in (math.inf, 1.0):
                 charge = _charge(event, _G(1.0), shape=shape)
                 self.assertEqual(_epsilon(charge), math.inf)
+                self.assertEqual(_epsilon(charge, accountant="pld"), math.inf)
 
     def test_who_knows_who_took_part_sees_no_sampling(self):
         history = accounting.PrivacyAccountant()
@@ -159,7 +163,7 @@ class CostTest(parameterized.TestCase):
         history.add(_charge(sampled, shape=1.0))
         self.assertAlmostEqual(
             history.epsilon_if_participation_is_known(1e-5),
-            _epsilon(_charge(_G(2.0), shape=1.0)),
+            _epsilon(_charge(_G(2.0), shape=1.0), accountant="pld"),
         )
 
     def test_a_ledger_keeps_it_exactly(self):
@@ -173,11 +177,13 @@ class CostTest(parameterized.TestCase):
         self.assertIsInstance(again.event, search.BestOfTrialsDpEvent)
         self.assertIsNone(charge_lib.noise_multiplier_of(again.event))
 
-    def test_pld_has_no_answer_rather_than_a_small_one(self):
-        history = accounting.PrivacyAccountant()
-        history.add(_charge(_G(1.0)))
-        with self.assertRaisesRegex(ValueError, "rdp"):
-            history.epsilon(1e-5, "pld")
+    def test_pld_has_no_answer_of_several_searches_rather_than_a_small_one(self):
+        round_of_another = accounting.RoundCharge(
+            sampling="poisson", num_clients=100, clients_per_round=10, event=_G(1.0)
+        )
+        for more in (_charge(_G(1.0)), _charge(_G(2.0)), round_of_another):
+            with self.assertRaisesRegex(ValueError, "rdp"):
+                _epsilon(_charge(_G(1.0)), more, accountant="pld")
 
 
 class TrialCountTest(parameterized.TestCase):

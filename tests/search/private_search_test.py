@@ -487,7 +487,8 @@ class LedgerTest(parameterized.TestCase):
         self.assertEqual([len(each) for each in lines], [1, 1, 1])
         self.assertEqual(self._lines(), lines[0])
         self.assertEqual(
-            accounting.epsilon_from_ledger(self.ledger, _DELTA), search.epsilon(_DELTA)
+            accounting.epsilon_from_ledger(self.ledger, _DELTA, "pld"),
+            search.epsilon(_DELTA),
         )
 
     def test_nothing_is_trained_that_could_not_be_written(self):
@@ -620,7 +621,8 @@ class ResumingTest(parameterized.TestCase):
         with _trained():
             _fit(search, resume_from=self.folder)
         self.assertEqual(
-            accounting.epsilon_from_ledger(self.ledger, _DELTA), search.epsilon(_DELTA)
+            accounting.epsilon_from_ledger(self.ledger, _DELTA, "pld"),
+            search.epsilon(_DELTA),
         )
         self.assertGreater(search.epsilon(_DELTA), 3.9)
 

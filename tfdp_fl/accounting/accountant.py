@@ -20,7 +20,7 @@ from dp_accounting.rdp import rdp_privacy_accountant
 
 from tfdp_fl import _validate
 from tfdp_fl.accounting import charge as charge_lib
-from tfdp_fl.accounting import gaussian, rdp
+from tfdp_fl.accounting import gaussian, rdp, search
 
 # PLD keeps a probability for every multiple of this up to the largest loss.
 _PLD_INTERVAL = 1e-4
@@ -189,6 +189,8 @@ class PrivacyAccountant:
             return self._least(dp_accounting.rdp.compute_epsilon, delta)
         if self.is_one_gaussian:
             return gaussian.gaussian_epsilon(self._mu_squared**-0.5, delta)
+        if self.is_one_search:
+            return self._search_profile(coarse).epsilon(delta)
         return float(self._compose_pld(coarse).get_epsilon_for_delta(delta))
 
     def epsilon_if_participation_is_known(
@@ -213,8 +215,8 @@ class PrivacyAccountant:
         known = PrivacyAccountant(
             (unsampled(charge), count) for charge, count in self._counts.items()
         )
-        tighter = "pld" if known.is_one_gaussian else "rdp"
-        return known.epsilon(delta, accountant or tighter)
+        by_pld = known.is_one_gaussian or known.is_one_search
+        return known.epsilon(delta, accountant or ("pld" if by_pld else "rdp"))
 
     def delta(self, epsilon: float, accountant: str = "rdp") -> float:
         """Returns delta at epsilon; 1 where a round had no noise.
@@ -233,6 +235,8 @@ class PrivacyAccountant:
             return min(1.0, self._least(rdp_privacy_accountant.compute_delta, epsilon))
         if self.is_one_gaussian:
             return gaussian.gaussian_delta(self._mu_squared**-0.5, epsilon)
+        if self.is_one_search:
+            return self._search_profile().delta(epsilon)
         return float(self._compose_pld().get_delta_for_epsilon(epsilon))
 
     def _least(self, convert: Callable[..., tuple[float, float]], at: float) -> float:
@@ -271,6 +275,30 @@ class PrivacyAccountant:
         """Whether all rounds are one Gaussian, of which PLD's epsilon is exact."""
         return not self._amplified and not self._other
 
+    @property
+    def is_one_search(self) -> bool:
+        """Whether all there was is one search, of which PLD bounds the best trial."""
+        return (
+            not self._amplified
+            and not self._mu_squared
+            and list(self._other.values()) == [1]
+            and isinstance(next(iter(self._other)), search.BestOfTrialsDpEvent)
+        )
+
+    def _search_profile(self, coarse: bool = False) -> search.BestOfTrialsProfile:
+        (event,) = self._other
+        # Of one trial a bound that is computed quickly says how wide cells must be.
+        orders = rdp.PARTS[rdp.FIRST_PART]
+        curves = [
+            rdp.curve_of_trial(one, self.relation, rdp.FIRST_PART)
+            for one in event.events
+        ]
+        bound = dp_accounting.rdp.compute_epsilon(orders, np.max(curves, axis=0), 1e-9)
+        interval = _pld_interval(bound[0], coarse)
+        return search.BestOfTrialsProfile(
+            event, [_event_pld(one, self.relation, interval) for one in event.events]
+        )
+
     def _compose_pld(
         self, coarse: bool = False
     ) -> privacy_loss_distribution.PrivacyLossDistribution:
@@ -287,9 +315,9 @@ class PrivacyAccountant:
             if self.relation is dp_accounting.NeighboringRelation.REPLACE_ONE:
                 z *= 2
             counts[dp_accounting.GaussianDpEvent(z)] = 1
-        interval = _PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL
-        with contextlib.suppress(ValueError):  # Wide cells keep it computable.
-            interval = max(interval, self.epsilon(1e-9) / _PLD_MAX_CELLS)
+        interval = _pld_interval(None, coarse)
+        with contextlib.suppress(ValueError):
+            interval = _pld_interval(self.epsilon(1e-9), coarse)
         composed = None
         for event, count in counts.items():
             one = _event_pld(event, self.relation, interval)
@@ -343,6 +371,14 @@ def tightest(charges: Iterable[charge_lib.RoundCharge]) -> str:
         )
     )
     return "rdp" if by_rdp else "pld"
+
+
+def _pld_interval(largest_loss: float | None, coarse: bool) -> float:
+    """Returns the width of a PLD's cells; wide ones keep a large loss computable."""
+    interval = _PLD_COARSE_INTERVAL if coarse else _PLD_INTERVAL
+    if largest_loss is None or math.isinf(largest_loss):
+        return interval
+    return max(interval, largest_loss / _PLD_MAX_CELLS)
 
 
 @functools.lru_cache(maxsize=32)

@@ -88,23 +88,25 @@ def _best_of_trials(
 ) -> list[np.ndarray]:
     """Returns the curve of the best trial, at each of `PARTS`."""
     trial = [
-        np.concatenate([_of_trial(each, relation, part) for part in range(len(PARTS))])
+        np.concatenate(
+            [curve_of_trial(each, relation, part) for part in range(len(PARTS))]
+        )
         for each in event.events
     ]
     best = search.best_of_trials_rdp(_ORDERS, trial, event.mean, event.shape)
     return np.split(best, np.cumsum([len(part) for part in PARTS])[:-1])
 
 
-def _of_trial(
+def curve_of_trial(
     event: dp_accounting.DpEvent,
     relation: dp_accounting.NeighboringRelation,
     part: int,
 ) -> np.ndarray:
     """Returns the curve of a trial, of which each kind of round is known by itself."""
     if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        return event.count * _of_trial(event.event, relation, part)
+        return event.count * curve_of_trial(event.event, relation, part)
     if isinstance(event, dp_accounting.ComposedDpEvent):
-        parts = [_of_trial(each, relation, part) for each in event.events]
+        parts = [curve_of_trial(each, relation, part) for each in event.events]
         return np.sum([np.zeros(len(PARTS[part])), *parts], axis=0)
     return curve(event, relation, part)
 

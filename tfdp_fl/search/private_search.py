@@ -189,7 +189,8 @@ class PrivateSearch:
         Args:
           delta: Strictly between 0 and 1.
         """
-        return self._spent.epsilon(_validate.inside_unit_interval(delta=delta))
+        delta = _validate.inside_unit_interval(delta=delta)
+        return self._spent.epsilon(delta, "pld" if self._spent.is_one_search else "rdp")
 
     def privacy_statement(
         self, delta: float | None = None, format: str = "text"
@@ -226,6 +227,7 @@ class PrivateSearch:
             clients_per_round=sorted({trial.clients_per_round for trial in trials}),
             search=f"after {times}a search over {len(self.candidates)} candidates",
             epsilon_rdp=self._spent.epsilon,
+            epsilon_pld=self.epsilon if self._spent.is_one_search else None,
             epsilon_if_participation_is_known=(
                 self._spent.epsilon_if_participation_is_known
             ),

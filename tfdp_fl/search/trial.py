@@ -257,6 +257,7 @@ def calibrated(
             lambda z: [charge_of(split, best_of([trial.event(z, clients, rounds)]))],
             aim,
             delta,
+            "pld",
             upper=trial.noise_limit(clients, rounds),
         )
 
@@ -276,8 +277,8 @@ def calibrated(
         event = best_of(list(known))
         history = accounting.PrivacyAccountant()
         history.add(charge_of(split, event))
-        total = history.epsilon(delta)
+        total = history.epsilon(delta, "pld")
         if total <= epsilon:
             return event
-        # Candidates of several costs: the largest at each order costs more than any.
+        # Candidates of several costs: the largest at each epsilon costs more than any.
         aim *= 0.999 * epsilon / total
