@@ -47,6 +47,11 @@ class GaussianTest(parameterized.TestCase):
         for z in (0.0, 1e-320, 1e-200, 1e-155):
             self.assertEqual(gaussian.gaussian_epsilon(z, 1e-3), math.inf)
             self.assertEqual(gaussian.gaussian_delta(z, 1.0), 1.0)
+        self.assertEqual(gaussian.gaussian_epsilon(math.inf, 1e-5), 0.0)
+        self.assertEqual(gaussian.gaussian_delta(math.inf, 0.0), 0.0)
+        for delta in (0.0, 1.0, -1.0, math.nan):
+            with self.assertRaisesRegex(ValueError, "delta"):
+                gaussian.gaussian_epsilon(1.0, delta)
         # By the delta of epsilon = 0, 2 Phi(1 / 2z) - 1; it never came back.
         z = gaussian.analytic_noise_multiplier(1e-320, 1e-3)
         self.assertAlmostEqual(1e-3 * z * math.sqrt(2 * math.pi), 1, delta=1e-5)
@@ -72,15 +77,6 @@ class GaussianTest(parameterized.TestCase):
         z = gaussian.analytic_noise_multiplier(epsilon, delta)
         self.assertLessEqual(gaussian.gaussian_delta(z, epsilon), delta * (1 + 1e-9))
         self.assertGreater(gaussian.gaussian_delta(z * (1 - 1e-6), epsilon), delta)
-
-    def test_no_noise_and_all_noise(self):
-        self.assertEqual(gaussian.gaussian_epsilon(0.0, 1e-5), math.inf)
-        self.assertEqual(gaussian.gaussian_delta(0.0, 3.0), 1.0)
-        self.assertEqual(gaussian.gaussian_epsilon(math.inf, 1e-5), 0.0)
-        self.assertEqual(gaussian.gaussian_delta(math.inf, 0.0), 0.0)
-        for delta in (0.0, 1.0, -1.0, math.nan):
-            with self.assertRaisesRegex(ValueError, "delta"):
-                gaussian.gaussian_epsilon(1.0, delta)
 
 
 def _mp_delta(z, epsilon):

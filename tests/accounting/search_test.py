@@ -7,30 +7,25 @@ import math
 import dp_accounting
 import numpy as np
 from absl.testing import parameterized
-from scipy import signal, stats
+from scipy import stats
 
+from tests.accounting import charges
 from tfdp_fl import accounting
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.accounting import search
 
 _G = dp_accounting.GaussianDpEvent
+_SAMPLED = dp_accounting.PoissonSampledDpEvent(0.1, _G(2.0))
 _SHAPES = (math.inf, 0.0, 0.5, 1.0, 3.0)
 
 
 def _charge(*of_trials, mean=4.0, shape=math.inf):
-    return accounting.RoundCharge(
-        sampling="poisson",
-        num_clients=100,
-        clients_per_round=100,
-        event=search.BestOfTrialsDpEvent(of_trials, mean, shape),
-    )
+    event = search.BestOfTrialsDpEvent(of_trials, mean, shape)
+    return charges.charge(n=100, event=event)
 
 
-def _epsilon(*charges, delta=1e-5):
-    history = accounting.PrivacyAccountant()
-    for charge in charges:
-        history.add(charge)
-    return history.epsilon(delta)
+def _epsilon(*charge):
+    return charges.history(*charge).epsilon(1e-5)
 
 
 def _generating(mean, shape):
@@ -43,8 +38,9 @@ def _generating(mean, shape):
     return lambda x: ((1 - (1 - gamma) * x) ** -shape - 1) / (gamma**-shape - 1)
 
 
-def _best(probabilities, generating):
+def _best(probabilities, mean, shape):
     """Returns the law of the best of K outcomes, listed from worst to best."""
+    generating = _generating(mean, shape)
     below = np.concatenate([[0.0], np.cumsum(probabilities)])
     law = np.diff(generating(np.minimum(below, 1)))
     return np.concatenate([[generating(0.0)], law])  # None at all.
@@ -63,104 +59,45 @@ def _true_epsilon(p, q, delta):
     return low
 
 
-def _worst_of_scores(p, q, mean, shape, delta):
-    """Returns the true epsilon for scores that tell most, in both directions."""
-    generating = _generating(mean, shape)
-    return max(
-        _true_epsilon(_best(one, generating), _best(other, generating), delta)
-        for one, other in ((p, q), (q, p), (p[::-1], q[::-1]), (q[::-1], p[::-1]))
-    )
-
-
-def _training(z, q, rounds, step=2e-3):
-    """Returns two laws of the sum of a training's losses, each rounded down.
-
-    That is a statistic of what a training releases, so it tells no more than that.
-    """
-    x = np.linspace(-9 * z, 1 + 9 * z, 40_001)
-    without, client = (stats.norm.pdf(x, shift, z) for shift in (0, 1))
-    with_it = (1 - q) * without + q * client
-    losses = np.floor(np.log(with_it / without) / step).astype(int)
-    losses -= losses.min()
-    laws = []
-    for one in (without, with_it):
-        law = round_law = np.bincount(losses, one / one.sum())
-        for _ in range(rounds - 1):
-            law = np.maximum(signal.fftconvolve(law, round_law), 0)
-        law[law < 1e-13] = 0  # What the transform's rounding leaves.
-        laws.append(law)
-    some = (laws[0] > 0) & (laws[1] > 0)
-    return laws[0][some], laws[1][some]
-
-
 class CostTest(parameterized.TestCase):
     @parameterized.product(shape=_SHAPES, mean=(1.5, 24.0), z=(0.8, 6.0))
     def test_a_score_that_is_the_presence_of_a_client(self, shape, mean, z):
         edges = np.linspace(-10 * z, 1 + 10 * z, 20_001)
         p, q = (np.diff(stats.norm.cdf(edges, shift, z)) for shift in (0, 1))
-        true = _worst_of_scores(p, q, mean, shape, 1e-5)
+        # Scores that tell most, in both directions.
+        true = max(
+            _true_epsilon(_best(one, mean, shape), _best(other, mean, shape), 1e-5)
+            for one, other in ((p, q), (q, p), (p[::-1], q[::-1]), (q[::-1], p[::-1]))
+        )
         said = _epsilon(_charge(_G(z), mean=mean, shape=shape))
         self.assertGreaterEqual(said, true)
         alone = _epsilon(_charge(_G(z), mean=1.0, shape=1.0))
         self.assertGreater(true, 0.9 * accounting.gaussian_epsilon(z, 1e-5) - 1e-3)
         self.assertGreater(said, alone)
 
-    @parameterized.product(
-        shape=_SHAPES,
-        mean=(4.0,),
-        z_q_rounds=((1.0, 0.1, 20), (0.7, 0.02, 100)),
-    )
-    def test_trainings_that_are_scored_by_what_tells_most(
-        self, shape, mean, z_q_rounds
-    ):
-        z, q, rounds = z_q_rounds
-        p, other = _training(z, q, rounds)
-        true = _worst_of_scores(p, other, mean, shape, 1e-5)
-        training = dp_accounting.SelfComposedDpEvent(
-            dp_accounting.PoissonSampledDpEvent(q, _G(z)), rounds
-        )
-        said = _epsilon(_charge(training, mean=mean, shape=shape))
-        self.assertGreaterEqual(said, true)
+    @parameterized.parameters(math.inf, 1.0)
+    def test_a_trial_costs_the_dearest_of_its_kinds(self, shape):
+        cheap, dear = _G(5.0), _G(0.7)
+        alone = _epsilon(_charge(dear, shape=shape))
+        for several in ((cheap, dear), (dear, cheap)):
+            self.assertGreaterEqual(_epsilon(_charge(*several, shape=shape)), alone)
+        for event in (_G(0.0), dp_accounting.NonPrivateDpEvent()):
+            charge = _charge(event, _G(1.0), shape=shape)
+            self.assertEqual(_epsilon(charge), math.inf)
 
     def test_one_trial_for_certain_costs_what_a_trial_costs(self):
-        alone = accounting.PrivacyAccountant()
-        alone.add(
-            accounting.RoundCharge(
-                sampling="poisson",
-                num_clients=100,
-                clients_per_round=10,
-                event=_G(1.0),
-            ),
-            50,
-        )
-        trial = dp_accounting.SelfComposedDpEvent(
-            dp_accounting.PoissonSampledDpEvent(0.1, _G(1.0)), 50
-        )
+        alone = _epsilon((charges.charge(n=100, m=10, z=2.0), 50))
+        trial = dp_accounting.SelfComposedDpEvent(_SAMPLED, 50)
         said = _epsilon(_charge(trial, mean=1.0, shape=1.0))
-        self.assertGreaterEqual(said, alone.epsilon(1e-5))
-        self.assertLess(said, 1.005 * alone.epsilon(1e-5))
-
-    def test_the_dearest_kind_of_trial_counts_wherever_it_stands(self):
-        cheap, dear = _G(5.0), _G(0.7)
-        for shape in (math.inf, 1.0):
-            alone = _epsilon(_charge(dear, shape=shape))
-            for several in ((cheap, dear), (dear, cheap)):
-                self.assertGreaterEqual(_epsilon(_charge(*several, shape=shape)), alone)
-
-    def test_a_trial_without_noise_is_no_guarantee(self):
-        for event in (_G(0.0), dp_accounting.NonPrivateDpEvent()):
-            for shape in (math.inf, 1.0):
-                charge = _charge(event, _G(1.0), shape=shape)
-                self.assertEqual(_epsilon(charge), math.inf)
-
-    def test_who_knows_who_took_part_sees_no_sampling(self):
-        history = accounting.PrivacyAccountant()
-        sampled = dp_accounting.PoissonSampledDpEvent(0.1, _G(2.0))
-        history.add(_charge(sampled, shape=1.0))
+        self.assertBetween(said, alone, 1.005 * alone)
+        # Who knows who took part sees no sampling.
+        history = charges.history(_charge(_SAMPLED, shape=1.0))
         self.assertAlmostEqual(
             history.epsilon_if_participation_is_known(1e-5),
             _epsilon(_charge(_G(2.0), shape=1.0)),
         )
+        with self.assertRaisesRegex(ValueError, "rdp"):
+            history.epsilon(1e-5, "pld")
 
     def test_a_ledger_keeps_it_exactly(self):
         charge = _charge(
@@ -172,12 +109,6 @@ class CostTest(parameterized.TestCase):
         self.assertEqual(hash(again), hash(charge))
         self.assertIsInstance(again.event, search.BestOfTrialsDpEvent)
         self.assertIsNone(charge_lib.noise_multiplier_of(again.event))
-
-    def test_pld_has_no_answer_rather_than_a_small_one(self):
-        history = accounting.PrivacyAccountant()
-        history.add(_charge(_G(1.0)))
-        with self.assertRaisesRegex(ValueError, "rdp"):
-            history.epsilon(1e-5, "pld")
 
 
 class TrialCountTest(parameterized.TestCase):
