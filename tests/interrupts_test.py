@@ -20,9 +20,7 @@ _both = pytest.mark.parametrize("number", _SIGNALS)
 
 @pytest.fixture(autouse=True)
 def _handlers():
-    before = {
-        each: signal.signal(each, signal.default_int_handler) for each in _SIGNALS
-    }
+    before = [signal.signal(each, signal.default_int_handler) for each in _SIGNALS]
     yield
     for each, handler in zip(_SIGNALS, before, strict=True):
         signal.signal(each, handler)
