@@ -21,13 +21,6 @@ _MECHANISMS = (
     {"mechanism": "median"},
     {"mechanism": "correlated"},
 )
-_REFUSED = (
-    {"mechanism": "none"},
-    {"mechanism": "local"},
-    {"mechanism": "adaptive_local"},
-    {"mechanism": "nbafl"},
-    {"mechanism": "fixed", "noise_site": "client", "sampling": "fixed_size"},
-)
 _SMALL = {"num_clients": 200, "clients_per_round": 40, "rounds": 5}
 
 
@@ -74,9 +67,3 @@ def test_the_lower_end_for_a_model_of_ten_weights():
         scores = estimate.Scores(observed=observed, null_std=size**-0.5)
         above += estimate.estimate(scores, 1e-5).low > truth
     assert above < 78
-
-
-@pytest.mark.parametrize("values", _REFUSED)
-def test_what_is_not_audited_is_said(values):
-    with pytest.raises(ValueError, match="audit must be None unless"):
-        _fit(values, auditing.CanaryAudit(1000))
