@@ -101,22 +101,13 @@ def test_clients_keep_their_ids_sizes_and_examples(make):
             dataset.client_rows([0])
 
 
-@pytest.mark.parametrize(
-    "given, held",
-    [
-        (np.float64, tf.float32),
-        (np.float32, tf.float32),
-        (np.float16, tf.float16),
-        (np.uint8, tf.uint8),
-        (np.int64, tf.int64),
-        (np.bool_, tf.bool),
-    ],
-)
-def test_only_float64_changes_its_dtype(given, held):
-    x = np.ones((4, 2), given)
+@pytest.mark.parametrize("dtype", ["float64", "float16", "uint8", "int64", "bool"])
+def test_only_float64_changes_its_dtype(dtype):
+    x = np.ones((4, 2), dtype)
     dataset = _from_arrays({0: (x, x)})
-    assert dataset.element_spec[0].dtype == held
-    assert dataset.client(0)[1].dtype == held.as_numpy_dtype
+    held = "float32" if dtype == "float64" else dtype
+    assert dataset.element_spec[0].dtype.name == held
+    assert dataset.client(0)[1].dtype == held
 
 
 def test_nests_of_arrays():
@@ -133,15 +124,11 @@ def test_nests_of_arrays():
     assert isinstance(flat_y, tuple)
 
 
-def test_empty_lists_are_a_client_without_examples():
-    dataset = _from_arrays({0: ([], []), 1: _examples(2)})
-    assert dataset.client_sizes().tolist() == [0, 2]
-    assert dataset.client(0)[0].shape == (0, 3)
-
-
 def test_later_changes_of_the_callers_arrays_change_nothing():
     x, y = _examples(3)
-    packed = _from_arrays({0: (x, y)})
+    packed = _from_arrays({0: (x, y), 1: ([], [])})
+    assert packed.client_sizes().tolist() == [3, 0]
+    assert packed.client(1)[0].shape == (0, 3)
     indexed = FederatedDataset.from_indices(x, y, [[0, 1, 2]])
     before = x.copy()
     x[:] = -1
@@ -154,42 +141,18 @@ def test_later_changes_of_the_callers_arrays_change_nothing():
     [
         ({}, ValueError, "clients must hold at least one client"),
         ([(_TWO, _TWO)], TypeError, "clients must be"),
-        (
-            {"a": ({"u": np.ones(3), "v": _TWO}, np.ones(3))},
-            ValueError,
-            "Client 'a': .* got 2 in x and 3 in x and 3 in y",
-        ),
-        (
-            {"a": ({"u": _TWO}, _TWO), "b": ({"v": _TWO}, _TWO)},
-            ValueError,
-            "Client 'b': x must be of the same names",
-        ),
-        (
-            {"a": (np.ones((3, 2)), np.ones(3)), "b": (np.ones((3, 1)), np.ones(3))},
-            ValueError,
-            r"Client 'b': x must be of .*float32\[2\], got float32\[1\]",
-        ),
-        (
-            {"a": (_TWO, np.ones(2, int)), "b": (_TWO, _TWO)},
-            ValueError,
-            r"Client 'b': y must be of .*int64\[\], got float32\[\]",
-        ),
-        ({"a": np.ones((2, 3))}, TypeError, r"Client 'a': .* must be \(x, y\) or"),
+        ({"a": ({"u": np.ones(3), "v": _TWO}, np.ones(3))}, ValueError, "'a': .* 2 in"),
+        ({"a": ({"u": _TWO}, _TWO), "b": ({"v": _TWO}, _TWO)}, ValueError, "'b': x"),
+        ({"a": (np.eye(2), _TWO), "b": (_TWO, _TWO)}, ValueError, "'b': x must be of"),
+        ({"a": (_TWO, np.ones(2, int)), "b": (_TWO, _TWO)}, ValueError, "'b': y must"),
+        ({"a": np.ones((2, 3))}, TypeError, r"'a': .* must be \(x, y\) or"),
         ({"a": (_TWO, _TWO, np.ones(3))}, ValueError, "3 in sample_weight"),
-        (
-            {"a": (_TWO, _TWO, _TWO), "b": (_TWO, _TWO)},
-            ValueError,
-            "Client 'b': sample_weight must be given for every client or for",
-        ),
+        ({"a": (_TWO, _TWO, _TWO), "b": (_TWO, _TWO)}, ValueError, "'b': sample_wei"),
         ({"a": (_TWO, _TWO, np.array(["secret", "b"]))}, TypeError, "'a': sample_we"),
-        ({"a": (_TWO, 3)}, ValueError, "Client 'a': y must have a leading dimension"),
-        ({"a": (np.array([{}, {}]), _TWO)}, TypeError, "Client 'a': x must be made"),
-        (
-            {"a": (tf.sparse.from_dense([[1], [2]]), _TWO)},
-            TypeError,
-            "Client 'a': x must be made of dense arrays, got a SparseTensor",
-        ),
-        ({"a": ([[1, 2], ["secret"]], _TWO)}, TypeError, "Client 'a': x must be made"),
+        ({"a": (_TWO, 3)}, ValueError, "'a': y must have a leading dimension"),
+        ({"a": (np.array([{}, {}]), _TWO)}, TypeError, "'a': x must be made"),
+        ({"a": (tf.sparse.from_dense([[1], [2]]), _TWO)}, TypeError, "'a': x .*dense"),
+        ({"a": ([[1, 2], ["secret"]], _TWO)}, TypeError, "'a': x must be made"),
     ],
 )
 def test_arrays_that_do_not_go_together(clients, error, message):
@@ -251,21 +214,9 @@ def test_positions_out_of_range_are_no_client(method, positions):
     [
         (dict, ValueError, "clients must hold at least one"),
         (lambda: {"a": _TWO}, TypeError, "Client 'a': dataset must be a "),
-        (
-            lambda: {"a": _slices(_examples(4)).batch(2)},
-            ValueError,
-            "Client 'a': .* must be single examples, got what looks like batch",
-        ),
-        (
-            lambda: {"a": tf.data.Dataset.range(3)},
-            TypeError,
-            r"Client 'a': .*must be single examples \(x, y\)",
-        ),
-        (
-            lambda: {"a": _slices(_examples(4)).repeat()},
-            ValueError,
-            "Client 'a': .* must end",
-        ),
+        (lambda: {"a": _slices(_examples(4)).batch(2)}, ValueError, "like batches"),
+        (lambda: {"a": tf.data.Dataset.range(3)}, TypeError, r"'a': .* \(x, y\)"),
+        (lambda: {"a": _slices(_examples(4)).repeat()}, ValueError, "'a': .*must end"),
         (
             lambda: {"a": _slices((_TWO, [1, 2])), "b": _slices(([1, 2], [1, 2]))},
             ValueError,
@@ -313,19 +264,6 @@ def test_one_client_that_cannot_be_read_does_not_stop_the_others():
         dataset.client("bad")
     with pytest.raises(ValueError, match="element_spec must be given"):
         _ = dataset.take([0]).map(lambda x, y: (x, y)).element_spec
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        (([0], 3), TypeError, "fn must be callable"),
-        (([], len), ValueError, "client_ids must hold"),
-        (([1], len, tf.TensorSpec([])), TypeError, "element_spec must be"),
-    ],
-)
-def test_functions_of_clients_that_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        _from_fn(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -414,17 +352,23 @@ def test_a_streamed_clients_arrays_may_be_changed_in_place():
         np.testing.assert_array_equal(dataset.client(0)[0], x / 2)
 
 
+_map = _from_arrays(_UNEVEN).map
+
+
 @pytest.mark.parametrize(
-    "fn, error, message",
+    "make, arguments, error, message",
     [
-        (lambda x, y: (x[:2], y[:2]), ValueError, "fn must return as many"),
-        (lambda x, y: x, TypeError, r"fn must return \(x, y\) or"),
-        (None, TypeError, "fn must be callable"),
+        (_map, [lambda x, y: (x[:2], y[:2])], ValueError, "fn must return as many"),
+        (_map, [lambda x, y: x], TypeError, r"fn must return \(x, y\) or"),
+        (_map, [None], TypeError, "fn must be callable"),
+        (_from_fn, [[0], 3], TypeError, "fn must be callable"),
+        (_from_fn, [[], len], ValueError, "client_ids must hold"),
+        (_from_fn, [[1], len, tf.TensorSpec([])], TypeError, "element_spec must be"),
     ],
 )
-def test_map_refuses(fn, error, message):
+def test_functions_that_are_refused(make, arguments, error, message):
     with pytest.raises(error, match=message):
-        _from_arrays(_UNEVEN).map(fn)
+        make(*arguments)
 
 
 # What clients are known by.
