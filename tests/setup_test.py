@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import warnings
 import zipfile
 from unittest import mock
 
@@ -22,7 +21,6 @@ from packaging import requirements, utils
 
 import tfdp_fl
 from tfdp_fl import version
-from tfdp_fl.experiments import Settings, training
 from tools import docs_site
 
 _OURS = ("tfdp_fl", "tfdp_fl_scripts", "scripts", "research", "tests", "tools")
@@ -236,18 +234,3 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it(monkeypatch)
     message = "^load_digits needs scikit-learn, .*: pip install scikit-learn"
     with pytest.raises(ImportError, match=message):
         tfdp_fl.datasets.load_digits(num_clients=10)
-
-
-def test_a_run_without_matplotlib_leaves_everything_but_the_chart(
-    monkeypatch, tmp_path
-):
-    small = {"num_clients": 20, "clients_per_round": 10, "model": "linear", "rounds": 1}
-    prepared = training.prepare(Settings(mechanism="none", **small))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        training.run(prepared, tmp_path, verbose=0)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert "result.json" in names
-    assert "accuracy.png" not in names
-    assert sum("pip install matpl" in str(each.message) for each in caught) == 1
