@@ -6,126 +6,132 @@ import os
 import signal
 from unittest import mock
 
+import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import _interrupts
 from tfdp_fl.engine import program
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_both = pytest.mark.parametrize("number", _SIGNALS)
 
-class InterruptsTest(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        for each in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(each, signal.default_int_handler)
-            self.addCleanup(signal.signal, each, before)
 
-    @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
-    def test_waits_for_the_end(self, number):
-        done = []
-        with self.assertRaises(KeyboardInterrupt):
-            with _interrupts.after_the_block():
-                os.kill(os.getpid(), number)
-                done.append("to the end")
-            done.append("and not on")
-        self.assertEqual(done, ["to the end"])
-        self.assertIs(signal.getsignal(number), signal.default_int_handler)
+@pytest.fixture(autouse=True)
+def _handlers():
+    before = [signal.signal(each, signal.default_int_handler) for each in _SIGNALS]
+    yield
+    for each, handler in zip(_SIGNALS, before, strict=True):
+        signal.signal(each, handler)
 
-    def test_a_second_one_is_heard_at_once(self):
-        done = []
-        with (
-            self.assertRaises(KeyboardInterrupt),
-            _interrupts.after_the_block(),
-        ):
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            done.append("never")
-        self.assertEqual(done, [])
-        self.assertIs(signal.getsignal(signal.SIGINT), signal.default_int_handler)
 
-    @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
-    def test_an_error_in_the_block_loses_no_signal(self, number):
-        with (
-            self.assertRaises(KeyboardInterrupt) as raised,
-            _interrupts.after_the_block(),
-        ):
-            os.kill(os.getpid(), number)
-            raise OSError("the disk is full")
-        self.assertIsInstance(raised.exception.__context__, OSError)
-        heard = []
-        signal.signal(number, lambda *_: heard.append(number))
-        with self.assertRaises(OSError), _interrupts.after_the_block():
-            os.kill(os.getpid(), number)
-            raise OSError("the disk is full")
-        self.assertEqual(heard, [number])
+def _default_again():
+    return all(signal.getsignal(n) is signal.default_int_handler for n in _SIGNALS)
 
-    def test_a_signal_while_handlers_are_put_back(self):
-        put = signal.signal
 
-        def interrupted(number, handler):
-            put(number, handler)
-            if handler is signal.default_int_handler:
-                os.kill(os.getpid(), number)
+def _send(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
 
-        with (
-            mock.patch.object(signal, "signal", interrupted),
-            self.assertRaises(KeyboardInterrupt),
-            _interrupts.after_the_block(),
-        ):
-            pass
-        # The other handler is still there, and lets nothing wait for ever.
-        with self.assertRaises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
 
-    @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
-    def test_tensorflow_traces_to_the_end(self, number):
-        """Without the block it was left in the graph, with a KeyboardInterrupt
-        or a RuntimeError (seen: 1 of 17 signals, `crash_stress.py`)."""
-        ends = []
+@_both
+def test_waits_for_the_end(number):
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with _interrupts.after_the_block():
+            _send(number)
+            done.append("to the end")
+        done.append("and not on")
+    assert done == ["to the end"]
+    assert _default_again()
 
-        def function(x):
-            os.kill(os.getpid(), number)
-            x = x + 1
-            ends.append(tf.inside_function())
-            return x
 
-        with self.assertRaises(KeyboardInterrupt):
-            program.Program(function, tf.TensorSpec([], tf.float32))
-        self.assertEqual(ends, [True])
-        self.assertFalse(tf.inside_function())
+def test_a_second_one_is_heard_at_once():
+    done = []
+    with pytest.raises(KeyboardInterrupt), _interrupts.after_the_block():
+        _send()
+        _send()
+        done.append("never")
+    assert done == []
+    assert _default_again()
 
-    @parameterized.parameters(RuntimeError, SystemError)
-    def test_one_that_c_code_made_another_error_of(self, kind):
-        """As TensorFlow does (seen: 2 of 57 signals, `crash_stress.py`)."""
 
-        def broken_off():
+@_both
+def test_an_error_in_the_block_loses_no_signal(number):
+    with pytest.raises(KeyboardInterrupt) as raised, _interrupts.after_the_block():
+        _send(number)
+        raise OSError("the disk is full")
+    assert isinstance(raised.value.__context__, OSError)
+    heard = []
+    signal.signal(number, lambda *_: heard.append(number))
+    with pytest.raises(OSError), _interrupts.after_the_block():
+        _send(number)
+        raise OSError("the disk is full")
+    assert heard == [number]
+
+
+def test_a_signal_while_handlers_are_put_back():
+    put = signal.signal
+
+    def interrupted(number, handler):
+        put(number, handler)
+        if handler is signal.default_int_handler:
+            _send(number)
+
+    with (
+        mock.patch.object(signal, "signal", interrupted),
+        pytest.raises(KeyboardInterrupt),
+        _interrupts.after_the_block(),
+    ):
+        pass
+    # The other handler is still there, and lets nothing wait for ever.
+    with pytest.raises(KeyboardInterrupt):
+        _send(signal.SIGTERM)
+
+
+@_both
+def test_tensorflow_traces_to_the_end(number):
+    """Without the block it was left in the graph (seen: 1 of 17 signals)."""
+    ends = []
+
+    def function(x):
+        _send(number)
+        x = x + 1
+        ends.append(tf.inside_function())
+        return x
+
+    with pytest.raises(KeyboardInterrupt):
+        program.Program(function, tf.TensorSpec([], tf.float32))
+    assert ends == [True]
+    assert not tf.inside_function()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, SystemError])
+def test_one_that_c_code_made_another_error_of(kind):
+    """As TensorFlow does (seen: 2 of 57 signals, `crash_stress.py`)."""
+    with pytest.raises(KeyboardInterrupt), _interrupts.recognised():
+        try:
+            _send(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise kind("returned a result with an exception set") from None
+    assert _default_again()
+    with pytest.raises(kind), _interrupts.recognised():
+        raise kind("of its own")
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    with pytest.raises(kind), _interrupts.recognised():
+        _send(signal.SIGTERM)
+        raise kind("after a signal that interrupts nothing")
+
+
+def test_fit_recognises_one():
+    fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0))
+
+    class Interrupted(tf.keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
             try:
-                os.kill(os.getpid(), signal.SIGTERM)
+                _send()
             except KeyboardInterrupt:
-                raise kind("returned a result with an exception set") from None
+                raise SystemError("a result with an exception") from None
 
-        with self.assertRaises(KeyboardInterrupt), _interrupts.recognised():
-            broken_off()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.assertIs(signal.getsignal(number), signal.default_int_handler)
-        with self.assertRaises(kind), _interrupts.recognised():
-            raise kind("of its own")
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        with self.assertRaises(kind), _interrupts.recognised():
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise kind("after a signal that interrupts nothing")
-
-    def test_fit_recognises_one(self):
-        fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0))
-
-        class Interrupted(tf.keras.callbacks.Callback):
-            def on_epoch_begin(self, epoch, logs=None):
-                try:
-                    os.kill(os.getpid(), signal.SIGINT)
-                except KeyboardInterrupt:
-                    raise SystemError("a result with an exception") from None
-
-        with self.assertRaises(KeyboardInterrupt):
-            fed.fit(toy.clients(), rounds=2, verbose=0, callbacks=[Interrupted()])
+    with pytest.raises(KeyboardInterrupt):
+        fed.fit(toy.clients(), rounds=2, verbose=0, callbacks=[Interrupted()])

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 import dp_accounting
 import numpy as np
 
-from tfdp_fl import _validate, schedules
+from tfdp_fl import _json, _validate, schedules
 from tfdp_fl.accounting import charge as charge_lib
 
 # Keeps the cohorts' random numbers apart from other uses of the same seed.
@@ -88,6 +88,9 @@ class CohortSampler(abc.ABC):
     goes_by_releases: ClassVar[bool] = False
     attempt: tuple[int, ...] | None = None
     _fractional_sizes = False
+    # What a state has besides, and what of it another sampler may not differ in.
+    _kept: ClassVar[tuple[str, ...]] = ()
+    _fixed: ClassVar[tuple[str, ...]] = ("num_clients", "seed")
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class CohortSampler(abc.ABC):
         if seed is not None:
             seed = _validate.non_negative_integer(seed=seed)
         self._seed = seed
+        self._order: tuple[tuple[int, ...], np.ndarray] | None = None
         clients_per_round = self._clients_per_round = schedules.fixed(clients_per_round)
         if schedules.is_constant(clients_per_round):
             self._checked(clients_per_round)
@@ -166,11 +170,8 @@ class CohortSampler(abc.ABC):
         For shuffled cohorts without a seed this holds the secret key: a
         reader of the checkpoint can tell the cohorts.
         """
-        return {
-            "sampling": self.sampling,
-            "num_clients": self._num_clients,
-            "seed": self._seed,
-        }
+        own = {name: getattr(self, f"_{name}") for name in (*self._fixed, *self._kept)}
+        return {"sampling": self.sampling, **_json.plain(own)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken.
@@ -178,12 +179,16 @@ class CohortSampler(abc.ABC):
         Raises:
           ValueError: If the state is of another sampling, population or seed.
         """
-        for name, own in CohortSampler.state(self).items():
-            if state.get(name) != own:
+        own = self.state()
+        for name in ("sampling", *self._fixed):
+            if state.get(name) != own[name]:
                 raise ValueError(
                     f"state was saved with {name}={state.get(name)!r}, this "
-                    f"sampler has {name}={own!r}."
+                    f"sampler has {name}={own[name]!r}."
                 )
+        for name in self._kept:
+            setattr(self, f"_{name}", state[name])
+        self._order = None
 
     def _checked(self, size: Any) -> float:
         return charge_lib.checked_size(size, self._num_clients, self._fractional_sizes)
@@ -204,9 +209,11 @@ class CohortSampler(abc.ABC):
 
     def _permutation(self, key: str | None, *stream: int) -> np.ndarray:
         """Returns an order of the clients that follows from the seed, or a key."""
-        first = cast(int, self._seed) if key is None else int(key, 16)
-        rng = np.random.default_rng(np.random.SeedSequence([first, *stream]))
-        return rng.permutation(self._num_clients)
+        if self._order is None or self._order[0] != stream:  # A second for millions.
+            first = cast(int, self._seed) if key is None else int(key, 16)
+            rng = np.random.default_rng(np.random.SeedSequence([first, *stream]))
+            self._order = (stream, rng.permutation(self._num_clients))
+        return self._order[1]
 
     def _without_replacement(self, rng: np.random.Generator, size: int) -> np.ndarray:
         # Floyd's algorithm in NumPy: time and memory O(size), not O(N).
@@ -252,6 +259,7 @@ class ShuffledSampler(CohortSampler):
     """
 
     sampling = "shuffled"
+    _kept = ("key", "partition")
 
     def __init__(
         self,
@@ -265,15 +273,12 @@ class ShuffledSampler(CohortSampler):
         # Public, and says nothing of the order: tells the ledger which rounds
         # follow the same one.
         self._partition = secrets.token_hex(8)
-        self._order: tuple[int, np.ndarray] | None = None
 
     def cohort(self, round_index: int) -> np.ndarray:
         """See base class."""
         index, start, stop = self._cohorts.cohort(round_index)
-        if self._order is None or self._order[0] != index:
-            order = self._permutation(self._key, _STREAM, index)
-            self._order = (index, order)
-        return np.sort(self._order[1][start:stop].astype(np.int64))
+        order = self._permutation(self._key, _STREAM, index)
+        return np.sort(order[start:stop].astype(np.int64))
 
     def expected_cohort_size(self, round_index: int) -> float:
         """Returns the cohort's size, which is known beforehand."""
@@ -304,21 +309,6 @@ class ShuffledSampler(CohortSampler):
         """See base class."""
         return self._cohorts.cohort(round_index)[1] == 0
 
-    def state(self) -> dict[str, Any]:
-        """See base class."""
-        return {
-            **super().state(),
-            "key": self._key,
-            "partition": self._partition,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See base class."""
-        super().restore(state)
-        self._key = state["key"]
-        self._partition = state["partition"]
-        self._order = None
-
 
 class CyclicSampler(CohortSampler):
     """Fixed groups of clients in turn, m clients of a group in each cohort.
@@ -336,6 +326,8 @@ class CyclicSampler(CohortSampler):
 
     sampling = "cyclic"
     goes_by_releases = True
+    _fixed = ("num_clients", "seed", "num_groups")
+    _kept = ("key", "released", "last")
 
     def __init__(
         self,
@@ -377,7 +369,6 @@ class CyclicSampler(CohortSampler):
         self._released = 0
         # In which released round each client was last, or -1.
         self._last = np.full(self._num_clients, -1, np.int64)
-        self._order: np.ndarray | None = None
 
     @property
     def num_groups(self) -> int:
@@ -391,9 +382,8 @@ class CyclicSampler(CohortSampler):
 
     def _group(self) -> np.ndarray:
         """Returns who may be in the coming cohort: int64, in secret order."""
-        if self._order is None:
-            self._order = self._permutation(self._key, _GROUP_STREAM)
-        return self._order[self._released % self._num_groups :: self._num_groups]
+        order = self._permutation(self._key, _GROUP_STREAM)
+        return order[self._released % self._num_groups :: self._num_groups]
 
     def cohort(self, round_index: int) -> np.ndarray:
         """See base class.
@@ -427,25 +417,7 @@ class CyclicSampler(CohortSampler):
         rounds = _validate.non_negative_integer(rounds=rounds)
         return -(-rounds // self._num_groups)
 
-    def state(self) -> dict[str, Any]:
-        """See base class."""
-        return {
-            **super().state(),
-            "num_groups": self._num_groups,
-            "key": self._key,
-            "released": self._released,
-            "last": self._last.tolist(),
-        }
-
     def restore(self, state: dict[str, Any]) -> None:
         """See base class."""
         super().restore(state)
-        if state.get("num_groups") != self._num_groups:
-            raise ValueError(
-                f"state was saved with num_groups={state.get('num_groups')!r},"
-                f" this sampler has num_groups={self._num_groups!r}."
-            )
-        self._key = state["key"]
-        self._released = int(state["released"])
         self._last = np.array(state["last"], np.int64)
-        self._order = None

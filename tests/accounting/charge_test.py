@@ -10,16 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.accounting.charges import charge as _charge
 from tfdp_fl.accounting import charge as charge_lib
 
 _G = dp_accounting.GaussianDpEvent
 _LAPLACE = dp_accounting.LaplaceDpEvent(1.0)
-
-
-def _charge(sampling="poisson", n=1000, m=100, event=_G(1.0), **place):  # noqa: B008
-    return charge_lib.RoundCharge(
-        sampling=sampling, num_clients=n, clients_per_round=m, event=event, **place
-    )
 
 
 _SAMPLED = dp_accounting.PoissonSampledDpEvent(0.1, _G(1.0))
@@ -75,7 +70,7 @@ def test_json_round_trip_is_exact(sampling, n, share, z, index):
     place = {}
     if sampling == "shuffled" and index is not None:
         place = {"pass_index": index, "pass_offset": n - m, "partition": "ab"}
-    charge = _charge(sampling, n, m, _G(z), **place)
+    charge = _charge(sampling, n, m, z, **place)
     again = charge_lib.RoundCharge.from_json(charge.to_json())
     assert (again, hash(again)) == (charge, hash(charge))
     assert again.to_json() == charge.to_json()
@@ -133,9 +128,7 @@ def test_an_event_in_json_is_exact_and_hashable():
     again = charge_lib.event_from_json(charge_lib.event_to_json(event))
     assert (again, hash(again)) == (event, hash(event))
     assert again.events[0].noise_multiplier == 0.1 + 0.2
-
-
-def test_nothing_but_dp_accounting_s_events_is_made():
+    # Nothing but dp-accounting's events is made.
     for name in ("os", "NeighboringRelation", "NoSuchDpEvent"):
         with pytest.raises(ValueError, match=name):
             charge_lib.event_from_json({"type": name})

@@ -1,96 +1,122 @@
-"""The Gaussian mechanism against its definition and known values."""
+"""One Gaussian release: its exact conversions, and its Renyi curve under sampling."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
-from absl.testing import parameterized
+import dp_accounting
+import mpmath
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from tfdp_fl.accounting import gaussian
+from tfdp_fl.accounting import gaussian, rdp
 
-_Z = st.floats(0.05, 100)
-_EPSILON = st.floats(1e-3, 50)
 _LOG_DELTA = st.floats(math.log(1e-30), math.log(0.2))
 
 
-class GaussianTest(parameterized.TestCase):
-    @parameterized.product(z=[0.3, 1.0, 4.0], epsilon=[0.0, 0.5, 3.0])
-    def test_delta_is_the_hockey_stick_divergence(self, z, epsilon):
-        p, q = stats.norm(1, z), stats.norm(0, z)
-        # P > e^eps Q exactly from this point on.
-        start = 0.5 + epsilon * z * z
-        expected, _ = integrate.quad(
-            lambda x: p.pdf(x) - math.exp(epsilon) * q.pdf(x),
-            start,
-            start + 40 * z,
-            epsabs=1e-15,
-            limit=200,
-        )
-        delta = gaussian.gaussian_delta(z, epsilon)
-        self.assertAlmostEqual(delta, expected, delta=1e-9 * expected + 1e-14)
-
-    @parameterized.product(
-        z=[0.05, 3.0, 900.0, 9.9e5, 7.1e8, 2.5e14, 6.8e15, 2.2e17],
-        epsilon_z=[0.0, 0.3, 12.0],
-    )
-    def test_delta_is_never_less_than_it_is(self, z, epsilon_z):
-        # Much noise leaves last digits of nearly equal numbers: it was 0.
-        epsilon = epsilon_z / z
-        delta = gaussian.gaussian_delta(z, epsilon)
-        self.assertGreaterEqual(delta, _mp_delta(z, epsilon))
-        self.assertLessEqual(delta, _mp_delta(z, epsilon) * (1 + 1e-6) + 1e-12)
-
-    def test_what_is_too_small_for_a_float_is_rounded_up(self):
-        for z in (0.0, 1e-320, 1e-200, 1e-155):
-            self.assertEqual(gaussian.gaussian_epsilon(z, 1e-3), math.inf)
-            self.assertEqual(gaussian.gaussian_delta(z, 1.0), 1.0)
-        # By the delta of epsilon = 0, 2 Phi(1 / 2z) - 1; it never came back.
-        z = gaussian.analytic_noise_multiplier(1e-320, 1e-3)
-        self.assertAlmostEqual(1e-3 * z * math.sqrt(2 * math.pi), 1, delta=1e-5)
-        self.assertGreater(gaussian.analytic_noise_multiplier(1e308, 0.1), 0)
-        with self.assertRaisesRegex(ValueError, "epsilon and delta must"):
-            gaussian.analytic_noise_multiplier(1e-320, 1e-320)
-
-    @settings(max_examples=150, deadline=None)
-    @given(_Z, _LOG_DELTA)
-    def test_epsilon_inverts_delta(self, z, log_delta):
-        delta = math.exp(log_delta)
-        epsilon = gaussian.gaussian_epsilon(z, delta)
-        self.assertLessEqual(gaussian.gaussian_delta(z, epsilon), delta * (1 + 1e-9))
-        if epsilon > 0:
-            less = epsilon - 1e-6 * max(1.0, epsilon)
-            if less > 0:
-                self.assertGreater(gaussian.gaussian_delta(z, less), delta)
-
-    @settings(max_examples=150, deadline=None)
-    @given(_EPSILON, _LOG_DELTA)
-    def test_the_analytic_noise_is_enough_and_the_smallest(self, epsilon, log_delta):
-        delta = math.exp(log_delta)
-        z = gaussian.analytic_noise_multiplier(epsilon, delta)
-        self.assertLessEqual(gaussian.gaussian_delta(z, epsilon), delta * (1 + 1e-9))
-        self.assertGreater(gaussian.gaussian_delta(z * (1 - 1e-6), epsilon), delta)
-
-    def test_no_noise_and_all_noise(self):
-        self.assertEqual(gaussian.gaussian_epsilon(0.0, 1e-5), math.inf)
-        self.assertEqual(gaussian.gaussian_delta(0.0, 3.0), 1.0)
-        self.assertEqual(gaussian.gaussian_epsilon(math.inf, 1e-5), 0.0)
-        self.assertEqual(gaussian.gaussian_delta(math.inf, 0.0), 0.0)
-        for delta in (0.0, 1.0, -1.0, math.nan):
-            with self.assertRaisesRegex(ValueError, "delta"):
-                gaussian.gaussian_epsilon(1.0, delta)
-
-
 def _mp_delta(z, epsilon):
-    import mpmath
-
     with mpmath.workdps(60):
         z, epsilon = mpmath.mpf(z), mpmath.mpf(epsilon)
-        phi = lambda x: mpmath.erfc(-x / mpmath.sqrt(2)) / 2  # noqa: E731
         mu = 1 / z
-        return float(
-            phi(mu / 2 - epsilon / mu)
-            - mpmath.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
+        below, above = (
+            mpmath.erfc(-x / mpmath.sqrt(2)) / 2
+            for x in (mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu)
         )
+        return float(below - mpmath.exp(epsilon) * above)
+
+
+@pytest.mark.parametrize("z", [0.05, 3.0, 900.0, 9.9e5, 7.1e8, 2.5e14, 6.8e15, 2.2e17])
+@pytest.mark.parametrize("epsilon_z", [0.0, 0.3, 12.0])
+def test_delta_is_never_less_than_it_is(z, epsilon_z):
+    # Much noise leaves last digits of nearly equal numbers: it was 0.
+    true, delta = _mp_delta(z, epsilon_z / z), gaussian.gaussian_delta(z, epsilon_z / z)
+    assert true <= delta <= true * (1 + 1e-6) + 1e-12
+
+
+def test_what_is_too_small_for_a_float_is_rounded_up():
+    for z in (0.0, 1e-320, 1e-200, 1e-155):
+        assert gaussian.gaussian_epsilon(z, 1e-3) == math.inf
+        assert gaussian.gaussian_delta(z, 1.0) == 1.0
+    assert gaussian.gaussian_epsilon(math.inf, 1e-5) == 0.0
+    assert gaussian.gaussian_delta(math.inf, 0.0) == 0.0
+    for delta in (0.0, 1.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="delta"):
+            gaussian.gaussian_epsilon(1.0, delta)
+    # By the delta of epsilon = 0, 2 Phi(1 / 2z) - 1; it never came back.
+    z = gaussian.analytic_noise_multiplier(1e-320, 1e-3)
+    assert 1e-3 * z * math.sqrt(2 * math.pi) == pytest.approx(1, abs=1e-5)
+    assert gaussian.analytic_noise_multiplier(1e308, 0.1) > 0
+    with pytest.raises(ValueError, match="epsilon and delta must"):
+        gaussian.analytic_noise_multiplier(1e-320, 1e-320)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.floats(0.05, 100), _LOG_DELTA)
+def test_epsilon_inverts_delta(z, log_delta):
+    delta = math.exp(log_delta)
+    epsilon = gaussian.gaussian_epsilon(z, delta)
+    assert gaussian.gaussian_delta(z, epsilon) <= delta * (1 + 1e-9)
+    less = epsilon - 1e-6 * max(1.0, epsilon)
+    assert less <= 0 or gaussian.gaussian_delta(z, less) > delta
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.floats(1e-3, 50), _LOG_DELTA)
+def test_the_analytic_noise_is_enough_and_the_smallest(epsilon, log_delta):
+    delta = math.exp(log_delta)
+    z = gaussian.analytic_noise_multiplier(epsilon, delta)
+    assert gaussian.gaussian_delta(z, epsilon) <= delta * (1 + 1e-9)
+    assert gaussian.gaussian_delta(z * (1 - 1e-6), epsilon) > delta
+
+
+# Renyi curves.
+
+
+def _curve(q, z, most=64):
+    """Returns the orders up to the most, and the divergences at them."""
+    event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
+    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    parts = [k for k, part in enumerate(rdp.PARTS) if part[0] < most]
+    return (
+        np.concatenate([rdp.PARTS[k] for k in parts]),
+        np.concatenate([rdp.curve(event, relation, k) for k in parts]),
+    )
+
+
+def _renyi_by_quadrature(q, z, alpha):
+    def integrand(x):
+        p = stats.norm.logpdf(x, 0, z)
+        w = np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z))
+        return math.exp(p + alpha * w)
+
+    points = np.linspace(-15 * z, alpha + 15 * z, 40)
+    total = sum(
+        integrate.quad(integrand, a, b, epsabs=0, epsrel=1e-11)[0]
+        for a, b in itertools.pairwise(points)
+    )
+    return math.log(total) / (alpha - 1)
+
+
+@pytest.mark.parametrize("q", [0.003, 0.2])
+@pytest.mark.parametrize("z", [0.35, 1.0, 3.0])
+def test_fractional_orders_are_the_integral(q, z):
+    orders, curve = _curve(q, z, 8)
+    for alpha, value in list(zip(orders, curve, strict=True))[::12]:
+        assert value == pytest.approx(_renyi_by_quadrature(q, z, alpha), rel=1e-7)
+
+
+@pytest.mark.parametrize("q", [0.001, 0.3, 0.9])
+@pytest.mark.parametrize("z", [0.02, 0.4, 20.0])
+def test_the_curve_rises_with_the_order_and_sampling_never_costs(q, z):
+    orders, curve = _curve(q, z)
+    assert np.all(np.diff(curve) >= -1e-9 * curve[1:] - 1e-12)
+    assert np.all(curve <= orders / (2 * z * z) * (1 + 1e-12))
+
+
+def test_rounding_never_makes_a_round_free():
+    # It was 0 in floating point, and so was epsilon, for any number of rounds.
+    assert np.all(_curve(1e-9, 100.0)[1] > 0)

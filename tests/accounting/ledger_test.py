@@ -7,29 +7,19 @@ import json
 import math
 import os
 import random
-import resource
 import signal
 import time
 from unittest import mock
 
-import dp_accounting
 import numpy as np
 import pytest
 
+from tests.accounting.charges import charge
 from tfdp_fl import accounting, version
 from tfdp_fl.accounting import ledger as ledger_lib
 
 PrivacyLedger = accounting.PrivacyLedger
 read = PrivacyLedger.read
-
-
-def _charge(z=1.0):
-    return accounting.RoundCharge(
-        sampling="poisson",
-        num_clients=1000,
-        clients_per_round=100,
-        event=dp_accounting.GaussianDpEvent(z),
-    )
 
 
 def _spent(one, total):
@@ -44,14 +34,14 @@ def _path(tmp_path):
 @pytest.fixture(name="open_ledger")
 def _open_ledger(path):
     with PrivacyLedger(path) as ledger:
-        ledger.record(0, _charge(), 5)
+        ledger.record(0, charge(), 5)
         yield ledger
 
 
 def _write(path, rounds):
     with PrivacyLedger(path) as ledger:
         for t in range(rounds):
-            ledger.record(t, _charge(1.0 + t / 7), 90 + t, clip_norm=0.1)
+            ledger.record(t, charge(z=1.0 + t / 7), 90 + t, clip_norm=0.1)
         return ledger.head
 
 
@@ -74,9 +64,13 @@ def _forked(function):
 # What is written is read.
 
 
-def test_a_head_that_is_none_writes_nothing(path):
-    with pytest.raises(TypeError, match=r"^expected_head must"):
-        _append(path, expected_head=3)
+@pytest.mark.parametrize(
+    "options, error",
+    [({"expected_head": 3}, TypeError), ({"run": ""}, ValueError)],
+)
+def test_bad_arguments_write_nothing(path, options, error):
+    with pytest.raises(error, match=f"^{next(iter(options))} must"):
+        _append(path, **options)
     assert not path.exists()
 
 
@@ -89,7 +83,7 @@ def test_what_is_written_is_read(path):
     }
     with PrivacyLedger(path, **header) as ledger:
         details = {"clip_norm": np.float32(0.5), "radii": np.array([1.0, 2.0])}
-        ledger.record(0, _charge(0.1 + 0.2), np.int64(97), **details)
+        ledger.record(0, charge(z=0.1 + 0.2), np.int64(97), **details)
         assert ledger.rounds == 1
         head = ledger.head
     contents = read(path)
@@ -97,7 +91,7 @@ def test_what_is_written_is_read(path):
     assert header.items() <= contents.header.items()
     assert "version" in contents.header
     (entry,) = contents.entries
-    assert entry.charge == _charge(0.1 + 0.2)
+    assert entry.charge == charge(z=0.1 + 0.2)
     assert (entry.round_index, entry.cohort_size) == (0, 97)
     assert entry.details == {"clip_norm": 0.5, "radii": [1.0, 2.0]}
 
@@ -110,7 +104,7 @@ def test_a_line_is_on_the_disk_before_record_returns(path, open_ledger):
         synced.append(path.read_bytes().count(b"\n"))
 
     with mock.patch.object(os, "fsync", spy):
-        open_ledger.record(1, _charge(), 1)
+        open_ledger.record(1, charge(), 1)
         assert synced == [3]
 
 
@@ -125,7 +119,7 @@ def test_create_leaves_an_existing_file_alone(path):
 def test_a_round_run_again_is_charged_twice(path):
     with PrivacyLedger(path) as ledger:
         for t in (0, 1, 1):
-            ledger.record(t, _charge(), 100)
+            ledger.record(t, charge(), 100)
         with pytest.raises(ValueError, match="charge or local"):
             ledger.record(0, None, 3)  # What costs nothing is no round.
     expected = accounting.epsilon(1.0, "poisson", 1000, 100, 3, 1e-5)
@@ -147,29 +141,20 @@ def test_local_spending(path):
 # Runs in one file.
 
 
-def test_every_line_names_its_run(path):
-    with PrivacyLedger(path) as first:
-        first.record(0, _charge(), 5)
-    with _append(path) as second:
-        second.record(0, _charge(), 5)
-    with _append(path, run=first.run) as again:
-        again.record(1, _charge(), 5)
-    assert first.run != second.run
-    runs = [entry.run for entry in read(path).entries]
-    assert runs == [first.run, second.run, first.run]
-    with pytest.raises(ValueError, match="run must be a text"):
-        _append(path, run="")
-
-
 def test_local_spending_of_runs_adds_up(path):
     with PrivacyLedger(path) as first:
         for t in range(10):
-            first.record(t, _charge(), 5, local=_spent(0.5, 0.5 * (t + 1)))
+            first.record(t, charge(), 5, local=_spent(0.5, 0.5 * (t + 1)))
     # The same rounds again: of the same run they would be resumed ones.
     with _append(path) as second:
         for t in range(10, 20):
-            second.record(t, _charge(), 5, local=_spent(0.5, 0.5 * (t + 1)))
+            second.record(t, charge(), 5, local=_spent(0.5, 0.5 * (t + 1)))
     contents = read(path)
+    assert [entry.run for entry in contents.entries[8:12]] == [
+        *[first.run] * 2,
+        *[second.run] * 2,
+    ]
+    assert first.run != second.run
     expected = accounting.epsilon_of_mu_squared(5.0 + 10.0, 1e-5)
     assert contents.local_epsilon(1e-5) == expected
     assert contents.lost_mu_squared(15, second.run) == 2.5
@@ -178,8 +163,8 @@ def test_local_spending_of_runs_adds_up(path):
 
 def test_a_guarantee_that_one_round_lacks_is_none(path):
     with PrivacyLedger(path) as ledger:
-        ledger.record(0, _charge(), 5, local=_spent(0.5, 0.5))
-        ledger.record(1, _charge(), 5)
+        ledger.record(0, charge(), 5, local=_spent(0.5, 0.5))
+        ledger.record(1, charge(), 5)
         assert read(path).local_epsilon(1e-5) == math.inf
         ledger.record(2, None, 5, local=_spent(0.5, 0.5))
     assert accounting.epsilon_from_ledger(path, 1e-5) == math.inf
@@ -220,6 +205,8 @@ def _noise_changed(lines):
         (lambda lines: lines[:3] + lines[2:], 4),  # Twice.
         (_noise_changed, 2),
         (lambda lines: [lines[0].replace(b"client", b"cohort"), *lines[1:]], 1),
+        # JSON nests as deep as Python recurses.
+        (lambda lines: [*lines, b"[" * 100_000 + b"\n"], 7),
     ],
 )
 def test_lines_that_were_changed(path, change, number):
@@ -257,36 +244,32 @@ def test_lines_cut_off_at_the_end_need_a_head_from_elsewhere(path):
     read(path, expected_head=earlier)
 
 
-def test_a_line_of_brackets_is_no_line(path):
-    # JSON nests as deep as Python recurses.
-    _write(path, 2)
-    with path.open("ab") as file:
-        file.write(b"[" * 100_000 + b"\n")
-    with pytest.raises(accounting.LedgerTamperedError):
-        read(path)
-
-
 # What a crash leaves.
-
-
-def _ends(data):
-    return [i + 1 for i, byte in enumerate(data) if byte == 10]
 
 
 def test_a_file_cut_anywhere_keeps_its_whole_lines(path):
     _write(path, 3)
     data = path.read_bytes()
-    ends = _ends(data)
+    ends = [i + 1 for i, byte in enumerate(data) if byte == 10]
     sizes = {*range(0, len(data) + 1, 7)}
     sizes.update(end + shift for end in ends for shift in (-2, -1, 0))
-    for size in sorted(sizes):
-        path.write_bytes(data[:size])
+    cuts = [(size, data[:size]) for size in sorted(sizes)]
+    # What a file system may leave after a power cut.
+    cuts.append((len(data), data + b"\0" * 300))
+    for size, left in cuts:
+        path.write_bytes(left)
         contents = read(path)
         # A line that lacks only its newline is whole, and is charged.
-        whole = sum(size >= end - 1 for end in ends)
-        assert len(contents.entries) == max(0, whole - 1)
-        at_an_end = any(size in (end, end - 1) for end in ends)
+        whole = max(0, sum(size >= end - 1 for end in ends) - 1)
+        assert len(contents.entries) == whole
+        at_an_end = any(len(left) in (end, end - 1) for end in ends)
         assert contents.truncated != at_an_end
+        # To go on with it repairs it.
+        with _append(path) as ledger:
+            assert ledger.rounds == whole
+            ledger.record(whole, charge(), 7)
+        contents = read(path)
+        assert (len(contents.entries), contents.truncated) == (whole + 1, False)
 
 
 def test_no_bit_of_the_last_newline_undoes_a_round(path):
@@ -301,31 +284,6 @@ def test_no_bit_of_the_last_newline_undoes_a_round(path):
         assert path.read_bytes() == data
 
 
-def test_append_repairs_a_line_cut_short(path):
-    _write(path, 3)
-    data = path.read_bytes()
-    ends = _ends(data)
-    for size in (0, 10, ends[0] - 1, ends[0], ends[2] + 9, ends[3] - 1):
-        path.write_bytes(data[:size])
-        whole = max(0, sum(size >= end - 1 for end in ends) - 1)
-        with _append(path) as ledger:
-            assert ledger.rounds == whole
-            ledger.record(whole, _charge(), 7)
-        contents = read(path)
-        assert (len(contents.entries), contents.truncated) == (whole + 1, False)
-
-
-def test_zeros_after_the_last_line_are_a_crash_too(path):
-    # What a file system may leave after a power cut.
-    _write(path, 2)
-    with path.open("ab") as file:
-        file.write(b"\0" * 300)
-    assert read(path).truncated
-    with _append(path) as ledger:
-        ledger.record(2, _charge(), 7)
-    assert len(read(path).entries) == 3
-
-
 def test_kill_9_at_random_moments(path):
     generator = random.Random(1)
     released_in_all = 0
@@ -335,7 +293,7 @@ def test_kill_9_at_random_moments(path):
         def train(writer=writer):
             ledger = _append(path)
             for t in range(ledger.rounds, 10**9):
-                ledger.record(t, _charge(), 100)
+                ledger.record(t, charge(), 100)
                 os.write(writer, b".")  # The result is seen.
 
         child = _forked(train)
@@ -355,32 +313,22 @@ def test_kill_9_at_random_moments(path):
 
 def _refused(ledger, error, message):
     with pytest.raises(error, match=message):
-        ledger.record(1, _charge(), 5)
+        ledger.record(1, charge(), 5)
     assert ledger.rounds == 1
 
 
-def test_deleted(path, open_ledger):
-    path.unlink()
-    _refused(open_ledger, accounting.LedgerMovedError, "was deleted, moved or")
-    assert not path.exists()
-
-
-def test_moved_and_put_back(path, open_ledger):
+def test_deleted_moved_replaced_and_put_back(path, open_ledger):
     elsewhere = path.with_name("elsewhere.jsonl")
     path.rename(elsewhere)
     before = elsewhere.read_bytes()
-    _refused(open_ledger, accounting.LedgerMovedError, "Put it back")
-    assert elsewhere.read_bytes() == before
-    elsewhere.rename(path)
-    open_ledger.record(1, _charge(), 5)
-    assert len(read(path).entries) == 2
-
-
-def test_replaced_by_a_copy(path, open_ledger):
-    copy = path.with_name("copy.jsonl")
-    copy.write_bytes(path.read_bytes())
-    copy.replace(path)
+    _refused(open_ledger, accounting.LedgerMovedError, "was deleted, moved or")
+    assert not path.exists()
+    path.write_bytes(before)  # A copy is another file.
     _refused(open_ledger, accounting.LedgerMovedError, "replaced")
+    assert elsewhere.read_bytes() == before
+    elsewhere.replace(path)
+    open_ledger.record(1, charge(), 5)
+    assert len(read(path).entries) == 2
 
 
 @pytest.mark.parametrize(
@@ -399,7 +347,7 @@ def test_a_fork_cannot_write_and_does_not_unlock(path, open_ledger):
 
     def write():
         try:
-            open_ledger.record(1, _charge(2.0), 5)
+            open_ledger.record(1, charge(z=2.0), 5)
         except accounting.LedgerForkedError as error:
             os.write(writer, str(error).encode())
         open_ledger.close()
@@ -412,7 +360,7 @@ def test_a_fork_cannot_write_and_does_not_unlock(path, open_ledger):
     assert f"opened by process {os.getpid()}" in said
     with pytest.raises(accounting.LedgerInUseError):
         _append(path)
-    open_ledger.record(1, _charge(), 5)
+    open_ledger.record(1, charge(), 5)
     assert len(read(path).entries) == 2
 
 
@@ -426,10 +374,20 @@ def test_a_fork_that_lives_on_does_not_hold_the_lock(path, open_ledger):
         os.waitpid(child, 0)
 
 
-def test_one_that_is_closed_is_read_anew(path, open_ledger):
+def test_two_runs_on_one_ledger(path, open_ledger):
+    before = path.read_bytes()
+    with pytest.raises(accounting.LedgerInUseError, match="another run"):
+        _append(path)
+    assert path.read_bytes() == before
+    read(path)  # Reading needs no lock.
+    open_ledger.record(1, charge(), 5)
     open_ledger.close()
     with _append(path) as other:
-        other.record(0, _charge(), 5)
+        other.record(0, charge(), 5)
+    with pytest.raises(accounting.LedgerError, match="closed"):
+        open_ledger.record(2, charge(), 5)
+    assert len(read(path).entries) == 3
+    # One that is closed is read anew.
     assert open_ledger.contents().entries == other.entries
 
 
@@ -437,7 +395,7 @@ def test_the_process_may_change_its_folder(path, monkeypatch):
     monkeypatch.chdir(path.parent)
     with PrivacyLedger("relative.jsonl") as ledger:
         monkeypatch.chdir("/")
-        ledger.record(0, _charge(), 5)
+        ledger.record(0, charge(), 5)
         assert len(ledger.contents().entries) == 1
     assert path.with_name("relative.jsonl").stat().st_mode & 0o777 == 0o600
 
@@ -455,37 +413,23 @@ def test_the_process_may_change_its_folder(path, monkeypatch):
 def test_spending_that_cannot_be(path, open_ledger, local, message):
     before = path.read_bytes()
     with pytest.raises(accounting.LedgerEntryError, match=message):
-        open_ledger.record(1, _charge(), 5, local=local)
+        open_ledger.record(1, charge(), 5, local=local)
     assert path.read_bytes() == before
     # Nor does a reader believe it.
     with mock.patch.object(ledger_lib, "checked_local", lambda local, charge: local):
-        open_ledger.record(1, _charge(), 5, local=local)
+        open_ledger.record(1, charge(), 5, local=local)
     with pytest.raises(accounting.LedgerTamperedError, match=message):
         read(path)
 
 
 def test_a_release_without_noise_may_cost_everything(path):
     with PrivacyLedger(path) as ledger:
-        ledger.record(0, _charge(0.0), 5, local=_spent(math.inf, math.inf))
+        ledger.record(0, charge(z=0.0), 5, local=_spent(math.inf, math.inf))
         ledger.record(1, None, 5, local=_spent(math.inf, math.inf))
     assert read(path).local_epsilon(1e-5) == math.inf
 
 
 # What cannot be written.
-
-
-def test_two_runs_on_one_ledger(path, open_ledger):
-    before = path.read_bytes()
-    with pytest.raises(accounting.LedgerInUseError, match="another run"):
-        _append(path)
-    assert path.read_bytes() == before
-    read(path)  # Reading needs no lock.
-    open_ledger.record(1, _charge(), 5)
-    open_ledger.close()
-    _append(path).close()
-    with pytest.raises(accounting.LedgerError, match="closed"):
-        open_ledger.record(2, _charge(), 5)
-    assert len(read(path).entries) == 2
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -499,7 +443,7 @@ def test_a_full_disk_damages_nothing(path, open_ledger, code):
     with mock.patch.object(os, "pwrite", half):
         _refused(open_ledger, accounting.LedgerWriteError, os.strerror(code))
     assert path.read_bytes() == before
-    open_ledger.record(1, _charge(), 5)  # There is room again.
+    open_ledger.record(1, charge(), 5)  # There is room again.
     assert len(read(path).entries) == 2
 
 
@@ -509,26 +453,6 @@ def test_a_failed_sync_is_no_record(path, open_ledger):
     with mock.patch.object(os, "fsync", side_effect=[failure, None]):
         _refused(open_ledger, accounting.LedgerWriteError, "must not be released")
     assert path.read_bytes() == before
-
-
-def test_a_real_limit_on_the_file_s_size(path, open_ledger):
-    open_ledger.close()
-    size = path.stat().st_size
-
-    def write():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, size + 100))
-        with _append(path) as ledger:
-            try:
-                ledger.record(1, _charge(), 5)
-            except accounting.LedgerWriteError:
-                return 0
-        return 1
-
-    _, status = os.waitpid(_forked(write), 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert path.stat().st_size == size
-    assert len(read(path).entries) == 1
 
 
 def test_a_new_ledger_that_cannot_be_written_leaves_no_file(path):

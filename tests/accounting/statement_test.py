@@ -25,12 +25,13 @@ _FACTS = {
 }
 
 
-def _facts(**changes):
-    return accounting.StatementFacts(**{**_FACTS, **changes})
-
-
 def _text(delta=1e-5, format="text", **changes):
-    return accounting.privacy_statement(_facts(**changes), delta, format)
+    facts = accounting.StatementFacts(**{**_FACTS, **changes})
+    return accounting.privacy_statement(facts, delta, format)
+
+
+def _content(delta=1e-5, **changes):
+    return _text(delta, "dict", **changes)
 
 
 def _said(text, *words):
@@ -65,11 +66,6 @@ def test_an_epsilon_is_never_rounded_down(epsilon, written):
     assert f"epsilon = {written} at" in text
 
 
-def test_epsilons_may_be_functions_of_delta():
-    content = _text(1e-3, "dict", epsilon_rdp=lambda delta: -math.log10(delta))
-    assert content["epsilon_rdp"] == pytest.approx(3.0)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -87,7 +83,7 @@ def test_an_infinite_epsilon_is_no_guarantee(changes):
 
 def test_the_dictionary_is_json():
     for epsilon in (1.0, math.inf):
-        content = _text(format="dict", epsilon_rdp=epsilon)
+        content = _content(1e-3, epsilon_rdp=lambda _, epsilon=epsilon: epsilon)
         assert json.loads(json.dumps(content, allow_nan=False))["rounds"] == 3
 
 
@@ -99,11 +95,13 @@ def test_what_each_sampling_has_said_of_it():
     text = _text(sampling="cyclic")
     _said(text, "replaced by nothing, in its place")
     _said(text, "No amplification by sampling is claimed")
-    assert "cyclic_zero_out" not in _text(format="dict")["caveats"]
+    assert "cyclic_zero_out" not in _content()["caveats"]
     _said(_text(sampling="shuffled"), "number of clients N")
 
 
+_UNSAMPLED = ("shuffled", "cyclic", "separated")
 _NO_CENTRAL = {"epsilon_rdp": None, "epsilon_pld": None}
+_RECORD = {"guarantee": "record", "mechanism": "NbAFL", "unit": "record"}
 
 
 def test_local_and_central_are_kept_apart():
@@ -126,9 +124,6 @@ def test_local_and_central_are_kept_apart():
     )
 
 
-_RECORD = {"guarantee": "record", "mechanism": "NbAFL", "unit": "record"}
-
-
 def test_per_record():
     _said(
         _text(
@@ -145,14 +140,12 @@ def test_per_record():
     )
 
 
-@pytest.mark.parametrize("caveat", caveats.CAVEATS)
-def test_each_caveat_is_one_whole_sentence(caveat):
-    sentence = caveats.CAVEATS[caveat]
-    assert sentence[0].isupper()
-    assert sentence.endswith(".")
-    assert sentence in _text(caveats=(caveat,))
-    content = _text(format="dict", caveats=(caveat,))
-    assert content["caveats"][caveat] == sentence
+def test_every_caveat_is_a_sentence_of_the_statement():
+    text = _text(caveats=tuple(caveats.CAVEATS))
+    for sentence in caveats.CAVEATS.values():
+        assert sentence[0].isupper()
+        assert sentence.endswith(".")
+        assert sentence in text
 
 
 def test_a_large_delta_is_pointed_out():
@@ -166,9 +159,9 @@ def test_a_large_delta_is_pointed_out():
 
 def test_delta_per_record_is_not_held_against_clients():
     facts = {**_RECORD, "epsilon_local": 3.0}
-    content = _text(1e-3, "dict", **facts)
+    content = _content(1e-3, **facts)
     assert not [key for key in content["caveats"] if key.startswith("delta")]
-    content = _text(1e-3, "dict", num_records=2000, **facts)
+    content = _content(1e-3, num_records=2000, **facts)
     assert "delta_not_below_one_over_records" in content["caveats"]
 
 
@@ -186,38 +179,35 @@ def test_errors_name_the_argument(changes, name):
         _text(**changes)
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
-def test_sampled_cohorts_must_stay_secret(sampling):
-    facts = {"sampling": sampling, "epsilon_if_participation_is_known": 14.24}
-    content = _text(format="dict", **facts)
-    assert content["epsilon_if_participation_is_known"] == 14.24
-    _said(content["secrecy"], "must stay secret")
-    _said(_text(**facts), content["secrecy"], "14.24")
-
-
-@pytest.mark.parametrize("sampling", ["shuffled", "cyclic", "separated"])
-def test_without_amplification_the_figure_is_the_same(sampling):
-    content = _text(format="dict", sampling=sampling)
-    assert content["epsilon_if_participation_is_known"] == content["epsilon"]
-    _said(content["secrecy"], "need not be secret")
-
-
-def test_what_is_not_known_is_not_answered():
-    content = _text(format="dict")
-    assert content["epsilon_if_participation_is_known"] is None
-    _said(content["secrecy"], "No figure")
-    content = _text(format="dict", epsilon_if_participation_is_known=math.inf)
-    _said(content["secrecy"], "no finite epsilon")
+@pytest.mark.parametrize(
+    "sampling, given, stated, words",
+    [
+        ("poisson", 14.24, 14.24, "must stay secret"),
+        ("fixed_size", 14.24, 14.24, "must stay secret"),
+        ("poisson", None, None, "No figure"),
+        ("poisson", math.inf, None, "no finite epsilon"),
+        # Without amplification the figure is the same.
+        *((each, None, 1.99995, "need not be secret") for each in _UNSAMPLED),
+    ],
+)
+def test_sampled_cohorts_must_stay_secret(sampling, given, stated, words):
+    facts = {"sampling": sampling, "epsilon_if_participation_is_known": given}
+    content = _content(**facts)
+    assert content["epsilon_if_participation_is_known"] == stated
+    _said(content["secrecy"], words)
+    _said(_text(**facts), content["secrecy"])
+    if stated == 14.24:
+        _said(content["secrecy"], "14.24")
 
 
 @pytest.mark.parametrize("guarantee", ["central", "local"])
 def test_start_and_callbacks_are_trusted(guarantee):
-    content = _text(format="dict", guarantee=guarantee, epsilon_local=1.0)
+    content = _content(guarantee=guarantee, epsilon_local=1.0)
     assert "start_and_callbacks_trusted" in content["caveats"]
 
 
 def test_populations_and_rounds_of_others_are_named():
-    content = _text(format="dict", populations=[1000, 500])
+    content = _content(populations=[1000, 500])
     _said(content["how"], "with N = 1000, then 500 and m = 100")
     assert content["populations"] == [1000, 500]
     text = _text(rounds_of_others=4)

@@ -28,29 +28,15 @@ _MARGIN = 1.2
 
 def _model() -> tf.keras.Model:
     tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            tf.keras.layers.Input((8,)),
-            tf.keras.layers.Dense(1000),
-            tf.keras.layers.Dense(3),
-        ]
-    )
+    dense = tf.keras.layers.Dense
+    return tf.keras.Sequential([tf.keras.layers.Input((8,)), dense(1000), dense(3)])
 
 
 def _audited(mechanism, audit, rounds=1, sampling="shuffled", **options):
     """Trains on eight clients, all of them in every round if shuffled."""
-    fed = tfdp_fl.DPFederatedModel(
-        _model(),
-        mechanism,
-        options.pop("clients_per_round", 8),
-        sampling,
-        num_replicas=1,
-    )
-    fed.compile(
-        tf.keras.optimizers.SGD(0.01),
-        toy.loss(),
-        server_optimizer=options.pop("server_optimizer", None),
-    )
+    m, server = options.pop("clients_per_round", 8), options.pop("server", None)
+    fed = tfdp_fl.DPFederatedModel(_model(), mechanism, m, sampling, num_replicas=1)
+    fed.compile(tf.keras.optimizers.SGD(0.01), toy.loss(), server_optimizer=server)
     fed.fit(toy.clients(8), rounds=rounds, verbose=0, audit=audit, **options)
     return fed
 
@@ -171,7 +157,7 @@ def test_canaries_are_the_same_whenever_they_are_made():
         ),
         (
             *(_fixed(3.0), 3, "shuffled"),
-            {"server_optimizer": tf.keras.optimizers.SGD(1.0, momentum=0.5)},
+            {"server": tf.keras.optimizers.SGD(1.0, momentum=0.5)},
         ),
     ],
     ids=["several_rounds", "adaptive", "fixed_size", "correlated", "server_momentum"],
@@ -294,27 +280,25 @@ def test_the_same_noise_in_two_rounds_is_found():
 # Arguments.
 
 
-@pytest.mark.parametrize("number", [0, 1, -3])
-def test_number_of_canaries(number):
-    with pytest.raises(ValueError, match="num_canaries"):
-        CanaryAudit(number)
-
-
 @pytest.mark.parametrize(
     "mechanism",
     [
         tfdp_fl.NoPrivacy(),
         tfdp_fl.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-3),
+        tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0, noise_site="client"),
     ],
 )
 def test_what_is_not_audited(mechanism):
     with pytest.raises(ValueError, match="audit must be None"):
         _audited(mechanism, CanaryAudit(10), sampling="fixed_size")
-    with pytest.raises(TypeError, match="audit"):
-        _audited(_fixed(), "yes")
 
 
 def test_once_only_and_after_the_run():
+    with pytest.raises(TypeError, match="audit"):
+        _audited(_fixed(), "yes")
+    for number in (0, 1, -3):
+        with pytest.raises(ValueError, match="num_canaries"):
+            CanaryAudit(number)
     audit = CanaryAudit(10)
     with pytest.raises(ValueError, match="given to a fit"):
         audit.estimate(_DELTA)

@@ -2,85 +2,60 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
-import tempfile
-from unittest import mock
 
 import nbclient
 import nbformat
-from absl.testing import parameterized
+import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _NOTEBOOKS = sorted((_ROOT / "colab").glob("*.ipynb"))
 _TIMEOUT_SECONDS = 600
+_every = pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def _printed(notebook: nbformat.NotebookNode) -> str:
-    return "".join(
-        output.text
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-        if output.output_type == "stream" and output.name == "stdout"
-    )
+def _outputs(notebook):
+    code = (cell for cell in notebook.cells if cell.cell_type == "code")
+    return [output for cell in code for output in cell.outputs]
 
 
-def _charts(notebook: nbformat.NotebookNode) -> int:
-    return sum(
-        "image/png" in output.get("data", {})
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-    )
+def _charts(notebook):
+    return sum("image/png" in each.get("data", {}) for each in _outputs(notebook))
 
 
-class NotebooksTest(parameterized.TestCase):
-    @parameterized.named_parameters((path.stem, path) for path in _NOTEBOOKS)
-    def test_runs_and_shows_what_its_committed_copy_shows(self, path):
-        committed = nbformat.read(path, as_version=4)
-        fresh = nbformat.read(path, as_version=4)
-        environment = {
-            "PYTHONPATH": str(_ROOT),
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "JUPYTER_PLATFORM_DIRS": "1",
-        }
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch.dict(os.environ, environment),
-        ):
-            nbclient.NotebookClient(
-                fresh,
-                timeout=_TIMEOUT_SECONDS,
-                kernel_name="python3",
-                resources={"metadata": {"path": folder}},
-            ).execute()
-        for notebook in (committed, fresh):
-            found = re.findall(r"(accuracy|RMSE) (\d\.\d+)", _printed(notebook))
-            self.assertNotEmpty(found)
-            for what, figure in found:
-                if what == "RMSE":  # 1.325 by the mean alone.
-                    self.assertLess(float(figure), 1.33)
-                else:  # By chance it would be 0.1.
-                    self.assertGreater(float(figure), 0.3)
-        self.assertGreaterEqual(_charts(fresh), 1)
-        self.assertEqual(_charts(committed), _charts(fresh))
-
-    @parameterized.named_parameters((path.stem, path) for path in _NOTEBOOKS)
-    def test_first_code_cell_installs_in_colab_only(self, path):
-        cells = nbformat.read(path, as_version=4).cells
-        first = next(cell for cell in cells if cell.cell_type == "code")
-        self.assertRegex(
-            first.source,
-            r'if "google\.colab" in sys\.modules:\n(    .*\n)*    %pip install',
+@_every
+def test_runs_and_shows_what_its_committed_copy_shows(path, tmp_path, monkeypatch):
+    committed, fresh = (nbformat.read(path, as_version=4) for _ in range(2))
+    monkeypatch.setenv("PYTHONPATH", str(_ROOT))
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    nbclient.NotebookClient(
+        fresh,
+        timeout=_TIMEOUT_SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+    for notebook in (committed, fresh):
+        printed = "".join(
+            each.text
+            for each in _outputs(notebook)
+            if each.output_type == "stream" and each.name == "stdout"
         )
-        others = "".join(cell.source for cell in cells).count("pip install")
-        self.assertEqual(others, 1)
+        found = re.findall(r"(accuracy|RMSE) (\d\.\d+)", printed)
+        assert found
+        for what, figure in found:
+            # 1.325 by the mean alone; 0.1 by chance.
+            assert float(figure) < 1.33 if what == "RMSE" else float(figure) > 0.3
+    assert _charts(committed) == _charts(fresh) >= 1
 
-    @parameterized.named_parameters((path.stem, path) for path in _NOTEBOOKS)
-    def test_outputs_are_small_and_name_no_machine(self, path):
-        self.assertLess(path.stat().st_size, 300_000)
-        self.assertNotRegex(
-            path.read_text(encoding="utf-8"), r"/(home|root|tmp|work|Users)/"
-        )
+
+@_every
+def test_installs_in_colab_only_and_its_outputs_name_no_machine(path):
+    cells = nbformat.read(path, as_version=4).cells
+    first = next(cell for cell in cells if cell.cell_type == "code")
+    installs = r'if "google\.colab" in sys\.modules:\n(    .*\n)*    %pip install'
+    assert re.search(installs, first.source)
+    assert "".join(cell.source for cell in cells).count("pip install") == 1
+    assert path.stat().st_size < 300_000
+    assert not re.search(r"/(home|root|tmp|work|Users)/", path.read_text("utf-8"))

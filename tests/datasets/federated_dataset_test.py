@@ -3,8 +3,8 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import absltest, parameterized
 
 from tfdp_fl.datasets import (
     ClientExamples,
@@ -14,7 +14,10 @@ from tfdp_fl.datasets import (
 )
 
 _TWO = np.ones(2)
+_SPEC = (tf.TensorSpec([3]), tf.TensorSpec([], tf.int64))
 _slices = tf.data.Dataset.from_tensor_slices
+_from_arrays = FederatedDataset.from_client_arrays
+_from_fn = FederatedDataset.from_client_fn
 
 
 def _examples(n: int, offset: float = 0.0):
@@ -22,273 +25,198 @@ def _examples(n: int, offset: float = 0.0):
     return x, np.arange(n, dtype=np.int64)
 
 
-def _uneven() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    return {
-        "few": _examples(2),
-        "none": _examples(0),
-        "many": _examples(5, 100.0),
-    }
+_UNEVEN = {"few": _examples(2), "none": _examples(0), "many": _examples(5, 100.0)}
 
 
-def _streamed(arrays) -> FederatedDataset:
-    return FederatedDataset.from_client_fn(list(arrays), arrays.__getitem__)
+def _streamed() -> FederatedDataset:
+    return _from_fn(list(_UNEVEN), _UNEVEN.__getitem__)
 
 
-def _assert_same_clients(test, actual, expected):
-    test.assertEqual(list(actual.client_ids), list(expected.client_ids))
-    test.assertEqual(actual.element_spec, expected.element_spec)
-    for client_id in expected.client_ids:
-        tf.nest.map_structure(
-            np.testing.assert_array_equal,
-            actual.client(client_id),
-            expected.client(client_id),
-        )
+def _indexed() -> FederatedDataset:
+    x, y = map(np.concatenate, zip(*_UNEVEN.values(), strict=True))
+    rows = {"few": [0, 1], "none": [], "many": [2, 3, 4, 5, 6]}
+    return FederatedDataset.from_indices(x, y, rows)
 
 
-class FromClientArraysTest(parameterized.TestCase):
-    def test_clients_keep_their_ids_sizes_and_examples(self):
-        arrays = _uneven()
-        dataset = FederatedDataset.from_client_arrays(arrays)
+class _ClientData:
+    """As a `tff.simulation.datasets.ClientData` looks from outside."""
 
-        self.assertEqual(dataset.num_clients, 3)
-        self.assertEqual(list(dataset.client_ids), ["few", "none", "many"])
-        self.assertEqual(dataset.client_sizes().tolist(), [2, 0, 5])
-        self.assertEqual(dataset.client_sizes([2, 0]).tolist(), [5, 2])
-        self.assertEqual(dataset.num_examples(), 7)
-        self.assertTrue(dataset.is_indexed)
-        for client_id, (x, y) in arrays.items():
-            client_x, client_y = dataset.client(client_id)
-            np.testing.assert_array_equal(client_x, x)
-            np.testing.assert_array_equal(client_y, y)
+    def __init__(self, client_ids=("w1", "w2"), names=("pixels", "label")):
+        self.client_ids = client_ids
+        self._names = names
 
-    @parameterized.parameters(
-        (np.float64, tf.float32),
-        (np.float32, tf.float32),
-        (np.float16, tf.float16),
-        (np.uint8, tf.uint8),
-        (np.int64, tf.int64),
-        (np.bool_, tf.bool),
+    def create_tf_dataset_for_client(self, client_id):
+        n = {"w1": 3, "w2": 1}.get(client_id, 2)
+        x, y = self._names
+        return _slices({y: np.arange(n), x: np.ones((n, 2, 2), np.float32)})
+
+
+def _of_tff(client_ids=("w1", "w2")):
+    return FederatedDataset.from_client_data(
+        _ClientData(client_ids),
+        lambda clients: clients.map(lambda e: (e["pixels"], e["label"])),
     )
-    def test_only_float64_changes_its_dtype(self, given, held):
-        x = np.ones((4, 2), given)
-        dataset = FederatedDataset.from_client_arrays({0: (x, x)})
-        self.assertEqual(dataset.element_spec[0].dtype, held)
-        self.assertEqual(dataset.client(0)[1].dtype, held.as_numpy_dtype)
 
-    def test_nests_of_arrays(self):
-        def client(n):
-            x = {"image": np.ones((n, 4, 4)), "words": [np.zeros((n, 2), int)]}
-            return x, (np.ones(n, int), np.full((n, 1), 0.5))
 
-        dataset = FederatedDataset.from_client_arrays({7: client(3), 8: client(1)})
-        x, (label, score) = dataset.client(7)
-        self.assertEqual(x["image"].shape, (3, 4, 4))
-        self.assertEqual(x["words"][0].shape, (3, 2))
-        self.assertEqual(label.shape, (3,))
-        self.assertEqual(score.dtype, np.float32)
-        flat_x, flat_y = dataset.flat()
-        self.assertEqual(flat_x["image"].shape, [4, 4, 4])
-        self.assertIsInstance(flat_y, tuple)
-
-    def test_empty_lists_are_a_client_without_examples(self):
-        dataset = FederatedDataset.from_client_arrays({0: ([], []), 1: _examples(2)})
-        self.assertEqual(dataset.client_sizes().tolist(), [0, 2])
-        self.assertEqual(dataset.client(0)[0].shape, (0, 3))
-
-    def test_later_changes_of_the_callers_arrays_change_nothing(self):
-        x, y = _examples(3)
-        packed = FederatedDataset.from_client_arrays({0: (x, y)})
-        indexed = FederatedDataset.from_indices(x, y, [[0, 1, 2]])
-        before = x.copy()
-        x[:] = -1
-        np.testing.assert_array_equal(packed.client(0)[0], before)
-        np.testing.assert_array_equal(indexed.client(0)[0], before)
-
-    @parameterized.parameters(
-        ({}, ValueError, "clients must hold at least one client"),
-        ([(_TWO, _TWO)], TypeError, "clients must be"),
-        (
-            {"a": ({"u": np.ones(3), "v": _TWO}, np.ones(3))},
-            ValueError,
-            "Client 'a': .* got 2 in x and 3 in x and 3 in y",
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _from_arrays(_UNEVEN),
+        _indexed,
+        _streamed,
+        lambda: _streamed().in_memory(),
+        lambda: as_federated(_UNEVEN),
+        lambda: pickle.loads(pickle.dumps(_from_arrays(_UNEVEN))),
+        lambda: FederatedDataset.from_tf_datasets(
+            {client_id: _slices(examples) for client_id, examples in _UNEVEN.items()}
         ),
-        (
-            {"a": ({"u": _TWO}, _TWO), "b": ({"v": _TWO}, _TWO)},
-            ValueError,
-            "Client 'b': x must be of the same names",
-        ),
-        (
-            {"a": (np.ones((3, 2)), np.ones(3)), "b": (np.ones((3, 1)), np.ones(3))},
-            ValueError,
-            r"Client 'b': x must be of .*float32\[2\], got float32\[1\]",
-        ),
-        (
-            {"a": (_TWO, np.ones(2, int)), "b": (_TWO, _TWO)},
-            ValueError,
-            r"Client 'b': y must be of .*int64\[\], got float32\[\]",
-        ),
-        ({"a": np.ones((2, 3))}, TypeError, r"Client 'a': .* must be \(x, y\) or"),
-        ({"a": (_TWO, _TWO, _TWO, _TWO)}, TypeError, "got a tuple of 4"),
-        (
-            {"a": (_TWO, _TWO, np.ones(3))},
-            ValueError,
-            "x, y, sample_weight must have .* 2 in y and 3 in sample_weight",
-        ),
-        (
-            {"a": (_TWO, _TWO, _TWO), "b": (_TWO, _TWO)},
-            ValueError,
-            "Client 'b': sample_weight must be given for every client or for",
-        ),
-        (
-            {"a": (_TWO, _TWO, np.array(["secret", "b"]))},
-            TypeError,
-            "Client 'a': sample_weight must be made of numbers, got dtype <U6",
-        ),
-        ({"a": (_TWO, 3)}, ValueError, "Client 'a': y must have a leading dimension"),
-        (
-            {"a": (np.array([{}, {}]), _TWO)},
-            TypeError,
-            "Client 'a': x must be made of arrays of numbers",
-        ),
-        (
-            {"a": (tf.sparse.from_dense([[1], [2]]), _TWO)},
-            TypeError,
-            "Client 'a': x must be made of dense arrays, got a SparseTensor",
-        ),
-        (
-            {"a": ([[1, 2], ["secret"]], _TWO)},
-            TypeError,
-            "Client 'a': x must be made of sequences of numbers or strings",
-        ),
-    )
-    def test_refuses(self, clients, error, message):
-        with self.assertRaisesRegex(error, message):
-            FederatedDataset.from_client_arrays(clients)
-
-
-class FromIndicesTest(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.x, self.y = _examples(10)
-
-    @parameterized.named_parameters(
-        ("lines", np.array([[3, 1], [1, 9]]), [0, 1]),
-        ("int32_lines", np.array([[3, 1], [1, 9]], np.int32), [0, 1]),
-        ("lists", [[3, 1], [1, 9]], [0, 1]),
-        ("mapping", {"a": np.array([3, 1]), "b": [1, 9]}, ["a", "b"]),
-    )
-    def test_a_client_is_its_rows_in_its_order(self, indices, client_ids):
-        dataset = FederatedDataset.from_indices(self.x, self.y, indices)
-        self.assertEqual(list(dataset.client_ids), client_ids)
-        first, second = client_ids
-        np.testing.assert_array_equal(dataset.client(first)[0], self.x[[3, 1]])
-        np.testing.assert_array_equal(dataset.client(second)[1], [1, 9])
-
-    def test_tensors_are_not_copied(self):
-        x, y = tf.constant(self.x), tf.constant(self.y)
-        dataset = FederatedDataset.from_indices(x, y, [[0]])
-        self.assertIs(dataset.flat()[0], x)
-        self.assertIs(dataset.flat()[1], y)
-
-    @parameterized.parameters(
-        ([[0], [10]], ValueError, "indices must be from 0 to 9"),
-        ([[0], [-1]], ValueError, "indices must be from 0 to 9"),
-        ([[0.0]], TypeError, "indices must be integers"),
-        ([np.ones(10, bool)], TypeError, "indices must be integers"),
-        (np.zeros((0, 3), int), ValueError, "indices must hold at least one client"),
-        (np.arange(3), ValueError, "indices must be 2-D"),
-        ([[[0]]], ValueError, "2 dimensions for client number 0"),
-    )
-    def test_refuses(self, indices, error, message):
-        with self.assertRaisesRegex(error, message):
-            FederatedDataset.from_indices(self.x, self.y, indices)
-
-    def test_refuses_ids_that_do_not_fit(self):
-        make = FederatedDataset.from_indices
-        with self.assertRaisesRegex(ValueError, "client_ids must have one id"):
-            make(self.x, self.y, [[0]], client_ids=["a", "b"])
-        with self.assertRaisesRegex(ValueError, "client_ids must be distinct"):
-            make(self.x, self.y, [[0], [1]], client_ids=["a", "a"])
-        with self.assertRaisesRegex(ValueError, "client_ids must be None"):
-            make(self.x, self.y, {"a": [0]}, client_ids=["a"])
-
-
-class EngineInterfaceTest(parameterized.TestCase):
-    def _datasets(self):
-        arrays = _uneven()
-        packed = FederatedDataset.from_client_arrays(arrays)
-        x = np.concatenate([x for x, _ in arrays.values()])
-        y = np.concatenate([y for _, y in arrays.values()])
-        indexed = FederatedDataset.from_indices(
-            x, y, {"few": [0, 1], "none": [], "many": [2, 3, 4, 5, 6]}
-        )
-        return packed, indexed
-
-    def test_rows_are_the_clients_one_after_the_other(self):
-        for dataset in self._datasets():
-            rows, lengths = dataset.client_rows(np.array([2, 1, 0, 2]))
-            self.assertEqual(rows.dtype, np.int32)
-            self.assertEqual(lengths.dtype, np.int64)
-            self.assertEqual(lengths.tolist(), [5, 0, 2, 5])
-            self.assertEqual(rows.tolist(), [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6])
-
-    @parameterized.parameters([[3]], [[-1]], [[0, 7]])
-    def test_refuses_positions_out_of_range(self, positions):
-        dataset, _ = self._datasets()
-        for method in (
-            dataset.client_rows,
-            dataset.read_clients,
-            dataset.client_sizes,
-            dataset.take,
-        ):
-            with self.assertRaisesRegex(ValueError, "positions must be from 0"):
-                method(positions)
-            with self.assertRaisesRegex(TypeError, "positions must be a 1-D array"):
-                method([0.5])
-
-    def test_reads_what_the_rows_say(self):
-        for dataset in self._datasets():
-            read = list(dataset.read_clients([2, 0]))
-            self.assertEqual([client.position for client in read], [2, 0])
-            np.testing.assert_array_equal(read[0].x, dataset.client("many")[0])
-            np.testing.assert_array_equal(read[1].y, [0, 1])
-
-    def test_a_streamed_dataset_has_no_rows(self):
-        dataset = _streamed(_uneven())
-        self.assertFalse(dataset.is_indexed)
-        with self.assertRaisesRegex(ValueError, "flat must be called on an ind"):
+    ],
+)
+def test_clients_keep_their_ids_sizes_and_examples(make):
+    dataset = make()
+    assert (dataset.num_clients, dataset.num_examples()) == (3, 7)
+    assert list(dataset.client_ids) == list(_UNEVEN)
+    assert dataset.element_spec == _SPEC
+    assert dataset.client_sizes().tolist() == [2, 0, 5]
+    assert dataset.client_sizes([2, 0]).tolist() == [5, 2]
+    for client_id, examples in _UNEVEN.items():
+        for array, expected in zip(dataset.client(client_id), examples, strict=True):
+            np.testing.assert_array_equal(array, expected)
+    read = list(dataset.read_clients([2, 0]))
+    assert [client.position for client in read] == [2, 0]
+    np.testing.assert_array_equal(read[0].x, _UNEVEN["many"][0])
+    np.testing.assert_array_equal(read[1].y, [0, 1])
+    assert dataset.in_memory().is_indexed
+    if dataset.is_indexed:
+        assert dataset.in_memory() is dataset
+        # The clients' rows, one after the other.
+        rows, lengths = dataset.client_rows(np.array([2, 1, 0, 2]))
+        assert (rows.dtype, lengths.dtype) == (np.int32, np.int64)
+        assert lengths.tolist() == [5, 0, 2, 5]
+        assert rows.tolist() == [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
+    else:
+        with pytest.raises(ValueError, match="flat must be called on an ind"):
             dataset.flat()
-        with self.assertRaisesRegex(ValueError, r"in_memory\(\) makes it"):
+        with pytest.raises(ValueError, match=r"in_memory\(\) makes it"):
             dataset.client_rows([0])
 
 
-class StreamedTest(parameterized.TestCase):
-    def test_tf_datasets(self):
-        arrays = _uneven()
-        dataset = FederatedDataset.from_tf_datasets(
-            {client_id: _slices(examples) for client_id, examples in arrays.items()}
-        )
-        self.assertFalse(dataset.is_indexed)
-        _assert_same_clients(self, dataset, FederatedDataset.from_client_arrays(arrays))
+@pytest.mark.parametrize("dtype", ["float64", "float16", "uint8", "int64", "bool"])
+def test_only_float64_changes_its_dtype(dtype):
+    x = np.ones((4, 2), dtype)
+    dataset = _from_arrays({0: (x, x)})
+    held = "float32" if dtype == "float64" else dtype
+    assert dataset.element_spec[0].dtype.name == held
+    assert dataset.client(0)[1].dtype == held
 
-    @parameterized.parameters(
+
+def test_nests_of_arrays():
+    def client(n):
+        x = {"image": np.ones((n, 4, 4)), "words": [np.zeros((n, 2), int)]}
+        return x, (np.ones(n, int), np.full((n, 1), 0.5))
+
+    dataset = _from_arrays({7: client(3), 8: client(1)})
+    x, (label, score) = dataset.client(7)
+    assert (x["image"].shape, x["words"][0].shape) == ((3, 4, 4), (3, 2))
+    assert (label.shape, score.dtype) == ((3,), np.float32)
+    flat_x, flat_y = dataset.flat()
+    assert flat_x["image"].shape == [4, 4, 4]
+    assert isinstance(flat_y, tuple)
+
+
+def test_later_changes_of_the_callers_arrays_change_nothing():
+    x, y = _examples(3)
+    packed = _from_arrays({0: (x, y), 1: ([], [])})
+    assert packed.client_sizes().tolist() == [3, 0]
+    assert packed.client(1)[0].shape == (0, 3)
+    indexed = FederatedDataset.from_indices(x, y, [[0, 1, 2]])
+    before = x.copy()
+    x[:] = -1
+    np.testing.assert_array_equal(packed.client(0)[0], before)
+    np.testing.assert_array_equal(indexed.client(0)[0], before)
+
+
+@pytest.mark.parametrize(
+    "clients, error, message",
+    [
+        ({}, ValueError, "clients must hold at least one client"),
+        ([(_TWO, _TWO)], TypeError, "clients must be"),
+        ({"a": ({"u": np.ones(3), "v": _TWO}, np.ones(3))}, ValueError, "'a': .* 2 in"),
+        ({"a": ({"u": _TWO}, _TWO), "b": ({"v": _TWO}, _TWO)}, ValueError, "'b': x"),
+        ({"a": (np.eye(2), _TWO), "b": (_TWO, _TWO)}, ValueError, "'b': x must be of"),
+        ({"a": (_TWO, np.ones(2, int)), "b": (_TWO, _TWO)}, ValueError, "'b': y must"),
+        ({"a": np.ones((2, 3))}, TypeError, r"'a': .* must be \(x, y\) or"),
+        ({"a": (_TWO, _TWO, np.ones(3))}, ValueError, "3 in sample_weight"),
+        ({"a": (_TWO, _TWO, _TWO), "b": (_TWO, _TWO)}, ValueError, "'b': sample_wei"),
+        ({"a": (_TWO, _TWO, np.array(["secret", "b"]))}, TypeError, "'a': sample_we"),
+        ({"a": (_TWO, 3)}, ValueError, "'a': y must have a leading dimension"),
+        ({"a": (np.array([{}, {}]), _TWO)}, TypeError, "'a': x must be made"),
+        ({"a": (tf.sparse.from_dense([[1], [2]]), _TWO)}, TypeError, "'a': x .*dense"),
+        ({"a": ([[1, 2], ["secret"]], _TWO)}, TypeError, "'a': x must be made"),
+    ],
+)
+def test_arrays_that_do_not_go_together(clients, error, message):
+    with pytest.raises(error, match=message) as caught:
+        _from_arrays(clients)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "indices, client_ids",
+    [
+        (np.array([[3, 1], [1, 9]], np.int32), [0, 1]),
+        ([[3, 1], [1, 9]], [0, 1]),
+        ({"a": np.array([3, 1]), "b": [1, 9]}, ["a", "b"]),
+    ],
+)
+def test_a_client_is_its_rows_in_its_order(indices, client_ids):
+    x, y = map(tf.constant, _examples(10))
+    dataset = FederatedDataset.from_indices(x, y, indices)
+    assert list(dataset.client_ids) == client_ids
+    first, second = client_ids
+    np.testing.assert_array_equal(dataset.client(first)[0], x.numpy()[[3, 1]])
+    np.testing.assert_array_equal(dataset.client(second)[1], [1, 9])
+    # Tensors are not copied.
+    assert dataset.flat()[0] is x
+    assert dataset.flat()[1] is y
+
+
+@pytest.mark.parametrize(
+    "indices, ids, error, message",
+    [
+        ([[0], [10]], None, ValueError, "indices must be from 0 to 9"),
+        ([[0], [-1]], None, ValueError, "indices must be from 0 to 9"),
+        ([[0.0]], None, TypeError, "indices must be integers"),
+        ([np.ones(10, bool)], None, TypeError, "indices must be integers"),
+        (np.zeros((0, 3), int), None, ValueError, "indices must hold at least one"),
+        (np.arange(3), None, ValueError, "indices must be 2-D"),
+        ([[[0]]], None, ValueError, "2 dimensions for client number 0"),
+        ([[0]], ["a", "b"], ValueError, "client_ids must have one id"),
+        ({"a": [0]}, ["a"], ValueError, "client_ids must be None"),
+    ],
+)
+def test_indices_that_are_refused(indices, ids, error, message):
+    with pytest.raises(error, match=message):
+        FederatedDataset.from_indices(*_examples(10), indices, client_ids=ids)
+
+
+@pytest.mark.parametrize("method", ["client_rows", "read_clients", "client_sizes"])
+@pytest.mark.parametrize("positions", [[3], [-1], [0, 7]])
+def test_positions_out_of_range_are_no_client(method, positions):
+    with pytest.raises(ValueError, match="positions must be from 0"):
+        getattr(_indexed(), method)(positions)
+    with pytest.raises(TypeError, match="positions must be a 1-D array"):
+        getattr(_indexed(), method)([0.5])
+
+
+@pytest.mark.parametrize(
+    "clients, error, message",
+    [
         (dict, ValueError, "clients must hold at least one"),
         (lambda: {"a": _TWO}, TypeError, "Client 'a': dataset must be a "),
-        (
-            lambda: {"a": _slices(_examples(4)).batch(2)},
-            ValueError,
-            "Client 'a': .* must be single examples, got what looks like batch",
-        ),
-        (
-            lambda: {"a": tf.data.Dataset.range(3)},
-            TypeError,
-            r"Client 'a': .*must be single examples \(x, y\)",
-        ),
-        (
-            lambda: {"a": _slices(_examples(4)).repeat()},
-            ValueError,
-            "Client 'a': .* must end",
-        ),
+        (lambda: {"a": _slices(_examples(4)).batch(2)}, ValueError, "like batches"),
+        (lambda: {"a": tf.data.Dataset.range(3)}, TypeError, r"'a': .* \(x, y\)"),
+        (lambda: {"a": _slices(_examples(4)).repeat()}, ValueError, "'a': .*must end"),
         (
             lambda: {"a": _slices((_TWO, [1, 2])), "b": _slices(([1, 2], [1, 2]))},
             ValueError,
@@ -299,102 +227,67 @@ class StreamedTest(parameterized.TestCase):
             TypeError,
             "Client 'a': .* must be dense tensors",
         ),
-    )
-    def test_tf_datasets_refuses(self, clients, error, message):
-        with self.assertRaisesRegex(error, message):
-            FederatedDataset.from_tf_datasets(clients())
+    ],
+)
+def test_tf_datasets_that_are_refused(clients, error, message):
+    with pytest.raises(error, match=message):
+        FederatedDataset.from_tf_datasets(clients())
 
-    def test_one_client_that_cannot_be_read_does_not_stop_the_others(self):
-        def read(client_id):
-            if client_id == "bad":
-                raise OSError("disk on fire")
-            if client_id == "odd":
-                return np.ones((2, 7)), np.ones(2, int)
-            return _examples(2)
 
-        dataset = FederatedDataset.from_client_fn(["bad", "good", "odd", "fine"], read)
-        read = list(dataset.read_clients([0, 1, 2, 3]))
+def test_one_client_that_cannot_be_read_does_not_stop_the_others():
+    reads = []
 
-        self.assertEqual(
-            [type(client) for client in read],
-            [ClientFailure, ClientExamples, ClientFailure, ClientExamples],
-        )
-        self.assertEqual([client.position for client in read], [0, 1, 2, 3])
-        self.assertIsInstance(read[0].error, OSError)
-        self.assertRegex(str(read[2].error), "x must be of the same .* shape")
-        with self.assertRaisesRegex(OSError, "disk on fire"):
-            dataset.client("bad")
+    def read(client_id):
+        reads.append(client_id)
+        if client_id == "bad":
+            raise OSError("disk on fire")
+        if client_id == "odd":
+            return np.ones((2, 7)), np.ones(2, int)
+        return ([], []) if client_id == "empty" else _examples(2)
 
-    def test_clients_are_read_only_when_asked_for(self):
-        reads = []
+    ids = ["bad", "empty", "good", "odd", "fine"]
+    dataset = _from_fn(ids, read)
+    # It comes from the first client that has examples.
+    assert dataset.element_spec[0] == _SPEC[0]
+    reads.clear()
+    clients = dataset.read_clients([0, 2, 3, 4])
+    assert reads == []  # Only when it is asked for.
+    read = [next(clients)]
+    assert reads == ["bad"]
+    read += clients
+    assert [type(client) for client in read] == [ClientFailure, ClientExamples] * 2
+    assert [client.position for client in read] == [0, 2, 3, 4]
+    assert isinstance(read[0].error, OSError)
+    assert "x must be of the same" in str(read[2].error)
+    assert dataset.client("empty")[0].shape == (0, 3)
+    with pytest.raises(OSError, match="disk on fire"):
+        dataset.client("bad")
+    with pytest.raises(ValueError, match="element_spec must be given"):
+        _ = dataset.take([0]).map(lambda x, y: (x, y)).element_spec
 
-        def read(client_id):
-            reads.append(client_id)
-            return _examples(2)
 
-        spec = (tf.TensorSpec([3], tf.float32), tf.TensorSpec([], tf.int64))
-        dataset = FederatedDataset.from_client_fn(range(1000), read, spec)
-        clients = dataset.read_clients([5, 3, 8])
-        self.assertEqual(reads, [])
-        next(clients)
-        self.assertEqual(reads, [5])
-
-    def test_the_spec_comes_from_the_first_client_that_has_examples(self):
-        def read(client_id):
-            if client_id == 0:
-                raise OSError
-            return ([], []) if client_id == 1 else _examples(2)
-
-        dataset = FederatedDataset.from_client_fn([0, 1, 2], read)
-        self.assertEqual(dataset.element_spec[0], tf.TensorSpec([3]))
-        self.assertEqual(dataset.client(1)[0].shape, (0, 3))
-
-    def test_no_spec_without_a_client_that_can_be_read(self):
-        def read(client_id):
-            raise OSError("gone")
-
-        dataset = FederatedDataset.from_client_fn([0, 1], read)
-        with self.assertRaisesRegex(ValueError, "element_spec must be given"):
-            _ = dataset.element_spec
-
-    def test_from_client_fn_refuses(self):
-        make = FederatedDataset.from_client_fn
-        with self.assertRaisesRegex(TypeError, "fn must be callable"):
-            make([0], 3)
-        with self.assertRaisesRegex(ValueError, "client_ids must hold"):
-            make([], len)
-        with self.assertRaisesRegex(ValueError, "client_ids must be distinct"):
-            make([1, 1], len)
-        with self.assertRaisesRegex(TypeError, "element_spec must be"):
-            make([1], len, element_spec=tf.TensorSpec([]))
-
-    def test_in_memory(self):
-        arrays = _uneven()
-        dataset = _streamed(arrays).in_memory()
-        self.assertTrue(dataset.is_indexed)
-        _assert_same_clients(self, dataset, FederatedDataset.from_client_arrays(arrays))
-        self.assertIs(dataset.in_memory(), dataset)
-
-    @parameterized.parameters(
+@pytest.mark.parametrize(
+    "given",
+    [
         lambda x, y: (x.astype(np.float64), y),
         lambda x, y: (x.astype(">f4"), y),
         lambda x, y: (x.tolist(), y),
         lambda x, y: (tf.constant(x), y),
         lambda x, y: (np.ma.masked_array(x), y),
         lambda x, y: (x, y, None),
-        lambda x, y: (x, y),
-    )
-    def test_examples_are_the_same_however_they_come(self, given):
-        spec = (tf.TensorSpec([3]), tf.TensorSpec([], tf.int64))
-        made = FederatedDataset.from_client_fn(
-            ["a"], lambda _: given(*_examples(4)), spec
-        )
-        for array, expected in zip(made.client("a"), _examples(4), strict=True):
-            self.assertIs(type(array), np.ndarray)
-            self.assertEqual(array.dtype.newbyteorder("="), expected.dtype)
-            np.testing.assert_array_equal(array, expected)
+    ],
+)
+def test_examples_are_the_same_however_they_come(given):
+    made = _from_fn(["a"], lambda _: given(*_examples(4)), _SPEC)
+    for array, expected in zip(made.client("a"), _examples(4), strict=True):
+        assert type(array) is np.ndarray
+        assert array.dtype.newbyteorder("=") == expected.dtype
+        np.testing.assert_array_equal(array, expected)
 
-    @parameterized.parameters(
+
+@pytest.mark.parametrize(
+    "given",
+    [
         lambda x, y: (x, y[1:]),
         lambda x, y: (x[:, :2], y),
         lambda x, y: (x[..., None], y),
@@ -403,240 +296,203 @@ class StreamedTest(parameterized.TestCase):
         lambda x, y: [x, y],
         lambda x, y: (x,),
         lambda x, y: (x[0, 0], y[0]),
-    )
-    def test_what_is_not_of_the_spec_fails(self, given):
-        spec = (tf.TensorSpec([3]), tf.TensorSpec([], tf.int64))
-        made = FederatedDataset.from_client_fn(
-            ["a"], lambda _: given(*_examples(4)), spec
-        )
-        (read,) = made.read_clients(np.array([0]))
-        self.assertIsInstance(read, ClientFailure)
+    ],
+)
+def test_what_is_not_of_the_spec_fails(given):
+    made = _from_fn(["a"], lambda _: given(*_examples(4)), _SPEC)
+    (read,) = made.read_clients(np.array([0]))
+    assert isinstance(read, ClientFailure)
 
 
-class _ClientData:
-    """As a `tff.simulation.datasets.ClientData` looks from outside."""
-
-    client_ids = ("w1", "w2")
-
-    def create_tf_dataset_for_client(self, client_id):
-        n = {"w1": 3, "w2": 1}[client_id]
-        return _slices(
-            {"label": np.arange(n), "pixels": np.ones((n, 2, 2), np.float32)}
-        )
-
-
-class FromClientDataTest(absltest.TestCase):
-    def test_reads_clients_through_the_preprocessing(self):
-        dataset = FederatedDataset.from_client_data(
-            _ClientData(),
-            lambda clients: clients.map(lambda e: (e["pixels"], e["label"])),
-        )
-        self.assertEqual(list(dataset.client_ids), ["w1", "w2"])
-        self.assertEqual(
-            dataset.element_spec,
-            (tf.TensorSpec([2, 2]), tf.TensorSpec([], tf.int64)),
-        )
-        self.assertEqual(dataset.client_sizes().tolist(), [3, 1])
-        self.assertEqual(dataset.client("w1")[1].tolist(), [0, 1, 2])
-
-    def test_refuses(self):
-        with self.assertRaisesRegex(TypeError, "preprocess_fn can make them"):
-            FederatedDataset.from_client_data(_ClientData())
-        with self.assertRaisesRegex(TypeError, "client_data must be a tff"):
-            FederatedDataset.from_client_data({})
+def test_client_data_of_tff():
+    dataset = _of_tff()
+    assert list(dataset.client_ids) == ["w1", "w2"]
+    assert dataset.element_spec == (tf.TensorSpec([2, 2]), _SPEC[1])
+    assert dataset.client_sizes().tolist() == [3, 1]
+    assert dataset.client("w1")[1].tolist() == [0, 1, 2]
+    with pytest.raises(TypeError, match="preprocess_fn can make them"):
+        FederatedDataset.from_client_data(_ClientData())
+    with pytest.raises(TypeError, match="client_data must be a tff"):
+        FederatedDataset.from_client_data({})
 
 
-class DerivedTest(parameterized.TestCase):
-    def _hundred(self):
-        return FederatedDataset.from_indices(
-            *_examples(10), np.arange(100)[:, None] % 10
-        )
-
-    def test_subsets_keep_ids(self):
-        taken = self._hundred().take([7, 3]).take([1])
-        self.assertEqual(list(taken.client_ids), [3])
-        self.assertEqual(taken.client(3)[1].tolist(), [3])
-        with self.assertRaises(KeyError):
-            taken.client(7)
-
-    def test_refuses_clients_twice_or_none(self):
-        with self.assertRaisesRegex(ValueError, "positions must be distinct"):
-            self._hundred().take([1, 1])
-        with self.assertRaisesRegex(ValueError, "must name at least one"):
-            self._hundred().take([])
-        for unknown in (100, "a"):
-            with self.assertRaises(KeyError):
-                self._hundred().client(unknown)
-
-    @parameterized.parameters(FederatedDataset.from_client_arrays, _streamed)
-    def test_map(self, make):
-        dataset = make(_uneven()).map(lambda x, y: ({"half": x / 2}, y + 1))
-        x, y = _uneven()["many"]
-        mapped_x, mapped_y = dataset.client("many")
-        np.testing.assert_array_equal(mapped_x["half"], x / 2)
-        np.testing.assert_array_equal(mapped_y, y + 1)
-        self.assertEqual(dataset.element_spec[0]["half"], tf.TensorSpec([3]))
-
-    def test_a_streamed_clients_arrays_may_be_changed_in_place(self):
-        def halved(x, y):
-            x["whole"] /= 2
-            return x["whole"], y
-
-        x, y = _uneven()["many"]
-        dataset = FederatedDataset.from_tf_datasets(
-            {0: _slices(({"whole": x}, y))}
-        ).map(halved)
-        for _ in range(2):  # Nothing of it stays.
-            np.testing.assert_array_equal(dataset.client(0)[0], x / 2)
-
-    def test_map_refuses(self):
-        dataset = FederatedDataset.from_client_arrays(_uneven())
-        with self.assertRaisesRegex(ValueError, "fn must return as many"):
-            dataset.map(lambda x, y: (x[:2], y[:2]))
-        with self.assertRaisesRegex(TypeError, r"fn must return \(x, y\) or"):
-            dataset.map(lambda x, y: x)
-        with self.assertRaisesRegex(TypeError, "fn must be callable"):
-            dataset.map(None)
-
-    def test_pickles(self):
-        dataset = FederatedDataset.from_client_arrays(_uneven())
-        _assert_same_clients(self, pickle.loads(pickle.dumps(dataset)), dataset)
+def test_subsets_keep_ids():
+    rows = np.arange(100)[:, None] % 10
+    hundred = FederatedDataset.from_indices(*_examples(10), rows)
+    taken = hundred.take([7, 3]).take([1])
+    assert list(taken.client_ids) == [3]
+    assert taken.client(3)[1].tolist() == [3]
+    for dataset, unknown in ((taken, 7), (hundred, 100), (hundred, "a")):
+        with pytest.raises(KeyError):
+            dataset.client(unknown)
+    for positions, message in (([1, 1], "distinct"), ([], "at least"), ([-1], "from")):
+        with pytest.raises(ValueError, match=f"positions must .*{message}"):
+            hundred.take(positions)
 
 
-class ClientIdsDigestTest(absltest.TestCase):
-    def _of(self, ids):
+@pytest.mark.parametrize("make", [lambda: _from_arrays(_UNEVEN), _streamed])
+def test_map(make):
+    dataset = make().map(lambda x, y: ({"half": x / 2}, y + 1))
+    x, y = _UNEVEN["many"]
+    mapped_x, mapped_y = dataset.client("many")
+    np.testing.assert_array_equal(mapped_x["half"], x / 2)
+    np.testing.assert_array_equal(mapped_y, y + 1)
+    assert dataset.element_spec[0]["half"] == tf.TensorSpec([3])
+
+
+def test_a_streamed_clients_arrays_may_be_changed_in_place():
+    def halved(x, y):
+        x["whole"] /= 2
+        return x["whole"], y
+
+    x, y = _UNEVEN["many"]
+    clients = {0: _slices(({"whole": x}, y))}
+    dataset = FederatedDataset.from_tf_datasets(clients).map(halved)
+    for _ in range(2):  # Nothing of it stays.
+        np.testing.assert_array_equal(dataset.client(0)[0], x / 2)
+
+
+_map = _from_arrays(_UNEVEN).map
+
+
+@pytest.mark.parametrize(
+    "make, arguments, error, message",
+    [
+        (_map, [lambda x, y: (x[:2], y[:2])], ValueError, "fn must return as many"),
+        (_map, [lambda x, y: x], TypeError, r"fn must return \(x, y\) or"),
+        (_map, [None], TypeError, "fn must be callable"),
+        (_from_fn, [[0], 3], TypeError, "fn must be callable"),
+        (_from_fn, [[], len], ValueError, "client_ids must hold"),
+        (_from_fn, [[1], len, tf.TensorSpec([])], TypeError, "element_spec must be"),
+    ],
+)
+def test_functions_that_are_refused(make, arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(*arguments)
+
+
+# What clients are known by.
+
+
+def test_ids_and_their_order_are_told_apart():
+    def digest(ids):
         rows = np.zeros([len(ids), 1], np.int32)
-        x, y = np.zeros([1, 2], np.float32), np.zeros([1], np.int32)
-        return FederatedDataset.from_indices(x, y, rows, ids).client_ids_digest
+        return FederatedDataset.from_indices(*_examples(1), rows, ids).client_ids_digest
 
-    def test_it_tells_ids_and_their_order_apart(self):
-        given = [
-            ["a", "b"],
-            ["b", "a"],
-            ["a", "c"],
-            ["a"],
-            ["ab"],
-            ["a str 'b'", "c"],
-            ["a", "str 'b'c"],
-            [1, 2],
-            ["1", "2"],
-            [1.0, 2.0],
-            [(1, 2), 3],
-        ]
-        self.assertLen({self._of(ids) for ids in given}, len(given))
-
-    def test_the_same_ids_have_the_same_one(self):
-        self.assertEqual(self._of(range(9000)), self._of(list(range(9000))))
-        self.assertEqual(self._of([np.int64(3), np.str_("a")]), self._of([3, "a"]))
+    given = [
+        ["a", "b"],
+        ["b", "a"],
+        ["a"],
+        ["ab"],
+        ["a str 'b'", "c"],
+        ["a", "str 'b'c"],
+        [1, 2],
+        ["1", "2"],
+        [1.0, 2.0],
+        [(1, 2), 3],
+    ]
+    assert len({digest(ids) for ids in given}) == len(given)
+    assert digest(range(9000)) == digest(list(range(9000)))
+    assert digest([np.int64(3), np.str_("a")]) == digest([3, "a"])
 
 
-class ClientsDigestTest(absltest.TestCase):
-    """Clients without names are known by what they hold."""
+def test_clients_without_names_are_known_by_what_they_hold():
+    x = np.arange(12, dtype=np.float32).reshape(6, 2)
+    y = np.arange(6)
 
-    def setUp(self):
-        super().setUp()
-        self.x = np.arange(12, dtype=np.float32).reshape(6, 2)
-        self.y = np.arange(6)
+    def digest(rows, x=x, y=y):
+        return FederatedDataset.from_indices(x, y, rows).clients_digest
 
-    def _of(self, rows, x=None, y=None, ids=None):
-        return FederatedDataset.from_indices(
-            self.x if x is None else x,
-            self.y if y is None else y,
-            rows,
-            ids,
-        ).clients_digest
-
-    def test_the_same_data_has_the_same_one(self):
-        rows = [[0, 1], [2], [3, 4, 5]]
-        self.assertEqual(self._of(rows), self._of([np.array(r) for r in rows]))
-        # However it is stored.
-        self.assertEqual(
-            self._of(rows),
-            FederatedDataset.from_client_arrays(
-                {i: (self.x[r], self.y[r]) for i, r in enumerate(rows)}
-            )
-            .with_ids(range(3))
-            .clients_digest,
-        )
-
-    def test_other_data_and_another_order_have_others(self):
-        rows = [[0, 1], [2], [3, 4, 5]]
-        x, y = self.x.copy(), self.y.copy()
-        x[5, 1] += 1
-        y[0] += 1
-        self.assertLen(
-            {
-                self._of(rows),
-                self._of(rows[::-1]),
-                self._of([[0, 1], [5], [3, 4, 2]]),
-                self._of([[1, 0], [2], [3, 4, 5]]),
-                self._of([[0], [1, 2], [3, 4, 5]]),
-                self._of(rows, x=x),
-                self._of(rows, y=y),
-            },
-            7,
-        )
-
-    def test_lists_are_known_by_their_places(self):
-        one, two = (self.x[:3], self.y[:3]), (self.x[3:], self.y[3:])
-        self.assertEqual(
-            as_federated([one, two]).clients_digest,
-            as_federated((one, two)).clients_digest,
-        )
-        self.assertNotEqual(
-            as_federated([one, two]).clients_digest,
-            as_federated([two, one]).clients_digest,
-        )
+    rows = [[0, 1], [2], [3, 4, 5]]
+    other_x, other_y = x.copy(), y.copy()
+    other_x[5, 1] += 1
+    other_y[0] += 1
+    others = {
+        digest(rows),
+        digest(rows[::-1]),
+        digest([[0, 1], [5], [3, 4, 2]]),
+        digest([[1, 0], [2], [3, 4, 5]]),
+        digest([[0], [1, 2], [3, 4, 5]]),
+        digest(rows, x=other_x),
+        digest(rows, y=other_y),
+    }
+    assert len(others) == 7
+    # The same data has the same one, however it is stored.
+    packed = _from_arrays({i: (x[r], y[r]) for i, r in enumerate(rows)})
+    assert packed.with_ids(range(3)).clients_digest == digest(rows)
+    # Lists are known by their places.
+    parts = [(x[r], y[r]) for r in rows]
+    listed = as_federated(parts).clients_digest
+    assert as_federated(tuple(parts)).clients_digest == listed
+    assert as_federated(parts[::-1]).clients_digest != listed
 
 
-class _RepeatingClientData:
-    """A `ClientData` that lists ids as it was told."""
-
-    def __init__(self, client_ids):
-        self.client_ids = client_ids
-
-    def create_tf_dataset_for_client(self, client_id):
-        del client_id
-        return _slices(_examples(2))
+# A client under two ids would be in a sum twice.
 
 
-class RepeatedIdsTest(parameterized.TestCase):
-    """A client under two ids would be in a sum twice."""
-
-    @parameterized.named_parameters(
-        (
-            "client_data",
-            lambda ids: FederatedDataset.from_client_data(_RepeatingClientData(ids)),
+@pytest.mark.parametrize(
+    "make",
+    [
+        _of_tff,
+        lambda ids: as_federated(_ClientData(ids, ("x", "y"))),
+        lambda ids: _from_fn(ids, lambda _: _examples(2)),
+        lambda ids: FederatedDataset.from_indices(
+            *_examples(4), [[i] for i in range(4)], client_ids=ids
         ),
-        ("as_federated", lambda ids: as_federated(_RepeatingClientData(ids))),
-        (
-            "client_fn",
-            lambda ids: FederatedDataset.from_client_fn(ids, lambda _: _examples(2)),
-        ),
-        (
-            "indices",
-            lambda ids: FederatedDataset.from_indices(
-                *_examples(4), [[i] for i in range(4)], client_ids=ids
-            ),
-        ),
-        (
-            "constructor",
-            lambda ids: FederatedDataset(_streamed(_uneven())._source, ids[1:]),
-        ),
-        (
-            "with_ids",
-            lambda ids: _streamed(_uneven()).with_ids(ids[1:]),
-        ),
-    )
-    def test_are_refused(self, make):
-        with self.assertRaisesRegex(ValueError, "client_ids must be distinct"):
-            make(["b", "a", "a", "a"])
-        with self.assertRaisesRegex(ValueError, "missing value"):
-            make(["b", "a", float("nan"), "c"])
-        with self.assertWarnsRegex(RuntimeWarning, "differ only in type, Unicode"):
-            make(["d", "a", "A\u0301 1", "\u00c1  1"])
+        lambda ids: FederatedDataset(_streamed()._source, ids[1:]),
+        lambda ids: _streamed().with_ids(ids[1:]),
+    ],
+)
+def test_repeated_ids_are_refused(make):
+    with pytest.raises(ValueError, match="client_ids must be distinct"):
+        make(["b", "a", "a", "a"])
+    with pytest.raises(ValueError, match="missing value"):
+        make(["b", "a", float("nan"), "c"])
+    with pytest.warns(RuntimeWarning, match="differ only in type, Unicode"):
+        make(["d", "a", "A\u0301 1", "\u00c1  1"])
 
-    @parameterized.parameters(([1, "1"],), (["a", b"a"],), (["x", " x"],))
-    def test_that_only_a_program_tells_apart_are_warned_of(self, client_ids):
-        with self.assertWarnsRegex(RuntimeWarning, "differ only in type"):
-            FederatedDataset.from_client_fn(client_ids, lambda _: _examples(2))
+
+@pytest.mark.parametrize("ids", [[1, "1"], ["a", b"a"], ["x", " x"]])
+def test_ids_that_only_a_program_tells_apart_are_warned_of(ids):
+    with pytest.warns(RuntimeWarning, match="differ only in type"):
+        _from_fn(ids, lambda _: _examples(2))
+
+
+# What `fit` and its neighbours take as clients' data.
+
+
+class DataFrame:
+    """Named as pandas names its own."""
+
+
+def test_clients_as_they_are():
+    one, other = _examples(3), _examples(2)
+    dataset = _from_arrays({"a": one})
+    assert as_federated(dataset) is dataset
+    for clients, ids in (
+        ({"a": one, "b": other}, ["a", "b"]),
+        ([one, other], [0, 1]),
+        ([_slices(one), _slices(other)], [0, 1]),
+        ({5: _slices(one), 6: _slices(other)}, [5, 6]),
+    ):
+        dataset = as_federated(clients)
+        assert list(dataset.client_ids) == ids
+        np.testing.assert_array_equal(dataset.client(ids[1])[0], other[0])
+
+
+@pytest.mark.parametrize(
+    "clients, message",
+    [
+        (_examples(3), "client_ids=ids"),
+        (list(_examples(3)), "client_ids=ids"),
+        (DataFrame(), "from_dataframe"),
+        (3, "got int"),
+        ("clients", "got str"),
+        ({"a": _examples(3)[0]}, "got ndarray for client 'a'"),
+        ({"a": (*_examples(3), [1], [1])}, "got tuple for client 'a'"),
+        ([_examples(3), _slices(_examples(3))], "for client 1"),
+    ],
+)
+def test_what_is_no_clients(clients, message):
+    with pytest.raises(TypeError, match=message):
+        as_federated(clients)

@@ -1,14 +1,20 @@
-"""Tests of clients from a pandas frame."""
+"""Clients from pandas frames, and tables with a person for each row."""
+
+from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from absl.testing import parameterized
+import pytest
 
-from tfdp_fl.datasets import FederatedDataset
+import tfdp_fl
+from tests.keras import toy
+from tfdp_fl.datasets import FederatedDataset, persons
+
+_from_frame = FederatedDataset.from_dataframe
 
 
-def _frame() -> pd.DataFrame:
-    return pd.DataFrame(
+def _frame(**columns) -> pd.DataFrame:
+    frame = pd.DataFrame(
         {
             "who": ["b", "a", "b", "c", "b"],
             "age": [1, 2, 3, 4, 5],
@@ -16,85 +22,192 @@ def _frame() -> pd.DataFrame:
             "label": [0, 1, 0, 1, 1],
         }
     )
+    return frame.assign(**columns)
 
 
-class FromDataframeTest(parameterized.TestCase):
-    def test_rows_stay_in_order_and_clients_as_they_appear(self):
-        dataset = FederatedDataset.from_dataframe(
-            _frame(), client="who", features=["age", "height"], label="label"
-        )
-        self.assertEqual(list(dataset.client_ids), ["b", "a", "c"])
+@pytest.mark.parametrize("columns", [None, ["age", "height"]])
+def test_rows_stay_in_order_and_clients_as_they_appear(tmp_path, columns):
+    frame = _frame()
+    frame.index = [7, 7, 3, 1, 0]  # It changes nothing.
+    frame.to_parquet(tmp_path / "table.parquet")
+    for dataset in (
+        _from_frame(frame, client="who", features=columns, label="label"),
+        FederatedDataset.from_parquet(tmp_path / "table.parquet", "who", columns),
+    ):
+        assert list(dataset.client_ids) == ["b", "a", "c"]
         x, y = dataset.client("b")
         np.testing.assert_array_equal(x, [[1, 0.5], [3, 2.5], [5, 4.5]])
         np.testing.assert_array_equal(y, [0, 0, 1])
-        self.assertEqual((x.dtype, y.dtype), (np.float32, np.int64))
+        assert (x.dtype, y.dtype) == (np.float32, np.int64)
 
-    def test_an_index_that_is_not_a_range_changes_nothing(self):
-        frame = _frame()
-        frame.index = [7, 7, 3, 1, 0]
-        dataset = FederatedDataset.from_dataframe(frame, client="who")
-        np.testing.assert_array_equal(
-            dataset.client("b")[0], [[1, 0.5], [3, 2.5], [5, 4.5]]
-        )
 
-    def test_without_features_all_other_columns(self):
-        dataset = FederatedDataset.from_dataframe(_frame(), client="who")
-        self.assertEqual(dataset.element_spec[0].shape, (2,))
+def test_one_column_and_a_mapping():
+    one = _from_frame(_frame(), client="who", features="height")
+    assert one.element_spec[0].shape == ()
+    features = {"left": "age", "right": ["age", "height"]}
+    several = _from_frame(_frame(), "who", features, label=["label", "age"])
+    (x, y) = several.client("a")
+    np.testing.assert_array_equal(x["left"], [2])
+    np.testing.assert_array_equal(x["right"], [[2, 1.5]])
+    np.testing.assert_array_equal(y, [[1, 2]])
 
-    def test_one_column_and_a_mapping(self):
-        one = FederatedDataset.from_dataframe(_frame(), client="who", features="height")
-        self.assertEqual(one.element_spec[0].shape, ())
-        several = FederatedDataset.from_dataframe(
-            _frame(),
-            client="who",
-            features={"left": "age", "right": ["age", "height"]},
-            label=["label", "age"],
-        )
-        (x, y) = several.client("a")
-        np.testing.assert_array_equal(x["left"], [2])
-        np.testing.assert_array_equal(x["right"], [[2, 1.5]])
-        np.testing.assert_array_equal(y, [[1, 2]])
 
-    @parameterized.named_parameters(
-        ("no_frame", [1], {}, TypeError, "pandas.DataFrame, got list"),
-        ("client", None, {"client": "whom"}, ValueError, "client.*'whom'"),
-        ("features", None, {"features": ["x"]}, ValueError, "features.*'x'"),
-        ("no_features", None, {"features": []}, ValueError, "features must"),
-        ("label", None, {"label": "y"}, ValueError, "label.*'y'"),
+@pytest.mark.parametrize(
+    "frame, arguments, error, message",
+    [
+        ([1], {}, TypeError, "pandas.DataFrame, got list"),
+        (_frame(), {"client": "whom"}, ValueError, "client.*'whom'"),
+        (_frame(), {"features": ["x"]}, ValueError, "features.*'x'"),
+        (_frame(), {"features": []}, ValueError, "features must"),
+        (_frame(), {"label": "y"}, ValueError, "label.*'y'"),
+        (_frame(), {"features": ["who"]}, ValueError, "not hold the client column"),
+        (_frame().head(0), {}, ValueError, "have rows"),
+        (pd.concat([_frame(), _frame()[["age"]]], axis=1), {}, ValueError, "distinct"),
+    ],
+)
+def test_what_does_not_go(frame, arguments, error, message):
+    with pytest.raises(error, match=message):
+        _from_frame(frame, **{"client": "who", **arguments})
+
+
+_TOWNS = ["b", "a", "b", "b", "b"]
+_VOCABULARY = {"town": ["a", "b", "c"], "label": ["no", "yes"]}
+
+
+@pytest.mark.parametrize(
+    "columns, vocabulary, message",
+    [
+        ({"age": ["Secret"] * 5}, None, "features must be numbers.*'age'"),
+        ({"age": [1, None, 1, 1, 1]}, None, "'age' with 1 missing"),
+        ({"height": [np.inf] * 5}, None, "finite.*'height' with 5"),
+        ({"height": [1e300] * 5}, None, "finite"),
+        ({"age": np.full(5, 2**63, np.uint64)}, None, "fit into int64"),
+        ({"who": ["a", None, "b", "b", "b"]}, None, "'who' with 1 miss"),
+        ({"label": ["Secret"] * 5}, None, "label must be numbers"),
+        ({"town": _TOWNS}, None, r"vocabulary=\{'town': \[...\]\}"),
+        ({"town": pd.Categorical(_TOWNS)}, None, "vocabulary"),
+        ({"town": ["b", "Secret", *"bbb"]}, _VOCABULARY, "'town'.*1 .*row 1"),
+        ({"town": ["b", "a", None, *"bb"]}, _VOCABULARY, "'town' with 1.*row 2"),
+        ({"town": _TOWNS}, {"town": ["a", "a", "b"]}, "repeatedly"),
+    ],
+)
+def test_values_that_cannot_be_trained_on(columns, vocabulary, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        _from_frame(_frame(**columns), client="who", vocabulary=vocabulary)
+    assert "Secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("towns", [_TOWNS, pd.Categorical(_TOWNS)])
+def test_words_are_a_place_alone_and_in_a_list_zeros_and_ones(tmp_path, towns):
+    frame = _frame(town=towns, label=["no", "yes", "yes", "no", "no"])
+    frame.to_parquet(tmp_path / "table.parquet")
+    columns = ["age", "town"]
+    for make, source in (
+        (_from_frame, frame),
+        (FederatedDataset.from_parquet, tmp_path / "table.parquet"),
+    ):
+        x, y = make(source, "who", columns, vocabulary=_VOCABULARY).client("b")
+        np.testing.assert_array_equal(x, [[1, 0, 1, 0], [3, 0, 1, 0], [5, 0, 1, 0]])
+        np.testing.assert_array_equal(y, [0, 1, 0])
+        alone = make(source, "who", {"t": "town"}, vocabulary=_VOCABULARY)
+        np.testing.assert_array_equal(alone.client("b")[0]["t"], [1, 1, 1])
+        np.testing.assert_array_equal(alone.client("a")[0]["t"], [0])
+
+
+# `fit(x, y, client_ids=)`.
+
+
+def _table(rows=60, people=12):
+    x, y = toy.arrays(rows)
+    return x, y, np.array([f"anna {k % people}" for k in range(rows)])
+
+
+def _fed():
+    return toy.federated(
+        tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0),
+        clients_per_round=4,
+        sampling="poisson",
+    )
+
+
+def test_fit_is_that_of_the_clients_with_all_their_rows():
+    x, y, ids = _table()
+    weight = np.linspace(0, 1, len(x), dtype=np.float32)
+    one, other = _fed(), _fed()
+    options = {"batch_size": 5, "verbose": 0, "seed": 1}
+    one.fit(x=x, y=y, client_ids=pd.Series(ids), sample_weight=weight, **options)
+    clients = {
+        name: (x[ids == name], y[ids == name], weight[ids == name])
+        for name in dict.fromkeys(ids.tolist())
+    }
+    other.fit(clients, **options)
+    # Rounds in their place, as in Keras.
+    one.fit(persons.by_person(x, y, ids), 2, **options)
+    other.fit({name: rows[:2] for name, rows in clients.items()}, 2, **options)
+    for left, right in zip(one.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert one.rounds == 3
+    assert one.epsilon(1e-3) == other.epsilon(1e-3)
+    assert one.run.population[0] == 12
+    # Validation holds out persons, and no rows.
+    one.fit(x, y, client_ids=ids, rounds=1, validation_split=0.3, verbose=0)
+    assert one.run.population[0] < 12
+
+
+def test_a_frame_and_a_series():
+    frame = pd.DataFrame({"age": [1, 2, 3], "height": [0.5, 1.5, 2.5]})
+    labels = pd.Series([0, 1, 0], index=[7, 8, 9])
+    dataset = persons.by_person(frame, labels, [5, 5, 6])
+    np.testing.assert_array_equal(dataset.client(5)[0], [[1, 0.5], [2, 1.5]])
+    np.testing.assert_array_equal(dataset.client(5)[1], [0, 1])
+
+
+def _with_a_gap(x, *_):
+    x[7, 2] = np.nan
+    return x
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x, y, i: (x, y, i[:-1]), "client_ids.*60 rows, got .59"),
+        (lambda x, y, i: (x, y, i[:, None]), "client_ids"),
+        (lambda x, y, i: (x, y[:-1], i), "59|60"),
+        (lambda x, y, i: (x, y, [None, *i[1:]]), "NoneType.* row 0"),
+        (lambda x, y, i: (x, y, np.where(i == "anna 1", np.nan, 1.0)), "row 1"),
+        (lambda x, y, i: (_with_a_gap(x), y, i), "column 2 of row 7"),
         (
-            "client_as_feature",
-            None,
-            {"features": ["who", "age"]},
-            ValueError,
-            "must not hold the client column",
+            lambda x, y, i: (pd.DataFrame(_with_a_gap(x)).add_prefix("c"), y, i),
+            "column 'c2' with 1.*row 7",
         ),
-    )
-    def test_what_does_not_go(self, frame, arguments, error, message):
-        with self.assertRaisesRegex(error, message):
-            FederatedDataset.from_dataframe(
-                _frame() if frame is None else frame,
-                **{"client": "who", **arguments},
-            )
+    ],
+)
+def test_what_does_not_go_together(change, message):
+    x, y, ids = change(*_table())
+    with pytest.raises(ValueError, match=message):
+        persons.by_person(x, y, ids)
 
-    @parameterized.named_parameters(
-        ("words", "age", ["Secret"] * 5, "features must be numbers.*'age'"),
-        ("missing", "age", [1, None, 1, 1, 1], "'age' with 1 missing"),
-        ("infinite", "height", [np.inf] * 5, "finite.*'height' with 5"),
-        ("large", "height", [1e300] * 5, "finite"),
-        ("unsigned", "age", np.full(5, 2**63, np.uint64), "fit into int64"),
-        ("no_client", "who", ["a", None, "b", "b", "b"], "'who' with 1 miss"),
-        ("label", "label", ["Secret"] * 5, "label must be numbers"),
-    )
-    def test_values_that_cannot_be_trained_on(self, column, values, message):
-        frame = _frame()
-        frame[column] = values
-        with self.assertRaisesRegex(ValueError, message) as caught:
-            FederatedDataset.from_dataframe(frame, client="who")
-        self.assertNotIn("Secret", str(caught.exception))
 
-    def test_no_rows_and_repeated_columns(self):
-        with self.assertRaisesRegex(ValueError, "have rows"):
-            FederatedDataset.from_dataframe(_frame().head(0), client="who")
-        frame = pd.concat([_frame(), _frame()[["age"]]], axis=1)
-        with self.assertRaisesRegex(ValueError, "distinct"):
-            FederatedDataset.from_dataframe(frame, client="who")
+def test_labels_without_persons():
+    x, y, _ = _table()
+    with pytest.raises(TypeError, match="client_ids must say whose"):
+        _fed().fit(x, y, rounds=1)
+    with pytest.raises(TypeError, match=r"fit\(x, y, client_ids=ids\)"):
+        _fed().fit((x, y), rounds=1)
+
+
+@pytest.mark.parametrize("choose", ["random", "first", "last"])
+def test_nobody_keeps_more_rows_than_the_bound(choose):
+    x = {"a": np.arange(9), "b": pd.DataFrame({"c": np.arange(9)})}
+    ids = np.array([1, 1, 1, 1, 1, 2, 2, 3, 1])
+    left, y, kept = tfdp_fl.bound_rows(x, np.arange(9), ids, most=2, choose=choose)
+    assert np.bincount(kept).tolist() == [0, 2, 2, 1]
+    np.testing.assert_array_equal(left["a"], y)
+    np.testing.assert_array_equal(left["b"]["c"], y)
+    np.testing.assert_array_equal(ids[y], kept)
+    if choose != "random":
+        own = {"first": [0, 1], "last": [4, 8]}[choose]
+        assert [row for row in y if ids[row] == 1] == own
+    for name, value in (("most", 0), ("choose", "best")):
+        with pytest.raises(ValueError, match=name):
+            tfdp_fl.bound_rows(*_table(), **{"most": 2, name: value})

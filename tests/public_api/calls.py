@@ -18,6 +18,7 @@ import pandas as pd
 import tensorflow as tf
 
 import tfdp_fl
+from tests.accounting.charges import charge
 from tests.flower import flower_messages as fm
 from tests.keras import toy
 from tfdp_fl import (
@@ -42,22 +43,13 @@ _GAUSSIAN = dp_accounting.GaussianDpEvent(1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call that is right.
-
-    Attributes:
-      function: What is called.
-      arguments: With these, by name.
-      paths: Those that name a file or a directory: an OSError is documented.
-      counts: Those that say how often something is done, which takes as long
-        as they say.
-      errors: Documented besides ValueError and TypeError.
-    """
+    """A call that is right, with arguments by name."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    paths: tuple[str, ...] = ()
-    counts: tuple[str, ...] = ()
-    errors: tuple[type[Exception], ...] = ()
+    paths: tuple[str, ...] = ()  # Arguments for which an OSError is documented.
+    counts: tuple[str, ...] = ()  # Those that take as long as they say.
+    errors: tuple[type[Exception], ...] = ()  # Besides ValueError and TypeError.
 
     def __call__(self, **strange: Any) -> None:
         """Calls it, with some arguments strange; documented errors are none."""
@@ -88,15 +80,6 @@ def _usual(function: Callable[..., Any], **given: Any) -> Call:
     return Call(function=function, arguments={**defaults, **given}, **options)
 
 
-def _charge(z: float = 1.0) -> accounting.RoundCharge:
-    return accounting.RoundCharge(
-        sampling="poisson",
-        num_clients=100,
-        clients_per_round=10.0,
-        event=dp_accounting.GaussianDpEvent(z),
-    )
-
-
 Calls = Iterator[Call]
 
 
@@ -117,22 +100,13 @@ def _mechanisms() -> Calls:
     yield _usual(m.ClientWeighting.num_examples, cap=5.0, mean_weight=0.5)
     yield _usual(m.ClientWeighting.sample_weight, cap=5.0, mean_weight=0.5)
     yield _usual(mechanisms.by_name, name="fixed")
-    yield _usual(
-        mechanisms.default_median_noise_multiplier,
-        noise_multiplier=1.0,
-        clients_per_round=10.0,
-    )
+    default = mechanisms.default_median_noise_multiplier
+    yield _usual(default, noise_multiplier=1.0, clients_per_round=10.0)
     yield _usual(mechanisms.Deployment, clients_per_round=3.0)
-    participation = correlated_noise.Participation(rounds=6, min_separation=2)
-    yield _usual(
-        correlated_noise.Participation, rounds=6, min_separation=2, max_participations=2
-    )
-    yield Call(
-        function=lambda clients: correlated_noise.ParticipationRecord(
-            participation
-        ).add(clients),
-        arguments={"clients": ["a", 3]},
-    )
+    apart, n = {"rounds": 6, "min_separation": 2}, correlated_noise
+    yield _usual(n.Participation, **apart, max_participations=2)
+    record = n.ParticipationRecord(n.Participation(**apart))
+    yield _usual(lambda clients: record.add(clients), clients=["a", 3])
     yield _usual(correlated_noise.BLT, num_buffers=2)
     yield _usual(correlated_noise.BandedToeplitz, bands=3)
 
@@ -141,7 +115,7 @@ def _written_ledger(path: str = "written.jsonl", **options: Any) -> str:
     with contextlib.suppress(FileNotFoundError):
         os.unlink("new.jsonl")
     with accounting.PrivacyLedger(path, **options) as made:
-        made.record(0, _charge(), 10)
+        made.record(0, charge(), 10)
     return path
 
 
@@ -154,7 +128,7 @@ def _accounting() -> Calls:
     yield _usual(a.delta, **_RUN, epsilon=1.0)
     yield _usual(a.calibrate_noise_multiplier, **without, **target)
     yield _usual(a.max_rounds, **no_rounds, **target)
-    yield _usual(a.calibrate, make_charges=lambda z: [(_charge(z), 2)], **target)
+    yield _usual(a.calibrate, make_charges=lambda z: [(charge(z=z), 2)], **target)
     yield _usual(a.analytic_noise_multiplier, epsilon=1.0, **at)
     yield _usual(a.gaussian_delta, noise_multiplier=1.0, epsilon=1.0)
     yield _usual(a.gaussian_epsilon, noise_multiplier=1.0, **at)
@@ -163,43 +137,30 @@ def _accounting() -> Calls:
     yield _usual(a.LocalAccount, num_clients=5)
     fields = {"sampling": "poisson", "num_clients": 100, "clients_per_round": 10.0}
     yield _usual(a.RoundCharge, **fields, event=_GAUSSIAN)
-    yield _usual(a.RoundCharge.from_json, text=_charge().to_json())
-    yield _usual(a.tightest, charges=[_charge()])
+    yield _usual(a.RoundCharge.from_json, text=charge().to_json())
+    yield _usual(a.tightest, charges=[charge()])
     yield _usual(a.StatementFacts, guarantee="central", mechanism="fixed")
     facts = a.StatementFacts(guarantee="central", mechanism="fixed", epsilon_rdp=1.0)
     yield _usual(a.privacy_statement, facts=facts, **at)
     files = {"errors": (a.LedgerError,), "paths": ("path",)}
     options = dict.fromkeys(["target_epsilon", "target_delta", "mechanism"])
-    yield Call(
-        function=_written_ledger,
-        arguments={"path": "new.jsonl", "mode": "create", **options},
-        **files,
-    )
+    yield _usual(_written_ledger, path="new.jsonl", mode="create", **options, **files)
     yield _usual(a.epsilon_from_ledger, path=_written_ledger(), **at, **files)
 
 
 def _sampling() -> Calls:
-    for kind in (
-        sampling.PoissonSampler,
-        sampling.FixedSizeSampler,
-        sampling.ShuffledSampler,
-    ):
+    s = sampling
+    for kind in (s.PoissonSampler, s.FixedSizeSampler, s.ShuffledSampler):
         yield _usual(kind, **_COHORTS)
     yield _usual(sampling.CyclicSampler, **_COHORTS, num_groups=2)
     yield _usual(sampling.make_sampler, **_COHORTS, sampling="cyclic", num_groups=2)
     yield _usual(schedules.fixed, schedule=[1.0])
     yield _usual(schedules.is_constant, schedule=1.0)
-    yield Call(
-        function=lambda schedule: schedules.value_at(schedule, 0, "rate"),
-        arguments={"schedule": [1.0]},
-    )
+    first = lambda schedule: schedules.value_at(schedule, 0, "rate")  # noqa: E731
+    yield _usual(first, schedule=[1.0])
     yield _usual(auditing.CanaryAudit, num_canaries=10)
-    yield _usual(
-        auditing.Scores,
-        observed=np.arange(5.0),
-        unobserved=np.arange(4.0),
-        null_std=1.0,
-    )
+    scores = {"observed": np.arange(5.0), "unobserved": np.arange(4.0)}
+    yield _usual(auditing.Scores, **scores, null_std=1.0)
 
 
 class _ClientData:
@@ -242,10 +203,8 @@ def _datasets() -> Calls:
     pathlib.Path("plays").write_text(said * 4 + said.replace("ROMEO", "NURSE") * 4)
     plays = {"path": "plays", "sequence_length": 10, "paths": ("path",)}
     yield _usual(datasets.load_shakespeare, **plays)
-    labels = np.arange(40) % 4
-    yield _usual(
-        datasets.partition, labels=labels, num_clients=4, examples_per_client=4
-    )
+    parts = {"num_clients": 4, "examples_per_client": 4}
+    yield _usual(datasets.partition, labels=np.arange(40) % 4, **parts)
 
 
 class _Trained:
@@ -265,13 +224,9 @@ def _flower() -> Calls:
     f, fixed = tfdp_fl.flower, tfdp_fl.FixedClipping(**_FIXED)
     legacy = {"strategy": _Trained(), "num_sampled_clients": 3}
     files = {"errors": (accounting.LedgerError,), "paths": ("ledger",)}
+    sizes, strategy = {"num_clients": 10, "clients_per_round": 3}, fm.Strategy(3)
     yield _usual(
-        f.PrivateStrategy,
-        strategy=fm.Strategy(3),
-        mechanism=fixed,
-        num_clients=10,
-        clients_per_round=3,
-        **files,
+        f.PrivateStrategy, strategy=strategy, mechanism=fixed, **sizes, **files
     )
     yield _usual(f.DPFedAvg, **legacy, mechanism=fixed)
     yield _usual(f.DPFedAvgFixed, **legacy, clip_norm=1.0, **files)
@@ -282,14 +237,8 @@ def _flower() -> Calls:
 def _secure() -> Calls:
     protocol, update = secure.AdditiveSecretSharing(), np.ones([3])
     yield _usual(secure.AdditiveSecretSharing)
-    yield _usual(
-        secure.Member,
-        protocol=protocol,
-        member_id="ann",
-        update=update,
-        members=("ann", "bob", "cat"),
-        session="s",
-    )
+    own = {"member_id": "ann", "members": ("ann", "bob", "cat"), "session": "s"}
+    yield _usual(secure.Member, protocol=protocol, update=update, **own)
     said = {"kind": "share", "session": "s", "sender": "ann", "recipient": "bob"}
     yield _usual(secure.Message, **said)
     groups = {"protocol": protocol, "group_size": 3}
@@ -301,12 +250,8 @@ def _keras() -> Calls:
     fixed = tfdp_fl.FixedClipping(**_FIXED)
     at = {"delta": 1e-3}
     target = {"target_epsilon": 1.0, "target_delta": 1e-3}
-    yield _usual(
-        tfdp_fl.DPFederatedModel,
-        model=toy.dense(),
-        mechanism=fixed,
-        clients_per_round=3,
-    )
+    model = {"model": toy.dense(), "mechanism": fixed, "clients_per_round": 3}
+    yield _usual(tfdp_fl.DPFederatedModel, **model)
     yield _usual(toy.federated().compile, loss="sparse_categorical_crossentropy")
     bounds = {"loss": (0.0, 1.0)}
     yield _usual(tfdp_fl.PrivateMetrics, bounds=bounds, noise_multiplier=1.0)
@@ -319,9 +264,8 @@ def _keras() -> Calls:
     yield _usual(tfdp_fl.callbacks.PrivacyBudget, epsilon=1.0, **at)
     yield _usual(tfdp_fl.callbacks.Ledger, path="new", paths=("path",))
     yield _usual(tfdp_fl.callbacks.Report, path="new", paths=("path",))
-    yield _usual(
-        tfdp_fl.callbacks.RoundCheckpoint, directory="new", paths=("directory",)
-    )
+    checkpoint = {"directory": "new", "paths": ("directory",)}
+    yield _usual(tfdp_fl.callbacks.RoundCheckpoint, **checkpoint)
     yield _usual(tfdp_fl.features.OrientedGradients, name="gradients")
     yield _usual(tfdp_fl.losses.BalancedSoftmaxCrossentropy)
     if importlib.util.find_spec("ray"):
@@ -372,12 +316,8 @@ def _tff() -> Calls:
     spec = tf.TensorSpec([None, 8], tf.float32), tf.TensorSpec([None], tf.int32)
     model = tff.learning.models.functional_model_from_keras(toy.dense, toy.loss(), spec)
     rate = tff.learning.optimizers.build_sgdm(0.1)
-    yield _usual(
-        tfdp_fl.learning.build_dp_fed_avg,
-        model_fn=model,
-        **fixed,
-        client_optimizer_fn=rate,
-    )
+    own = {"model_fn": model, "client_optimizer_fn": rate}
+    yield _usual(tfdp_fl.learning.build_dp_fed_avg, **fixed, **own)
 
 
 # By what they are of; those of `training` take time.

@@ -1,13 +1,12 @@
-"""The training program: what it leaves, what it refuses, every mechanism."""
+"""The programs train and sweep: what they leave, and what they refuse."""
 
 from __future__ import annotations
 
-import pathlib
-import tempfile
+import json
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from absl.testing import absltest
 
 from tests.scripts import programs
 from tfdp_fl import datasets
@@ -19,9 +18,12 @@ _CHANCE = 0.1
 _SHORT = {
     "adaptive": ["--rounds=12", "--accountant=rdp"],
     "local": ["--rounds=4"],
-    "nbafl": ["--rounds=8"],
-    "correlated": ["--rounds=12", "--model=linear"],
 }
+_SMALL = ["--model=linear", "--num_clients=20", "--rounds=4"]
+_FILES = (
+    *("history.csv", "model.keras", "privacy.txt", "privacy.json"),
+    *("report.html", "config.json", "result.json"),
+)
 # A command line, and a word that its one sentence has to contain.
 _REFUSED = (
     (["--dataset=cifar"], "dataset"),
@@ -53,155 +55,156 @@ _REFUSED = (
 )
 
 
-class TrainTest(absltest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        temporary = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(temporary.cleanup)
-        cls.folder = pathlib.Path(temporary.name)
-        # absl prints its help in the first run of a process only.
-        lines = {"help": ["--helpfull"]}
-        lines |= {
-            mechanism: [
-                f"--mechanism={mechanism}",
-                "--seed=1",
-                "--validation_freq=2",
-                f"--output_dir={cls.folder / mechanism}",
-                *short,
-            ]
-            for mechanism, short in _SHORT.items()
-        }
-        small = ["--model=linear", "--num_clients=20", "--rounds=4"]
-        lines["budget"] = [
-            *small,
-            "--noise_multiplier=1",
-            "--clients_per_round=2x5,2x10",
-            "--target_epsilon=1.5",
-            "--count_noise_stddev=2",
-            "--accountant=pld",
-            f"--output_dir={cls.folder / 'budget'}",
+def _run_all(program, lines):
+    outcomes = programs.run_all([[program, *line] for line in lines.values()])
+    return dict(zip(lines, outcomes, strict=True))
+
+
+def _assert_one_sentence(outcome, word):
+    assert outcome.code == 1
+    assert word in outcome.err
+    if "FATAL" not in outcome.err:  # That is absl's own way.
+        assert len(outcome.err.splitlines()) == 1
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(name="outcomes", scope="module")
+def _outcomes(folder):
+    def into(name):
+        return f"--output_dir={folder / name}"
+
+    # absl prints its help in the first run of a process only.
+    lines = {"help": ["--helpfull"]}
+    for mechanism, short in _SHORT.items():
+        flags = [f"--mechanism={mechanism}", "--seed=1", "--validation_freq=2"]
+        lines[mechanism] = [*flags, *short, into(mechanism)]
+    sizes = ["--clients_per_round=4x10", "--target_epsilon=1.5"]
+    noise = ["--noise_multiplier=1", "--count_noise_stddev=2", "--accountant=pld"]
+    lines["budget"] = [*_SMALL, *sizes, *noise, into("budget")]
+    checkpoints = ["--clients_per_round=20", "--seed=3", "--checkpoint_every=2"]
+    again = into("checkpoints")
+    lines["checkpoints"] = [*_SMALL, *checkpoints, again]
+    lines["not empty"] = [again]
+    lines["resumed with others"] = ["--resume", "--rounds=9", again]
+    lines["resumed"] = ["--resume", again]
+    others = ["--mechanism=none", "--rounds=1", "--clients_per_round=5"]
+    lines["overwritten"] = [*_SMALL, *others, "--overwrite", again]
+    for number, (line, _) in enumerate(_REFUSED):
+        lines[number] = [*line, into("refused")]
+    return _run_all("train", lines)
+
+
+def _well(outcome):
+    assert outcome.code == 0, outcome.err or outcome.out
+    return outcome.out
+
+
+@pytest.mark.parametrize("mechanism", _SHORT)
+def test_central_and_local_mechanisms_learn_digits(folder, outcomes, mechanism):
+    _well(outcomes[mechanism])
+    result = Run.read(folder / mechanism).result
+    # 360 test examples: by chance 0.1, with a stddev of 0.016.
+    assert result["accuracy"] > 3 * _CHANCE
+    assert result["epsilon"] > 0
+
+
+def test_every_mechanisms_parameters_are_in_the_help(outcomes):
+    text = " ".join(outcomes["help"].out.split())
+    for mechanism in settings.MECHANISMS:
+        for parameter in settings.parameters_of(mechanism):
+            assert f"--{parameter}:" in text
+
+
+def test_it_leaves_its_files_and_says_so(folder, outcomes):
+    path, out = folder / "adaptive", _well(outcomes["adaptive"])
+    for name in _FILES:
+        assert name in out
+        assert (path / name).stat().st_size > 0, name
+    run = Run.read(path)
+    result, history = run.result, run.history
+    for words in (f"Accuracy: {result['accuracy']:.4f}", "Epsilon:  ", str(path)):
+        assert words in out
+    assert history["round"][0] == list(range(1, 13))
+    assert history["val_accuracy"][0] == list(range(2, 13, 2))
+    assert history["epsilon"][1][-1] == pytest.approx(result["epsilon"], abs=1e-5)
+    assert result["epsilon"] <= 8.0
+    assert "differentially private" in (path / "privacy.txt").read_text()
+    # The saved model is the one that was measured.
+    model = tf.keras.models.load_model(path / "model.keras")
+    _, (x, y) = datasets.load_digits(num_clients=500)
+    accuracy = np.mean(np.argmax(model.predict(x, verbose=0), -1) == y)
+    assert accuracy == pytest.approx(result["accuracy"], abs=1e-5)
+
+
+def test_it_stops_before_the_round_that_would_overspend(folder, outcomes):
+    _well(outcomes["budget"])
+    run = Run.read(folder / "budget")
+    assert run.result["stopped"] == "budget"
+    assert 0 < run.result["rounds"] < 4
+    assert run.result["epsilon"] <= 1.5
+    assert run.result["accountant"] == "pld"
+    # On the way epsilon may be a bound that is a little larger.
+    assert run.history["epsilon"][1][-1] >= run.result["epsilon"] - 1e-5
+
+
+def test_a_full_directory_is_refused_unless_told_otherwise(folder, outcomes):
+    _assert_one_sentence(outcomes["not empty"], "--overwrite or --resume")
+    _assert_one_sentence(outcomes["resumed with others"], "--rounds=9")
+    # A resumed run gives what it gave.
+    first, again = (
+        [
+            line.split(", after")[0]
+            for line in _well(outcomes[name]).splitlines()
+            if line.startswith(("Accuracy", "Epsilon"))
         ]
-        lines["checkpoints"] = [
-            *small,
-            "--clients_per_round=20",
-            "--seed=3",
-            "--checkpoint_every=2",
-            f"--output_dir={cls.folder / 'checkpoints'}",
-        ]
-        again = f"--output_dir={cls.folder / 'checkpoints'}"
-        lines["not empty"] = [again]
-        lines["resumed with others"] = ["--resume", "--rounds=9", again]
-        lines["resumed"] = ["--resume", again]
-        others = ["--mechanism=none", "--rounds=1", "--clients_per_round=5"]
-        lines["overwritten"] = [*small, *others, "--overwrite", again]
-        for number, (line, _) in enumerate(_REFUSED):
-            lines[number] = [*line, f"--output_dir={cls.folder / 'refused'}"]
-        outcomes = programs.run_all([["train", *line] for line in lines.values()])
-        cls.outcomes = dict(zip(lines, outcomes, strict=True))
+        for name in ("checkpoints", "resumed")
+    )
+    assert len(first) == 2
+    assert first == again
+    _well(outcomes["overwritten"])
+    run = Run.read(folder / "checkpoints")
+    assert run.history["round"][0] == [1]
+    assert not (run.path / "checkpoint").exists()
 
-    def _ended_well(self, name):
-        outcome = self.outcomes[name]
-        self.assertEqual(outcome.code, 0, msg=outcome.err or outcome.out)
-        return outcome
 
-    def test_mechanisms_of_every_guarantee_learn_digits(self):
-        for mechanism in _SHORT:
-            with self.subTest(mechanism):
-                self._ended_well(mechanism)
-                result = Run.read(self.folder / mechanism).result
-                # 360 test examples: by chance 0.1, with a stddev of 0.016.
-                self.assertGreater(result["accuracy"], 3 * _CHANCE)
-                self.assertGreater(result["epsilon"], 0)
+@pytest.mark.parametrize("number", range(len(_REFUSED)))
+def test_bad_flags_are_refused_before_anything_starts(folder, outcomes, number):
+    _assert_one_sentence(outcomes[number], _REFUSED[number][1])
+    assert "Round 1" not in outcomes[number].out
+    assert not (folder / "refused").exists()
 
-    def test_every_mechanisms_parameters_are_in_the_help(self):
-        text = " ".join(self.outcomes["help"].out.split())
-        for mechanism in settings.MECHANISMS:
-            for parameter in settings.parameters_of(mechanism):
-                self.assertIn(f"--{parameter}:", text)
 
-    def test_it_leaves_its_files_and_says_so(self):
-        path = self.folder / "adaptive"
-        out = self._ended_well("adaptive").out
-        for name in (
-            "history.csv",
-            "model.keras",
-            "privacy.txt",
-            "privacy.json",
-            "accuracy.png",
-            "report.html",
-            "config.json",
-            "result.json",
-        ):
-            self.assertIn(name, out)
-            self.assertGreater((path / name).stat().st_size, 0, msg=name)
-        run = Run.read(path)
-        self.assertIn(f"Accuracy: {run.result['accuracy']:.4f}", out)
-        self.assertIn("Epsilon:  ", out)
-        self.assertIn(str(path), out)
-        self.assertEqual(run.history["round"][0], list(range(1, 13)))
-        self.assertEqual(run.history["val_accuracy"][0], list(range(2, 13, 2)))
-        self.assertAlmostEqual(
-            run.history["epsilon"][1][-1], run.result["epsilon"], places=5
-        )
-        self.assertLessEqual(run.result["epsilon"], 8.0)
-        self.assertIn("differentially private", (path / "privacy.txt").read_text())
-
-    def test_the_saved_model_is_the_one_that_was_measured(self):
-        path = self.folder / "adaptive"
-        self._ended_well("adaptive")
-        model = tf.keras.models.load_model(path / "model.keras")
-        _, (x, y) = datasets.load_digits(num_clients=500)
-        accuracy = np.mean(np.argmax(model.predict(x, verbose=0), -1) == y)
-        self.assertAlmostEqual(accuracy, Run.read(path).result["accuracy"], places=5)
-
-    def test_it_stops_before_the_round_that_would_overspend(self):
-        self._ended_well("budget")
-        run = Run.read(self.folder / "budget")
-        self.assertEqual(run.result["stopped"], "budget")
-        self.assertLess(run.result["rounds"], 4)
-        self.assertGreater(run.result["rounds"], 0)
-        self.assertLessEqual(run.result["epsilon"], 1.5)
-        self.assertEqual(run.result["accountant"], "pld")
-        # On the way epsilon may be a bound that is a little larger.
-        self.assertGreaterEqual(
-            run.history["epsilon"][1][-1], run.result["epsilon"] - 1e-5
-        )
-
-    def test_a_full_directory_is_refused_unless_told_otherwise(self):
-        refused = self.outcomes["not empty"]
-        self.assertEqual(refused.code, 1)
-        self.assertIn("--overwrite or --resume", refused.err)
-        others = self.outcomes["resumed with others"]
-        self.assertEqual(others.code, 1)
-        self.assertIn("--rounds=9", others.err)
-        self._ended_well("checkpoints")
-        self._ended_well("resumed")
-        self._ended_well("overwritten")
-        run = Run.read(self.folder / "checkpoints")
-        self.assertEqual(run.history["round"][0], [1])
-        self.assertFalse((run.path / "checkpoint").exists())
-
-    def test_a_resumed_run_gives_what_it_gave(self):
-        first, again = (
-            [
-                line.split(", after")[0]
-                for line in self._ended_well(name).out.splitlines()
-                if line.startswith(("Accuracy", "Epsilon"))
-            ]
-            for name in ("checkpoints", "resumed")
-        )
-        self.assertLen(first, 2)
-        self.assertEqual(first, again)
-
-    def test_bad_flags_are_refused_before_anything_starts(self):
-        for number, (line, word) in enumerate(_REFUSED):
-            with self.subTest(" ".join(line)):
-                outcome = self.outcomes[number]
-                self.assertEqual(outcome.code, 1)
-                self.assertIn(word, outcome.err)
-                self.assertNotIn("Traceback", outcome.err)
-                self.assertNotIn("Round 1", outcome.out)
-                if "FATAL" not in outcome.err:  # That is absl's own way.
-                    self.assertLen(outcome.err.splitlines(), 1)
-        self.assertFalse((self.folder / "refused").exists())
+def test_sweep(tmp_path):
+    small = {"dataset": "digits", "num_clients": 20, "model": "linear"}
+    grid = {"mechanism": ["none", "fixed"]}
+    right, bad = tmp_path / "right.json", tmp_path / "bad.json"
+    right.write_text(json.dumps({"base": small, "grid": grid, "seeds": [0]}))
+    bad.write_text(json.dumps({"grid": {"clip_norm": [1.0]}}))
+    into = f"--output_dir={tmp_path / 'runs'}"
+    only = ["--set=rounds=1", "--set=clients_per_round=20", '--set=mechanism="none"']
+    dry = ["--dry_run", f"--config={right}"]
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps({"base": small, "seeds": [0]}))
+    refused = {"--config": [], "--clip_norm": [f"--config={bad}"]}
+    refused["--set"] = [*dry, "--set=rounds"]
+    lines = {"dry": dry, "run": [f"--config={one}", *only, into], **refused}
+    configs = sorted((programs.ROOT / "scripts" / "configs").glob("*.json"))
+    for config in configs:
+        lines[config.stem] = ["--dry_run", f"--config={config}"]
+        if json.loads(config.read_text())["base"]["dataset"] != "digits":
+            # Wherever the data lies; it is not read.
+            lines[config.stem].append(f"--set=data_path={config}")
+    outcomes = _run_all("sweep", lines)
+    listed = [f"mechanism={name}/seed=0" for name in grid["mechanism"]]
+    assert _well(outcomes["dry"]).splitlines() == listed
+    assert _well(outcomes["run"]).count("accuracy 0.") == 1
+    assert len((tmp_path / "runs" / "runs.csv").read_text().splitlines()) == 2
+    for word in refused:
+        _assert_one_sentence(outcomes[word], word)
+    assert configs
+    for config in configs:
+        assert _well(outcomes[config.stem]).splitlines()

@@ -1,4 +1,4 @@
-"""Signals, full disks, directories that turn read-only, and many fits at once.
+"""Signals, full disks, and many fits at once.
 
 `kill -9` is in `kill_stress.py`; damaged, foreign and missing files are in
 `tests/accounting/ledger_test.py` and `tests/keras/resuming_test.py`.
@@ -7,17 +7,14 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import pathlib
 import random
 import signal
 import threading
 import time
 
 import numpy as np
-import tensorflow as tf
-from absl.testing import absltest
+import pytest
 
 import tfdp_fl
 from tests.keras import files, toy
@@ -27,203 +24,149 @@ from tfdp_fl.experiments import run_directory
 from tfdp_fl.keras import callbacks, checkpoint
 
 _SIGNALS = int(os.environ.get("TFDP_FL_SIGNALS", "40"))
-_DOCUMENTED = (
-    accounting.LedgerError,
-    checkpoint.CheckpointError,
-    OSError,
-)
+_DOCUMENTED = (accounting.LedgerError, checkpoint.CheckpointError, OSError)
+read = accounting.PrivacyLedger.read
 
 
-class SignalTest(absltest.TestCase):
-    def _seen(self, directory):
-        name = f"{directory.name}-{killed_run.WITNESS}"
-        path = directory.parent / name
-        return path.read_text().split()[::2] if path.exists() else []
-
-    def _start(self, directory):
-        process = self.context.Process(
-            target=killed_run.run_as_the_script, args=(str(directory),)
-        )
-        process.start()
-        return process
-
-    def test_leave_a_run_that_goes_on(self):
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.stress.killed_run"])
-        rng = random.Random(5)
-        root = files.directory(self)
-        slowest, in_the_first, again = 0.0, 0, 0
-        for number in range(_SIGNALS):
-            directory = root / f"run-{number}"
-            process = self._start(directory)
-            saved = directory / run_directory.CHECKPOINT
-            # Half of them in the first round, which begins with a checkpoint.
-            rounds = 0 if number % 2 else rng.randrange(1, 30)
-            while process.is_alive() and (
-                len(self._seen(directory)) < rounds
-                or not any(saved.glob("round-*.npz"))
-            ):
-                time.sleep(0.002)
-            time.sleep(rng.random() * 0.3)
-            before = after = killed_run.processor_seconds(process.pid)
-            os.kill(process.pid, rng.choice([signal.SIGINT, signal.SIGTERM]))
-            while process.is_alive():
-                after = max(after, killed_run.processor_seconds(process.pid))
-                process.join(0.02)
-            slowest = max(slowest, after - before)
-            self.assertEqual(process.exitcode, 0)
-            result = run_directory.Run.read(directory).result
-            if result["stopped"] != "interrupted":
-                continue  # It was faster.
-            in_the_first += result["rounds"] == 0
-            process = self._start(directory)
-            killed_run.join(process)
-            self.assertEqual(process.exitcode, 0)
-            run = run_directory.Run.read(directory)
-            self.assertEqual(run.result["rounds"], killed_run.ROUNDS)
-            entries = accounting.PrivacyLedger.read(
-                directory / run_directory.LEDGER
-            ).entries
-            # In the middle of a charge and its release, one is charged again.
-            self.assertBetween(len(entries) - killed_run.ROUNDS, 0, 1)
-            again += len(entries) - killed_run.ROUNDS
-            self.assertEqual(
-                {int(each) for each in self._seen(directory)},
-                set(range(killed_run.ROUNDS)),
-            )
-        self.assertLess(slowest, 10)
-        self.assertGreater(in_the_first, 0)
-        print(f"slowest {slowest:.1f} s, {in_the_first} in round 1, {again} twice")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_signal_leaves_a_run_that_goes_on(tmp_path, first):
+    """Half of them in the first round, which begins with a checkpoint."""
+    rng = random.Random(5 + first)
+    slowest, in_the_first, again = 0.0, 0, 0
+    for number in range(_SIGNALS // 2):
+        directory = tmp_path / f"run-{number}"
+        process = killed_run.start(directory, "plain", as_the_script=True)
+        saved = directory / run_directory.CHECKPOINT
+        rounds = 0 if first else rng.randrange(1, 30)
+        while process.is_alive() and (
+            len(killed_run.seen(directory, "plain")) < rounds
+            or not any(saved.glob("round-*.npz"))
+        ):
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.3)
+        before = after = killed_run.processor_seconds(process.pid)
+        os.kill(process.pid, rng.choice([signal.SIGINT, signal.SIGTERM]))
+        while process.is_alive():
+            after = max(after, killed_run.processor_seconds(process.pid))
+            process.join(0.02)
+        slowest = max(slowest, after - before)
+        assert process.exitcode == 0
+        result = run_directory.Run.read(directory).result
+        if result["stopped"] != "interrupted":
+            continue  # It was faster.
+        in_the_first += result["rounds"] == 0
+        process = killed_run.start(directory, "plain", as_the_script=True)
+        killed_run.join(process)
+        assert process.exitcode == 0
+        assert run_directory.Run.read(directory).result["rounds"] == killed_run.ROUNDS
+        # In the middle of a charge and its release, one is charged again.
+        charged = len(read(directory / run_directory.LEDGER).entries)
+        assert charged - killed_run.ROUNDS in (0, 1)
+        again += charged - killed_run.ROUNDS
+        seen = killed_run.seen(directory, "plain")
+        assert set(seen) == set(range(killed_run.ROUNDS))
+    assert slowest < 10
+    assert in_the_first > 0 or not first
+    print(f"slowest {slowest:.1f} s, {in_the_first} in round 1, {again} twice")
 
 
-class _Breaks(tf.keras.callbacks.Callback):
-    """Enters a context in a round, and leaves it when training ends."""
+# Whatever cannot be written, nothing is released that is not charged.
+
+
+class _Listener(callbacks.FederatedCallback):
+    """Enters a context in a round, and notes what is released."""
 
     def __init__(self, round_index, context):
         super().__init__()
         self._round, self._context = round_index, context
+        self.released: list[int] = []
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == self._round:
             self._context.__enter__()
 
-
-class DiskTest(absltest.TestCase):
-    """Whatever cannot be written, nothing is released that is not charged."""
-
-    def _run(self, directory, round_index=None, context=None):
-        fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0))
-        released: list[int] = []
-
-        class Seen(callbacks.FederatedCallback):
-            def on_round_released(self, round_index, logs):
-                released.append(round_index)
-
-        listeners = [
-            Seen(),
-            callbacks.RoundCheckpoint(directory / "saved", every=2),
-            callbacks.Ledger(directory / "own.jsonl"),
-        ]
-        if context is not None:
-            listeners.insert(0, _Breaks(round_index, context))
-        saved = directory / "saved"
-        error = None
-        try:
-            fed.fit(
-                toy.clients(),
-                rounds=6,
-                batch_size=10,
-                seed=3,
-                verbose=0,
-                callbacks=listeners,
-                resume_from=saved if any(saved.glob("round-*.npz")) else None,
-            )
-        except _DOCUMENTED as raised:
-            error = raised
-        finally:
-            if context is not None:
-                with contextlib.suppress(Exception):
-                    context.__exit__(None, None, None)
-        return fed, released, error
-
-    def _check(self, directory, released):
-        for path in (
-            directory / "own.jsonl",
-            directory / "saved" / "ledger.jsonl",
-        ):
-            charged = []
-            if path.exists():
-                contents = accounting.PrivacyLedger.read(path)
-                charged = [each.round_index for each in contents.entries]
-            self.assertLessEqual(len(released), len(charged), str(path))
-            self.assertContainsSubset(set(released), set(charged))
-
-    def test_full_at_any_byte(self):
-        failed = 0
-        whole, _, _ = self._run(files.directory(self))
-        for round_index in range(6):
-            for limit in (0, 100, 900, 1500, 2500, 4000, 6000, 9000):
-                directory = files.directory(self)
-                _, released, error = self._run(
-                    directory, round_index, files.full_disk(limit)
-                )
-                failed += error is not None
-                self._check(directory, released)
-                again, more, error = self._run(directory)
-                self.assertIsNone(error)
-                self._check(directory, released + more)
-                for one, other in zip(
-                    whole.get_weights(), again.get_weights(), strict=True
-                ):
-                    np.testing.assert_array_equal(one, other)
-        self.assertGreater(failed, 20)
+    def on_round_released(self, round_index, logs):
+        self.released.append(round_index)
 
 
-class AtOnceTest(absltest.TestCase):
-    def _train(self, seed, directory: pathlib.Path):
-        fed = toy.federated(
-            tfdp_fl.AdaptiveClipping(noise_multiplier=1.0),
-            model=self.models[seed],
-        )
+def _run(directory, round_index=None, context=None):
+    """Returns the weights, what was released, and the error, if there was one."""
+    fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0))
+    saved = directory / "saved"
+    listener = _Listener(round_index, context)
+    error = None
+    try:
         fed.fit(
             toy.clients(),
-            rounds=8,
+            rounds=6,
             batch_size=10,
-            seed=seed,
+            seed=3,
             verbose=0,
-            callbacks=[callbacks.RoundCheckpoint(directory)],
+            callbacks=[
+                listener,
+                callbacks.RoundCheckpoint(saved, every=2),
+                callbacks.Ledger(directory / "own.jsonl"),
+            ],
+            resume_from=saved if any(saved.glob("round-*.npz")) else None,
         )
-        return fed.get_weights(), fed.epsilon(1e-3)
+    except _DOCUMENTED as raised:
+        error = raised
+    finally:
+        if context is not None:
+            with contextlib.suppress(Exception):
+                context.__exit__(None, None, None)
+    return fed.get_weights(), listener.released, error
 
-    def test_fits_in_threads_are_as_alone(self):
-        root = files.directory(self)
-        alone, together, errors = {}, {}, []
-        self.models = {seed: toy.dense() for seed in range(4)}
-        for seed in range(4):
-            alone[seed] = self._train(seed, root / f"alone-{seed}")
 
-        def work(seed):
-            try:
-                together[seed] = self._train(seed, root / f"thread-{seed}")
-            except Exception as error:
-                errors.append(error)
+def _check(directory, released):
+    for path in (directory / "own.jsonl", directory / "saved" / "ledger.jsonl"):
+        entries = read(path).entries if path.exists() else ()
+        charged = [each.round_index for each in entries]
+        assert len(released) <= len(charged), path
+        assert set(released) <= set(charged)
 
-        self.models = {seed: toy.dense() for seed in range(4)}
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        self.assertEqual(errors, [])
-        for seed in range(4):
-            self.assertEqual(alone[seed][1], together[seed][1])
-            for one, other in zip(alone[seed][0], together[seed][0], strict=True):
+
+@toy.same_draws_when_resumed()
+def test_a_disk_that_is_full_at_any_byte(tmp_path):
+    failed = 0
+    (tmp_path / "whole").mkdir()
+    whole, _, _ = _run(tmp_path / "whole")
+    for round_index in range(6):
+        for limit in (0, 100, 900, 1500, 2500, 4000, 6000, 9000):
+            directory = tmp_path / f"{round_index}-{limit}"
+            directory.mkdir()
+            _, released, error = _run(directory, round_index, files.full_disk(limit))
+            failed += error is not None
+            _check(directory, released)
+            again, more, error = _run(directory)
+            assert error is None
+            _check(directory, released + more)
+            for one, other in zip(whole, again, strict=True):
                 np.testing.assert_array_equal(one, other)
-            lines = accounting.PrivacyLedger.read(
-                root / f"thread-{seed}" / "ledger.jsonl"
-            )
-            self.assertLen(lines.entries, 8)
+    assert failed > 20
 
 
-if __name__ == "__main__":
-    absltest.main()
+def test_fits_in_threads_are_as_alone(tmp_path):
+    def train(seed, name, model, results):
+        fed = toy.federated(tfdp_fl.AdaptiveClipping(noise_multiplier=1.0), model=model)
+        saved = callbacks.RoundCheckpoint(tmp_path / f"{name}-{seed}")
+        options = {"rounds": 8, "batch_size": 10, "verbose": 0}
+        fed.fit(toy.clients(), seed=seed, callbacks=[saved], **options)
+        results[name, seed] = fed.get_weights(), fed.epsilon(1e-3)
+
+    results: dict[tuple[str, int], tuple[list[np.ndarray], float]] = {}
+    threads = []
+    for seed in range(4):
+        train(seed, "alone", toy.dense(), results)
+        arguments = (seed, "thread", toy.dense(), results)
+        threads.append(threading.Thread(target=train, args=arguments))
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for seed in range(4):
+        alone, together = results["alone", seed], results["thread", seed]
+        assert alone[1] == together[1]
+        for one, other in zip(alone[0], together[0], strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert len(read(tmp_path / f"thread-{seed}" / "ledger.jsonl").entries) == 8

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import pathlib
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import tfdp_fl
 from tests.keras import toy
@@ -71,6 +73,30 @@ class _Witness(callbacks.FederatedCallback):
         os.write(self._file, f"{round_index} {epsilon!r}\n".encode())
 
 
+def start(directory: pathlib.Path, mode: str, as_the_script: bool = False) -> Any:
+    """Starts a run, forked from one process that has imported everything, once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.stress.killed_run"])
+    arguments = (str(directory), mode, as_the_script)
+    process = context.Process(target=run, args=arguments)
+    process.start()
+    return process
+
+
+def witness(directory: pathlib.Path, mode: str) -> pathlib.Path:
+    """Returns the file of what an outsider has seen."""
+    if mode == "plain":  # It empties its directory.
+        return directory.parent / f"{directory.name}-{WITNESS}"
+    return directory / WITNESS
+
+
+def seen(directory: pathlib.Path, mode: str) -> dict[int, float]:
+    """Returns what an outsider has seen: rounds, and epsilon by then."""
+    path = witness(directory, mode)
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {int(r): float(e) for r, e in map(str.split, lines)}
+
+
 def ledgers(directory: pathlib.Path, mode: str) -> list[pathlib.Path]:
     """Returns where a mode keeps its books."""
     checkpoints = directory / CHECKPOINTS / "ledger.jsonl"
@@ -89,9 +115,12 @@ def resumes(mode: str) -> bool:
     return mode != "ledger"
 
 
-def run(directory: str, mode: str) -> None:
+def run(directory: str, mode: str, as_the_script: bool) -> None:
     """Trains to the end, from where an earlier process was killed."""
     faulthandler.register(signal.SIGUSR1)
+    if as_the_script:  # Which takes SIGTERM for Ctrl-C.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)
     path = pathlib.Path(directory)
     if mode == "plain":
         _train_as_the_script(path)
@@ -99,7 +128,7 @@ def run(directory: str, mode: str) -> None:
     saved = path / CHECKPOINTS
     # The witness first: a kill between the two must not leave a round that is
     # saved, and so not run again, and that nobody has written down.
-    listeners: list[Any] = [_Witness(path / WITNESS)]
+    listeners: list[Any] = [_Witness(witness(path, mode))]
     if mode in ("ledger", "both"):
         listeners.append(callbacks.Ledger(path / LEDGER))
     if mode != "ledger":
@@ -151,20 +180,12 @@ def _train_as_the_script(path: pathlib.Path) -> None:
             rounds=ROUNDS,
         )
     )
-    fit = prepared.federated_model.fit
-    witness = _Witness(path.parent / f"{path.name}-{WITNESS}")
+    listener = _Witness(witness(path, "plain"))
+    fit = tfdp_fl.DPFederatedModel.fit
 
     def with_witness(*arguments, callbacks, **options):
-        return fit(*arguments, callbacks=[witness, *callbacks], **options)
+        return fit(*arguments, callbacks=[listener, *callbacks], **options)
 
-    prepared.federated_model.fit = with_witness
     saved = any((path / run_directory.CHECKPOINT).glob("round-*.npz"))
-    training.run(prepared, path, overwrite=not saved, resume=saved, verbose=0)
-
-
-def run_as_the_script(directory: str) -> None:
-    """Trains as `train.py` does, which takes SIGTERM for Ctrl-C."""
-    faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    _train_as_the_script(pathlib.Path(directory))
+    with mock.patch.object(tfdp_fl.DPFederatedModel, "fit", with_witness):
+        training.run(prepared, path, overwrite=not saved, resume=saved, verbose=0)

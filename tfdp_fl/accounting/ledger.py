@@ -293,7 +293,6 @@ class PrivacyLedger:
         self.run = new_run() if run is None else _checked_run(run)
         # Flower's strategies share an open ledger: one of them records at a time.
         self._recording = threading.Lock()
-        self._broken = False
         self._descriptor: int | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         if mode == "create":
@@ -413,7 +412,7 @@ class PrivacyLedger:
             "time": _now(),
             "details": _json.plain(details, _refuse),
         }
-        entry = _entry(body, charge)
+        entry = _entry(body)
         with self._recording:
             self._check_file()
             if budget is not None:
@@ -518,11 +517,6 @@ class PrivacyLedger:
         return digest
 
     def _write(self, data: bytes) -> None:
-        if self._broken:
-            raise LedgerWriteError(
-                f"The ledger {self.path} could not be repaired after a failed "
-                "write; close it and open it with mode='append'."
-            )
         self._check_file()
         try:
             written = 0
@@ -530,7 +524,10 @@ class PrivacyLedger:
                 written += os.pwrite(self._file, data[written:], self._end + written)
             os.fsync(self._file)
         except BaseException as error:
-            self._roll_back()
+            # What is left of the line, should this fail, is found by `_check_file`.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._end)
+                os.fsync(self._file)
             if not isinstance(error, OSError):
                 raise
             raise LedgerWriteError(
@@ -569,13 +566,6 @@ class PrivacyLedger:
                 f"{self._end} were written: something else changed it while "
                 "it was open. The round must not be released."
             )
-
-    def _roll_back(self) -> None:
-        try:
-            os.ftruncate(self._file, self._end)
-            os.fsync(self._file)
-        except OSError:
-            self._broken = True
 
     def _sync_folder(self) -> None:
         """Makes the new file's name survive a crash."""
@@ -707,12 +697,10 @@ def _verified(line: bytes, head: str, first: bool, name: str) -> dict[str, Any]:
     return {**body, "hash": digest}
 
 
-def _entry(
-    body: dict[str, Any], charge: charge_lib.RoundCharge | None = None
-) -> LedgerEntry:
-    local = body["local"]
-    if charge is None and body["charge"] is not None:
-        charge = charge_lib.RoundCharge.from_json(body["charge"])
+def _entry(body: dict[str, Any]) -> LedgerEntry:
+    local, charge = body["local"], body["charge"]
+    if charge is not None:
+        charge = charge_lib.RoundCharge.from_json(charge)
     return LedgerEntry(
         round_index=body["round"],
         cohort_size=body["cohort_size"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 from typing import Any
 
@@ -107,9 +108,7 @@ class LocalAccount:
 
     def copy(self) -> LocalAccount:
         """Returns an independent copy."""
-        other = LocalAccount(self.num_clients)
-        other.set_state(self.get_state())
-        return other
+        return copy.deepcopy(self)
 
     def max_mu_squared_after(
         self, positions: np.ndarray, mu_squared: float | np.ndarray
@@ -145,18 +144,6 @@ class LocalAccount:
     def epsilon(self, delta: float) -> float:
         """Returns the exact epsilon of the client that spent most."""
         return epsilon_of_mu_squared(self.max_mu_squared, delta)
-
-    def get_state(self) -> dict[str, np.ndarray]:
-        """Returns the account as NumPy arrays, for a checkpoint."""
-        return {
-            "mu_squared": self._mu_squared.copy(),
-            "participations": self._participations.copy(),
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Puts back what `get_state` returned."""
-        self._mu_squared = np.array(state["mu_squared"], dtype=np.float64)
-        self._participations = np.array(state["participations"], dtype=np.int64)
 
 
 class Spending:
@@ -361,7 +348,8 @@ class Spending:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep: JSON values and arrays."""
         return {
-            **self.clients.get_state(),
+            "mu_squared": self.clients._mu_squared.copy(),
+            "participations": self.clients.participations,
             "guarantee": self.guarantee,
             "charges": _as_json(self.own),
             "others": {
@@ -380,7 +368,9 @@ class Spending:
             for name, (charges, mu_squared) in state["others"].items()
         }
         spending._count(_from_json(state["charges"]), others)
-        spending.clients.set_state(state)
+        clients = spending.clients
+        clients._mu_squared = np.array(state["mu_squared"], np.float64)
+        clients._participations = np.array(state["participations"], np.int64)
         spending.lost_mu_squared = float(state["lost_mu_squared"])
         return spending
 

@@ -1,0 +1,281 @@
+"""Digits, MNIST, EMNIST and Shakespeare, and how examples are dealt to clients."""
+
+from __future__ import annotations
+
+import sys
+import types
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdp_fl import datasets
+
+
+def _labels(n: int) -> np.ndarray:
+    return np.random.default_rng(3).permutation(np.arange(n) % 10)
+
+
+def _bytes(rows) -> set[bytes]:
+    return {row.tobytes() for row in np.asarray(rows)}
+
+
+# How examples are dealt.
+
+
+@pytest.mark.parametrize("iid", [True, False])
+def test_passes_repeat_examples_but_no_client_has_one_twice(iid):
+    once = datasets.partition(_labels(600), 30, 20, iid=iid)
+    np.testing.assert_array_equal(np.sort(once.ravel()), np.arange(600))
+    clients = datasets.partition(_labels(600), 95, 20, iid=iid)
+    assert (clients.shape, clients.dtype) == ((95, 20), np.int32)
+    assert {len(np.unique(rows)) for rows in clients} == {20}
+    uses = np.bincount(clients.ravel(), minlength=600)
+    assert (uses.min(), uses.max()) == (3, 4)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_shards_bound_the_labels_of_a_client(shards):
+    labels = _labels(800)  # 80 of each: shards do not straddle labels.
+    clients = datasets.partition(labels, 100, 20, shards)
+    assert max(len(np.unique(labels[c])) for c in clients) == shards
+    # Local training takes batches in order: labels of a client are mixed.
+    one_change = [np.sum(np.diff(labels[c]) != 0) <= 1 for c in clients]
+    assert np.sum(one_change) < (20 if shards > 1 else 101)
+
+
+# Digits and MNIST.
+
+
+def test_no_test_example_of_digits_is_with_a_client():
+    clients, (x_test, y_test) = datasets.load_digits()
+    x, y = (part.numpy() for part in clients.flat())
+    assert (clients.num_clients, x.shape) == (100, (1437, 64))
+    for features, labels in ((x, y), (x_test, y_test)):
+        assert (features.dtype, labels.dtype) == (np.float32, np.int32)
+        assert (features.min(), features.max()) == (0, 1)
+        assert set(labels) == set(range(10))
+    assert len(_bytes(x) | _bytes(x_test)) == 1797
+    # Validation examples replace the test set.
+    clients, (x_val, y_val) = datasets.load_digits(validation_examples=200)
+    assert (clients.flat()[0].shape[0], len(y_val)) == (1237, 200)
+    seen = _bytes(clients.flat()[0])
+    assert not _bytes(x_test) & (seen | _bytes(x_val))
+
+
+@pytest.fixture(name="mnist", scope="module")
+def _mnist(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x_train": rng.integers(0, 256, (600, 28, 28), dtype=np.uint8),
+        "y_train": rng.permutation(np.arange(600) % 10).astype(np.uint8),
+        "x_test": rng.integers(0, 256, (100, 28, 28), dtype=np.uint8),
+        "y_test": (np.arange(100) % 10).astype(np.uint8),
+    }
+    path = tmp_path_factory.mktemp("mnist") / "mnist.npz"
+    np.savez(path, **arrays)
+    return {"path": path, "examples_per_client": 20, "num_clients": 30}, arrays
+
+
+@pytest.mark.parametrize("flatten, shape", [(True, [784]), (False, [28, 28, 1])])
+def test_images_of_mnist_are_scaled(mnist, flatten, shape):
+    options, arrays = mnist
+    clients, (x_test, y_test) = datasets.load_mnist(**options, flatten=flatten)
+    x, y = (part.numpy() for part in clients.flat())
+    for name, features, labels in (("train", x, y), ("test", x_test, y_test)):
+        assert (features.dtype, labels.dtype) == (np.float32, np.int32)
+        pixels = arrays[f"x_{name}"].reshape(-1, *shape)
+        np.testing.assert_allclose(features, pixels / 255, rtol=1e-6)
+        np.testing.assert_array_equal(labels, arrays[f"y_{name}"])
+
+
+def test_validation_examples_are_nobodys_and_not_the_test_set(mnist):
+    options, arrays = mnist
+    clients, (x_val, y_val) = datasets.load_mnist(**options, validation_examples=100)
+    assert np.bincount(y_val).tolist() == [10] * 10
+    held, seen = (
+        _bytes(np.round(x * 255).astype(np.uint8).reshape(-1, 28, 28))
+        for x in (x_val, clients.flat()[0].numpy())
+    )
+    assert len(held) == 100
+    assert held < _bytes(arrays["x_train"])
+    assert not held & seen
+
+
+def test_files_that_are_not_mnists(mnist, tmp_path):
+    options, arrays = mnist
+    other = tmp_path / "other.npz"
+    flat = {**arrays, "x_train": np.ones((600, 784))}
+    for content, message in (
+        ({"x": np.ones(3)}, "path must be Keras's mnist"),
+        (flat, "path must hold uint8 images"),
+    ):
+        np.savez(other, **content)
+        with pytest.raises(ValueError, match=message):
+            datasets.load_mnist(**{**options, "path": other})
+    with pytest.raises(FileNotFoundError):
+        datasets.load_mnist(**{**options, "path": tmp_path / "missing"})
+
+
+# EMNIST.
+
+_SIZES = {"f0000_14": 3, "f0001_41": 1, "f0005_26": 2}
+
+
+class _Writers:
+    """Client data in the format of TFF's EMNIST."""
+
+    def __init__(self, factor: int):
+        self._factor = factor
+        self.client_ids = list(_SIZES)
+
+    def create_tf_dataset_for_client(self, client_id):
+        n = _SIZES[client_id] * self._factor
+        place = self.client_ids.index(client_id) / 4
+        pixels = np.full((n, 28, 28), place, np.float32)
+        examples = {"label": np.arange(n, dtype=np.int32), "pixels": pixels}
+        return tf.data.Dataset.from_tensor_slices(examples)
+
+
+@pytest.fixture(name="emnist")
+def _emnist(monkeypatch):
+    tff = types.ModuleType("tensorflow_federated")
+    load = mock.Mock(return_value=(_Writers(2), _Writers(1)))
+    tff.simulation = mock.Mock(**{"datasets.emnist.load_data": load})
+    monkeypatch.setitem(sys.modules, "tensorflow_federated", tff)
+    return load
+
+
+@pytest.mark.parametrize("flatten, shape", [(False, [28, 28, 1]), (True, [784])])
+def test_a_client_of_emnist_is_a_writer(emnist, flatten, shape):
+    clients, (x_test, y_test) = datasets.load_emnist(flatten=flatten)
+    assert list(clients.client_ids) == list(_SIZES)
+    assert clients.client_sizes().tolist() == [6, 2, 4]
+    assert clients.element_spec[0] == tf.TensorSpec(shape)
+    x, y = clients.client("f0005_26")
+    assert list(x.shape) == [4, *shape]
+    assert np.all(x == 0.5)
+    assert y.tolist() == [0, 1, 2, 3]
+    assert list(x_test.shape) == [6, *shape]
+    assert y_test.tolist() == [0, 1, 2, 0, 0, 1]
+
+
+def test_emnist_that_cannot_be_loaded(emnist, monkeypatch):
+    with pytest.raises(ValueError, match="num_clients must be at most 3"):
+        datasets.load_emnist(num_clients=4)
+    emnist.side_effect = Exception("URL fetch failure")
+    with pytest.raises(OSError, match=r"load_emnist must .* URL fetch"):
+        datasets.load_emnist()
+    monkeypatch.setitem(sys.modules, "tensorflow_federated", None)
+    with pytest.raises(ImportError, match="load_emnist must have tensor"):
+        datasets.load_emnist()
+
+
+# Shakespeare.
+
+_PLAY = """\
+First Witch:
+When shall we three meet again
+In thunder, lightning, or in rain?
+
+Second Witch:
+When the hurlyburly's done,
+
+GHOST:
+
+First Witch:
+Where the place?
+
+
+CAT:
+Mew
+"""
+_FIRST = (
+    "When shall we three meet again\nIn thunder, lightning, or in rain?\n"
+    "Where the place?"
+)
+
+
+@pytest.fixture(name="play")
+def _play(tmp_path):
+    path = tmp_path / "play.txt"
+    path.write_text(_PLAY, encoding="utf-8")
+    return path
+
+
+def _text(ids) -> str:
+    """Returns what ids stand for; padding is nothing."""
+    vocabulary = ("", "\ufffd", *datasets.shakespeare_vocabulary()[2:])
+    return "".join(vocabulary[k] for k in np.reshape(ids, -1))
+
+
+def test_a_client_is_a_role_that_speaks_and_labels_are_the_next_characters(play):
+    clients, _ = datasets.load_shakespeare(play, sequence_length=10, test_fraction=0)
+    assert list(clients.client_ids) == ["First Witch", "Second Witch", "CAT"]
+    x, y = clients.client("First Witch")
+    assert (x.shape, x.dtype, y.dtype) == ((9, 10), np.int32, np.int32)
+    assert clients.element_spec[0].shape == [10]
+    assert (_text(x), _text(y)) == (_FIRST[:-1], _FIRST[1:])
+
+
+def test_the_end_of_every_role_is_the_test_set(play):
+    clients, (x_test, y_test) = datasets.load_shakespeare(
+        play, sequence_length=5, test_fraction=0.2
+    )
+    own, others = len(_FIRST) // 5, 27 // 5
+    assert _text(clients.client("First Witch")[1]) == _FIRST[1:-own]
+    assert _text(y_test[: -(-(own - 1) // 5)]) == _FIRST[-own:][1:]
+    assert np.sum(x_test > 0) == own - 1 + others - 1
+
+
+def test_a_role_may_be_several_clients(play):
+    whole, test = datasets.load_shakespeare(play, sequence_length=10)
+    parts, other_test = datasets.load_shakespeare(
+        play, sequence_length=10, clients_per_role=3
+    )
+    np.testing.assert_array_equal(test[0], other_test[0])
+    for role in whole.client_ids:
+        names = [n for n in parts.client_ids if n.rsplit("/", 1)[0] == role]
+        count = min(3, max(1, len(whole.client(role)[0])))
+        assert names == [f"{role}/{k + 1}" for k in range(count)]
+        together = zip(*map(parts.client, names), strict=True)
+        for array, own in zip(whole.client(role), together, strict=True):
+            np.testing.assert_array_equal(array, np.concatenate(own))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("Once upon a time", "starts with 'Once upon a time'"),
+        ("GHOST:\n\n", "in which somebody speaks"),
+    ],
+)
+def test_files_that_are_no_plays(play, text, message):
+    play.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        datasets.load_shakespeare(play)
+
+
+@pytest.mark.parametrize(
+    "load, options, message",
+    [
+        (datasets.partition, {"num_clients": 0}, "num_clients must be"),
+        (datasets.partition, {"examples_per_client": 601}, "client must be at most"),
+        (datasets.partition, {"examples_per_client": 21}, "of shards_per_client"),
+        (datasets.partition, {"seed": -1}, "seed must be"),
+        (datasets.load_digits, {"test_fraction": 1.0}, "test_fraction must be"),
+        (datasets.load_digits, {"validation_examples": 1437}, "must be less"),
+        (datasets.load_shakespeare, {"sequence_length": 0}, "sequence_length must"),
+        (datasets.load_shakespeare, {"test_fraction": 1}, "must be less than 1"),
+        (datasets.load_shakespeare, {"clients_per_role": 0}, "clients_per_role must"),
+    ],
+)
+def test_arguments_that_are_refused(play, load, options, message):
+    if load is datasets.partition:
+        given = {"labels": _labels(600), "num_clients": 3, "examples_per_client": 20}
+        options = {**given, **options}
+    if load is datasets.load_shakespeare:
+        options = {"path": play, **options}
+    with pytest.raises(ValueError, match=message):
+        load(**options)

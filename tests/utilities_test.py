@@ -1,0 +1,172 @@
+"""What all packages share: checks of arguments, schedules, files, a quiet start."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.scripts import programs
+from tfdp_fl import _console, _files, _validate, schedules
+
+# Checks of arguments.
+
+
+@pytest.mark.parametrize(
+    "check, good, bad",
+    [
+        (_validate.positive, (1e-300, 1, 2.5), (0, -1e-300, math.inf)),
+        (_validate.non_negative, (0, 0.0, 3), (-1e-300, -1, math.inf)),
+        (_validate.finite, (0, -5.5, 1e308), (math.inf, -math.inf)),
+        (_validate.inside_unit_interval, (1e-300, 0.5), (0, 1, -0.1, 1.1)),
+        (_validate.probability, (0, 1, 0.5), (-1e-9, 1.0001)),
+        (_validate.positive_integer, (1, 2**63 - 1, np.int64(3)), (0, -1, 2**63)),
+        (_validate.non_negative_integer, (0, 2**127, np.uint8(3)), (-1,)),
+    ],
+)
+def test_numbers(check, good, bad):
+    whole = check.__name__.endswith("integer")
+    for value in good:
+        result = check(rounds=value)
+        assert type(result) is (int if whole else float)
+        assert result == value
+    for value in bad if whole else (*bad, math.nan, -(10**400)):
+        with pytest.raises(ValueError, match=r"^rounds must be .* got"):
+            check(rounds=value)
+    for value in ("1", None, True, 1.0 if whole else [1]):
+        with pytest.raises(TypeError, match=r"^rounds must be .* got"):
+            check(rounds=value)
+
+
+# Schedules.
+
+
+def _checked(schedule):
+    return schedules.checked(schedule, _validate.positive, "clients_per_round")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [5, 5.0, np.float32(5), np.int64(5), [1, 2, 5], lambda t: 2 * t + 1],
+)
+def test_the_value_of_round_2(schedule):
+    checked = _checked(schedule)
+    if isinstance(schedule, list):
+        schedule.append(-1)  # It cannot change afterwards.
+        assert checked == (1.0, 2.0, 5.0)
+    assert schedules.value_at(checked, 2, "m") == 5
+
+
+@pytest.mark.parametrize(
+    "schedule, error",
+    [
+        *((each, ValueError) for each in (0, [1, 0], [], lambda t: 0.0)),
+        (np.array([1.0, -2.0]), ValueError),
+        *((each, TypeError) for each in ("many", None, True, ["1"], lambda t: "1")),
+    ],
+)
+def test_schedules_that_are_not_allowed(schedule, error):
+    with pytest.raises(error, match="clients_per_round"):
+        _checked(schedule)
+
+
+def test_a_round_without_a_value():
+    with pytest.raises(ValueError, match=r"m is a sequence of 2.*round 2"):
+        schedules.value_at([1.0, 2.0], 2, "m")
+    for value in (None, "3", True, [1.0]):
+        with pytest.raises(TypeError, match="m must give a number"):
+            schedules.value_at(lambda t, value=value: value, 0, "m")
+
+
+def test_a_callable_is_asked_once_for_each_round():
+    asked = []
+
+    def impure(t):
+        asked.append(t)
+        return float(len(asked))
+
+    schedule = schedules.fixed(impure)
+    assert [schedule(t) for t in (0, 4, 0, 4)] == [1, 2, 1, 2]
+    assert asked == [0, 4]
+    assert schedules.fixed(schedule) is schedule
+    assert schedules.value_at(schedule, 4, "m") == 2.0
+
+
+# Files.
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path, sync):
+    path = tmp_path / "file.txt"
+    _files.write_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), _files.replacing(path, sync=sync) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    with _files.replacing(path, sync=sync) as file:
+        file.write(b"ne")
+        file.flush()
+        assert path.read_text() == "old"
+        file.write(b"w")
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+@pytest.mark.parametrize("mode, made", [(0o666, 0o640), (0o600, 0o600)])
+def test_permissions_are_those_asked_for_less_the_umask(tmp_path, mode, made):
+    before = os.umask(0o027)
+    try:
+        with _files.replacing(tmp_path / "file.txt", mode=mode):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file.txt").stat().st_mode & 0o777 == made
+
+
+# Programs.
+
+
+def test_a_start_is_quiet_unless_it_fails():
+    quiet = "with _console.quiet_start():\n    os.write(2, b'oneDNN is on\\n')\n"
+
+    def stderr(code):
+        return subprocess.run(
+            [sys.executable, "-c", f"import os\nfrom tfdp_fl import _console\n{code}"],
+            capture_output=True,
+            text=True,
+            cwd=programs.ROOT,
+            env={**os.environ, "PYTHONPATH": str(programs.ROOT)},
+            check=False,
+        ).stderr
+
+    assert stderr(quiet) == ""
+    failed = stderr(quiet + "    raise ImportError('no cuDNN')\n")
+    assert "oneDNN is on\n" in failed
+    assert "no cuDNN" in failed
+
+
+@pytest.mark.parametrize(
+    "program, word, title",
+    [
+        ("train.py", "--help", "python scripts/train.py"),
+        ("train.py", "--helpfull", "python scripts/train.py"),
+        ("tfdp-fl-train", "-h", "tfdp-fl-train\n"),  # It is installed.
+    ],
+)
+def test_help_is_no_error_and_shows_the_flags(monkeypatch, program, word, title):
+    monkeypatch.setattr(sys, "argv", [program, word])
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
+        _console.run(
+            mock.Mock(__module__="x"), "python scripts/train.py", "absl.logging"
+        )
+    assert end.value.code == 0
+    assert "--verbosity" in out.getvalue()
+    assert out.getvalue().startswith(title)
