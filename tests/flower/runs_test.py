@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import unittest
 
 from absl.testing import absltest
 
@@ -29,7 +28,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-@unittest.skipUnless(fm.INSTALLED, fm.WHY_NOT)
+@fm.NEEDS_FLOWER
 class RunsTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
