@@ -60,16 +60,9 @@ def test_a_norm_equal_to_the_clip_is_not_clipped():
     np.testing.assert_allclose(done.next_state.clip_norm, math.exp(-0.5), rtol=1e-6)
 
 
-@pytest.mark.parametrize("noise_site", ["server", "client"])
-def test_updates_are_noised_with_z_delta_and_this_rounds_clip(noise_site):
+def test_updates_are_noised_with_z_delta_and_this_rounds_clip():
     z, m = 1.4, 16
-    query, state = _query(
-        m,
-        noise_multiplier=z,
-        noise_site=noise_site,
-        initial_clip_norm=0.25,
-        clip_learning_rate=3.0,
-    )
+    query, state = _query(m, z, initial_clip_norm=0.25, clip_learning_rate=3.0)
     done = rounds.run_round(
         query, state, rounds.zero_updates(m, _WIDE), noise_multiplier=z
     )
@@ -110,26 +103,21 @@ def test_the_count_is_noised_with_sigma_b_in_all(noise_site, sigma_b):
     )
 
 
-@pytest.mark.parametrize("m, z", [(10, 0.5), (40, 1.5)])
-def test_noise_follows_schedules_of_z_and_m(m, z):
-    query, state = _query(m=lambda t: 10 * (t + 1), noise_multiplier=0.5)
-    begun = query.begin_round(state, z, m)._replace(clip_norm=tf.constant(2.0))
-    update = 2.0 * references.update_noise_multiplier(z, m / 20)
-    # Of plain numbers too, for the planner and Flower.
-    for round_ in (begun, Round(2.0, z, float(m))):
-        stddevs = query.mechanism.noise_stddevs(round_, query.deployment)
-        np.testing.assert_allclose(stddevs["below_clip"], m / 20, rtol=1e-6)
-        np.testing.assert_allclose(stddevs["update"], update, rtol=1e-5)
-    assert isinstance(stddevs["update"], float)
-
-
 @pytest.mark.parametrize("sigma_b", [0.3, 1.0, 37.0])
 def test_z_delta_of_what_is_allowed_is_right_in_float32(sigma_b):
     # Closer to 2 sigma_b the noise would be wrong, and infinite at last.
     mechanism = tfdp_fl.AdaptiveClipping(
         noise_multiplier=0.1, count_noise_stddev=sigma_b
     )
+    # m / 20 follows the schedule of m, where sigma_b is not given.
     deployment = Deployment(clients_per_round=5)
+    other = Deployment(clients_per_round=lambda t: 10 * (t + 1))
+    default = tfdp_fl.AdaptiveClipping(noise_multiplier=0.5)
+    for m, z in ((10, 0.5), (40, 1.5)):
+        stddevs = default.noise_stddevs(Round(2.0, z, float(m)), other)
+        assert stddevs["below_clip"] == pytest.approx(m / 20)
+        update = 2.0 * references.update_noise_multiplier(z, m / 20)
+        assert stddevs["update"] == pytest.approx(update, rel=1e-5)
     z = mechanism.noise_limit(0, deployment)
     with pytest.raises(ValueError, match="ten-thousandth"):
         mechanism.with_noise_multiplier(z * (1 + 1e-6))
