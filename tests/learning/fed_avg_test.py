@@ -7,6 +7,7 @@ import tensorflow_federated as tff
 
 from tfdp_fl import aggregators, datasets, learning, mechanisms
 from tfdp_fl.aggregators import accountable_state
+from tfdp_fl.learning import nbafl
 
 CLIENTS = 4
 OPTIMIZER = tff.learning.optimizers.build_sgdm(0.1)
@@ -270,6 +271,20 @@ def test_downlink_noise_is_seen_once_and_the_same_by_all(unequal):
     assert noise.std() / np.hypot(down, 2.5) == pytest.approx(1, abs=0.2)
     # Per record: mu^2 = (epsilon / (T c))^2 a round.
     assert process.epsilon(state, delta=0.5, sampling="poisson") > 0
+
+
+def test_the_proximal_term_pulls_towards_what_was_received():
+    rate, mu = 0.1, 0.5
+    inner = tff.learning.optimizers.build_sgdm(rate)
+    optimizer = nbafl.ProximalOptimizer(inner, mu)
+    received = np.array([1.0, -2.0], np.float32)
+    weights, expected = (tf.constant(received),), received.copy()
+    state = optimizer.initialize((tf.TensorSpec([2], tf.float32),))
+    for gradient in ([1.0, 1.0], [0.0, 0.0], [0.5, -1.0]):
+        state, weights = optimizer.next(state, weights, (tf.constant(gradient),))
+        pull = mu * (expected - received)
+        expected = expected - rate * (np.array(gradient) + pull)
+    np.testing.assert_allclose(weights[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
