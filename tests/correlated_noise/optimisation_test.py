@@ -1,13 +1,10 @@
 import numpy as np
 import pytest
-from scipy import special
 
 from tests.correlated_noise import references
 from tfdp_fl.correlated_noise import (
-    optimisation,
     participation,
     strategies,
-    toeplitz,
 )
 
 
@@ -21,32 +18,6 @@ def errors_of(made, momentum=0.0):
     return references.squared_errors(
         made.coefficients, made.participation.rounds, momentum
     )
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("kind", ["banded", "blt"])
-def test_gradients_are_exact(kind, momentum):
-    make = getattr(optimisation, f"{kind}_loss")
-    size = {"banded": 9, "blt": 3}[kind]
-    loss = make(size, promised(24, 3, 7), momentum)
-    rng = np.random.default_rng(3)
-    free = rng.normal(size=size - 1 if kind == "banded" else 2 * size)
-    _, gradient = loss(free)
-    for i, step in enumerate(np.eye(len(free)) * 1e-5):
-        slope = (loss(free + step)[0] - loss(free - step)[0]) / 2e-5
-        assert gradient[i] == pytest.approx(slope, rel=1e-6, abs=1e-9)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_loss_is_the_last_models_error_times_sensitivity(momentum):
-    where = promised(24, 3, 7)
-    free = np.random.default_rng(3).normal(size=8)
-    c = np.concatenate([[1], np.cumprod(special.expit(free))])
-    errors = references.squared_errors(c, 24, momentum)
-    assert errors[-1] == errors.max()
-    square = np.sum(toeplitz.charges(c, where) ** 2)
-    found, _ = optimisation.banded_loss(9, where, momentum)(free)
-    assert found == pytest.approx(np.log(errors[-1] * square))
 
 
 @pytest.mark.parametrize("strategy", [strategies.BandedToeplitz(8), strategies.BLT(2)])

@@ -46,17 +46,8 @@ class _Client:
             new = parameters
         return new, 7, self.metrics
 
-    def get_parameters(self, config):
-        return ["parameters", config]
-
-    def get_properties(self, config):
-        return {"properties": config}
-
     def evaluate(self, parameters, config):
         return 0.25, 3, {"accuracy": 1.0}
-
-    def something_else(self):
-        return "something else"
 
 
 def _fit(update, received, clip_norm=1.0, noise=None, **config):
@@ -169,10 +160,8 @@ def test_bad_values_are_named_before_training(config, error, pattern):
 def test_other_shapes_are_an_error_and_all_else_is_the_clients():
     inner = _Client(_update(1.0))
     client = DPFedAvgNumPyClient(inner)
-    assert client.get_parameters({"a": 1}) == ["parameters", {"a": 1}]
-    assert client.get_properties({}) == {"properties": {}}
     assert client.evaluate([], {}) == (0.25, 3, {"accuracy": 1.0})
-    assert client.something_else() == "something else"
+    assert client.calls == 0
     assert not hasattr(client, "nothing")
     inner.fit = lambda parameters, config: ([np.zeros(2)], 1, {})
     with pytest.raises(ValueError, match="shapes"):

@@ -126,18 +126,30 @@ def test_the_count_is_noised():
     assert abs(np.mean(moves)) < 8 * 0.001 / math.sqrt(2000)
 
 
-def test_arguments_are_translated():
-    fixed = DPFedAvgFixed(older_api.Strategy(), 3, 0.5, 2.0, False).mechanism
-    assert fixed == tfdp_fl.FixedClipping(
-        clip_norm=0.5, noise_multiplier=2.0, noise_site="client"
+@pytest.mark.parametrize(
+    "changes, pattern",
+    [
+        ({"num_sampled_clients": 0}, "num_sampled_clients"),
+        ({"server_side_noising": 1}, "server_side_noising"),
+        ({"strategy": object()}, "strategy"),
+        ({"init_clip_norm": 0.0}, "init_clip_norm"),
+        ({"clip_norm_lr": -0.1}, "clip_norm_lr"),
+        ({"clip_norm_target_quantile": 1.5}, "clip_norm_target_quantile"),
+        ({"clip_count_stddev": -1.0}, "clip_count_stddev"),
+        ({"num_sampled_clients": 10}, r"less than 2 . count_noise_stddev"),
+    ],
+)
+def test_arguments_are_translated_and_checked(changes, pattern):
+    arguments = {"strategy": older_api.Strategy(), "num_sampled_clients": 50}
+    with pytest.raises((ValueError, TypeError), match=pattern):
+        DPFedAvgAdaptive(**{**arguments, **changes})
+    mechanism = DPFedAvgAdaptive(**arguments).mechanism
+    assert mechanism == tfdp_fl.AdaptiveClipping(noise_multiplier=1.0)
+    correlated = tfdp_fl.CorrelatedNoise(
+        clip_norm=1.0, noise_multiplier=1.0, rounds=8, min_separation=2
     )
-    adaptive = DPFedAvgAdaptive(older_api.Strategy(), 50).mechanism
-    assert adaptive == tfdp_fl.AdaptiveClipping(
-        noise_multiplier=1.0,
-        initial_clip_norm=0.1,
-        target_quantile=0.5,
-        clip_learning_rate=0.2,
-    )
+    with pytest.raises(ValueError, match="mechanism must be a central"):
+        DPFedAvg(older_api.Strategy(), 2, correlated)
 
 
 @pytest.mark.parametrize("said, charged", [(None, 5), (50, 50)])
@@ -147,37 +159,3 @@ def test_nothing_is_claimed_for_sampling_unless_n_is_declared(said, charged):
         older_api.a_round(strategy, [np.zeros(2)], [[np.zeros(2)]] * 50, number)
     expected = accounting.epsilon(1.0, "fixed_size", charged, 5, 3, 1e-5)
     assert strategy.privacy_epsilon(1e-5) == pytest.approx(expected)
-
-
-def test_a_median_is_clipped_by_the_server():
-    mechanism = tfdp_fl.MedianClipping(noise_multiplier=0.0)
-    strategy = DPFedAvg(older_api.Strategy(), 3, mechanism)
-    changes = [[np.array([norm, 0.0])] for norm in (0.5, 1.0, 8.0)]
-    got = older_api.a_round(strategy, [np.zeros(2)], changes)
-    np.testing.assert_allclose(got[0], [2.5 / 3, 0], rtol=1e-5)
-    correlated = tfdp_fl.CorrelatedNoise(
-        clip_norm=1.0, noise_multiplier=1.0, rounds=8, min_separation=2
-    )
-    with pytest.raises(ValueError, match="mechanism must be a central"):
-        DPFedAvg(older_api.Strategy(), 2, correlated)
-
-
-@pytest.mark.parametrize(
-    "changes, pattern",
-    [
-        ({"num_sampled_clients": 0}, "num_sampled_clients"),
-        ({"num_clients": 2}, "num_clients"),
-        ({"server_side_noising": 1}, "server_side_noising"),
-        ({"strategy": object()}, "strategy"),
-        ({"init_clip_norm": 0.0}, "init_clip_norm"),
-        ({"clip_norm_lr": -0.1}, "clip_norm_lr"),
-        ({"clip_norm_target_quantile": 1.5}, "clip_norm_target_quantile"),
-        ({"clip_count_stddev": -1.0}, "clip_count_stddev"),
-        ({"clip_count_stddev": 0.5}, r"less than 2 . count_noise_stddev"),
-        ({"num_sampled_clients": 10}, r"less than 2 . count_noise_stddev"),
-    ],
-)
-def test_bad_arguments_are_named(changes, pattern):
-    arguments = {"strategy": older_api.Strategy(), "num_sampled_clients": 50}
-    with pytest.raises((ValueError, TypeError), match=pattern):
-        DPFedAvgAdaptive(**{**arguments, **changes})

@@ -6,40 +6,9 @@ import numpy as np
 import pytest
 
 from tests.flower import real_flower
-from tfdp_fl.flower import DPFedAvgAdaptive, DPFedAvgFixed, RoundsAbandonedError
+from tfdp_fl.flower import DPFedAvgFixed, RoundsAbandonedError
 
 pytestmark = real_flower.NEEDS_FLOWER
-
-
-def _zip(result):
-    result.parameters.tensors[0] = b"PK\x03\x04" + b"\0" * 99
-
-
-@pytest.mark.parametrize(
-    "change",
-    [_zip, lambda r: r.metrics.clear(), lambda r: setattr(r, "parameters", None)],
-)
-def test_one_hostile_reply_ends_nothing(change, caplog):
-    updates = np.random.default_rng(7).normal(size=(6, 8)).astype(np.float32)
-    wrapper = DPFedAvgAdaptive(real_flower.strategy("FedAvg", 6), 6, 1000.0, 0.0)
-    hostile = []
-
-    def spoil(results):
-        proxy, result = results[2]
-        hostile.append(proxy.cid)
-        change(result)
-
-    got, metrics = real_flower.round_of(
-        wrapper,
-        [real_flower.client([u]) for u in updates],
-        np.zeros(8, np.float32),
-        change=spoil,
-    )
-    assert f"client {hostile[0]!r}: " in caplog.text
-    assert metrics == {}
-    others = np.delete(updates, int(hostile[0]), axis=0).sum(axis=0) / 6
-    np.testing.assert_allclose(got, others, rtol=0, atol=2e-6)
-    assert wrapper.rejected_replies == 1
 
 
 def _server(strategy):
@@ -68,27 +37,24 @@ def test_flowers_own_server_ends_on_a_budget_and_on_silence():
         silent.fit(num_rounds=30, timeout=None)
 
 
-_OPTIMIZING = ("FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedOpt")
-
-
 @pytest.mark.parametrize(
-    "name", ["FedAvg", "FedProx", "FaultTolerantFedAvg", *_OPTIMIZING]
+    "name", ["FedAvg", "FedProx", "FaultTolerantFedAvg", "FedAdam"]
 )
 def test_what_averages_is_accepted_and_makes_the_same_of_the_mean(name):
     arguments = {}
     if name == "FedProx":
         arguments["proximal_mu"] = 0.1
-    if name in _OPTIMIZING:
+    if name == "FedAdam":
         arguments["initial_parameters"] = real_flower.parameters(np.zeros(2))
     updates = [[3.0, 0.0], [0.0, 0.3], [-0.1, 0.1], [0.2, 0.5]]
     clients = [real_flower.client([np.array(u)]) for u in updates]
     wrapper = DPFedAvgFixed(real_flower.strategy(name, 4, **arguments), 4, 1.0, 0.0)
-    got, _ = real_flower.round_of(wrapper, clients, np.zeros(2))
+    got = real_flower.round_of(wrapper, clients, np.zeros(2))
     clipped = [u / np.maximum(1, np.linalg.norm(u)) for u in updates]
     # The same strategy alone, with one client that sends the mean.
     alone = real_flower.strategy(name, 1, **arguments)
     mean = real_flower.client([np.mean(clipped, axis=0)], wrapped=False)
-    wanted, _ = real_flower.round_of(alone, [mean], np.zeros(2))
+    wanted = real_flower.round_of(alone, [mean], np.zeros(2))
     np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 

@@ -81,26 +81,6 @@ def test_a_client_that_is_missing_pulls_the_clip_neither_way(noise_site):
     assert strategy.clip_norm == pytest.approx(2 * np.exp(-0.2 * 3 / 8), rel=1e-6)
 
 
-def test_the_strategys_own_messages_and_config_stay():
-    made = []
-
-    class Remembering(fm.Strategy):
-        def configure_train(self, *arguments):
-            made.extend(super().configure_train(*arguments))
-            return made
-
-    config = fm.ConfigRecord({"lr": 0.1})
-    strategy = fm.private(strategy=Remembering(3))
-    told = strategy.configure_train(
-        1, fm.model(np.zeros(2)), config, _grid([np.zeros(2)] * 3)
-    )
-    assert dict(config) == {"lr": 0.1, "server-round": 1}
-    ours = {"dpfedavg_clip_norm": 0.5, "dpfedavg_weight_key": "num-examples"}
-    for own, message in zip(made, told, strict=True):
-        assert dict(own.content["config"]) == dict(config)
-        assert dict(message.content["config"]) == {**config, **ours}
-
-
 def test_whole_numbers_and_float16_do_not_undo_the_clip():
     grid = fm.Grid({i: fm.adds([np.full(3, 100), np.full(3, 1e-3)]) for i in range(2)})
     record = fm.model(np.zeros(3, np.int64), np.zeros(3, np.float16))

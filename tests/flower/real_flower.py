@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -90,16 +90,13 @@ def round_of(
     wrapper: Any,
     clients: Sequence[Any],
     model: np.ndarray,
-    change: Callable[[list], None] | None = None,
-) -> tuple[np.ndarray, dict]:
-    """Runs one round; `change` may do something to the results on the way."""
+) -> np.ndarray:
+    """Runs one round; returns the new model."""
     told = wrapper.configure_fit(1, parameters(model), manager(clients))
     results = [(proxy, proxy.fit(ins, timeout=None, group_id=1)) for proxy, ins in told]
-    if change is not None:
-        change(results)
-    new, metrics = wrapper.aggregate_fit(1, results, [])
+    new, _ = wrapper.aggregate_fit(1, results, [])
     (array,) = arrays(new)
-    return array, metrics
+    return array
 
 
 def _old_words() -> types.SimpleNamespace:

@@ -188,17 +188,26 @@ def test_releases_past_the_mechanism_have_no_epsilon(cohort):
 
 
 @pytest.mark.parametrize(
-    "model, mechanism, optimizer, name",
+    "changes, name",
     [
-        (model_fn, FIXED, tf.keras.optimizers.SGD, "client_optimizer_fn"),
-        ("model", FIXED, OPTIMIZER, "model_fn"),
-        (keras_model, FIXED, OPTIMIZER, "VariableModel"),
-        (model_fn, 1.0, OPTIMIZER, "mechanism"),
+        ({"client_optimizer_fn": tf.keras.optimizers.SGD}, "client_optimizer_fn"),
+        ({"model_fn": "model"}, "model_fn"),
+        ({"model_fn": keras_model}, "VariableModel"),
+        ({"mechanism": 1.0}, "mechanism"),
+        ({"num_clients": 4, "server_optimizer_fn": OPTIMIZER}, "server_optimizer_fn"),
+        ({}, "num_clients"),
     ],
 )
-def test_arguments(model, mechanism, optimizer, name):
-    with pytest.raises(TypeError, match=name):
-        learning.build_dp_fed_avg(model, mechanism, 4, optimizer)
+def test_arguments(changes, name):
+    arguments = {
+        "model_fn": model_fn,
+        "mechanism": mechanisms.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0),
+        "clients_per_round": 4,
+        "client_optimizer_fn": OPTIMIZER,
+        "rounds": 3,
+    }
+    with pytest.raises((TypeError, ValueError), match=name):
+        learning.build_dp_fed_avg(**{**arguments, **changes})
 
 
 # NbAFL.
@@ -285,18 +294,3 @@ def test_the_proximal_term_pulls_towards_what_was_received():
         pull = mu * (expected - received)
         expected = expected - rate * (np.array(gradient) + pull)
     np.testing.assert_allclose(weights[0], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "server, options, name",
-    [
-        (OPTIMIZER, {"num_clients": 4}, "server_optimizer_fn"),
-        (None, {}, "num_clients"),
-    ],
-)
-def test_arguments_of_nbafl(server, options, name):
-    mechanism = mechanisms.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0)
-    with pytest.raises(ValueError, match=name):
-        learning.build_dp_fed_avg(
-            model_fn, mechanism, 4, OPTIMIZER, server, rounds=3, **options
-        )

@@ -123,11 +123,3 @@ def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
         assert mechanism.guarantee == "local"
         event = mechanism.round_event(0, deployment)
         assert event == dp_accounting.NonPrivateDpEvent()
-
-
-@pytest.mark.parametrize("known", ["rounds", "num_variables"])
-def test_needs_to_know_rounds_and_layers(known):
-    mechanism = tfdp_fl.AdaptiveLocalDP(epsilon=1.0, delta=1e-5)
-    other = {"rounds": "num_variables", "num_variables": "rounds"}[known]
-    with pytest.raises(ValueError, match=other):
-        mechanism.bind(Deployment(clients_per_round=2, **{known: 2}))
