@@ -242,7 +242,9 @@ def test_a_secure_sum_that_rounds_beside_the_clip_is_refused():
 
 
 def test_a_clip_that_falls_below_a_secure_sums_rounding():
-    check = round_plan.CohortSizeCheck(smallest_clip=0.25)
+    check = round_plan.RoundPlan(
+        noise_multiplier=1.0, clients_per_round=4.0, lines="", smallest_clip=0.25
+    )
     four = tf.constant(4.0)
     assert check.checked(four, four, four, clip_norm=0.25) == 4
     with pytest.raises(tf.errors.InvalidArgumentError, match="counts beside"):
