@@ -106,17 +106,6 @@ def test_the_clip_holds_whatever_the_size():
         assert norm <= clip * (1 + 1e-5)
 
 
-def test_nan_and_inf_are_zeroed_before_clipping():
-    process = quiet().create(NESTED)
-    values = [nested(0.5), nested(np.nan), nested(0.0, np.inf), nested(3.0)]
-    output = process.next(process.initialize(), values)
-    np.testing.assert_allclose(output.result["z"], [(0.5 + 1) / 4, 0])
-    measured = output.measurements
-    assert (measured["discarded_clients"], measured["cohort_size"]) == (2, 4)
-    assert measured["clipped_fraction"] == 0.25
-    assert measured["mean_update_norm"] == 3.5 / 4
-
-
 @pytest.mark.parametrize(
     "options, right, wrong",
     [

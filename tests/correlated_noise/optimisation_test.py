@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from tests.correlated_noise import references
 from tfdp_fl.correlated_noise import (
     participation,
     strategies,
@@ -14,19 +13,13 @@ def promised(rounds, most, gap):
     )
 
 
-def errors_of(made, momentum=0.0):
-    return references.squared_errors(
-        made.coefficients, made.participation.rounds, momentum
-    )
-
-
 @pytest.mark.parametrize("strategy", [strategies.BandedToeplitz(8), strategies.BLT(2)])
 def test_what_is_optimised_for_a_momentum_is_best_for_it(strategy):
     where = promised(24, 3, 8)
     for momentum, other in ((0.0, 0.9), (0.9, 0.0)):
 
         def cost(made, momentum=momentum):
-            return errors_of(made, momentum)[-1] * made.sensitivity**2
+            return made.squared_errors(momentum)[-1] * made.sensitivity**2
 
         own = cost(strategy.generator(where, momentum))
         assert own <= cost(strategy.generator(where, other)) + 1e-5
@@ -53,7 +46,7 @@ BLTS = {
 def rounded(strategy, where):
     """Returns both products to the three digits that the table has."""
     made = strategy.generator(where)
-    squares = errors_of(made)
+    squares = made.squared_errors()
     return tuple(
         float(f"{error * made.sensitivity:.3g}")
         for error in np.sqrt([squares.max(), squares.mean()])

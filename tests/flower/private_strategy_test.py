@@ -111,11 +111,6 @@ def _replace(message, **fields):
     message.content["arrays"]["0"] = fm.Array(**{**whole, **fields})
 
 
-def _huge(message):
-    data = message.content["arrays"]["0"].data
-    _replace(message, data=data.replace(b"(4,)", b"(9999999999,)"))
-
-
 def _sets(**records):
     return lambda message: message.content.update(records)
 
@@ -136,22 +131,17 @@ _FOUR = np.zeros(4)
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(_put(np.zeros(5)), id="shape"),
-        pytest.param(_put(0.0), id="scalar"),
-        pytest.param(_put(np.zeros(4, complex)), id="complex"),
-        pytest.param(_put(np.array(["a"] * 4)), id="text"),
-        pytest.param(lambda m: _replace(m, data=b"\x80\x04K\x01."), id="pickle"),
-        pytest.param(lambda m: _replace(m, data=b"PK\x03\x04" + bytes(99)), id="zip"),
-        pytest.param(lambda m: _replace(m, stype="pickle"), id="stype"),
-        pytest.param(_huge, id="huge"),
-        pytest.param(lambda m: m.content.__delitem__("arrays"), id="no_arrays"),
-        pytest.param(_sets(more=fm.model(_FOUR)), id="two_records"),
+        _put(np.zeros(5)),
+        lambda m: _replace(m, data=b"\x80\x04K\x01."),
+        lambda m: _replace(m, stype="pickle"),
+        lambda m: m.content.__delitem__("arrays"),
+        _sets(more=fm.model(_FOUR)),
         pytest.param(
             _sets(arrays=fm.ArrayRecord({"x": fm.Array(_FOUR)})), id="other_names"
         ),
-        pytest.param(_sets(arrays=fm.model(_FOUR, _FOUR)), id="more_arrays"),
-        pytest.param(_claims(reply_to_message_id="old"), id="of_another_round"),
-        pytest.param(_claims(src_node_id=99), id="of_nobody_asked"),
+        _sets(arrays=fm.model(_FOUR, _FOUR)),
+        _claims(reply_to_message_id="old"),
+        _claims(src_node_id=99),
     ],
 )
 def test_a_hostile_reply_is_left_out_and_the_others_stay(change):
