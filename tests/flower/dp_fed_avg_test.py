@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -60,11 +61,12 @@ def test_m_of_those_connected_are_asked_whatever_the_strategy_asks():
 
 def test_different_models_are_an_error():
     class Personal(older_api.Strategy):
-        def configure_fit(self, server_round, parameters, client_manager):
-            return [
-                (client, older_api.FitIns(older_api.parameters(float(i)), {}))
-                for i, client in enumerate(client_manager.all().values())
-            ]
+        def configure_fit(self, *arguments):
+            told = super().configure_fit(*arguments)
+            for i, (_, ins) in enumerate(told):
+                told[i] = "a", copy.copy(ins)
+                told[i][1].parameters = older_api.parameters(float(i))
+            return told
 
     strategy = DPFedAvgFixed(Personal(), 3, 0.5)
     with pytest.raises(ValueError, match="different models"):

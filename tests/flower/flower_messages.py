@@ -114,11 +114,7 @@ SHARES = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0, noise_site="
 
 
 class Strategy:
-    """Averages with the weights that it is given, as Flower's `FedAvg`.
-
-    Attributes:
-      handed: the replies of each round.
-    """
+    """Averages with the weights that it is given, as Flower's `FedAvg`."""
 
     weighted_by_key = "num-examples"
 
@@ -175,12 +171,9 @@ Train = Callable[[list[np.ndarray], dict], tuple[list[np.ndarray], dict]]
 class Grid:
     """Nodes that train in this process, each with `private_mod` or another.
 
-    Attributes:
-      trains: by node id, what a client makes of arrays and config: new arrays
-        and metrics. None: it is silent. An exception: it sends an error.
-      change: may do something to the replies on the way.
-      mod: of every client; None for none.
-      sent: the messages of the last round.
+    `trains` says by node id what a client makes of arrays and config: new arrays
+    and metrics. None: it is silent. An exception: it sends an error. `change` may do
+    something to the replies on the way; `sent` are the messages of the last round.
     """
 
     def __init__(

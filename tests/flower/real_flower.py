@@ -161,14 +161,8 @@ def secagg_round(
 ) -> list[np.ndarray]:
     """Runs one round under Flower's SecAgg+ workflow; returns the new model.
 
-    Args:
-      wrapper: the server's strategy.
-      clients: Flower clients, all of which are sampled.
-      model: Flower's parameters.
-      gone: clients that fall silent when it is their turn to train.
-      mods: of the clients, between `secaggplus_mod` and them.
-      before: and around it.
-      **arguments: of `SecAggPlusWorkflow`.
+    Clients that are `gone` fall silent when it is their turn to train; `mods` stand
+    between `secaggplus_mod` and the clients, and `before` around it.
     """
     from flwr.client.mod import secaggplus_mod
     from flwr.common import Context

@@ -83,6 +83,8 @@ def test_a_new_segment_forgets_all_but_the_clip():
     query, state = _query(_mechanism())
     done = rounds.run_round(query, state, rounds.zero_updates(2), noise_multiplier=1.0)
     assert int(done.next_state.memory.position) == 1
+    # Clients are told nothing of it.
+    assert query.derive_sample_params(done.next_state).memory == ()
     new = query.new_segment(done.next_state)
     assert (int(new.memory.position), float(new.clip_norm)) == (0, 0.5)
     assert not any(np.any(buffer) for buffer in new.memory.buffers)
