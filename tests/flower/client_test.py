@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.flower import flower_messages as fm
+from tests.mechanisms import statistics
 from tfdp_fl.flower import DPFedAvgNumPyClient, private_mod
 from tfdp_fl.flower import client as client_lib
 
@@ -83,7 +84,7 @@ def test_the_whole_update_is_clipped_to_one_norm(norm, in_place):
 
 @pytest.mark.parametrize("clip_norm", [1e-150, 1e-160, 1e-200, 1e-300])
 def test_squares_that_vanish_are_clipped_all_the_same(clip_norm):
-    ((sent,), *_) = _fit([np.full(4, 1e3 * clip_norm)], [np.zeros(4)], clip_norm)
+    sent = _sent(np.zeros(4), np.full(4, 1e3 * clip_norm), clip_norm, 0.0)
     np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
 
 
@@ -108,24 +109,15 @@ def _noise(stddev, size) -> np.ndarray:
     return _fit(update, received, 0.5, stddev)[0][0] - clean
 
 
-def test_the_noise_has_the_stddev_sent():
-    # The sample stddev of 200 000 normals has stddev 0.16 %; 1.5 % is
-    # more than 9 of them: false alarm below 1e-19.
-    noise = _noise(0.3, 200_000)
-    np.testing.assert_allclose(np.std(noise), 0.3, rtol=0.015)
-    assert abs(np.mean(noise)) < 8 * 0.3 / np.sqrt(200_000)
-
-
-def test_every_call_and_every_array_has_its_own_noise():
-    np.random.seed(0)  # Nobody's seed may reach the noise.
-    first = _noise(1.0, 10_000)
-    np.random.seed(0)
-    second = _noise(1.0, 10_000)
-    third, fourth = _fit([0.0, 0.0], [np.zeros(10_000)] * 2, noise=1.0)[0]
-    # The correlation of independent normals has stddev 0.01; false alarm
-    # at 0.08 below 1e-14.
-    for one, other in ((first, second), (third, fourth)):
-        assert abs(np.corrcoef(one, other)[0, 1]) < 0.08
+def test_the_noise_has_the_stddev_sent_and_is_new_in_each_call_and_array():
+    draws = []
+    for _ in range(2):
+        np.random.seed(0)  # Nobody's seed may reach the noise.
+        draws.append(_noise(0.3, 200_000))
+    statistics.assert_gaussian(draws[0], 0.3)
+    statistics.assert_uncorrelated(*draws)
+    arrays, *_ = _fit([0.0, 0.0], [np.zeros(10_000)] * 2, noise=1.0)
+    statistics.assert_uncorrelated(*arrays)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +126,7 @@ def test_every_call_and_every_array_has_its_own_noise():
         ({"clip_norm": None}, KeyError, r"dpfedavg_clip_norm.*strategy wrapped"),
         ({"clip_norm": 0.0}, ValueError, "dpfedavg_clip_norm"),
         ({"clip_norm": float("nan")}, ValueError, "dpfedavg_clip_norm"),
-        ({"clip_norm": "1"}, TypeError, "dpfedavg_clip_norm"),
         ({"noise_stddev": -1.0}, ValueError, "dpfedavg_noise_stddev"),
-        ({"noise_stddev": float("nan")}, ValueError, "dpfedavg_noise_stddev"),
         ({"adaptive_clip_enabled": 1}, TypeError, "dpfedavg_adaptive_clip"),
     ],
 )
