@@ -42,27 +42,6 @@ def quiet(clip_norm=1.0, clients_per_round=4, noise_multiplier=0.0, **options):
 
 
 @pytest.mark.parametrize(
-    "factory",
-    [
-        quiet(),
-        aggregators.AdaptiveClippingFactory(noise_multiplier=0.1, clients_per_round=4),
-        aggregators.MedianClippingFactory(noise_multiplier=1.0, clients_per_round=4),
-    ],
-)
-@pytest.mark.parametrize("value_type", [VECTOR, NESTED])
-def test_signatures(factory, value_type):
-    process = factory.create(value_type)
-    assert isinstance(factory, tff.aggregators.UnweightedAggregationFactory)
-    assert isinstance(process, tff.templates.AggregationProcess)
-    state_type = process.initialize.type_signature.result
-    assert process.next.type_signature.parameter[0] == state_type
-    assert process.next.type_signature.result.state == state_type
-    found = process.next.type_signature
-    # Containers too: tff.learning insists on it.
-    assert found.result.result.member == value_type
-
-
-@pytest.mark.parametrize(
     "value_type, message",
     [
         (tff.TensorType(np.int32), "float"),
@@ -70,9 +49,7 @@ def test_signatures(factory, value_type):
             tff.types.to_type(collections.OrderedDict(w=VECTOR, n=np.int32)),
             r"value\['n'\]",
         ),
-        (tff.types.to_type([np.bool_]), "float"),
         (tff.types.to_type([]), "at least one"),
-        (tff.SequenceType(np.float32), "TensorType"),
         (tff.types.to_type([tff.SequenceType(np.float32)]), "tensors"),
         (tff.TensorType(np.float16, [3]), "float16 or bfloat16"),
         (tff.TensorType(ml_dtypes.bfloat16, [3]), "float16 or bfloat16"),
@@ -101,9 +78,16 @@ STRUCT = tff.structure.Struct
     ],
 )
 def test_values_keep_their_structure(value_type, values, expected):
-    process = quiet(100.0, 2).create(value_type)
+    factory = quiet(100.0, 2)
+    process = factory.create(value_type)
     result = process.next(process.initialize(), values).result
     tf.nest.map_structure(np.testing.assert_allclose, result, expected)
+    assert isinstance(factory, tff.aggregators.UnweightedAggregationFactory)
+    assert isinstance(process, tff.templates.AggregationProcess)
+    state_type = process.initialize.type_signature.result
+    assert process.next.type_signature.parameter[0] == state_type
+    assert process.next.type_signature.result.state == state_type
+    # Containers too: tff.learning insists on it.
     assert process.next.type_signature.result.result.member == value_type
 
 
@@ -120,17 +104,6 @@ def test_the_clip_holds_whatever_the_size():
         output = process.next(state, [value])
         norm = np.linalg.norm(output.result.astype(np.float64))
         assert norm <= clip * (1 + 1e-5)
-
-
-def test_nan_and_inf_are_zeroed_before_clipping():
-    process = quiet().create(NESTED)
-    values = [nested(0.5), nested(np.nan), nested(0.0, np.inf), nested(3.0)]
-    output = process.next(process.initialize(), values)
-    np.testing.assert_allclose(output.result["z"], [(0.5 + 1) / 4, 0])
-    measured = output.measurements
-    assert (measured["discarded_clients"], measured["cohort_size"]) == (2, 4)
-    assert measured["clipped_fraction"] == 0.25
-    assert measured["mean_update_norm"] == 3.5 / 4
 
 
 @pytest.mark.parametrize(
@@ -231,18 +204,18 @@ def test_what_may_enlarge_a_share_is_refused(name, inner):
         )
 
 
-@pytest.mark.parametrize(
-    "mechanism, inner",
-    [
-        (FIXED, tff.aggregators.SumFactory()),
-        (FIXED, tff.aggregators.SecureSumFactory(4.0)),
-        # What clients noised by themselves is theirs, whatever becomes of it.
-        (mechanisms.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-5), COMPRESSION),
-        (mechanisms.NoPrivacy(), COMPRESSION),
-    ],
-)
-def test_what_keeps_each_share(mechanism, inner):
-    aggregators.from_mechanism(mechanism, 4, inner, rounds=3, max_participations=3)
+def test_what_else_is_taken_or_refused():
+    # What clients noised by themselves is theirs, whatever becomes of it.
+    for mechanism in (
+        mechanisms.LocalDP(clip_norm=1.0, epsilon=1.0, delta=1e-5),
+        mechanisms.NoPrivacy(),
+    ):
+        aggregators.from_mechanism(mechanism, 4, COMPRESSION, rounds=3)
+    with pytest.raises(TypeError, match="mechanism"):
+        aggregators.from_mechanism(tfp.GaussianSumQuery(1.0, 1.0), 2)
+    mechanism = mechanisms.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0)
+    with pytest.raises(ValueError, match="NbAFLFactory"):
+        aggregators.from_mechanism(mechanism, 2, rounds=1, num_clients=2)
 
 
 def test_a_secure_sum_that_rounds_beside_the_clip_is_refused():
@@ -258,7 +231,9 @@ def test_a_secure_sum_that_rounds_beside_the_clip_is_refused():
 
 
 def test_a_clip_that_falls_below_a_secure_sums_rounding():
-    check = round_plan.CohortSizeCheck(smallest_clip=0.25)
+    check = round_plan.RoundPlan(
+        noise_multiplier=1.0, clients_per_round=4.0, lines="", smallest_clip=0.25
+    )
     four = tf.constant(4.0)
     assert check.checked(four, four, four, clip_norm=0.25) == 4
     with pytest.raises(tf.errors.InvalidArgumentError, match="counts beside"):
@@ -272,7 +247,6 @@ def test_a_clip_that_falls_below_a_secure_sums_rounding():
         ({"clients_per_round": 5, "num_clients": 4}, "at most num_clients=4"),
         ({"clients_per_round": 2.5, "sampling": "fixed_size"}, "whole number"),
         ({"clients_per_round": lambda r: 4}, "pass rounds="),
-        ({"clients_per_round": lambda r: 2 - r, "rounds": 3}, "clients_per_round"),
         ({"clients_per_round": [4, 4], "rounds": 3}, "rounds=3"),
         ({"clients_per_round": 4, "sampling": "all"}, "sampling"),
         ({"clients_per_round": 4, "rounds": 0}, "rounds"),
@@ -282,11 +256,3 @@ def test_a_clip_that_falls_below_a_secure_sums_rounding():
 def test_bad_values(options, message):
     with pytest.raises(ValueError, match=message):
         quiet(**{"noise_multiplier": 1.0, **options})
-
-
-def test_what_is_no_mechanism_that_releases_updates():
-    with pytest.raises(TypeError, match="mechanism"):
-        aggregators.from_mechanism(tfp.GaussianSumQuery(1.0, 1.0), 2)
-    mechanism = mechanisms.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0)
-    with pytest.raises(ValueError, match="NbAFLFactory"):
-        aggregators.from_mechanism(mechanism, 2, rounds=1, num_clients=2)

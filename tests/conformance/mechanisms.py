@@ -29,6 +29,7 @@ class Case:
       bound: The most that one client moves the mean of M.
       by_answers: Whether the mean is over the clients that answered.
       sampled: Whether epsilon is that of cohorts of a fixed size.
+      weighted: Whether a client of NaN has no weight.
       not_in: Why some runtimes do not run it.
     """
 
@@ -38,6 +39,7 @@ class Case:
     bound: float = S / M
     by_answers: bool = False
     sampled: bool = True
+    weighted: bool = False
     not_in: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -55,6 +57,11 @@ def _plain_mean(updates: np.ndarray) -> np.ndarray:
     return updates.mean(axis=0)
 
 
+def _only_in(*these: str, why: str) -> dict[str, str]:
+    return dict.fromkeys({*_OTHERS} - {*these}, why)
+
+
+_OTHERS = ("threads", "side by side", "XLA", "batched", "Ray", "TFF", "Flower")
 _ADDS_NOISE = "only updates that are scaled, and no more, need no model of their own"
 _WHOLE_COHORT = "its clip needs every client's norm"
 _CLIENTS_ONLY = "Flower runs local mechanisms on the client's side only"
@@ -87,6 +94,17 @@ CASES = {
         ),
         stddev=references.update_noise_multiplier(Z, _BITS) * S / M,
     ),
+    "AdaptiveClipping, noise at clients": Case(
+        lambda z: tfdp_fl.AdaptiveClipping(
+            noise_multiplier=z,
+            initial_clip_norm=S,
+            count_noise_stddev=_BITS,
+            clip_learning_rate=1e-9,
+            noise_site="client",
+        ),
+        stddev=references.update_noise_multiplier(Z, _BITS) * S / M,
+        not_in=_only_in("query", "Flower", "TFF", why=_ADDS_NOISE),
+    ),
     "MedianClipping": Case(
         lambda z: tfdp_fl.MedianClipping(noise_multiplier=z),
         mean=_median_mean,
@@ -108,6 +126,28 @@ CASES = {
         by_answers=True,
         sampled=False,
         not_in={"side by side": _ADDS_NOISE, "Flower": _CLIENTS_ONLY},
+    ),
+    "AdaptiveLocalDP": Case(
+        lambda z: tfdp_fl.AdaptiveLocalDP(
+            epsilon=8.0 if z else 1e14,
+            delta=1e-5 if z else 0.5,
+            clipping_radius=S,
+        ),
+        # Sixteen releases within epsilon = 8.
+        stddev=2 * S * references.analytic_sigma(1.0, 8.0, 1e-5) * 4 / math.sqrt(M),
+        by_answers=True,
+        sampled=False,
+        not_in=_only_in("query", why="its noise goes by the rounds of the whole run"),
+    ),
+    "NbAFL": Case(
+        lambda z: tfdp_fl.NbAFL(
+            epsilon=100.0 if z else 1e14, constant=1.3, weight_clip=S
+        ),
+        stddev=references.nbafl_uplink_sigma(S, 1.3, 16, 5, 100.0) / math.sqrt(M),
+        by_answers=True,
+        sampled=False,
+        weighted=True,
+        not_in=_only_in("query", why="it releases weights, not updates"),
     ),
     "CorrelatedNoise": Case(
         lambda z: tfdp_fl.CorrelatedNoise(

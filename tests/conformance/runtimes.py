@@ -19,9 +19,12 @@ from unittest import mock
 import numpy as np
 
 import tfdp_fl
-from tests.flower import flower_messages
+from tests.flower import flower_messages as fm
+from tests.mechanisms import rounds as one_round
+from tfdp_fl import mechanisms
 
 DELTA = 1e-3
+NUM_EXAMPLES = 5  # Of each client, where they count.
 # What a silent client "sends": it is asked, and does not answer.
 SILENT = None
 
@@ -81,7 +84,7 @@ def _keras(executor: str, runtime: Callable[[], Any] | None = None) -> Run:
     def run(mechanism, rounds, clients_per_round):
         from tfdp_fl.engine import dense_models
 
-        size = len(next(each for each in rounds[0] if each is not SILENT))
+        size = len(rounds[0][0])
         federated, patch = _trainer(mechanism, size, clients_per_round, executor)
         y = np.full([1, 1], 1e6, np.float32)
         moved = []
@@ -168,32 +171,55 @@ def _tff(mechanism, rounds, clients_per_round):
 
 
 def _flower(mechanism, rounds, clients_per_round):
-    size = len(next(each for each in rounds[0] if each is not SILENT))
-    strategy = tfdp_fl.flower.PrivateStrategy(
-        flower_messages.Strategy(clients_per_round),
-        mechanism,
-        num_clients=clients_per_round,
-        clients_per_round=clients_per_round,
-    )
-    record, moved = flower_messages.model(np.zeros(size)), []
+    strategy = fm.private(mechanism, clients_per_round)
+    record, moved = fm.model(np.zeros(len(rounds[0][0]))), []
     for number, updates in enumerate(rounds, start=1):
-        grid = flower_messages.Grid(
-            {
-                node: None if each is SILENT else flower_messages.adds([each])
-                for node, each in enumerate(updates)
-            }
+        clients = [None if each is SILENT else fm.adds([each]) for each in updates]
+        after, _ = fm.a_round(
+            strategy, fm.Grid(dict(enumerate(clients))), record, number
         )
-        after, _ = flower_messages.a_round(strategy, grid, record, number)
-        moved.append(
-            flower_messages.arrays(after)[0] - flower_messages.arrays(record)[0]
-        )
+        moved.append(fm.arrays(after)[0] - fm.arrays(record)[0])
         record = after
     central = mechanism.guarantee == "central"
     spent = strategy.privacy_epsilon(DELTA) if central else None
     return Released(np.stack(moved), spent)
 
 
+def _query(mechanism, rounds, clients_per_round):
+    size = len(rounds[0][0])
+    # Two variables, where it is not a layer that is clipped.
+    sizes = [size // 2, size - size // 2] if mechanism.scales_updates else [size]
+    deployment = mechanisms.Deployment(
+        clients_per_round=clients_per_round,
+        num_clients=20,
+        sampling="cyclic" if mechanism.name == "CorrelatedNoise" else "fixed_size",
+        rounds=16,
+        num_variables=len(sizes),
+        shapes=tuple((part,) for part in sizes),
+    )
+    query = mechanism.bind(deployment)
+    state, moved = query.initial_global_state(), []
+    for updates in rounds:
+        answered = [
+            np.split(np.asarray(each, np.float32), sizes[:1] * (len(sizes) - 1))
+            for each in updates
+            if each is not SILENT
+        ]
+        done = one_round.run_round(
+            query,
+            state,
+            answered,
+            noise_multiplier=mechanism.noise_multiplier_at(0),
+            clients_per_round=clients_per_round,
+            num_examples=[NUM_EXAMPLES] * len(answered),
+        )
+        state = done.next_state
+        moved.append(one_round.flat(done.mean).astype(float))
+    return Released(np.stack(moved), None)
+
+
 RUNTIMES: dict[str, Run] = {
+    "query": _query,
     "threads": _keras("one by one"),
     "side by side": _keras("side by side"),
     "XLA": _keras("XLA"),
@@ -211,6 +237,6 @@ def missing(runtime: str) -> str | None:
     needs = {"TFF": "tensorflow_federated", "Ray": "ray"}.get(runtime)
     if needs and importlib.util.find_spec(needs) is None:
         return f"{needs} is not installed: it is the other stack's"
-    if runtime not in ("TFF", "Flower") and not hasattr(tf.keras, "ops"):
+    if runtime not in ("query", "TFF", "Flower") and not hasattr(tf.keras, "ops"):
         return "the Keras front is for Keras 3; here TFF's functional models train"
     return None

@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from scipy import linalg, signal
+from scipy import linalg
 
 
 def dense(coefficients, rounds):
@@ -28,9 +28,3 @@ def worst_by_count(strategy, min_separation):
             value = products[np.ix_(pattern, pattern)].sum()
             worst[count] = max(worst[count], value)
     return np.maximum.accumulate(worst)
-
-
-def squared_errors(coefficients, rounds, momentum=0.0):
-    """Returns each model's noise variance for fresh noise of variance 1, [T]."""
-    model = np.cumsum(momentum ** np.arange(rounds))
-    return np.cumsum(signal.lfilter([1.0], coefficients, model) ** 2)

@@ -28,13 +28,6 @@ def test_given_coefficients_are_used_as_they_are():
     assert len(made.generator(promised(2, 1)).coefficients) == 2
 
 
-def test_the_same_declaration_is_optimised_once():
-    one = BLT(2).generator(promised())
-    assert BLT(2).generator(promised()) is one
-    assert BLT(2).generator(promised(), 0.0) is one
-    assert BLT(2).generator(promised(), 0.5) is not one
-
-
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -57,22 +50,6 @@ def test_the_same_declaration_is_optimised_once():
 def test_what_is_no_strategy_is_refused(make, named):
     with pytest.raises((ValueError, TypeError), match=named):
         make()
-
-
-def test_poles_that_cancel_are_left_out():
-    poles, zeros = strategies.without_pairs(
-        np.array([0.9, 0.6, 0.3]), np.array([0.7, 0.3 + 1e-8, 0.1])
-    )
-    np.testing.assert_array_equal(poles, [0.9, 0.6])
-    np.testing.assert_array_equal(zeros, [0.7, 0.1])
-    # A pole may also meet the zero of its own buffer.
-    poles, zeros = strategies.without_pairs(
-        np.array([0.9, 0.6, 0.3]), np.array([0.7, 0.6 - 1e-8, 0.1])
-    )
-    np.testing.assert_array_equal(poles, [0.9, 0.3])
-    np.testing.assert_array_equal(zeros, [0.7, 0.1])
-    poles, zeros = strategies.without_pairs(np.array([0.9]), np.array([0.9 - 1e-8]))
-    np.testing.assert_array_equal(poles, zeros)
 
 
 @pytest.mark.parametrize(

@@ -49,21 +49,12 @@ def test_first_rounds_are_charged_what_they_release(name):
 
 
 @pytest.mark.parametrize(
-    ("coefficients", "named"),
-    [
-        ((1, 0, 0.9), "coefficients[2]=0.9"),
-        ((1, -0.1), "coefficients[1]=-0.1"),
-        ((0.5, 0.1), "begin with 1"),
-        ((2, 1), "begin with 1"),
-        ((), "list of numbers"),
-        ((1, float("nan")), "list of numbers"),
-        ((1, 1.0000001), "coefficients[1]"),
-    ],
+    "coefficients",
+    [(1, 0, 0.9), (1, -0.1), (0.5, 0.1), (2, 1), (), (1, np.nan), (1, 1.0000001)],
 )
-def test_what_the_formula_does_not_cover_is_refused(coefficients, named):
-    with pytest.raises(ValueError) as caught:
+def test_what_the_formula_does_not_cover_is_refused(coefficients):
+    with pytest.raises(ValueError, match="coefficients"):
         toeplitz.checked(coefficients)
-    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.9])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import unittest
-
 import numpy as np
-from absl.testing import parameterized
+import pytest
 
 from tests.flower import flower_messages as fm
+from tests.mechanisms import statistics
 from tfdp_fl.flower import DPFedAvgNumPyClient, private_mod
 from tfdp_fl.flower import client as client_lib
 
@@ -38,25 +37,18 @@ class _Client:
 
     def fit(self, parameters, config):
         self.calls += 1
+        new = [
+            np.asarray(a + c, a.dtype)
+            for a, c in zip(parameters, self.update, strict=True)
+        ]
         if self.in_place:
-            for array, change in zip(parameters, self.update, strict=True):
-                array[...] = array + change
-            return parameters, 7, self.metrics
-        new = [a + c for a, c in zip(parameters, self.update, strict=True)]
-        new = [np.asarray(n, a.dtype) for n, a in zip(new, parameters, strict=True)]
+            for array, changed in zip(parameters, new, strict=True):
+                array[...] = changed
+            new = parameters
         return new, 7, self.metrics
-
-    def get_parameters(self, config):
-        return ["parameters", config]
-
-    def get_properties(self, config):
-        return {"properties": config}
 
     def evaluate(self, parameters, config):
         return 0.25, 3, {"accuracy": 1.0}
-
-    def something_else(self):
-        return "something else"
 
 
 def _fit(update, received, clip_norm=1.0, noise=None, **config):
@@ -76,149 +68,99 @@ def _applied(clip_norm, noise_stddev=0.0) -> dict[str, float]:
     }
 
 
-class ClippingTest(parameterized.TestCase):
-    @parameterized.product(norm=(0.0, 0.5, 2.0, 1e6), in_place=(False, True))
-    def test_the_whole_update_is_clipped_to_one_norm(self, norm, in_place):
-        update, received = _update(norm), _model()
-        returned, num_examples, metrics = _fit(_Client(update, in_place), received)
-        factor = min(1.0, 1.0 / norm) if norm else 1.0
-        for got, old, change in zip(returned, received, update, strict=True):
-            np.testing.assert_allclose(got, old + change * factor, rtol=1e-8)
-        self.assertEqual((num_examples, type(num_examples)), (1, int))
-        self.assertEqual(metrics, {"loss": 0.5, **_applied(1.0)})
+@pytest.mark.parametrize("norm", [0.0, 0.5, 0.999, 1.001, 2.0, 1e6])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_whole_update_is_clipped_to_one_norm(norm, in_place):
+    update, received = _update(norm), _model()
+    client = _Client(update, in_place)
+    returned, num_examples, metrics = _fit(client, received, **_BIT)
+    factor = min(1.0, 1.0 / norm) if norm else 1.0
+    for got, old, change in zip(returned, received, update, strict=True):
+        np.testing.assert_allclose(got, old + change * factor, rtol=1e-8)
+    assert (num_examples, type(num_examples)) == (1, int)
+    assert metrics == {"loss": 0.5, "dpfedavg_norm_bit": norm <= 1, **_applied(1.0)}
+    assert client.metrics == {"loss": 0.5}
 
-    @parameterized.parameters(np.float16, np.float32, np.float64)
-    def test_dtypes_and_shapes_are_those_received(self, dtype):
-        returned, _, _ = _fit(_update(2.0), _model(dtype), noise=0.1)
-        for array, shape in zip(returned, _SHAPES, strict=True):
-            self.assertIsInstance(array, np.ndarray)
-            self.assertEqual((array.dtype, array.shape), (dtype, shape))
 
-    @parameterized.product(
-        dtype=(np.float16, np.float32), in_spacings=(0.501, 0.75, 20.3, 1e3)
+@pytest.mark.parametrize("clip_norm", [1e-150, 1e-160, 1e-200, 1e-300])
+def test_squares_that_vanish_are_clipped_all_the_same(clip_norm):
+    sent = _sent(np.zeros(4), np.full(4, 1e3 * clip_norm), clip_norm, 0.0)
+    np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e300])
+def test_an_update_that_is_not_finite_becomes_zero(bad):
+    update, received = _update(2.0), _model()
+    update[2][1] = bad
+    client = DPFedAvgNumPyClient(_Client(update))
+    returned, _, metrics = client.fit(
+        [a.copy() for a in received], {"dpfedavg_clip_norm": 1.0, **_BIT}
     )
-    def test_what_is_sent_is_within_the_clip_norm_after_rounding(
-        self, dtype, in_spacings
-    ):
-        # The worst case, 0.501, is twice as long if it is rounded to nearest.
-        received = [np.full(10_000, 8.0, dtype)]
-        each = in_spacings * float(np.spacing(dtype(8.0)))
-        clip_norm = 100 * each
-        sent = _sent(received[0], 1.5 * each, clip_norm, 0.0)
-        self.assertEqual(sent.dtype, dtype)
-        moved = sent.astype(np.float64) - received[0].astype(np.float64)
-        self.assertLessEqual(np.linalg.norm(moved), clip_norm * (1 + 1e-12))
-
-    @parameterized.parameters(1e-150, 1e-160, 1e-200, 1e-300)
-    def test_squares_that_vanish_are_clipped_all_the_same(self, clip_norm):
-        ((sent,), *_) = _fit([np.full(4, 1e3 * clip_norm)], [np.zeros(4)], clip_norm)
-        np.testing.assert_allclose(sent, np.full(4, clip_norm / 2))
-
-    def test_integers_come_back_unrounded(self):
-        returned, _, _ = _fit([3, 4], [np.array([10]), np.array([20])])
-        np.testing.assert_allclose(returned[0], [10.6])
-        np.testing.assert_allclose(returned[1], [20.8])
-
-    @parameterized.parameters(np.nan, np.inf, -np.inf, 1e300)
-    def test_an_update_that_is_not_finite_becomes_zero(self, bad):
-        update = _update(2.0)
-        update[2][1] = bad
-        client = DPFedAvgNumPyClient(_Client(update))
-        received = _model()
-        returned, _, metrics = client.fit(
-            [a.copy() for a in received], {"dpfedavg_clip_norm": 1.0, **_BIT}
-        )
-        for got, old in zip(returned, received, strict=True):
-            np.testing.assert_array_equal(got, old)
-        self.assertEqual(client.discarded_updates, 1)
-        self.assertIs(metrics["dpfedavg_norm_bit"], True)
+    for got, old in zip(returned, received, strict=True):
+        np.testing.assert_array_equal(got, old)
+    assert client.discarded_updates == 1
+    assert metrics["dpfedavg_norm_bit"] is True
 
 
-class NormBitTest(parameterized.TestCase):
-    @parameterized.parameters(
-        (0.0, True), (0.5, True), (0.999, True), (1.001, False), (8.0, False)
-    )
-    def test_the_bit_is_one_if_and_only_if_the_norm_is_within(self, norm, bit):
-        client = _Client(_update(norm))
-        # The bit is about the update before clip and noise.
-        _, _, metrics = _fit(client, _model(), noise=5.0, **_BIT)
-        self.assertEqual(
-            metrics, {"loss": 0.5, "dpfedavg_norm_bit": bit, **_applied(1.0, 5.0)}
-        )
-        self.assertEqual(client.metrics, {"loss": 0.5})
+def _noise(stddev, size) -> np.ndarray:
+    update, received = [np.full(size, 1.0)], [np.zeros(size)]
+    clean = _fit(update, received, 0.5)[0][0]
+    assert np.linalg.norm(clean) == pytest.approx(0.5)
+    return _fit(update, received, 0.5, stddev)[0][0] - clean
 
 
-class NoiseTest(parameterized.TestCase):
-    def _noise(self, stddev, size) -> np.ndarray:
-        update, received = [np.full(size, 1.0)], [np.zeros(size)]
-        clean = _fit(update, received, 0.5)[0][0]
-        self.assertAlmostEqual(np.linalg.norm(clean), 0.5)
-        return _fit(update, received, 0.5, stddev)[0][0] - clean
-
-    def test_the_noise_has_the_stddev_sent(self):
-        # The sample stddev of 200 000 normals has stddev 0.16 %; 1.5 % is
-        # more than 9 of them: false alarm below 1e-19.
-        noise = self._noise(0.3, 200_000)
-        np.testing.assert_allclose(np.std(noise), 0.3, rtol=0.015)
-        self.assertLess(abs(np.mean(noise)), 8 * 0.3 / np.sqrt(200_000))
-
-    def test_every_call_and_every_client_has_its_own_noise(self):
+def test_the_noise_has_the_stddev_sent_and_is_new_in_each_call_and_array():
+    draws = []
+    for _ in range(2):
         np.random.seed(0)  # Nobody's seed may reach the noise.
-        first = self._noise(1.0, 10_000)
-        np.random.seed(0)
-        second = self._noise(1.0, 10_000)
-        # The correlation of independent normals has stddev 0.01; false alarm
-        # at 0.08 below 1e-14.
-        self.assertLess(abs(np.corrcoef(first, second)[0, 1]), 0.08)
-
-    def test_the_arrays_of_one_model_have_independent_noise(self):
-        a, b = _fit([0.0, 0.0], [np.zeros(10_000)] * 2, noise=1.0)[0]
-        self.assertLess(abs(np.corrcoef(a, b)[0, 1]), 0.08)
+        draws.append(_noise(0.3, 200_000))
+    statistics.assert_gaussian(draws[0], 0.3)
+    statistics.assert_uncorrelated(*draws)
+    arrays, *_ = _fit([0.0, 0.0], [np.zeros(10_000)] * 2, noise=1.0)
+    statistics.assert_uncorrelated(*arrays)
 
 
-_BAD_INSTRUCTIONS = (
-    ({"dpfedavg_clip_norm": None}, KeyError, "dpfedavg_clip_norm.*strategy wrapped"),
-    ({"dpfedavg_clip_norm": 0.0}, ValueError, "dpfedavg_clip_norm"),
-    ({"dpfedavg_clip_norm": float("nan")}, ValueError, "dpfedavg_clip_norm"),
-    ({"dpfedavg_clip_norm": "1"}, TypeError, "dpfedavg_clip_norm"),
-    ({"dpfedavg_noise_stddev": -1.0}, ValueError, "dpfedavg_noise_stddev"),
-    ({"dpfedavg_noise_stddev": float("nan")}, ValueError, "dpfedavg_noise_stddev"),
-    ({"dpfedavg_adaptive_clip_enabled": 1}, TypeError, "dpfedavg_adaptive_clip"),
+@pytest.mark.parametrize(
+    "config, error, pattern",
+    [
+        ({"clip_norm": None}, KeyError, r"dpfedavg_clip_norm.*strategy wrapped"),
+        ({"clip_norm": 0.0}, ValueError, "dpfedavg_clip_norm"),
+        ({"clip_norm": float("nan")}, ValueError, "dpfedavg_clip_norm"),
+        ({"noise_stddev": -1.0}, ValueError, "dpfedavg_noise_stddev"),
+        ({"adaptive_clip_enabled": 1}, TypeError, "dpfedavg_adaptive_clip"),
+    ],
 )
+def test_bad_values_are_named_before_training(config, error, pattern):
+    client = _Client(_update(1.0))
+    config = {f"dpfedavg_{name}": value for name, value in config.items()}
+    config = {"dpfedavg_clip_norm": 1.0, **config}
+    with pytest.raises(error, match=pattern):
+        DPFedAvgNumPyClient(client).fit(
+            _model(), {k: v for k, v in config.items() if v is not None}
+        )
+    assert client.calls == 0
+
+    def never(message, context):
+        raise AssertionError("It was trained.")
+
+    with pytest.raises(error, match=pattern):
+        private_mod(_message(fm.model(np.zeros(2)), **config), None, never)
 
 
-class ContractTest(parameterized.TestCase):
-    @parameterized.parameters(*_BAD_INSTRUCTIONS)
-    def test_bad_values_are_named_before_training(self, config, error, pattern):
-        client = _Client(_update(1.0))
-        config = {"dpfedavg_clip_norm": 1.0, **config}
-        with self.assertRaisesRegex(error, pattern):
-            DPFedAvgNumPyClient(client).fit(
-                _model(), {k: v for k, v in config.items() if v is not None}
-            )
-        self.assertEqual(client.calls, 0)
+def test_other_shapes_are_an_error_and_all_else_is_the_clients():
+    inner = _Client(_update(1.0))
+    client = DPFedAvgNumPyClient(inner)
+    assert client.evaluate([], {}) == (0.25, 3, {"accuracy": 1.0})
+    assert client.calls == 0
+    assert not hasattr(client, "nothing")
+    inner.fit = lambda parameters, config: ([np.zeros(2)], 1, {})
+    with pytest.raises(ValueError, match="shapes"):
+        client.fit(_model(), {"dpfedavg_clip_norm": 1.0})
+    with pytest.raises(TypeError, match="fit"):
+        DPFedAvgNumPyClient(object())
 
-        def never(message, context):
-            raise AssertionError("It was trained.")
 
-        with self.assertRaisesRegex(error, pattern):
-            private_mod(_message(fm.model(np.zeros(2)), **config), None, never)
-
-    def test_other_shapes_are_an_error(self):
-        client = _Client(None)
-        client.fit = lambda parameters, config: ([np.zeros(2)], 1, {})
-        with self.assertRaisesRegex(ValueError, "shapes"):
-            _fit(client, _model())
-
-    def test_everything_else_is_passed_through(self):
-        client = DPFedAvgNumPyClient(_Client(_update(1.0)))
-        self.assertEqual(client.get_parameters({"a": 1}), ["parameters", {"a": 1}])
-        self.assertEqual(client.get_properties({}), {"properties": {}})
-        self.assertEqual(client.evaluate([], {}), (0.25, 3, {"accuracy": 1.0}))
-        self.assertEqual(client.something_else(), "something else")
-        self.assertFalse(hasattr(client, "nothing"))
-        with self.assertRaisesRegex(TypeError, "fit"):
-            DPFedAvgNumPyClient(object())
+# The mod.
 
 
 def _message(record, message_type="train", **config):
@@ -228,89 +170,90 @@ def _message(record, message_type="train", **config):
     return fm.Message(content, 7, message_type)
 
 
-def _trained(train, record, message_type="train", **config):
+_TWO = fm.model(np.zeros(2))
+
+
+def _trained(train, record=_TWO, message_type="train", **config):
     message = _message(record, message_type, **config)
     reply = private_mod(message, None, fm.app(train))
     return reply, fm.arrays(reply.content["arrays"])
 
 
-class ModTest(parameterized.TestCase):
-    @parameterized.parameters((0.3, 1), (0.5, 1), (0.500001, 0), (1e18, 0))
-    def test_it_clips_the_whole_update_and_says_if_it_was_within(self, norm, bit):
-        update = [np.array([0.6, 0.0]) * norm, np.array(0.8) * norm]
-        reply, got = _trained(
-            fm.adds(update), fm.model(np.zeros(2), np.array(0.0)), **_BIT
-        )
-        scale = min(1, 0.5 / norm)
-        for new, change in zip(got, update, strict=True):
-            np.testing.assert_allclose(new, scale * change, rtol=1e-12)
-        self.assertEqual(reply.content["metrics"]["dpfedavg_norm_bit"], bit)
+@pytest.mark.parametrize("norm, bit", [(0.3, 1), (0.5, 1), (0.500001, 0), (1e18, 0)])
+def test_the_mod_clips_the_whole_update_and_says_if_it_was_within(norm, bit):
+    update = [np.array([0.6, 0.0]) * norm, np.array(0.8) * norm]
+    reply, got = _trained(fm.adds(update), fm.model(np.zeros(2), np.array(0.0)), **_BIT)
+    for new, change in zip(got, update, strict=True):
+        np.testing.assert_allclose(new, min(1, 0.5 / norm) * change, rtol=1e-12)
+    assert reply.content["metrics"]["dpfedavg_norm_bit"] == bit
 
-    @parameterized.parameters("num-examples", "weight")
-    def test_the_weight_is_one_and_the_true_number_stays(self, key):
-        reply, _ = _trained(
-            lambda arrays, config: (arrays, {key: 1234, "loss": 0.5}),
-            fm.model(np.zeros(2)),
-            dpfedavg_weight_key=None if key == "num-examples" else key,
-        )
-        self.assertEqual(
-            dict(reply.content["metrics"]), {key: 1, "loss": 0.5, **_applied(0.5)}
-        )
 
-    @parameterized.parameters(
-        ("train.again", 0.5), ("evaluate", 9 * 2**0.5), ("query", 9 * 2**0.5)
+@pytest.mark.parametrize("key", ["num-examples", "weight"])
+def test_the_weight_is_one_and_the_true_number_stays(key):
+    reply, _ = _trained(
+        lambda arrays, config: (arrays, {key: 1234, "loss": 0.5}),
+        dpfedavg_weight_key=None if key == "num-examples" else key,
     )
-    def test_all_that_trains_is_clipped_and_nothing_else(self, message_type, norm):
-        _, (got,) = _trained(
-            fm.adds([np.full(2, 9.0)]), fm.model(np.zeros(2)), message_type
-        )
-        self.assertAlmostEqual(np.linalg.norm(got), norm)
+    expected = {key: 1, "loss": 0.5, **_applied(0.5)}
+    assert dict(reply.content["metrics"]) == expected
 
-    def test_an_error_is_handed_on(self):
-        def fails(message, context):
-            return fm.Message(fm.Error(3, "no data"), reply_to=message)
 
-        reply = private_mod(_message(fm.model(np.zeros(2))), None, fails)
-        self.assertTrue(reply.has_error())
-        self.assertEqual(reply.error.reason, "no data")
+@pytest.mark.parametrize(
+    "message_type, norm",
+    [("train.again", 0.5), ("evaluate", 9 * 2**0.5), ("query", 9 * 2**0.5)],
+)
+def test_all_that_trains_is_clipped_and_nothing_else(message_type, norm):
+    _, (got,) = _trained(fm.adds([np.full(2, 9.0)]), message_type=message_type)
+    assert np.linalg.norm(got) == pytest.approx(norm)
 
-    @unittest.skipUnless(fm.INSTALLED, fm.WHY_NOT)
-    def test_what_was_received_is_not_changed(self):
-        # An app may send back the very content it got, trained in place.
-        def echo(message, context):
-            content = message.content
-            content["arrays"] = fm.model(np.full(2, 9.0))
-            return fm.Message(content, reply_to=message)
 
-        reply = private_mod(_message(fm.model(np.zeros(2))), None, echo)
-        np.testing.assert_allclose(
-            np.linalg.norm(fm.arrays(reply.content["arrays"])[0]), 0.5
-        )
-        self.assertEqual(
-            dict(reply.content["metrics"]), {"num-examples": 1, **_applied(0.5)}
-        )
+def test_an_error_is_handed_on():
+    def fails(message, context):
+        return fm.Message(fm.Error(3, "no data"), reply_to=message)
 
-    @parameterized.named_parameters(
-        ("names", {"arrays": {"x": np.zeros(2)}}, "those it received"),
-        ("fewer", {"arrays": {}}, "those it received"),
-        ("shapes", {"arrays": {"0": np.zeros(3)}}, "the shapes of those it received"),
+    reply = private_mod(_message(_TWO), None, fails)
+    assert reply.has_error()
+    assert reply.error.reason == "no data"
+
+
+@fm.NEEDS_FLOWER
+def test_what_was_received_is_not_changed():
+    # An app may send back the very content it got, trained in place.
+    def echo(message, context):
+        content = message.content
+        content["arrays"] = fm.model(np.full(2, 9.0))
+        return fm.Message(content, reply_to=message)
+
+    reply = private_mod(_message(fm.model(np.zeros(2))), None, echo)
+    (sent,) = fm.arrays(reply.content["arrays"])
+    assert np.linalg.norm(sent) == pytest.approx(0.5)
+    expected = {"num-examples": 1, **_applied(0.5)}
+    assert dict(reply.content["metrics"]) == expected
+
+
+@pytest.mark.parametrize(
+    "records, pattern",
+    [
+        ({"arrays": {"x": np.zeros(2)}}, "those it received"),
+        ({"arrays": {}}, "those it received"),
+        ({"arrays": {"0": np.zeros(3)}}, "the shapes of those it received"),
         (
-            "two_records",
             {"arrays": {"0": np.zeros(2)}, "data": {"x": np.zeros(9)}},
             "leaves in another is not clipped",
         ),
-        ("none", {}, "must send one ArrayRecord"),
-    )
-    def test_other_arrays_do_not_leave(self, records, pattern):
-        def sends(message, context):
-            content = {
-                key: fm.ArrayRecord({k: fm.Array(v) for k, v in arrays.items()})
-                for key, arrays in records.items()
-            }
-            return fm.Message(fm.RecordDict(content), reply_to=message)
+        ({}, "must send one ArrayRecord"),
+    ],
+)
+def test_other_arrays_do_not_leave(records, pattern):
+    def sends(message, context):
+        content = {
+            key: fm.ArrayRecord({k: fm.Array(v) for k, v in arrays.items()})
+            for key, arrays in records.items()
+        }
+        return fm.Message(fm.RecordDict(content), reply_to=message)
 
-        with self.assertRaisesRegex(ValueError, pattern):
-            private_mod(_message(fm.model(np.zeros(2))), None, sends)
+    with pytest.raises(ValueError, match=pattern):
+        private_mod(_message(_TWO), None, sends)
 
 
 # What rounding to the model's dtype leaves of clips and noise.
@@ -324,29 +267,43 @@ def _sent(received, update, clip_norm, stddev):
     return array
 
 
-class RoundingTest(parameterized.TestCase):
-    # The gaps are 9.8e-4, 7.8e-3 and 1.2e-7: a share would be rounded away.
-    @parameterized.parameters(
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("in_spacings", [0.501, 0.75, 20.3, 1e3])
+def test_what_is_sent_is_within_the_clip_norm_after_rounding(dtype, in_spacings):
+    # The worst case, 0.501, is twice as long if it is rounded to nearest.
+    received = np.full(10_000, 8.0, dtype)
+    each = in_spacings * float(np.spacing(dtype(8.0)))
+    sent = _sent(received, 1.5 * each, 100 * each, 0.0)
+    assert sent.dtype == dtype
+    moved = sent.astype(np.float64) - received.astype(np.float64)
+    assert np.linalg.norm(moved) <= 100 * each * (1 + 1e-12)
+
+
+# The gaps are 9.8e-4, 7.8e-3 and 1.2e-7: a share would be rounded away.
+@pytest.mark.parametrize(
+    "dtype, weight, clip_norm",
+    [
         (np.float16, 1.0, 6.5e-4),
         (np.float32, 1e5, 5.2e-3),
         (np.float32, 1.0, 8e-8),
         (np.float64, 1.0, 6.5e-4),
         (np.int64, 7, 6.5e-4),
-    )
-    def test_shares_that_are_rounded_add_up_to_what_is_charged(
-        self, dtype, weight, clip_norm
-    ):
-        # 20 000 sums: 5 % are ten standard deviations of the estimate.
-        received, clients = np.full(20_000, weight, dtype), 100
-        total = np.zeros(len(received))
-        for _ in range(clients):
-            sent = _sent(received, 0.0, clip_norm, clip_norm / clients**0.5)
-            total += np.asarray(sent, np.float64) - weight
-        self.assertAlmostEqual(total.std() / clip_norm, 1.0, delta=0.05)
-        self.assertAlmostEqual(total.mean() / clip_norm, 0.0, delta=0.07)
+    ],
+)
+def test_shares_that_are_rounded_add_up_to_what_is_charged(dtype, weight, clip_norm):
+    # 20 000 sums: 5 % are ten standard deviations of the estimate.
+    received, clients = np.full(20_000, weight, dtype), 100
+    total = np.zeros(len(received))
+    for _ in range(clients):
+        sent = _sent(received, 0.0, clip_norm, clip_norm / clients**0.5)
+        total += np.asarray(sent, np.float64) - weight
+    assert total.std() / clip_norm == pytest.approx(1.0, abs=0.05)
+    assert total.mean() / clip_norm == pytest.approx(0.0, abs=0.07)
 
-    @parameterized.parameters(
-        (np.float32, 1.0, 0.1, np.float32),
+
+@pytest.mark.parametrize(
+    "dtype, weight, stddev, expected",
+    [
         (np.float32, 1e5, 0.1, np.float64),
         (np.float32, 1e5, 0.2, np.float32),
         (np.float16, 1.0, 0.1, np.float16),
@@ -354,15 +311,13 @@ class RoundingTest(parameterized.TestCase):
         (np.float16, 1e-3, 2.0, np.float16),
         (np.float16, 1.0, 1e4, np.float64),
         (np.float64, 1e5, 0.1, np.float64),
-    )
-    def test_the_dtype_goes_by_the_model_and_the_noise_alone(
-        self, dtype, weight, stddev, expected
-    ):
-        received = np.full(3, weight, dtype)
-        for update in (0.0, 1e-9, 1e3, np.nan):
-            sent = _sent(received, update, 1e-3, stddev)
-            self.assertEqual(sent.dtype, expected)
-
-    def test_noise_that_no_dtype_has_is_refused(self):
-        with self.assertRaisesRegex(ValueError, "dpfedavg_noise_stddev.*1e-07"):
-            _sent(np.full(3, 1e9), 0.0, 1e-6, 1e-7)
+    ],
+)
+def test_the_dtype_goes_by_the_model_and_the_noise_alone(
+    dtype, weight, stddev, expected
+):
+    received = np.full(3, weight, dtype)
+    for update in (0.0, 1e-9, 1e3, np.nan):
+        assert _sent(received, update, 1e-3, stddev).dtype == expected
+    with pytest.raises(ValueError, match=r"dpfedavg_noise_stddev.*1e-07"):
+        _sent(np.full(3, 1e9), 0.0, 1e-6, 1e-7)  # No dtype has it.

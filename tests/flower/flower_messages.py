@@ -1,8 +1,7 @@
-"""Flower's messages: the real ones where they are, else of the same shape.
+"""Flower's messages, and a strategy, clients and a grid without a network.
 
-A strategy, clients and a grid without a network, for the tests of the message
-API. flwr 1.12, which the TFF stack has, knows no such messages: there the
-classes below stand in for them.
+The messages are the real ones where they are; flwr 1.12, which the TFF stack has,
+knows none: there, classes of the same shape stand in for them.
 """
 
 from __future__ import annotations
@@ -12,26 +11,24 @@ import importlib.util
 import io
 import random
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
+import tfdp_fl
 from tfdp_fl import flower
 from tfdp_fl.flower import client
 
-
-def _is_there() -> bool:
-    try:
-        return importlib.util.find_spec("flwr.serverapp") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-INSTALLED = _is_there()
-WHY_NOT = (
-    "flwr with the message API is not installed (tests only; it needs an older "
-    "protobuf than requirements-current.txt pins: see CONTRIBUTING.md)"
+try:
+    INSTALLED = importlib.util.find_spec("flwr.serverapp") is not None
+except ModuleNotFoundError:
+    INSTALLED = False
+NEEDS_FLOWER = pytest.mark.skipif(
+    not INSTALLED,
+    reason="flwr with the message API is not installed (tests only; it needs an older "
+    "protobuf than requirements-current.txt pins: see CONTRIBUTING.md)",
 )
 
 if INSTALLED:
@@ -51,8 +48,6 @@ if INSTALLED:
 else:
 
     class Array:
-        """As `flwr.app.Array`."""
-
         def __init__(self, ndarray=None, *, dtype="", shape=(), stype="", data=b""):
             if ndarray is not None:
                 buffer = io.BytesIO()
@@ -69,22 +64,18 @@ else:
             return np.load(io.BytesIO(self.data), allow_pickle=False)
 
     class ArrayRecord(dict):
-        """As `flwr.app.ArrayRecord`."""
-
         def __init__(self, arrays=()):
             if isinstance(arrays, list):
                 arrays = {str(i): Array(each) for i, each in enumerate(arrays)}
             super().__init__(arrays)
 
     class ConfigRecord(dict):
-        """As `flwr.app.ConfigRecord`."""
+        pass
 
     class MetricRecord(dict):
-        """As `flwr.app.MetricRecord`."""
+        pass
 
     class RecordDict(dict):
-        """As `flwr.app.RecordDict`."""
-
         def _of(self, kind):
             return {k: v for k, v in self.items() if isinstance(v, kind)}
 
@@ -93,33 +84,19 @@ else:
         config_records = property(lambda self: self._of(ConfigRecord))
 
     class Error(types.SimpleNamespace):
-        """As `flwr.app.Error`."""
-
         def __init__(self, code, reason=None):
             super().__init__(code=code, reason=reason)
 
     class Message:
-        """As `flwr.app.Message`."""
-
-        def __init__(
-            self,
-            content,
-            dst_node_id=0,
-            message_type="",
-            *,
-            ttl=None,
-            group_id=None,
-            reply_to=None,
-        ):
+        def __init__(self, content, node=0, message_type="", *, reply_to=None, **other):
             there = reply_to and reply_to.metadata
             self.metadata = types.SimpleNamespace(
                 message_id="",
                 src_node_id=there.dst_node_id if there else 1,
-                dst_node_id=there.src_node_id if there else dst_node_id,
+                dst_node_id=there.src_node_id if there else node,
                 reply_to_message_id=there.message_id if there else "",
                 message_type=there.message_type if there else message_type,
-                ttl=ttl,
-                group_id=group_id,
+                **{"ttl": None, "group_id": None, **other},
             )
             self.error = content if isinstance(content, Error) else None
             self.content = None if self.error else content
@@ -131,12 +108,13 @@ else:
     client.flower = lambda name: globals()[name]
 
 
-class Strategy:
-    """Averages with the weights that it is given, as Flower's `FedAvg`.
+FIXED = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=0.0)
+NOISY = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
+SHARES = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0, noise_site="client")
 
-    Attributes:
-      handed: the replies of each round.
-    """
+
+class Strategy:
+    """Averages with the weights that it is given, as Flower's `FedAvg`."""
 
     weighted_by_key = "num-examples"
 
@@ -155,18 +133,15 @@ class Strategy:
         self.handed.append(replies)
         contents = [m.content for m in replies if not m.has_error()]
         weights = [c["metrics"][self.weighted_by_key] for c in contents]
+        shares = [weight / sum(weights) for weight in weights]
         mean = {
-            name: Array(
-                np.asarray(
-                    sum(
-                        weight / sum(weights) * c["arrays"][name].numpy()
-                        for weight, c in zip(weights, contents, strict=True)
-                    )
-                )
+            name: sum(
+                share * content["arrays"][name].numpy()
+                for share, content in zip(shares, contents, strict=True)
             )
             for name in contents[0]["arrays"]
         }
-        return ArrayRecord(mean), MetricRecord({"count": len(contents)})
+        return _record(mean), MetricRecord({"count": len(contents)})
 
     def aggregate_evaluate(self, server_round, replies):
         raise ValueError("inconsistent")
@@ -174,11 +149,20 @@ class Strategy:
     def start(self, grid, initial_arrays, num_rounds=3):
         arrays = initial_arrays
         for server_round in range(1, num_rounds + 1):
-            messages = self.configure_train(server_round, arrays, ConfigRecord(), grid)
-            replies = grid.send_and_receive(messages)
-            new, _ = self.aggregate_train(server_round, replies)
+            new, _ = a_round(self, grid, arrays, server_round)
             arrays = arrays if new is None else new
         return arrays
+
+
+def private(mechanism=FIXED, m=3, n=None, strategy=None, **options: Any) -> Any:
+    """A strategy, made private."""
+    return flower.PrivateStrategy(
+        Strategy(m) if strategy is None else strategy,
+        mechanism,
+        num_clients=m if n is None else n,
+        clients_per_round=m,
+        **options,
+    )
 
 
 Train = Callable[[list[np.ndarray], dict], tuple[list[np.ndarray], dict]]
@@ -187,11 +171,9 @@ Train = Callable[[list[np.ndarray], dict], tuple[list[np.ndarray], dict]]
 class Grid:
     """Nodes that train in this process, each with `private_mod` or another.
 
-    Attributes:
-      trains: by node id, what a client makes of arrays and config: new arrays
-        and metrics. None: it is silent. An exception: it sends an error.
-      change: may do something to the replies on the way.
-      mod: of every client; None for none.
+    `trains` says by node id what a client makes of arrays and config: new arrays
+    and metrics. None: it is silent. An exception: it sends an error. `change` may do
+    something to the replies on the way; `sent` are the messages of the last round.
     """
 
     def __init__(
@@ -209,7 +191,6 @@ class Grid:
         return list(self.trains)
 
     def send_and_receive(self, messages, *, timeout=None):
-        del timeout
         self.sent = list(messages)
         replies = []
         for number, message in enumerate(self.sent):
@@ -233,24 +214,11 @@ def app(train: Train) -> Callable[[Any, Any], Any]:
     """A `ClientApp` that trains."""
 
     def run(message, context):
-        del context
         record = message.content["arrays"]
-        arrays, metrics = train(
-            [array.numpy() for array in record.values()],
-            dict(message.content["config"]),
-        )
-        content = RecordDict(
-            {
-                "arrays": ArrayRecord(
-                    {
-                        name: Array(np.asarray(array))
-                        for name, array in zip(record, arrays, strict=True)
-                    }
-                ),
-                "metrics": MetricRecord(metrics),
-            }
-        )
-        return Message(content, reply_to=message)
+        new, metrics = train(arrays(record), dict(message.content["config"]))
+        named = dict(zip(record, new, strict=True))
+        content = {"arrays": _record(named), "metrics": MetricRecord(metrics)}
+        return Message(RecordDict(content), reply_to=message)
 
     return run
 
@@ -259,7 +227,6 @@ def adds(update: Sequence[Any], num_examples: int = 7, **metrics: float) -> Trai
     """A client that adds the same update to whatever it is sent."""
 
     def train(arrays, config):
-        del config
         new = [
             np.asarray(a + np.asarray(u), a.dtype)
             for a, u in zip(arrays, update, strict=True)
@@ -267,6 +234,10 @@ def adds(update: Sequence[Any], num_examples: int = 7, **metrics: float) -> Trai
         return new, {"num-examples": num_examples, **metrics}
 
     return train
+
+
+def _record(named: Mapping[str, Any]) -> Any:
+    return ArrayRecord({name: Array(np.asarray(a)) for name, a in named.items()})
 
 
 def model(*arrays: Any) -> Any:
@@ -279,9 +250,14 @@ def arrays(record: Any) -> list[np.ndarray]:
     return [each.numpy() for each in record.values()]
 
 
+def configured(strategy: Any, grid: Any, record: Any, server_round: int = 1) -> Any:
+    """Returns the messages of a round."""
+    return strategy.configure_train(server_round, record, ConfigRecord(), grid)
+
+
 def a_round(
     strategy: Any, grid: Any, record: Any, server_round: int = 1
 ) -> tuple[Any, Any]:
     """Runs one round; returns what the wrapper returns."""
-    messages = strategy.configure_train(server_round, record, ConfigRecord(), grid)
+    messages = configured(strategy, grid, record, server_round)
     return strategy.aggregate_train(server_round, grid.send_and_receive(messages))

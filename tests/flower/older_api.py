@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import types
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,29 +12,12 @@ import numpy as np
 from tfdp_fl.flower import DPFedAvgNumPyClient
 
 
-@dataclasses.dataclass
-class FitIns:
-    """As `flwr.common.FitIns`."""
-
-    parameters: Any
-    config: dict
-
-
-@dataclasses.dataclass
-class FitRes:
-    """As `flwr.common.FitRes`."""
-
-    parameters: Any
-    num_examples: int
-    metrics: dict
-
-
 def parameters(*arrays: Any) -> Any:
     """As `flwr.common.ndarrays_to_parameters`."""
     files = [io.BytesIO() for _ in arrays]
     for file, array in zip(files, arrays, strict=True):
         np.save(file, array)
-    return types.SimpleNamespace(tensors=[file.getvalue() for file in files])
+    return SimpleNamespace(tensors=[file.getvalue() for file in files])
 
 
 def arrays(message: Any) -> list[np.ndarray]:
@@ -61,7 +43,7 @@ class Strategy:
         self.handed: list[list[Any]] = []
 
     def configure_fit(self, server_round, parameters, client_manager):
-        ins = FitIns(parameters, {**self.config})
+        ins = SimpleNamespace(parameters=parameters, config={**self.config})
         return [(client, ins) for client in client_manager.all().values()]
 
     def aggregate_fit(self, server_round, results, failures):
@@ -84,12 +66,17 @@ class Trainer:
         return new, 7, {"loss": 1.0}
 
 
-def fit(instructions: Sequence[tuple[Any, FitIns]]) -> list[tuple[Any, FitRes]]:
+def fit(instructions: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Lets every client that was asked train, through the client wrapper."""
     results = []
     for client, ins in instructions:
-        new, *rest = DPFedAvgNumPyClient(client).fit(arrays(ins.parameters), ins.config)
-        results.append((client, FitRes(parameters(*new), *rest)))
+        new, number, metrics = DPFedAvgNumPyClient(client).fit(
+            arrays(ins.parameters), ins.config
+        )
+        result = SimpleNamespace(
+            parameters=parameters(*new), num_examples=number, metrics=metrics
+        )
+        results.append((client, result))
     return results
 
 

@@ -6,16 +6,19 @@ import copy
 import importlib.util
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.flower import flower_messages
 from tfdp_fl.flower import DPFedAvgNumPyClient
 
-INSTALLED = importlib.util.find_spec("flwr") is not None
-WHY_NOT = "flwr is not installed (tests only)"
+NEEDS_FLOWER = pytest.mark.skipif(
+    importlib.util.find_spec("flwr") is None,
+    reason="flwr is not installed (tests only)",
+)
 
 
 def client(update: Sequence[Any], num_examples: int = 1, wrapped: bool = True) -> Any:
@@ -34,7 +37,8 @@ def client(update: Sequence[Any], num_examples: int = 1, wrapped: bool = True) -
     return DPFedAvgNumPyClient(inner).to_client() if wrapped else inner.to_client()
 
 
-def _proxy_class() -> type:
+def manager(clients: Sequence[Any]) -> Any:
+    """Flower's client manager, with these clients connected."""
     import flwr
 
     class Proxy(flwr.server.client_proxy.ClientProxy):
@@ -46,29 +50,11 @@ def _proxy_class() -> type:
         def fit(self, ins, timeout, group_id):
             return self.client.fit(ins)
 
-        def evaluate(self, ins, timeout, group_id):
-            return self.client.evaluate(ins)
-
-        def get_properties(self, ins, timeout, group_id):
-            raise NotImplementedError
-
-        def get_parameters(self, ins, timeout, group_id):
-            raise NotImplementedError
-
-        def reconnect(self, ins, timeout, group_id):
-            raise NotImplementedError
-
-    return Proxy
-
-
-def manager(clients: Sequence[Any]) -> Any:
-    """Flower's client manager, with these clients connected."""
-    import flwr
+        evaluate = get_properties = get_parameters = reconnect = None
 
     made = flwr.server.SimpleClientManager()
-    proxy = _proxy_class()
     for i, one in enumerate(clients):
-        made.register(proxy(str(i), one))
+        made.register(Proxy(str(i), one))
     return made
 
 
@@ -102,76 +88,65 @@ def arrays(message: Any) -> list[np.ndarray]:
 
 def round_of(
     wrapper: Any,
-    client_manager: Any,
-    model: Any,
-    server_round: int = 1,
-    change: Callable[[list], None] | None = None,
-) -> tuple[Any, dict]:
-    """Runs one round; `change` may do something to the results on the way."""
-    instructions = wrapper.configure_fit(
-        server_round=server_round,
-        parameters=model,
-        client_manager=client_manager,
-    )
-    results = [
-        (proxy, proxy.fit(ins, timeout=None, group_id=server_round))
-        for proxy, ins in instructions
-    ]
-    if change is not None:
-        change(results)
-    return wrapper.aggregate_fit(server_round, results, [])
+    clients: Sequence[Any],
+    model: np.ndarray,
+) -> np.ndarray:
+    """Runs one round; returns the new model."""
+    told = wrapper.configure_fit(1, parameters(model), manager(clients))
+    results = [(proxy, proxy.fit(ins, timeout=None, group_id=1)) for proxy, ins in told]
+    new, _ = wrapper.aggregate_fit(1, results, [])
+    (array,) = arrays(new)
+    return array
 
 
 def _old_words() -> types.SimpleNamespace:
     """What flwr 1.12 calls what SecAgg+ needs."""
+    from flwr import common
     from flwr.client import ClientApp
-    from flwr.client.mod import secaggplus_mod
-    from flwr.common import (
-        ConfigsRecord,
-        Context,
-        Message,
-        Metadata,
-        RecordSet,
-    )
     from flwr.common import recordset_compat as compat
     from flwr.common.message import Error
 
     def create(content, message_type, dst_node_id, group_id, ttl=None):
-        return Message(
-            Metadata(1, "", 0, dst_node_id, "", group_id, 3600.0, message_type),
+        return common.Message(
+            common.Metadata(1, "", 0, dst_node_id, "", group_id, 3600.0, message_type),
             copy.deepcopy(content),  # As if it went over a wire.
         )
 
+    def put(state, config, parameters):
+        state.configs_records["config"] = common.ConfigsRecord(config)
+        state.parameters_records["parameters"] = parameters
+
     return types.SimpleNamespace(
         app=ClientApp,
-        mod=secaggplus_mod,
-        context=lambda i: Context(i, {}, RecordSet(), {}),
-        config=ConfigsRecord,
+        context=lambda i: common.Context(i, {}, common.RecordSet(), {}),
         to_record=compat.parameters_to_parametersrecord,
         to_parameters=compat.parametersrecord_to_parameters,
         create=create,
         error=lambda m: m.create_error_reply(Error(0, "gone")),
         set_id=lambda m: setattr(m.metadata, "_message_id", "1"),
+        records=lambda content: content.parameters_records,
+        put=put,
     )
 
 
 def _new_words() -> types.SimpleNamespace:
     """What flwr 1.42 calls it."""
     from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
-    from flwr.client.mod import secaggplus_mod
     from flwr.clientapp import ClientApp
     from flwr.compat.common import recorddict_compat as compat
 
     return types.SimpleNamespace(
         app=ClientApp,
-        mod=secaggplus_mod,
         context=lambda i: Context(1, i, {}, RecordDict(), {}),
-        config=ConfigRecord,
         to_record=compat.parameters_to_arrayrecord,
         to_parameters=compat.arrayrecord_to_parameters,
         create=None,
         error=lambda m: Message(Error(0, "gone"), reply_to=m),
         set_id=lambda m: m.metadata.__dict__.update(_message_id="1"),
+        records=lambda content: content.array_records,
+        put=lambda state, config, parameters: state.update(
+            config=ConfigRecord(config), parameters=parameters
+        ),
     )
 
 
@@ -186,15 +161,10 @@ def secagg_round(
 ) -> list[np.ndarray]:
     """Runs one round under Flower's SecAgg+ workflow; returns the new model.
 
-    Args:
-      wrapper: the server's strategy.
-      clients: Flower clients, all of whom are sampled.
-      model: Flower's parameters.
-      gone: clients that fall silent when it is their turn to train.
-      mods: of the clients, between `secaggplus_mod` and them.
-      before: and around it.
-      **arguments: of `SecAggPlusWorkflow`.
+    Clients that are `gone` fall silent when it is their turn to train; `mods` stand
+    between `secaggplus_mod` and the clients, and `before` around it.
     """
+    from flwr.client.mod import secaggplus_mod
     from flwr.common import Context
     from flwr.server import LegacyContext, ServerConfig
     from flwr.server.workflow import SecAggPlusWorkflow
@@ -206,7 +176,7 @@ def secagg_round(
         def client_fn(context: Context):
             return one
 
-        return words.app(client_fn=client_fn, mods=[*before, words.mod, *mods])
+        return words.app(client_fn=client_fn, mods=[*before, secaggplus_mod, *mods])
 
     apps = [app(one) for one in clients]
     contexts = [words.context(i) for i in range(len(clients))]
@@ -217,7 +187,8 @@ def secagg_round(
             node = message.metadata.dst_node_id
             words.set_id(message)
             arrived = copy.deepcopy(message)  # As if it went over a wire.
-            if node in gone and "fitins.parameters" in _records(arrived):
+            trains = "fitins.parameters" in words.records(arrived.content)
+            if node in gone and trains:
                 replies.append(words.error(message))
             else:
                 replies.append(apps[node](arrived, contexts[node]))
@@ -229,31 +200,13 @@ def secagg_round(
         strategy=wrapper,
         client_manager=manager(clients),
     )
-    _put(context.state, "config", words.config({"current_round": 1}))
-    _put(context.state, "parameters", words.to_record(model, keep_input=True))
+    record = words.to_record(model, keep_input=True)
+    words.put(context.state, {"current_round": 1}, record)
     SecAggPlusWorkflow(num_shares=1.0, reconstruction_threshold=0.5, **arguments)(
         types.SimpleNamespace(
             create_message=words.create, send_and_receive=send_and_receive
         ),
         context,
     )
-    return arrays(
-        words.to_parameters(_records(context.state)["parameters"], keep_input=True)
-    )
-
-
-def _records(content: Any) -> Any:
-    """The array records of a message or a state."""
-    content = getattr(content, "content", content)
-    if flower_messages.INSTALLED:
-        return content.array_records
-    return content.parameters_records
-
-
-def _put(state: Any, key: str, record: Any) -> None:
-    if flower_messages.INSTALLED:
-        state[key] = record
-    elif key == "config":
-        state.configs_records[key] = record
-    else:
-        state.parameters_records[key] = record
+    done = words.records(context.state)["parameters"]
+    return arrays(words.to_parameters(done, keep_input=True))

@@ -1,118 +1,72 @@
-"""Flower 1.42 as its users run it, on loopback: SuperLink, SuperNodes, `flwr run`."""
+"""Flower 1.42's own simulation: its link, two nodes in processes of their own."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import pathlib
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-import unittest
 
-from absl.testing import absltest
+import numpy as np
+import pytest
 
+import tfdp_fl
 from tests.flower import flower_messages as fm
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
-_APP = pathlib.Path(__file__).resolve().parent / "keras_app"
-_BIN = pathlib.Path(sys.executable).parent
+# What a node does in a round: one sends a NaN, past the mod; then it drops out, and
+# the other claims, past the mod, a thousand million examples.
+_ACTS = {(1, 0): "nan", (2, 0): "gone", (2, 1): "heavy"}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _act(message, context):
+    server_round = message.content["config"]["server-round"]
+    return _ACTS.get((server_round, context.node_config["partition-id"]))
 
 
-@unittest.skipUnless(fm.INSTALLED, fm.WHY_NOT)
-class RunsTest(absltest.TestCase):
-    def setUp(self):
-        super().setUp()
-        folder = self.enter_context(
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+def _train(message, context):
+    act = _act(message, context)
+    if act == "gone":
+        raise OSError("The disk is full.")
+    value = np.nan if act == "nan" else 9.0
+    weights = [w + value for w in fm.arrays(message.content["arrays"])]
+    metrics = {"num-examples": 10**9 if act == "heavy" else 100}
+    return fm.Message(
+        fm.RecordDict({"arrays": fm.model(*weights), "m": fm.MetricRecord(metrics)}),
+        reply_to=message,
+    )
+
+
+def _mod(message, context, call_next):
+    if _act(message, context):
+        return call_next(message, context)
+    return tfdp_fl.flower.private_mod(message, context, call_next)
+
+
+@fm.NEEDS_FLOWER
+def test_two_nodes_that_turn_hostile():
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import ServerApp, strategy
+    from flwr.simulation import run_simulation
+
+    server, client, done = ServerApp(), ClientApp(mods=[_mod]), []
+    client.train()(_train)
+
+    @server.main()
+    def main(grid, context):
+        averages = strategy.FedAvg(
+            fraction_evaluate=0.0, min_train_nodes=2, min_available_nodes=2
         )
-        self.folder = pathlib.Path(folder)
-        self.log = self.enter_context((self.folder / "log").open("w"))
+        mechanism = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.001)
+        private = fm.private(mechanism, 2, strategy=averages)
+        start = fm.model(np.zeros((64, 10), np.float32), np.zeros(10, np.float32))
+        done.append((private, private.start(grid, start, num_rounds=2).arrays))
 
-    def _start(self, program, *arguments):
-        """Starts one of Flower's programs, which ends with the test."""
-        process = subprocess.Popen(
-            [str(_BIN / program), *arguments],
-            env={
-                **os.environ,
-                "PATH": f"{_BIN}:{os.environ['PATH']}",
-                "PYTHONPATH": str(_ROOT),
-                "FLWR_HOME": str(self.folder),
-                "FLWR_TELEMETRY_ENABLED": "0",
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-            },
-            cwd=self.folder,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.addCleanup(self._end, process)
-        return process
+    # The nodes find this module by its name.
+    import ray.cloudpickle
 
-    def _end(self, process):
-        """Ends a program and what it started."""
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, how)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-
-    def _until(self, condition, seconds):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline:
-                self.fail((self.folder / "log").read_text()[-6000:])
-            time.sleep(0.2)
-
-    def _listens(self, port):
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    def test_a_superlink_with_two_supernodes(self):
-        port = _free_port()
-        (self.folder / "config.toml").write_text(
-            '[superlink]\ndefault = "here"\n\n[superlink.here]\n'
-            f'address = "127.0.0.1:{port}"\ninsecure = true\n'
-        )
-        self._start(
-            "flower-superlink",
-            "--insecure",
-            "--disable-runtime-dependency-installation",
-            "--port",
-            str(port),
-        )
-        self._until(lambda: self._listens(port), 60)
-        for number in range(2):
-            self._start(
-                "flower-supernode",
-                "--insecure",
-                "--superlink",
-                f"127.0.0.1:{port}",
-                "--port",
-                str(_free_port()),
-                "--node-config",
-                f"partition-id={number} num-partitions=2",
-            )
-        # One sends a NaN, past the mod; then it drops out, and the other claims,
-        # past the mod, a thousand million examples.
-        hostile = "nan@1=0 bare@1=0 gone@2=0 heavy@2=1 bare@2=1"
-        path = self.folder / "report.json"
-        config = f'hostile="{hostile}" report="{path}"'
-        self._start("flwr", "run", str(_APP), "here", "--run-config", config)
-        self._until(lambda: path.exists() and path.read_text().endswith("}"), 240)
-        report = json.loads(path.read_text())
-        self.assertEqual(report["replies"], {"1": 2, "2": 1})
-        self.assertEqual((report["discarded"], report["rejected"]), (1, 0))
-        # S / m twice, whatever the other client sends, and noise of 0.025.
-        self.assertBetween(report["norm"], 0.5, 1.05)
-        self.assertFalse(report["tensorflow"])
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.cloudpickle.register_pickle_by_value(fm)
+    run_simulation(server, client, num_supernodes=2)
+    ((private, arrays),) = done
+    assert [r.num_replies for r in private.released_rounds] == [2, 1]
+    assert (private.discarded_updates, private.rejected_replies) == (1, 0)
+    # S / m twice, whatever the other client sends, and noise of 0.025.
+    norm = np.sqrt(sum(np.sum(w.astype(float) ** 2) for w in fm.arrays(arrays)))
+    assert norm == pytest.approx(1.0, abs=0.1)

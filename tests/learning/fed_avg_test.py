@@ -7,9 +7,16 @@ import tensorflow_federated as tff
 
 from tfdp_fl import aggregators, datasets, learning, mechanisms
 from tfdp_fl.aggregators import accountable_state
+from tfdp_fl.learning import nbafl
 
 CLIENTS = 4
 OPTIMIZER = tff.learning.optimizers.build_sgdm(0.1)
+DECLARED = {
+    "sampling": "poisson",
+    "num_clients": 100,
+    "clients_per_round": CLIENTS,
+    "delta": 1e-5,
+}
 
 
 @pytest.fixture(name="cohort", scope="module")
@@ -27,37 +34,34 @@ def _cohort():
 
 
 def keras_model():
-    return tf.keras.Sequential(
-        [
-            tf.keras.layers.InputLayer(64),
-            tf.keras.layers.Dense(
-                10, kernel_initializer=tf.keras.initializers.GlorotUniform(1)
-            ),
-        ]
-    )
+    start = tf.keras.initializers.GlorotUniform(1)
+    dense = tf.keras.layers.Dense(10, kernel_initializer=start)
+    return tf.keras.Sequential([tf.keras.layers.InputLayer(64), dense])
 
 
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-SPEC = (
-    tf.TensorSpec([None, 64], tf.float32),
-    tf.TensorSpec([None], tf.int32),
-)
+SPEC = tf.TensorSpec([None, 64], tf.float32), tf.TensorSpec([None], tf.int32)
 
 
 def model_fn():
-    return tff.learning.models.from_keras_model(
-        keras_model(), loss=LOSS, input_spec=SPEC
-    )
-
-
-def functional_model():
-    return tff.learning.models.functional_model_from_keras(keras_model, LOSS, SPEC)
+    return tff.learning.models.from_keras_model(keras_model(), LOSS, SPEC)
 
 
 MODELS = pytest.mark.parametrize(
-    "model", [model_fn, functional_model()], ids=["keras", "functional"]
+    "model",
+    [
+        model_fn,
+        tff.learning.models.functional_model_from_keras(keras_model, LOSS, SPEC),
+    ],
+    ids=["keras", "functional"],
 )
 FIXED = mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
+
+
+def build(mechanism, clients_per_round=CLIENTS, model=model_fn, **options):
+    return learning.build_dp_fed_avg(
+        model, mechanism, clients_per_round, OPTIMIZER, **options
+    )
 
 
 def run(process, cohorts):
@@ -77,7 +81,7 @@ def assert_close(first, second, atol=1e-5):
 def test_equals_unweighted_fed_avg_without_clip_and_noise(model, cohort):
     server = tff.learning.optimizers.build_sgdm(0.7, momentum=0.5)
     free = mechanisms.FixedClipping(clip_norm=1e6, noise_multiplier=0.0)
-    ours = learning.build_dp_fed_avg(model, free, CLIENTS, OPTIMIZER, server)
+    ours = build(free, model=model, server_optimizer_fn=server)
     theirs = tff.learning.algorithms.build_unweighted_fed_avg(model, OPTIMIZER, server)
     assert isinstance(ours, tff.learning.templates.LearningProcess)
     for find in (
@@ -93,14 +97,8 @@ def test_equals_unweighted_fed_avg_without_clip_and_noise(model, cohort):
 
 
 def test_failed_client_programs_and_epsilon(cohort, tmp_path):
-    process = learning.build_dp_fed_avg(
-        model_fn,
-        mechanisms.AdaptiveClipping(noise_multiplier=1.0),
-        CLIENTS * 5,
-        OPTIMIZER,
-        num_clients=1000,
-        local_epochs=2,
-    )
+    mechanism = mechanisms.AdaptiveClipping(noise_multiplier=1.0)
+    process = build(mechanism, CLIENTS * 5, num_clients=1000, local_epochs=2)
     broken = [cohort[0].map(lambda x, y: (x * np.nan, y)), *cohort[1:]]
     state, metrics = run(process, [broken, cohort])
     assert metrics["client_work"]["train"]["num_examples"] == 160
@@ -133,31 +131,26 @@ def test_failed_client_programs_and_epsilon(cohort, tmp_path):
 
 
 def test_a_state_that_two_processes_made_costs_what_both_cost(cohort):
-    def build(noise_multiplier, clients_per_round=CLIENTS, num_clients=100):
-        return learning.build_dp_fed_avg(
-            model_fn,
-            mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=noise_multiplier),
-            clients_per_round,
-            OPTIMIZER,
-            sampling="poisson",
-            num_clients=num_clients,
+    def made(z, clients_per_round=CLIENTS, num_clients=100):
+        fixed = mechanisms.FixedClipping(clip_norm=1.0, noise_multiplier=z)
+        return build(
+            fixed, clients_per_round, sampling="poisson", num_clients=num_clients
         )
 
-    first = build(0.1)
+    first = made(0.1)
     state, _ = run(first, [cohort] * 2)
     alone = first.epsilon(state, delta=1e-5)
-    after = build(5.0)
+    after = made(5.0)
     state = after.next(state, cohort).state
     assert after.epsilon(state, delta=1e-5) >= alone > 100
-    declared = {"sampling": "poisson", "num_clients": 100, "clients_per_round": CLIENTS}
-    bare = learning.epsilon(state, after.mechanism, delta=1e-5, **declared)
+    bare = learning.epsilon(state, after.mechanism, **DECLARED)
     assert bare == after.epsilon(state, delta=1e-5)
     # The same of m, and of N, of which a process may have been told less.
-    wide = build(5.0, clients_per_round=1)
+    wide = made(5.0, clients_per_round=1)
     state = wide.next(state, cohort[:1]).state
     assert wide.epsilon(state, delta=1e-5) >= alone
     with pytest.raises(ValueError, match="num_clients must be the 100"):
-        build(5.0, 1, num_clients=10_000).epsilon(state, delta=1e-5)
+        made(5.0, 1, num_clients=10_000).epsilon(state, delta=1e-5)
     assert "N = 100" in wide.privacy_statement(state, delta=1e-5)
 
 
@@ -171,33 +164,42 @@ def test_releases_past_the_mechanism_have_no_epsilon(cohort):
     plain = algorithms.build_unweighted_fed_avg(
         model_fn, OPTIMIZER, model_aggregator=factory
     )
-    declared = {
-        "sampling": "poisson",
-        "num_clients": 100,
-        "clients_per_round": CLIENTS,
-        "delta": 1e-5,
-    }
     state, _ = run(mime, [cohort])
     with pytest.raises(ValueError, match="full gradients"):
-        learning.epsilon(state, FIXED, **declared)
+        learning.epsilon(state, FIXED, **DECLARED)
     state, _ = run(plain, [cohort])
-    value = learning.epsilon(state, FIXED, **declared)
+    value = learning.epsilon(state, FIXED, **DECLARED)
     assert value > 0
     assert "what else" in value.statement
 
 
+def nbafl_of(epsilon, constant=1.0, weight_clip=50.0, **options):
+    return mechanisms.NbAFL(
+        epsilon=epsilon, constant=constant, weight_clip=weight_clip, **options
+    )
+
+
 @pytest.mark.parametrize(
-    "model, mechanism, optimizer, name",
+    "changes, name",
     [
-        (model_fn, FIXED, tf.keras.optimizers.SGD, "client_optimizer_fn"),
-        ("model", FIXED, OPTIMIZER, "model_fn"),
-        (keras_model, FIXED, OPTIMIZER, "VariableModel"),
-        (model_fn, 1.0, OPTIMIZER, "mechanism"),
+        ({"client_optimizer_fn": tf.keras.optimizers.SGD}, "client_optimizer_fn"),
+        ({"model_fn": "model"}, "model_fn"),
+        ({"model_fn": keras_model}, "VariableModel"),
+        ({"mechanism": 1.0}, "mechanism"),
+        ({"num_clients": 4, "server_optimizer_fn": OPTIMIZER}, "server_optimizer_fn"),
+        ({}, "num_clients"),
     ],
 )
-def test_arguments(model, mechanism, optimizer, name):
-    with pytest.raises(TypeError, match=name):
-        learning.build_dp_fed_avg(model, mechanism, 4, optimizer)
+def test_arguments(changes, name):
+    arguments = {
+        "model_fn": model_fn,
+        "mechanism": nbafl_of(1.0),
+        "clients_per_round": 4,
+        "client_optimizer_fn": OPTIMIZER,
+        "rounds": 3,
+    }
+    with pytest.raises((TypeError, ValueError), match=name):
+        learning.build_dp_fed_avg(**{**arguments, **changes})
 
 
 # NbAFL.
@@ -210,15 +212,8 @@ def _unequal(cohort):
 
 @MODELS
 def test_nbafl_without_noise_is_weighted_fed_avg_of_weights(model, unequal):
-    ours = learning.build_dp_fed_avg(
-        model,
-        mechanisms.NbAFL(epsilon=1e12, constant=1.0, weight_clip=50.0),
-        CLIENTS,
-        OPTIMIZER,
-        rounds=3,
-        num_clients=CLIENTS,
-        local_epochs=2,
-    )
+    facts = {"rounds": 3, "num_clients": CLIENTS, "local_epochs": 2}
+    ours = build(nbafl_of(1e12), model=model, **facts)
     theirs = tff.learning.algorithms.build_weighted_fed_avg(model, OPTIMIZER)
     state, metrics = run(ours, [unequal] * 2)
     expected, _ = run(theirs, [[data.repeat(2) for data in unequal]] * 2)
@@ -228,16 +223,8 @@ def test_nbafl_without_noise_is_weighted_fed_avg_of_weights(model, unequal):
 
 def test_clients_of_one_example_have_noise_after_any_number_of_epochs(cohort):
     # 41 times 1/41 is below 1 in float32.
-    process = learning.build_dp_fed_avg(
-        model_fn,
-        mechanisms.NbAFL(epsilon=1.0, constant=3.0, weight_clip=1.0),
-        CLIENTS,
-        OPTIMIZER,
-        rounds=2,
-        num_clients=CLIENTS,
-        min_examples=1,
-        local_epochs=41,
-    )
+    facts = {"rounds": 2, "num_clients": CLIENTS, "min_examples": 1}
+    process = build(nbafl_of(1.0, 3.0, 1.0), local_epochs=41, **facts)
     alone = [data.unbatch().take(1).batch(1) for data in cohort]
     one, other = (
         run(process, [alone])[0].global_model_weights.trainable[0] for _ in range(2)
@@ -246,15 +233,8 @@ def test_clients_of_one_example_have_noise_after_any_number_of_epochs(cohort):
 
 
 def test_downlink_noise_is_seen_once_and_the_same_by_all(unequal):
-    process = learning.build_dp_fed_avg(
-        model_fn,
-        mechanisms.NbAFL(epsilon=100.0, constant=1.0, weight_clip=50.0, mu=0.1),
-        1,
-        OPTIMIZER,
-        rounds=50,
-        num_clients=CLIENTS,
-        min_examples=1,
-    )
+    facts = {"rounds": 50, "num_clients": CLIENTS, "min_examples": 1}
+    process = build(nbafl_of(100.0, mu=0.1), 1, **facts)
     state = process.initialize()
     # What nobody's data is in has no noise.
     first = process.get_model_weights(state)
@@ -272,16 +252,15 @@ def test_downlink_noise_is_seen_once_and_the_same_by_all(unequal):
     assert process.epsilon(state, delta=0.5, sampling="poisson") > 0
 
 
-@pytest.mark.parametrize(
-    "server, options, name",
-    [
-        (OPTIMIZER, {"num_clients": 4}, "server_optimizer_fn"),
-        (None, {}, "num_clients"),
-    ],
-)
-def test_arguments_of_nbafl(server, options, name):
-    mechanism = mechanisms.NbAFL(epsilon=1.0, constant=1.0, weight_clip=1.0)
-    with pytest.raises(ValueError, match=name):
-        learning.build_dp_fed_avg(
-            model_fn, mechanism, 4, OPTIMIZER, server, rounds=3, **options
-        )
+def test_the_proximal_term_pulls_towards_what_was_received():
+    rate, mu = 0.1, 0.5
+    inner = tff.learning.optimizers.build_sgdm(rate)
+    optimizer = nbafl.ProximalOptimizer(inner, mu)
+    received = np.array([1.0, -2.0], np.float32)
+    weights, expected = (tf.constant(received),), received.copy()
+    state = optimizer.initialize((tf.TensorSpec([2], tf.float32),))
+    for gradient in ([1.0, 1.0], [0.0, 0.0], [0.5, -1.0]):
+        state, weights = optimizer.next(state, weights, (tf.constant(gradient),))
+        pull = mu * (expected - received)
+        expected = expected - rate * (np.array(gradient) + pull)
+    np.testing.assert_allclose(weights[0], expected, rtol=1e-6)

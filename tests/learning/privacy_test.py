@@ -61,12 +61,9 @@ def test_table_of_the_design(sampling, rdp, pld):
         assert value / expected == pytest.approx(1, abs=0.01)
 
 
-def test_without_privacy_it_is_infinite():
+def test_no_privacy_is_infinite_and_shuffled_counts_passes():
     nothing = mechanisms.NoPrivacy()
     assert spent(state_after(nothing, 1), nothing) == float("inf")
-
-
-def test_shuffled_counts_passes():
     # Ten cohorts of 100 are one pass: every client once, no more.
     value = spent(state_after(fixed(2.0), 10), fixed(2.0), sampling="shuffled")
     expected = accounting.epsilon(2.0, "shuffled", 1000, 100, 10, DELTA)
@@ -157,12 +154,6 @@ def test_cohorts_larger_than_declared(sampling, possible, impossible):
         call(impossible)()
 
 
-def test_a_state_without_its_history():
-    state = state_after(fixed(1.0), 2)._replace(rounds=3)
-    with pytest.raises(ValueError, match="history"):
-        spent(state, fixed(1.0))
-
-
 def test_the_statement_says_what_the_number_is():
     state = state_after(fixed(1.0), 100)
     value = spent(state, fixed(1.0))
@@ -186,6 +177,8 @@ def test_declarations_that_the_state_contradicts(mechanism, clients_per_round, m
     state = state_after(fixed(1.0), 3)
     with pytest.raises(ValueError, match=message):
         spent(state, mechanism, clients_per_round=clients_per_round)
+    with pytest.raises(ValueError, match="history"):
+        spent(state._replace(rounds=4), fixed(1.0))
 
 
 @pytest.mark.parametrize("sampling, z", [("fixed_size", 20.0), ("poisson", None)])

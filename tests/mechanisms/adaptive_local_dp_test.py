@@ -50,16 +50,13 @@ def test_a_radius_is_the_mean_of_the_last_norms_below_the_bound(norms):
     np.testing.assert_allclose(_radii(query), [0.7] * 4, rtol=1e-6)
 
 
-def test_norms_are_taken_before_clipping_and_noise():
-    query, _ = _bound(4)
-    (update,) = rounds.updates_with_norms([50.0])
-    found = query.mechanism.window_norms([tf.constant(v) for v in update])
-    np.testing.assert_allclose(found, [np.linalg.norm(v) for v in update], rtol=1e-5)
-
-
 def test_every_layer_is_clipped_to_its_own_radius():
     query, state = _bound(4, epsilon=1e14)  # Practically no noise.
     updates = rounds.updates_with_norms([0.2, 5.0])
+    # The norms of the window are taken before clipping.
+    found = query.mechanism.window_norms([tf.constant(v) for v in updates[1]])
+    norms = [np.linalg.norm(v) for v in updates[1]]
+    np.testing.assert_allclose(found, norms, rtol=1e-5)
     windows = np.full([2, 3, 4], _NAN, np.float32)
     windows[0, 2] = [0.01, 0.5, 2.0, 0.3]
     done = rounds.run_round(query, state, updates, windows=windows)
@@ -126,11 +123,3 @@ def test_joint_layers_spend_the_budget_once_and_separate_ones_each():
         assert mechanism.guarantee == "local"
         event = mechanism.round_event(0, deployment)
         assert event == dp_accounting.NonPrivateDpEvent()
-
-
-@pytest.mark.parametrize("known", ["rounds", "num_variables"])
-def test_needs_to_know_rounds_and_layers(known):
-    mechanism = tfdp_fl.AdaptiveLocalDP(epsilon=1.0, delta=1e-5)
-    other = {"rounds": "num_variables", "num_variables": "rounds"}[known]
-    with pytest.raises(ValueError, match=other):
-        mechanism.bind(Deployment(clients_per_round=2, **{known: 2}))

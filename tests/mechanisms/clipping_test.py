@@ -66,29 +66,22 @@ class ClipByNormTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(float(result.discarded), 1)
                 self.assertAllEqual(result.update[0], np.zeros(1001))
 
-    def test_a_zero_update_is_legal_and_stays_zero(self):
-        for bound in (1.0, 0.0):
-            result = _clipped([tf.zeros([3]), tf.zeros([2, 2])], bound)
+    def test_a_zero_update_is_legal_and_a_zero_bound_gives_zero(self):
+        for value, bound in ((0.0, 1.0), (0.0, 0.0), (1.0, 0.0)):
+            result = _clipped([tf.fill([3], value), tf.fill([2, 2], value)], bound)
             self.assertAllEqual(rounds.flat(result.update), np.zeros(7))
             self.assertEqual(float(result.discarded), 0)
 
-    def test_a_zero_bound_gives_zero(self):
-        self.assertAllEqual(_clipped([tf.ones([3])], 0.0).update[0], np.zeros(3))
-
-    @parameterized.parameters(float("nan"), float("inf"), -float("inf"))
+    # Beyond 2e38 the norm is no float32.
+    @parameterized.parameters(float("nan"), float("inf"), -float("inf"), 3.4e38)
     def test_one_bad_element_zeroes_the_whole_update(self, bad):
         parts = [np.ones([2, 3], np.float32), np.ones([4], np.float32)]
-        parts[1][2] = bad
+        parts[1][2] = parts[0][1, 1] = bad
         result = _clipped([tf.constant(v) for v in parts])
         self.assertAllEqual(rounds.flat(result.update), np.zeros(10))
         self.assertEqual(float(result.discarded), 1)
         self.assertEqual(float(result.clipped), 0)
         self.assertEqual(float(result.norm), 0)
-
-    def test_a_norm_beyond_float32_counts_as_unusable(self):
-        result = _clipped([tf.constant([3e38, 3e38])])
-        self.assertAllEqual(result.update[0], [0, 0])
-        self.assertEqual(float(result.discarded), 1)
 
     @parameterized.parameters("float16", "bfloat16", "float32", "float64")
     def test_keeps_dtypes(self, dtype):

@@ -43,24 +43,6 @@ def _history(mechanism, rounds, **where):
     return history
 
 
-def test_with_one_band_is_fixed_clipping_bit_for_bit():
-    mechanism = _mechanism("banded:1", min_separation=1)
-    fixed = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
-    query, state = _query(mechanism, _WIDE)
-    other = fixed.bind(Deployment(clients_per_round=4))
-    other_state = other.initial_global_state()
-    updates = rounds.updates_with_norms([1.0, 0.1], _WIDE)
-    options = {"noise_multiplier": 1.5}
-    for t in range(3):
-        one = rounds.run_round(query, state, updates, **options, seed=t)
-        two = rounds.run_round(other, other_state, updates, **options, seed=t)
-        for actual, expected in zip(one.mean, two.mean, strict=True):
-            np.testing.assert_array_equal(actual, expected)
-        state, other_state = one.next_state, two.next_state
-        event = mechanism.round_event(t, _DEPLOYMENT)
-        assert event == fixed.round_event(t, _DEPLOYMENT)
-
-
 @pytest.mark.parametrize("strategy", ["blt:2", "banded:3"])
 def test_noise_undone_is_fresh(strategy):
     # Twelve rounds of 21 000 values; statistics states its false alarms.
@@ -101,13 +83,14 @@ def test_a_new_segment_forgets_all_but_the_clip():
     query, state = _query(_mechanism())
     done = rounds.run_round(query, state, rounds.zero_updates(2), noise_multiplier=1.0)
     assert int(done.next_state.memory.position) == 1
+    # Clients are told nothing of it.
+    assert query.derive_sample_params(done.next_state).memory == ()
     new = query.new_segment(done.next_state)
     assert (int(new.memory.position), float(new.clip_norm)) == (0, 0.5)
     assert not any(np.any(buffer) for buffer in new.memory.buffers)
-    fixed = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
-    bound = fixed.bind(Deployment(clients_per_round=4))
-    plain = bound.initial_global_state()
-    assert bound.new_segment(plain) == plain
+    query = _mechanism("blt").bind(Deployment(clients_per_round=4))
+    with pytest.raises(ValueError, match="shapes"):
+        query.initial_global_state()
 
 
 def test_the_accountant_composes_them_to_one_gaussian():
@@ -127,25 +110,14 @@ def test_the_accountant_composes_them_to_one_gaussian():
     assert one == pytest.approx(1.9517, abs=5e-5)
 
 
-def test_the_query_reports_no_less_also_in_a_new_segment():
-    mechanism = _mechanism(noise_multiplier=2.0)
-    query, state = _query(mechanism)
-    zeros = rounds.zero_updates(2)
-    for t in range(14):
-        done = rounds.run_round(query, state, zeros, noise_multiplier=2.0)
-        state = done.next_state
-        charged = mechanism.round_event(t, _DEPLOYMENT)
-        reported = float(done.event.noise_multiplier)
-        assert reported == pytest.approx(charged.noise_multiplier, abs=1e-5)
-        assert charged == mechanism.round_event(t % 12, _DEPLOYMENT)
-
-
 def test_what_is_charged_is_where_the_memory_stands():
-    mechanism = _mechanism()
+    mechanism = _mechanism("BLT(num_buffers=2)")
+    assert mechanism == _mechanism("blt:2")  # A strategy may be a text.
     memory = _query(mechanism)[1].memory._replace(position=tf.constant(5))
     assert mechanism.event_index(17, memory) == 5
-    fixed = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=1.0)
-    assert fixed.event_index(17, ()) == 17
+    # A new segment costs what the first one did.
+    first, later = (mechanism.round_event(t, _DEPLOYMENT) for t in (3, 15))
+    assert first == later
     quiet = _mechanism(noise_multiplier=0.0)
     event = quiet.round_event(3, _DEPLOYMENT)
     assert event == dp_accounting.NonPrivateDpEvent()
@@ -154,9 +126,10 @@ def test_what_is_charged_is_where_the_memory_stands():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"sampling": "poisson"}, "sampling must be 'cyclic'"),
-        ({"sampling": "fixed_size"}, "sampling must be 'cyclic'"),
-        ({"sampling": "shuffled"}, "sampling must be 'cyclic'"),
+        *(
+            ({"sampling": other}, "sampling must be 'cyclic'")
+            for other in ("poisson", "fixed_size", "shuffled")
+        ),
         ({"clients_per_round": (4, 5)}, "clients_per_round"),
         # 4 cohorts of 4 clients need 16.
         ({"num_clients": 15}, r"at most .* 15 / 4"),
@@ -168,35 +141,6 @@ def test_where_it_may_not_be_used(changes, message):
     mechanism.check(Deployment(**_CYCLIC, max_participations=1))
     with pytest.raises(ValueError, match=message):
         mechanism.check(Deployment(**{**_CYCLIC, **changes}))
-
-
-def test_without_shapes_there_is_no_memory():
-    query = _mechanism().bind(Deployment(clients_per_round=4))
-    with pytest.raises(ValueError, match="shapes"):
-        query.initial_global_state()
-
-
-@pytest.mark.parametrize(
-    "text, strategy",
-    [
-        ("blt", tfdp_fl.BLT()),
-        ("blt:2", tfdp_fl.BLT(2)),
-        ("banded:5", tfdp_fl.BandedToeplitz(5)),
-        ("BLT(num_buffers=2)", tfdp_fl.BLT(2)),
-    ],
-)
-def test_a_strategy_may_be_a_text(text, strategy):
-    assert _mechanism(text).strategy == strategy
-
-
-def test_chosen_for_the_optimizer_that_runs():
-    given = _mechanism()
-    made, told = given.for_server(0.9), _mechanism(server_momentum=0.0)
-    assert made == _mechanism(server_momentum=0.9)
-    assert made.generator.numbers != given.generator.numbers
-    assert told.for_server(0.9) == told
-    fixed = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
-    assert fixed.for_server(0.9, 5) is fixed
 
 
 @pytest.mark.parametrize("strategy", ["blt:2", "banded"])

@@ -80,9 +80,7 @@ def test_one_round_costs_a_client_its_sensitivity_over_sigma(z):
     assert stddevs == {"update": pytest.approx(2 * z * 7.0)}
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, noise_multiplier=0.0)
     assert mechanism.mu_squared(_DEPLOYMENT) == math.inf
-
-
-def test_the_whole_budget_is_spent_at_the_last_participation():
+    # The whole budget is spent at the last participation.
     mechanism = tfdp_fl.LocalDP(clip_norm=1.0, epsilon=8.0, delta=1e-5)
     mu_squared = 10 * mechanism.mu_squared(_DEPLOYMENT)
     spent = gaussian.gaussian_epsilon(mu_squared**-0.5, 1e-5)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 import tfdp_fl
+from tests.mechanisms import rounds, statistics
 from tfdp_fl.mechanisms import Deployment
 
 _GOOD = {
@@ -44,75 +46,92 @@ def test_is_a_frozen_declaration(kind):
 _REFUSED = {
     tfdp_fl.FixedClipping: {
         "clip_norm": (0, -1.0, math.nan, math.inf, "1", True, None),
-        "noise_multiplier": (
-            *(-0.1, math.nan, [1.0, -1.0], [], lambda t: -1.0),
-            *("1", None),
-        ),
-        "noise_site": ("router",),
+        "noise_multiplier": (-0.1, math.nan, [1.0, -1.0], [], lambda t: -1.0),
     },
     tfdp_fl.AdaptiveClipping: {
-        "noise_multiplier": (-1.0,),
         "initial_clip_norm": (0.0,),
         "target_quantile": (1.1, -0.1),
         "clip_learning_rate": (-0.2,),
         "count_noise_stddev": (-1.0,),
-        "noise_site": ("both",),
     },
-    tfdp_fl.MedianClipping: {
-        "noise_multiplier": (-1.0,),
-        "median_noise_multiplier": (0.0, -1.0),
-        "noise_site": ("nowhere",),
-    },
+    tfdp_fl.MedianClipping: {"median_noise_multiplier": (0.0, -1.0)},
     tfdp_fl.LocalDP: {
-        "clip_norm": (0.0,),
-        "epsilon": (0.0, -1.0, None),
+        "epsilon": (0.0, None),
         "delta": (0.0, 1.0, None),
         "noise_multiplier": (1.0, -1.0),
-        "calibration": ("exact",),
-        "composition": ("none",),
-        "max_participations": (0,),
     },
-    tfdp_fl.AdaptiveLocalDP: {
-        "epsilon": (0.0,),
-        "delta": (1.0,),
-        "clipping_radius": (0.0,),
-        "window": (0, 2.5),
-        "calibration": ("best",),
-        "composition": ("best",),
-        "layers": ("all",),
-        "max_participations": (-1,),
-    },
-    tfdp_fl.NbAFL: {
-        "epsilon": (0.0,),
-        "constant": (0.0,),
-        "weight_clip": (-1.0,),
-        "mu": (-0.1,),
-    },
+    tfdp_fl.AdaptiveLocalDP: {"clipping_radius": (0.0,), "window": (0, 2.5)},
+    tfdp_fl.NbAFL: {"constant": (0.0,), "weight_clip": (-1.0,), "mu": (-0.1,)},
     tfdp_fl.CorrelatedNoise: {
         "noise_site": ("client",),
         "server_momentum": (1.0,),
         "noise_multiplier": ([1.0, 2.0], -1.0),
         "strategy": ("band", "blt:", "blt:x", "BLT(buffers=2)", 3),
-        "rounds": (0,),
         "min_separation": (0,),
-        "max_participations": (0,),
         "clip_norm": (0.0,),
     },
 }
 
 
+@pytest.mark.parametrize("kind", _GOOD)
+def test_what_is_not_allowed_is_refused_by_its_name(kind):
+    refused = {field.name: (object(),) for field in dataclasses.fields(kind)}
+    for name, values in (*refused.items(), *_REFUSED.get(kind, {}).items()):
+        for value in values:
+            with pytest.raises((ValueError, TypeError), match=name):
+                kind(**{**_GOOD[kind], name: value})
+
+
+@pytest.mark.parametrize("clip", [1e-11, 1e31])
 @pytest.mark.parametrize(
-    "kind,name,value",
+    "kind, name",
     [
-        (kind, name, value)
-        for kind, by_name in _REFUSED.items()
-        for name, values in by_name.items()
-        for value in values
+        (tfdp_fl.FixedClipping, "clip_norm"),
+        (tfdp_fl.AdaptiveClipping, "initial_clip_norm"),
+        (tfdp_fl.LocalDP, "clip_norm"),
     ],
 )
-def test_what_is_not_allowed_is_refused_by_its_name(kind, name, value):
-    with pytest.raises((ValueError, TypeError), match=name):
-        kind(**{**_GOOD[kind], name: value})
+def test_a_clip_that_float32_cannot_keep_is_refused(kind, name, clip):
+    with pytest.raises(ValueError, match="clip_norm must be from"):
+        kind(**{**_GOOD[kind], name: clip})
+
+
+@pytest.mark.parametrize("clip, noise", [(1e-10, 1e-20), (1e18, 1e18), (1.0, 1e38)])
+def test_noise_that_float32_cannot_keep_is_refused(clip, noise):
+    for schedule in (noise, [noise], lambda _: noise):
+        with pytest.raises(ValueError, match="noise_multiplier times the clip"):
+            tfdp_fl.FixedClipping(
+                clip_norm=clip, noise_multiplier=schedule
+            ).noise_multiplier_at(0)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_noise_at_the_clients_needs_cohorts_of_fixed_size(sampling):
+    deployment = Deployment(clients_per_round=5, sampling=sampling)
+    for mechanism in (
+        tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.1, noise_site="client"),
+        tfdp_fl.AdaptiveClipping(noise_multiplier=0.1, noise_site="client"),
+    ):
+        for use in (mechanism.check, mechanism.bind):
+            with pytest.raises(ValueError, match=r"noise_site.*fixed_size"):
+                use(deployment)
+
+
+def test_an_empty_cohort_is_noise_and_a_seed_repeats_it():
+    mechanism = tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.4)
+    query = mechanism.bind(Deployment(clients_per_round=8))
+
+    def released(seed):
+        options = {"clients_per_round": 8, "template": [np.zeros(30_000, np.float32)]}
+        state = query.initial_global_state()
+        done = rounds.run_round(
+            query, state, [], noise_multiplier=1.4, seed=seed, **options
+        )
+        return rounds.flat(done.mean)
+
+    statistics.assert_gaussian(released(None), 1.4 * 0.5 / 8)
+    np.testing.assert_array_equal(released(1), released(1))
+    assert not np.array_equal(released(1), released(2))
 
 
 def test_the_noise_multiplier_follows_its_schedule():
@@ -122,21 +141,16 @@ def test_the_noise_multiplier_follows_its_schedule():
         deployment = Deployment(clients_per_round=10)
         events = [made.round_event(t, deployment) for t in range(3)]
         assert [event.noise_multiplier for event in events] == [1, 2, 3]
-    made = tfdp_fl.MedianClipping(noise_multiplier=[1.0, 2.0])
-    with pytest.raises(ValueError, match=r"noise_multiplier.*2 values"):
-        made.noise_multiplier_at(2)
-
-
-def test_a_callable_is_checked_in_every_round():
-    made = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=lambda t: 1.0 - t)
-    assert made.noise_multiplier_at(1) == 0
-    with pytest.raises(ValueError, match=r"noise_multiplier.*-1"):
-        made.noise_multiplier_at(2)
-    made = tfdp_fl.FixedClipping(
-        clip_norm=1.0, noise_multiplier=lambda t: 1.0 if t == 0 else "much"
-    )
-    with pytest.raises(TypeError, match=r"noise_multiplier.*'much'"):
-        made.noise_multiplier_at(1)
+    # It is checked in every round.
+    for schedule, error, message in (
+        ([1.0, 2.0], ValueError, "2 values"),
+        (lambda t: 1.0 - t, ValueError, "-1"),
+        (lambda t: 1.0 if t == 0 else "much", TypeError, "'much'"),
+    ):
+        made = tfdp_fl.MedianClipping(noise_multiplier=schedule)
+        assert made.noise_multiplier_at(0) == 1.0
+        with pytest.raises(error, match=f"noise_multiplier.*{message}"):
+            made.noise_multiplier_at(2)
 
 
 def test_what_is_overridden_is_not_only_scaled():

@@ -71,7 +71,7 @@ def _released(deployment, value=0.0):
     total = total._replace(
         update=[v + 5 * value for v in total.update], weight=tf.constant(5.0)
     )
-    weights, _, _ = query.get_noised_result(total, state)
+    weights, _ = query.get_noised_result(total, state)
     return weights
 
 
@@ -90,32 +90,9 @@ def test_else_the_mean_is_only_clipped_element_by_element(value):
     np.testing.assert_allclose(weights, expected + np.zeros(50_000), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "rounds_, m, population", [(40, 4, 100), (41, 4, 100), (100, 1, 9), (4, 1, 16)]
-)
-def test_downlink_condition_and_formula(rounds_, m, population):
-    deployment = Deployment(
-        clients_per_round=m, num_clients=population, rounds=rounds_, min_examples=11
-    )
-    actual = _mechanism(50.0, 3.0, 2.0).downlink_stddev(deployment)
-    expected = references.nbafl_downlink_sigma(
-        2.0, 3.0, rounds_, m, population, 11, 50.0
-    )
-    assert actual == pytest.approx(expected)
-    assert (actual > 0) == (rounds_ > population**0.5 * m)
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("rounds", None),
-        ("num_clients", None),
-        ("min_examples", None),
-        ("min_examples", 0),
-    ],
-)
-def test_what_the_noise_depends_on_must_be_known(name, value):
-    known = {"rounds": 100, "num_clients": 100, "min_examples": 3, name: value}
+@pytest.mark.parametrize("name", ["rounds", "num_clients", "min_examples"])
+def test_what_the_noise_depends_on_must_be_known(name):
+    known = {"rounds": 100, "num_clients": 100, "min_examples": 3, name: None}
     with pytest.raises(ValueError, match=name):
         _mechanism().bind(Deployment(clients_per_round=4, **known))
     _mechanism().bind(_SHORT)  # Where no noise is due.

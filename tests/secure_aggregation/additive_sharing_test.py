@@ -199,16 +199,6 @@ def test_what_is_sent_is_within_the_bound(bits, size, bound, kind):
     np.testing.assert_allclose(decoded, value, atol=atol)
 
 
-@pytest.mark.parametrize("size, factor", [(100_000, 1.11), (10_000_000, 1.99)])
-def test_rounding_to_the_nearest_would_exceed_the_clip(size, factor):
-    protocol = AdditiveSecretSharing(bits=32)
-    value = _just_above_halves(size, 0.01, protocol.resolution)
-    assert np.linalg.norm(value) <= 0.01
-    nearest = protocol.decode(protocol.encode(value))
-    assert np.linalg.norm(nearest) > factor * 0.01
-    assert np.linalg.norm(protocol.within(value, 0.01)) <= 0.01
-
-
 def test_without_rounding_up_nothing_is_lost():
     # The nearest value, where that is within the bound.
     protocol = AdditiveSecretSharing(bits=32)
@@ -258,9 +248,5 @@ def test_overflow_is_an_error_that_names_tensor_and_value(kind, bad):
     message = rf"tensor 7 holds .*{bad}.*\(1, 2\).*max_share_value"
     with pytest.raises(ValueError, match=message):
         AdditiveSecretSharing(**kind).encode(value, "tensor 7")
-
-
-@pytest.mark.parametrize("dtype", ["complex64", "object", "U3", "bool"])
-def test_only_real_numbers_are_shared(dtype):
     with pytest.raises(TypeError, match="real numbers"):
-        AdditiveSecretSharing().encode(np.zeros(3, dtype))
+        AdditiveSecretSharing(**kind).encode(np.zeros(3, complex))

@@ -11,16 +11,10 @@ from tfdp_fl.secure_aggregation import Member, RejectedMessageError
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong with the messages of one sender.
+    """One thing that goes wrong with the messages of one kind and sender.
 
-    Attributes:
-      action: "drop" (the message is lost), "delay" (it takes `seconds` more),
-        "duplicate" (it arrives twice), or "crash" (the sender stops for good
-        when it is about to send the first such message).
-      kind: "share" or "partial_sum".
-      sender: A member's name.
-      recipient: The member that does not get the messages; None means all.
-      seconds: How long a delay is.
+    They are lost ("drop"), take `seconds` more ("delay"), arrive twice
+    ("duplicate"), or the sender stops for good before the first ("crash").
     """
 
     action: str
@@ -36,13 +30,7 @@ class Fault:
 
 
 class Network:
-    """Delivers messages between members, in virtual time: nothing sleeps.
-
-    Attributes:
-      delivered: Every message that reached somebody.
-      rejected: Each of them that was refused.
-      crashed: The members that a fault has stopped.
-    """
+    """Delivers messages between members, in virtual time: nothing sleeps."""
 
     def __init__(self, faults=(), latency_seconds=0.01):
         self.now = 0.0

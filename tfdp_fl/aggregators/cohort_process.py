@@ -32,7 +32,6 @@ from tfdp_fl.mechanisms import cohort_query, contribution
 def create_cohort_process(
     query: cohort_query.CohortQuery,
     plan: round_plan.RoundPlan,
-    size_check: round_plan.CohortSizeCheck,
     value_type: tff.types.Type,
     weight_type: tff.types.Type | None = None,
     *,
@@ -43,8 +42,7 @@ def create_cohort_process(
 
     Args:
       query: A mechanism's query, bound to where it is used.
-      plan: What changes from round to round.
-      size_check: Which cohort sizes are allowed.
+      plan: What changes from round to round, and which cohorts are allowed.
       value_type: Type of one client's value, a structure of float tensors.
       weight_type: Type of the second value of each client, which is handed to
         `preprocess_record` as its third argument; None if there is none.
@@ -89,7 +87,6 @@ def create_cohort_process(
     get_noised_result = _create_noised_result(
         query,
         plan,
-        size_check,
         sum_process.next.type_signature.result.result.member,
         (query_state_type, np.int32, no_history.type_signature.result),
         value_type,
@@ -185,7 +182,6 @@ def _create_preprocess_record(
 def _create_noised_result(
     query: cohort_query.CohortQuery,
     plan: round_plan.RoundPlan,
-    size_check: round_plan.CohortSizeCheck,
     total_type: tff.types.Type,
     state_types: tuple[Any, Any, Any],
     value_type: tff.types.Type,
@@ -199,7 +195,7 @@ def _create_noised_result(
     @tff.tensorflow.computation(total_type, *state_types)
     def get_noised_result(total, query_state, round_index, history):
         scalars = collections.OrderedDict(total["scalars"])
-        size = size_check.checked(
+        size = plan.checked(
             # A secure sum is off by its quantization.
             tf.round(scalars.pop("cohort_size")),
             query_state.clients_per_round,
@@ -211,7 +207,7 @@ def _create_noised_result(
             record = contribution.Contribution(
                 update=tf.nest.map_structure(tf.identity, update), **scalars
             )
-            mean, new_state, _ = query.get_noised_result(record, query_state)
+            mean, new_state = query.get_noised_result(record, query_state)
         measurements = collections.OrderedDict(
             query.derive_metrics(query_state),
             clipped_fraction=tf.math.divide_no_nan(record.clipped, size),

@@ -192,8 +192,6 @@ class BoundFactory:
                 noise_multiplier=self._noise,
                 clients_per_round=self._clients,
                 lines=lines if self._is_scheduled else lines[0],
-            ),
-            round_plan.CohortSizeCheck(
                 exact=self.mechanism.needs_exact_cohort,
                 at_most_expected=self._has_whole_cohorts,
                 at_most=at_most,
@@ -372,30 +370,23 @@ def factory_of(
     """
     own = {field.name for field in dataclasses.fields(mechanism_class)}
 
-    class Factory(MechanismFactory):
-        def __init__(
-            self,
-            *,
-            clients_per_round: schedules.Schedule,
-            inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
-            **options: Any,
-        ):
-            parameters = {name: options.pop(name) for name in own & options.keys()}
-            super().__init__(
-                mechanism_class(**parameters),
-                clients_per_round,
-                inner_factory,
-                **options,
-            )
+    def make(
+        self,
+        *,
+        clients_per_round: schedules.Schedule,
+        inner_factory: tff.aggregators.UnweightedAggregationFactory | None = None,
+        **options: Any,
+    ):
+        given = {name: options.pop(name) for name in own & options.keys()}
+        mechanism = mechanism_class(**given)
+        MechanismFactory.__init__(
+            self, mechanism, clients_per_round, inner_factory, **options
+        )
 
-    name = f"{mechanism_class.__name__}Factory"
-    Factory.__name__ = Factory.__qualname__ = name
-    Factory.__module__ = __name__
-    Factory.__doc__ = (
-        f"`MechanismFactory` of a `{mechanism_class.__name__}`, whose "
-        "parameters are its keyword arguments."
-    )
-    return Factory
+    name = mechanism_class.__name__
+    doc = f"`MechanismFactory` of a `{name}`, by its parameters as keyword arguments."
+    members = {"__init__": make, "__module__": __name__, "__doc__": doc}
+    return type(f"{name}Factory", (MechanismFactory,), members)
 
 
 AdaptiveClippingFactory = factory_of(mechanisms.AdaptiveClipping)

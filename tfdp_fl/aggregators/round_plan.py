@@ -80,17 +80,34 @@ def _at(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """What holds in a round because of its number.
+    """What holds in a round because of its number, and what is asked of its cohort.
+
+    A round with a cohort that is not allowed fails as a whole: `next` raises,
+    nothing is released, and the state stays what it was.
 
     Attributes:
       noise_multiplier: The mechanism's z.
       clients_per_round: m.
       lines: See `RoundHistory`: one for all rounds, or one for each.
+      exact: Whether exactly m have to answer, because each adds its share of the
+        noise.
+      at_most_expected: Whether no more than m may answer, as under fixed-size
+        sampling.
+      at_most: No more than so many may answer (the population), or None.
+      some_weight: Whether somebody has to answer with something usable, because
+        the answers replace the model.
+      smallest_clip: The clip must be at least this, or a secure sum's rounding
+        would count beside it.
     """
 
     noise_multiplier: Table
     clients_per_round: Table
     lines: str | tuple[str, ...]
+    exact: bool = False
+    at_most_expected: bool = False
+    at_most: int | None = None
+    some_weight: bool = False
+    smallest_clip: float = 0.0
 
     def values(self, round_index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns z and m of a round, float32 scalars."""
@@ -110,88 +127,54 @@ class RoundPlan:
             answered=tf.concat([history.answered, [answered]], axis=0),
         )
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CohortSizeCheck:
-    """The cohort sizes for which a round's guarantee holds.
-
-    A round with another size fails as a whole: `next` raises, nothing is
-    released, and the state stays what it was.
-
-    Attributes:
-      exact: Exactly clients_per_round have to answer, because each adds its
-        share of the noise.
-      at_most_expected: No more than clients_per_round may answer, as under
-        fixed-size sampling.
-      at_most: No more than so many may answer (the population), or None.
-      some_weight: Somebody has to answer with something usable, because the
-        answers replace the model.
-      smallest_clip: The clip must be at least this, or a secure sum's rounding
-        would count beside it.
-    """
-
-    exact: bool = False
-    at_most_expected: bool = False
-    at_most: int | None = None
-    some_weight: bool = False
-    smallest_clip: float = 0.0
-
     def checked(
         self,
-        cohort_size: tf.Tensor,
-        clients_per_round: tf.Tensor,
+        size: tf.Tensor,
+        expected: tf.Tensor,
         weight: tf.Tensor,
         clip_norm: tf.Tensor | float,
     ) -> tf.Tensor:
-        """Returns the cohort size, once it was found to be allowed.
+        """Returns a cohort's size, once it was found to be allowed.
 
         Args:
-          cohort_size: Float32 scalar, the number of clients that answered.
-          clients_per_round: Float32 scalar, the number that is expected.
+          size: Float32 scalar, the number of clients that answered.
+          expected: Float32 scalar, m.
           weight: Float32 scalar, the sum of the weights of the clients.
           clip_norm: Float32 scalar, the largest norm of a client's share.
         """
-        rules = (
-            (
-                self.exact,
-                tf.equal(cohort_size, clients_per_round),
+        checks = []
+
+        def require(holds: tf.Tensor, otherwise: str) -> None:
+            text = f"{otherwise}; the round is abandoned."
+            checks.append(tf.debugging.Assert(holds, [text]))
+
+        if self.exact:
+            require(
+                tf.equal(size, expected),
                 "cohort size differs from clients_per_round: with noise_site='client' "
-                "the noise is complete only if exactly clients_per_round clients "
-                "answer",
-            ),
-            (
-                self.at_most_expected,
-                cohort_size <= clients_per_round,
-                "cohort size exceeds clients_per_round, against the sampling that was "
-                "declared",
-            ),
-            (
-                self.at_most is not None,
-                cohort_size <= float(self.at_most or 0),
-                f"cohort size exceeds {self.at_most}, the most that the declared "
-                "sampling gives",
-            ),
-            (
-                self.some_weight,
-                weight > 0,
-                "cohort has nothing usable, and this mechanism replaces the model by "
-                "what the cohort hands in",
-            ),
-            (
-                self.smallest_clip > 0,
+                "the noise is complete only if exactly clients_per_round answer",
+            )
+        if self.at_most_expected:
+            require(
+                size <= expected,
+                "cohort size exceeds clients_per_round, against the declared sampling",
+            )
+        if self.at_most is not None:
+            require(
+                size <= float(self.at_most),
+                f"cohort size exceeds {self.at_most}, the most of what was declared",
+            )
+        if self.some_weight:
+            require(weight > 0, "cohort has nothing usable to replace the model by")
+        if self.smallest_clip:
+            require(
                 tf.cast(clip_norm, tf.float32) >= self.smallest_clip,
                 "the clip has become so small that the secure sum's rounding counts "
                 "beside it: give its inner_factory closer bounds",
-            ),
-        )
-        checks = [
-            tf.debugging.Assert(holds, [f"{why}; the round is abandoned."])
-            for is_rule, holds, why in rules
-            if is_rule
-        ]
+            )
         # Eagerly a check that holds is None.
         with tf.control_dependencies([check for check in checks if check is not None]):
-            return tf.identity(cohort_size)
+            return tf.identity(size)
 
 
 def largest_poisson_cohort(num_clients: int, clients_per_round: float) -> int:

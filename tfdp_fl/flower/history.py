@@ -79,6 +79,7 @@ class RoundHistory:
     Attributes:
       released: the rounds that this strategy was charged with.
       budget: the most that may be spent; None for no limit.
+      ledger: open, or None.
     """
 
     def __init__(
@@ -97,40 +98,33 @@ class RoundHistory:
         self.released: list[ReleasedRound] = []
         self.budget = budget
         self._sampling = sampling
-        self._ledger: ledger_lib.PrivacyLedger | None = None
+        self.ledger: ledger_lib.PrivacyLedger | None = None
         if ledger is None:
             return
         with contextlib.ExitStack() as unless_kept:
             if not isinstance(ledger, ledger_lib.PrivacyLedger):
-                ledger = unless_kept.enter_context(
-                    ledger_lib.PrivacyLedger(
-                        ledger,
-                        mode="append",
-                        target_epsilon=budget.epsilon if budget else None,
-                        target_delta=budget.delta if budget else None,
-                        mechanism={"guarantee": "central", "name": description},
-                    )
+                ledger = ledger_lib.PrivacyLedger(
+                    ledger,
+                    mode="append",
+                    target_epsilon=budget.epsilon if budget else None,
+                    target_delta=budget.delta if budget else None,
+                    mechanism={"guarantee": "central", "name": description},
                 )
-            self._charges_of(ledger)
-            self._ledger = ledger
+                unless_kept.callback(ledger.close)
+            self.ledger = ledger
+            self._charges()
             unless_kept.pop_all()
-        if self.num_from_ledger:
+        if ledger.rounds:
             _logger.warning(
                 "The ledger %s holds %d rounds that others released; they are "
                 "charged as well.",
-                ledger.path,
-                self.num_from_ledger,
+                *(ledger.path, ledger.rounds),
             )
-
-    def close(self) -> None:
-        """Closes the ledger."""
-        if self._ledger is not None:
-            self._ledger.close()
 
     @property
     def num_rounds(self) -> int:
         """How many rounds are charged, whichever strategy released them."""
-        return len(self.released) if self._ledger is None else self._ledger.rounds
+        return len(self.released) if self.ledger is None else self.ledger.rounds
 
     @property
     def num_from_ledger(self) -> int:
@@ -139,30 +133,25 @@ class RoundHistory:
 
     def accountant(self) -> accountant_lib.PrivacyAccountant:
         """Returns what all charged rounds cost."""
-        charges = [released.charge() for released in self.released]
-        if self._ledger is not None:
-            charges = self._charges_of(self._ledger)
-        composed = accountant_lib.PrivacyAccountant()
-        for charge, count in collections.Counter(charges).items():
-            composed.add(charge, count)
-        return composed
+        counted = collections.Counter(self._charges())
+        return accountant_lib.PrivacyAccountant(counted.items())
 
-    def _charges_of(
-        self, ledger: ledger_lib.PrivacyLedger
-    ) -> list[charge_lib.RoundCharge]:
-        """Returns what the ledger's rounds cost, those of other runs too.
+    def _charges(self) -> list[charge_lib.RoundCharge]:
+        """Returns what rounds cost, those of other runs in the ledger too, or raises.
 
         Raises:
           ValueError: One has no central charge, or another sampling.
         """
+        if self.ledger is None:
+            return [released.charge() for released in self.released]
         charges = []
-        for entry in ledger.entries:
+        for entry in self.ledger.entries:
             if entry.charge is None or entry.charge.sampling != self._sampling:
                 raise ValueError(
                     f"ledger must hold rounds of {self._sampling} sampling and "
-                    f"with a central charge only, got {ledger.path} with one of "
-                    f"{entry.charge!r}: its neighbouring relation is another, and "
-                    "no one epsilon covers both."
+                    f"with a central charge only, got {self.ledger.path} with one "
+                    f"of {entry.charge!r}: its neighbouring relation is another, "
+                    "and no one epsilon covers both."
                 )
             charges.append(entry.charge)
         return charges
@@ -185,9 +174,9 @@ class RoundHistory:
           In both cases nothing is charged, and it must not be released.
         """
         with _WRITING:
-            if self._ledger is not None:
-                self._ledger.record(
-                    self._ledger.rounds,
+            if self.ledger is not None:
+                self.ledger.record(
+                    self.ledger.rounds,
                     released.charge(),
                     released.clients_per_round,
                     budget=self.budget,

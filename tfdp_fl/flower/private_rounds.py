@@ -163,16 +163,11 @@ class PrivateRounds:
                 "(noise_site='client', server_side_noising=False), got 'exclude'."
             )
         self.on_client_failure = failure
-        if (target_epsilon is None) != (target_delta is None):
-            raise ValueError(
-                "target_epsilon and target_delta must be given both or not at "
-                f"all, got {target_epsilon!r} and {target_delta!r}."
-            )
         self.accountant = _validate.one_of(
             charge_lib.ACCOUNTANTS, accountant=accountant
         )
         budget = None
-        if target_epsilon is not None and target_delta is not None:
+        if target_epsilon is not None or target_delta is not None:
             budget = ledger_lib.Budget(
                 _validate.positive(target_epsilon=target_epsilon),
                 _validate.inside_unit_interval(target_delta=target_delta),
@@ -259,13 +254,14 @@ class PrivateRounds:
         Raises:
           ValueError: if an argument is not allowed.
         """
-        if delta is None:
-            if self._history.budget is None:
-                raise ValueError(
-                    "delta must be given, as no target_delta was, got None."
-                )
-            delta = self._history.budget.delta
-        return self._history.accountant().epsilon(delta, accountant)
+        return self._history.accountant().epsilon(self._delta(delta), accountant)
+
+    def _delta(self, delta: float | None) -> float:
+        if delta is not None:
+            return delta
+        if self._history.budget is None:
+            raise ValueError("delta must be given, as no target_delta was, got None.")
+        return self._history.budget.delta
 
     def privacy_report(
         self, delta: float | None = None, accountant: str = "rdp"
@@ -284,12 +280,9 @@ class PrivateRounds:
           on_client_failure, strategy, and caveats: sentences that have to be read
           with epsilon.
         """
-        epsilon = self.privacy_epsilon(delta, accountant)
-        if delta is None:
-            delta = cast(ledger_lib.Budget, self._history.budget).delta
-        known = self._history.accountant().epsilon_if_participation_is_known(
-            delta, accountant
-        )
+        delta, spent = self._delta(delta), self._history.accountant()
+        epsilon = spent.epsilon(delta, accountant)
+        known = spent.epsilon_if_participation_is_known(delta, accountant)
         replaced = "nothing, in its place" if self._correlation else "another"
         kind = type(self.strategy)
         by_server = self.mechanism.noise_site == "server"
@@ -351,7 +344,8 @@ class PrivateRounds:
 
     def close(self) -> None:
         """Closes the ledger, so that another process may go on with it."""
-        self._history.close()
+        if self._history.ledger is not None:
+            self._history.ledger.close()
 
     @property
     def _deployment(self) -> mechanisms.Deployment:

@@ -106,7 +106,6 @@ def build_dp_fed_avg(
     }
     initial_weights = _initial_weights(model_fn)
     weights_type = initial_weights.type_signature.result
-    by_weights = mechanism.releases_weights
     if isinstance(mechanism, NbAFL):
         if server_optimizer_fn is not None:
             raise ValueError(
@@ -131,17 +130,13 @@ def build_dp_fed_avg(
         )
     if model_distributor is None:
         model_distributor = tff.learning.templates.build_broadcast_process(weights_type)
-    weighting = tff.learning.ClientWeighting
-    work = client_work.mark_failures(
-        client_work.build_local_training(
-            model_fn,
-            client_optimizer_fn,
-            weighting.NUM_EXAMPLES if by_weights else weighting.UNIFORM,
-            metrics_aggregator=metrics_aggregator,
-            loop_implementation=loop_implementation,
-            local_epochs=local_epochs,
-        ),
-        as_weights=by_weights,
+    work = client_work.build_local_training(
+        model_fn,
+        client_optimizer_fn,
+        as_weights=mechanism.releases_weights,
+        metrics_aggregator=metrics_aggregator,
+        loop_implementation=loop_implementation,
+        local_epochs=local_epochs,
     )
     result_type = work.next.type_signature.result.result.member
     composed = tff.learning.templates.compose_learning_process(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import dp_accounting
 
@@ -20,9 +19,6 @@ from tfdp_fl.mechanisms import (
     registry,
 )
 from tfdp_fl.mechanisms.contribution import Deployment, Round
-
-if TYPE_CHECKING:
-    from tfdp_fl.mechanisms import cohort_query
 
 # The private median is sought on a geometric grid that does not depend on the
 # data: 2^12 cells over eight decades are 0.45 % apart.
@@ -85,11 +81,6 @@ def _answer_stddev(median_noise_multiplier: float) -> float:
     return median_noise_multiplier * math.sqrt(SEARCH_STEPS) / 2
 
 
-def _largest_reliable(clients_per_round: float) -> float:
-    """Returns the most noise with which a cohort that agrees is understood."""
-    return clients_per_round / (2 * _SAFE_STDDEVS * _answer_stddev(1.0))
-
-
 def default_median_noise_multiplier(
     noise_multiplier: float, clients_per_round: float
 ) -> float:
@@ -103,9 +94,9 @@ def default_median_noise_multiplier(
       noise_multiplier: z > 0 of the sum.
       clients_per_round: m, the smallest expected size of a cohort.
     """
-    least = _LEAST_RATIO * noise_multiplier
-    reliable = max(_largest_reliable(clients_per_round), least)
-    return min(_USUAL_RATIO * noise_multiplier, reliable)
+    reliable = clients_per_round / (2 * _SAFE_STDDEVS * _answer_stddev(1.0))
+    least, usual = _LEAST_RATIO * noise_multiplier, _USUAL_RATIO * noise_multiplier
+    return min(usual, max(reliable, least))
 
 
 @registry.register("median")
@@ -131,7 +122,7 @@ class MedianClipping(mechanism.Mechanism):
         value a round, or a callable of the round (the paper's sigma_t).
       median_noise_multiplier: None for the exact median, as published, or
         z_median > 0; for cohorts of m at most m / 14, or the median goes
-        astray now and then (a warning says so).
+        astray now and then.
       noise_site: "server" or "client" (needs fixed-size sampling).
     """
 
@@ -179,23 +170,6 @@ class MedianClipping(mechanism.Mechanism):
                 "one of two clients can make as large as it likes, got "
                 f"{smallest:g}; a median_noise_multiplier gives a private one."
             )
-
-    def bind(self, deployment: Deployment) -> cohort_query.CohortQuery:
-        """Implements `Mechanism.bind`."""
-        noise_multiplier, size = self.median_noise_multiplier, deployment.cohort_size(0)
-        advised = _largest_reliable(size)
-        # Rounding of the default, which is just this, is no reason to warn.
-        if noise_multiplier is not None and noise_multiplier > advised * (1 + 1e-6):
-            warnings.warn(
-                f"median_noise_multiplier={noise_multiplier:.3g} puts noise of stddev "
-                f"{_answer_stddev(noise_multiplier):.3g} on counts of at most "
-                f"{size / 2:g}: now and then the median will be wrong by orders of "
-                "magnitude, and the noise on the sum with it, which can ruin a model. "
-                f"With {size:g} clients in a cohort take at most {advised:.3g}, at the "
-                "price of more noise on the sum.",
-                stacklevel=2,
-            )
-        return super().bind(deployment)
 
     def clip_to_cohort(self, norms: tf.Tensor, round: Round) -> tf.Tensor:
         """Returns the median of the cohort's norms (float32 vector).

@@ -1,1 +1,0 @@
-"""A Flower App for `tests/flower/runs_test.py`."""
