@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -111,28 +110,11 @@ _COMMANDS = ("train", "accountant", "sweep")
 
 def _run(*command: str | pathlib.Path, cwd: pathlib.Path) -> str:
     """Runs a command; returns what it printed, and raises if it failed."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
-    }
-    started = time.perf_counter()
-    done = subprocess.run(
-        [str(each) for each in command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    shown = " ".join(
-        word if len(word) < 60 else "..." for word in map(str, command[1:])
-    )
-    print(
-        f"  {time.perf_counter() - started:6.1f} s  "
-        f"{pathlib.Path(command[0]).name} {shown}",
-        flush=True,
-    )
+    ours = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    theirs = {name: value for name, value in os.environ.items() if name not in ours}
+    words = [str(word) for word in command]
+    print(" ", *(word if len(word) < 60 else "..." for word in words), flush=True)
+    done = subprocess.run(words, cwd=cwd, env=theirs, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stdout}\n{done.stderr}\nfailed: {command}")
     return done.stdout
