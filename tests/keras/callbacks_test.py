@@ -29,6 +29,7 @@ from tfdp_fl.keras.callbacks import (
 )
 
 _DELTA = 1e-3
+_LOCAL = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=2.0)
 
 
 class _Lines(FederatedCallback):
@@ -37,21 +38,11 @@ class _Lines(FederatedCallback):
     def __init__(self):
         super().__init__()
         self.seen = []
+        for name in ("rounds_planned", "round_charged", "round_released", "fit_end"):
+            setattr(self, f"on_{name}", functools.partial(self._note, name))
 
-    def _note(self, kind):
+    def _note(self, kind, *_):
         self.seen.append((kind, self.federated_model.get_weights()[0].copy()))
-
-    def on_rounds_planned(self, first_round, last_round):
-        self._note("planned")
-
-    def on_round_charged(self, round_index, charge, details):
-        self._note("charged")
-
-    def on_round_released(self, round_index, logs):
-        self._note("released")
-
-    def on_fit_end(self):
-        self._note("end")
 
 
 class _Calls(FederatedCallback):
@@ -69,28 +60,24 @@ def _raises(error):
     return function
 
 
-def _disk_full_in_round_2(round_index, *_):
-    if round_index == 2:
-        raise OSError("disk full")
-
-
 def test_a_round_is_charged_before_the_model_changes():
     fed, lines = toy.federated(), _Lines()
     toy.fit(fed, 2, [lines])
     kinds = [kind for kind, _ in lines.seen]
-    assert kinds == ["planned", *["charged", "released"] * 2, "end"]
+    rounds = ["round_charged", "round_released"] * 2
+    assert kinds == ["rounds_planned", *rounds, "fit_end"]
     start, charged, released, again, *_ = (weights for _, weights in lines.seen)
     np.testing.assert_array_equal(charged, start)
     assert np.abs(released - start).max() > 1e-6
     np.testing.assert_array_equal(again, released)
     # A round that is not written does not happen.
     before, spent = fed.get_weights(), fed.epsilon(_DELTA)
-    refuses = _Calls("on_round_charged", _disk_full_in_round_2)
+    refuses = _Calls("on_round_charged", _raises(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         toy.fit(fed, 2, [refuses, lines])
     toy.assert_same(before, fed)
     assert (fed.epsilon(_DELTA), fed.rounds) == (spent, 2)
-    assert lines.seen[-1][0] == "end"
+    assert lines.seen[-1][0] == "fit_end"
 
 
 def test_a_budget_stops_before_the_round_that_would_overspend():
@@ -124,8 +111,7 @@ def test_a_budget_stops_before_the_round_that_would_overspend():
 
 
 def test_a_local_budget_counts_the_client_seen_most():
-    local = tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0)
-    fed = toy.federated(local, clients_per_round=40)
+    fed = toy.federated(_LOCAL, clients_per_round=40)
     once = fed.mechanism.mu_squared(None)
     epsilon = accounting.epsilon_of_mu_squared(3.5 * once, _DELTA)
     toy.fit(fed, 9, [PrivacyBudget(epsilon, _DELTA)])
@@ -134,17 +120,16 @@ def test_a_local_budget_counts_the_client_seen_most():
     assert toy.fit(without_noise, 3, [PrivacyBudget(100.0, _DELTA)]).epoch == []
 
 
+_read = accounting.PrivacyLedger.read
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "ledger.jsonl"
 
 
-def _read(path):
-    return accounting.PrivacyLedger.read(path)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_error_at_the_end_of_fit_leaves_no_ledger_locked(path, monkeypatch, error):
+def test_an_error_at_the_end_of_fit_leaves_no_ledger_locked(path, error):
     def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -188,23 +173,13 @@ def test_a_ledger_holds_every_round_of_several_fits(path):
 
 
 @pytest.mark.parametrize(
-    "mechanism, size, sampling, known",
-    [
-        (None, 4, "poisson", 4.847),
-        (
-            tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=2.0),
-            *(40, "shuffled", 37.62),
-        ),
-    ],
+    "options, known",
+    [((None, None, 4, "poisson"), 4.847), ((_LOCAL, None, 40, "shuffled"), 37.62)],
 )
-def test_a_ledger_of_two_runs_tells_what_all_rounds_cost(
-    path, mechanism, size, sampling, known
-):
-    delta = 1e-5
-    make = functools.partial(toy.federated, mechanism, None, size, sampling)
+def test_a_ledger_of_two_runs_tells_what_all_rounds_cost(path, options, known):
+    delta, make = 1e-5, functools.partial(toy.federated, *options)
     first, second, whole = make(), make(), make()
-    append = [Ledger(path, append=True)]
-    toy.fit(first, 10, append)
+    toy.fit(first, 10, [Ledger(path, append=True)])
     # Rounds that nobody wrote down, and then as many with the ledger.
     toy.fit(second, 10)
     assert second.epsilon(delta) == first.epsilon(delta)
@@ -215,10 +190,8 @@ def test_a_ledger_of_two_runs_tells_what_all_rounds_cost(
     assert second.epsilon(delta) == pytest.approx(expected, abs=1e-9)
     contents = _read(path)
     assert contents.epsilon(delta) == pytest.approx(expected, abs=1e-9)
-    assert {run: len(lines) for run, lines in contents.by_run().items()} == {
-        first.run.run_id: 10,
-        second.run.run_id: 20,
-    }
+    lines = {run: len(own) for run, own in contents.by_run().items()}
+    assert lines == {first.run.run_id: 10, second.run.run_id: 20}
     # To read it again adds nothing.
     toy.fit(second, 1, [Ledger(path, append=True)])
     toy.fit(whole, 1)
@@ -248,12 +221,10 @@ def test_a_budget_counts_a_ledger_wherever_it_stands(path):
 
 
 def test_runs_that_cannot_be_added_are_refused(path):
-    append = [Ledger(path, append=True)]
-    toy.fit(toy.federated(), 1, append)
-    local = toy.federated(tfdp_fl.LocalDP(clip_norm=0.5, noise_multiplier=4.0))
+    toy.fit(toy.federated(), 1, [Ledger(path, append=True)])
     before = path.read_bytes()
     for fed, message in (
-        (local, "path must be a ledger of runs with a local guarantee"),
+        (toy.federated(_LOCAL), "path must be a ledger of runs with a local guarantee"),
         (toy.federated(sampling="poisson"), "one guarantee cannot cover both"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -301,22 +272,15 @@ def test_a_full_disk_abandons_the_round(path):
 
 
 def test_an_error_of_a_checkpoint_is_raised_in_a_handler_too(tmp_path):
-    write = checkpoint.CheckpointDirectory.write
-
-    def fails(directory, made, keep):
-        if made.round_index == 2:
-            raise checkpoint.CheckpointWriteError("disk full")
-        return write(directory, made, keep)
-
-    saved = RoundCheckpoint(tmp_path, every=100)
-    with (
-        mock.patch.object(checkpoint.CheckpointDirectory, "write", fails),
-        pytest.raises(checkpoint.CheckpointWriteError, match="disk full"),
-    ):
+    error = checkpoint.CheckpointWriteError
+    fails = mock.patch.object(
+        checkpoint.CheckpointDirectory, "write", side_effect=[None, error]
+    )
+    with fails, pytest.raises(error):
         try:
             raise RuntimeError("the first try")
         except RuntimeError:
-            toy.fit(toy.federated(), 2, [saved])
+            toy.fit(toy.federated(), 2, [RoundCheckpoint(tmp_path, every=100)])
 
 
 def test_what_a_directory_of_checkpoints_holds(tmp_path):

@@ -173,14 +173,10 @@ FAILURES: dict[str, Callable[[Client], Any]] = {
 def clients() -> dict[int, Client]:
     """Returns usual clients, but for the hostile one alike."""
     rng = np.random.default_rng(3)
-    alike, own = (
-        (
-            rng.normal(size=(EXAMPLES, FEATURES)).astype(np.float32),
-            rng.integers(0, CLASSES, EXAMPLES),
-        )
-        for _ in range(2)
-    )
-    return {k: own if k == HOSTILE else alike for k in range(CLIENTS)}
+    x = rng.normal(size=(2, EXAMPLES, FEATURES)).astype(np.float32)
+    y = rng.integers(0, CLASSES, (2, EXAMPLES))
+    kinds = [int(k == HOSTILE) for k in range(CLIENTS)]
+    return {k: (x[kind], y[kind]) for k, kind in enumerate(kinds)}
 
 
 def without_examples(client: Client) -> Client:
@@ -212,31 +208,17 @@ class HereWorkers:
 
 
 WAYS = (
-    "one_by_one",
-    "side_by_side",
-    "few_side_by_side",
-    "xla",
-    "streamed",
-    "streamed_xla",
-    "sharded",
-    "sharded_side_by_side",
-    "sharded_few_side_by_side",
-    "streamed_sharded",
-    "secure_aggregation",
-    "secure_aggregation_float",
+    *("one_by_one", "side_by_side", "few_side_by_side", "xla", "streamed"),
+    *("streamed_xla", "sharded", "sharded_side_by_side", "streamed_sharded"),
+    *("sharded_few_side_by_side", "secure_aggregation", "secure_aggregation_float"),
 )
 
 
 def model() -> tf.keras.Model:
     """Returns a small dense model that always starts the same."""
     tf.keras.utils.set_random_seed(1)
-    return tf.keras.Sequential(
-        [
-            tf.keras.layers.Input((FEATURES,)),
-            tf.keras.layers.Dense(8, "relu"),
-            tf.keras.layers.Dense(CLASSES),
-        ]
-    )
+    layers = [tf.keras.layers.Dense(8, "relu"), tf.keras.layers.Dense(CLASSES)]
+    return tf.keras.Sequential([tf.keras.layers.Input((FEATURES,)), *layers])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,24 +235,18 @@ class Trainer:
     def __init__(self, case: Case, way: str, runtime: Any = None):
         self.case, self.way = case, way
         self._runtime = HereWorkers() if "sharded" in way else runtime
-        options = {}
+        self._beside = way.endswith("side_by_side")
+        protocol = None
         if way.startswith("secure"):
-            options["secure_aggregation"] = secure_aggregation.AdditiveSecretSharing(
-                mode="float" if way.endswith("float") else "ring"
-            )
-        made, m, sampling = case.make(), CLIENTS, case.sampling
-        self._fed = toy.federated(made, model(), m, sampling, **options)
-        self._fed.compile(
-            tf.keras.optimizers.SGD(0.5),
-            toy.loss(),
-            ["accuracy"],
-            jit_compile=None if self._is_beside else way.endswith("xla"),
+            mode = "float" if way.endswith("float") else "ring"
+            protocol = secure_aggregation.AdditiveSecretSharing(mode=mode)
+        compiled = {"optimizer": tf.keras.optimizers.SGD(0.5), "metrics": ["accuracy"]}
+        compiled["jit_compile"] = None if self._beside else way.endswith("xla")
+        self._fed = toy.federated(
+            *(case.make(), model(), CLIENTS, case.sampling, compiled),
+            secure_aggregation=protocol,
         )
         self._start = self._fed.get_weights()
-
-    @property
-    def _is_beside(self) -> bool:
-        return self.way.endswith("side_by_side")
 
     @property
     def run(self) -> Any:
@@ -288,23 +264,13 @@ class Trainer:
             data = {k: others(client) for k, client in data.items()}
         self._fed.set_weights(self._start)
         self._fed._forget_run()  # The same noise again.
-        beside, few = self._is_beside, "few" in self.way
-        with mock.patch.multiple(
-            dense_models,
-            is_worthwhile=lambda *_: beside,
-            is_small=lambda *_: few,
-        ):
-            history = self._fed.fit(
-                self._dataset(data, change),
-                batch_size=EXAMPLES // 2,
-                seed=5,
-                verbose=0,
-                runtime=self._runtime,
-            )
-        return Outcome(
-            toy.flat(self._fed.get_weights()),
-            {name: values[-1] for name, values in history.history.items()},
-        )
+        beside, few = self._beside, "few" in self.way
+        chosen = {"is_worthwhile": lambda *_: beside, "is_small": lambda *_: few}
+        fit = {"batch_size": EXAMPLES // 2, "seed": 5, "runtime": self._runtime}
+        with mock.patch.multiple(dense_models, **chosen):
+            made = toy.fit(self._fed, data=self._dataset(data, change), **fit)
+        history = {name: values[-1] for name, values in made.history.items()}
+        return Outcome(toy.flat(self._fed), history)
 
     def _dataset(self, data, change):
         if not self.way.startswith("streamed"):
@@ -312,17 +278,14 @@ class Trainer:
             return FederatedDataset.from_client_arrays(data)
 
         def read(client):
-            if client == HOSTILE:
-                return change(data[client])
-            return data[client]
+            return change(data[client]) if client == HOSTILE else data[client]
 
         return FederatedDataset.from_client_fn(range(CLIENTS), read)
 
     def without(self) -> Outcome:
         """Trains one round without the hostile client."""
-        return self.round(
-            (lambda client: client) if self.case.averages else without_examples
-        )
+        usual = self.case.averages
+        return self.round(lambda client: client if usual else without_examples(client))
 
     def bound(self, without: Outcome, dropped_out: bool = False) -> float:
         """Returns how far the hostile client may move the model.
@@ -330,11 +293,9 @@ class Trainer:
         That is, from where it would be without it, or if it failed and took its own
         noise along.
         """
-        case = self.case
-        reach = case.reach
+        reach, noise = self.case.reach, self.case.noise
         if math.isnan(reach):
             reach = without.history["clip_norm"]
-        noise = case.noise
         if math.isnan(noise):
             noise = without.history["noise_stddev"] / CLIENTS**0.5
         weights, size = np.linalg.norm(self.start()), self.start().size

@@ -185,22 +185,6 @@ def test_cohorts_that_are_not_known_may_allow_more():
     assert fed.epsilon(1e-3) <= 8.0 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    "options, wanted",
-    [
-        ({"sampling": "fixed_size", "clients_per_round": 5}, "pld"),
-        ({"sampling": "fixed_size"}, "rdp"),  # Half of the clients.
-        ({"clients_per_round": [20, 20, 10, 10]}, "pld"),
-        ({"clients_per_round": [20, 21, 22, 23]}, "rdp"),
-        ({"mechanism": "none"}, "rdp"),
-        ({"mechanism": "local", "clip_norm": 1.0}, "rdp"),
-    ],
-)
-def test_the_accountant_is_pld_where_it_is_tight_and_quick(options, wanted):
-    made = toy.private(2.0, 4, accountant=None, **options)
-    assert made.setup.accountant == wanted
-
-
 def test_one_epsilon_everywhere():
     fed = toy.private(2.0, 4, accountant=None)
     told = toy.fit(fed, 4).history["epsilon"]

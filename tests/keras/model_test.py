@@ -135,7 +135,6 @@ def test_the_same_seed_repeats_and_no_seed_does_not():
         fed = toy.federated(mechanism, toy.dropout, sampling="poisson")
         toy.fit(fed, 2, seed=seed, shuffle=True)
         trained = toy.flat(fed)
-        toy.give_back(fed)
         return trained
 
     first = weights(3)

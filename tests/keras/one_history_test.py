@@ -133,15 +133,11 @@ def test_a_fit_or_compile_inside_a_fit(kind):
     toy.fit(fed, 2)  # The failed one has let go.
 
 
-@pytest.mark.parametrize(
-    "make_copy",
-    [copy.copy, copy.deepcopy, lambda fed: pickle.loads(pickle.dumps(fed))],
-)
-def test_copies_are_refused(make_copy):
+def test_copies_are_refused():
     fed = toy.federated()
-    toy.fit(fed, 1, seed=5)
-    with pytest.raises(TypeError, match="cannot be copied or pickled"):
-        make_copy(fed)
+    for make_copy in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            make_copy(fed)
 
 
 @pytest.mark.parametrize("name", ["run", "setup", "model", "mechanism"])

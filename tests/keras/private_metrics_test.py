@@ -176,9 +176,12 @@ def test_the_target_is_kept():
     assert fed.epsilon(_DELTA) == before
 
 
+_Ledger = tfdp_fl.callbacks.Ledger
+
+
 @pytest.fixture
 def ledger(tmp_path):
-    return tfdp_fl.callbacks.Ledger(tmp_path / "a.jsonl")
+    return _Ledger(tmp_path / "a.jsonl")
 
 
 def _told(ledger):
@@ -229,8 +232,8 @@ def test_what_cannot_be_written_is_not_released(ledger):
 
 
 def test_an_interrupt_leaves_no_line_that_the_run_knows_not_of(ledger):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     fed, record = _trained(callbacks=[ledger]), accounting.PrivacyLedger.record
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*args, **kwargs):
         record(*args, **kwargs)

@@ -97,7 +97,6 @@ def test_a_resumed_run_ends_in_the_same_weights(tmp_path, make):
     _fit(whole, callbacks=[keeper, falling], seed=5)
     copy = _copy_as_of(tmp_path / "run", 3)
     weights, spent = whole.get_weights(), whole.epsilon(_DELTA)
-    toy.give_back(whole)
     resumed = make()
     history = _fit(resumed, callbacks=[falling], seed=5, resume_from=copy)
     assert history.epoch == [3, 4, 5]
@@ -134,7 +133,6 @@ def test_a_lost_round_never_has_its_noise_or_cohort_again(tmp_path, before, afte
 
         with mock.patch.object(engine.CohortEngine, "collect", seen):
             _fit(fed, callbacks=callbacks, seed=5, resume_from=path)
-        toy.give_back(fed)
 
     trained(before, callbacks=[RoundCheckpoint(tmp_path / "run", keep=99)])
     killed = _copy_as_of(tmp_path / "run", 3)
@@ -157,7 +155,6 @@ def test_a_second_fit_is_resumed_as_such(tmp_path, make):
     for rounds in (2, 3):
         _fit(whole, rounds, [keeper], seed=2)
     copy, weights = _copy_as_of(tmp_path / "run", 3), whole.get_weights()
-    toy.give_back(whole)
     resumed = make()
     # NumPy's number is as good as Python's.
     assert _fit(resumed, 3, seed=np.int64(2), resume_from=copy).epoch == [3, 4]

@@ -90,7 +90,6 @@ def test_a_seeded_run_is_the_same_drawn_ahead_or_not(mechanism, streamed):
         fit = {"batch_size": 4, "local_epochs": 2, "seed": 5, "shuffle": True}
         history = toy.fit(fed, 7, [rate], data=clients, **fit)
         values = [*fed.get_weights(), *history.history.values()]
-        toy.give_back(fed)
         return values
 
     found = trained()

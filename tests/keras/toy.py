@@ -90,20 +90,15 @@ def loss() -> tf.keras.losses.Loss:
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def weights_of(model: Any) -> list[np.ndarray]:
-    """Returns the weights of a model, or a list of them as it is."""
-    return model if isinstance(model, list) else model.get_weights()
-
-
 def flat(model: Any) -> np.ndarray:
-    """Returns all weights as one vector, float64."""
-    return np.concatenate([np.ravel(w).astype(np.float64) for w in weights_of(model)])
+    """Returns all weights of a model, or a list of them, as one float64 vector."""
+    weights = model if isinstance(model, list) else model.get_weights()
+    return np.concatenate([np.ravel(w).astype(np.float64) for w in weights])
 
 
 def assert_same(one: Any, other: Any) -> None:
     """Fails unless two models, or lists of weights, are alike to the last bit."""
-    for own, others in zip(weights_of(one), weights_of(other), strict=True):
-        np.testing.assert_array_equal(own, others)
+    np.testing.assert_array_equal(flat(one), flat(other))
 
 
 @contextlib.contextmanager
@@ -135,9 +130,9 @@ class _Loan:
     def renewed(self, test: str) -> tfdp_fl.DPFederatedModel:
         """Returns a wrapper of the model, as new but for its programs."""
         before, model = self.fed, self.fed.model
+        optimizer = self.compiled.server_optimizer
         for variable, value in zip(model.variables, self._values, strict=True):
             variable.assign(value)
-        optimizer = self.compiled.server_optimizer
         if before.engine is not None and optimizer is not None:
             new = type(optimizer).from_config(optimizer.get_config())
             state = keras_versions.build_optimizer(new, model.trainable_variables)
@@ -167,22 +162,19 @@ def federated(
     """Returns a compiled model in one replica, without XLA: quick to trace.
 
     To trace takes a second. So a model that an earlier test was lent is lent again,
-    as new, if it is of the same arguments.
-
-    Args:
-      mechanism: By default it clips to 0.5, and adds noise of 0.5.
-      model: A Keras model, or a function that makes one; by default `dense`.
-      clients_per_round: As in `DPFederatedModel`.
-      sampling: Likewise.
-      compile_options: Arguments of `compile`.
-      **options: Of `DPFederatedModel`.
+    as new, if it is of the same arguments. `model` may be a function that makes one.
     """
     mechanism = mechanism or tfdp_fl.FixedClipping(clip_norm=0.5, noise_multiplier=1.0)
-    make, chosen = dense if model is None else model, compile_options or {}
+    make, chosen = model or dense, compile_options or {}
     given = {"mechanism": mechanism, "clients_per_round": clients_per_round}
     given |= {"sampling": sampling, "num_replicas": 1, **options}
-    told = {name: _told(value) for name, value in chosen.items()}
-    key = repr((getattr(make, "__qualname__", " at 0x"), given, told))
+    described = {
+        name: (type(value), value.get_config())
+        if hasattr(value, "get_config")
+        else value
+        for name, value in chosen.items()
+    }
+    key = repr((getattr(make, "__qualname__", " at 0x"), given, described))
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     for loan in _loans.get(key, ()):
         if loan.test != test and loan.fed._compiled is loan.compiled:
@@ -195,20 +187,3 @@ def federated(
     if test and " at 0x" not in key and "<" not in key.partition(",")[0]:
         _loans.setdefault(key, []).append(_Loan(fed, test))
     return fed
-
-
-def _told(value: Any) -> Any:
-    """Returns what tells an argument of `compile` from others."""
-    if isinstance(value, tf.keras.optimizers.Optimizer):
-        return type(value).__name__, str(value.get_config())
-    plain = (
-        isinstance(part, str | int | float | None) for part in tf.nest.flatten(value)
-    )
-    return value if all(plain) else " at 0x"
-
-
-def give_back(fed: tfdp_fl.DPFederatedModel) -> None:
-    """Has a model that a test is done with be lent again, to the same test too."""
-    for loan in [loan for loans in _loans.values() for loan in loans]:
-        if loan.fed is fed:
-            loan.test = ""

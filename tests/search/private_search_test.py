@@ -183,13 +183,6 @@ def test_clients_are_charged_for_what_they_do():
     assert together > apart
 
 
-def test_held_out_clients_are_in_no_cohort():
-    score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0, held_out=0.3)
-    split = score.split(tfdp_fl.datasets.as_federated(_named_clients()))
-    training, held_out = split.training.client_ids, split.held_out.client_ids
-    assert len({*training, *held_out}) == len(training) + len(held_out) == 100
-
-
 def test_a_private_score_runs_and_its_noise_is_fresh_in_every_trial():
     # Wide bounds: a mean at their ends could be there twice.
     score = tfdp_fl.PrivateScore("accuracy", noise_multiplier=4.0, bounds=(-1e2, 1e2))
@@ -224,12 +217,6 @@ def test_clients_examples_are_not_public():
     with pytest.raises(ValueError, match="score must be computed on public"):
         _fit(_search(score=score), toy.clients(40))
 
-
-def test_less_is_better_for_a_loss():
-    model = _build(0.1).model
-    loss, accuracy = model.evaluate(*toy.arrays(100, seed=9), verbose=0)
-    assert _public("loss")(model, None, None) == pytest.approx(-loss)
-    assert _public()(model, None, None) == pytest.approx(accuracy)
     with pytest.raises(ValueError, match=r"every candidate compiles.*got 'auc'"):
         _fit(_search(score=_public("auc")))
 
@@ -359,12 +346,6 @@ def test_the_number_of_trials_is_nowhere(tmp_path):
     assert one[:3] == ("", 0, 0)
     assert list(one[3]) == ["ledger.jsonl"]
     assert one == six == none
-
-
-def test_what_would_see_each_trial_is_not_taken():
-    for option in ("callbacks", "seed", "validation_data", "verbose", "audit"):
-        with pytest.raises(TypeError, match=option):
-            _fit(_search(), **{option: None})
 
 
 def test_nothing_of_another_trial_can_be_had():
