@@ -15,7 +15,8 @@ from tests.keras import toy
 from tfdp_fl import accounting, auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine
-from tfdp_fl.keras import callbacks, checkpoint, randomness
+from tfdp_fl.keras import callbacks, checkpoint
+from tfdp_fl.keras import run as run_lib
 
 _DELTA = 1e-3
 _T, _B = 8, 4
@@ -294,7 +295,7 @@ def test_rounds_that_were_lost_end_the_segment(tmp_path, seed):
     # No round has noise that a lost one had.
     drawn = {tuple(call.args[2].seed) for call in collected.mock_calls}
     if seed is not None:
-        before = {tuple(randomness.round_seed(seed, (t,))) for t in range(4)}
+        before = {tuple(run_lib.round_seed(seed, (t,))) for t in range(4)}
         assert not drawn & before
 
 

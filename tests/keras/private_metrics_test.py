@@ -19,7 +19,7 @@ from tests.keras import toy
 from tfdp_fl import accounting
 from tfdp_fl.accounting import charge as charge_lib
 from tfdp_fl.keras import checkpoint, client_metrics
-from tfdp_fl.keras.private_metrics import PrivateMetrics
+from tfdp_fl.keras.client_metrics import PrivateMetrics
 
 _BOUNDS = {"loss": (0.0, 3.0), "accuracy": (0.0, 1.0)}
 _DELTA = 1e-3

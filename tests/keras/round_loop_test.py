@@ -15,7 +15,8 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl import engine, sampling
 from tfdp_fl.engine import chunks
-from tfdp_fl.keras import randomness, round_loop
+from tfdp_fl.keras import round_loop
+from tfdp_fl.keras import run as run_lib
 
 _Engine = engine.CohortEngine
 
@@ -180,23 +181,23 @@ def test_an_error_of_drawing_is_the_rounds_own():
 
 
 def test_every_attempt_has_a_seed_of_its_own():
-    attempts = randomness.Attempts()
+    attempts = run_lib.Attempts()
     taken = [attempts.take() for _ in range(3)]
     for _ in range(2):
         attempts.renew()
         taken.append(attempts.take())
     words = 2**32
     seeds = [
-        tuple(randomness.round_seed(seed, attempt))
+        tuple(run_lib.round_seed(seed, attempt))
         for seed in (1, 1 + words, 1 + 2 * words, 2)
         for attempt in taken
     ]
     assert len(set(seeds)) == len(seeds)
-    np.testing.assert_array_equal(seeds[0], randomness.round_seed(1, (0,)))
+    np.testing.assert_array_equal(seeds[0], run_lib.round_seed(1, (0,)))
 
 
 def test_a_fork_takes_no_attempt_of_its_parent():
-    attempts = randomness.Attempts()
+    attempts = run_lib.Attempts()
     attempts.take()
     reader, writer = os.pipe()
     child = os.fork()

@@ -25,7 +25,7 @@ from tests.keras import hostile, noise_test
 from tests.mechanisms import statistics
 from tests.stress import channel_noise_stress
 from tfdp_fl import sampling, secure_aggregation
-from tfdp_fl.keras import randomness
+from tfdp_fl.keras import run as run_lib
 from tfdp_fl.mechanisms import noise
 
 _RAY = importlib.util.find_spec("ray")
@@ -196,7 +196,7 @@ class ProcessesTest(absltest.TestCase):
 
 def _drawn_after_fork(sampler):
     cohort = tuple(sampler.cohort(0).tolist())
-    return cohort, randomness.round_seed(None, (0,)).tobytes()
+    return cohort, run_lib.round_seed(None, (0,)).tobytes()
 
 
 if __name__ == "__main__":

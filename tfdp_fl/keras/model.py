@@ -31,7 +31,6 @@ from tfdp_fl.keras import (
     client_metrics,
     keras_names,
     model_history,
-    private_metrics,
     resuming,
     round_loop,
     statement,
@@ -243,7 +242,8 @@ class DPFederatedModel:
           **others: None; what is given is refused, with what to give instead.
         """
         keras_names.refuse_arguments("compile", others)
-        model_history.check_idle(self.model, "compile")
+        if model_history.is_fitting(self.model):
+            raise model_history.running_error("compile")
         if loss is None:
             raise ValueError("loss must be given, got None.")
         for name, hook in (
@@ -300,7 +300,7 @@ class DPFederatedModel:
         batch_size: int = 1024,
         verbose: str | int = "auto",
         *,
-        private: private_metrics.PrivateMetrics | None = None,
+        private: client_metrics.PrivateMetrics | None = None,
     ) -> dict[str, Any]:
         """Returns the model's metrics on each client's own data.
 
@@ -333,7 +333,7 @@ class DPFederatedModel:
         dataset = datasets.as_federated(clients)
         bar = _checked_verbose(verbose)
         if private is not None:
-            return private_metrics.release(self, private, dataset, batch_size, bar)
+            return client_metrics.release(self, private, dataset, batch_size, bar)
         self._showed_metrics = True
         if self.run is not None:
             self.run.caveats.add("client_metrics_shown")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -205,8 +204,7 @@ def checked_optimizer(argument: str, value: Any) -> tf.keras.optimizers.Optimize
             raise ValueError
         return tf.keras.optimizers.get(value)
     except (TypeError, ValueError, KeyError) as error:
-        kind = ValueError if isinstance(error, KeyError) else type(error)
-        raise kind(
+        raise ValueError(
             f"{argument} must be a tf.keras.optimizers.Optimizer or the name of one, "
             f"such as 'sgd' or 'adam', got {value!r}."
         ) from error
@@ -246,16 +244,4 @@ def check_model(model: Any) -> None:
     if not model.trainable_variables:
         raise ValueError(
             f"model must have trainable variables, got {model.name!r} with none."
-        )
-
-
-def warn_of_large_delta(name: str, delta: float, num_clients: int) -> None:
-    """Warns of a delta that publishing one client outright could have."""
-    if delta * num_clients >= 1:
-        warnings.warn(
-            f"{name} should be below 1 / num_clients = {1 / num_clients:.3g}, got "
-            f"{delta:g}: a mechanism that publishes one of the {num_clients} clients "
-            "outright could have that delta.",
-            RuntimeWarning,
-            stacklevel=3,
         )
