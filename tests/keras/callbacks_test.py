@@ -245,14 +245,6 @@ def test_one_run_in_two_places_is_refused(tmp_path):
         toy.fit(first, 1, [ledger])
 
 
-def test_a_ledger_that_is_deleted_stops_the_training(path):
-    delete = _Calls("on_round_released", lambda *_: path.unlink())
-    fed = toy.federated()
-    with pytest.raises(accounting.LedgerMovedError):
-        toy.fit(fed, 3, [Ledger(path), delete])
-    assert (fed.rounds, fed.spending.rounds) == (1, 1)
-
-
 def test_a_full_disk_abandons_the_round(path):
     fed, ledger = toy.federated(), Ledger(path)
     toy.fit(fed, 1, [ledger])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.datasets import FederatedDataset
 
@@ -199,17 +198,6 @@ def test_a_loss_or_metric_that_draws(place):
 
     own = draws if place == "loss" else [draws]
     _assert_refused("RandomUniform", _model(), **{place: own})
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [_layers.Dropout(0.5), _layers.GaussianNoise(0.5), _layers.BatchNormalization()],
-)
-def test_what_is_reset_for_each_client_is_allowed(layer):
-    quiet = tfdp_fl.FixedClipping(clip_norm=1.0, noise_multiplier=0.0)
-    fed = toy.federated(quiet, _model(layer), toy.NUM_CLIENTS)
-    toy.fit(fed, seed=1)
-    assert fed.rounds == 1
 
 
 class _KeepsInInference(_layers.Layer):

@@ -16,7 +16,8 @@ import tfdp_fl
 from tests.keras import toy
 from tfdp_fl.accounting import PrivacyLedger
 from tfdp_fl.engine import CohortEngine
-from tfdp_fl.keras import costs, resuming
+from tfdp_fl.keras import resuming
+from tfdp_fl.keras.run import RoundCosts
 
 _DELTA = 1e-3
 _TRAINED = "already trained on clients"
@@ -243,14 +244,14 @@ def test_a_budget_is_asked_in_the_act_of_charging(tmp_path, when):
 def test_a_budget_counts_what_is_charged_while_it_plans():
     most, fed = _cost_of_four_rounds(), toy.federated()
     toy.fit(fed, 1)
-    affordable_rounds = costs.RoundCosts.affordable_rounds
+    affordable_rounds = RoundCosts.affordable_rounds
 
     def planned(*arguments):
         found = affordable_rounds(*arguments)
         _evaluate(fed)  # As another thread might, between answer and what follows.
         return found
 
-    with mock.patch.object(costs.RoundCosts, "affordable_rounds", planned):
+    with mock.patch.object(RoundCosts, "affordable_rounds", planned):
         toy.fit(fed, 3, [tfdp_fl.callbacks.PrivacyBudget(most, _DELTA)])
     assert fed.epsilon(_DELTA) <= most
 

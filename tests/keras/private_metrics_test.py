@@ -290,23 +290,12 @@ def test_a_resumed_run_knows_of_it(tmp_path):
     assert other.epsilon(_DELTA) > fed.epsilon(_DELTA)
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        ({"bounds": {}}, ValueError, "bounds must name a metric"),
-        ({"bounds": [("loss", 1)]}, TypeError, "bounds must be a Mapping"),
-        ({"bounds": {"loss": 3}}, TypeError, "'loss': 3"),
-        ({"bounds": {"loss": (1, 1)}}, ValueError, r"'loss': \(1, 1\)"),
-        ({"bounds": {"loss": (0, np.inf)}}, ValueError, "finite number"),
-        ({"noise_multiplier": -1}, ValueError, "noise_multiplier.*-1"),
-    ],
-)
-def test_what_is_refused_when_it_is_made(options, error, message):
-    with pytest.raises(error, match=message):
-        _private(**options)
-
-
-def test_what_is_refused_when_it_is_asked_for():
+def test_what_is_refused():
+    for bounds in ({}, {"loss": 3}, {"loss": (1, 1)}, {"loss": (0, np.inf)}):
+        with pytest.raises((TypeError, ValueError), match="bounds must"):
+            _private(bounds=bounds)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        _private(noise_multiplier=-1)
     fed = _trained(rounds=0)
     with pytest.raises(ValueError, match="before the first fit"):
         _evaluated(fed)

@@ -156,8 +156,11 @@ def test_a_second_fit_is_resumed_as_such(tmp_path, make):
         _fit(whole, rounds, [keeper], seed=2)
     copy, weights = _copy_as_of(tmp_path / "run", 3), whole.get_weights()
     resumed = make()
-    # NumPy's number is as good as Python's.
-    assert _fit(resumed, 3, seed=np.int64(2), resume_from=copy).epoch == [3, 4]
+    # NumPy's numbers are as good as Python's.
+    assert _fit(resumed, np.int64(3), seed=np.int64(2), resume_from=copy).epoch == [
+        3,
+        4,
+    ]
     toy.assert_same(weights, resumed)
 
 

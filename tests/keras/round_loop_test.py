@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import threading
+import types
 from unittest import mock
 
 import numpy as np
@@ -21,48 +23,33 @@ from tfdp_fl.keras import run as run_lib
 _Engine = engine.CohortEngine
 
 
-class _After(tf.keras.callbacks.Callback):
-    """Calls something after each round."""
-
-    def __init__(self, function):
-        super().__init__()
-        self._function = function
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._function(self.model, epoch)
+def _after(function):
+    """Calls something of the epoch after each round."""
+    return tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda t, _: function(t))
 
 
-class _Cohorts:
-    """Which are drawn, and on which thread; which train; with which seeds."""
+@contextlib.contextmanager
+def _cohorts():
+    """Yields which are drawn, and on which thread; which train; with which seeds."""
+    seen = types.SimpleNamespace(drawn=[], trained=[], threads=set(), seeds=[])
+    draw, complete = sampling.FixedSizeSampler.cohort, _Engine.complete
 
-    def __init__(self):
-        self.drawn, self.trained, self.threads, self.seeds = [], [], set(), []
-        draw, complete = sampling.FixedSizeSampler.cohort, _Engine.complete
+    def cohort(sampler, round_index):
+        positions = draw(sampler, round_index)
+        seen.threads.add(threading.current_thread())
+        seen.drawn.append((round_index, positions.tolist()))
+        return positions
 
-        def cohort(sampler, round_index):
-            positions = draw(sampler, round_index)
-            self.threads.add(threading.current_thread())
-            self.drawn.append((round_index, positions.tolist()))
-            return positions
+    def completed(own, pending):
+        seen.trained.append(pending.inputs.positions.tolist())
+        seen.seeds.append(tuple(pending.inputs.seed.tolist()))
+        return complete(own, pending)
 
-        def completed(own, pending):
-            self.trained.append(pending.inputs.positions.tolist())
-            self.seeds.append(tuple(pending.inputs.seed.tolist()))
-            return complete(own, pending)
-
-        self._patches = [
-            mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
-            mock.patch.object(_Engine, "complete", completed),
-        ]
-
-    def __enter__(self):
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_):
-        for patch in self._patches:
-            patch.stop()
+    with (
+        mock.patch.object(sampling.FixedSizeSampler, "cohort", cohort),
+        mock.patch.object(_Engine, "complete", completed),
+    ):
+        yield seen
 
 
 def _streamed(clients):
@@ -101,7 +88,7 @@ def test_a_seeded_run_is_the_same_drawn_ahead_or_not(mechanism, streamed):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_that_is_drawn_trains_once(streamed):
     fed, clients = toy.federated(clients_per_round=5), toy.clients()
-    with _Cohorts() as cohorts:
+    with _cohorts() as cohorts:
         toy.fit(fed, 6, data=_streamed(clients) if streamed else clients)
     assert [t for t, _ in cohorts.drawn] == list(range(6))
     assert [positions for _, positions in cohorts.drawn] == cohorts.trained
@@ -116,11 +103,11 @@ def test_a_client_that_is_drawn_trains_once(streamed):
 def test_a_training_that_stops_draws_others_afterwards():
     fed = toy.federated(clients_per_round=5)
 
-    def stop(model, epoch):
-        model.stop_training = epoch == 1
+    def stop(epoch):
+        fed.stop_training = epoch == 1
 
-    with _Cohorts() as cohorts:
-        toy.fit(fed, 9, [_After(stop)])
+    with _cohorts() as cohorts:
+        toy.fit(fed, 9, [_after(stop)])
         drawn_for_nothing = cohorts.drawn[-1]
         toy.fit(fed, 1)
     assert [t for t, _ in cohorts.drawn] == [0, 1, 2, 2]
@@ -132,12 +119,12 @@ def test_nor_does_a_round_use_what_was_drawn_for_another_attempt():
     def seeds(repeated):
         fed = toy.federated(clients_per_round=5)
 
-        def tell(model, epoch):
+        def tell(epoch):
             if repeated and epoch == 1:
                 fed.run.attempts.take()
 
-        with _Cohorts() as cohorts:
-            toy.fit(fed, 4, [_After(tell)], seed=3)
+        with _cohorts() as cohorts:
+            toy.fit(fed, 4, [_after(tell)], seed=3)
         return cohorts.seeds
 
     plain, repeated = seeds(False), seeds(True)
@@ -217,7 +204,7 @@ def test_a_fork_takes_no_attempt_of_its_parent():
 
 def test_runs_that_share_a_ledger_share_no_noise(tmp_path):
     # What they cost together is what two noises cost.
-    with _Cohorts() as cohorts:
+    with _cohorts() as cohorts:
         for _ in range(2):
             ledger = tfdp_fl.callbacks.Ledger(tmp_path / "ledger.jsonl", append=True)
             toy.fit(toy.federated(clients_per_round=5), 2, [ledger], seed=1)

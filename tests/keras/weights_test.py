@@ -23,56 +23,40 @@ _SIZES = (8, 0, 3, 5)
 _NUM_EXAMPLES = tfdp_fl.ClientWeighting.num_examples
 _SAMPLE_WEIGHT = tfdp_fl.ClientWeighting.sample_weight
 _FIXED = tfdp_fl.FixedClipping(clip_norm=_S, noise_multiplier=0.0)
-# Ways to train, as arguments of `_Trainer`.
-_PATHS = {
-    "one_by_one": {},
-    "side_by_side": {"beside": True},
-    "a_few_at_a_time": {"beside": True, "few": True},
-    "in_groups": {"beside": True, "at_once": 2},
-    "streamed": {"streamed": True},
-    "xla": {"jit_compile": True},
-    "sharded": {"runtime": hostile.HereWorkers()},
-}
+_BESIDE = ("side_by_side", "a_few_at_a_time", "in_groups")
+_PATHS = ("one_by_one", *_BESIDE, "streamed", "xla", "sharded")
 
 
 class _Trainer:
     """Trains all of some clients again and again, from the same weights."""
 
     def __init__(
-        self,
-        num_clients=1,
-        mechanism=None,
-        *,
-        beside=False,
-        few=False,
-        at_once=None,
-        streamed=False,
-        jit_compile=False,
-        runtime=None,
-        model=toy.two_layers,
-        compiled=None,
-        **options,
+        self, num_clients=1, mechanism=None, path="one_by_one", compiled=None, **options
     ):
-        self._beside, self._streamed, self._runtime = beside, streamed, runtime
+        self._path, beside, few = path, path in _BESIDE, path == "a_few_at_a_time"
         self._changes = {"is_worthwhile": lambda *_: beside, "is_small": lambda *_: few}
-        if at_once is not None:
-            self._changes["clients_at_once"] = lambda *_: at_once
-        compiled = {"jit_compile": None if beside else jit_compile, **(compiled or {})}
+        if path == "in_groups":
+            self._changes["clients_at_once"] = lambda *_: 2
+        compiled = {
+            "jit_compile": None if beside else path == "xla",
+            **(compiled or {}),
+        }
+        options = {"model": toy.two_layers, "compile_options": compiled, **options}
         mechanism = mechanism or tfdp_fl.NoPrivacy()
-        self.fed = toy.federated(
-            mechanism, model, num_clients, compile_options=compiled, **options
-        )
+        self.fed = toy.federated(mechanism, clients_per_round=num_clients, **options)
         self._before = self.fed.get_weights()
 
     def __call__(self, clients, **options):
         self.fed.set_weights(self._before)
-        if self._streamed:
+        if self._path == "streamed":
             read = clients.__getitem__
             clients = FederatedDataset.from_client_fn(list(clients), read)
         fit = {"batch_size": 4, "local_epochs": 3, "seed": 1, **options}
+        if self._path == "sharded":
+            fit["runtime"] = hostile.HereWorkers()
         with mock.patch.multiple(dense_models, **self._changes):
-            history = toy.fit(self.fed, data=clients, runtime=self._runtime, **fit)
-        assert not self._beside or self.fed.engine.has_trained_side_by_side
+            history = toy.fit(self.fed, data=clients, **fit)
+        assert self.fed.engine.has_trained_side_by_side == (self._path in _BESIDE)
         return history.history
 
     @property
@@ -128,7 +112,7 @@ def _assert_close(one, other):
 def test_one_client_without_noise(path, weights):
     client = _weighted(15)
     options = {} if weights == "examples" else {"class_weight": _CLASS_WEIGHT}
-    train = _Trainer(**_PATHS[path])
+    train = _Trainer(path=path)
     train({0: client[:2] if weights == "classes" else client}, **options)
     wanted, _ = _by_keras(weights)
     _assert_close(train.fed, wanted)
@@ -137,10 +121,10 @@ def test_one_client_without_noise(path, weights):
     assert np.abs(plain[0] - wanted[0]).max() > 1e-3
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_the_loss_and_the_weighted_metrics(beside):
+@pytest.mark.parametrize("path", ["one_by_one", "side_by_side"])
+def test_the_loss_and_the_weighted_metrics(path):
     _, wanted = _by_keras("both", 1)
-    train = _Trainer(beside=beside, compiled=_metrics())
+    train = _Trainer(path=path, compiled=_metrics())
     fit = {"class_weight": _CLASS_WEIGHT, "local_epochs": 1}
     history = train({0: _weighted(15)}, **fit)
     for name in ("loss", "weighted", "accuracy"):
@@ -194,12 +178,8 @@ def test_several_outputs():
 
 def test_class_weights_that_are_refused_or_new():
     fed = toy.federated()
-    for value, message in (
-        ([1, 2], "class_weight must map .*, got a list"),
-        ({"a": 1.0}, "got 'a': 1.0"),
-        ({0: np.nan}, "got 0: nan"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
+    for value in ([1, 2], {"a": 1.0}, {0: np.nan}):
+        with pytest.raises((TypeError, ValueError), match="class_weight must map"):
             toy.fit(fed, class_weight=value)
     assert fed.rounds == 0
     toy.fit(fed)
@@ -249,7 +229,7 @@ def _assert_moved(moved, counted, clip=_S, divisor=4, sizes=_SIZES):
 @pytest.mark.parametrize("path", _PATHS)
 def test_the_papers_estimator(path):
     weighting = _NUM_EXAMPLES(cap=6, mean_weight=0.4)
-    train, history = _mean_of(_clients(), weighting, **_PATHS[path])
+    train, history = _mean_of(_clients(), weighting, path=path)
     counted = [min(size / 6, 1.0) for size in _SIZES]
     _assert_moved(train.moved, counted, divisor=4 * 0.4)
     # A client that counts less was clipped all the same.
@@ -262,7 +242,7 @@ def test_by_the_weights_of_examples(path):
     clients = {
         k: (x, y, np.ones(len(y), np.float32)) for k, (x, y) in _clients().items()
     }
-    train, _ = _mean_of(clients, _SAMPLE_WEIGHT(cap=6), **_PATHS[path])
+    train, _ = _mean_of(clients, _SAMPLE_WEIGHT(cap=6), path=path)
     _assert_moved(train.moved, [min(size / 6, 1.0) for size in _SIZES])
 
 
@@ -320,7 +300,7 @@ def test_the_noise_and_its_price_are_the_same():
 def _added(client, path, weighting):
     nobody = tuple(each[:0] for each in client)
     clients = {0: client, 1: nobody}
-    train, _ = _mean_of(clients, weighting, batch_size=150, **_PATHS[path])
+    train, _ = _mean_of(clients, weighting, batch_size=150, path=path)
     return 2 * np.linalg.norm(train.moved)
 
 
@@ -352,7 +332,7 @@ def test_the_norm_is_clipped_and_others_are_none_the_worse(path, weighting):
         tfdp_fl.FixedClipping(clip_norm=clip, noise_multiplier=0),
         compiled={"weighted_metrics": ["accuracy"]},
         client_weighting=weighting,
-        **_PATHS[path],
+        path=path,
     )
     x, y, weight = _weighted(12)
     weight = weight.astype(np.float32)

@@ -46,24 +46,10 @@ def evaluate(
     verbose: int,
     in_any_case: Iterable[str] = (),
 ) -> dict[str, np.ndarray]:
-    """Returns a compiled model's metrics, client by client.
+    """Returns a compiled model's metrics client by client, as `evaluate_clients` does.
 
-    Args:
-      model: The model.
-      training: The loss and the metrics that it was compiled with.
-      clients: Whose data.
-      batch_size: Examples in one batch.
-      verbose: 1 shows a bar.
-      in_any_case: Metrics that have a column even if nobody has a value; with
-        them nothing is raised or warned of, which would tell of a client.
-
-    Returns:
-      "num_examples", int64 [N], and "loss" and each metric by name, float64
-      [N], in the order of `clients.client_ids`; NaN for a client without
-      examples, or whose data cannot be read or evaluated on.
-
-    Raises:
-      ValueError: TensorFlow can evaluate the model on nobody's examples.
+    Metrics `in_any_case` have a column even if nobody has a value; with them nothing
+    is raised or warned of, which would tell of a client.
     """
     number = clients.num_clients
     counts = np.zeros(number, np.int64)
@@ -212,10 +198,8 @@ class PrivateMetrics:
     def charge(self, sampling: str, num_clients: int) -> charge_lib.RoundCharge:
         """Returns what the release of all clients' metrics costs.
 
-        Args:
-          sampling: That of the training, whose neighbouring relation it has:
-            where cohorts have a fixed size, a client is replaced by another.
-          num_clients: N.
+        It has the neighbouring relation of the training's sampling: where cohorts have
+        a fixed size, a client is replaced by another.
         """
         return charge_lib.RoundCharge(
             sampling="fixed_size" if sampling == "fixed_size" else "poisson",
@@ -228,12 +212,6 @@ class PrivateMetrics:
         """Returns what each client contributes, float64 [N, 1 + k], of norm <= 1.
 
         Zeros for a client with a metric that is no number.
-
-        Args:
-          values: Each client's metrics by name, [N].
-
-        Raises:
-          ValueError: A metric of `bounds` is none of them.
         """
         for name in self.bounds:
             if name not in values:
@@ -253,12 +231,7 @@ class PrivateMetrics:
     def released(
         self, values: Mapping[str, np.ndarray], generator: np.random.Generator
     ) -> dict[str, Any]:
-        """Returns the noisy result; see `DPFederatedModel.evaluate_clients`.
-
-        Args:
-          values: The clients' metrics, by name, [N].
-          generator: Draws the noise.
-        """
+        """Returns the noisy result of all clients' metrics, by name, [N]."""
         total = self.contributions(values).sum(axis=0)
         noise = generator.normal(size=total.shape)
         # Everything is computed from the noisy sum: nothing else is used.
@@ -332,10 +305,7 @@ def _check(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
 
 
 def _pay(fed: DPFederatedModel, charge: charge_lib.RoundCharge) -> None:
-    """Charges a release: first in every ledger, then in memory.
-
-    Budgets are asked again, where nothing else can spend what they allow.
-    """
+    """Charges a release: the budgets are asked, then ledgers, then memory."""
     name = spending_lib.new_evaluation()
     spent = spending_lib.OtherRun(charges=collections.Counter([charge]), mu_squared=0.0)
     with model_history.charging:

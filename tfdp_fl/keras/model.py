@@ -36,9 +36,8 @@ from tfdp_fl.keras import (
     statement,
     training_setup,
 )
-from tfdp_fl.keras.costs import RoundCosts
 from tfdp_fl.keras.preparation import PreparedEngine, prepare
-from tfdp_fl.keras.run import FitPlan, Run
+from tfdp_fl.keras.run import FitPlan, RoundCosts, Run
 from tfdp_fl.keras.training_setup import Compiled, PrivacyTarget, TrainingSetup
 from tfdp_fl.keras.validation import Validation
 from tfdp_fl.mechanisms import ClientWeighting, Mechanism, noise
@@ -451,7 +450,7 @@ class DPFederatedModel:
         """
         keras_names.refuse_arguments("fit", others)
         self.require_compiled("fit")
-        if client_ids is None and isinstance(y, int) and rounds == 1:
+        if client_ids is None and isinstance(y, int | np.integer) and rounds == 1:
             y, rounds = None, y
         clients = persons.of_fit(
             clients if x is None else x, y, client_ids, sample_weight

@@ -131,11 +131,6 @@ class InterruptedRun:
         """Reads the newest checkpoint, and checks it against the arguments.
 
         Nothing of the model changes.
-
-        Raises:
-          FileNotFoundError: There is no checkpoint.
-          ValueError: An argument is not what the interrupted run had.
-          LedgerError: The ledger lacks rounds that the checkpoint knows of.
         """
         checkpoint = checkpoint_lib.CheckpointDirectory(directory).newest()
         plan = FitPlan(**checkpoint.state["plan"])
@@ -201,13 +196,10 @@ class InterruptedRun:
     def restore(
         self, fed: DPFederatedModel, cohort_engine: engine.CohortEngine, prepared: Run
     ) -> Run:
-        """Puts model and engine in the state of the checkpoint.
+        """Puts model and engine in the state of the checkpoint; returns the run.
 
         What was spent is what the ledger says: it also has the rounds that
         were charged after the checkpoint, whose result may have been seen.
-
-        Returns:
-          The interrupted run, to be gone on with.
         """
         server = cohort_engine.server.state
         self._check_shapes("server_optimizer", server)

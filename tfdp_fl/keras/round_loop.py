@@ -172,9 +172,7 @@ class RoundLoop:
     def _round(self, round_index: int, whole: contextlib.ExitStack) -> dict[str, float]:
         """Draws, collects, charges, releases; returns the round's logs.
 
-        Args:
-          round_index: The round.
-          whole: Is closed when the round's callbacks were called.
+        `whole` is closed when the round's callbacks were called.
         """
         inputs = self._draw(round_index)
         pending = self.collector.collect(self.clients, inputs)
@@ -266,10 +264,7 @@ class RoundLoop:
     def _charge(self, inputs: RoundInputs, silent: int = 0) -> None:
         """Pays for a round: first in every ledger, then in memory.
 
-        Args:
-          inputs: The round.
-          silent: How many of its clients added no noise of their own, where
-            every client does.
+        Of its clients so many were `silent`: they added no noise of their own.
         """
         run, positions, spending = self.run, inputs.positions, self.run.spending
         charge = self.costs.charge(inputs.round_index, len(positions) - silent)

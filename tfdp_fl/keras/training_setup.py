@@ -218,17 +218,17 @@ def check_names(*, loss: Any, metrics: Any, weighted_metrics: Any) -> None:
         ("metrics", named_metrics, tf.keras.metrics.get, _METRIC_NAMES),
     ):
         for name in tf.nest.flatten(given):
-            found: Any = name
-            if isinstance(name, str) and name not in names:
-                found = None
-                with contextlib.suppress(TypeError, ValueError):
-                    found = get(name)
-                if found is None or isinstance(found, str):  # Keras 2 hands back.
-                    usual = ", ".join(names or ("sparse_categorical_crossentropy",))
-                    raise ValueError(
-                        f"{argument} must be Keras's own names (such as {usual}, or "
-                        f"mean_squared_error) or what computes it, got {name!r}."
-                    )
+            if not isinstance(name, str) or name in names:
+                continue
+            found = None
+            with contextlib.suppress(TypeError, ValueError):
+                found = get(name)
+            if found is None or isinstance(found, str):  # Keras 2 hands back.
+                usual = ", ".join(names or ("sparse_categorical_crossentropy",))
+                raise ValueError(
+                    f"{argument} must be Keras's own names (such as {usual}, or "
+                    f"mean_squared_error) or what computes it, got {name!r}."
+                )
 
 
 def check_model(model: Any) -> None:

@@ -76,11 +76,7 @@ class PublicScore:
         self._x, self._y = x, y
 
     def split(self, clients: FederatedDataset) -> Split:
-        """Returns all clients as those that train.
-
-        Raises:
-          ValueError: The examples are the clients' own.
-        """
+        """Returns all clients as those that train, if the examples are not theirs."""
         examples = _example_hashes(self._x, self._y)
         if len(examples) >= _TELLING and clients.is_indexed:
             rows, _ = clients.client_rows(np.arange(clients.num_clients))
