@@ -15,8 +15,7 @@ from tests.keras import toy
 from tfdp_fl import accounting, auditing
 from tfdp_fl.datasets import FederatedDataset
 from tfdp_fl.engine import CohortEngine
-from tfdp_fl.keras import callbacks, checkpoint
-from tfdp_fl.keras import run as run_lib
+from tfdp_fl.keras import callbacks
 
 _DELTA = 1e-3
 _T, _B = 8, 4
@@ -274,29 +273,6 @@ def test_seeded_runs_are_resumed_bit_for_bit(tmp_path):
     toy.assert_same(whole, other)
     toy.assert_same(_buffers(whole), _buffers(other))
     assert _squares(other)[:6].sum() == _spent(other)
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-def test_rounds_that_were_lost_end_the_segment(tmp_path, seed):
-    fed, other = _federated(), _federated()
-    keepers = [_Killed(tmp_path, every=2, delta=_DELTA) for _ in range(2)]
-    with pytest.raises(KeyboardInterrupt):
-        toy.fit(fed, _T, [_crash(), keepers[0]], seed=seed)
-    # Rounds 1 to 4 are in the ledger, the checkpoint is after round 2.
-    assert checkpoint.CheckpointDirectory(tmp_path).newest().round_index == 2
-    collect = CohortEngine.collect
-    with mock.patch.object(
-        CohortEngine, "collect", autospec=True, side_effect=collect
-    ) as collected:
-        toy.fit(other, _T, keepers[1:], seed=seed, resume_from=tmp_path)
-    assert _position(other) == 6
-    squares = _squares(other)
-    assert squares[:4].sum() + squares[:6].sum() == _spent(other)
-    # No round has noise that a lost one had.
-    drawn = {tuple(call.args[2].seed) for call in collected.mock_calls}
-    if seed is not None:
-        before = {tuple(run_lib.round_seed(seed, (t,))) for t in range(4)}
-        assert not drawn & before
 
 
 def test_coefficients_that_were_chosen_otherwise_end_the_segment(tmp_path):
